@@ -1,0 +1,92 @@
+"""The one tree of errors that meshwise raises for its users.
+
+Every message says what was expected, what was found, where, and how to mend it. Bugs are not in this tree:
+an `AssertionError` or anything else that escapes it is ours.
+
+    MeshwiseError (ValueError)             exit code 2
+    |-- UnitError                          a number with a wrong, missing or ambiguous unit
+    |-- NotationError                      a sharding or roofline expression that does not parse, with a caret
+    |-- UnknownNameError                   a chip, model, network, axis... that no catalog holds, with the nearest names
+    |-- ConfigError                        a config.json (or TOML) that cannot be understood, with the key
+    |-- ClusterError                       a cluster that cannot exist
+    |-- LayoutError                        a layout that cannot be placed, with the constraint and the nearest that can
+    |-- ShardingError                      an operation that the sharding algebra forbids
+    |-- InfeasibleError                    exit code 3: nothing fits, or a check failed
+    `-- MissingDependencyError             exit code 4: an optional dependency is absent
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ClusterError",
+    "ConfigError",
+    "InfeasibleError",
+    "LayoutError",
+    "MeshwiseError",
+    "MissingDependencyError",
+    "NotationError",
+    "ShardingError",
+    "UnitError",
+    "UnknownNameError",
+]
+
+
+class MeshwiseError(ValueError):
+    """Anything that a user can mend. `exit_code` is what the command line returns."""
+
+    exit_code = 2
+
+
+class UnitError(MeshwiseError):
+    """A quantity whose unit is missing, unknown or ambiguous, or whose value is out of range."""
+
+
+class NotationError(MeshwiseError):
+    """An expression that does not parse; shows the text with a caret under the character at fault."""
+
+    def __init__(self, message: str, text: str, position: int) -> None:
+        self.text = text
+        self.position = position
+        super().__init__(f"{message}\n    {text}\n    {' ' * position}^")
+
+
+class UnknownNameError(MeshwiseError):
+    """A name that no catalog holds. `choices` are the valid names; the nearest are suggested."""
+
+    def __init__(self, what: str, name: str, choices: Iterable[str], hint: str = "") -> None:
+        self.name = name
+        self.choices = sorted(choices)
+        near = difflib.get_close_matches(name.lower(), self.choices, n=3, cutoff=0.5)
+        known = f"Nearest: {', '.join(near)}." if near else f"Known: {', '.join(self.choices)}."
+        super().__init__(f"unknown {what} {name!r}. {known}{' ' + hint if hint else ''}")
+
+
+class ConfigError(MeshwiseError):
+    """A configuration file that cannot be read or understood; names the key."""
+
+
+class ClusterError(MeshwiseError):
+    """A cluster that cannot exist: a shape the chip has no pod for, a count that fills no node."""
+
+
+class LayoutError(MeshwiseError):
+    """A layout that cannot be placed on this model, job and cluster."""
+
+
+class ShardingError(MeshwiseError):
+    """A sharding that is not legal, or a reshard that has no meaning."""
+
+
+class InfeasibleError(MeshwiseError):
+    """Nothing satisfies the constraints, or a check failed."""
+
+    exit_code = 3
+
+
+class MissingDependencyError(MeshwiseError):
+    """An optional dependency is absent; the message carries the one line that installs it."""
+
+    exit_code = 4

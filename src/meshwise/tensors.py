@@ -1,0 +1,426 @@
+"""Named axes, operations on them, and programs: the one description of a model that everything else reads.
+
+Sizes are symbolic: an operation knows the *names* of its axes, and `flops(sizes)` works alike when a size is a float
+or a NumPy array of candidates. Not here: how anything is sharded (`sharding`) or what it costs in seconds (`costs`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from meshwise.dtypes import DType
+
+__all__ = [
+    "Attention",
+    "AttentionGradient",
+    "Block",
+    "Einsum",
+    "Elementwise",
+    "Kind",
+    "Lookup",
+    "Op",
+    "Program",
+    "Route",
+    "Sizes",
+    "Tensor",
+    "backward",
+]
+
+#: Axis name -> size. A size is a float, or a NumPy array with one entry per candidate.
+Sizes = Mapping[str, Any]
+
+
+class Kind(StrEnum):
+    """What a tensor is for; precision, storage rules and memory classes are per kind."""
+
+    ACTIVATION = "activation"
+    WEIGHT = "weight"
+    GRADIENT = "gradient"  # of a weight; the gradient of an activation is an activation
+    KV_CACHE = "kv_cache"
+    INDEX = "index"  # token ids, expert choices: integers, never differentiated
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor with named axes.
+
+    Args:
+        name: unique within its block; weights carry the name that reports print.
+        axes: one name per dimension, e.g. `("B", "T", "D")`; sizes live elsewhere.
+        kind: what it is for.
+        dtype: overrides the precision policy's choice for `kind` (fp32 router logits, say).
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    kind: Kind = Kind.ACTIVATION
+    dtype: DType | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}[{', '.join(self.axes)}]"
+
+    def elements(self, sizes: Sizes) -> Any:
+        """Number of elements (float or array)."""
+        return math.prod(sizes[a] for a in self.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation: tensors in, one tensor out, and an index space to count over."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis of the index space, output's first, each once."""
+        return tuple(dict.fromkeys((*self.output.axes, *(a for t in self.inputs for a in t.axes))))
+
+    @property
+    def contracted(self) -> tuple[str, ...]:
+        """Axes that are summed over: in an input but not in the output."""
+        return tuple(a for a in self.axes if a not in self.output.axes)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Inputs, then the output."""
+        return (*self.inputs, self.output)
+
+    @property
+    def matmul(self) -> bool:
+        """Whether the FLOPs run on the matrix unit (else on the vector unit)."""
+        return False
+
+    def flops(self, sizes: Sizes) -> Any:
+        """Floating-point operations (float or array)."""
+        raise AssertionError(f"{type(self).__name__} must say its FLOPs; sizes {sizes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Einsum(Op):
+    """A product of two tensors summed over the axes that the output lacks.
+
+    >>> up = Einsum.parse("up", "x[B, T, D] * w_up[D, F] -> h[B, T, F]", weights=("w_up",))
+    >>> up.contracted, up.flops({"B": 1, "T": 2, "D": 4, "F": 8})
+    (('D',), 128)
+    """
+
+    @classmethod
+    def parse(cls, name: str, text: str, weights: tuple[str, ...] = ()) -> Einsum:
+        """Build from `"x[B, D] * w[D, F] -> y[B, F]"` (for our own tables; users' notation is read in `sharding`)."""
+        left, right = text.split("->")
+
+        def tensor(part: str) -> Tensor:
+            label, axes = part.strip().rstrip("]").split("[")
+            kind = Kind.WEIGHT if label in weights else Kind.ACTIVATION
+            return Tensor(label, tuple(a.strip() for a in axes.split(",")), kind)
+
+        return cls(name=name, inputs=tuple(tensor(p) for p in left.split("*")), output=tensor(right))
+
+    @property
+    def matmul(self) -> bool:
+        return True
+
+    def flops(self, sizes: Sizes) -> Any:
+        """Two per point of the index space: a multiply and an add."""
+        return 2 * math.prod(sizes[a] for a in self.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Op):
+    """Fused scaled-dot-product attention of q over k and v, never writing the T x S scores to memory.
+
+    Inputs `q[B, T, N, H]`, `k[B, S, K, H]`, `v[B, S, K, Hv]`, output `o[B, T, N, Hv]`; the axis letters may carry suffixes.
+    N query heads are split in K groups that share a key/value head, so N and K are always sharded together.
+
+    Args:
+        query_axis, key_axis: position axes of q and of k and v (T and S; the same length in training).
+        heads_axis, kv_heads_axis: N and K.
+        causal: a query sees only itself and what came before.
+        window: sees at most this many latest positions (None: all).
+        chunk: sees only its own chunk of this many positions (None: all).
+        gradient: set on the op that `backward` makes; it costs 5 matmuls' worth where the forward costs 2, because the
+            scores are computed again (Dao 2023, FlashAttention-2, section 3.1).
+    """
+
+    query_axis: str = "T"
+    key_axis: str = "S"
+    heads_axis: str = "N"
+    kv_heads_axis: str = "K"
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+    gradient: bool = False
+
+    @property
+    def matmul(self) -> bool:
+        return True
+
+    def pairs(self, sizes: Sizes) -> Any:
+        """Query-key pairs of one sequence and head that are really computed."""
+        queries, keys = sizes[self.query_axis], sizes[self.key_axis]
+        if not self.causal:
+            return queries * keys
+        span: Any = keys
+        if self.chunk is not None:
+            span = _minimum(keys, self.chunk)
+        elif self.window is not None:
+            span = _minimum(keys, self.window)
+        if self.chunk is not None:
+            return queries * (span + 1) / 2
+        # The last `queries` of `keys` positions; position p (from 1) sees min(p, span).
+        # When queries == keys this is span (span + 1) / 2 + (keys - span) span.
+        return _seen_up_to(keys, span) - _seen_up_to(keys - queries, span)
+
+    def flops(self, sizes: Sizes) -> Any:
+        """2 per pair and head dimension for q.k, 2 for p.v; 2.5 times that in the backward pass."""
+        q, v = self.inputs[0], self.inputs[2]
+        width = sizes[q.axes[-1]] + sizes[v.axes[-1]]
+        batch = math.prod(sizes[a] for a in q.axes if a not in (self.query_axis, q.axes[-1]))
+        return 2 * width * self.pairs(sizes) * batch * (2.5 if self.gradient else 1)
+
+    def full_flops(self, sizes: Sizes) -> Any:
+        """The same with every query attending to every key: the convention of many published FLOP counts."""
+        return self.flops(sizes) / self.pairs(sizes) * sizes[self.query_axis] * sizes[self.key_axis]
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return (a + b - abs(a - b)) / 2
+
+
+def _seen_up_to(positions: Any, span: Any) -> Any:
+    """Sum over p = 1..positions of min(p, span)."""
+    near = _minimum(positions, span)
+    return near * (near + 1) / 2 + (positions - near) * span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elementwise(Op):
+    """Anything that reads its inputs once and writes its output once: norms, activations, rotary, residual sums, the loss.
+
+    Args:
+        flops_per_element: vector operations per element of the index space.
+        linear: whether it commutes with addition, so that partial sums may pass through it unreduced.
+        reduced: axes over which it normalises or reduces; they must be whole on a device (the D of a norm).
+    """
+
+    flops_per_element: float = 1.0
+    linear: bool = False
+    reduced: tuple[str, ...] = ()
+
+    def flops(self, sizes: Sizes) -> Any:
+        return self.flops_per_element * math.prod(sizes[a] for a in self.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup(Op):
+    """Rows of a table picked by index: `tokens[B, T]`, `table[V, D]` -> `x[B, T, D]`. No FLOPs; reads one row per index.
+
+    With the table split over its rows, a device contributes zeros for rows it does not hold: the output is unreduced.
+    """
+
+    scatter: bool = False  # the backward pass adds rows into the table's gradient
+
+    def flops(self, sizes: Sizes) -> Any:
+        return 0 * math.prod(sizes[a] for a in self.output.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route(Op):
+    """Tokens to the slots of the experts they chose, or back: `x[B, T, D]` <-> `xe[E, C, D]`. Moves bytes, no FLOPs.
+
+    C counts the slots of one expert: B * T * top_k / E when routing is balanced (`Program.bind` sets it). On a mesh, the slots
+    are split as the tokens were; experts that live elsewhere make it an AllToAll, which the sharding algebra derives.
+
+    Args:
+        combine: from slots back to tokens (weighted by the router's gates), else dispatch.
+    """
+
+    combine: bool = False
+
+    def flops(self, sizes: Sizes) -> Any:
+        return 0 * math.prod(sizes[a] for a in self.output.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Operations that run `repeat` times in a row, each time with weights of their own.
+
+    Args:
+        name: "embed", "layer", "dense_layer", "moe_layer", "head", ...
+        ops: in order of execution; a tensor is made before it is read, or comes from outside (weights, `inputs`).
+        repeat: how many copies follow each other (the book's L).
+        role: "embed" (first stage), "layer" (spread over the stages) or "head" (last stage).
+        tied: names of weights that live in another block (a tied head) and are counted there.
+        inputs, outputs: names of the activations that enter and leave.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    repeat: int = 1
+    role: str = "layer"
+    tied: frozenset[str] = frozenset()
+    inputs: tuple[str, ...] = ("x",)
+    outputs: tuple[str, ...] = ("x_out",)
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The weights of one copy, tied ones left out, each once."""
+        seen = {t.name: t for op in self.ops for t in op.inputs if t.kind is Kind.WEIGHT and t.name not in self.tied}
+        return tuple(seen.values())
+
+    def parameters(self, sizes: Sizes) -> Any:
+        """Elements of the weights of one copy."""
+        return sum(t.elements(sizes) for t in self.weights)
+
+    def flops(self, sizes: Sizes) -> Any:
+        """FLOPs of one copy on the matrix unit: what MFU counts."""
+        return sum(op.flops(sizes) for op in self.ops if op.matmul)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Blocks in order, each with a repeat count.
+
+    Args:
+        name: "train", "prefill", "generate".
+        blocks: in order of execution.
+        sizes: the model's own axis sizes (D, F, N, K, H, V, ...; `top_k` for mixtures); a job adds B, T and S.
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    sizes: Mapping[str, float] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)
+
+    def bind(self, *, batch: Any, queries: Any, keys: Any | None = None) -> dict[str, Any]:
+        """All axis sizes for `batch` sequences of `queries` new positions that attend to `keys` (default: `queries`).
+
+        Adds B, T, S, and for mixtures C, the slots of one expert under balanced routing.
+        """
+        sizes: dict[str, Any] = {**self.sizes, "B": batch, "T": queries, "S": queries if keys is None else keys}
+        if "E" in sizes:
+            sizes["C"] = batch * queries * sizes["top_k"] / sizes["E"]
+        return sizes
+
+    def parameters(self) -> int:
+        """All parameters, tied weights counted once."""
+        return int(sum(b.repeat * b.parameters(self.sizes) for b in self.blocks))
+
+    def flops(self, sizes: Sizes) -> Any:
+        """Matrix FLOPs of one pass with the sizes of `bind`."""
+        return sum(b.repeat * b.flops(sizes) for b in self.blocks)
+
+
+def backward(block: Block) -> tuple[Op, ...]:
+    """The backward pass of `block`, derived operation by operation.
+
+    Every einsum gives two (the gradient of each input), attention gives one op that writes three gradients (its output
+    stands for d_q; d_k and d_v follow as zero-FLOP outputs of `Elementwise`), elementwise ops give one that reads the
+    gradient and what the forward pass read. Where a tensor feeds several operations, the partial gradients are added by an
+    op named `add.*`. The gradient of tensor `x` is named `d_x`; weights' gradients have kind GRADIENT.
+
+    Returns: operations in order of execution. The gradients of the block's outputs are taken as given.
+    """
+    parts: dict[str, list[Tensor]] = {name: [] for name in block.outputs}
+    produced = {op.output.name for op in block.ops}
+    ops: list[Op] = []
+
+    def gradient_of(t: Tensor) -> Tensor:
+        kind = Kind.GRADIENT if t.kind is Kind.WEIGHT else t.kind
+        return replace(t, name=f"d_{t.name}", kind=kind)
+
+    def collect(t: Tensor) -> Tensor:
+        """The whole gradient of `t`: the sum of what its readers contributed."""
+        grads = parts.get(t.name, [])
+        total = gradient_of(t)
+        if t.name in block.outputs:  # arrives from the next block, besides any inner readers
+            grads = [total, *grads] if grads else []
+        if len(grads) > 1:
+            whole = replace(total, name=f"{total.name}.sum") if t.name in block.outputs else total
+            ops.append(Elementwise(name=f"add.{t.name}", inputs=tuple(grads), output=whole, linear=True,
+                                   flops_per_element=len(grads) - 1))  # fmt: skip
+            return whole
+        return grads[0] if grads else total
+
+    def contribute(t: Tensor, op_name: str) -> Tensor:
+        """Name the contribution of one reader to the gradient of `t`."""
+        g = gradient_of(t)
+        readers = sum(t.name == i.name for op in block.ops for i in op.inputs)
+        part = g if readers == 1 and t.name not in block.outputs else replace(g, name=f"{g.name}.{op_name}")
+        parts.setdefault(t.name, []).append(part)
+        return part
+
+    for op in reversed(block.ops):
+        grad = collect(op.output)
+        ops.extend(_backward_of(op, grad, contribute))
+    for name in dict.fromkeys(t.name for op in block.ops for t in op.inputs):
+        source = next(t for op in block.ops for t in op.inputs if t.name == name)
+        if name not in produced and len(parts.get(name, [])) > 1:
+            collect(source)
+    return tuple(ops)
+
+
+def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
+    """The operations that turn the gradient of `op.output` into gradients of its inputs."""
+    differentiable = [t for t in op.inputs if t.kind is not Kind.INDEX]
+    if isinstance(op, Einsum):
+        out: list[Op] = []
+        for t in differentiable:
+            others = tuple(o for o in op.inputs if o is not t)
+            out.append(Einsum(name=f"d{op.name}.{t.name}", inputs=(grad, *others), output=contribute(t, op.name)))
+        return out
+    if isinstance(op, Attention):
+        q, k, v = op.inputs
+        first = replace(op, name=f"d{op.name}", inputs=(q, k, v, op.output, grad), output=contribute(q, op.name), gradient=True)
+        # d_k and d_v come out of the same kernel: they cost their bytes, not FLOPs of their own.
+        rest = [
+            AttentionGradient(name=f"d{op.name}.{t.name}", inputs=(first.output, t), output=contribute(t, op.name), source=op)
+            for t in (k, v)
+        ]
+        return [first, *rest]
+    if isinstance(op, Route):
+        source = op.inputs[0]
+        rest = op.inputs[1:]  # the gates of a combine are differentiated too, in the same pass over the slots
+        return [
+            replace(op, name=f"d{op.name}", inputs=(grad,), output=contribute(source, op.name), combine=not op.combine),
+            *(
+                Elementwise(name=f"d{op.name}.{t.name}", inputs=(grad, t), output=contribute(t, op.name), flops_per_element=2)
+                for t in rest
+                if t.kind is not Kind.INDEX
+            ),
+        ]
+    if isinstance(op, Lookup):
+        index, table = op.inputs
+        return [Lookup(name=f"d{op.name}", inputs=(index, grad), output=contribute(table, op.name), scatter=True)]
+    assert isinstance(op, Elementwise), f"no backward rule for {type(op).__name__}"
+    return [
+        Elementwise(
+            name=f"d{op.name}.{t.name}",
+            inputs=(grad,) if op.linear else (grad, *op.inputs),
+            output=contribute(t, op.name),
+            flops_per_element=op.flops_per_element,
+            reduced=op.reduced,
+        )
+        for t in differentiable
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGradient(Op):
+    """One of the key/value gradients that an attention backward kernel writes: bytes, but no FLOPs of its own.
+
+    A device that holds only some of the queries contributes a partial sum over the query axis.
+    """
+
+    source: Attention
+
+    def flops(self, sizes: Sizes) -> Any:
+        return 0 * math.prod(sizes[a] for a in self.output.axes)
