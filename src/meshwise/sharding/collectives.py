@@ -1,0 +1,68 @@
+"""The steps that change how a tensor is spread over a mesh: what each kind does, as values.
+
+A step says which sharding it leads from and to. Not here: choosing steps (`reshard`), or their time (`costs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwise.sharding.mesh import Mesh, Sharding
+
+__all__ = ["Collective", "CollectiveKind"]
+
+
+class CollectiveKind(StrEnum):
+    """What a step does. All but SLICE move data between devices."""
+
+    ALL_GATHER = "all-gather"  # the minor-most axes of a dimension are dropped: devices exchange blocks
+    REDUCE_SCATTER = "reduce-scatter"  # addends are summed, and the sum split along a dimension
+    ALL_REDUCE = "all-reduce"  # addends are summed, every device gets the sum
+    ALL_TO_ALL = "all-to-all"  # the minor-most axes of a dimension move to the minor end of another
+    PERMUTE = "permute"  # whole blocks change devices: the axes of a dimension change order
+    SLICE = "slice"  # each device keeps its part of what it holds: free, local
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One step of a reshard.
+
+    Args:
+        kind: what happens.
+        mesh_axes: the mesh axes whose devices take part, major to minor as they stand in the split.
+        before, after: the sharding that the step finds and leaves.
+    """
+
+    kind: CollectiveKind
+    mesh_axes: tuple[str, ...]
+    before: Sharding
+    after: Sharding
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {','.join(self.mesh_axes)}: {self.before} -> {self.after}"
+
+    @property
+    def moves_data(self) -> bool:
+        """Whether devices exchange anything."""
+        return self.kind is not CollectiveKind.SLICE
+
+    def group_size(self, mesh: Mesh) -> int:
+        """Devices that take part in one instance: the product of the sizes of `mesh_axes`."""
+        return mesh.size(*self.mesh_axes)
+
+    @property
+    def source_dimension(self) -> int | None:
+        """The dimension that loses mesh axes (ALL_GATHER, ALL_TO_ALL), else None."""
+        return self._dimension(self.before, self.after)
+
+    @property
+    def target_dimension(self) -> int | None:
+        """The dimension that gains mesh axes (SLICE, REDUCE_SCATTER, ALL_TO_ALL), else None."""
+        return self._dimension(self.after, self.before)
+
+    @staticmethod
+    def _dimension(holds: Sharding, lacks: Sharding) -> int | None:
+        """Find the dimension that has more axes in `holds` than in `lacks`."""
+        pairs = enumerate(zip(holds.splits, lacks.splits, strict=True))
+        return next((d for d, (more, less) in pairs if len(more) > len(less)), None)

@@ -1,0 +1,200 @@
+"""The cheapest steps from one sharding to another, from the structure alone.
+
+A shortest path over shardings. A step must be possible with what the devices hold, so only the minor-most axes of a
+dimension can be gathered, moved or added. Not here: sizes and seconds; those are priced afterwards (`costs`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import combinations, count
+
+from meshwise.errors import ShardingError
+from meshwise.sharding.collectives import Collective, CollectiveKind
+from meshwise.sharding.mesh import Sharding
+
+__all__ = ["reshard"]
+
+#: Every mesh axis counts as this many devices. A power of two, so that sums of costs are exact and ties are ties.
+_NOMINAL_SIZE = 8.0
+
+_Splits = tuple[tuple[str, ...], ...]
+_State = tuple[_Splits, frozenset[str]]
+_Step = tuple[CollectiveKind, tuple[str, ...], _State]
+
+
+@lru_cache(maxsize=65536)
+def reshard(source: Sharding, target: Sharding) -> tuple[Collective, ...]:
+    """Find the steps that turn `source` into `target`, cheapest by this order of merit.
+
+    1. Bytes that a device sends, with every mesh axis counted as 8 devices: slicing is free, a ReduceScatter costs half
+       an AllReduce, an AllToAll or a permute moves one block where an AllGather fetches all of them.
+    2. Number of collectives: axes with the same fate go together, in one AllGather, AllToAll or reduction.
+    3. Number of slices.
+
+    A mesh axis only ever goes where the target wants it, and what already stands right is never moved.
+
+    >>> for step in reshard(Sharding((("X",), ()), frozenset("Y")), Sharding(((), ("Y",)))):
+    ...     print(step)
+    reduce-scatter over Y: [X, ]{U_Y} -> [X, Y]
+    all-gather over X: [X, Y] -> [, Y]
+
+    Raises:
+        ShardingError: when the ranks differ, or the target is unreduced over an axis that the source is not: a sum cannot
+            be taken apart.
+    """
+    if source == target:
+        return ()
+    if source.ndim != target.ndim:
+        raise ShardingError(f"cannot reshard {source} to {target}: {source.ndim} dimensions against {target.ndim}")
+    if not target.unreduced <= source.unreduced:
+        extra = ", ".join(sorted(target.unreduced - source.unreduced))
+        raise ShardingError(
+            f"cannot reshard {source} to {target}: over {extra} the value is not a partial sum any more"
+        )
+    path = _cheapest_path((source.splits, source.unreduced), _Moves(target))
+    steps = []
+    before = source
+    for kind, axes, (splits, unreduced) in path:
+        after = Sharding(splits, unreduced)
+        steps.append(Collective(kind, axes, before, after))
+        before = after
+    return tuple(steps)
+
+
+def _cheapest_path(start: _State, moves: _Moves) -> tuple[_Step, ...]:
+    """Dijkstra from `start` to the target of `moves`; ties fall to the path found first: one answer, always."""
+    order = count()
+    queue: list[tuple[tuple[float, int, int], int, _State, tuple[_Step, ...]]] = [((0.0, 0, 0), next(order), start, ())]
+    done: set[_State] = set()
+    while queue:
+        (sent, collectives, slices), _, state, path = heapq.heappop(queue)
+        if state == moves.target:
+            return path
+        if state in done:
+            continue
+        done.add(state)
+        for step in moves.from_state(state):
+            if step[2] not in done:
+                moves_data = step[0] is not CollectiveKind.SLICE
+                merit = (sent + _bytes_sent(step, state), collectives + moves_data, slices + (not moves_data))
+                heapq.heappush(queue, (merit, next(order), step[2], (*path, step)))
+    raise AssertionError(f"no way from {start} to {moves.target}")
+
+
+def _bytes_sent(step: _Step, before: _State) -> float:
+    """Nominal bytes that each device sends, in units of the whole tensor."""
+    kind, axes, after = step
+    others = 1 - _NOMINAL_SIZE ** -len(axes)
+    match kind:
+        case CollectiveKind.SLICE:
+            return 0.0
+        case CollectiveKind.ALL_GATHER:
+            return _block(after) * others
+        case CollectiveKind.ALL_REDUCE:
+            return 2 * _block(before) * others
+        case CollectiveKind.PERMUTE:
+            return _block(before)
+        case _:
+            return _block(before) * others
+
+
+def _block(state: _State) -> float:
+    """One device's share of the tensor."""
+    return float(_NOMINAL_SIZE ** -sum(map(len, state[0])))
+
+
+class _Moves:
+    """Every step worth taking towards one target."""
+
+    def __init__(self, target: Sharding) -> None:
+        self.target: _State = (target.splits, target.unreduced)
+        self.home = {axis: d for d, split in enumerate(target.splits) for axis in split}
+        self.rank = {axis: position for split in target.splits for position, axis in enumerate(split)}
+
+    def from_state(self, state: _State) -> Iterator[_Step]:
+        """List the steps that `state` allows."""
+        yield from self._slices(state)
+        yield from self._reductions(state)
+        yield from self._exchanges(state)
+        yield from self._gathers(state)
+        yield from self._permutes(state)
+
+    def _slices(self, state: _State) -> Iterator[_Step]:
+        """Split over axes whose devices hold copies: one or several of a dimension, in the target's order."""
+        splits, unreduced = state
+        used = unreduced.union(*splits)
+        for d, wanted in enumerate(self.target[0]):
+            for axes in _subsets(a for a in wanted if a not in used):
+                yield CollectiveKind.SLICE, axes, (_append(splits, d, axes), unreduced)
+
+    def _reductions(self, state: _State) -> Iterator[_Step]:
+        """Sum over axes: scattered where the target wants them split, else everywhere."""
+        splits, unreduced = state
+        for d, wanted in enumerate(self.target[0]):
+            for axes in _subsets(a for a in wanted if a in unreduced):
+                yield CollectiveKind.REDUCE_SCATTER, axes, (_append(splits, d, axes), unreduced.difference(axes))
+        everywhere = tuple(sorted(a for a in unreduced - self.target[1] if a not in self.home))
+        if everywhere:
+            yield CollectiveKind.ALL_REDUCE, everywhere, (splits, unreduced.difference(everywhere))
+
+    def _exchanges(self, state: _State) -> Iterator[_Step]:
+        """Move the minor-most axes of a dimension to the dimension where the target wants all of them."""
+        splits, unreduced = state
+        for d, split in enumerate(splits):
+            for axes in _suffixes(split):
+                home = self.home.get(axes[0])
+                if home is None or home == d or self.home.get(axes[-1]) != home:
+                    break
+                yield CollectiveKind.ALL_TO_ALL, axes, (_append(_drop(splits, d, axes), home, axes), unreduced)
+
+    def _gathers(self, state: _State) -> Iterator[_Step]:
+        """Gather the minor-most axes of a dimension, but for those that already stand as in the target."""
+        splits, unreduced = state
+        for d, (split, wanted) in enumerate(zip(splits, self.target[0], strict=True)):
+            settled = next((i for i, (a, b) in enumerate(zip(split, wanted, strict=False)) if a != b), None)
+            for axes in _suffixes(split[min(len(split), len(wanted)) if settled is None else settled :]):
+                yield CollectiveKind.ALL_GATHER, axes, (_drop(splits, d, axes), unreduced)
+
+    def _permutes(self, state: _State) -> Iterator[_Step]:
+        """Put the axes of every dimension in order: those that stay as in the target, then those that leave it."""
+        splits, unreduced = state
+        ordered = tuple(self._in_order(split, d) for d, split in enumerate(splits))
+        moved = tuple(
+            a for old, new in zip(splits, ordered, strict=True) for a, b in zip(old, new, strict=True) if a != b
+        )
+        if moved:
+            yield CollectiveKind.PERMUTE, moved, (ordered, unreduced)
+
+    def _in_order(self, split: tuple[str, ...], dimension: int) -> tuple[str, ...]:
+        """Sort axes: those at home, those to be gathered, those to be moved by dimension; each in the target's order."""
+
+        def place(axis: str) -> tuple[int, int]:
+            home = self.home.get(axis)
+            if home is None:
+                return (1, 0)
+            return (0 if home == dimension else 2 + home, self.rank[axis])
+
+        return tuple(sorted(split, key=place))
+
+
+def _subsets(axes: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Non-empty subsets, largest first, each in the given order."""
+    pool = tuple(axes)
+    for size in range(len(pool), 0, -1):
+        yield from combinations(pool, size)
+
+
+def _suffixes(split: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Non-empty suffixes, shortest first."""
+    return (split[i:] for i in range(len(split) - 1, -1, -1))
+
+
+def _append(splits: _Splits, dimension: int, axes: tuple[str, ...]) -> _Splits:
+    return (*splits[:dimension], splits[dimension] + axes, *splits[dimension + 1 :])
+
+
+def _drop(splits: _Splits, dimension: int, axes: tuple[str, ...]) -> _Splits:
+    return (*splits[:dimension], splits[dimension][: -len(axes)], *splits[dimension + 1 :])
