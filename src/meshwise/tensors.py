@@ -380,10 +380,12 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
     if isinstance(op, Attention):
         q, k, v = op.inputs
         first = replace(op, name=f"d{op.name}", inputs=(q, k, v, op.output, grad), output=contribute(q, op.name), gradient=True)
-        # d_k and d_v come out of the same kernel: they cost their bytes, not FLOPs of their own.
+        # d_k and d_v come out of the same kernel: they cost their bytes, not FLOPs of their own. As gradients of what the
+        # k and v projections made, their positions are called T again.
         rest = [
-            AttentionGradient(name=f"d{op.name}.{t.name}", inputs=(first.output, t), output=contribute(t, op.name), source=op)
+            AttentionGradient(name=f"d{op.name}.{t.name}", inputs=(first.output, t), output=contribute(made, op.name), source=op)
             for t in (k, v)
+            for made in [replace(t, axes=tuple(op.query_axis if a == op.key_axis else a for a in t.axes))]
         ]
         return [first, *rest]
     if isinstance(op, Route):
@@ -417,7 +419,8 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
 class AttentionGradient(Op):
     """One of the key/value gradients that an attention backward kernel writes: bytes, but no FLOPs of its own.
 
-    A device that holds only some of the queries contributes a partial sum over the query axis.
+    The kernel writes it for every key position, and a device that holds only some of the queries contributes a partial sum
+    over them. The output is named by the query axis, because it is the gradient of what the projection made.
     """
 
     source: Attention
