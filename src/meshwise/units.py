@@ -1,17 +1,25 @@
 """The two doors between text with units and floats in base units: `parse_*` in, `format_*` out.
 
-Inside the program every quantity is a float in bytes, seconds, FLOPs, tokens, dollars. GB is 1e9 and GiB is 2**30; a bare
-"G" of bytes is an error, because nobody knows which was meant.
+Inside the program every quantity is a float in bytes, seconds, FLOPs, tokens, dollars. GB is 1e9 and GiB is 2**30; a
+bare "G" of bytes is an error, because nobody knows which was meant.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from meshwise.errors import UnitError
 
+if TYPE_CHECKING:  # pydantic is loaded by those who declare fields with it, not by those who only parse text
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic_core import core_schema
+
 __all__ = [
+    "Quantity",
     "format_bandwidth",
     "format_bytes",
     "format_count",
@@ -30,7 +38,9 @@ __all__ = [
     "parse_money",
 ]
 
-_NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf|infinity)\b)\s*(.*?)\s*$", re.I)
+_NUMBER = re.compile(
+    r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf|infinity)\b)\s*(.*?)\s*$", re.IGNORECASE
+)
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _COUNT = {**_DECIMAL, **_BINARY, "B": 1e9}
@@ -191,7 +201,9 @@ def format_count(value: float) -> str:
 
 def format_flops(value: float) -> str:
     """Show a number of operations."""
-    return _scaled(value, [(1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1.0, "FLOPs")])  # fmt: skip
+    return _scaled(
+        value, [(1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1.0, "FLOPs")]
+    )
 
 
 def format_flops_per_s(value: float) -> str:
@@ -235,3 +247,57 @@ def format_percent(value: float) -> str:
     '40.3 %'
     """
     return f"{100 * value:.1f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """What a pydantic field measures, declared once on the field.
+
+        batch_tokens: Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")]
+
+    Text is parsed with its unit; a number is taken to be in base units. Command line, JSON schema and reference page
+    read `unit` and `example` here.
+
+    Args:
+        unit: the base unit of the number inside, in words.
+        parse: text to number, such as `parse_bytes`; its second argument names the value in errors.
+        show: number to text, such as `format_bytes`.
+        example: how a user writes one.
+    """
+
+    unit: str
+    parse: Callable[[str, str], float]
+    show: Callable[[float], str]
+    example: str
+
+    def read(self, value: Any, name: str) -> Any:
+        """Turn what a user gave for field `name` into a finite number in base units.
+
+        >>> Quantity("bytes", parse_bytes, format_bytes, "80GB").read("80GB", "hbm_capacity")
+        80000000000.0
+
+        Raises:
+            UnitError: the text does not parse, or the number is not finite.
+        """
+        if isinstance(value, str):
+            return self.parse(value, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UnitError(f"{name}: expected {self.unit} such as {self.example}, found {value!r}")
+        if not math.isfinite(value):
+            raise UnitError(f"{name}: expected a finite number of {self.unit}, found {value!r}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """Read the value before pydantic checks type and bounds."""
+        from pydantic_core import core_schema  # noqa: PLC0415  (see TYPE_CHECKING above)
+
+        return core_schema.with_info_before_validator_function(
+            lambda value, info: value if value is None else self.read(value, info.field_name or "value"),
+            handler(source),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Add the unit and an example to the field's JSON schema."""
+        return {**handler(schema), "unit": self.unit, "examples": [self.example]}

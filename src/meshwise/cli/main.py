@@ -1,0 +1,113 @@
+"""The entry point: which verbs there are, and the one place where errors become words and exit codes.
+
+Exit codes: 0 ok, 1 a bug of meshwise, 2 usage, 3 nothing feasible or a failed check, 4 an optional dependency is
+missing, 130 interrupted. Errors go to stderr as `error: ...`; with `--json` as one JSON object, and stdout stays empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+import click
+
+from meshwise import __version__
+from meshwise.cli.lazy import LazyCommand, LazyGroup
+from meshwise.errors import MeshwiseError
+
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS = {
+    "model": LazyCommand("meshwise.cli.model:model", "Parameters, FLOPs and KV cache of a model, part by part."),
+    "models": LazyCommand("meshwise.cli.models:models", "The models known by name."),
+    "chips": LazyCommand("meshwise.cli.chips:chips", "The chips known by name, with their numbers and sources."),
+    "clusters": LazyCommand("meshwise.cli.clusters:clusters", "How clusters are named, and what a name stands for."),
+    "roofline": LazyCommand("meshwise.cli.roofline:roofline", "Time, bound and critical batch of one operation."),
+    "shard": LazyCommand("meshwise.cli.shard:shard", "The collectives that a sharded product needs."),
+    "collective": LazyCommand("meshwise.cli.collective:collective", "Time of one collective on a cluster."),
+}
+
+INTERRUPTED = 130
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every command has --json and --explain. Exit codes: 0 ok, 1 a bug, 2 usage, 3 infeasible, 4 missing extra.",
+)
+@click.version_option(__version__, message="meshwise %(version)s")
+def app() -> None:
+    """Say how a large language model is best split over the chips of a cluster, and why."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; never raises, never shows a traceback unless MESHWISE_DEBUG=1.
+
+    Args:
+        args: the words after `meshwise` (default: of this process).
+    """
+    words = list(sys.argv[1:] if args is None else args)
+    for stream in (sys.stdout, sys.stderr):
+        _replace_what_cannot_be_encoded(stream)
+    try:
+        code = app.main(args=words, prog_name="meshwise", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has gone: not an error; keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the boundary: what no error of ours explains is a bug)
+        failure = _failure(error)
+        _say(failure, as_json="--json" in words)
+        return failure.exit_code
+    return code if isinstance(code, int) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What stderr says about an error."""
+
+    kind: str
+    message: str
+    exit_code: int
+
+
+def _failure(error: BaseException) -> _Failure:
+    """Turn anything that was raised into words and an exit code."""
+    match error:
+        case MeshwiseError():
+            return _Failure(type(error).__name__, str(error), error.exit_code)
+        case click.exceptions.NoArgsIsHelpError():
+            return _Failure("UsageError", f"a command is missing\n\n{error.format_message()}", 2)
+        case click.UsageError():
+            where = error.ctx.command_path if error.ctx else "meshwise"
+            return _Failure("UsageError", f"{error.format_message()}\nSee '{where} --help'.", 2)
+        case click.ClickException():
+            return _Failure(type(error).__name__, error.format_message(), 2)
+        case KeyboardInterrupt() | click.Abort():
+            return _Failure("Interrupted", "interrupted", INTERRUPTED)
+        case _:
+            if os.environ.get("MESHWISE_DEBUG") == "1":
+                traceback.print_exception(error)
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            return _Failure("Bug", f"this is a bug in meshwise: {cause} (MESHWISE_DEBUG=1 shows where)", 1)
+
+
+def _say(failure: _Failure, *, as_json: bool) -> None:
+    """Print a failure on stderr."""
+    if as_json:
+        click.echo(json.dumps({"schema_version": "1", "error": asdict(failure)}), err=True)
+    else:
+        click.echo(f"error: {failure.message}", err=True)
+
+
+def _replace_what_cannot_be_encoded(stream: TextIO) -> None:
+    """Print a question mark where the terminal's encoding lacks a character, instead of failing."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
