@@ -207,14 +207,16 @@ class Elementwise(Op):
         flops_per_element: vector operations per element of the index space.
         linear: whether it commutes with addition, so that partial sums may pass through it unreduced.
         reduced: axes over which it normalises or reduces; they must be whole on a device (the D of a norm).
+        counted: the index space, where it is not the product of every axis (a concatenation's parts, a choice out of E).
     """
 
     flops_per_element: float = 1.0
     linear: bool = False
     reduced: tuple[str, ...] = ()
+    counted: tuple[str, ...] | None = None
 
     def flops(self, sizes: Sizes) -> Any:
-        return self.flops_per_element * math.prod(sizes[a] for a in self.axes)
+        return self.flops_per_element * math.prod(sizes[a] for a in (self.axes if self.counted is None else self.counted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,6 +412,7 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
             output=contribute(t, op.name),
             flops_per_element=op.flops_per_element,
             reduced=op.reduced,
+            counted=op.counted,
         )
         for t in differentiable
     ]

@@ -1,0 +1,24 @@
+"""Models: from a config.json or a built-in name to a `Model`, its programs and its exact counts. Knows no mesh, no batch."""
+
+from __future__ import annotations
+
+from meshwise.models.catalog import CatalogEntry, catalog, load_model, model_names
+from meshwise.models.counts import CacheKind, KVCache, ParameterCount
+from meshwise.models.model import Model, Source
+from meshwise.models.reading import parse_json, read_config
+from meshwise.models.spec import Architecture
+
+__all__ = [
+    "Architecture",
+    "CacheKind",
+    "CatalogEntry",
+    "KVCache",
+    "Model",
+    "ParameterCount",
+    "Source",
+    "catalog",
+    "load_model",
+    "model_names",
+    "parse_json",
+    "read_config",
+]

@@ -1,0 +1,342 @@
+"""From an `Architecture` to the `Program` of a training step: the one place that knows the shape of a weight.
+
+Every count is read from what is built here. Not here: how big anything is in bytes (`costs`), or how it is split (`sharding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meshwise.models.spec import (
+    Architecture,
+    Embedding,
+    Head,
+    LatentAttention,
+    Layer,
+    Mixture,
+    Mlp,
+    Norm,
+    QkNorm,
+    SelfAttention,
+)
+from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
+
+__all__ = ["build_mtp", "build_train"]
+
+#: Vector FLOPs per element, from counting the operations of each formula; they matter for rooflines only.
+NORM_FLOPS, ROPE_FLOPS, ACT_FLOPS, SOFTMAX_FLOPS, LOSS_FLOPS = 4.0, 3.0, 5.0, 5.0, 5.0
+TOKENS = ("B", "T")
+
+
+@dataclass
+class _Axes:
+    """Names of axes by their size: a second size of the same letter gets a suffix (`F`, then `F.1`)."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, letter: str, size: int) -> str:
+        name, suffix = letter, 0
+        while self.sizes.setdefault(name, size) != size:
+            suffix += 1
+            name = f"{letter}.{suffix}"
+        return name
+
+
+@dataclass
+class _Ops:
+    """Operations of one block, collected in order; each method adds one and returns its output."""
+
+    ops: list[Op] = field(default_factory=list)
+
+    def _add(self, op: Op) -> Tensor:
+        self.ops.append(op)
+        return op.output
+
+    def einsum(self, name: str, x: Tensor, weight: Tensor, axes: tuple[str, ...], output: str | None = None) -> Tensor:
+        return self._add(Einsum(name=name, inputs=(x, weight), output=Tensor(output or name, axes)))
+
+    def elementwise(
+        self,
+        name: str,
+        *inputs: Tensor,
+        output: str,
+        flops: float = 1.0,
+        linear: bool = False,
+        reduced: tuple[str, ...] = (),
+        axes: tuple[str, ...] | None = None,
+        counted: tuple[str, ...] | None = None,
+    ) -> Tensor:
+        return self._add(
+            Elementwise(
+                name=name,
+                inputs=inputs,
+                output=Tensor(output, inputs[0].axes if axes is None else axes),
+                flops_per_element=flops,
+                linear=linear,
+                reduced=reduced,
+                counted=counted,
+            )
+        )
+
+    def norm(
+        self, name: str, x: Tensor, norm: Norm, output: str, over: tuple[str, ...], own: tuple[str, ...]
+    ) -> Tensor:
+        """Normalise `x` over the axes `over`, with parameters of the axes `own`."""
+        weights = [weight(name, *own)] if norm.weight else []
+        weights += [weight(f"{name}.bias", *own)] if norm.bias else []
+        return self.elementwise(name, x, *weights, output=output, flops=NORM_FLOPS, reduced=over)
+
+    def residual_norm(self, name: str, x: Tensor, norm: Norm | None, output: str) -> Tensor:
+        """A norm over the residual width, or `x` itself when there is none."""
+        if norm is None:
+            return x
+        return self.norm(name, x, norm, output, over=x.axes[-1:], own=x.axes[-1:])
+
+    def bias(self, name: str, x: Tensor, present: bool) -> Tensor:
+        """Add a bias of the axes of `x` that are no tokens (and no slots)."""
+        if not present:
+            return x
+        own = tuple(a for a in x.axes if a not in ("B", "T", "C"))
+        return self.elementwise(f"bias.{name}", x, weight(f"b_{name}", *own), output=f"{x.name}.bias")
+
+    def route(self, name: str, inputs: tuple[Tensor, ...], output: Tensor, *, combine: bool) -> Tensor:
+        return self._add(Route(name=name, inputs=inputs, output=output, combine=combine))
+
+    def lookup(self, name: str, index: Tensor, table: Tensor, output: Tensor) -> Tensor:
+        return self._add(Lookup(name=name, inputs=(index, table), output=output))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, chunk: int | None = None) -> Tensor:
+        """Causal attention; keys and values are read along S, which is T by position."""
+        keys, values = (Tensor(t.name, tuple("S" if a == "T" else a for a in t.axes)) for t in (k, v))
+        return self._add(
+            Attention(
+                name="attention",
+                inputs=(q, keys, values),
+                output=Tensor("attention", (*q.axes[:-1], v.axes[-1])),
+                heads_axis=q.axes[2],
+                kv_heads_axis=k.axes[2],
+                window=window,
+                chunk=chunk,
+            )
+        )
+
+
+def weight(name: str, *axes: str) -> Tensor:
+    """A weight tensor."""
+    return Tensor(name, axes, Kind.WEIGHT)
+
+
+def _self_attention(spec: SelfAttention, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+    n, k, h = axes("N", spec.heads), axes("K", spec.kv_heads), axes("H", spec.head_dim)
+
+    def project(letter: str, heads: str) -> Tensor:
+        t = ops.einsum(letter, x, weight(f"w_{letter}", "D", heads, h), (*TOKENS, heads, h))
+        return ops.bias(letter, t, spec.bias)
+
+    def position(letter: str, t: Tensor, heads: str) -> Tensor:
+        if spec.qk_norm is not None:
+            t = _qk_norm(spec.qk_norm, letter, t, (heads, h), ops)
+        return (
+            ops.elementwise(f"rope.{letter}", t, output=f"{letter}.rope", flops=ROPE_FLOPS, linear=True)
+            if spec.rope
+            else t
+        )
+
+    query, key, value = project("q", n), project("k", k), project("v", k)
+    out = ops.attention(position("q", query, n), position("k", key, k), value, spec.window, spec.chunk)
+    if spec.sinks:  # one more logit in each softmax only rescales what comes out of it
+        out = ops.elementwise("sinks", out, weight("sinks", n), output="attention.sinks", flops=2)
+    return ops.bias("o", ops.einsum("o", out, weight("w_o", n, h, "D"), (*TOKENS, "D")), spec.bias_out)
+
+
+def _qk_norm(spec: QkNorm, letter: str, t: Tensor, heads: tuple[str, str], ops: _Ops) -> Tensor:
+    over = heads if spec.span == "heads" else heads[1:]
+    own = heads[1:] if spec.shared else heads
+    return ops.norm(f"norm.{letter}", t, spec.norm, f"{letter}.norm", over=over, own=own)
+
+
+def _latent_attention(spec: LatentAttention, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+    n, nope, rope = axes("N", spec.heads), axes("Hn", spec.nope_dim), axes("Hr", spec.rope_dim)
+    hqk, hv, rank = axes("Hqk", spec.nope_dim + spec.rope_dim), axes("Hv", spec.v_dim), axes("Rkv", spec.kv_rank)
+    if spec.q_rank is None:
+        q = ops.einsum("q", x, weight("w_q", "D", n, hqk), (*TOKENS, n, hqk))
+    else:
+        q_rank = axes("Rq", spec.q_rank)
+        low = ops.bias("q_a", ops.einsum("q_a", x, weight("w_q_a", "D", q_rank), (*TOKENS, q_rank)), spec.bias)
+        low = ops.residual_norm("norm.q_a", low, Norm(), "q_a.norm")
+        q = ops.einsum("q", low, weight("w_q", q_rank, n, hqk), (*TOKENS, n, hqk))
+    # One fused projection in most implementations, its output split in two.
+    latent = ops.bias("kv_a", ops.einsum("kv_a", x, weight("w_kv_a", "D", rank), (*TOKENS, rank)), spec.bias)
+    shared = ops.bias("k_rope", ops.einsum("k_rope", x, weight("w_k_rope", "D", rope), (*TOKENS, rope)), spec.bias)
+    latent = ops.residual_norm("norm.kv_a", latent, Norm(), "kv_a.norm")
+    k = ops.einsum("k", latent, weight("w_k", rank, n, nope), (*TOKENS, n, nope))
+    v = ops.einsum("v", latent, weight("w_v", rank, n, hv), (*TOKENS, n, hv))
+    q = ops.elementwise("rope.q", q, output="q.rope", flops=ROPE_FLOPS, linear=True)
+    whole = (*TOKENS, n, hqk)
+    k = ops.elementwise("rope.k", k, shared, output="k.rope", flops=ROPE_FLOPS, linear=True, axes=whole, counted=whole)
+    out = ops.attention(q, k, v)
+    return ops.bias("o", ops.einsum("o", out, weight("w_o", n, hv, "D"), (*TOKENS, "D")), spec.bias)
+
+
+def _mlp(spec: Mlp, x: Tensor, axes: _Axes, ops: _Ops, letter: str = "F", prefix: str = "") -> Tensor:
+    """A feed-forward network; `prefix` is "shared." for the experts that every token visits."""
+    f = axes(letter, spec.hidden)
+
+    def into(name: str) -> Tensor:
+        t = ops.einsum(prefix + name, x, weight(f"w_{prefix}{name}", "D", f), (*TOKENS, f))
+        return ops.bias(prefix + name, t, spec.bias)
+
+    parts = [into("gate"), into("up")] if spec.gated else [into("up")]
+    act = ops.elementwise(f"{prefix}act", *parts, output=f"{prefix}act", flops=ACT_FLOPS)
+    down = ops.einsum(f"{prefix}down", act, weight(f"w_{prefix}down", f, "D"), (*TOKENS, "D"))
+    return ops.bias(f"{prefix}down", down, spec.bias_out)
+
+
+def _mixture(spec: Mixture, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+    e, f, chosen = axes("E", spec.experts), axes("Fe", spec.hidden), axes("top_k", spec.top_k)
+    logits = ops.einsum("router", x, weight("w_router", "D", e), (*TOKENS, e))
+    logits = ops.bias("router", logits, spec.router_bias)
+    gates = ops.elementwise(
+        "top_k", logits, output="gates", flops=SOFTMAX_FLOPS, reduced=(e,), axes=(*TOKENS, chosen), counted=(*TOKENS, e)
+    )
+    choice = Tensor(gates.name, gates.axes, Kind.INDEX)
+    slots = ops.route("dispatch", (x, choice), Tensor("slots", (e, "C", "D")), combine=False)
+
+    def into(name: str) -> Tensor:
+        t = ops.einsum(f"expert.{name}", slots, weight(f"w_expert.{name}", e, "D", f), (e, "C", f))
+        return ops.bias(f"expert.{name}", t, spec.expert_bias)
+
+    parts = [into("gate"), into("up")] if spec.gated else [into("up")]
+    act = ops.elementwise("expert.act", *parts, output="expert.act", flops=ACT_FLOPS)
+    down = ops.einsum("expert.down", act, weight("w_expert.down", e, f, "D"), (e, "C", "D"))
+    down = ops.bias("expert.down", down, spec.expert_bias)
+    out = ops.route("combine", (down, gates), Tensor("combine", (*TOKENS, "D")), combine=True)
+    return _shared_experts(spec, x, out, axes, ops) if spec.shared else out
+
+
+def _shared_experts(spec: Mixture, x: Tensor, routed: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+    """Experts that every token visits, beside the routed ones."""
+    mlp = Mlp(spec.shared, gated=spec.gated, bias=spec.shared_bias, bias_out=spec.shared_bias)
+    shared = _mlp(mlp, x, axes, ops, letter="Fs", prefix="shared.")
+    if spec.shared_gate:
+        gate = ops.einsum("shared.weigh", x, weight("w_shared.weigh", "D"), TOKENS)
+        shared = ops.elementwise("shared.scale", shared, gate, output="shared.scale", flops=2)
+    return ops.elementwise("shared.add", routed, shared, output="mixture", linear=True)
+
+
+def _ffn(spec: Mlp | Mixture, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+    return _mlp(spec, x, axes, ops) if isinstance(spec, Mlp) else _mixture(spec, x, axes, ops)
+
+
+def _attend(spec: SelfAttention | LatentAttention, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+    build: Callable[..., Tensor] = _self_attention if isinstance(spec, SelfAttention) else _latent_attention
+    return build(spec, x, axes, ops)
+
+
+def _layer(spec: Layer, axes: _Axes, ops: _Ops) -> None:
+    """Add one layer, from `x` to `x_out`."""
+    x = Tensor("x", (*TOKENS, "D"))
+    normed = ops.residual_norm("norm.attn", x, spec.pre_attn, "x.attn")
+    attended = _attend(spec.attention, normed, axes, ops)
+    attended = ops.residual_norm("norm.attn_out", attended, spec.post_attn, "attn_out.norm")
+    if spec.parallel:
+        entry = normed if spec.pre_mlp is None else ops.residual_norm("norm.mlp", x, spec.pre_mlp, "x.mlp")
+        hidden = _ffn(spec.ffn, entry, axes, ops)
+        ops.elementwise("residual", x, attended, hidden, output="x_out", flops=2, linear=True)
+        return
+    after = spec.residual_norm
+    x = ops.elementwise("residual.attn", x, attended, output="x.mid", linear=True)
+    x = ops.residual_norm("norm.residual.attn", x, after, "x.mid.norm")
+    hidden = _ffn(spec.ffn, ops.residual_norm("norm.mlp", x, spec.pre_mlp, "x.mlp"), axes, ops)
+    hidden = ops.residual_norm("norm.mlp_out", hidden, spec.post_mlp, "mlp_out.norm")
+    x = ops.elementwise("residual.mlp", x, hidden, output="x_out" if after is None else "x.sum", linear=True)
+    ops.residual_norm("norm.residual.mlp", x, after, "x_out")
+
+
+def _rename_output(ops: _Ops, name: str) -> tuple[Op, ...]:
+    """The operations, the last one's output renamed."""
+    last = ops.ops[-1]
+    return (*ops.ops[:-1], _with_output(last, Tensor(name, last.output.axes)))
+
+
+def _with_output(op: Op, output: Tensor) -> Op:
+    from dataclasses import replace
+
+    return replace(op, output=output)
+
+
+def _embed(spec: Embedding, axes: _Axes) -> Block:
+    """From token ids to the residual stream."""
+    ops = _Ops()
+    width = "D" if spec.width is None else axes("Dw", spec.width)
+    x = ops.lookup(
+        "embed", Tensor("tokens", TOKENS, Kind.INDEX), weight("w_embed", "V", width), Tensor("embed", (*TOKENS, width))
+    )
+    inputs: tuple[str, ...] = ("tokens",)
+    if spec.scaled:
+        x = ops.elementwise("scale", x, output="embed.scaled", linear=True)
+    if spec.width is not None:
+        x = ops.einsum("project_in", x, weight("w_project_in", width, "D"), (*TOKENS, "D"))
+    if spec.positions is not None:
+        table = weight("w_positions", axes("P", spec.positions), "D")
+        rows = ops.lookup(
+            "positions", Tensor("position_ids", ("T",), Kind.INDEX), table, Tensor("positions", ("T", "D"))
+        )
+        x = ops.elementwise("add.positions", x, rows, output="embed.positions", linear=True)
+        inputs = ("tokens", "position_ids")
+    ops.residual_norm("norm.embed", x, spec.norm, "embed.norm")
+    return Block(name="embed", ops=_rename_output(ops, "x"), role="embed", inputs=inputs, outputs=("x",))
+
+
+def _head(spec: Head, axes: _Axes) -> Block:
+    """From the residual stream to the loss of every token."""
+    ops = _Ops()
+    x = ops.residual_norm("norm.final", Tensor("x", (*TOKENS, "D")), spec.norm, "x.final")
+    width = "D"
+    if spec.width is not None:
+        width = axes("Dw", spec.width)
+        x = ops.einsum("project_out", x, weight("w_project_out", "D", width), (*TOKENS, width))
+    table = weight("w_embed", "V", width) if spec.tied else weight("w_head", width, "V")
+    logits = ops.bias("head", ops.einsum("lm_head", x, table, (*TOKENS, "V"), output="logits"), spec.bias)
+    if spec.scaled:
+        logits = ops.elementwise("scale.logits", logits, output="logits.scaled", flops=2)
+    labels = Tensor("labels", TOKENS, Kind.INDEX)
+    ops.elementwise("loss", logits, labels, output="loss", flops=LOSS_FLOPS, reduced=("V",), axes=TOKENS)
+    tied = frozenset({"w_embed"}) if spec.tied else frozenset()
+    return Block(name="head", ops=tuple(ops.ops), role="head", tied=tied, inputs=("x", "labels"), outputs=("loss",))
+
+
+def _layer_block(name: str, spec: Layer, repeat: int, axes: _Axes) -> Block:
+    ops = _Ops()
+    _layer(spec, axes, ops)
+    return Block(name=name, ops=tuple(ops.ops), repeat=repeat)
+
+
+def build_train(spec: Architecture) -> Program:
+    """The forward pass of a training step: blocks "embed", the layer groups, "head"."""
+    axes = _Axes({"D": spec.d_model, "V": spec.vocab})
+    embed = _embed(spec.embedding, axes)
+    layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
+    blocks = (embed, *layers, _head(spec.head, axes))
+    return Program(name="train", blocks=blocks, sizes={**axes.sizes, "L": spec.num_layers})
+
+
+def build_mtp(spec: Architecture) -> Program | None:
+    """The multi-token-prediction modules (DeepSeek-V3, section 2.2), or None: they share embedding and head with the model.
+
+    Each joins the stream with the next token's embedding (two norms, one projection of both), runs one layer, and norms.
+    """
+    if spec.mtp is None:
+        return None
+    axes, ops = _Axes({"D": spec.d_model, "V": spec.vocab}), _Ops()
+    stream, token = Tensor("stream", (*TOKENS, "D")), Tensor("token", (*TOKENS, "D"))
+    stream = ops.residual_norm("norm.stream", stream, Norm(), "stream.norm")
+    token = ops.residual_norm("norm.token", token, Norm(), "token.norm")
+    first = ops.einsum("join.stream", stream, weight("w_join.stream", "D", "D.in"), (*TOKENS, "D.in"))
+    second = ops.einsum("join.token", token, weight("w_join.token", "D", "D.in"), (*TOKENS, "D.in"))
+    ops.elementwise("join", first, second, output="x", linear=True, axes=(*TOKENS, "D"), counted=(*TOKENS, "D"))
+    _layer(spec.mtp, axes, ops)
+    ops.residual_norm("norm.final", Tensor("x_out", (*TOKENS, "D")), Norm(), "x_final")
+    block = Block("mtp", tuple(ops.ops), repeat=spec.mtp_modules, inputs=("stream", "token"), outputs=("x_final",))
+    return Program(name="mtp", blocks=(block,), sizes={**axes.sizes, "D.in": spec.d_model})

@@ -1,0 +1,113 @@
+"""The models that ship with the package, and finding one from what a user types. Not here: reading a configuration."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.models.model import Model, Source
+from meshwise.models.reading import parse_json, read_config
+
+__all__ = ["CatalogEntry", "catalog", "load_model", "model_names"]
+
+_DATA = files("meshwise.models") / "data"
+_TORN = "a model is a built-in name, a path to a config.json or its folder, or a hub name that a built-in carries"
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """One built-in model.
+
+    Args:
+        name: what users type.
+        hub_names: its names elsewhere.
+        aliases: other short names.
+        source: where its configuration comes from, with the date.
+        file: of the configuration, in the package's data.
+    """
+
+    name: str
+    file: str
+    source: Source
+    hub_names: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+@cache
+def catalog() -> tuple[CatalogEntry, ...]:
+    """All built-in models, in order of name."""
+    table = tomllib.loads((_DATA / "models.toml").read_text(encoding="utf-8"))
+    entries = (
+        CatalogEntry(
+            name=name,
+            file=row.get("file", f"{name}.json"),
+            source=Source(row["source"], row["date"]),
+            hub_names=tuple(row.get("hub", ())),
+            aliases=tuple(row.get("aliases", ())),
+        )
+        for name, row in table.items()
+    )
+    return tuple(sorted(entries, key=lambda e: e.name))
+
+
+def model_names() -> list[str]:
+    """Names of the built-in models."""
+    return [e.name for e in catalog()]
+
+
+@cache
+def _by_any_name() -> dict[str, CatalogEntry]:
+    """Every name of every built-in, in lower case, also the last part of hub names."""
+    names: dict[str, CatalogEntry] = {}
+    for entry in catalog():
+        for hub in entry.hub_names:
+            names.setdefault(hub.split("/")[-1].lower(), entry)
+            names[hub.lower()] = entry
+    for entry in catalog():
+        for alias in (entry.name, *entry.aliases):
+            names[alias.lower()] = entry
+    return names
+
+
+@cache
+def _built_in(entry: CatalogEntry) -> Model:
+    text = (_DATA / entry.file).read_text(encoding="utf-8")
+    config = parse_json(text, entry.file)
+    return read_config(config, name=entry.name, source=entry.source, hub_names=entry.hub_names, where=entry.file)
+
+
+def load_model(text: str) -> Model:
+    """Find a model: a built-in name, a hub name that a built-in carries, a path to a config.json, or its folder.
+
+    Raises:
+        UnknownNameError: no built-in has this name and there is no such file; the nearest names are suggested.
+        ConfigError: the file cannot be read or understood.
+    """
+    entry = _by_any_name().get(text.strip().lower())
+    if entry is not None:
+        return _built_in(entry)
+    path = Path(text).expanduser()
+    if path.is_dir() or path.is_file():
+        return _from_file(path)
+    if path.suffix == ".json":
+        raise ConfigError(f"model {text!r}: there is no such file; {_TORN}")
+    raise UnknownNameError("model", text, model_names(), hint=f"Otherwise {_TORN}.")
+
+
+def _from_file(path: Path) -> Model:
+    """Read a config.json, or the one in a folder."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"model {str(path)!r}: the folder holds no config.json")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file}: cannot be read as text: {e}") from None
+    name = (
+        path.resolve().name if path.is_dir() else (path.stem if path.stem != "config" else path.resolve().parent.name)
+    )
+    return read_config(parse_json(text, str(file)), name=name, source=Source(str(file)), where=str(file))

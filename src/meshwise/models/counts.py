@@ -1,0 +1,111 @@
+"""What is counted of a model: parameters by part, and the cache that its attention keeps. Values only, no computing of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwise.dtypes import DType
+from meshwise.tensors import Program, Tensor
+
+__all__ = ["CacheKind", "KVCache", "ParameterCount", "count_parameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """Parameters of a model, tied ones counted once.
+
+    Args:
+        total: all of them.
+        language: without vision and audio towers.
+        active: without the routed experts that a token does not visit: `total - routed * (1 - top_k / experts)`.
+        by_part: "embedding", "attention", "mlp", "experts", "shared experts", "router", "norms", "head"; adds up to `total`.
+        mtp: of multi-token-prediction modules, which `total` does not hold.
+    """
+
+    total: int
+    language: int
+    active: int
+    by_part: Mapping[str, int]
+    mtp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKind:
+    """Layers whose cache grows alike.
+
+    Args:
+        name: of the group of layers.
+        layers: how many there are.
+        elements: cached per token and layer.
+        window: latest positions that are kept, or None for all.
+    """
+
+    name: str
+    layers: int
+    elements: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The cache of keys and values (or of the latent they are expanded from), by kind of layer."""
+
+    kinds: tuple[CacheKind, ...]
+
+    def bytes_per_token(self, dtype: DType) -> float:
+        """Bytes that one more token adds while no window is full."""
+        return sum(k.layers * k.elements for k in self.kinds) * dtype.bytes
+
+    def growing_bytes_per_token(self, dtype: DType) -> float:
+        """Bytes that one more token adds once every window is full: the layers that keep all positions."""
+        return sum(k.layers * k.elements for k in self.kinds if k.window is None) * dtype.bytes
+
+    def windowed_bytes_per_token(self, dtype: DType) -> float:
+        """Bytes that one more token adds in the windowed layers, while their windows are not full."""
+        return sum(k.layers * k.elements for k in self.kinds if k.window is not None) * dtype.bytes
+
+    def windowed_bytes_max(self, dtype: DType) -> float:
+        """Bytes of one sequence in the windowed layers once their windows are full."""
+        return sum(k.layers * k.elements * k.window for k in self.kinds if k.window is not None) * dtype.bytes
+
+    def bytes_per_sequence(self, tokens: float, dtype: DType) -> float:
+        """Bytes of one sequence of `tokens` tokens."""
+        kept = (k.layers * k.elements * (tokens if k.window is None else min(tokens, k.window)) for k in self.kinds)
+        return sum(kept) * dtype.bytes
+
+
+#: Name of a weight, up to its first dot, without "w_" and "b_" -> the part it is reported under.
+_PARTS = {
+    "embed": "embedding", "positions": "embedding", "project_in": "embedding",
+    "head": "head", "project_out": "head", "router": "router", "expert": "experts", "shared": "shared experts",
+    "gate": "mlp", "up": "mlp", "down": "mlp", "norm": "norms",
+}  # fmt: skip
+
+
+def _part(tensor: Tensor) -> str:
+    stem = tensor.name.split(".")[0].removeprefix("w_").removeprefix("b_")
+    return _PARTS.get(stem, "attention")
+
+
+def count_parameters(program: Program, mtp: Program | None = None) -> ParameterCount:
+    """Count what the program's blocks hold."""
+    by_part: dict[str, int] = {}
+    idle = 0.0
+    for block in program:
+        for tensor in block.weights:
+            elements = int(block.repeat * tensor.elements(program.sizes))
+            part = _part(tensor)
+            by_part[part] = by_part.get(part, 0) + elements
+            if part == "experts":
+                experts = tensor.axes[0]
+                assert experts.split(".")[0] == "E", f"{tensor} should lead with its experts"
+                idle += elements * (1 - program.sizes["top_k"] / program.sizes[experts])
+    total = sum(by_part.values())
+    return ParameterCount(
+        total=total,
+        language=total,
+        active=round(total - idle),
+        by_part=by_part,
+        mtp=0 if mtp is None else mtp.parameters(),
+    )

@@ -1,0 +1,51 @@
+"""Keys of configuration files that change nothing that is counted: ids of tokens, dropout, initial values, bookkeeping.
+
+A key belongs here only when no value of it changes a shape, an operation, or which positions are attended to.
+"""
+
+from __future__ import annotations
+
+__all__ = ["IRRELEVANT"]
+
+_TOKENS = """
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id
+forced_bos_token_id forced_eos_token_id bos_token eos_token pad_token unk_token prefix suppress_tokens begin_suppress_tokens
+bad_words_ids tokenizer_class im_start_token_id im_end_token_id padding_idx
+"""
+
+_TRAINING = """
+initializer_range initializer_factor init_std init_method init_cutoff_factor attention_dropout hidden_dropout
+attention_probs_dropout_prob hidden_dropout_prob activation_dropout classifier_dropout classifier_dropout_prob dropout attn_pdrop
+embd_pdrop emb_pdrop resid_pdrop residual_dropout embedding_dropout attention_dropout_prob layerdrop embd_layer_norm_pdrop
+router_aux_loss_coef router_z_loss_coef router_jitter_noise input_jitter_noise output_router_logits aux_loss_alpha seq_aux
+gradient_checkpointing use_gradient_checkpointing moe_jitter_eps moe_loss_weight router_dropout moe_dropout_prob
+aux_loss_factor z_loss_factor summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+router_init_std use_embedding_sharing scale_embedding_at_init first_stage_training rescale_prenorm_residual
+"""
+
+_BOOKKEEPING = """
+_name_or_path name_or_path transformers_version _commit_hash auto_map use_cache return_dict output_attentions
+output_hidden_states torchscript use_bfloat16 pruned_heads is_decoder is_encoder_decoder add_cross_attention tie_encoder_decoder
+cross_attention_hidden_size chunk_size_feed_forward problem_type id2label label2id num_labels finetuning_task
+task_specific_params model_name model_name_or_path max_length min_length do_sample early_stopping num_beams num_beam_groups
+diversity_penalty temperature top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+encoder_no_repeat_ngram_size num_return_sequences output_scores return_dict_in_generate remove_invalid_values
+exponential_decay_length_penalty tf_legacy_loss cache_implementation onnx_export unsloth_version unsloth_fixed
+keys_to_ignore_at_inference output_past pretraining_tp ep_size base_model_tp_plan base_model_pp_plan _attn_implementation
+_attn_implementation_autoset attn_implementation _attn_implementation_internal use_flash_attn use_flash_attention
+use_flash_attention_2 flash_attn_version fused_bias_fc use_flash_rotary flash_attn flash_rotary fused_dense fused_mlp
+masked_softmax_fusion bias_dropout_fusion attention_softmax_in_fp32 scale_attention_softmax_in_fp32 softmax_in_fp32
+scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn use_custom_kernels seq_length
+context_window_size prefill_chunk_size tensor_parallel_shards max_batch_size skip_bias_add skip_bias_add_qkv
+quantization quantization_bit model_max_length neuron swiftformat use_fast_kernels kv_cache_scheme
+"""
+
+_NUMERICS = """
+hidden_act hidden_activation activation_function activation_type rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps
+norm_epsilon layernorm_epsilon norm_epsilon_ layer_norm_eps_ rope_theta rope_theta_base rotary_emb_base rotary_base rotary_pct rotary_percent
+rotary_emb_fraction rotary_emb_interleaved partial_rotary_factor rope_pct rotary_dim rope_local_base_freq rope_interleaved
+rope_interleave rope_ratio rope_type rope_ratio_ original_max_position_embeddings initial_context_length logit_scale
+query_pre_attn_scalar norm_topk_prob norm_top_k_prob scoring_func routed_scaling_factor topk_method n_group topk_group
+"""
+
+IRRELEVANT = frozenset(" ".join((_TOKENS, _TRAINING, _BOOKKEEPING, _NUMERICS)).split())

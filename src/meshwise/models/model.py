@@ -1,0 +1,158 @@
+"""A model: its architecture, its programs, and the counts that are read from them. Knows no mesh and no batch size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from meshwise.dtypes import DType
+from meshwise.models.build import build_mtp, build_train
+from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
+from meshwise.models.spec import Architecture
+from meshwise.tensors import Attention, Program
+
+__all__ = ["Model", "Source"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a configuration comes from, and when it was read."""
+
+    text: str
+    date: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is computed: a decoder, described once.
+
+    Args:
+        name: what the user typed or the catalog says.
+        family: `model_type` of the configuration.
+        spec: the architecture.
+        config: the configuration verbatim, from which all of this can be read again.
+        source: where it comes from.
+        weight_dtype: format of the published weights, when the configuration says so.
+        hub_names: names it is known by elsewhere.
+
+    >>> from meshwise.models import load_model
+    >>> model = load_model("llama-3-70b")
+    >>> model.parameters.total, model.kv_cache.bytes_per_token(DType.BF16)
+    (70553706496, 327680.0)
+    """
+
+    name: str
+    family: str
+    spec: Architecture
+    config: Mapping[str, Any]
+    source: Source
+    weight_dtype: DType | None = None
+    hub_names: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.family, self.spec))
+
+    @property
+    def num_layers(self) -> int:
+        """L, all layers."""
+        return self.spec.num_layers
+
+    @property
+    def d_model(self) -> int:
+        """D, the residual width."""
+        return self.spec.d_model
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.spec.vocab
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest sequence it was made for, when its configuration says so."""
+        return self.spec.max_positions
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What every report of this model should say."""
+        return self.spec.notes
+
+    @property
+    def sizes(self) -> Mapping[str, float]:
+        """Axis sizes of the training program: D, F, N, K, H, V, L, and of a mixture E, Fe, top_k."""
+        return self._train.sizes
+
+    @cached_property
+    def _train(self) -> Program:
+        return build_train(self.spec)
+
+    def train_program(self) -> Program:
+        """The forward pass of a training step: blocks "embed", layer groups in order, "head" with the loss."""
+        return self._train
+
+    @cached_property
+    def parameters(self) -> ParameterCount:
+        """Parameters, in total, by part, and those active for one token."""
+        return count_parameters(self._train, build_mtp(self.spec))
+
+    @cached_property
+    def kv_cache(self) -> KVCache:
+        """What one token leaves in the cache, by kind of layer."""
+        groups = self.spec.groups
+        kinds = (CacheKind(g.name, g.repeat, g.layer.attention.cached_elements, g.layer.attention.span) for g in groups)
+        return KVCache(tuple(kinds))
+
+    def kv_cache_bytes_per_token(self, dtype: DType = DType.BF16) -> float:
+        """Bytes that one token adds to the cache of one sequence, in all layers, while no window is full."""
+        return self.kv_cache.bytes_per_token(dtype)
+
+    def forward_flops_per_token(self, seq_len: int, attention: Literal["computed", "full"] = "computed") -> float:
+        """Matrix FLOPs of one forward pass over a sequence of `seq_len` tokens, divided by its tokens.
+
+        Args:
+            seq_len: tokens of the sequence.
+            attention: "computed" counts the query-key pairs that causal attention, windows and chunks leave; "full" lets
+                every query attend to every key, as many published counts do.
+        """
+        sizes = self._train.bind(batch=1, queries=seq_len)
+        total = 0.0
+        for block in self._train:
+            for op in block.ops:
+                if op.matmul:
+                    full = attention == "full" and isinstance(op, Attention)
+                    total += block.repeat * (
+                        op.full_flops(sizes) if full and isinstance(op, Attention) else op.flops(sizes)
+                    )
+        return total / seq_len
+
+    def train_flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of one training step per token: three times forward (MFU's convention, no recomputation)."""
+        return 3 * self.forward_flops_per_token(seq_len)
+
+    def to_json(self) -> str:
+        """The configuration and its name: enough to read the same model again."""
+        value = {
+            "name": self.name,
+            "hub_names": list(self.hub_names),
+            "source": {"text": self.source.text, "date": self.source.date},
+            "config": self.config,
+        }
+        return json.dumps(value, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Model:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: when it cannot be understood.
+        """
+        from meshwise.models.reading import parse_json, read_config
+
+        value = parse_json(text, "model JSON")
+        source = Source(**value.get("source", {"text": "model JSON"}))
+        return read_config(
+            value["config"], name=value["name"], source=source, hub_names=tuple(value.get("hub_names", ()))
+        )

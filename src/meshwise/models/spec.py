@@ -1,0 +1,276 @@
+"""What a decoder is made of: a small set of building blocks, frozen, with sizes and switches and nothing else.
+
+A family's reader turns a configuration into an `Architecture`; `build` turns that into a `Program`, which is where the shapes
+of the weights are said, once. Not here: keys of configuration files (`families`), operations or counts (`build`, `model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "Architecture",
+    "Embedding",
+    "Head",
+    "LatentAttention",
+    "Layer",
+    "LayerGroup",
+    "Mixture",
+    "Mlp",
+    "Norm",
+    "QkNorm",
+    "SelfAttention",
+    "group_layers",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalisation over the residual width; RMS norms have a weight only, layer norms mostly a bias too."""
+
+    weight: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """A normalisation of queries and keys.
+
+    Args:
+        span: what it normalises over: one head, or all heads together.
+        shared: whether all heads share one weight of the head's width, else each head has its own.
+        norm: which parameters it has.
+    """
+
+    span: Literal["head", "heads"] = "head"
+    shared: bool = True
+    norm: Norm = field(default_factory=Norm)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """Multi-head, grouped or multi-query attention: `heads` query heads share `kv_heads` keys and values.
+
+    Args:
+        heads, kv_heads, head_dim: N, K and H.
+        bias: on the query, key and value projections.
+        bias_out: on the output projection.
+        qk_norm: normalisation of queries and keys, or None.
+        rope: whether positions are rotated into queries and keys.
+        window: a query sees this many latest positions; chunk: only its own chunk of positions; None: all.
+        sinks: a learned logit a head that takes part in the softmax and has no value.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+    bias_out: bool = False
+    qk_norm: QkNorm | None = None
+    rope: bool = True
+    window: int | None = None
+    chunk: int | None = None
+    sinks: bool = False
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that one token leaves in the cache of one layer: its keys and its values."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def span(self) -> int | None:
+        """Latest positions that are kept in the cache; None when all are."""
+        return self.window if self.window is not None else self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are expanded from a small latent.
+
+    Args:
+        heads: N, of queries and of the expanded keys and values.
+        q_rank: rank of the query's latent; None when queries are projected directly.
+        kv_rank: rank of the latent that is cached.
+        nope_dim, rope_dim: a head's width without and with rotated positions; the rotated key is shared by all heads.
+        v_dim: a head's width of values.
+        bias: on the two down projections and the output projection.
+    """
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    bias: bool = False
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that one token leaves in the cache of one layer: the latent and the rotated key."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def span(self) -> int | None:
+        """All positions are kept."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A feed-forward network: gated (three matrices) or plain (two)."""
+
+    hidden: int
+    gated: bool = True
+    bias: bool = False
+    bias_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts, each token visiting `top_k` of `experts`.
+
+    Args:
+        hidden: of one routed expert.
+        expert_bias: on every matrix of an expert.
+        router_bias: a trained bias of the router (correction buffers of balanced routing are no parameters).
+        shared: total hidden width of the experts that every token visits; 0 for none.
+        shared_gate: whether a sigmoid gate, one column, weighs the shared experts.
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    gated: bool = True
+    expert_bias: bool = False
+    router_bias: bool = False
+    shared: int = 0
+    shared_gate: bool = False
+    shared_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One transformer layer: an attention and a feed-forward branch around the residual stream.
+
+    Args:
+        attention, ffn: the branches.
+        pre_attn, post_attn, pre_mlp, post_mlp: norms at the start and the end of each branch, or None.
+        residual_norm: norm of the residual sum itself (post-norm transformers), or None.
+        parallel: both branches read the layer's input; without `pre_mlp` they share `pre_attn`.
+    """
+
+    attention: SelfAttention | LatentAttention
+    ffn: Mlp | Mixture
+    pre_attn: Norm | None = field(default_factory=Norm)
+    post_attn: Norm | None = None
+    pre_mlp: Norm | None = field(default_factory=Norm)
+    post_mlp: Norm | None = None
+    residual_norm: Norm | None = None
+    parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """`repeat` layers of one kind. `name` is what reports print: "layer", "layer.local", "layer.moe"..."""
+
+    name: str
+    layer: Layer
+    repeat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The way in: tokens to the residual stream.
+
+    Args:
+        positions: rows of a table of learned positions, or None.
+        norm: applied to the embedded tokens, or None.
+        width: of the token table where it differs from the residual width (a projection follows), or None.
+        scaled: whether the embedding is multiplied by a constant.
+    """
+
+    positions: int | None = None
+    norm: Norm | None = None
+    width: int | None = None
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The way out: final norm, projection to the vocabulary, loss.
+
+    Args:
+        norm: the final norm, or None.
+        tied: whether the projection is the embedding table.
+        bias: of the projection.
+        width: the residual is projected to this width first, or None.
+        scaled: whether the logits are scaled or capped.
+    """
+
+    norm: Norm | None = field(default_factory=Norm)
+    tied: bool = False
+    bias: bool = False
+    width: int | None = None
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A whole decoder.
+
+    Args:
+        d_model, vocab: D and V.
+        groups: layers in order, equal ones together.
+        max_positions: longest sequence the model was made for, or None if its configuration does not say.
+        mtp: the layer of a multi-token-prediction module, counted apart; None for none.
+        mtp_modules: how many of them.
+        notes: what the reader wants every report to say.
+    """
+
+    d_model: int
+    vocab: int
+    groups: tuple[LayerGroup, ...]
+    embedding: Embedding = field(default_factory=Embedding)
+    head: Head = field(default_factory=Head)
+    max_positions: int | None = None
+    mtp: Layer | None = None
+    mtp_modules: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups."""
+        return sum(g.repeat for g in self.groups)
+
+
+def _kind_words(layer: Layer) -> tuple[str, str, str]:
+    """Words that tell this layer's attention, positions and feed-forward from others."""
+    attention = layer.attention
+    span = "global"
+    if isinstance(attention, SelfAttention) and attention.span is not None:
+        span = "local" if attention.window is not None else "chunked"
+    rope = "nope" if isinstance(attention, SelfAttention) and not attention.rope else "rope"
+    return span, rope, "moe" if isinstance(layer.ffn, Mixture) else "dense"
+
+
+def group_layers(layers: Iterable[Layer]) -> tuple[LayerGroup, ...]:
+    """Put equal layers together, in order of first appearance, and name the groups by what tells them apart.
+
+    >>> attend = SelfAttention(heads=8, kv_heads=8, head_dim=64)
+    >>> local = replace(attend, window=128)
+    >>> kinds = [Layer(a, Mlp(2048)) for a in (local, local, attend, local)]
+    >>> [(g.name, g.repeat) for g in group_layers(kinds)]
+    [('layer.local', 3), ('layer.global', 1)]
+    """
+    counts: dict[Layer, int] = {}
+    for layer in layers:
+        counts[layer] = counts.get(layer, 0) + 1
+    words = [_kind_words(layer) for layer in counts]
+    telling = [i for i in range(3) if len({w[i] for w in words}) > 1]
+    if 0 in telling and {w[:2] for w in words} == {(w[0], words[[v[0] for v in words].index(w[0])][1]) for w in words}:
+        telling = [i for i in telling if i != 1]  # the span already says it
+    names = [".".join(["layer", *(w[i] for i in telling)]) for w in words]
+    unique = [n if names.count(n) == 1 else f"{n}.{names[:i].count(n)}" for i, n in enumerate(names)]
+    return tuple(LayerGroup(n, layer, count) for n, (layer, count) in zip(unique, counts.items(), strict=True))
