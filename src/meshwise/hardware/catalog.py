@@ -1,0 +1,124 @@
+"""The built-in catalog: chips, networks and cloud machines from `data/*.toml`, read and checked once, when first asked for.
+
+Not here: what users type (`names`) and their own files (`cluster_file`). Numbers live in the TOML, not in code.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+from meshwise.errors import UnknownNameError
+from meshwise.hardware.chip import Chip
+from meshwise.hardware.schema import ChipRow, FabricRow, MachineRow, SliceRulesRow, SourceRow, validate
+from meshwise.hardware.slices import SliceRules
+from meshwise.hardware.trees import Fabric
+
+__all__ = ["Machine", "aliases", "chips", "load_chip", "machines", "networks", "resolve_chip_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine type that a cloud rents: `num_chips` of `chip`, joined to its like by `network`."""
+
+    name: str
+    chip: str
+    num_chips: int
+    network: str
+
+
+@cache
+def _tables(kind: str) -> Mapping[str, Any]:
+    """Read every table of `kind` ("source", "chip", ...) from the data files."""
+    merged: dict[str, Any] = {}
+    for file in sorted(resources.files("meshwise.hardware").joinpath("data").iterdir(), key=lambda path: path.name):
+        if not file.name.endswith(".toml"):
+            continue
+        for name, row in tomllib.loads(file.read_text(encoding="utf-8")).get(kind, {}).items():
+            assert name not in merged, f"{kind} {name} is in two data files"  # noqa: S101 - our own data
+            merged[name] = row
+    return MappingProxyType(merged)
+
+
+@cache
+def _sources() -> Mapping[str, SourceRow]:
+    return MappingProxyType(
+        {name: validate(SourceRow, row, f"source {name}") for name, row in _tables("source").items()}
+    )
+
+
+@cache
+def _chip_rows() -> Mapping[str, ChipRow]:
+    return MappingProxyType({name: validate(ChipRow, row, f"chip {name}") for name, row in _tables("chip").items()})
+
+
+@cache
+def chips() -> Mapping[str, Chip]:
+    """Give every built-in chip by name, in the order of the data files."""
+    return MappingProxyType({name: row.build(name, _sources()) for name, row in _chip_rows().items()})
+
+
+@cache
+def networks() -> Mapping[str, SliceRules | Fabric]:
+    """Give every built-in network by name: the slices of each TPU generation, the scale-out fabrics of GPUs."""
+    slices = {
+        name: validate(SliceRulesRow, row, f"slices {name}").build(name, _sources())
+        for name, row in _tables("slices").items()
+    }
+    fabrics = {
+        name: validate(FabricRow, row, f"fabric {name}").build(name, _sources())
+        for name, row in _tables("fabric").items()
+    }
+    return MappingProxyType({**slices, **fabrics})
+
+
+@cache
+def machines() -> Mapping[str, Machine]:
+    """Give every cloud machine type by name; other spellings of the same machine are names too."""
+    rows = {name: validate(MachineRow, row, f"machine {name}") for name, row in _tables("machine").items()}
+    return MappingProxyType(
+        {
+            spelling: Machine(name, row.chip, row.num_chips, row.network)
+            for name, row in rows.items()
+            for spelling in (name, *row.aliases)
+        }
+    )
+
+
+@cache
+def aliases() -> Mapping[str, str]:
+    """Give other spellings of chip names, each with the catalog's name for it."""
+    return MappingProxyType({alias: name for name, row in _chip_rows().items() for alias in row.aliases})
+
+
+def resolve_chip_name(name: str) -> str:
+    """Give the catalog's name of a chip for any of its spellings.
+
+    >>> resolve_chip_name("Trillium")
+    'v6e'
+
+    Raises:
+        UnknownNameError: with the nearest known names.
+    """
+    key = name.strip().lower()
+    key = aliases().get(key, key)
+    if key not in chips():
+        raise UnknownNameError("chip", name, [*chips(), *aliases()])
+    return key
+
+
+def load_chip(name: str) -> Chip:
+    """Give a built-in chip by its name or an alias.
+
+    >>> load_chip("h100").name
+    'h100-sxm'
+
+    Raises:
+        UnknownNameError: with the nearest known names.
+    """
+    return chips()[resolve_chip_name(name)]

@@ -1,0 +1,120 @@
+"""One accelerator chip as its data sheet describes it: rates, memories, links, power, price, and where each number is from.
+
+Not here: how many of them and how they are wired (`network`, `cluster`), and efficiencies (a calibration's job).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwise.dtypes import DType
+from meshwise.errors import ClusterError, UnknownNameError
+from meshwise.hardware.network import Level
+
+__all__ = ["Chip", "Source"]
+
+# What a matmul unit does with operands that it has no rate for: it widens them. Only conversions that lose nothing.
+_WIDER: dict[DType, tuple[DType, ...]] = {
+    DType.FP8: (DType.BF16, DType.FP16),
+    DType.FP4: (DType.FP8, DType.BF16, DType.FP16),
+    DType.INT8: (DType.BF16, DType.FP16),
+    DType.INT4: (DType.INT8, DType.FP8, DType.BF16, DType.FP16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a number was read: a title, the date of the document or of reading it (YYYY-MM or YYYY-MM-DD), an address."""
+
+    title: str
+    date: str
+    url: str = ""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A chip. A *chip* is the package that is bought, placed and priced; a core is inside it; a device is what JAX sees.
+
+    Rates are FLOP/s and bytes/s of one whole chip, dense (never the 2:4-sparse figure). `link_bandwidth_one_way` is one
+    ICI link in one direction (`num_links` of them), or on GPUs all scale-up links of the GPU together (`num_links` = 1).
+    `scale_up` are the levels that come with the chip's board, innermost first (empty on TPUs); `network` names the
+    default entry of the network catalog.
+    """
+
+    name: str
+    title: str
+    vendor: str
+    flops_per_s: Mapping[DType, float]
+    vector_flops_per_s: float
+    hbm_capacity: float
+    hbm_bandwidth: float
+    onchip_capacity: float | None
+    onchip_bandwidth: float | None
+    matmul_tile: tuple[int, int, int]
+    link_bandwidth_one_way: float
+    num_links: int
+    hop_latency: float
+    host_link_bandwidth: float
+    chips_per_host: int
+    cores_per_chip: int
+    devices_per_chip: int
+    power: float
+    price_per_chip_hour: float | None
+    price_source: Source | None
+    sources: Mapping[str, Source]
+    scale_up: tuple[Level, ...] = ()
+    network: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no chip can have."""
+        positive = {
+            "vector_flops_per_s": self.vector_flops_per_s,
+            "hbm_capacity": self.hbm_capacity,
+            "hbm_bandwidth": self.hbm_bandwidth,
+            "link_bandwidth_one_way": self.link_bandwidth_one_way,
+            "host_link_bandwidth": self.host_link_bandwidth,
+            "chips_per_host": self.chips_per_host,
+            "power": self.power,
+            **{f"flops_per_s.{dtype}": rate for dtype, rate in self.flops_per_s.items()},
+        }
+        for name, value in positive.items():
+            if not 0 < value < float("inf"):
+                raise ClusterError(f"chip {self.name}: expected {name} above zero and finite, found {value}")
+        if not self.flops_per_s:
+            raise ClusterError(f"chip {self.name}: expected at least one rate in flops_per_s, found none")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.hbm_capacity, self.hbm_bandwidth, self.price_per_chip_hour))
+
+    def peak(self, dtype: DType) -> float:
+        """FLOP/s of matmuls whose operands are `dtype`.
+
+        A format that the chip has a rate for takes that rate. Narrow formats without one are widened first and take the
+        rate of the format they are widened to (fp8 and int8 to bf16, else fp16; fp4 to fp8, int4 to int8, and so on).
+        Nothing wide is ever narrowed: fp32 is never computed as tf32, bf16 never as fp16. So fp32, tf32, bf16 and fp16
+        exist only where the chip has them.
+
+        >>> from meshwise.hardware import load_chip
+        >>> load_chip("v5p").peak(DType.FP8) == load_chip("v5p").peak(DType.BF16)
+        True
+
+        Raises:
+            UnknownNameError: for a format that this chip cannot multiply; lists those that it can.
+        """
+        for candidate in (dtype, *_WIDER.get(dtype, ())):
+            if candidate in self.flops_per_s:
+                return self.flops_per_s[candidate]
+        hint = f"{self.title} has no {dtype.value} matrix unit, and meshwise does not narrow numbers by itself."
+        raise UnknownNameError(f"matmul dtype on {self.name}", dtype.value, [d.value for d in self.flops_per_s], hint)
+
+    def source(self, field_name: str) -> Source:
+        """Where the number in `field_name` comes from ("hbm_bandwidth", "flops_per_s.bf16")."""
+        return self.sources.get(field_name) or self.sources.get(field_name.split(".")[0]) or self.sources["*"]
+
+    def replace(self, **changes: Any) -> Chip:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)

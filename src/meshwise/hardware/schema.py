@@ -1,0 +1,248 @@
+"""The shape of the hardware TOML: rows in spec-sheet units, checked by pydantic, turned into the values of this package.
+
+Not here: which files there are (`catalog`, `cluster_file`). A key that is not listed is refused, a number without a unit too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from meshwise.dtypes import DType
+from meshwise.errors import ConfigError
+from meshwise.hardware.chip import Chip, Source
+from meshwise.hardware.network import Level
+from meshwise.hardware.slices import SliceRules
+from meshwise.hardware.trees import Fabric, FabricLevel
+from meshwise.units import parse_bandwidth, parse_bytes, parse_duration, parse_flops_per_s
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+__all__ = ["ChipRow", "FabricRow", "MachineRow", "SliceRulesRow", "SourceRow", "validate"]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected text with a unit, found {value!r}")  # noqa: TRY004 - pydantic wants ValueError
+    return value
+
+
+Bytes = Annotated[float, BeforeValidator(lambda v: parse_bytes(_text(v)))]
+Bandwidth = Annotated[float, BeforeValidator(lambda v: parse_bandwidth(_text(v)))]
+Rate = Annotated[float, BeforeValidator(lambda v: parse_flops_per_s(_text(v)))]
+Seconds = Annotated[float, BeforeValidator(lambda v: parse_duration(_text(v)))]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Dollars = Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
+Date = Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SourceRow(_Row):
+    """A document: title, date as YYYY-MM or YYYY-MM-DD, address."""
+
+    title: Annotated[str, Field(min_length=3)]
+    date: Date
+    url: str = ""
+
+    def build(self) -> Source:
+        """Make the value."""
+        return Source(self.title, self.date, self.url)
+
+
+SourceRef = SourceRow | str
+
+
+def _source(ref: SourceRef, known: Mapping[str, SourceRow]) -> Source:
+    if isinstance(ref, SourceRow):
+        return ref.build()
+    if ref not in known:
+        raise ConfigError(f"source {ref!r} is not listed; expected one of {', '.join(sorted(known))}")
+    return known[ref].build()
+
+
+class LevelRow(_Row):
+    """One level of a tree: degree children, bandwidth of one chip one way with all chips sending, latency."""
+
+    name: str
+    degree: Count
+    bandwidth_per_chip_one_way: Bandwidth
+    latency: Seconds
+
+    def build(self) -> Level:
+        """Make the value."""
+        return Level(self.name, self.degree, self.bandwidth_per_chip_one_way, self.latency)
+
+
+class PriceRow(_Row):
+    """Dollars for one chip for one hour, and who asks that."""
+
+    per_chip_hour: Dollars
+    source: SourceRef
+
+
+class ChipRow(_Row):
+    """One chip. See `Chip` for what the fields mean."""
+
+    title: str
+    vendor: str
+    aliases: tuple[str, ...] = ()
+    flops_per_s: dict[DType, Rate]
+    vector_flops_per_s: Rate
+    hbm_capacity: Bytes
+    hbm_bandwidth: Bandwidth
+    onchip_capacity: Bytes | None = None
+    onchip_bandwidth: Bandwidth | None = None
+    matmul_tile: tuple[Count, Count, Count]
+    link_bandwidth_one_way: Bandwidth
+    num_links: Count = 1
+    hop_latency: Seconds
+    host_link_bandwidth: Bandwidth
+    chips_per_host: Count
+    cores_per_chip: Count = 1
+    devices_per_chip: Count = 1
+    power_watts: Annotated[float, Field(gt=0, lt=1e5)]
+    scale_up: tuple[LevelRow, ...] = ()
+    network: str = ""
+    price: PriceRow | None = None
+    sources: dict[str, SourceRef]
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _sourced(self) -> ChipRow:
+        fields = set(ChipRow.model_fields) | {"*"} | {f"flops_per_s.{d.value}" for d in self.flops_per_s}
+        if unknown := set(self.sources) - fields:
+            raise ValueError(f"sources name fields that the chip does not have: {', '.join(sorted(unknown))}")
+        if "*" not in self.sources:
+            raise ValueError('sources need an entry "*" for the fields without one of their own')
+        return self
+
+    def build(self, name: str, known: Mapping[str, SourceRow]) -> Chip:
+        """Make the value; `known` are the documents that sources may name."""
+        return Chip(
+            name=name,
+            title=self.title,
+            vendor=self.vendor,
+            flops_per_s=dict(self.flops_per_s),
+            vector_flops_per_s=self.vector_flops_per_s,
+            hbm_capacity=self.hbm_capacity,
+            hbm_bandwidth=self.hbm_bandwidth,
+            onchip_capacity=self.onchip_capacity,
+            onchip_bandwidth=self.onchip_bandwidth,
+            matmul_tile=self.matmul_tile,
+            link_bandwidth_one_way=self.link_bandwidth_one_way,
+            num_links=self.num_links,
+            hop_latency=self.hop_latency,
+            host_link_bandwidth=self.host_link_bandwidth,
+            chips_per_host=self.chips_per_host,
+            cores_per_chip=self.cores_per_chip,
+            devices_per_chip=self.devices_per_chip,
+            power=self.power_watts,
+            price_per_chip_hour=self.price.per_chip_hour if self.price else None,
+            price_source=_source(self.price.source, known) if self.price else None,
+            sources={field: _source(ref, known) for field, ref in self.sources.items()},
+            scale_up=tuple(level.build() for level in self.scale_up),
+            network=self.network,
+            notes=self.notes,
+        )
+
+
+class SliceRulesRow(_Row):
+    """What slices of a TPU generation exist. See `SliceRules`."""
+
+    title: str
+    num_axes: Literal[2, 3]
+    largest: tuple[Count, ...]
+    wraps: Literal["cubes", "full-axis"]
+    counts: Literal["cores", "chips"]
+    cloud_name: str
+    dcn_bandwidth_per_chip_one_way: Bandwidth
+    dcn_latency: Seconds
+    source: SourceRef
+
+    def build(self, name: str, known: Mapping[str, SourceRow]) -> SliceRules:
+        """Make the value."""
+        return SliceRules(
+            name=name,
+            title=self.title,
+            num_axes=self.num_axes,
+            largest=self.largest,
+            wraps=self.wraps,
+            counts=self.counts,
+            cloud_name=self.cloud_name,
+            dcn_bandwidth_per_chip_one_way=self.dcn_bandwidth_per_chip_one_way,
+            dcn_latency=self.dcn_latency,
+            source=_source(self.source, known),
+        )
+
+
+class FabricLevelRow(LevelRow):
+    """A level of a scale-out network; `group` is what one of its units is called, in the plural."""
+
+    group: str
+
+
+class FabricRow(_Row):
+    """A scale-out network of GPUs. See `Fabric`."""
+
+    title: str
+    aliases: tuple[str, ...] = ()
+    domains: tuple[Count, ...]
+    levels: tuple[FabricLevelRow, ...] = Field(min_length=1)
+    in_network_reduction: bool = False
+    can_reduce: bool = False
+    source: SourceRef
+    notes: tuple[str, ...] = ()
+
+    def build(self, name: str, known: Mapping[str, SourceRow]) -> Fabric:
+        """Make the value."""
+        return Fabric(
+            name=name,
+            title=self.title,
+            domains=self.domains,
+            levels=tuple(FabricLevel(level.build(), level.group) for level in self.levels),
+            in_network_reduction=self.in_network_reduction,
+            can_reduce=self.can_reduce,
+            source=_source(self.source, known),
+            notes=self.notes,
+        )
+
+
+class MachineRow(_Row):
+    """A cloud's machine type: its chip, how many, and the network between such machines."""
+
+    chip: str
+    num_chips: Count
+    network: str
+    aliases: tuple[str, ...] = ()
+    source: SourceRef
+
+
+RowT = TypeVar("RowT", bound=BaseModel)
+
+
+def validate(model: type[RowT], data: object, where: str) -> RowT:
+    """Check `data` against `model`; `where` (file and table) begins the message of the error.
+
+    Raises:
+        ConfigError: names the key, what was expected and what was found.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_explain(part) for part in error.errors())) from None
+
+
+def _explain(part: ErrorDetails) -> str:
+    key = ".".join(str(step) for step in part["loc"]) or "the table"
+    if part["type"] == "extra_forbidden":
+        return f"key {key!r} is not known"
+    if part["type"] == "missing":
+        return f"key {key!r} is missing"
+    message = part["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}"

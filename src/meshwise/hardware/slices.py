@@ -1,0 +1,153 @@
+"""Which slices of a TPU generation exist, what shape a count stands for, and which of their axes wrap around.
+
+Not here: names that users type (`names`), or what a collective costs on a torus (`costs`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwise.errors import ClusterError
+from meshwise.hardware.chip import Chip, Source
+from meshwise.hardware.network import Torus, TorusAxis
+
+__all__ = ["SliceRules"]
+
+_CUBE = 4  # v4 and later 3D pods are wired from 4x4x4 cubes; the optical switches between cubes make the wraparounds
+_PART = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRules:
+    """The slices of one TPU generation.
+
+    `largest` is the shape of the largest slice. `wraps`: "cubes" joins the ends of every axis when the slice is built of
+    full 4x4x4 cubes; "full-axis" joins the ends only of an axis as long as the pod's. `counts` is what the cloud's names
+    count ("v5p-128": cores, "v5litepod-16": chips). DCN figures are per chip, one way, bytes/s, and seconds.
+    """
+
+    name: str
+    title: str
+    num_axes: int
+    largest: tuple[int, ...]
+    wraps: Literal["cubes", "full-axis"]
+    counts: Literal["cores", "chips"]
+    cloud_name: str
+    dcn_bandwidth_per_chip_one_way: float
+    dcn_latency: float
+    source: Source
+
+    @property
+    def largest_num_chips(self) -> int:
+        """Chips of the largest slice."""
+        return math.prod(self.largest)
+
+    def torus(self, shape: tuple[int, ...], chip: Chip) -> Torus:
+        """Wire a slice of `shape`, with the wraparounds that it has.
+
+        Raises:
+            ClusterError: for a shape that the generation does not have.
+        """
+        self.check(shape, chip)
+        if self.wraps == "cubes":
+            cubes = all(size % _CUBE == 0 for size in shape)
+            axes = tuple(TorusAxis(size, cubes) for size in shape)
+        else:
+            axes = tuple(TorusAxis(size, size == max(self.largest)) for size in shape)
+        return Torus(axes, chip.link_bandwidth_one_way, chip.hop_latency)
+
+    def check(self, shape: tuple[int, ...], chip: Chip) -> None:
+        """Refuse a shape that the generation does not have, saying which rule it breaks and what is near."""
+        text = _text(shape)
+        if len(shape) != self.num_axes:
+            raise ClusterError(self._wrong_axes(shape, chip))
+        if math.prod(shape) > self.largest_num_chips or not self._fits(shape):
+            raise ClusterError(
+                f"{chip.title} has no slice {text} ({math.prod(shape):,} chips): the largest is {_text(self.largest)} "
+                f"({self.largest_num_chips:,} chips). For more, join slices over the data-centre network: {chip.name}:SHAPE*2"
+            )
+        if not self._exists(shape):
+            raise ClusterError(
+                f"{chip.title} has no slice {text}: {self._rule()}. Nearest: {self._nearest(math.prod(shape))}"
+            )
+
+    def shape_of(self, num_chips: int, chip: Chip) -> tuple[int, ...]:
+        """Give the shape that a bare count of chips stands for: the most compact slice, short axes first.
+
+        Raises:
+            ClusterError: when no slice has that many chips; names the nearest counts.
+        """
+        if num_chips > self.largest_num_chips:
+            raise ClusterError(
+                f"{chip.title} has no slice of {num_chips:,} chips: the largest is {_text(self.largest)} "
+                f"({self.largest_num_chips:,} chips). For more, join slices over the data-centre network: {chip.name}:SHAPE*2"
+            )
+        shapes = self._shapes(num_chips)
+        if not shapes:
+            raise ClusterError(
+                f"{chip.title} has no slice of {num_chips:,} chips: {self._rule()}. Nearest: {self._nearest(num_chips)}"
+            )
+        return min(shapes, key=lambda shape: (sum(shape), shape[::-1]))
+
+    def counts_near(self, num_chips: int) -> tuple[int, ...]:
+        """Give the nearest counts of chips below and above that a slice can have."""
+        below = next((n for n in range(min(num_chips - 1, self.largest_num_chips), 0, -1) if self._shapes(n)), None)
+        above = next((n for n in range(num_chips + 1, self.largest_num_chips + 1) if self._shapes(n)), None)
+        return tuple(n for n in (below, above) if n is not None)
+
+    def _nearest(self, num_chips: int) -> str:
+        counts = ([num_chips] if self._shapes(num_chips) else []) + list(self.counts_near(num_chips))
+        shapes = [min(self._shapes(n), key=lambda shape: (sum(shape), shape[::-1])) for n in counts]
+        return ", ".join(f"{_text(shape)} ({math.prod(shape):,} chips)" for shape in shapes)
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        """Cubes can be joined in any arrangement; a fixed 2D pod can only be cut."""
+        if self.wraps == "cubes":
+            return True
+        return all(size <= limit for size, limit in zip(sorted(shape), sorted(self.largest), strict=True))
+
+    def _exists(self, shape: tuple[int, ...]) -> bool:
+        if self.wraps == "cubes":
+            return all(size % _CUBE == 0 for size in shape) or all(size in _PART for size in shape)
+        return all(size & (size - 1) == 0 for size in shape)
+
+    def _shapes(self, num_chips: int) -> list[tuple[int, ...]]:
+        """List the shapes with `num_chips` chips, axes in ascending order."""
+        sizes = [
+            n
+            for n in range(1, max(max(self.largest), num_chips if self.wraps == "cubes" else 1) + 1)
+            if num_chips % n == 0
+        ]
+        shapes = []
+        for head in itertools.combinations_with_replacement(sizes, self.num_axes - 1):
+            last, rest = divmod(num_chips, math.prod(head))
+            if rest == 0 and last >= head[-1] and self._exists((*head, last)) and self._fits((*head, last)):
+                shapes.append(self._cloud_order((*head, last)))
+        return shapes
+
+    def _cloud_order(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Write one host's worth of a 3D pod as the cloud does: 2x2x1, not 1x2x2."""
+        return shape[::-1] if self.num_axes == 3 and min(shape) == 1 else shape
+
+    def _rule(self) -> str:
+        if self.wraps == "cubes":
+            return "a 3D slice is built of full 4x4x4 cubes (every axis a multiple of 4) or is a part of one cube (axes of 1, 2 or 4)"
+        return f"axes are powers of two up to {_text(self.largest)}"
+
+    def _wrong_axes(self, shape: tuple[int, ...], chip: Chip) -> str:
+        text, want = _text(shape), _text(self.largest)
+        if len(shape) == self.num_axes + 1 and shape[-1] >= 1:
+            head = _text(shape[:-1])
+            return (
+                f"{chip.title} slices have {self.num_axes} axes (the largest is {want}), found {len(shape)} in {text!r}. "
+                f"For {shape[-1]} slices write {chip.name}:{head}*{shape[-1]}"
+            )
+        near = self._nearest(math.prod(shape)) if math.prod(shape) <= self.largest_num_chips else want
+        return f"{chip.title} slices have {self.num_axes} axes (the largest is {want}), found {len(shape)} in {text!r}. Nearest: {near}"
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape)

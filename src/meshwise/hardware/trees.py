@@ -1,0 +1,129 @@
+"""GPU networks: a scale-up domain (NVLink, Infinity Fabric, PCIe) and the levels of switches above it, cut to a count.
+
+Not here: names that users type (`names`), or what a collective costs on a tree (`costs`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from meshwise.errors import ClusterError
+from meshwise.hardware.chip import Chip, Source
+from meshwise.hardware.network import Level, Tree
+
+__all__ = ["Fabric", "FabricLevel", "build_tree"]
+
+
+@dataclass(frozen=True, slots=True)
+class FabricLevel:
+    """A level at its full size, and what one unit of it is called ("scalable units")."""
+
+    level: Level
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """A named scale-out network: the levels above the node, innermost first, at their largest degrees.
+
+    `domains` are the sizes of scale-up domain that it is built for. `can_reduce`: its switches can add (SHARP);
+    `in_network_reduction`: they are used for it.
+    """
+
+    name: str
+    title: str
+    domains: tuple[int, ...]
+    levels: tuple[FabricLevel, ...]
+    in_network_reduction: bool
+    can_reduce: bool
+    source: Source
+    notes: tuple[str, ...] = ()
+
+    def largest(self, domain: int) -> int:
+        """Chips of the whole network when each node has `domain` chips."""
+        return domain * math.prod(level.level.degree for level in self.levels)
+
+
+def build_tree(
+    chip: Chip, num_chips: int, fabric: Fabric | None, *, reduce: bool = False
+) -> tuple[Tree, tuple[str, ...]]:
+    """Cut the levels of `chip` and `fabric` to `num_chips`; returns the tree and notes on what was decided.
+
+    A count inside one level uses only that part of it. A count that goes beyond must fill whole hosts, and is spread evenly
+    over as few units of each level as divide it (16,384 GPUs on pods of 3,072 are eight pods of 2,048).
+
+    Raises:
+        ClusterError: when the count does not fill hosts, cannot be spread evenly, or exceeds the network.
+    """
+    domain = math.prod(level.degree for level in chip.scale_up)
+    if fabric is not None and domain not in fabric.domains:
+        sizes = " or ".join(str(size) for size in fabric.domains)
+        raise ClusterError(
+            f"network {fabric.name} joins nodes of {sizes} GPUs; {chip.title} comes in nodes of {domain}. "
+            f"Its own network is {chip.network or 'none'}"
+        )
+    _check_hosts(chip, num_chips, domain)
+    outer = [] if fabric is None else list(fabric.levels)
+    stack = [(level, "nodes") for level in chip.scale_up] + [(item.level, item.group) for item in outer]
+    limit = math.prod(level.degree for level, _ in stack)
+    if num_chips > limit:
+        name = fabric.name if fabric else "one node"
+        raise ClusterError(
+            f"{num_chips:,} x {chip.title}: {name} holds at most {limit:,}. Describe a larger network in a file"
+        )
+    levels, notes = _cut(stack, num_chips, chip)
+    used_reduce = reduce or (fabric is not None and fabric.in_network_reduction)
+    return Tree(tuple(levels), used_reduce), tuple(notes)
+
+
+def _check_hosts(chip: Chip, num_chips: int, domain: int) -> None:
+    """Refuse counts beyond one node that leave a host partly used."""
+    host = min(chip.chips_per_host, domain)
+    if num_chips > domain and num_chips % host:
+        below, above = num_chips // host * host, -(-num_chips // host) * host
+        raise ClusterError(
+            f"{num_chips:,} x {chip.title} does not fill its hosts of {host}: expected a multiple of {host} above {domain}. "
+            f"Nearest: {below:,} or {above:,}"
+        )
+
+
+def _cut(stack: list[tuple[Level, str]], num_chips: int, chip: Chip) -> tuple[list[Level], list[str]]:
+    """Take the levels that `num_chips` needs, innermost first, with the degrees that it uses."""
+    levels: list[Level] = []
+    notes: list[str] = []
+    rest, per_host = num_chips, chip.chips_per_host
+    for index, (level, group) in enumerate(stack):
+        room = math.prod(upper.degree for upper, _ in stack[index + 1 :])
+        degree = _even_degree(rest, level.degree, per_host if index == 0 else 1, room)
+        if degree is None:
+            unit = math.prod(inner.degree for inner in levels)
+            raise ClusterError(_uneven(chip, num_chips, unit, level, group))
+        levels.append(replace(level, degree=degree))
+        rest //= degree
+        if rest == 1:
+            break
+        if degree < level.degree:
+            each = math.prod(inner.degree for inner in levels)
+            notes.append(f"spread evenly over {rest} {group}, {each:,} chips in each")
+    return levels, notes
+
+
+def _even_degree(rest: int, largest: int, per_host: int, room: int) -> int | None:
+    """Give the largest degree up to `largest` that divides `rest`, in whole hosts, leaving no more than `room` units."""
+    if rest <= largest:
+        return rest
+    step = math.gcd(per_host, largest)
+    for degree in range(largest, 0, -1):
+        if rest % degree == 0 and degree % step == 0 and rest // degree <= room:
+            return degree
+    return None
+
+
+def _uneven(chip: Chip, num_chips: int, unit: int, level: Level, group: str) -> str:
+    full = unit * level.degree
+    below, above = num_chips // full * full, -(-num_chips // full) * full
+    return (
+        f"{num_chips:,} x {chip.title} cannot be spread evenly over {group} of {full:,} ({level.name} level). "
+        f"Nearest: {below:,} or {above:,}"
+    )
