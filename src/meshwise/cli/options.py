@@ -1,0 +1,200 @@
+"""A pydantic model's fields as click options, so that a parameter is declared once: on its field.
+
+Unit, bounds, default and help are the field's; text goes to its own parser (`meshwise.units.Quantity`), and errors
+come back with the flag as typed.
+Not here: which requests there are (each verb's file, `jobs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, Literal, TypeVar, Union
+
+import annotated_types
+import click
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from meshwise.errors import MeshwiseError
+from meshwise.units import Quantity
+
+__all__ = ["request_options", "validated"]
+
+M = TypeVar("M", bound=BaseModel)
+
+_BOUND_WORDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def request_options(
+    model: type[BaseModel], *, arguments: tuple[str, ...] = (), flags: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a verb with one option a field of `model`, and pass it the validated model as `request`.
+
+    Args:
+        model: the request; its field names become flags (`batch_tokens` -> `--batch-tokens`).
+        arguments: fields that are positional.
+        flags: other flags for some fields, `{"chip": "--on"}`.
+    """
+    names = _flags(model, arguments, flags or {})
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def verb(*args: Any, **kwargs: Any) -> None:
+            given = {name: kwargs.pop(name) for name in model.model_fields}
+            kept = {name: value for name, value in given.items() if value is not None and value != ()}
+            function(*args, request=validated(model, kept, names), **kwargs)
+
+        for name, info in reversed(model.model_fields.items()):
+            verb = _parameter(name, info, names[name], positional=name in arguments)(verb)
+        return verb
+
+    return decorate
+
+
+def validated(model: type[M], values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> M:
+    """Build a `model` from what a user gave.
+
+    Args:
+        model: the class to build.
+        values: field -> text or value.
+        names: field -> the words by which the user knows it.
+
+    Raises:
+        MeshwiseError: in the words of `names`; a field's own error keeps its class.
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        problems = error.errors()
+        words = "\n".join(_words(problem, names or {}) for problem in problems)
+        cause = problems[0].get("ctx", {}).get("error")
+        if isinstance(cause, MeshwiseError) and len(problems) == 1:
+            cause.args = (words,)
+            raise cause from None
+        raise MeshwiseError(words) from None
+
+
+def _flags(model: type[BaseModel], arguments: tuple[str, ...], flags: Mapping[str, str]) -> dict[str, str]:
+    """Field name -> flag, or the name in capitals of an argument."""
+    unknown = {*arguments, *flags} - set(model.model_fields)
+    assert not unknown, f"{model.__name__} has no {unknown}"
+    return {
+        name: name.upper() if name in arguments else flags.get(name, f"--{name.replace('_', '-')}")
+        for name in model.model_fields
+    }
+
+
+def _parameter(name: str, info: FieldInfo, flag: str, *, positional: bool) -> Callable[[Any], Any]:
+    """Make the click option (or argument) of one field."""
+    if positional:
+        return click.argument(name, required=info.is_required(), metavar=flag)
+    kind = _bare_type(info.annotation)
+    options: dict[str, Any] = {"help": _help(info), "default": None, "required": False}
+    if kind is bool:
+        return click.option(f"{flag}/--no-{flag.removeprefix('--')}", name, **options)
+    choices = _choices(kind)
+    if choices:
+        options["type"] = click.Choice(choices)
+    else:
+        options["metavar"] = _metavar(info, kind)
+        options["multiple"] = typing.get_origin(kind) in (tuple, list, dict)
+        if options["multiple"]:
+            options["default"] = ()
+    return click.option(flag, name, **options)
+
+
+def _bare_type(annotation: Any) -> Any:
+    """Strip a type of `| None` and `Annotated`."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _bare_type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        members = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return _bare_type(members[0]) if len(members) == 1 else annotation
+    return annotation
+
+
+def _choices(kind: Any) -> list[str]:
+    """List the words that a closed set of values allows, or none."""
+    if typing.get_origin(kind) is Literal:
+        return [str(value) for value in typing.get_args(kind)]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [str(member.value) for member in kind]
+    return []
+
+
+def _quantity(info: FieldInfo) -> Quantity | None:
+    """Find the field's unit, also where it is inside `Annotated[...] | None`."""
+    inner = [m for a in typing.get_args(info.annotation) for m in getattr(a, "__metadata__", ())]
+    return next((m for m in [*info.metadata, *inner] if isinstance(m, Quantity)), None)
+
+
+def _metavar(info: FieldInfo, kind: Any) -> str:
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    quantity = _quantity(info)
+    fallback = quantity.unit.upper().replace(" ", "_") if quantity else getattr(kind, "__name__", "text").upper()
+    return str(extra.get("metavar", {"STR": "TEXT", "INT": "N", "FLOAT": "NUMBER"}.get(fallback, fallback)))
+
+
+def _help(info: FieldInfo) -> str:
+    """Give description, example, bounds and default in one sentence each."""
+    assert info.description, f"a field needs a description: {info}"
+    quantity = _quantity(info)
+    notes = [f"e.g. {quantity.example}"] if quantity else []
+    notes += _bounds(info)
+    if info.default not in (None, PydanticUndefined, (), {}):
+        notes.append(f"default: {_shown(info.default, quantity)}")
+    if info.is_required():
+        notes.append("required")
+    return info.description + (f"  [{'; '.join(notes)}]" if notes else "")
+
+
+def _shown(value: Any, quantity: Quantity | None) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return quantity.show(value) if quantity else str(value)
+
+
+def _bounds(info: FieldInfo) -> list[str]:
+    """Bounds in words; "more than 0" goes without saying for quantities."""
+    words = []
+    for m in info.metadata:
+        if isinstance(m, annotated_types.Ge):
+            words.append(f"at least {m.ge}")
+        elif isinstance(m, annotated_types.Le):
+            words.append(f"at most {m.le}")
+        elif isinstance(m, annotated_types.Gt) and _quantity(info) is None:
+            words.append(f"more than {m.gt}")
+        elif isinstance(m, annotated_types.Lt):
+            words.append(f"less than {m.lt}")
+    return words
+
+
+def _words(problem: ErrorDetails, names: Mapping[str, str]) -> str:
+    """One error of pydantic as expected, found, where."""
+    field = ".".join(str(part) for part in problem["loc"]) or "request"
+    root = str(problem["loc"][0]) if problem["loc"] else ""
+    name = names.get(root, field)
+    context = problem.get("ctx", {})
+    found = f"found {problem['input']!r}"
+    if problem["type"] in _BOUND_WORDS:
+        key, words = _BOUND_WORDS[problem["type"]]
+        return f"{name}: expected {words} {context[key]}, {found}"
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"{name}: there is no such field"
+    if "error" in context:
+        return f"{name}: {str(context['error']).removeprefix(f'{root}: ').removeprefix(f'{name}: ')}"
+    return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, {found}"

@@ -1,0 +1,68 @@
+"""How a verb's report reaches stdout: text for a terminal or a pipe, or JSON. The two options that every verb has.
+
+Not here: what a report says (`report`).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+
+from meshwise.report import Report
+
+__all__ = ["Output", "output_options", "to_text"]
+
+#: Columns when nobody looks at a terminal.
+WIDTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What `--json` and `--explain` ask for."""
+
+    as_json: bool
+    explain: bool
+
+    def show(self, report: Report) -> None:
+        """Print a report on stdout."""
+        if self.as_json:
+            click.echo(json.dumps(report.envelope(explain=self.explain), indent=2, allow_nan=False))
+        else:
+            click.echo(to_text(report.renderable(explain=self.explain)), nl=False)
+
+
+def to_text(renderable: Any) -> str:
+    """Lay out for stdout: its width and colours if it is a terminal (NO_COLOR is heeded), else 80 columns and none."""
+    terminal = sys.stdout.isatty()
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=None if terminal else WIDTH,
+        color_system="auto" if terminal else None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+    console.print(renderable)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text if terminal else "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def output_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb `--json` and `--explain`, and pass it an `Output` as `output`."""
+
+    @click.option("--explain", is_flag=True, help="Show formula, substitution, result and source of each number.")
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON (errors too, on stderr); units are in the names.")
+    @functools.wraps(function)
+    def verb(*args: Any, as_json: bool, explain: bool, **kwargs: Any) -> None:
+        function(*args, output=Output(as_json, explain), **kwargs)
+
+    return verb

@@ -1,0 +1,111 @@
+"""What every verb answers with, in one shape: the answer, tables, assumptions, limits, next steps, workings.
+
+Values in, a rich renderable or a JSON dict out; nothing is printed here. What one verb's tables hold is in its own
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from meshwise.explanation import Explanation
+
+__all__ = ["SCHEMA_VERSION", "Report"]
+
+#: Of the JSON envelope: changes when a field changes its meaning or goes away, not when one is added.
+SCHEMA_VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The answer of one verb.
+
+    Args:
+        command: the verb as typed, `plan train`.
+        inputs: what it was asked, defaults included; units are in the names.
+        answer: the first line.
+        data: the verb's own JSON fields, finite numbers in base units; units are in the names.
+        body: tables and pictures.
+        assumed: what was assumed, one sentence each.
+        not_modelled: what the numbers leave out.
+        next_steps: commands or changes to try.
+        explanations: the workings that `--explain` shows.
+    """
+
+    command: str
+    inputs: Mapping[str, Any]
+    answer: str
+    data: Mapping[str, Any]
+    body: tuple[RenderableType, ...] = ()
+    assumed: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+    next_steps: tuple[str, ...] = ()
+    explanations: tuple[Explanation, ...] = field(default=())
+
+    def envelope(self, *, explain: bool = False) -> dict[str, Any]:
+        """Give the report as JSON values.
+
+        >>> Report(command="chips", inputs={}, answer="31 chips", data={"chips": []}).envelope()["schema_version"]
+        '1'
+        """
+        head = {"schema_version": SCHEMA_VERSION, "command": self.command, "inputs": dict(self.inputs)}
+        tail = {"assumed": list(self.assumed), "not_modelled": list(self.not_modelled)}
+        clash = ({*head, *tail, "answer", "explanations"}) & set(self.data)
+        assert not clash, f"{self.command}: {clash} belong to the envelope"
+        workings = {"explanations": [_as_dict(e) for e in self.explanations]} if explain else {}
+        return {**head, "answer": self.answer, **self.data, **tail, **workings}
+
+    def renderable(self, *, explain: bool = False) -> Group:
+        """Give the report as what a terminal shows."""
+        parts: list[RenderableType] = [Text(self.answer, style="bold")]
+        parts += [item for block in self.body for item in (Text(), block)]
+        if explain:
+            parts += _workings(self.explanations)
+        parts += _list("Assumed", self.assumed) + _list("Not modelled", self.not_modelled)
+        parts += _list("Try next", self.next_steps)
+        return Group(*parts)
+
+
+def _as_dict(explanation: Explanation) -> dict[str, str]:
+    return {name: getattr(explanation, name) for name in ("name", "formula", "substitution", "result", "source")}
+
+
+def _list(title: str, lines: tuple[str, ...]) -> list[RenderableType]:
+    """Make a heading and its lines, wrapped with a hanging indent."""
+    if not lines:
+        return []
+    return [Text(), Text(f"{title}:", style="bold"), *(_hanging("- ", line) for line in lines)]
+
+
+def _hanging(mark: str, line: str) -> RenderableType:
+    """One line whose continuation stands under its first word."""
+    return _Hanging(mark, line)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hanging:
+    """A bullet that wraps."""
+
+    mark: str
+    line: str
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        wrapped = Text(self.line).wrap(console, options.max_width - len(self.mark) - 2)
+        for number, text in enumerate(wrapped):
+            yield Text("  " + (self.mark if number == 0 else " " * len(self.mark))) + text
+
+
+def _workings(explanations: tuple[Explanation, ...]) -> list[RenderableType]:
+    """Each number with formula, substitution, result and source."""
+    parts: list[RenderableType] = [Text(), Text("Workings:", style="bold")]
+    for e in explanations:
+        parts.append(Padding(Text(e.name, style="bold"), (0, 0, 0, 2)))
+        parts += [_hanging("  = ", part) for part in (e.formula, e.substitution, e.result) if part]
+        parts.append(_hanging("  source: ", e.source))
+    return parts
