@@ -74,7 +74,7 @@ class _Reader:
             found = parse_dtype(self.word.text)
         except UnknownNameError as error:
             if re.fullmatch(r"[A-Za-z_]\w*", self.word.text):
-                raise self.fail(str(error).rstrip(".")) from None
+                raise NotationError(str(error), self.text, self.word.position) from None
             self.name("a dtype")
             raise
         self.at += 1

@@ -1,0 +1,47 @@
+"""Text such as `B=1024` or `X=4,Y=8` into a dict, for `--set` and `--mesh`. Not here: what the names mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from meshwise.errors import MeshwiseError
+from meshwise.units import parse_count
+
+__all__ = ["parse_sizes"]
+
+#: Larger than any axis of anything; keeps products of several sizes finite.
+_LARGEST = 1e15
+
+
+def parse_sizes(value: Any) -> Any:
+    """Read `("B=1024", "D=8Ki,F=32Ki")` as a dict of whole sizes; a dict is checked and passed on.
+
+    >>> parse_sizes(["B=1024", "D=8Ki,F=32Ki"])
+    {'B': 1024, 'D': 8192, 'F': 32768}
+
+    Raises:
+        MeshwiseError: not NAME=SIZE, a name twice, a size that is not a whole number from 1 to 1e15.
+        UnitError: a size that is no number.
+    """
+    pairs = value.items() if isinstance(value, dict) else [_pair(p) for text in _texts(value) for p in text.split(",")]
+    sizes: dict[str, int] = {}
+    for name, size in pairs:
+        if name in sizes:
+            raise MeshwiseError(f"{name} is given twice")
+        number = parse_count(size, name)
+        if number != int(number) or not 1 <= number <= _LARGEST:
+            raise MeshwiseError(f"{name}: expected a whole number from 1 to {_LARGEST:.0e}, found {size!r}")
+        sizes[name] = int(number)
+    return sizes
+
+
+def _texts(value: Any) -> Iterable[str]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, size = text.partition("=")
+    if not equals or not name.strip() or not size.strip():
+        raise MeshwiseError(f"expected NAME=SIZE such as B=1024, found {text!r}")
+    return name.strip(), size.strip()

@@ -1,0 +1,37 @@
+"""Tables that fit 80 columns, all in one style. Not here: what they hold (one file a verb)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["facts", "table"]
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
+    """Lay out rows under a header; a column whose name starts with ">" is set flush right.
+
+    A column whose name starts with "!" is never wrapped.
+    """
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title=title or None)
+    grid.title_justify = "left"
+    grid.title_style = "bold"
+    for column in columns:
+        right, whole = column.startswith(">"), column.startswith("!")
+        grid.add_column(Text(column.lstrip(">!")), justify="right" if right else "left", no_wrap=right or whole)
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    return grid
+
+
+def facts(rows: Iterable[tuple[str, str] | tuple[str, str, str]]) -> Table:
+    """Lay out name, value and an optional remark on each line, without a header."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_column(style="dim")
+    for name, value, *remark in rows:
+        grid.add_row(Text(name), Text(value), Text(remark[0] if remark else ""))
+    return grid
