@@ -1,7 +1,36 @@
 """Meshes, shardings and what it takes to move between them: pure algebra that knows no bytes per second."""
 
 from meshwise.sharding.collectives import Collective, CollectiveKind
+from meshwise.sharding.expression import Expression, ShardedTensor
+from meshwise.sharding.matmul import (
+    Indices,
+    MatmulPlacement,
+    PlacementCost,
+    alternatives,
+    book_case,
+    cheapest,
+    place_einsum,
+)
 from meshwise.sharding.mesh import Mesh, Sharding
+from meshwise.sharding.notation import parse_expression, parse_mesh, parse_tensor
 from meshwise.sharding.reshard import reshard
 
-__all__ = ["Collective", "CollectiveKind", "Mesh", "Sharding", "reshard"]
+__all__ = [
+    "Collective",
+    "CollectiveKind",
+    "Expression",
+    "Indices",
+    "MatmulPlacement",
+    "Mesh",
+    "PlacementCost",
+    "ShardedTensor",
+    "Sharding",
+    "alternatives",
+    "book_case",
+    "cheapest",
+    "parse_expression",
+    "parse_mesh",
+    "parse_tensor",
+    "place_einsum",
+    "reshard",
+]

@@ -5,9 +5,11 @@ A step says which sharding it leads from and to. Not here: choosing steps (`resh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshwise.dtypes import DType
 from meshwise.sharding.mesh import Mesh, Sharding
 
 __all__ = ["Collective", "CollectiveKind"]
@@ -50,6 +52,29 @@ class Collective:
     def group_size(self, mesh: Mesh) -> int:
         """Devices that take part in one instance: the product of the sizes of `mesh_axes`."""
         return mesh.size(*self.mesh_axes)
+
+    def bytes_sent(self, shape: Sequence[int], mesh: Mesh, dtype: DType) -> float:
+        """Bytes that each device sends, by the best known algorithm on a network without multicast.
+
+        With n devices a group: (n-1)/n of the gathered block for an AllGather, (n-1)/n of the block before for a
+        ReduceScatter or AllToAll, twice that for an AllReduce; at most one block for a permute.
+
+        >>> step = Collective(CollectiveKind.ALL_GATHER, ("X",), Sharding((("X",),)), Sharding(((),)))
+        >>> step.bytes_sent((1024,), Mesh.of(X=4), DType.BF16)
+        1536.0
+        """
+        others = 1 - 1 / self.group_size(mesh)
+        match self.kind:
+            case CollectiveKind.SLICE:
+                return 0.0
+            case CollectiveKind.ALL_GATHER:
+                return self.after.local_bytes(shape, mesh, dtype) * others
+            case CollectiveKind.ALL_REDUCE:
+                return 2 * self.before.local_bytes(shape, mesh, dtype) * others
+            case CollectiveKind.PERMUTE if others:
+                return self.before.local_bytes(shape, mesh, dtype)
+            case _:
+                return self.before.local_bytes(shape, mesh, dtype) * others
 
     @property
     def source_dimension(self) -> int | None:

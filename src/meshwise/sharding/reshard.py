@@ -15,7 +15,7 @@ from meshwise.errors import ShardingError
 from meshwise.sharding.collectives import Collective, CollectiveKind
 from meshwise.sharding.mesh import Sharding
 
-__all__ = ["reshard"]
+__all__ = ["nominal_bytes_sent", "reshard"]
 
 #: Every mesh axis counts as this many devices. A power of two, so that sums of costs are exact and ties are ties.
 _NOMINAL_SIZE = 8.0
@@ -42,8 +42,8 @@ def reshard(source: Sharding, target: Sharding) -> tuple[Collective, ...]:
     all-gather over X: [X, Y] -> [, Y]
 
     Raises:
-        ShardingError: when the ranks differ, or the target is unreduced over an axis that the source is not: a sum cannot
-            be taken apart.
+        ShardingError: when the ranks differ, or the target is unreduced over an axis that the source is not: a sum
+            cannot be taken apart.
     """
     if source == target:
         return ()
@@ -84,8 +84,13 @@ def _cheapest_path(start: _State, moves: _Moves) -> tuple[_Step, ...]:
     raise AssertionError(f"no way from {start} to {moves.target}")
 
 
+def nominal_bytes_sent(step: Collective) -> float:
+    """Bytes that each device sends when every mesh axis has 8 devices, in units of the whole tensor."""
+    after = (step.after.splits, step.after.unreduced)
+    return _bytes_sent((step.kind, step.mesh_axes, after), (step.before.splits, step.before.unreduced))
+
+
 def _bytes_sent(step: _Step, before: _State) -> float:
-    """Nominal bytes that each device sends, in units of the whole tensor."""
     kind, axes, after = step
     others = 1 - _NOMINAL_SIZE ** -len(axes)
     match kind:
@@ -169,7 +174,7 @@ class _Moves:
             yield CollectiveKind.PERMUTE, moved, (ordered, unreduced)
 
     def _in_order(self, split: tuple[str, ...], dimension: int) -> tuple[str, ...]:
-        """Sort axes: those at home, those to be gathered, those to be moved by dimension; each in the target's order."""
+        """Sort axes: those at home, those to be gathered, those to be moved by dimension; in the target's order."""
 
         def place(axis: str) -> tuple[int, int]:
             home = self.home.get(axis)
