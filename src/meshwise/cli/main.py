@@ -23,13 +23,17 @@ from meshwise.errors import MeshwiseError
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = {
-    "model": LazyCommand("meshwise.cli.model:model", "Parameters, FLOPs and KV cache of a model, part by part."),
-    "models": LazyCommand("meshwise.cli.models:models", "The models known by name."),
-    "chips": LazyCommand("meshwise.cli.chips:chips", "The chips known by name, with their numbers and sources."),
-    "clusters": LazyCommand("meshwise.cli.clusters:clusters", "How clusters are named, and what a name stands for."),
-    "roofline": LazyCommand("meshwise.cli.roofline:roofline", "Time, bound and critical batch of one operation."),
-    "shard": LazyCommand("meshwise.cli.shard:shard", "The collectives that a sharded product needs."),
-    "collective": LazyCommand("meshwise.cli.collective:collective", "Time of one collective on a cluster."),
+    "model": LazyCommand("meshwise.cli.model:model", "Count a model: parameters, FLOPs and KV cache, part by part."),
+    "models": LazyCommand("meshwise.cli.models:models", "List the models known by name."),
+    "chips": LazyCommand("meshwise.cli.chips:chips", "List the chips known by name, with their numbers and sources."),
+    "clusters": LazyCommand(
+        "meshwise.cli.clusters:clusters", "Say how clusters are named, and what a name stands for."
+    ),
+    "roofline": LazyCommand(
+        "meshwise.cli.roofline:roofline", "Time one operation on one chip: what binds, and from which batch on."
+    ),
+    "shard": LazyCommand("meshwise.cli.shard:shard", "List the collectives that a sharded product needs."),
+    "collective": LazyCommand("meshwise.cli.collective:collective", "Time one collective on a cluster."),
 }
 
 INTERRUPTED = 130

@@ -53,12 +53,12 @@ class RooflineRequest(BaseModel):
     )
 
 
-@click.command(short_help="Time, bound and critical batch of one operation.")
+@click.command()
 @request_options(RooflineRequest, arguments=("expression",), flags={"chip": "--on", "sizes": "--set"})
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write the picture to this file as SVG.")
 @output_options
 def roofline(request: RooflineRequest, svg: Path | None, output: Output) -> None:
-    r"""Time, bound and critical batch of one operation.
+    r"""Time one operation on one chip: what binds, and from which batch on.
 
     \b
     EXPRESSION names dtype and axes of each tensor:
