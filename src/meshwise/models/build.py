@@ -197,8 +197,16 @@ def _mixture(spec: Mixture, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
     e, f, chosen = axes("E", spec.experts), axes("Fe", spec.hidden), axes("top_k", spec.top_k)
     logits = ops.einsum("router", x, weight("w_router", "D", e), (*TOKENS, e))
     logits = ops.bias("router", logits, spec.router_bias)
+    correction = [weight("b_router.correction", e)] if spec.correction_bias else []
     gates = ops.elementwise(
-        "top_k", logits, output="gates", flops=SOFTMAX_FLOPS, reduced=(e,), axes=(*TOKENS, chosen), counted=(*TOKENS, e)
+        "top_k",
+        logits,
+        *correction,
+        output="gates",
+        flops=SOFTMAX_FLOPS,
+        reduced=(e,),
+        axes=(*TOKENS, chosen),
+        counted=(*TOKENS, e),
     )
     choice = Tensor(gates.name, gates.axes, Kind.INDEX)
     slots = ops.route("dispatch", (x, choice), Tensor("slots", (e, "C", "D")), combine=False)

@@ -1,7 +1,7 @@
 """What a decoder is made of: a small set of building blocks, frozen, with sizes and switches and nothing else.
 
-A family's reader turns a configuration into an `Architecture`; `build` turns that into a `Program`, which is where the shapes
-of the weights are said, once. Not here: keys of configuration files (`families`), operations or counts (`build`, `model`).
+A family's reader turns a configuration into an `Architecture`; `build` turns that into a `Program`, where the shapes of the
+weights are said, once. Not here: keys of configuration files (`families`), operations (`build`), counts (`counts`).
 """
 
 from __future__ import annotations
@@ -134,9 +134,11 @@ class Mixture:
     Args:
         hidden: of one routed expert.
         expert_bias: on every matrix of an expert.
-        router_bias: a trained bias of the router (correction buffers of balanced routing are no parameters).
+        router_bias: a bias of the router's logits.
+        correction_bias: a bias that steers the choice of experts towards balance, and is stored with the weights.
         shared: total hidden width of the experts that every token visits; 0 for none.
         shared_gate: whether a sigmoid gate, one column, weighs the shared experts.
+        shared_bias: on every matrix of the shared experts.
     """
 
     experts: int
@@ -145,6 +147,7 @@ class Mixture:
     gated: bool = True
     expert_bias: bool = False
     router_bias: bool = False
+    correction_bias: bool = False
     shared: int = 0
     shared_gate: bool = False
     shared_bias: bool = False

@@ -7,22 +7,25 @@ whose `architecture` says what they mean. Not here: any family.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from meshwise.dtypes import DType, parse_dtype
 from meshwise.errors import ConfigError, UnknownNameError
 from meshwise.models.families.irrelevant import IRRELEVANT
 from meshwise.models.spec import Architecture
 
-__all__ = ["Count", "FamilyConfig", "Layers", "Positions", "Size", "divide"]
+__all__ = ["Count", "FamilyConfig", "Index", "Layers", "Off", "Positions", "Size", "divide"]
 
-#: A width, rank or vocabulary; a number of layers; a number of heads or experts; a number of positions.
+#: A width, rank or vocabulary; a number of layers; of heads or experts; of positions; the index of a layer.
 Size = Annotated[int, Field(gt=0, le=10_000_000)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
 Count = Annotated[int, Field(gt=0, le=100_000)]
 Positions = Annotated[int, Field(gt=0, le=1_000_000_000)]
+Index = Annotated[int, Field(ge=0, le=10_000)]
+#: A switch that changes what is computed in a way that only its "off" is understood.
+Off = Literal[False] | None
 
 
 def divide(total: int, parts: int, total_key: str, parts_key: str) -> int:
@@ -35,7 +38,7 @@ def divide(total: int, parts: int, total_key: str, parts_key: str) -> int:
 class FamilyConfig(BaseModel):
     """One family's configuration. Fields are keys; what is not a field and not irrelevant is refused."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, protected_namespaces=(), populate_by_name=True)
 
     #: Values of `model_type` that it reads, and names that `architectures` may hold.
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -50,27 +53,52 @@ class FamilyConfig(BaseModel):
     quantization_config: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    add_cross_attention: Off = None
+    is_encoder_decoder: Off = None
+    pruned_heads: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
     @classmethod
     def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
         """The keys of the language model, where the file nests them."""
         return config
 
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        """Keys that the family uses, by every spelling."""
+        names: set[str] = set(cls.model_fields)
+        for info in cls.model_fields.values():
+            if isinstance(info.validation_alias, AliasChoices):
+                names.update(str(choice) for choice in info.validation_alias.choices)
+        return frozenset(names)
+
     def refuse_unknown(self, config: Mapping[str, Any]) -> None:
         """Refuse the first key that is neither used nor known to be of no consequence."""
+        self._refuse_disagreement(config)
+        known = self.known_keys() | IRRELEVANT | self.ignored
         for key, value in config.items():
-            known = key in type(self).model_fields or key in IRRELEVANT or key in self.ignored
-            if not known and value is not None:  # null means that the key is not set
+            if key not in known and value is not None:  # null means that the key is not set
                 raise ConfigError(
                     f"key {key!r} is not understood for model_type {self.model_type!r}, and may change what is computed; "
                     "remove it if it does not"
                 )
         for name in self.architectures or ():
             if self.classes and name not in self.classes:
-                raise ConfigError(f"key 'architectures': expected {' or '.join(self.classes)}, found {name!r}")
+                raise ConfigError(
+                    f"key 'architectures': expected {' or '.join(self.classes)} for model_type {self.model_type!r}, "
+                    f"found {name!r}"
+                )
+
+    def _refuse_disagreement(self, config: Mapping[str, Any]) -> None:
+        """Refuse two spellings of one key with two values."""
+        for info in type(self).model_fields.values():
+            if isinstance(info.validation_alias, AliasChoices):
+                said = {str(c): config[str(c)] for c in info.validation_alias.choices if config.get(str(c)) is not None}
+                if len({repr(v) for v in said.values()}) > 1:
+                    text = ", ".join(f"{k} = {v!r}" for k, v in said.items())
+                    raise ConfigError(f"keys that mean the same disagree: {text}; keep one")
 
     def architecture(self) -> Architecture:
-        """What the keys mean."""
+        """Say what the keys mean."""
         raise NotImplementedError
 
     def weight_dtype(self) -> DType | None:
@@ -86,14 +114,12 @@ class FamilyConfig(BaseModel):
 
 def _quantized(config: Mapping[str, Any]) -> DType | None:
     """The format in which most weights are stored."""
-    method = str(config.get("quant_method", "")).lower()
-    bits = config.get("bits", config.get("w_bit"))
-    if method in ("fp8", "fbgemm_fp8") or str(config.get("quant_algo", "")).upper() == "FP8":
-        return DType.FP8
-    if method == "mxfp4" or str(config.get("quant_algo", "")).upper() == "NVFP4":
+    method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')}".lower()
+    if "fp4" in method:
         return DType.FP4
-    if bits in (4, 8):
-        return DType.INT4 if bits == 4 else DType.INT8
-    if config.get("load_in_4bit") is True:
+    if "fp8" in method:
+        return DType.FP8
+    bits = config.get("bits", config.get("w_bit"))
+    if bits == 4 or config.get("load_in_4bit") is True:
         return DType.INT4
-    return DType.INT8 if config.get("load_in_8bit") is True else None
+    return DType.INT8 if bits == 8 or config.get("load_in_8bit") is True else None

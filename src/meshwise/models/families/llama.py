@@ -1,49 +1,167 @@
-"""Llama and what follows its plan: RMS norms before each branch, rotary positions, grouped queries, a gated feed-forward."""
+"""Llama and the dense families that follow its plan closely, and the mixtures built on it."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
+from meshwise.errors import ConfigError
+from meshwise.models.families.base import Count, Index, Layers, Off, Positions, Size
+from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
+from meshwise.models.spec import Embedding, Head, Mixture, Mlp
 
-from meshwise.models.families.base import Count, FamilyConfig, Layers, Positions, Size, divide
-from meshwise.models.spec import Architecture, Head, Layer, LayerGroup, Mlp, SelfAttention
-
-__all__ = ["LlamaConfig"]
+__all__ = ["LLAMA_FAMILIES"]
 
 
-class LlamaConfig(FamilyConfig):
+class Llama(Decoder):
     """Llama 1 to 3.3 and models published in its format."""
 
     model_types: ClassVar = ("llama",)
     classes: ClassVar = ("LlamaForCausalLM", "LLaMAForCausalLM")
 
     hidden_size: Size = 4096
-    intermediate_size: Size = 11008
+    intermediate_size: Size | None = 11008
     num_hidden_layers: Layers = 32
     num_attention_heads: Count = 32
-    num_key_value_heads: Count | None = None
-    head_dim: Size | None = None
     vocab_size: Size = 32000
     max_position_embeddings: Positions | None = 2048
-    max_sequence_length: Positions | None = None
-    tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    num_experts: int | None = Field(default=None, le=0)
 
-    def architecture(self) -> Architecture:
-        """Equal layers."""
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads or heads
-        divide(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-        head_dim = self.head_dim or divide(self.hidden_size, heads, "hidden_size", "num_attention_heads")
-        attention = SelfAttention(heads, kv_heads, head_dim, bias=self.attention_bias, bias_out=self.attention_bias)
-        ffn = Mlp(self.intermediate_size, bias=self.mlp_bias, bias_out=self.mlp_bias)
-        return Architecture(
-            d_model=self.hidden_size,
-            vocab=self.vocab_size,
-            groups=(LayerGroup("layer", Layer(attention, ffn), self.num_hidden_layers),),
-            head=Head(tied=self.tie_word_embeddings),
-            max_positions=self.max_position_embeddings,
-        )
+
+class Mistral(PatternMixin):
+    """Mistral: a window over all layers, when there is one."""
+
+    model_types: ClassVar = ("mistral",)
+    classes: ClassVar = ("MistralForCausalLM",)
+
+    hidden_size: Size = 4096
+    intermediate_size: Size | None = 14336
+    num_hidden_layers: Layers = 32
+    num_attention_heads: Count = 32
+    num_key_value_heads: Count | None = 8
+    vocab_size: Size = 32000
+    max_position_embeddings: Positions | None = 4096 * 32
+    sliding_window: Positions | None = 4096
+    attention_bias: Off = None
+    mlp_bias: Off = None
+
+    def default_type(self, index: int) -> LayerType:  # noqa: ARG002: the same for all
+        """Every layer slides when there is a window."""
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
+
+
+class Ministral(Mistral):
+    """Ministral: Mistral with a list of layer types."""
+
+    model_types: ClassVar = ("ministral",)
+    classes: ClassVar = ("MinistralForCausalLM",)
+
+
+class Ministral3(Mistral):
+    """Ministral 3: a head width of its own, no window unless given."""
+
+    model_types: ClassVar = ("ministral3",)
+    classes: ClassVar = ("Ministral3ForCausalLM",)
+
+    num_hidden_layers: Layers = 34
+    head_dim: Size | None = 128
+    vocab_size: Size = 131072
+    max_position_embeddings: Positions | None = 262144
+    sliding_window: Positions | None = None
+
+
+class Mixtral(Mistral):
+    """Mixtral: every feed-forward is a mixture."""
+
+    model_types: ClassVar = ("mixtral",)
+    classes: ClassVar = ("MixtralForCausalLM",)
+
+    sliding_window: Positions | None = None
+    num_experts_per_tok: Count = 2
+    num_local_experts: Count = 8
+
+    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+        """Routed experts."""
+        return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width)
+
+
+class SmolLM3(PatternMixin):
+    """SmolLM3: every fourth layer has no positions."""
+
+    model_types: ClassVar = ("smollm3",)
+    classes: ClassVar = ("SmolLM3ForCausalLM",)
+    ignored: ClassVar = frozenset({"max_window_layers"})
+
+    hidden_size: Size = 2048
+    intermediate_size: Size | None = 11008
+    num_hidden_layers: Layers = 36
+    num_attention_heads: Count = 16
+    num_key_value_heads: Count | None = 4
+    vocab_size: Size = 128256
+    max_position_embeddings: Positions | None = 32768
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Count = 4
+
+    def rope(self, index: int) -> bool:
+        """Say whether the layer has positions: an entry of 0 in `no_rope_layers` means that it has none."""
+        if self.no_rope_layers is not None:
+            return bool(self.per_layer("no_rope_layers", self.no_rope_layers)[index])
+        return (index + 1) % self.no_rope_layer_interval != 0
+
+    def default_type(self, index: int) -> LayerType:
+        """Layers without positions slide, when windows are on."""
+        slides = self.use_sliding_window and self.sliding_window is not None and not self.rope(index)
+        return "sliding_attention" if slides else "full_attention"
+
+
+class Granite(Decoder):
+    """Granite: Llama with multipliers."""
+
+    model_types: ClassVar = ("granite",)
+    classes: ClassVar = ("GraniteForCausalLM",)
+    ignored: ClassVar = frozenset(
+        {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
+    )
+
+    hidden_size: Size = 4096
+    intermediate_size: Size | None = 11008
+    num_hidden_layers: Layers = 32
+    num_attention_heads: Count = 32
+    vocab_size: Size = 32000
+    max_position_embeddings: Positions | None = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def embedding(self) -> Embedding:
+        """Multiplied."""
+        return Embedding(scaled=True)
+
+    def head(self) -> Head:
+        """Scaled."""
+        return Head(tied=self.tie_word_embeddings, scaled=True)
+
+
+class GraniteMoe(Granite):
+    """Granite with routed experts, and a shared one when it has a width."""
+
+    model_types: ClassVar = ("granitemoe", "granitemoeshared")
+    classes: ClassVar = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
+
+    mlp_bias: Off = None  # type: ignore[assignment]
+    num_local_experts: Count = 8
+    num_experts_per_tok: Count = 2
+    shared_intermediate_size: Index = 0
+
+    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+        """Routed experts."""
+        shared = self.shared_intermediate_size
+        if shared and self.model_type == "granitemoe":
+            raise ConfigError(f"key 'shared_intermediate_size': expected 0 for model_type 'granitemoe', found {shared}")
+        return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width, shared=shared)
+
+
+LLAMA_FAMILIES = (Llama, Mistral, Ministral, Ministral3, Mixtral, SmolLM3, Granite, GraniteMoe)

@@ -1,0 +1,82 @@
+"""Cohere's Command and Aya: parallel branches behind one norm without bias, tied and scaled logits. And PaLM, their like."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from meshwise.models.families.base import Count, Layers, Off, Positions, Size
+from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
+from meshwise.models.spec import Embedding, Head, Layer, QkNorm
+
+__all__ = ["COHERE_FAMILIES"]
+
+
+class _Parallel(Decoder):
+    """Both branches behind one norm."""
+
+    def layer(self, index: int) -> Layer:
+        """One norm for both branches."""
+        return Layer(self.attention(index), self.ffn(index), pre_attn=self.norm, pre_mlp=None, parallel=True)
+
+
+class Cohere(_Parallel):
+    """Command R and Aya 23."""
+
+    model_types: ClassVar = ("cohere",)
+    classes: ClassVar = ("CohereForCausalLM",)
+
+    hidden_size: Size = 8192
+    intermediate_size: Size | None = 22528
+    num_hidden_layers: Layers = 40
+    num_attention_heads: Count = 64
+    vocab_size: Size = 256000
+    max_position_embeddings: Positions | None = 8192
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+
+    def qk_norm(self) -> QkNorm | None:
+        """Each head, each with its own weight."""
+        return QkNorm(shared=False) if self.use_qk_norm else None
+
+    def head(self) -> Head:
+        """Scaled."""
+        return Head(norm=self.norm, tied=self.tie_word_embeddings, scaled=True)
+
+
+class Cohere2(Cohere, PatternMixin):
+    """Command R7B and Command A: three local layers to a global one without positions."""
+
+    model_types: ClassVar = ("cohere2",)
+    classes: ClassVar = ("Cohere2ForCausalLM",)
+    ignored: ClassVar = frozenset({"order_of_interleaved_layers", "position_embedding_type", "use_parallel_embedding"})
+
+    sliding_window: Positions | None = 4096
+    sliding_window_pattern: Count = 4
+    layer_switch: Count | None = None
+    use_qk_norm: Off = False  # type: ignore[assignment]
+    use_gated_activation: Literal[True] | None = None
+    use_parallel_block: Literal[True] | None = None
+
+    def default_type(self, index: int) -> LayerType:
+        """The last of each pattern sees everything."""
+        return "sliding_attention" if (index + 1) % self.sliding_window_pattern else "full_attention"
+
+    def rope(self, index: int) -> bool:
+        """Local layers only."""
+        return self.layer_type(index) == "sliding_attention"
+
+
+class Palm(_Parallel):
+    """PaLM (Chowdhery et al. 2022, section 2): multi-query, gated, tied, no biases. Our own keys: none was published."""
+
+    model_types: ClassVar = ("palm",)
+
+    tie_word_embeddings: bool = True
+
+    def embedding(self) -> Embedding:
+        """Without learned positions: they are rotary."""
+        return Embedding()
+
+
+COHERE_FAMILIES = (Cohere, Cohere2, Palm)

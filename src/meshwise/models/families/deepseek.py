@@ -1,0 +1,187 @@
+"""DeepSeek's plan: leading dense layers, then many small experts with shared ones; latent attention, or GLM's grouped one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import AliasChoices, Field
+
+from meshwise.models.families.base import Count, Index, Layers, Positions, Size
+from meshwise.models.families.decoder import Decoder
+from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
+
+__all__ = ["DEEPSEEK_FAMILIES"]
+
+
+class _LeadingDense(Decoder):
+    """The first `first_k_dense_replace` layers are dense, the others mixtures with shared experts."""
+
+    correction: ClassVar[bool] = True
+
+    moe_intermediate_size: Size
+    num_experts_per_tok: Count
+    n_routed_experts: Count = Field(
+        validation_alias=AliasChoices("n_routed_experts", "num_experts", "num_local_experts")
+    )
+    n_shared_experts: Index | None = 1
+    first_k_dense_replace: Index
+    moe_layer_freq: Literal[1] | None = None
+    num_nextn_predict_layers: Index = Field(
+        default=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
+    )
+
+    def mixture(self) -> Mixture:
+        """The routed and the shared experts."""
+        shared = self.moe_intermediate_size * (self.n_shared_experts or 0)
+        return Mixture(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            self.moe_intermediate_size,
+            correction_bias=self.correction,
+            shared=shared,
+        )
+
+    def ffn(self, index: int) -> Mlp | Mixture:
+        """Dense at first."""
+        return Mlp(self.width) if index < self.first_k_dense_replace else self.mixture()
+
+    def extras(self) -> dict[str, Any]:
+        """Multi-token-prediction modules are of the plan of the last layers."""
+        if not self.num_nextn_predict_layers:
+            return {}
+        layer: Layer = self.layer(max(self.num_hidden_layers, self.first_k_dense_replace))
+        modules = self.num_nextn_predict_layers
+        note = (
+            f"{modules} multi-token-prediction module{'s' if modules > 1 else ''} counted apart (mtp), not in the total"
+        )
+        return {"mtp": layer, "mtp_modules": modules, "notes": (note,)}
+
+
+class DeepseekV2(_LeadingDense):
+    """DeepSeek-V2 and V2-Lite: latent attention."""
+
+    model_types: ClassVar = ("deepseek_v2",)
+    classes: ClassVar = ("DeepseekV2ForCausalLM",)
+    correction: ClassVar = False
+    ignored: ClassVar = frozenset({"head_dim", "qk_head_dim"})
+
+    hidden_size: Size = 4096
+    intermediate_size: Size | None = 11008
+    num_hidden_layers: Layers = 32
+    num_attention_heads: Count = 32
+    vocab_size: Size = 102400
+    max_position_embeddings: Positions | None = 2048
+    attention_bias: bool = False
+    mlp_bias: Literal[False] | None = None
+    q_lora_rank: Size | None = 1536
+    kv_lora_rank: Size = 512
+    qk_nope_head_dim: Size = 128
+    qk_rope_head_dim: Size = 64
+    v_head_dim: Size = 128
+    moe_intermediate_size: Size = 1407
+    n_routed_experts: Count = Field(
+        default=64, validation_alias=AliasChoices("n_routed_experts", "num_experts", "num_local_experts")
+    )
+    n_shared_experts: Index | None = 2
+    first_k_dense_replace: Index = 0
+
+    def attention(self, index: int) -> SelfAttention | LatentAttention:  # noqa: ARG002: the same for all
+        """Latent."""
+        return LatentAttention(
+            heads=self.num_attention_heads,
+            q_rank=self.q_lora_rank,
+            kv_rank=self.kv_lora_rank,
+            nope_dim=self.qk_nope_head_dim,
+            rope_dim=self.qk_rope_head_dim,
+            v_dim=self.v_head_dim,
+            bias=self.attention_bias,
+        )
+
+
+class DeepseekV3(DeepseekV2):
+    """DeepSeek-V3 and R1, and Kimi K2: routing corrected towards balance, multi-token prediction."""
+
+    model_types: ClassVar = ("deepseek_v3", "kimi_k2")
+    classes: ClassVar = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
+    correction: ClassVar = True
+
+    hidden_size: Size = 7168
+    intermediate_size: Size | None = 18432
+    num_hidden_layers: Layers = 61
+    num_attention_heads: Count = 128
+    vocab_size: Size = 129280
+    max_position_embeddings: Positions | None = 4096
+    moe_intermediate_size: Size = 2048
+    num_experts_per_tok: Count = 8
+    n_routed_experts: Count = Field(
+        default=256, validation_alias=AliasChoices("n_routed_experts", "num_experts", "num_local_experts")
+    )
+    n_shared_experts: Index | None = 1
+    first_k_dense_replace: Index = 3
+
+
+class Glm4Moe(_LeadingDense):
+    """GLM-4.5 to 4.7: grouped attention with biases on queries, keys and values."""
+
+    model_types: ClassVar = ("glm4_moe",)
+    classes: ClassVar = ("Glm4MoeForCausalLM",)
+
+    hidden_size: Size = 4096
+    intermediate_size: Size | None = 10944
+    num_hidden_layers: Layers = 46
+    num_attention_heads: Count = 96
+    num_key_value_heads: Count | None = 8
+    vocab_size: Size = 151552
+    max_position_embeddings: Positions | None = 131072
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    moe_intermediate_size: Size = 1408
+    num_experts_per_tok: Count = 8
+    n_routed_experts: Count = Field(
+        default=128, validation_alias=AliasChoices("n_routed_experts", "num_experts", "num_local_experts")
+    )
+    first_k_dense_replace: Index = 1
+
+    def bias_out(self) -> bool:
+        """Never."""
+        return False
+
+    def qk_norm(self) -> QkNorm | None:
+        """Each head, with one weight for all."""
+        return QkNorm() if self.use_qk_norm else None
+
+
+class Glm(Decoder):
+    """GLM-4 9B: biases on queries, keys and values."""
+
+    model_types: ClassVar = ("glm",)
+    classes: ClassVar = ("GlmForCausalLM",)
+
+    hidden_size: Size = 4096
+    intermediate_size: Size | None = 13696
+    num_hidden_layers: Layers = 40
+    num_attention_heads: Count = 32
+    num_key_value_heads: Count | None = 2
+    head_dim: Size | None = 128
+    vocab_size: Size = 151552
+    max_position_embeddings: Positions | None = 131072
+    attention_bias: bool = True
+
+    def bias_out(self) -> bool:
+        """Never."""
+        return False
+
+
+class Glm4(Glm):
+    """GLM-4-0414: a norm before and after each branch."""
+
+    model_types: ClassVar = ("glm4",)
+    classes: ClassVar = ("Glm4ForCausalLM",)
+
+    def layer(self, index: int) -> Layer:
+        """Four norms."""
+        norm = self.norm
+        return Layer(self.attention(index), self.ffn(index), norm, norm, norm, norm)
+
+
+DEEPSEEK_FAMILIES = (DeepseekV2, DeepseekV3, Glm4Moe, Glm, Glm4)

@@ -1,0 +1,132 @@
+"""Gemma 1 to 3: scaled and tied embeddings, wide heads; from the second on, norms around each branch and local layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from meshwise.errors import ConfigError
+from meshwise.models.families.base import Count, Layers, Off, Positions, Size
+from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
+from meshwise.models.spec import Embedding, Head, Layer, QkNorm
+
+__all__ = ["GEMMA_FAMILIES", "unwrap_text"]
+
+TOWERS = "counted without its vision tower: parameters and FLOPs are those of the language model"
+
+
+def unwrap_text(config: dict[str, Any], text_type: str, towers: tuple[str, ...]) -> dict[str, Any]:
+    """The language model's keys of a configuration that nests them beside those of towers.
+
+    Keys of the outer level that the inner one does not have are kept, to be understood or refused like any other.
+    """
+    text = config.get("text_config")
+    if text is None:
+        raise ConfigError("key 'text_config' is missing; it holds the language model's sizes")
+    if not isinstance(text, dict):
+        raise ConfigError(f"key 'text_config': expected an object, found {text!r:.60}")
+    kind = text.get("model_type", text_type)
+    if kind != text_type:
+        raise ConfigError(f"key 'text_config.model_type': expected {text_type!r}, found {kind!r}")
+    outer = {k: v for k, v in config.items() if k not in ("text_config", *towers)}
+    return {**outer, **text, "model_type": config["model_type"]}
+
+
+class Gemma(Decoder):
+    """Gemma 1."""
+
+    model_types: ClassVar = ("gemma",)
+    classes: ClassVar = ("GemmaForCausalLM",)
+
+    hidden_size: Size = 3072
+    intermediate_size: Size | None = 24576
+    num_hidden_layers: Layers = 28
+    num_attention_heads: Count = 16
+    num_key_value_heads: Count | None = 16
+    head_dim: Size | None = 256
+    vocab_size: Size = 256000
+    max_position_embeddings: Positions | None = 8192
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    use_bidirectional_attention: Off = None
+
+    def embedding(self) -> Embedding:
+        """Multiplied by the root of the width."""
+        return Embedding(scaled=True)
+
+
+class Gemma2(Gemma, PatternMixin):
+    """Gemma 2: every other layer local, four norms, capped logits."""
+
+    model_types: ClassVar = ("gemma2",)
+    classes: ClassVar = ("Gemma2ForCausalLM",)
+    ignored: ClassVar = frozenset({"attn_logit_softcapping"})
+
+    hidden_size: Size = 2304
+    intermediate_size: Size | None = 9216
+    num_hidden_layers: Layers = 26
+    num_attention_heads: Count = 8
+    num_key_value_heads: Count | None = 4
+    sliding_window: Positions | None = 4096
+    sliding_window_size: Positions | None = None
+    final_logit_softcapping: float | None = 30.0
+
+    def default_type(self, index: int) -> LayerType:
+        """Even layers slide."""
+        return "sliding_attention" if (index + 1) % 2 else "full_attention"
+
+    def layer(self, index: int) -> Layer:
+        """A norm before and after each branch."""
+        if self.sliding_window_size not in (None, self.sliding_window):
+            raise ConfigError(
+                f"key 'sliding_window_size': expected the same as sliding_window ({self.sliding_window}), "
+                f"found {self.sliding_window_size}"
+            )
+        norm = self.norm
+        return Layer(self.attention(index), self.ffn(index), norm, norm, norm, norm)
+
+    def head(self) -> Head:
+        """Capped, when configured."""
+        return Head(tied=self.tie_word_embeddings, scaled=self.final_logit_softcapping is not None)
+
+
+class Gemma3Text(Gemma2):
+    """Gemma 3: five local layers to a global one, normalised queries and keys."""
+
+    model_types: ClassVar = ("gemma3_text",)
+    classes: ClassVar = ("Gemma3ForCausalLM", "Gemma3TextModel")
+
+    vocab_size: Size = 262_208
+    max_position_embeddings: Positions | None = 131_072
+    final_logit_softcapping: float | None = None
+    sliding_window_pattern: Count = 6
+
+    def default_type(self, index: int) -> LayerType:
+        """The last of each `sliding_window_pattern` layers sees everything."""
+        return "sliding_attention" if (index + 1) % self.sliding_window_pattern else "full_attention"
+
+    def qk_norm(self) -> QkNorm | None:
+        """Each head, with one weight for all."""
+        return QkNorm()
+
+
+class Gemma3(Gemma3Text):
+    """Gemma 3 with a vision tower, of which the language model is read."""
+
+    model_types: ClassVar = ("gemma3",)
+    classes: ClassVar = ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM")
+    ignored: ClassVar = frozenset({
+        *Gemma2.ignored, "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id", "boi_token_id",
+        "eoi_token_id", "mm_tokens_per_image",
+    })  # fmt: skip
+
+    @classmethod
+    def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Read `text_config`."""
+        return unwrap_text(config, "gemma3_text", ("vision_config",))
+
+    def extras(self) -> dict[str, Any]:
+        """Say what is left out."""
+        return {"notes": (TOWERS,)}
+
+
+GEMMA_FAMILIES = (Gemma, Gemma2, Gemma3Text, Gemma3)

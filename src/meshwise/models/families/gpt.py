@@ -1,0 +1,232 @@
+"""GPT-2 and its relatives: layer norms with biases, a plain feed-forward four times as wide, learned or rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import AliasChoices, Field
+
+from meshwise.errors import ConfigError
+from meshwise.models.families.base import Count, Layers, Positions, Size
+from meshwise.models.families.decoder import LAYER_NORM, Decoder
+from meshwise.models.spec import Embedding, Head, Layer, Mlp, Norm
+
+__all__ = ["GPT_FAMILIES", "PlainDecoder"]
+
+
+class PlainDecoder(Decoder):
+    """What the relatives of GPT-2 share: layer norms, a plain feed-forward with biases, all heads with their own keys."""
+
+    norm: ClassVar[Norm] = LAYER_NORM
+
+    def bias(self) -> bool:
+        """Always, unless a family says otherwise."""
+        return True
+
+    def ffn(self, index: int) -> Mlp:  # noqa: ARG002: the same for all
+        """Plain, with biases."""
+        return Mlp(self.width, gated=False, bias=True, bias_out=True)
+
+
+class Gpt2(PlainDecoder):
+    """GPT-2: learned positions, tied head."""
+
+    model_types: ClassVar = ("gpt2",)
+    classes: ClassVar = ("GPT2LMHeadModel",)
+
+    hidden_size: Size = Field(default=768, validation_alias=AliasChoices("n_embd", "hidden_size"))
+    intermediate_size: Size | None = Field(default=None, validation_alias=AliasChoices("n_inner"))
+    num_hidden_layers: Layers = Field(default=12, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
+    num_attention_heads: Count = Field(default=12, validation_alias=AliasChoices("n_head", "num_attention_heads"))
+    vocab_size: Size = 50257
+    max_position_embeddings: Positions = Field(
+        default=1024, validation_alias=AliasChoices("n_positions", "max_position_embeddings")
+    )
+    n_ctx: Positions | None = None
+    tie_word_embeddings: bool = True
+
+    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+        """Never: positions are learned."""
+        return False
+
+    def embedding(self) -> Embedding:
+        """With learned positions."""
+        return Embedding(positions=self.max_position_embeddings)
+
+
+class GptBigCode(Gpt2):
+    """StarCoder and SantaCoder: GPT-2 with one key/value head."""
+
+    model_types: ClassVar = ("gpt_bigcode",)
+    classes: ClassVar = ("GPTBigCodeForCausalLM",)
+    ignored: ClassVar = frozenset({"attention_softmax_in_fp32", "inference_runner", "max_sequence_length", "pre_allocate_kv_cache",
+                                   "validate_runner_input", "max_batch_size"})  # fmt: skip
+
+    multi_query: bool = True
+
+    def heads(self) -> dict[str, int]:
+        """One key/value head, unless configured otherwise."""
+        return {**super().heads(), "kv_heads": 1 if self.multi_query else self.num_attention_heads}
+
+
+class GptJ(Gpt2):
+    """GPT-J: rotary positions, parallel branches behind one norm, no biases in attention."""
+
+    model_types: ClassVar = ("gptj",)
+    classes: ClassVar = ("GPTJForCausalLM",)
+    ignored: ClassVar = frozenset({"rotary"})
+
+    hidden_size: Size = Field(default=4096, validation_alias=AliasChoices("n_embd", "hidden_size"))
+    num_hidden_layers: Layers = Field(default=28, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
+    num_attention_heads: Count = Field(default=16, validation_alias=AliasChoices("n_head", "num_attention_heads"))
+    vocab_size: Size = 50400
+    max_position_embeddings: Positions = Field(
+        default=2048, validation_alias=AliasChoices("n_positions", "max_position_embeddings")
+    )
+    tie_word_embeddings: bool = False
+
+    def bias(self) -> bool:
+        """Never in attention."""
+        return False
+
+    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+        """Always."""
+        return True
+
+    def embedding(self) -> Embedding:
+        """Without positions."""
+        return Embedding()
+
+    def layer(self, index: int) -> Layer:
+        """One norm for both branches."""
+        return Layer(self.attention(index), self.ffn(index), pre_attn=self.norm, pre_mlp=None, parallel=True)
+
+    def head(self) -> Head:
+        """With a bias."""
+        return Head(norm=self.norm, tied=self.tie_word_embeddings, bias=True)
+
+
+class GptNeo(PlainDecoder):
+    """GPT-Neo: learned positions, local layers, a bias on attention's output only."""
+
+    model_types: ClassVar = ("gpt_neo",)
+    classes: ClassVar = ("GPTNeoForCausalLM",)
+    ignored: ClassVar = frozenset({"resid_dropout", "embed_dropout"})
+
+    hidden_size: Size = 2048
+    num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("num_layers", "num_hidden_layers"))
+    num_attention_heads: Count = Field(default=16, validation_alias=AliasChoices("num_heads", "num_attention_heads"))
+    vocab_size: Size = 50257
+    max_position_embeddings: Positions = 2048
+    tie_word_embeddings: bool = True
+    window_size: Positions = 256
+    attention_types: list[tuple[list[Literal["global", "local"]], Count]] | None = Field(default=None, strict=False)
+    attention_layers: list[Literal["global", "local"]] | None = None
+
+    def bias(self) -> bool:
+        """Never on queries, keys, values."""
+        return False
+
+    def bias_out(self) -> bool:
+        """Always."""
+        return True
+
+    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+        """Never: positions are learned."""
+        return False
+
+    def window(self, index: int) -> int | None:
+        """Local layers see `window_size` positions."""
+        types = self.attention_types or [(["global", "local"], 12)]
+        kinds: list[Any] = [kind for pattern, times in types for _ in range(times) for kind in pattern]
+        if self.attention_layers is not None and self.attention_layers != kinds:
+            raise ConfigError("keys 'attention_layers' and 'attention_types' disagree; keep one")
+        return self.window_size if self.per_layer("attention_types", kinds)[index] == "local" else None
+
+    def embedding(self) -> Embedding:
+        """With learned positions."""
+        return Embedding(positions=self.max_position_embeddings)
+
+
+class GptNeoX(PlainDecoder):
+    """GPT-NeoX and Pythia: rotary positions, parallel branches with a norm each."""
+
+    model_types: ClassVar = ("gpt_neox",)
+    classes: ClassVar = ("GPTNeoXForCausalLM",)
+
+    hidden_size: Size = 6144
+    intermediate_size: Size = 24576
+    num_hidden_layers: Layers = 44
+    num_attention_heads: Count = 64
+    vocab_size: Size = 50432
+    max_position_embeddings: Positions | None = 2048
+    attention_bias: bool = True
+    use_parallel_residual: bool = True
+
+    def bias(self) -> bool:
+        """As configured."""
+        return self.attention_bias
+
+    def layer(self, index: int) -> Layer:
+        """Parallel, as configured."""
+        return Layer(
+            self.attention(index), self.ffn(index), self.norm, pre_mlp=self.norm, parallel=self.use_parallel_residual
+        )
+
+
+class Opt(PlainDecoder):
+    """OPT: learned positions with two spare rows, and in the 350M a narrower embedding and norms after the sums."""
+
+    model_types: ClassVar = ("opt",)
+    classes: ClassVar = ("OPTForCausalLM",)
+
+    hidden_size: Size = 768
+    intermediate_size: Size = Field(default=3072, validation_alias=AliasChoices("ffn_dim"))
+    num_hidden_layers: Layers = 12
+    num_attention_heads: Count = 12
+    vocab_size: Size = 50272
+    max_position_embeddings: Positions = 2048
+    tie_word_embeddings: bool = True
+    do_layer_norm_before: bool = True
+    remove_final_layer_norm: bool = Field(default=False, validation_alias=AliasChoices("_remove_final_layer_norm"))
+    word_embed_proj_dim: Size | None = None
+    enable_bias: bool = True
+    layer_norm_elementwise_affine: bool = True
+
+    def bias(self) -> bool:
+        """As configured."""
+        return self.enable_bias
+
+    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+        """Never: positions are learned."""
+        return False
+
+    def ffn(self, index: int) -> Mlp:  # noqa: ARG002: the same for all
+        """Plain."""
+        return Mlp(self.width, gated=False, bias=self.enable_bias, bias_out=self.enable_bias)
+
+    def _norm(self) -> Norm:
+        affine = self.layer_norm_elementwise_affine
+        return Norm(weight=affine, bias=affine)
+
+    def _word_width(self) -> int | None:
+        """Width of the token table, where it differs."""
+        width = self.word_embed_proj_dim or self.hidden_size
+        return None if width == self.hidden_size else width
+
+    def layer(self, index: int) -> Layer:
+        """Norms before the branches, or after the sums."""
+        before, after = (self._norm(), None) if self.do_layer_norm_before else (None, self._norm())
+        return Layer(self.attention(index), self.ffn(index), pre_attn=before, pre_mlp=before, residual_norm=after)
+
+    def embedding(self) -> Embedding:
+        """With learned positions; the first two rows stand for padding."""
+        return Embedding(positions=self.max_position_embeddings + 2, width=self._word_width())
+
+    def head(self) -> Head:
+        """Without a final norm when norms come after the sums."""
+        final = self.do_layer_norm_before and not self.remove_final_layer_norm
+        return Head(self._norm() if final else None, tied=self.tie_word_embeddings, width=self._word_width())
+
+
+GPT_FAMILIES = (Gpt2, GptBigCode, GptJ, GptNeo, GptNeoX, Opt)

@@ -1,0 +1,33 @@
+"""Families that are known, and not supported yet: what about them is missing."""
+
+from __future__ import annotations
+
+__all__ = ["NOT_YET"]
+
+_STATE_SPACE = "state-space layers are not modelled"
+_LINEAR = "linear-attention layers are not modelled"
+_SPARSE = "attention through a sparse indexer is not modelled"
+_VISION = "vision and audio towers are not modelled"
+_SHAPES = "layers whose heads differ in width are not modelled"
+
+#: `model_type` -> what is missing.
+NOT_YET: dict[str, str] = {
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h", "granitemoehybrid", "falcon_h1",
+         "plamo2", "codestral_mamba"),
+        _STATE_SPACE,
+    ),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "minimax", "minimax_m1", "minimax_text_01",
+         "kimi_linear", "rwkv", "recurrent_gemma", "xlstm", "lfm2", "lfm2_moe", "olmo_hybrid", "bailing_hybrid"),
+        _LINEAR,
+    ),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "kimi_k25", "minimax_m3_vl",
+         "mllama", "llava", "llava_next", "mistral3", "pixtral", "paligemma", "idefics2", "idefics3", "internvl", "glm4v",
+         "glm4v_moe", "phi4_multimodal", "phi3_v", "aya_vision", "ernie4_5_vl_moe", "gemma3n", "chameleon", "smolvlm"),
+        _VISION,
+    ),
+    **dict.fromkeys(("gemma4", "gemma4_text", "mimo_v2_flash", "step3p5", "openelm"), _SHAPES),
+}  # fmt: skip

@@ -1,0 +1,86 @@
+"""AI2's OLMo: norms without weights in the first, after the branches from the second on, and a mixture."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from meshwise.models.families.base import Count, Layers, Positions, Size
+from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
+from meshwise.models.spec import Layer, Mixture, Mlp, Norm, QkNorm
+
+__all__ = ["OLMO_FAMILIES"]
+
+
+class Olmo(Decoder):
+    """OLMo 1: layer norms that have no parameters."""
+
+    model_types: ClassVar = ("olmo",)
+    classes: ClassVar = ("OlmoForCausalLM",)
+    norm: ClassVar = Norm(weight=False)
+    ignored: ClassVar = frozenset({"clip_qkv"})
+
+    hidden_size: Size = 4096
+    intermediate_size: Size | None = 11008
+    num_hidden_layers: Layers = 32
+    num_attention_heads: Count = 32
+    vocab_size: Size = 50304
+    max_position_embeddings: Positions | None = 2048
+    attention_bias: bool = False
+
+
+class Olmo2(Olmo):
+    """OLMo 2: norms after the branches, queries and keys normalised over all heads."""
+
+    model_types: ClassVar = ("olmo2",)
+    classes: ClassVar = ("Olmo2ForCausalLM",)
+    norm: ClassVar = Norm()
+    ignored: ClassVar = frozenset()
+
+    def qk_norm(self) -> QkNorm | None:
+        """All heads together."""
+        return QkNorm(span="heads", shared=False)
+
+    def layer(self, index: int) -> Layer:
+        """Norms after the branches only."""
+        norm = self.norm
+        return Layer(self.attention(index), self.ffn(index), pre_attn=None, post_attn=norm, pre_mlp=None, post_mlp=norm)
+
+
+class Olmo3(Olmo2, PatternMixin):
+    """OLMo 3: OLMo 2 with three local layers to a global one."""
+
+    model_types: ClassVar = ("olmo3",)
+    classes: ClassVar = ("Olmo3ForCausalLM",)
+
+    sliding_window: Positions | None = 4096
+
+    def default_type(self, index: int) -> LayerType:
+        """Every fourth sees everything."""
+        return "sliding_attention" if (index + 1) % 4 else "full_attention"
+
+
+class Olmoe(Olmo):
+    """OLMoE: norms before the branches, queries and keys normalised over all heads, routed experts."""
+
+    model_types: ClassVar = ("olmoe",)
+    classes: ClassVar = ("OlmoeForCausalLM",)
+    norm: ClassVar = Norm()
+
+    hidden_size: Size = 2048
+    intermediate_size: Size | None = 2048
+    num_hidden_layers: Layers = 16
+    num_attention_heads: Count = 16
+    max_position_embeddings: Positions | None = 4096
+    num_experts_per_tok: Count = 8
+    num_experts: Count = 64
+
+    def qk_norm(self) -> QkNorm | None:
+        """All heads together."""
+        return QkNorm(span="heads", shared=False)
+
+    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+        """Routed experts."""
+        return Mixture(self.num_experts, self.num_experts_per_tok, self.width)
+
+
+OLMO_FAMILIES = (Olmo, Olmo2, Olmo3, Olmoe)
