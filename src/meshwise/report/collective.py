@@ -1,0 +1,172 @@
+"""The collective verb's answer: the time of one collective, what bounds it, and where its wire runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.costs.collectives import latency, wire_time
+from meshwise.costs.network import Fabric, Wire
+from meshwise.costs.wiring import Wiring
+from meshwise.explanation import Explanation
+from meshwise.hardware import Cluster
+from meshwise.report.report import Report
+from meshwise.report.table import facts
+from meshwise.sharding import CollectiveKind, Mesh
+from meshwise.units import format_bandwidth, format_bytes, format_time
+
+__all__ = ["CollectiveCase", "collective_report", "wiring_words"]
+
+_BOOK = "the book, Sharded Matrices and How to Multiply Them"
+_BYTES_OF = {
+    CollectiveKind.ALL_GATHER: "the array of one group, as gathered",
+    CollectiveKind.REDUCE_SCATTER: "the array that each chip holds before",
+    CollectiveKind.ALL_REDUCE: "the array that each chip holds",
+    CollectiveKind.ALL_TO_ALL: "the array of one group, all chips together",
+    CollectiveKind.PERMUTE: "what one chip sends",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCase:
+    """One collective on a cluster.
+
+    Args:
+        text: the array as written.
+        mesh_axes: over which the group runs.
+        num_bytes: in the convention of `costs.collectives`.
+        wiring: where the mesh lies on the network.
+    """
+
+    kind: CollectiveKind
+    text: str
+    mesh: Mesh
+    mesh_axes: tuple[str, ...]
+    num_bytes: float
+    cluster: Cluster
+    fabric: Fabric
+    wiring: Wiring
+    wire: Wire
+
+    @property
+    def bandwidth_time(self) -> float:
+        """Seconds through the links."""
+        return float(wire_time(self.kind, self.num_bytes, self.wire))
+
+    @property
+    def latency_time(self) -> float:
+        """Seconds of hops."""
+        return float(latency(self.kind, self.wire))
+
+    @property
+    def time(self) -> float:
+        """Seconds: the longer of the two."""
+        return max(self.bandwidth_time, self.latency_time)
+
+    @property
+    def bound(self) -> str:
+        """What binds."""
+        return "latency" if self.latency_time > self.bandwidth_time else "bandwidth"
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of the array over the time, bytes/s; 0 for a group of one."""
+        return self.num_bytes / self.time if self.time else 0.0
+
+    @property
+    def busbw(self) -> float:
+        """What one chip sent over the time, bytes/s."""
+        n = float(self.wire.size)
+        share = {
+            CollectiveKind.ALL_REDUCE: 2 * (1 - 1 / n),
+            CollectiveKind.ALL_TO_ALL: (1 - 1 / n) / n,
+            CollectiveKind.PERMUTE: 1.0,
+        }.get(self.kind, 1 - 1 / n)
+        return self.algbw * share
+
+
+def wiring_words(wiring: Wiring, fabric: Fabric) -> str:
+    """Say where each mesh axis lies, outermost first: "X on y 16, Y on x 4 x y 4"."""
+    return ", ".join(
+        f"{axis} on "
+        + (" x ".join(f"{d.name} {e}" for d, e in zip(fabric.dimensions, extents, strict=True) if e > 1) or "one chip")
+        for axis, extents in reversed(wiring.items())
+    )
+
+
+def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report:
+    """Say how long a collective takes."""
+    unused = case.cluster.num_chips - case.mesh.num_devices
+    return Report(
+        command="collective",
+        inputs=inputs,
+        answer=f"{case.kind.value} {case.text} over {','.join(case.mesh_axes)}: "
+        f"{format_time(case.time)}, {case.bound}-bound",
+        data={
+            "kind": case.kind.value,
+            "mesh_axes": list(case.mesh_axes),
+            "group_size": int(case.wire.size),
+            "bytes": case.num_bytes,
+            "time_s": case.time,
+            "bandwidth_time_s": case.bandwidth_time,
+            "latency_s": case.latency_time,
+            "bound": case.bound,
+            "algbw_bytes_per_s": case.algbw,
+            "busbw_bytes_per_s": case.busbw,
+            "wiring": {axis: list(extents) for axis, extents in case.wiring.items()},
+            "dimensions": [d.name for d in case.fabric.dimensions],
+            "cluster": case.cluster.describe(),
+        },
+        body=(facts(_facts(case)),),
+        assumed=(
+            case.cluster.describe(),
+            f"where the mesh lies: {wiring_words(case.wiring, case.fabric)}",
+            *((f"{unused:,} chips of the cluster are not used",) if unused else ()),
+            "links at their data-sheet rate; hops and bytes overlap, the longer decides",
+        ),
+        not_modelled=("other traffic on the same links; software start-up (some 10 us on GPUs)",),
+        explanations=_explanations(case),
+    )
+
+
+def _facts(case: CollectiveCase) -> list[tuple[str, str, str]]:
+    rows = [
+        ("group", f"{int(case.wire.size):,}", f"chips along {','.join(case.mesh_axes)}"),
+        ("bytes", format_bytes(case.num_bytes), _BYTES_OF[case.kind]),
+        ("bandwidth", format_time(case.bandwidth_time), "time through the links"),
+        ("latency", format_time(case.latency_time), "time of the hops"),
+        ("algbw", format_bandwidth(case.algbw), "bytes / time"),
+        ("busbw", format_bandwidth(case.busbw), "what one chip sends / time"),
+    ]
+    if case.bandwidth_time and case.latency_time:
+        even = case.num_bytes * case.latency_time / case.bandwidth_time
+        rows.append(("latency-bound", f"< {format_bytes(even)}", "bytes below which the hops decide"))
+    return rows
+
+
+def _explanations(case: CollectiveCase) -> tuple[Explanation, ...]:
+    per_byte = case.bandwidth_time / case.num_bytes if case.num_bytes else 0.0
+    wires = wiring_words(case.wiring, case.fabric)
+    links = "; ".join(
+        f"{d.name}: {d.size}, {format_bandwidth(d.bandwidth_one_way)} one way, {format_time(d.latency)} a hop"
+        + (", ring" if d.wraps else ", line" if d.torus else ", switch")
+        for d in case.fabric.dimensions
+    )
+    return (
+        Explanation(
+            "bandwidth",
+            "bytes x seconds per byte of the group's wire",
+            f"{case.num_bytes:.6g} x {per_byte:.6g} ({wires}; {links})",
+            format_time(case.bandwidth_time),
+            f"{_BOOK}; links: {case.cluster.chip.source('link_bandwidth_one_way').title}",
+        ),
+        Explanation("latency", "hops x latency of a hop", wires, format_time(case.latency_time), _BOOK),
+        Explanation(
+            "time",
+            "max(bandwidth, latency)",
+            f"max({format_time(case.bandwidth_time)}, {format_time(case.latency_time)})",
+            format_time(case.time),
+            _BOOK,
+        ),
+    )
