@@ -29,15 +29,6 @@ from meshwise.sharding import (
     parse_tensor,
     reshard,
 )
-    Collective,
-    CollectiveKind,
-    Mesh,
-    Sharding,
-    ShardedTensor,
-    parse_expression,
-    parse_mesh,
-    parse_tensor,
-)
 
 __all__ = ["CollectiveRequest", "collective", "examine"]
 

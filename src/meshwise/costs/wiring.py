@@ -57,7 +57,7 @@ def _factors(size: int, room: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def best_wiring(mesh: Mesh, fabric: Fabric, cost: Callable[[Wiring], float]) -> Wiring:
-    """Choose a wiring: on a torus the one that spreads mesh axes least, as X=16 means one axis of 16; then of least `cost`.
+    """Choose a wiring: on a torus one that spreads mesh axes least (X=16 means one axis of 16), then of least `cost`.
 
     Raises:
         ClusterError: when the mesh does not fit on the network.
