@@ -167,9 +167,7 @@ class _Moves:
         """Put the axes of every dimension in order: those that stay as in the target, then those that leave it."""
         splits, unreduced = state
         ordered = tuple(self._in_order(split, d) for d, split in enumerate(splits))
-        moved = tuple(
-            a for old, new in zip(splits, ordered, strict=True) for a, b in zip(old, new, strict=True) if a != b
-        )
+        moved = tuple(axis for old, new in zip(splits, ordered, strict=True) for axis in _span_that_moves(old, new))
         if moved:
             yield CollectiveKind.PERMUTE, moved, (ordered, unreduced)
 
@@ -195,6 +193,12 @@ def _subsets(axes: Iterable[str]) -> Iterator[tuple[str, ...]]:
 def _suffixes(split: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Non-empty suffixes, shortest first."""
     return (split[i:] for i in range(len(split) - 1, -1, -1))
+
+
+def _span_that_moves(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes from the first to the last that changes; one in between takes part, because its neighbours' sizes differ."""
+    changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+    return old[changed[0] : changed[-1] + 1] if changed else ()
 
 
 def _append(splits: _Splits, dimension: int, axes: tuple[str, ...]) -> _Splits:

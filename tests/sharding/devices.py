@@ -1,0 +1,201 @@
+"""NumPy devices that hold only their own block, and collectives done literally with what devices hold.
+
+Test support: the referee of the algebra, so it shares no code with it beyond the values. Not here: any choice of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from meshwise.sharding import Collective, CollectiveKind, Mesh, Sharding
+
+Coordinates = tuple[int, ...]  # one per mesh axis, in the mesh's order
+Blocks = dict[Coordinates, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What every device of a mesh holds of one tensor."""
+
+    mesh: Mesh
+    blocks: Blocks
+
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> Devices:
+        """The same local computation on every device."""
+        return Devices(self.mesh, {c: change(block) for c, block in self.blocks.items()})
+
+
+def all_coordinates(mesh: Mesh) -> Iterator[Coordinates]:
+    return product(*(range(size) for _, size in mesh.axes))
+
+
+def part_of(mesh: Mesh, device: Coordinates, axes: Sequence[str]) -> tuple[int, int]:
+    """Which part, of how many, the device stands for along `axes`, major to minor."""
+    index = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + device[mesh.names.index(axis)]
+    return index, mesh.size(*axes)
+
+
+def group_of(mesh: Mesh, device: Coordinates, axes: Sequence[str]) -> list[Coordinates]:
+    """The devices that differ from `device` only along `axes`, ordered by their part."""
+    positions = [mesh.names.index(axis) for axis in axes]
+    members = []
+    for along in product(*(range(mesh.size(axis)) for axis in axes)):
+        member = list(device)
+        for position, value in zip(positions, along, strict=True):
+            member[position] = value
+        members.append(tuple(member))
+    return members
+
+
+def take_part(block: np.ndarray, dimension: int, part: tuple[int, int]) -> np.ndarray:
+    index, count = part
+    assert block.shape[dimension] % count == 0, f"{block.shape} does not divide by {count} along {dimension}"
+    width = block.shape[dimension] // count
+    return np.take(block, range(index * width, (index + 1) * width), axis=dimension)
+
+
+def block_of(array: np.ndarray, sharding: Sharding, mesh: Mesh, device: Coordinates) -> np.ndarray:
+    """The block of the global array that `device` should hold."""
+    for dimension, split in enumerate(sharding.splits):
+        array = take_part(array, dimension, part_of(mesh, device, split))
+    return array
+
+
+def distribute(array: np.ndarray, sharding: Sharding, mesh: Mesh, random: np.random.Generator | None = None) -> Devices:
+    """Put a global array on devices; over unreduced axes as random addends (integers, so that sums are exact)."""
+    if not sharding.unreduced:
+        return Devices(mesh, {d: block_of(array, sharding, mesh, d) for d in all_coordinates(mesh)})
+    random = random or np.random.default_rng(0)
+    pending = [a for a in mesh.names if a in sharding.unreduced]
+    count = mesh.size(*pending)
+    addends = random.integers(-9, 10, (count, *array.shape)).astype(array.dtype)
+    addends[-1] = array - addends[:-1].sum(axis=0)
+    return Devices(
+        mesh, {d: block_of(addends[part_of(mesh, d, pending)[0]], sharding, mesh, d) for d in all_coordinates(mesh)}
+    )
+
+
+def collect(devices: Devices, sharding: Sharding) -> np.ndarray:
+    """The global array that devices hold under `sharding`; fails when copies differ."""
+    mesh = devices.mesh
+    first = next(iter(devices.blocks.values()))
+    shape = tuple(n * mesh.size(*split) for n, split in zip(first.shape, sharding.splits, strict=True))
+    pending = [a for a in mesh.names if a in sharding.unreduced]
+    addends = np.zeros((mesh.size(*pending), *shape), first.dtype)
+    written = np.zeros(addends.shape, bool)
+    for device, block in devices.blocks.items():
+        assert block.shape == first.shape, f"device {device} holds {block.shape}, others {first.shape}"
+        where = [part_of(mesh, device, pending)[0]]
+        for width, split in zip(block.shape, sharding.splits, strict=True):
+            start = part_of(mesh, device, split)[0] * width
+            where.append(slice(start, start + width))
+        place = tuple(where)
+        if written[place].any():
+            assert np.array_equal(addends[place], block), f"device {device} holds another copy than its peers"
+        addends[place] = block
+        written[place] = True
+    assert written.all(), "some part of the array is on no device"
+    return addends.sum(axis=0)
+
+
+def holds(devices: Devices, array: np.ndarray, sharding: Sharding) -> bool:
+    """Whether the devices hold exactly `array` under `sharding`."""
+    try:
+        found = collect(devices, sharding)
+    except AssertionError:
+        return False
+    return found.shape == array.shape and bool(np.array_equal(found, array))
+
+
+def apply(collective: Collective, devices: Devices) -> Devices:
+    """Do one step, literally: each device computes from its own block and those of its group.
+
+    Which dimension a step works on follows from the two shardings; what the devices hold does not.
+    """
+    step = {
+        CollectiveKind.ALL_GATHER: _all_gather,
+        CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+        CollectiveKind.ALL_REDUCE: _all_reduce,
+        CollectiveKind.ALL_TO_ALL: _all_to_all,
+        CollectiveKind.PERMUTE: _permute,
+        CollectiveKind.SLICE: _slice,
+    }[collective.kind]
+    blocks = {d: step(collective, devices.mesh, devices.blocks, d) for d in devices.blocks}
+    return Devices(devices.mesh, blocks)
+
+
+def apply_all(collectives: Sequence[Collective], devices: Devices) -> Devices:
+    for collective in collectives:
+        devices = apply(collective, devices)
+    return devices
+
+
+def _changed(longer: Sharding, shorter: Sharding) -> int:
+    """The one dimension with more mesh axes in `longer`."""
+    (dimension,) = (d for d, (a, b) in enumerate(zip(longer.splits, shorter.splits, strict=True)) if len(a) > len(b))
+    return dimension
+
+
+def _all_gather(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
+    dimension = _changed(c.before, c.after)
+    return np.concatenate([blocks[m] for m in group_of(mesh, device, c.mesh_axes)], axis=dimension)
+
+
+def _all_reduce(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
+    return sum((blocks[m] for m in group_of(mesh, device, c.mesh_axes)), np.zeros_like(blocks[device]))
+
+
+def _reduce_scatter(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
+    total = _all_reduce(c, mesh, blocks, device)
+    return take_part(total, _changed(c.after, c.before), part_of(mesh, device, c.mesh_axes))
+
+
+def _slice(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
+    return take_part(blocks[device], _changed(c.after, c.before), part_of(mesh, device, c.mesh_axes))
+
+
+def _all_to_all(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
+    mine = part_of(mesh, device, c.mesh_axes)
+    target = _changed(c.after, c.before)
+    received = [take_part(blocks[m], target, mine) for m in group_of(mesh, device, c.mesh_axes)]
+    return np.concatenate(received, axis=_changed(c.before, c.after))
+
+
+def _permute(c: Collective, mesh: Mesh, blocks: Blocks, device: Coordinates) -> np.ndarray:
+    wanted = [part_of(mesh, device, split) for split in c.after.splits]
+    group = group_of(mesh, device, c.mesh_axes)
+    (sender,) = (m for m in group if [part_of(mesh, m, split) for split in c.before.splits] == wanted)
+    return blocks[sender]
+
+
+def local_einsum(inputs: Sequence[tuple[Sequence[str], Devices]], output: Sequence[str], mesh: Mesh) -> Devices:
+    """Every device multiplies and sums the blocks it holds."""
+    letters: dict[str, int] = {}
+    operands = []
+    for axes, _ in inputs:
+        operands.append([letters.setdefault(a, len(letters)) for a in axes])
+    result = [letters[a] for a in output]
+
+    def compute(device: Coordinates) -> np.ndarray:
+        arguments = [x for (_, held), axes in zip(inputs, operands, strict=True) for x in (held.blocks[device], axes)]
+        return np.asarray(np.einsum(*arguments, result))
+
+    return Devices(mesh, {d: compute(d) for d in all_coordinates(mesh)})
+
+
+def global_einsum(inputs: Sequence[tuple[Sequence[str], np.ndarray]], output: Sequence[str]) -> np.ndarray:
+    """The same on one device that holds everything."""
+    one = Mesh(())
+    held = [(axes, Devices(one, {(): array})) for axes, array in inputs]
+    return local_einsum(held, output, one).blocks[()]
+
+
+def random_array(random: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """Integers as float64: every sum is exact, and no two blocks are alike by chance."""
+    return random.integers(-99, 100, tuple(shape)).astype(np.float64)
