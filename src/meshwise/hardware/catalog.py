@@ -1,4 +1,4 @@
-"""The built-in catalog: chips, networks and cloud machines from `data/*.toml`, read and checked once, when first asked for.
+"""The built-in catalog: chips, networks, cloud machines from `data/*.toml`, read once, when first asked for.
 
 Not here: what users type (`names`) and their own files (`cluster_file`). Numbers live in the TOML, not in code.
 """
@@ -19,7 +19,18 @@ from meshwise.hardware.schema import ChipRow, FabricRow, MachineRow, SliceRulesR
 from meshwise.hardware.slices import SliceRules
 from meshwise.hardware.trees import Fabric
 
-__all__ = ["Machine", "aliases", "chips", "load_chip", "machines", "networks", "resolve_chip_name"]
+__all__ = [
+    "Machine",
+    "aliases",
+    "chip_row",
+    "chips",
+    "fabric_aliases",
+    "load_chip",
+    "machines",
+    "networks",
+    "resolve_chip_name",
+    "source_rows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ def _tables(kind: str) -> Mapping[str, Any]:
         if not file.name.endswith(".toml"):
             continue
         for name, row in tomllib.loads(file.read_text(encoding="utf-8")).get(kind, {}).items():
-            assert name not in merged, f"{kind} {name} is in two data files"  # noqa: S101 - our own data
+            assert name not in merged, f"{kind} {name} is in two data files"
             merged[name] = row
     return MappingProxyType(merged)
 
@@ -70,11 +81,21 @@ def networks() -> Mapping[str, SliceRules | Fabric]:
         name: validate(SliceRulesRow, row, f"slices {name}").build(name, _sources())
         for name, row in _tables("slices").items()
     }
-    fabrics = {
-        name: validate(FabricRow, row, f"fabric {name}").build(name, _sources())
-        for name, row in _tables("fabric").items()
-    }
+    fabrics = {name: row.build(name, _sources()) for name, row in _fabric_rows().items()}
     return MappingProxyType({**slices, **fabrics})
+
+
+@cache
+def _fabric_rows() -> Mapping[str, FabricRow]:
+    return MappingProxyType(
+        {name: validate(FabricRow, row, f"fabric {name}") for name, row in _tables("fabric").items()}
+    )
+
+
+@cache
+def fabric_aliases() -> Mapping[str, str]:
+    """Give other spellings of scale-out networks, each with the catalog's name for it."""
+    return MappingProxyType({alias: name for name, row in _fabric_rows().items() for alias in row.aliases})
 
 
 @cache
@@ -94,6 +115,16 @@ def machines() -> Mapping[str, Machine]:
 def aliases() -> Mapping[str, str]:
     """Give other spellings of chip names, each with the catalog's name for it."""
     return MappingProxyType({alias: name for name, row in _chip_rows().items() for alias in row.aliases})
+
+
+def source_rows() -> Mapping[str, SourceRow]:
+    """Give the documents that rows of the catalog name, for rows of a user's file that build on one."""
+    return _sources()
+
+
+def chip_row(name: str) -> Mapping[str, Any]:
+    """Give the data-file row of a built-in chip, in spec-sheet units, for a file that changes a few fields."""
+    return MappingProxyType(dict(_tables("chip")[resolve_chip_name(name)]))
 
 
 def resolve_chip_name(name: str) -> str:

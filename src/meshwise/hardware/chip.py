@@ -1,4 +1,4 @@
-"""One accelerator chip as its data sheet describes it: rates, memories, links, power, price, and where each number is from.
+"""One accelerator chip as its data sheet describes it: rates, memories, links, power, price, and their sources.
 
 Not here: how many of them and how they are wired (`network`, `cluster`), and efficiencies (a calibration's job).
 """
@@ -27,7 +27,7 @@ _WIDER: dict[DType, tuple[DType, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a number was read: a title, the date of the document or of reading it (YYYY-MM or YYYY-MM-DD), an address."""
+    """Where a number was read: a title, the date of the document or of reading it (YYYY-MM[-DD]), an address."""
 
     title: str
     date: str
@@ -36,12 +36,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip. A *chip* is the package that is bought, placed and priced; a core is inside it; a device is what JAX sees.
+    """A *chip* is the package that is bought, placed and priced; a core is inside it; a device is what JAX sees.
 
-    Rates are FLOP/s and bytes/s of one whole chip, dense (never the 2:4-sparse figure). `link_bandwidth_one_way` is one
-    ICI link in one direction (`num_links` of them), or on GPUs all scale-up links of the GPU together (`num_links` = 1).
-    `scale_up` are the levels that come with the chip's board, innermost first (empty on TPUs); `network` names the
-    default entry of the network catalog.
+    Rates are FLOP/s and bytes/s of one whole chip, dense (never the 2:4-sparse figure); capacities are bytes, latencies
+    seconds, `power` watts. `link_bandwidth_one_way` is one ICI link in one direction (there are `num_links`), or on
+    GPUs all scale-up links of the GPU together (`num_links` = 1). `host_link_bandwidth` is the chip's share, one way.
+    `onchip_*` is VMEM or the last-level cache, None where nobody publishes it. `matmul_tile` is the (m, k, n)
+    granularity of the matrix unit. `scale_up` are the levels that come with the board, innermost first (empty on
+    TPUs); `network` names the default entry of the network catalog. `sources` has a key per field, "*" for the rest.
     """
 
     name: str
@@ -113,7 +115,7 @@ class Chip:
 
     def source(self, field_name: str) -> Source:
         """Where the number in `field_name` comes from ("hbm_bandwidth", "flops_per_s.bf16")."""
-        return self.sources.get(field_name) or self.sources.get(field_name.split(".")[0]) or self.sources["*"]
+        return self.sources.get(field_name) or self.sources.get(field_name.partition(".")[0]) or self.sources["*"]
 
     def replace(self, **changes: Any) -> Chip:
         """Return a copy with some fields changed."""

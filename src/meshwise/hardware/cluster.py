@@ -22,7 +22,7 @@ class Cluster:
     """`num_chips` of `chip` in `num_slices` equal slices; `network` wires one slice, DCN joins slices.
 
     `name` is what was typed, without spaces and in lower case; it parses back to the same cluster.
-    `dcn_bandwidth_per_chip_one_way` is in bytes/s (None where there is nothing beyond `network`), `dcn_latency` in seconds.
+    `dcn_bandwidth_per_chip_one_way` is in bytes/s (None where nothing is beyond `network`), `dcn_latency` in seconds.
     `notes` are what the reader of the name decided or should know.
     """
 
@@ -38,7 +38,8 @@ class Cluster:
     def __post_init__(self) -> None:
         """Check that the network carries exactly the chips, and that several slices have something between them."""
         if self.num_slices < 1 or self.num_chips < 1:
-            raise ClusterError(f"{self.name}: expected at least one chip and one slice, found {self.num_chips} and {self.num_slices}")  # fmt: skip
+            found = f"{self.num_chips} and {self.num_slices}"
+            raise ClusterError(f"{self.name}: expected at least one chip and one slice, found {found}")
         if self.network.num_chips * self.num_slices != self.num_chips:
             raise ClusterError(
                 f"{self.name}: {self.num_chips} chips expected, but {self.num_slices} x {self.network.describe()} "

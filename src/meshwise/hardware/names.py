@@ -1,6 +1,6 @@
 """Reads the cluster names that users type: `v5p:16x20x28`, `v5p-128`, `h100-sxm:1024@dgx-h100`, `a3-megagpu-8g:4`.
 
-Grammar: CHIP [ (":" | "-") SHAPE_OR_COUNT ] [ "*" SLICES ] [ "@" NETWORK ] [ "+sharp" ], or MACHINE [ (":" | "*") COUNT ].
+Grammar: CHIP [(":" | "-") SHAPE_OR_COUNT] ["*" SLICES] ["@" NETWORK] ["+sharp"], or MACHINE [(":" | "*") COUNT].
 Not here: the numbers (`catalog`) and the rules of what exists (`slices`, `trees`).
 """
 
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from meshwise.errors import ClusterError, UnknownNameError
-from meshwise.hardware.catalog import aliases, chips, machines, networks, resolve_chip_name
+from meshwise.hardware.catalog import aliases, chips, fabric_aliases, machines, networks
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.cluster import Cluster
 from meshwise.hardware.slices import SliceRules
@@ -21,19 +21,23 @@ __all__ = ["assemble", "parse_cluster", "reprice"]
 
 _FORM = "CHIP:SHAPE_OR_COUNT[*SLICES][@NETWORK], for example v5p:4x4x8, v5e-16, v5p:8x8x16*2, h100-sxm:64"
 _PARTS = re.compile(
-    r"(?P<head>[a-z0-9][a-z0-9._-]*)(?::(?P<size>[^*@+:]*))?(?:\*(?P<slices>[^*@+:]*))?(?:@(?P<network>[a-z0-9._-]+))?(?P<sharp>\+sharp)?"
+    r"(?P<head>[a-z0-9][a-z0-9._-]*)"
+    r"(?P<colon>:[^*@+:]*)?(?P<star>\*[^*@+:]*)?(?P<network>@[a-z0-9._-]+)?(?P<sharp>\+sharp)?"
 )
+_CLOUD_NAME = re.compile(r"(?P<stem>.+)-(?P<tail>\d[\dx]*)")
 _MAX_CHIPS = 10_000_000
+_MAX_LENGTH = 120
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What was typed, taken apart but not yet looked up."""
+    """What was typed, taken apart: `head` names a chip or a machine, `dashed` says that `size` stood after a dash."""
 
     text: str
     head: str
     size: str | None
-    slices: str | None
+    dashed: bool
+    star: str | None
     network: str | None
     sharp: bool
 
@@ -52,13 +56,11 @@ def parse_cluster(text: str, *, price: float | None = None) -> Cluster:
     """
     request = _take_apart(text)
     if request.head in machines():
-        cluster = _from_machine(request)
+        cluster = _machines(request)
     else:
-        chip, size, counts = _chip_and_size(request)
+        chip = chips()[_chip_names()[request.head]]
         rules = networks().get(chip.network)
-        cluster = (
-            _slices(request, chip, size, rules, counts) if isinstance(rules, SliceRules) else _gpus(request, chip, size)
-        )
+        cluster = _slices(request, chip, rules) if isinstance(rules, SliceRules) else _gpus(request, chip)
     return cluster if price is None else reprice(cluster, price)
 
 
@@ -70,122 +72,136 @@ def reprice(cluster: Cluster, price: float) -> Cluster:
     """
     if not 0 < price < math.inf:
         raise ClusterError(f"price: expected dollars per chip-hour above zero, found {price}")
-    return cluster.replace(
-        chip=cluster.chip.replace(price_per_chip_hour=float(price), price_source=Source("given by the user", "", ""))
-    )
+    source = Source("given by the user", "")
+    return cluster.replace(chip=cluster.chip.replace(price_per_chip_hour=float(price), price_source=source))
+
+
+def _chip_names() -> dict[str, str]:
+    """Every spelling of a chip with the catalog's name."""
+    return {**{name: name for name in chips()}, **aliases()}
 
 
 def _take_apart(text: str) -> _Request:
+    """Split a name by its punctuation and check that its head is known."""
     if not isinstance(text, str):
         raise ClusterError(f"expected a cluster name such as {_FORM}; found {text!r}")
+    if len(text) > _MAX_LENGTH:
+        raise ClusterError(f"cannot read cluster {text[:30]!r}... of {len(text)} characters; expected {_FORM}")
     bare = re.sub(r"\s+", "", text).lower().replace("×", "x")
     match = _PARTS.fullmatch(bare)
     if match is None:
         raise ClusterError(f"cannot read cluster {text!r}; expected {_FORM}")
-    return _Request(bare, match["head"], match["size"], match["slices"], match["network"], match["sharp"] is not None)
+    head, size, dashed = match["head"], match["colon"], False
+    known = {*_chip_names(), *machines()}
+    cloud = None if head in known else _CLOUD_NAME.fullmatch(head)
+    if cloud is not None and cloud["stem"] in known:
+        if size is not None:
+            raise ClusterError(f"{bare}: found two sizes, {cloud['tail']!r} and {size[1:]!r}; expected {_FORM}")
+        head, size, dashed = cloud["stem"], f"-{cloud['tail']}", True
+    if head not in known:
+        raise UnknownNameError("chip or machine", head, known, f"Clusters are written {_FORM}.")
+    return _Request(
+        text=bare,
+        head=head,
+        size=None if size is None else size[1:],
+        dashed=dashed,
+        star=None if match["star"] is None else match["star"][1:],
+        network=None if match["network"] is None else match["network"][1:],
+        sharp=match["sharp"] is not None,
+    )
 
 
 def _positive(text: str, what: str, request: _Request) -> int:
     digits = text.replace(",", "").replace("_", "")
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
+    if not (digits.isascii() and digits.isdigit()) or not digits.strip("0"):
         raise ClusterError(f"{request.text}: expected {what} as a whole number above zero, found {text!r}")
-    if int(digits) > _MAX_CHIPS:
-        raise ClusterError(f"{request.text}: {what} {int(digits):,} is more than anybody has (limit {_MAX_CHIPS:,})")
+    if len(digits) > len(str(_MAX_CHIPS)) or int(digits) > _MAX_CHIPS:
+        raise ClusterError(f"{request.text}: {what}, {text}, is more than anybody has (limit {_MAX_CHIPS:,})")
     return int(digits)
 
 
-def _chip_and_size(request: _Request) -> tuple[Chip, str | None, bool]:
-    """Find the chip; the flag says that the size came in the cloud's form ("v5p-128"), which may count cores."""
-    known = {**{name: name for name in chips()}, **aliases()}
-    if request.head in known:
-        return chips()[known[request.head]], request.size, False
-    stem, dash, tail = request.head.rpartition("-")
-    if dash and stem in known and re.fullmatch(r"[0-9x]+", tail):
-        if request.size is not None:
-            raise ClusterError(f"{request.text}: found two sizes, {tail!r} and {request.size!r}; expected {_FORM}")
-        return chips()[known[stem]], tail, True
-    try:
-        resolve_chip_name(stem if dash and tail.isdigit() else request.head)
-    except UnknownNameError as error:
-        choices = {*known, *machines()}
-        raise UnknownNameError("chip or machine", error.name, choices, f"Clusters are written {_FORM}.") from None
-    raise ClusterError(f"cannot read cluster {request.text!r}; expected {_FORM}")
-
-
-def _slices(request: _Request, chip: Chip, size: str | None, rules: SliceRules, counts: bool) -> Cluster:
+def _slices(request: _Request, chip: Chip, rules: SliceRules) -> Cluster:
     """Resolve a TPU name: one or several slices of a torus."""
     if request.network is not None or request.sharp:
         asked = f"@{request.network}" if request.network else "+sharp"
         raise ClusterError(f"{request.text}: {chip.title} slices have their own network; {asked} is for GPUs")
-    num_slices = 1 if request.slices is None else _positive(request.slices, "the number of slices", request)
-    notes: list[str] = []
-    if size is None:
-        shape: tuple[int, ...] = rules.shape_of(1, chip)
-        notes.append(
-            f"no size was given: one chip; write {chip.name}:SHAPE or {rules.cloud_name}-{rules.counts.upper()} for more"
-        )
-    elif "x" in size:
-        shape = tuple(_positive(part, "each axis", request) for part in size.split("x"))
-    else:
-        shape = rules.shape_of(_chips_of(size, request, chip, rules, counts, notes), chip)
-        notes.append(f"a count alone stands for the most compact slice, {'x'.join(map(str, shape))}")
+    num_slices = 1 if request.star is None else _positive(request.star, "the number of slices", request)
+    shape, notes = _shape(request, chip, rules)
     torus = rules.torus(shape, chip)
-    total = math.prod(shape) * num_slices
-    if total > _MAX_CHIPS:
-        raise ClusterError(f"{request.text}: {total:,} chips are more than anybody has (limit {_MAX_CHIPS:,})")
+    if torus.num_chips * num_slices > _MAX_CHIPS:
+        raise ClusterError(f"{request.text}: {num_slices:,} slices are more than anybody has")
     return Cluster(
         name=request.text,
         chip=chip,
-        num_chips=total,
+        num_chips=torus.num_chips * num_slices,
         network=torus,
         num_slices=num_slices,
         dcn_bandwidth_per_chip_one_way=rules.dcn_bandwidth_per_chip_one_way,
         dcn_latency=rules.dcn_latency,
-        notes=(*_alias_note(request, chip), *notes),
+        notes=(*_alias_note(request, chip), *chip.notes, *notes),
     )
 
 
-def _chips_of(size: str, request: _Request, chip: Chip, rules: SliceRules, counts: bool, notes: list[str]) -> int:
-    """Read a bare number: chips after a colon, what the cloud counts after a dash."""
-    number = _positive(size, "the number of chips", request)
-    if not counts or rules.counts == "chips" or chip.cores_per_chip == 1:
-        return number
-    notes.append(f"{rules.cloud_name}-N counts cores, {chip.cores_per_chip} in a chip; {chip.name}:N counts chips")
+def _shape(request: _Request, chip: Chip, rules: SliceRules) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Read the shape of a slice, or find the one that a count stands for; with notes on what was decided."""
+    if request.size is None:
+        larger = f"{chip.name}:SHAPE or {rules.cloud_name}-{rules.counts.upper()}"
+        return rules.shape_of(1, chip), (f"no size was given: one chip. For more write {larger}",)
+    if "x" in request.size:
+        return tuple(_positive(part, "each axis", request) for part in request.size.split("x")), ()
+    num_chips, notes = _count(request, chip, rules)
+    shape = rules.shape_of(num_chips, chip)
+    return shape, (*notes, f"a count alone stands for the most compact slice, {'x'.join(map(str, shape))}")
+
+
+def _count(request: _Request, chip: Chip, rules: SliceRules) -> tuple[int, tuple[str, ...]]:
+    """Read a bare number, chips after a colon, what the cloud counts after a dash; with a note where those differ."""
+    number = _positive(request.size or "", "the number of chips", request)
+    if not request.dashed or rules.counts == "chips":
+        return number, ()
     if number % chip.cores_per_chip:
         raise ClusterError(
-            f"{request.text}: the number after the dash counts cores, and {chip.title} has {chip.cores_per_chip} in a chip; "
+            f"{request.text}: the number after the dash counts cores, {chip.cores_per_chip} in a {chip.title}; "
             f"{number} is no whole number of chips. For {number} chips write {chip.name}:{number}"
         )
-    return number // chip.cores_per_chip
+    note = f"{rules.cloud_name}-N counts cores, {chip.cores_per_chip} in a chip; {chip.name}:N counts chips"
+    return number // chip.cores_per_chip, (note,)
 
 
 def _alias_note(request: _Request, chip: Chip) -> tuple[str, ...]:
-    if request.head == chip.name or request.head.startswith(f"{chip.name}-"):
-        return ()
-    spelling = request.head if request.head in aliases() else request.head.rpartition("-")[0]
-    return (f"{spelling} is read as {chip.name} ({chip.title})",)
+    return () if request.head == chip.name else (f"{request.head} is read as {chip.name} ({chip.title})",)
 
 
-def _gpus(request: _Request, chip: Chip, size: str | None) -> Cluster:
+def _gpus(request: _Request, chip: Chip) -> Cluster:
     """Resolve a GPU name: a count on a tree."""
-    if request.slices is not None:
+    if request.star is not None:
         raise ClusterError(
-            f"{request.text}: '*' joins TPU slices; GPU clusters have one network. Write the number of all GPUs: {chip.name}:COUNT"
+            f"{request.text}: '*' joins TPU slices; GPU clusters have one network. "
+            f"Write the number of all GPUs: {chip.name}:COUNT"
         )
-    notes = list(_alias_note(request, chip))
-    if size is None:
+    notes = (*_alias_note(request, chip), *chip.notes)
+    if request.size is None:
         num_chips = 1
-        notes.append(f"no size was given: one GPU; write {chip.name}:COUNT for more")
-    elif "x" in size:
-        numbers = [_positive(part, "each number", request) for part in size.split("x")]
-        raise ClusterError(
-            f"{request.text}: GPUs have no torus shape; write their number: {chip.name}:{math.prod(numbers)}"
-        )
+        notes = (*notes, f"no size was given: one GPU. For more write {chip.name}:COUNT")
+    elif "x" in request.size:
+        product = math.prod(_positive(part, "each number", request) for part in request.size.split("x"))
+        raise ClusterError(f"{request.text}: GPUs have no torus shape; write their number: {chip.name}:{product}")
     else:
-        num_chips = _positive(size, "the number of GPUs", request)
-    return assemble(
-        request.text, chip, num_chips, request.network or chip.network, sharp=request.sharp, notes=tuple(notes)
-    )
+        num_chips = _positive(request.size, "the number of GPUs", request)
+    return assemble(request.text, chip, num_chips, request.network or chip.network, sharp=request.sharp, notes=notes)
+
+
+def _machines(request: _Request) -> Cluster:
+    """Resolve a cloud's machine type, `:N` or `*N` of them."""
+    machine = machines()[request.head]
+    if request.size is not None and request.star is not None:
+        raise ClusterError(f"{request.text}: found two counts; write {request.head}:N for N machines")
+    count = request.star if request.size is None else request.size
+    number = 1 if count is None else _positive(count, "the number of machines", request)
+    chip = chips()[machine.chip]
+    notes = (f"{number:,} x {machine.name}, each {machine.num_chips} x {chip.title}", *chip.notes)
+    network = request.network or machine.network
+    return assemble(request.text, chip, number * machine.num_chips, network, sharp=request.sharp, notes=notes)
 
 
 def assemble(
@@ -200,32 +216,22 @@ def assemble(
     fabric = find_fabric(network)
     if sharp and not fabric.can_reduce:
         raise ClusterError(
-            f"{name}: network {fabric.name} is not known to add in its switches; +sharp needs one that does"
+            f"{name}: the switches of network {fabric.name} are not known to add; "
+            f"+sharp needs InfiniBand, for example @dgx-h100 or @gb200"
         )
-    tree, cut_notes = build_tree(chip, num_chips, fabric, reduce=sharp)
-    return Cluster(name=name, chip=chip, num_chips=num_chips, network=tree, notes=(*notes, f"network {fabric.name}: {fabric.title}", *cut_notes, *fabric.notes))  # fmt: skip
+    tree, cut = build_tree(chip, num_chips, fabric, reduce=sharp)
+    beyond = (f"network {fabric.name}: {fabric.title}", *fabric.notes) if len(tree.levels) > len(chip.scale_up) else ()
+    return Cluster(name=name, chip=chip, num_chips=num_chips, network=tree, notes=(*notes, *beyond, *cut))
 
 
 def find_fabric(name: str) -> Fabric:
-    """Give a scale-out network of the catalog.
+    """Give a scale-out network of the catalog by its name or an alias.
 
     Raises:
         UnknownNameError: with the nearest names.
     """
     fabrics = {key: entry for key, entry in networks().items() if isinstance(entry, Fabric)}
-    if name not in fabrics:
-        raise UnknownNameError("network", name, fabrics)
-    return fabrics[name]
-
-
-def _from_machine(request: _Request) -> Cluster:
-    """Resolve a cloud's machine type, `:N` or `*N` of them."""
-    machine = machines()[request.head]
-    if request.size is not None and request.slices is not None:
-        raise ClusterError(f"{request.text}: found two counts; write {request.head}:N for N machines")
-    count = request.size or request.slices
-    number = 1 if count is None else _positive(count, "the number of machines", request)
-    chip = chips()[machine.chip]
-    note = f"{number} x {machine.name}, a machine of {machine.num_chips} x {chip.title}"
-    network = request.network or machine.network
-    return assemble(request.text, chip, number * machine.num_chips, network, sharp=request.sharp, notes=(note,))
+    key = fabric_aliases().get(name, name)
+    if key not in fabrics:
+        raise UnknownNameError("network", name, [*fabrics, *fabric_aliases()])
+    return fabrics[key]

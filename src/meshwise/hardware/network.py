@@ -55,7 +55,8 @@ class Torus:
         if len(wrapping) == len(self.axes):
             return f"{shape} torus (all axes wrap)"
         sizes = " and ".join(str(axis.size) for axis in wrapping)
-        return f"{shape} torus (the axis of {sizes} wraps)" if len(wrapping) == 1 else f"{shape} torus (the axes of {sizes} wrap)"  # fmt: skip
+        verb = "axis of {} wraps" if len(wrapping) == 1 else "axes of {} wrap"
+        return f"{shape} torus (the {verb.format(sizes)})"
 
 
 @dataclass(frozen=True, slots=True)

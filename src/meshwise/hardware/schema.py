@@ -1,6 +1,6 @@
-"""The shape of the hardware TOML: rows in spec-sheet units, checked by pydantic, turned into the values of this package.
+"""The shape of the hardware TOML: rows in spec-sheet units, checked by pydantic, turned into this package's values.
 
-Not here: which files there are (`catalog`, `cluster_file`). A key that is not listed is refused, a number without a unit too.
+Not here: which files there are (`catalog`, `cluster_file`). Unlisted keys are refused, numbers without a unit too.
 """
 
 from __future__ import annotations

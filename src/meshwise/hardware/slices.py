@@ -24,9 +24,9 @@ _PART = (1, 2, 4)
 class SliceRules:
     """The slices of one TPU generation.
 
-    `largest` is the shape of the largest slice. `wraps`: "cubes" joins the ends of every axis when the slice is built of
-    full 4x4x4 cubes; "full-axis" joins the ends only of an axis as long as the pod's. `counts` is what the cloud's names
-    count ("v5p-128": cores, "v5litepod-16": chips). DCN figures are per chip, one way, bytes/s, and seconds.
+    `largest` is the shape of the largest slice. `wraps`: "cubes" joins the ends of every axis when the slice is built
+    of full 4x4x4 cubes; "full-axis" joins the ends only of an axis as long as the pod's. `counts` is what the cloud's
+    names count ("v5p-128": cores, "v5litepod-16": chips). DCN figures are per chip, one way, bytes/s, and seconds.
     """
 
     name: str
@@ -61,18 +61,14 @@ class SliceRules:
 
     def check(self, shape: tuple[int, ...], chip: Chip) -> None:
         """Refuse a shape that the generation does not have, saying which rule it breaks and what is near."""
-        text = _text(shape)
         if len(shape) != self.num_axes:
             raise ClusterError(self._wrong_axes(shape, chip))
+        text = _text(shape)
         if math.prod(shape) > self.largest_num_chips or not self._fits(shape):
-            raise ClusterError(
-                f"{chip.title} has no slice {text} ({math.prod(shape):,} chips): the largest is {_text(self.largest)} "
-                f"({self.largest_num_chips:,} chips). For more, join slices over the data-centre network: {chip.name}:SHAPE*2"
-            )
+            raise ClusterError(f"{chip.title} has no slice {text} ({math.prod(shape):,} chips): {self._limit(chip)}")
         if not self._exists(shape):
-            raise ClusterError(
-                f"{chip.title} has no slice {text}: {self._rule()}. Nearest: {self._nearest(math.prod(shape))}"
-            )
+            near = self._nearest(math.prod(shape))
+            raise ClusterError(f"{chip.title} has no slice {text}: {self._rule()}. Nearest: {near}")
 
     def shape_of(self, num_chips: int, chip: Chip) -> tuple[int, ...]:
         """Give the shape that a bare count of chips stands for: the most compact slice, short axes first.
@@ -81,16 +77,16 @@ class SliceRules:
             ClusterError: when no slice has that many chips; names the nearest counts.
         """
         if num_chips > self.largest_num_chips:
-            raise ClusterError(
-                f"{chip.title} has no slice of {num_chips:,} chips: the largest is {_text(self.largest)} "
-                f"({self.largest_num_chips:,} chips). For more, join slices over the data-centre network: {chip.name}:SHAPE*2"
-            )
+            raise ClusterError(f"{chip.title} has no slice of {num_chips:,} chips: {self._limit(chip)}")
         shapes = self._shapes(num_chips)
         if not shapes:
-            raise ClusterError(
-                f"{chip.title} has no slice of {num_chips:,} chips: {self._rule()}. Nearest: {self._nearest(num_chips)}"
-            )
-        return min(shapes, key=lambda shape: (sum(shape), shape[::-1]))
+            near = self._nearest(num_chips)
+            raise ClusterError(f"{chip.title} has no slice of {num_chips:,} chips: {self._rule()}. Nearest: {near}")
+        return min(shapes, key=_compactness)
+
+    def _limit(self, chip: Chip) -> str:
+        largest = f"the largest is {_text(self.largest)} ({self.largest_num_chips:,} chips)"
+        return f"{largest}. For more, join slices over the data-centre network: {chip.name}:SHAPE*2"
 
     def counts_near(self, num_chips: int) -> tuple[int, ...]:
         """Give the nearest counts of chips below and above that a slice can have."""
@@ -100,7 +96,7 @@ class SliceRules:
 
     def _nearest(self, num_chips: int) -> str:
         counts = ([num_chips] if self._shapes(num_chips) else []) + list(self.counts_near(num_chips))
-        shapes = [min(self._shapes(n), key=lambda shape: (sum(shape), shape[::-1])) for n in counts]
+        shapes = [min(self._shapes(n), key=_compactness) for n in counts]
         return ", ".join(f"{_text(shape)} ({math.prod(shape):,} chips)" for shape in shapes)
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
@@ -116,11 +112,7 @@ class SliceRules:
 
     def _shapes(self, num_chips: int) -> list[tuple[int, ...]]:
         """List the shapes with `num_chips` chips, axes in ascending order."""
-        sizes = [
-            n
-            for n in range(1, max(max(self.largest), num_chips if self.wraps == "cubes" else 1) + 1)
-            if num_chips % n == 0
-        ]
+        sizes = [n for n in range(1, num_chips + 1) if num_chips % n == 0]
         shapes = []
         for head in itertools.combinations_with_replacement(sizes, self.num_axes - 1):
             last, rest = divmod(num_chips, math.prod(head))
@@ -134,19 +126,22 @@ class SliceRules:
 
     def _rule(self) -> str:
         if self.wraps == "cubes":
-            return "a 3D slice is built of full 4x4x4 cubes (every axis a multiple of 4) or is a part of one cube (axes of 1, 2 or 4)"
+            parts = "full 4x4x4 cubes (every axis a multiple of 4)"
+            return f"a 3D slice is built of {parts} or is a part of one cube (axes of 1, 2 or 4)"
         return f"axes are powers of two up to {_text(self.largest)}"
 
     def _wrong_axes(self, shape: tuple[int, ...], chip: Chip) -> str:
-        text, want = _text(shape), _text(self.largest)
-        if len(shape) == self.num_axes + 1 and shape[-1] >= 1:
-            head = _text(shape[:-1])
-            return (
-                f"{chip.title} slices have {self.num_axes} axes (the largest is {want}), found {len(shape)} in {text!r}. "
-                f"For {shape[-1]} slices write {chip.name}:{head}*{shape[-1]}"
-            )
-        near = self._nearest(math.prod(shape)) if math.prod(shape) <= self.largest_num_chips else want
-        return f"{chip.title} slices have {self.num_axes} axes (the largest is {want}), found {len(shape)} in {text!r}. Nearest: {near}"
+        has = f"{chip.title} slices have {self.num_axes} axes (the largest is {_text(self.largest)})"
+        found = f"{has}, found {len(shape)} in {_text(shape)!r}"
+        if len(shape) == self.num_axes + 1:
+            return f"{found}. For {shape[-1]} slices write {chip.name}:{_text(shape[:-1])}*{shape[-1]}"
+        fits = math.prod(shape) <= self.largest_num_chips
+        return f"{found}. Nearest: {self._nearest(math.prod(shape)) if fits else _text(self.largest)}"
+
+
+def _compactness(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Order shapes of one count: the smaller the sum of the axes, the shorter the rings."""
+    return sum(shape), shape[::-1]
 
 
 def _text(shape: tuple[int, ...]) -> str:

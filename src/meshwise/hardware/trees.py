@@ -50,8 +50,8 @@ def build_tree(
 ) -> tuple[Tree, tuple[str, ...]]:
     """Cut the levels of `chip` and `fabric` to `num_chips`; returns the tree and notes on what was decided.
 
-    A count inside one level uses only that part of it. A count that goes beyond must fill whole hosts, and is spread evenly
-    over as few units of each level as divide it (16,384 GPUs on pods of 3,072 are eight pods of 2,048).
+    A count inside one level uses only that part of it. A count that goes beyond must fill whole hosts, and is spread
+    evenly over as few units of each level as divide it (16,384 GPUs on pods of 3,072 are eight pods of 2,048).
 
     Raises:
         ClusterError: when the count does not fill hosts, cannot be spread evenly, or exceeds the network.
@@ -65,7 +65,7 @@ def build_tree(
         )
     _check_hosts(chip, num_chips, domain)
     outer = [] if fabric is None else list(fabric.levels)
-    stack = [(level, "nodes") for level in chip.scale_up] + [(item.level, item.group) for item in outer]
+    stack = [(level, f"{level.name} domains") for level in chip.scale_up] + [(item.level, item.group) for item in outer]
     limit = math.prod(level.degree for level, _ in stack)
     if num_chips > limit:
         name = fabric.name if fabric else "one node"
@@ -83,8 +83,8 @@ def _check_hosts(chip: Chip, num_chips: int, domain: int) -> None:
     if num_chips > domain and num_chips % host:
         below, above = num_chips // host * host, -(-num_chips // host) * host
         raise ClusterError(
-            f"{num_chips:,} x {chip.title} does not fill its hosts of {host}: expected a multiple of {host} above {domain}. "
-            f"Nearest: {below:,} or {above:,}"
+            f"{num_chips:,} x {chip.title} does not fill its hosts of {host}: "
+            f"expected a multiple of {host} above {domain}. Nearest: {below:,} or {above:,}"
         )
 
 
@@ -99,18 +99,20 @@ def _cut(stack: list[tuple[Level, str]], num_chips: int, chip: Chip) -> tuple[li
         if degree is None:
             unit = math.prod(inner.degree for inner in levels)
             raise ClusterError(_uneven(chip, num_chips, unit, level, group))
-        levels.append(replace(level, degree=degree))
         rest //= degree
+        if degree > 1 or rest == 1:
+            levels.append(replace(level, degree=degree))
         if rest == 1:
             break
         if degree < level.degree:
             each = math.prod(inner.degree for inner in levels)
-            notes.append(f"spread evenly over {rest} {group}, {each:,} chips in each")
+            how = "" if degree > 1 else f"; no even spread, so all traffic is counted above the {level.name} level"
+            notes.append(f"spread over {rest} {group}, {each:,} chips in each{how}")
     return levels, notes
 
 
 def _even_degree(rest: int, largest: int, per_host: int, room: int) -> int | None:
-    """Give the largest degree up to `largest` that divides `rest`, in whole hosts, leaving no more than `room` units."""
+    """Give the largest degree up to `largest` that divides `rest`, in whole hosts, leaving at most `room` units."""
     if rest <= largest:
         return rest
     step = math.gcd(per_host, largest)

@@ -1,0 +1,203 @@
+"""Reads a user's own cluster from TOML: a built-in, changed or new chip on a named or a described network.
+
+Not here: what the rows mean (`schema`) and names typed on a command line (`names`). No key is ignored.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from meshwise.errors import ClusterError, ConfigError
+from meshwise.hardware.catalog import chip_row, load_chip, networks, resolve_chip_name, source_rows
+from meshwise.hardware.chip import Chip
+from meshwise.hardware.cluster import Cluster
+from meshwise.hardware.names import assemble, reprice
+from meshwise.hardware.network import Torus, TorusAxis, Tree
+from meshwise.hardware.schema import Bandwidth, ChipRow, Count, Dollars, LevelRow, Seconds, validate
+from meshwise.hardware.slices import SliceRules
+
+__all__ = ["load_cluster_file"]
+
+
+class _AxisRow(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    size: Count
+    wraps: bool
+
+
+class _NetworkRow(BaseModel):
+    """Either `levels` (a tree, innermost first) or `axes` (a torus)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    levels: tuple[LevelRow, ...] = ()
+    in_network_reduction: bool = False
+    axes: tuple[_AxisRow, ...] = ()
+
+
+class _ClusterRow(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: Annotated[str, Field(min_length=1)] | None = None
+    chip: str | dict[str, Any]
+    num_chips: Count | None = None
+    shape: Annotated[tuple[Count, ...], Field(min_length=1, max_length=3)] | None = None
+    num_slices: Count = 1
+    network: str | _NetworkRow | None = None
+    dcn_bandwidth_per_chip_one_way: Bandwidth | None = None
+    dcn_latency: Seconds | None = None
+    price_per_chip_hour: Dollars | None = None
+
+
+def load_cluster_file(path: str | Path) -> Cluster:
+    """Read a cluster from a TOML file.
+
+    `chip` is a name of the catalog, or a table: the fields of a catalog row with a `name`, or a `base` to change.
+    TPU chips take `shape` (and `num_slices`); GPUs take `num_chips` and `network`, a name or a table of `levels`,
+    innermost first, whose degrees multiply to `num_chips`. A table of `axes` describes a torus.
+    `price_per_chip_hour` is in dollars.
+
+        chip = "h100-sxm"
+        num_chips = 64
+        price_per_chip_hour = 2.10
+        [[network.levels]]
+        name = "nvlink"
+        degree = 8
+        bandwidth_per_chip_one_way = "450GB/s"
+        latency = "0.6us"
+        [[network.levels]]
+        name = "ethernet"
+        degree = 8
+        bandwidth_per_chip_one_way = "100Gbit/s"
+        latency = "10us"
+
+    Raises:
+        ConfigError: a file that cannot be read, a key that is not known, a value that is wrong; names file and key.
+        ClusterError, UnknownNameError: a cluster that cannot exist, a name that no catalog holds.
+    """
+    where = str(path)
+    row = validate(_ClusterRow, _read(Path(path)), where)
+    chip = load_chip(row.chip) if isinstance(row.chip, str) else _own_chip(row.chip, where)
+    name = row.name or Path(path).stem
+    try:
+        cluster = _build(row, name, chip)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from None
+    return cluster if row.price_per_chip_hour is None else reprice(cluster, row.price_per_chip_hour)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"cluster file {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster file {str(path)!r} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cluster file {str(path)!r} is not TOML: {error}") from None
+
+
+def _own_chip(table: dict[str, Any], where: str) -> Chip:
+    """Make a chip from numbers in the file, on top of a `base` if one is named."""
+    fields = dict(table)
+    base = fields.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"{where}: chip.base: expected the name of a chip, found {base!r}")
+    name = fields.pop("name", f"{resolve_chip_name(base)}-changed" if base else None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{where}: chip.name: expected the name of the chip, or chip.base to change one, found {name!r}"
+        )
+    own = {"title": f"file {Path(where).name}", "date": "0000-00"}
+    if base is None:
+        fields.setdefault("title", name)
+        fields.setdefault("vendor", "own")
+        fields.setdefault("sources", {"*": own})
+    else:
+        start = dict(chip_row(base))
+        changed = {
+            key: own for key in fields if key in ChipRow.model_fields and key not in ("title", "vendor", "sources")
+        }
+        rates = {**start["flops_per_s"], **fields.get("flops_per_s", {})}
+        sources = {**start["sources"], **changed, **fields.get("sources", {})}
+        fields = {
+            "title": f"{start['title']} (changed)",
+            **{k: v for k, v in start.items() if k not in ("aliases", "title")},
+            **fields,
+        }
+        fields |= {"flops_per_s": rates, "sources": sources}
+    return validate(ChipRow, fields, f"{where}: chip").build(name, source_rows())
+
+
+def _build(row: _ClusterRow, name: str, chip: Chip) -> Cluster:
+    network = chip.network if row.network is None else row.network
+    if isinstance(network, _NetworkRow):
+        return _described(row, name, chip, network)
+    rules = networks().get(network)
+    if isinstance(rules, SliceRules):
+        return _slices(row, name, chip, rules)
+    if row.shape is not None:
+        raise ClusterError("shape is for a torus; GPUs take num_chips")
+    if row.num_slices != 1 or row.dcn_bandwidth_per_chip_one_way is not None:
+        raise ClusterError("num_slices and dcn_bandwidth_per_chip_one_way are for TPU slices or a described network")
+    if row.num_chips is None:
+        raise ClusterError("key 'num_chips' is missing")
+    return assemble(name, chip, row.num_chips, network)
+
+
+def _slices(row: _ClusterRow, name: str, chip: Chip, rules: SliceRules) -> Cluster:
+    if row.shape is None and row.num_chips is None:
+        raise ClusterError("expected shape (or num_chips), found neither")
+    if row.shape is None:
+        per_slice, rest = divmod(row.num_chips or 0, row.num_slices)
+        if rest:
+            raise ClusterError(f"num_chips {row.num_chips} cannot be divided over {row.num_slices} slices")
+        shape = rules.shape_of(per_slice, chip)
+    else:
+        shape = row.shape
+    torus = rules.torus(shape, chip)
+    return _with_slices(row, name, chip, torus, rules)
+
+
+def _described(row: _ClusterRow, name: str, chip: Chip, network: _NetworkRow) -> Cluster:
+    """Wire the network that the file describes level by level or axis by axis."""
+    if bool(network.levels) == bool(network.axes):
+        raise ClusterError("network: expected either levels (a tree) or axes (a torus)")
+    if network.axes:
+        if network.in_network_reduction:
+            raise ClusterError("network.in_network_reduction: a torus has no switches that could add")
+        axes = tuple(TorusAxis(axis.size, axis.wraps) for axis in network.axes)
+        torus = Torus(axes, chip.link_bandwidth_one_way, chip.hop_latency)
+        if row.shape is not None and row.shape != torus.shape:
+            raise ClusterError(f"shape {row.shape} differs from network.axes {torus.shape}; leave one out")
+        return _with_slices(row, name, chip, torus)
+    if row.shape is not None:
+        raise ClusterError("shape is for a torus, but network.levels describes a tree")
+    tree = Tree(tuple(level.build() for level in network.levels), network.in_network_reduction)
+    return _with_slices(row, name, chip, tree)
+
+
+def _with_slices(
+    row: _ClusterRow, name: str, chip: Chip, network: Torus | Tree, rules: SliceRules | None = None
+) -> Cluster:
+    """Finish a cluster whose network is known; DCN figures of the file come before those of the generation."""
+    total = network.num_chips * row.num_slices
+    if row.num_chips is not None and row.num_chips != total:
+        found = f"{row.num_slices} x {network.describe()} is {total:,}"
+        raise ClusterError(f"num_chips {row.num_chips:,} differs from the network: {found}")
+    bandwidth, latency = row.dcn_bandwidth_per_chip_one_way, row.dcn_latency
+    if rules is not None:
+        bandwidth = bandwidth or rules.dcn_bandwidth_per_chip_one_way
+        latency = rules.dcn_latency if latency is None else latency
+    return Cluster(
+        name=name,
+        chip=chip,
+        num_chips=total,
+        network=network,
+        num_slices=row.num_slices,
+        dcn_bandwidth_per_chip_one_way=bandwidth,
+        dcn_latency=latency or 0.0,
+        notes=chip.notes,
+    )
