@@ -1,4 +1,4 @@
-"""Models: from a config.json or a built-in name to a `Model`, its programs and its exact counts. Knows no mesh, no batch."""
+"""Models: from a config.json or a built-in name to a `Model`, its programs and exact counts. Knows no mesh."""
 
 from __future__ import annotations
 

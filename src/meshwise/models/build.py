@@ -1,12 +1,12 @@
 """From an `Architecture` to the `Program` of a training step: the one place that knows the shape of a weight.
 
-Every count is read from what is built here. Not here: how big anything is in bytes (`costs`), or how it is split (`sharding`).
+Every count is read from what is built here. Not here: bytes and seconds (`costs`), nor how it is split (`sharding`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwise.models.spec import (
     Architecture,
@@ -80,7 +80,7 @@ class _Ops:
         )
 
     def norm(
-        self, name: str, x: Tensor, norm: Norm, output: str, over: tuple[str, ...], own: tuple[str, ...]
+        self, name: str, x: Tensor, norm: Norm, output: str, *, over: tuple[str, ...], own: tuple[str, ...]
     ) -> Tensor:
         """Normalise `x` over the axes `over`, with parameters of the axes `own`."""
         weights = [weight(name, *own)] if norm.weight else []
@@ -88,7 +88,7 @@ class _Ops:
         return self.elementwise(name, x, *weights, output=output, flops=NORM_FLOPS, reduced=over)
 
     def residual_norm(self, name: str, x: Tensor, norm: Norm | None, output: str) -> Tensor:
-        """A norm over the residual width, or `x` itself when there is none."""
+        """Give a norm over the residual width, or `x` itself when there is none."""
         if norm is None:
             return x
         return self.norm(name, x, norm, output, over=x.axes[-1:], own=x.axes[-1:])
@@ -123,7 +123,7 @@ class _Ops:
 
 
 def weight(name: str, *axes: str) -> Tensor:
-    """A weight tensor."""
+    """Give a weight tensor."""
     return Tensor(name, axes, Kind.WEIGHT)
 
 
@@ -179,8 +179,8 @@ def _latent_attention(spec: LatentAttention, x: Tensor, axes: _Axes, ops: _Ops) 
     return ops.bias("o", ops.einsum("o", out, weight("w_o", n, hv, "D"), (*TOKENS, "D")), spec.bias)
 
 
-def _mlp(spec: Mlp, x: Tensor, axes: _Axes, ops: _Ops, letter: str = "F", prefix: str = "") -> Tensor:
-    """A feed-forward network; `prefix` is "shared." for the experts that every token visits."""
+def _mlp(spec: Mlp, x: Tensor, axes: _Axes, ops: _Ops, *, letter: str = "F", prefix: str = "") -> Tensor:
+    """Give a feed-forward network; `prefix` is "shared." for the experts that every token visits."""
     f = axes(letter, spec.hidden)
 
     def into(name: str) -> Tensor:
@@ -263,14 +263,12 @@ def _layer(spec: Layer, axes: _Axes, ops: _Ops) -> None:
 
 
 def _rename_output(ops: _Ops, name: str) -> tuple[Op, ...]:
-    """The operations, the last one's output renamed."""
+    """Give the operations, the last one's output renamed."""
     last = ops.ops[-1]
     return (*ops.ops[:-1], _with_output(last, Tensor(name, last.output.axes)))
 
 
 def _with_output(op: Op, output: Tensor) -> Op:
-    from dataclasses import replace
-
     return replace(op, output=output)
 
 
@@ -322,7 +320,7 @@ def _layer_block(name: str, spec: Layer, repeat: int, axes: _Axes) -> Block:
 
 
 def build_train(spec: Architecture) -> Program:
-    """The forward pass of a training step: blocks "embed", the layer groups, "head"."""
+    """Give the forward pass of a training step: blocks "embed", the layer groups, "head"."""
     axes = _Axes({"D": spec.d_model, "V": spec.vocab})
     embed = _embed(spec.embedding, axes)
     layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
@@ -331,9 +329,10 @@ def build_train(spec: Architecture) -> Program:
 
 
 def build_mtp(spec: Architecture) -> Program | None:
-    """The multi-token-prediction modules (DeepSeek-V3, section 2.2), or None: they share embedding and head with the model.
+    """Build the multi-token-prediction modules (DeepSeek-V3, section 2.2), or None.
 
-    Each joins the stream with the next token's embedding (two norms, one projection of both), runs one layer, and norms.
+    They share embedding and head with the model. Each joins the stream with the next token's embedding (two norms, one
+    projection of both), runs one layer, and norms.
     """
     if spec.mtp is None:
         return None

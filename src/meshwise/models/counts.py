@@ -1,4 +1,4 @@
-"""What is counted of a model: parameters by part, and the cache that its attention keeps. Values only, no computing of shapes."""
+"""What is counted of a model: its parameters by part, and the cache that attention keeps. Knows no weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ParameterCount:
         total: all of them.
         language: without vision and audio towers.
         active: without the routed experts that a token does not visit: `total - routed * (1 - top_k / experts)`.
-        by_part: "embedding", "attention", "mlp", "experts", "shared experts", "router", "norms", "head"; adds up to `total`.
+        by_part: embedding, attention, mlp, experts, shared experts, router, norms, head; they add up to `total`.
         mtp: of multi-token-prediction modules, which `total` does not hold.
     """
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from meshwise.dtypes import DType
+from meshwise.errors import ConfigError
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.spec import Architecture
@@ -90,7 +91,7 @@ class Model:
         return build_train(self.spec)
 
     def train_program(self) -> Program:
-        """The forward pass of a training step: blocks "embed", layer groups in order, "head" with the loss."""
+        """Give the forward pass of a training step: blocks "embed", layer groups in order, "head" with the loss."""
         return self._train
 
     @cached_property
@@ -114,8 +115,8 @@ class Model:
 
         Args:
             seq_len: tokens of the sequence.
-            attention: "computed" counts the query-key pairs that causal attention, windows and chunks leave; "full" lets
-                every query attend to every key, as many published counts do.
+            attention: "computed" counts the query-key pairs that causal attention, windows and chunks leave; "full"
+                lets every query attend to every key, as many published counts do.
         """
         sizes = self._train.bind(batch=1, queries=seq_len)
         total = 0.0
@@ -133,7 +134,7 @@ class Model:
         return 3 * self.forward_flops_per_token(seq_len)
 
     def to_json(self) -> str:
-        """The configuration and its name: enough to read the same model again."""
+        """Give the configuration and its name: enough to read the same model again."""
         value = {
             "name": self.name,
             "hub_names": list(self.hub_names),
@@ -149,10 +150,12 @@ class Model:
         Raises:
             ConfigError: when it cannot be understood.
         """
-        from meshwise.models.reading import parse_json, read_config
+        from meshwise.models.reading import parse_json, read_config  # noqa: PLC0415 -- reading makes models
 
         value = parse_json(text, "model JSON")
-        source = Source(**value.get("source", {"text": "model JSON"}))
-        return read_config(
-            value["config"], name=value["name"], source=source, hub_names=tuple(value.get("hub_names", ()))
-        )
+        config, name, source = value.get("config"), value.get("name"), value.get("source")
+        if not isinstance(config, dict) or not isinstance(name, str):
+            raise ConfigError("model JSON: expected the keys 'name' and 'config', as `to_json` writes them")
+        known = Source(str(source.get("text", "")), str(source.get("date", ""))) if isinstance(source, dict) else None
+        hub_names = tuple(str(n) for n in value.get("hub_names", ()))
+        return read_config(config, name=name, source=known, hub_names=hub_names, where="model JSON")

@@ -48,7 +48,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
 
 
 def _json_name(value: Any) -> str:
-    """What JSON calls this value, with the value when it is short."""
+    """Give what JSON calls this value, with the value when it is short."""
     names = {
         type(None): "null",
         bool: "a boolean",
@@ -64,10 +64,15 @@ def _json_name(value: Any) -> str:
 
 
 def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
-    """The family that reads this configuration."""
+    """Give the family that reads this configuration."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         found = "no such key" if "model_type" not in config else _json_name(kind)
+        foreign = next((k for k in config if "ssm" in k or "mamba" in k), None)
+        if foreign is not None:
+            raise ConfigError(
+                f"{where}: key {foreign!r}: state-space layers are not supported yet, and 'model_type' is missing"
+            )
         raise ConfigError(f"{where}: key 'model_type': expected the family's name, such as \"llama\", found {found}")
     if kind in NOT_YET:
         raise ConfigError(f"{where}: model_type {kind!r} is not supported yet: {NOT_YET[kind]}")
@@ -79,7 +84,7 @@ def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
 
 
 def _explain(error: ValidationError, where: str) -> ConfigError:
-    """The first complaint of the validator, in our words."""
+    """Give the first complaint of the validator, in our words."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(p) for p in first["loc"] if not str(p).startswith("function-"))
     if first["type"] == "missing":

@@ -1,7 +1,7 @@
 """What a decoder is made of: a small set of building blocks, frozen, with sizes and switches and nothing else.
 
-A family's reader turns a configuration into an `Architecture`; `build` turns that into a `Program`, where the shapes of the
-weights are said, once. Not here: keys of configuration files (`families`), operations (`build`), counts (`counts`).
+A family's reader turns a configuration into an `Architecture`; `build` turns that into a `Program`, where the shapes of
+the weights are said, once. Not here: keys of configuration files (`families`), operations (`build`), counts (`counts`).
 """
 
 from __future__ import annotations

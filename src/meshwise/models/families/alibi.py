@@ -1,8 +1,10 @@
 """Decoders of the years of ALiBi: Bloom, Falcon, MPT."""
 
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
@@ -17,9 +19,9 @@ __all__ = ["ALIBI_FAMILIES"]
 class Bloom(PlainDecoder):
     """Bloom: a norm of the embeddings, positions as biases of the scores."""
 
-    model_types: ClassVar = ("bloom",)
-    classes: ClassVar = ("BloomForCausalLM",)
-    ignored: ClassVar = frozenset(
+    model_types: ClassVar[tuple[str, ...]] = ("bloom",)
+    classes: ClassVar[tuple[str, ...]] = ("BloomForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset(
         {"apply_residual_connection_post_layernorm", "offset_alibi", "slow_but_exact", "hidden_dropout"}
     )
 
@@ -30,7 +32,7 @@ class Bloom(PlainDecoder):
     vocab_size: Size = 250880
     tie_word_embeddings: bool = True
 
-    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+    def rope(self, index: int) -> bool:
         """Never."""
         return False
 
@@ -50,9 +52,11 @@ class Bloom(PlainDecoder):
 class Falcon(PlainDecoder):
     """Falcon: parallel branches, one or few key/value heads, no biases unless configured."""
 
-    model_types: ClassVar = ("falcon",)
-    classes: ClassVar = ("FalconForCausalLM",)
-    ignored: ClassVar = frozenset({"apply_residual_connection_post_layernorm", "activation", "ff_factor"})
+    model_types: ClassVar[tuple[str, ...]] = ("falcon",)
+    classes: ClassVar[tuple[str, ...]] = ("FalconForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"apply_residual_connection_post_layernorm", "activation", "ff_factor"}
+    )
 
     hidden_size: Size = Field(default=4544, validation_alias=AliasChoices("n_embed", "hidden_size"))
     intermediate_size: Size | None = Field(default=None, validation_alias=AliasChoices("ffn_hidden_size"))
@@ -73,18 +77,18 @@ class Falcon(PlainDecoder):
         """As configured."""
         return self.use_bias
 
-    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+    def rope(self, index: int) -> bool:
         """Unless positions are biases of the scores."""
         return not self.alibi
 
-    def heads(self) -> dict[str, int]:
-        """The new architecture groups queries; the old one has one key/value head, or all."""
-        heads = super().heads()
-        if self.new_decoder_architecture:
-            return heads
-        return {**heads, "kv_heads": 1 if self.multi_query else self.num_attention_heads}
+    def heads(self) -> tuple[int, int, int]:
+        """Give the new architecture groups queries; the old one has one key/value head, or all."""
+        n, k, h = super().heads()
+        if not self.new_decoder_architecture:
+            k = 1 if self.multi_query else n
+        return n, k, h
 
-    def ffn(self, index: int) -> Mlp:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp:
         """Plain."""
         return Mlp(self.width, gated=False, bias=self.use_bias, bias_out=self.use_bias)
 
@@ -116,18 +120,30 @@ class MptAttention(BaseModel):
 class Mpt(PlainDecoder):
     """MPT: no biases at all, not even in norms."""
 
-    model_types: ClassVar = ("mpt",)
-    classes: ClassVar = ("MptForCausalLM", "MPTForCausalLM")
-    norm: ClassVar = Norm()
-    ignored: ClassVar = frozenset({"init_config", "init_device", "learned_pos_emb", "logit_scale", "verbose", "embedding_fraction",
-                                   "tokenizer_name", "norm_type", "resid_pdrop", "fc_type"})  # fmt: skip
+    model_types: ClassVar[tuple[str, ...]] = ("mpt",)
+    classes: ClassVar[tuple[str, ...]] = ("MptForCausalLM", "MPTForCausalLM")
+    norm: ClassVar[Norm] = Norm()
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        [
+            "init_config",
+            "init_device",
+            "learned_pos_emb",
+            "logit_scale",
+            "verbose",
+            "embedding_fraction",
+            "tokenizer_name",
+            "norm_type",
+            "resid_pdrop",
+            "fc_type",
+        ]
+    )
 
     hidden_size: Size = Field(default=2048, validation_alias=AliasChoices("d_model", "hidden_size"))
     num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("n_layers", "num_hidden_layers"))
     num_attention_heads: Count = Field(default=16, validation_alias=AliasChoices("n_heads", "num_attention_heads"))
     max_position_embeddings: Positions | None = Field(default=2048, validation_alias=AliasChoices("max_seq_len"))
     vocab_size: Size = 50368
-    expansion_ratio: Count = 4
+    expansion_ratio: Literal[4] = 4
     no_bias: Literal[True] | None = True
     tie_word_embeddings: bool = True
     attn_config: MptAttention = MptAttention()
@@ -136,17 +152,13 @@ class Mpt(PlainDecoder):
         """Never."""
         return False
 
-    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+    def rope(self, index: int) -> bool:
         """Never."""
         return False
 
-    def ffn(self, index: int) -> Mlp:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp:
         """Plain."""
-        return Mlp(self.expansion_ratio * self.hidden_size, gated=False)
-
-    def extras(self) -> dict[str, Any]:
-        """Nothing more."""
-        return {}
+        return Mlp(self.width, gated=False)
 
 
 ALIBI_FAMILIES = (Bloom, Falcon, Mpt)

@@ -59,7 +59,7 @@ class FamilyConfig(BaseModel):
 
     @classmethod
     def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The keys of the language model, where the file nests them."""
+        """Give the keys of the language model, where the file nests them."""
         return config
 
     @classmethod
@@ -78,8 +78,8 @@ class FamilyConfig(BaseModel):
         for key, value in config.items():
             if key not in known and value is not None:  # null means that the key is not set
                 raise ConfigError(
-                    f"key {key!r} is not understood for model_type {self.model_type!r}, and may change what is computed; "
-                    "remove it if it does not"
+                    f"key {key!r} is not understood for model_type {self.model_type!r}, and may change "
+                    "what is computed; remove it if it does not"
                 )
         for name in self.architectures or ():
             if self.classes and name not in self.classes:
@@ -113,7 +113,7 @@ class FamilyConfig(BaseModel):
 
 
 def _quantized(config: Mapping[str, Any]) -> DType | None:
-    """The format in which most weights are stored."""
+    """Give the format in which most weights are stored."""
     method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')}".lower()
     if "fp4" in method:
         return DType.FP4

@@ -1,4 +1,4 @@
-"""Cohere's Command and Aya: parallel branches behind one norm without bias, tied and scaled logits. And PaLM, their like."""
+"""Cohere's Command and Aya: parallel branches behind one norm without bias, tied and scaled logits. And PaLM."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class _Parallel(Decoder):
 class Cohere(_Parallel):
     """Command R and Aya 23."""
 
-    model_types: ClassVar = ("cohere",)
-    classes: ClassVar = ("CohereForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("cohere",)
+    classes: ClassVar[tuple[str, ...]] = ("CohereForCausalLM",)
 
     hidden_size: Size = 8192
     intermediate_size: Size | None = 22528
@@ -47,9 +47,11 @@ class Cohere(_Parallel):
 class Cohere2(Cohere, PatternMixin):
     """Command R7B and Command A: three local layers to a global one without positions."""
 
-    model_types: ClassVar = ("cohere2",)
-    classes: ClassVar = ("Cohere2ForCausalLM",)
-    ignored: ClassVar = frozenset({"order_of_interleaved_layers", "position_embedding_type", "use_parallel_embedding"})
+    model_types: ClassVar[tuple[str, ...]] = ("cohere2",)
+    classes: ClassVar[tuple[str, ...]] = ("Cohere2ForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"order_of_interleaved_layers", "position_embedding_type", "use_parallel_embedding"}
+    )
 
     sliding_window: Positions | None = 4096
     sliding_window_pattern: Count = 4
@@ -59,7 +61,7 @@ class Cohere2(Cohere, PatternMixin):
     use_parallel_block: Literal[True] | None = None
 
     def default_type(self, index: int) -> LayerType:
-        """The last of each pattern sees everything."""
+        """Give the last of each pattern sees everything."""
         return "sliding_attention" if (index + 1) % self.sliding_window_pattern else "full_attention"
 
     def rope(self, index: int) -> bool:
@@ -68,9 +70,9 @@ class Cohere2(Cohere, PatternMixin):
 
 
 class Palm(_Parallel):
-    """PaLM (Chowdhery et al. 2022, section 2): multi-query, gated, tied, no biases. Our own keys: none was published."""
+    """PaLM (Chowdhery et al. 2022, section 2): multi-query, gated, tied, no biases. The keys are our own."""
 
-    model_types: ClassVar = ("palm",)
+    model_types: ClassVar[tuple[str, ...]] = ("palm",)
 
     tie_word_embeddings: bool = True
 

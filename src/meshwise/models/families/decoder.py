@@ -3,6 +3,8 @@
 Not here: the families; nor the shapes of weights, which `build` knows.
 """
 
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
@@ -67,26 +69,26 @@ class Decoder(FamilyConfig):
         """Say how queries and keys are normalised."""
         return None
 
-    def rope(self, index: int) -> bool:  # noqa: ARG002: some families leave some layers without
+    def rope(self, index: int) -> bool:
         """Whether this layer rotates positions into queries and keys."""
         return True
 
-    def window(self, index: int) -> int | None:  # noqa: ARG002: the families with windows look at it
+    def window(self, index: int) -> int | None:
         """Latest positions that this layer sees, or None for all."""
         return None
 
-    def heads(self) -> dict[str, int]:
+    def heads(self) -> tuple[int, int, int]:
         """Query heads, key/value heads, and their width."""
         n = self.num_attention_heads
         k = self.num_key_value_heads or n
         divide(n, k, "num_attention_heads", "num_key_value_heads")
         h = self.head_dim or divide(self.hidden_size, n, "hidden_size", "num_attention_heads")
-        return {"heads": n, "kv_heads": k, "head_dim": h}
+        return n, k, h
 
     def attention(self, index: int) -> SelfAttention | LatentAttention:
-        """The attention of this layer."""
+        """Give the attention of this layer."""
         return SelfAttention(
-            **self.heads(),
+            *self.heads(),
             bias=self.bias(),
             bias_out=self.bias_out(),
             qk_norm=self.qk_norm(),
@@ -94,21 +96,21 @@ class Decoder(FamilyConfig):
             window=self.window(index),
         )
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: mixtures with dense layers look at it
-        """The feed-forward part of this layer."""
+    def ffn(self, index: int) -> Mlp | Mixture:
+        """Give the feed-forward part of this layer."""
         bias = bool(getattr(self, "mlp_bias", False))
         return Mlp(self.width, bias=bias, bias_out=bias)
 
     def layer(self, index: int) -> Layer:
-        """This layer, with its norms."""
+        """Give give this layer, with its norms."""
         return Layer(self.attention(index), self.ffn(index), pre_attn=self.norm, pre_mlp=self.norm)
 
     def embedding(self) -> Embedding:
-        """The way in."""
+        """Give the way in."""
         return Embedding()
 
     def head(self) -> Head:
-        """The way out."""
+        """Give the way out."""
         return Head(norm=self.norm, tied=self.tie_word_embeddings)
 
     def extras(self) -> dict[str, Any]:
@@ -142,7 +144,7 @@ class PatternMixin(Decoder):
     sliding_window: Positions | None = None
     layer_types: list[LayerType] | None = None
 
-    def default_type(self, index: int) -> LayerType:  # noqa: ARG002: patterns look at it
+    def default_type(self, index: int) -> LayerType:
         """Say what a layer is when the configuration does not list it."""
         return "full_attention"
 

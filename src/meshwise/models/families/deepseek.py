@@ -1,4 +1,6 @@
-"""DeepSeek's plan: leading dense layers, then many small experts with shared ones; latent attention, or GLM's grouped one."""
+"""DeepSeek's plan: leading dense layers, then many small experts and shared ones; latent attention. And GLM."""
+
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class _LeadingDense(Decoder):
     )
 
     def mixture(self) -> Mixture:
-        """The routed and the shared experts."""
+        """Give the routed and the shared experts."""
         shared = self.moe_intermediate_size * (self.n_shared_experts or 0)
         return Mixture(
             self.n_routed_experts,
@@ -60,10 +62,10 @@ class _LeadingDense(Decoder):
 class DeepseekV2(_LeadingDense):
     """DeepSeek-V2 and V2-Lite: latent attention."""
 
-    model_types: ClassVar = ("deepseek_v2",)
-    classes: ClassVar = ("DeepseekV2ForCausalLM",)
-    correction: ClassVar = False
-    ignored: ClassVar = frozenset({"head_dim", "qk_head_dim"})
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
+    classes: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM",)
+    correction: ClassVar[bool] = False
+    ignored: ClassVar[frozenset[str]] = frozenset({"head_dim", "qk_head_dim"})
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 11008
@@ -85,7 +87,7 @@ class DeepseekV2(_LeadingDense):
     n_shared_experts: Index | None = 2
     first_k_dense_replace: Index = 0
 
-    def attention(self, index: int) -> SelfAttention | LatentAttention:  # noqa: ARG002: the same for all
+    def attention(self, index: int) -> SelfAttention | LatentAttention:
         """Latent."""
         return LatentAttention(
             heads=self.num_attention_heads,
@@ -101,9 +103,9 @@ class DeepseekV2(_LeadingDense):
 class DeepseekV3(DeepseekV2):
     """DeepSeek-V3 and R1, and Kimi K2: routing corrected towards balance, multi-token prediction."""
 
-    model_types: ClassVar = ("deepseek_v3", "kimi_k2")
-    classes: ClassVar = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
-    correction: ClassVar = True
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "kimi_k2")
+    classes: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
+    correction: ClassVar[bool] = True
 
     hidden_size: Size = 7168
     intermediate_size: Size | None = 18432
@@ -123,8 +125,8 @@ class DeepseekV3(DeepseekV2):
 class Glm4Moe(_LeadingDense):
     """GLM-4.5 to 4.7: grouped attention with biases on queries, keys and values."""
 
-    model_types: ClassVar = ("glm4_moe",)
-    classes: ClassVar = ("Glm4MoeForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+    classes: ClassVar[tuple[str, ...]] = ("Glm4MoeForCausalLM",)
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 10944
@@ -154,8 +156,8 @@ class Glm4Moe(_LeadingDense):
 class Glm(Decoder):
     """GLM-4 9B: biases on queries, keys and values."""
 
-    model_types: ClassVar = ("glm",)
-    classes: ClassVar = ("GlmForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("glm",)
+    classes: ClassVar[tuple[str, ...]] = ("GlmForCausalLM",)
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 13696
@@ -175,8 +177,8 @@ class Glm(Decoder):
 class Glm4(Glm):
     """GLM-4-0414: a norm before and after each branch."""
 
-    model_types: ClassVar = ("glm4",)
-    classes: ClassVar = ("Glm4ForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("glm4",)
+    classes: ClassVar[tuple[str, ...]] = ("Glm4ForCausalLM",)
 
     def layer(self, index: int) -> Layer:
         """Four norms."""

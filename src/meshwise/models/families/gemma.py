@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: scaled and tied embeddings, wide heads; from the second on, norms around each branch and local layers."""
+"""Gemma 1 to 3: scaled and tied embeddings, wide heads; then norms around each branch, and local layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOWERS = "counted without its vision tower: parameters and FLOPs are those of th
 
 
 def unwrap_text(config: dict[str, Any], text_type: str, towers: tuple[str, ...]) -> dict[str, Any]:
-    """The language model's keys of a configuration that nests them beside those of towers.
+    """Give the language model's keys of a configuration that nests them beside those of towers.
 
     Keys of the outer level that the inner one does not have are kept, to be understood or refused like any other.
     """
@@ -34,8 +34,8 @@ def unwrap_text(config: dict[str, Any], text_type: str, towers: tuple[str, ...])
 class Gemma(Decoder):
     """Gemma 1."""
 
-    model_types: ClassVar = ("gemma",)
-    classes: ClassVar = ("GemmaForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("gemma",)
+    classes: ClassVar[tuple[str, ...]] = ("GemmaForCausalLM",)
 
     hidden_size: Size = 3072
     intermediate_size: Size | None = 24576
@@ -57,9 +57,9 @@ class Gemma(Decoder):
 class Gemma2(Gemma, PatternMixin):
     """Gemma 2: every other layer local, four norms, capped logits."""
 
-    model_types: ClassVar = ("gemma2",)
-    classes: ClassVar = ("Gemma2ForCausalLM",)
-    ignored: ClassVar = frozenset({"attn_logit_softcapping"})
+    model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
+    classes: ClassVar[tuple[str, ...]] = ("Gemma2ForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"attn_logit_softcapping"})
 
     hidden_size: Size = 2304
     intermediate_size: Size | None = 9216
@@ -75,7 +75,7 @@ class Gemma2(Gemma, PatternMixin):
         return "sliding_attention" if (index + 1) % 2 else "full_attention"
 
     def layer(self, index: int) -> Layer:
-        """A norm before and after each branch."""
+        """Give a norm before and after each branch."""
         if self.sliding_window_size not in (None, self.sliding_window):
             raise ConfigError(
                 f"key 'sliding_window_size': expected the same as sliding_window ({self.sliding_window}), "
@@ -92,8 +92,8 @@ class Gemma2(Gemma, PatternMixin):
 class Gemma3Text(Gemma2):
     """Gemma 3: five local layers to a global one, normalised queries and keys."""
 
-    model_types: ClassVar = ("gemma3_text",)
-    classes: ClassVar = ("Gemma3ForCausalLM", "Gemma3TextModel")
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
+    classes: ClassVar[tuple[str, ...]] = ("Gemma3ForCausalLM", "Gemma3TextModel")
 
     vocab_size: Size = 262_208
     max_position_embeddings: Positions | None = 131_072
@@ -101,7 +101,7 @@ class Gemma3Text(Gemma2):
     sliding_window_pattern: Count = 6
 
     def default_type(self, index: int) -> LayerType:
-        """The last of each `sliding_window_pattern` layers sees everything."""
+        """Give the last of each `sliding_window_pattern` layers sees everything."""
         return "sliding_attention" if (index + 1) % self.sliding_window_pattern else "full_attention"
 
     def qk_norm(self) -> QkNorm | None:
@@ -112,9 +112,9 @@ class Gemma3Text(Gemma2):
 class Gemma3(Gemma3Text):
     """Gemma 3 with a vision tower, of which the language model is read."""
 
-    model_types: ClassVar = ("gemma3",)
-    classes: ClassVar = ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM")
-    ignored: ClassVar = frozenset({
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
+    classes: ClassVar[tuple[str, ...]] = ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM")
+    ignored: ClassVar[frozenset[str]] = frozenset({
         *Gemma2.ignored, "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id", "boi_token_id",
         "eoi_token_id", "mm_tokens_per_image",
     })  # fmt: skip

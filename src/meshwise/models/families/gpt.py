@@ -1,4 +1,6 @@
-"""GPT-2 and its relatives: layer norms with biases, a plain feed-forward four times as wide, learned or rotary positions."""
+"""GPT-2 and its relatives: layer norms with biases, a plain and wide feed-forward, learned or rotary positions."""
+
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ __all__ = ["GPT_FAMILIES", "PlainDecoder"]
 
 
 class PlainDecoder(Decoder):
-    """What the relatives of GPT-2 share: layer norms, a plain feed-forward with biases, all heads with their own keys."""
+    """What the relatives of GPT-2 share: layer norms, and a plain feed-forward with biases."""
 
     norm: ClassVar[Norm] = LAYER_NORM
 
     def bias(self) -> bool:
-        """Always, unless a family says otherwise."""
+        """Give always, unless a family says otherwise."""
         return True
 
-    def ffn(self, index: int) -> Mlp:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp:
         """Plain, with biases."""
         return Mlp(self.width, gated=False, bias=True, bias_out=True)
 
@@ -31,8 +33,8 @@ class PlainDecoder(Decoder):
 class Gpt2(PlainDecoder):
     """GPT-2: learned positions, tied head."""
 
-    model_types: ClassVar = ("gpt2",)
-    classes: ClassVar = ("GPT2LMHeadModel",)
+    model_types: ClassVar[tuple[str, ...]] = ("gpt2",)
+    classes: ClassVar[tuple[str, ...]] = ("GPT2LMHeadModel",)
 
     hidden_size: Size = Field(default=768, validation_alias=AliasChoices("n_embd", "hidden_size"))
     intermediate_size: Size | None = Field(default=None, validation_alias=AliasChoices("n_inner"))
@@ -45,7 +47,7 @@ class Gpt2(PlainDecoder):
     n_ctx: Positions | None = None
     tie_word_embeddings: bool = True
 
-    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+    def rope(self, index: int) -> bool:
         """Never: positions are learned."""
         return False
 
@@ -57,24 +59,33 @@ class Gpt2(PlainDecoder):
 class GptBigCode(Gpt2):
     """StarCoder and SantaCoder: GPT-2 with one key/value head."""
 
-    model_types: ClassVar = ("gpt_bigcode",)
-    classes: ClassVar = ("GPTBigCodeForCausalLM",)
-    ignored: ClassVar = frozenset({"attention_softmax_in_fp32", "inference_runner", "max_sequence_length", "pre_allocate_kv_cache",
-                                   "validate_runner_input", "max_batch_size"})  # fmt: skip
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_bigcode",)
+    classes: ClassVar[tuple[str, ...]] = ("GPTBigCodeForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        [
+            "attention_softmax_in_fp32",
+            "inference_runner",
+            "max_sequence_length",
+            "pre_allocate_kv_cache",
+            "validate_runner_input",
+            "max_batch_size",
+        ]
+    )
 
     multi_query: bool = True
 
-    def heads(self) -> dict[str, int]:
+    def heads(self) -> tuple[int, int, int]:
         """One key/value head, unless configured otherwise."""
-        return {**super().heads(), "kv_heads": 1 if self.multi_query else self.num_attention_heads}
+        n, _, h = super().heads()
+        return n, 1 if self.multi_query else n, h
 
 
 class GptJ(Gpt2):
     """GPT-J: rotary positions, parallel branches behind one norm, no biases in attention."""
 
-    model_types: ClassVar = ("gptj",)
-    classes: ClassVar = ("GPTJForCausalLM",)
-    ignored: ClassVar = frozenset({"rotary"})
+    model_types: ClassVar[tuple[str, ...]] = ("gptj",)
+    classes: ClassVar[tuple[str, ...]] = ("GPTJForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"rotary"})
 
     hidden_size: Size = Field(default=4096, validation_alias=AliasChoices("n_embd", "hidden_size"))
     num_hidden_layers: Layers = Field(default=28, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
@@ -89,8 +100,8 @@ class GptJ(Gpt2):
         """Never in attention."""
         return False
 
-    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
-        """Always."""
+    def rope(self, index: int) -> bool:
+        """Say yes, always."""
         return True
 
     def embedding(self) -> Embedding:
@@ -109,9 +120,9 @@ class GptJ(Gpt2):
 class GptNeo(PlainDecoder):
     """GPT-Neo: learned positions, local layers, a bias on attention's output only."""
 
-    model_types: ClassVar = ("gpt_neo",)
-    classes: ClassVar = ("GPTNeoForCausalLM",)
-    ignored: ClassVar = frozenset({"resid_dropout", "embed_dropout"})
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_neo",)
+    classes: ClassVar[tuple[str, ...]] = ("GPTNeoForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"resid_dropout", "embed_dropout"})
 
     hidden_size: Size = 2048
     num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("num_layers", "num_hidden_layers"))
@@ -120,7 +131,7 @@ class GptNeo(PlainDecoder):
     max_position_embeddings: Positions = 2048
     tie_word_embeddings: bool = True
     window_size: Positions = 256
-    attention_types: list[tuple[list[Literal["global", "local"]], Count]] | None = Field(default=None, strict=False)
+    attention_types: list[Any] | None = None
     attention_layers: list[Literal["global", "local"]] | None = None
 
     def bias(self) -> bool:
@@ -128,20 +139,36 @@ class GptNeo(PlainDecoder):
         return False
 
     def bias_out(self) -> bool:
-        """Always."""
+        """Say yes, always."""
         return True
 
-    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+    def rope(self, index: int) -> bool:
         """Never: positions are learned."""
         return False
 
     def window(self, index: int) -> int | None:
         """Local layers see `window_size` positions."""
-        types = self.attention_types or [(["global", "local"], 12)]
-        kinds: list[Any] = [kind for pattern, times in types for _ in range(times) for kind in pattern]
+        kinds = self._kinds()
         if self.attention_layers is not None and self.attention_layers != kinds:
             raise ConfigError("keys 'attention_layers' and 'attention_types' disagree; keep one")
         return self.window_size if self.per_layer("attention_types", kinds)[index] == "local" else None
+
+    def _kinds(self) -> list[Any]:
+        """Expand `[[["global", "local"], 12]]`, which means that the pattern comes twelve times."""
+        try:
+            kinds = [
+                kind
+                for pattern, times in self.attention_types or [(["global", "local"], 12)]
+                for kind in pattern * times
+            ]
+        except (TypeError, ValueError):
+            kinds = [None]
+        if not set(kinds) <= {"global", "local"}:
+            raise ConfigError(
+                "key 'attention_types': expected such as [[['global', 'local'], 12]], "
+                f"found {self.attention_types!r:.80}"
+            )
+        return kinds
 
     def embedding(self) -> Embedding:
         """With learned positions."""
@@ -151,8 +178,8 @@ class GptNeo(PlainDecoder):
 class GptNeoX(PlainDecoder):
     """GPT-NeoX and Pythia: rotary positions, parallel branches with a norm each."""
 
-    model_types: ClassVar = ("gpt_neox",)
-    classes: ClassVar = ("GPTNeoXForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_neox",)
+    classes: ClassVar[tuple[str, ...]] = ("GPTNeoXForCausalLM",)
 
     hidden_size: Size = 6144
     intermediate_size: Size = 24576
@@ -177,8 +204,8 @@ class GptNeoX(PlainDecoder):
 class Opt(PlainDecoder):
     """OPT: learned positions with two spare rows, and in the 350M a narrower embedding and norms after the sums."""
 
-    model_types: ClassVar = ("opt",)
-    classes: ClassVar = ("OPTForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("opt",)
+    classes: ClassVar[tuple[str, ...]] = ("OPTForCausalLM",)
 
     hidden_size: Size = 768
     intermediate_size: Size = Field(default=3072, validation_alias=AliasChoices("ffn_dim"))
@@ -197,11 +224,11 @@ class Opt(PlainDecoder):
         """As configured."""
         return self.enable_bias
 
-    def rope(self, index: int) -> bool:  # noqa: ARG002: the same for all
+    def rope(self, index: int) -> bool:
         """Never: positions are learned."""
         return False
 
-    def ffn(self, index: int) -> Mlp:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp:
         """Plain."""
         return Mlp(self.width, gated=False, bias=self.enable_bias, bias_out=self.enable_bias)
 

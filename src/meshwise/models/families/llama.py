@@ -1,5 +1,7 @@
 """Llama and the dense families that follow its plan closely, and the mixtures built on it."""
 
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+
 from __future__ import annotations
 
 from typing import ClassVar
@@ -15,8 +17,8 @@ __all__ = ["LLAMA_FAMILIES"]
 class Llama(Decoder):
     """Llama 1 to 3.3 and models published in its format."""
 
-    model_types: ClassVar = ("llama",)
-    classes: ClassVar = ("LlamaForCausalLM", "LLaMAForCausalLM")
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
+    classes: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "LLaMAForCausalLM")
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 11008
@@ -31,8 +33,8 @@ class Llama(Decoder):
 class Mistral(PatternMixin):
     """Mistral: a window over all layers, when there is one."""
 
-    model_types: ClassVar = ("mistral",)
-    classes: ClassVar = ("MistralForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("mistral",)
+    classes: ClassVar[tuple[str, ...]] = ("MistralForCausalLM",)
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 14336
@@ -45,7 +47,7 @@ class Mistral(PatternMixin):
     attention_bias: Off = None
     mlp_bias: Off = None
 
-    def default_type(self, index: int) -> LayerType:  # noqa: ARG002: the same for all
+    def default_type(self, index: int) -> LayerType:
         """Every layer slides when there is a window."""
         return "full_attention" if self.sliding_window is None else "sliding_attention"
 
@@ -53,15 +55,15 @@ class Mistral(PatternMixin):
 class Ministral(Mistral):
     """Ministral: Mistral with a list of layer types."""
 
-    model_types: ClassVar = ("ministral",)
-    classes: ClassVar = ("MinistralForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("ministral",)
+    classes: ClassVar[tuple[str, ...]] = ("MinistralForCausalLM",)
 
 
 class Ministral3(Mistral):
     """Ministral 3: a head width of its own, no window unless given."""
 
-    model_types: ClassVar = ("ministral3",)
-    classes: ClassVar = ("Ministral3ForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("ministral3",)
+    classes: ClassVar[tuple[str, ...]] = ("Ministral3ForCausalLM",)
 
     num_hidden_layers: Layers = 34
     head_dim: Size | None = 128
@@ -73,14 +75,14 @@ class Ministral3(Mistral):
 class Mixtral(Mistral):
     """Mixtral: every feed-forward is a mixture."""
 
-    model_types: ClassVar = ("mixtral",)
-    classes: ClassVar = ("MixtralForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("mixtral",)
+    classes: ClassVar[tuple[str, ...]] = ("MixtralForCausalLM",)
 
     sliding_window: Positions | None = None
     num_experts_per_tok: Count = 2
     num_local_experts: Count = 8
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""
         return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width)
 
@@ -88,9 +90,9 @@ class Mixtral(Mistral):
 class SmolLM3(PatternMixin):
     """SmolLM3: every fourth layer has no positions."""
 
-    model_types: ClassVar = ("smollm3",)
-    classes: ClassVar = ("SmolLM3ForCausalLM",)
-    ignored: ClassVar = frozenset({"max_window_layers"})
+    model_types: ClassVar[tuple[str, ...]] = ("smollm3",)
+    classes: ClassVar[tuple[str, ...]] = ("SmolLM3ForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
 
     hidden_size: Size = 2048
     intermediate_size: Size | None = 11008
@@ -121,9 +123,9 @@ class SmolLM3(PatternMixin):
 class Granite(Decoder):
     """Granite: Llama with multipliers."""
 
-    model_types: ClassVar = ("granite",)
-    classes: ClassVar = ("GraniteForCausalLM",)
-    ignored: ClassVar = frozenset(
+    model_types: ClassVar[tuple[str, ...]] = ("granite",)
+    classes: ClassVar[tuple[str, ...]] = ("GraniteForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset(
         {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
     )
 
@@ -148,15 +150,15 @@ class Granite(Decoder):
 class GraniteMoe(Granite):
     """Granite with routed experts, and a shared one when it has a width."""
 
-    model_types: ClassVar = ("granitemoe", "granitemoeshared")
-    classes: ClassVar = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
+    model_types: ClassVar[tuple[str, ...]] = ("granitemoe", "granitemoeshared")
+    classes: ClassVar[tuple[str, ...]] = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 
     mlp_bias: Off = None  # type: ignore[assignment]
     num_local_experts: Count = 8
     num_experts_per_tok: Count = 2
     shared_intermediate_size: Index = 0
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""
         shared = self.shared_intermediate_size
         if shared and self.model_type == "granitemoe":

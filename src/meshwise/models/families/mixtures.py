@@ -1,5 +1,7 @@
 """Mixtures with a plan of their own: DBRX, MiniMax-M2, gpt-oss, Llama 4, ERNIE 4.5."""
 
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -7,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from meshwise.errors import ConfigError
-from meshwise.models.families.base import Count, Index, Layers, Positions, Size
+from meshwise.models.families.base import Count, Index, Layers, Positions, Size, divide
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.families.gemma import TOWERS, unwrap_text
 from meshwise.models.spec import Head, LatentAttention, Mixture, Mlp, Norm, QkNorm, SelfAttention
@@ -47,8 +49,8 @@ class DbrxFfn(BaseModel):
 class Dbrx(Decoder):
     """DBRX: layer norms without bias."""
 
-    model_types: ClassVar = ("dbrx",)
-    classes: ClassVar = ("DbrxForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("dbrx",)
+    classes: ClassVar[tuple[str, ...]] = ("DbrxForCausalLM",)
 
     hidden_size: Size = Field(default=2048, validation_alias=AliasChoices("d_model", "hidden_size"))
     num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("n_layers", "num_hidden_layers"))
@@ -59,11 +61,13 @@ class Dbrx(Decoder):
     attn_config: DbrxAttention = DbrxAttention()
     ffn_config: DbrxFfn = DbrxFfn()
 
-    def heads(self) -> dict[str, int]:
+    def heads(self) -> tuple[int, int, int]:
         """Key/value heads are nested."""
-        return {**super().heads(), "kv_heads": self.attn_config.kv_n_heads}
+        n, _, h = super().heads()
+        divide(n, self.attn_config.kv_n_heads, "n_heads", "attn_config.kv_n_heads")
+        return n, self.attn_config.kv_n_heads, h
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""
         return Mixture(self.ffn_config.moe_num_experts, self.ffn_config.moe_top_k, self.ffn_config.ffn_hidden_size)
 
@@ -71,9 +75,9 @@ class Dbrx(Decoder):
 class MiniMaxM2(Decoder):
     """MiniMax-M2: queries and keys normalised over all heads, routing corrected towards balance."""
 
-    model_types: ClassVar = ("minimax_m2",)
-    classes: ClassVar = ("MiniMaxM2ForCausalLM",)
-    ignored: ClassVar = frozenset({"mtp_transformer_layers", "use_routing_bias"})
+    model_types: ClassVar[tuple[str, ...]] = ("minimax_m2",)
+    classes: ClassVar[tuple[str, ...]] = ("MiniMaxM2ForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"mtp_transformer_layers", "use_routing_bias"})
 
     hidden_size: Size = 3072
     intermediate_size: Size | None = 1536
@@ -96,7 +100,7 @@ class MiniMaxM2(Decoder):
         """All heads together."""
         return QkNorm(span="heads", shared=False)
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""
         return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width, correction_bias=True)
 
@@ -111,9 +115,9 @@ class MiniMaxM2(Decoder):
 class GptOss(PatternMixin):
     """gpt-oss: biases everywhere, a learned sink in each head, every other layer local."""
 
-    model_types: ClassVar = ("gpt_oss",)
-    classes: ClassVar = ("GptOssForCausalLM",)
-    ignored: ClassVar = frozenset({"swiglu_limit", "swiglu_alpha"})
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+    classes: ClassVar[tuple[str, ...]] = ("GptOssForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"swiglu_limit", "swiglu_alpha"})
 
     hidden_size: Size = 2880
     intermediate_size: Size | None = 2880
@@ -137,9 +141,9 @@ class GptOss(PatternMixin):
     def attention(self, index: int) -> SelfAttention | LatentAttention:
         """With a sink in each head."""
         bias = self.attention_bias
-        return SelfAttention(**self.heads(), bias=bias, bias_out=bias, window=self.window(index), sinks=True)
+        return SelfAttention(*self.heads(), bias=bias, bias_out=bias, window=self.window(index), sinks=True)
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts with biases."""
         experts, chosen = self.num_local_experts, self.num_experts_per_tok
         return Mixture(experts, chosen, self.width, expert_bias=True, router_bias=True)
@@ -148,9 +152,11 @@ class GptOss(PatternMixin):
 class Llama4Text(PatternMixin):
     """Llama 4: chunked layers with positions, full ones without; mixtures at regular layers, with a shared expert."""
 
-    model_types: ClassVar = ("llama4_text",)
-    classes: ClassVar = ("Llama4ForCausalLM",)
-    ignored: ClassVar = frozenset({"attn_temperature_tuning", "floor_scale", "attn_scale", "for_llm_compressor"})
+    model_types: ClassVar[tuple[str, ...]] = ("llama4_text",)
+    classes: ClassVar[tuple[str, ...]] = ("Llama4ForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"attn_temperature_tuning", "floor_scale", "attn_scale", "for_llm_compressor"}
+    )
 
     hidden_size: Size = 5120
     intermediate_size: Size | None = 8192
@@ -189,7 +195,7 @@ class Llama4Text(PatternMixin):
         norm = QkNorm(norm=Norm(weight=False)) if self.use_qk_norm and rope else None
         chunk = self.attention_chunk_size if kind == "chunked_attention" else None
         bias = self.attention_bias
-        return SelfAttention(**self.heads(), bias=bias, bias_out=bias, qk_norm=norm, rope=rope, chunk=chunk)
+        return SelfAttention(*self.heads(), bias=bias, bias_out=bias, qk_norm=norm, rope=rope, chunk=chunk)
 
     def ffn(self, index: int) -> Mlp | Mixture:
         """Mixtures as listed, or at every `interleave_moe_layer_step`-th layer."""
@@ -204,9 +210,11 @@ class Llama4Text(PatternMixin):
 class Llama4(Llama4Text):
     """Llama 4 with a vision tower, of which the language model is read."""
 
-    model_types: ClassVar = ("llama4",)
-    classes: ClassVar = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
-    ignored: ClassVar = frozenset({*Llama4Text.ignored, "boi_token_index", "eoi_token_index", "image_token_index"})
+    model_types: ClassVar[tuple[str, ...]] = ("llama4",)
+    classes: ClassVar[tuple[str, ...]] = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {*Llama4Text.ignored, "boi_token_index", "eoi_token_index", "image_token_index"}
+    )
 
     @classmethod
     def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -221,8 +229,8 @@ class Llama4(Llama4Text):
 class Ernie45(Decoder):
     """ERNIE 4.5, dense."""
 
-    model_types: ClassVar = ("ernie4_5",)
-    classes: ClassVar = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
+    model_types: ClassVar[tuple[str, ...]] = ("ernie4_5",)
+    classes: ClassVar[tuple[str, ...]] = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
 
     hidden_size: Size = 1024
     intermediate_size: Size | None = 3072
@@ -239,21 +247,17 @@ class Ernie45(Decoder):
         """As configured."""
         return self.use_bias
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: mixtures look at it
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Gated."""
         return Mlp(self.width, bias=self.use_bias, bias_out=self.use_bias)
-
-    def head(self) -> Head:
-        """With a bias, when configured."""
-        return Head(tied=self.tie_word_embeddings, bias=self.use_bias)
 
 
 class Ernie45Moe(Ernie45):
     """ERNIE 4.5 mixtures: shared experts, routing corrected towards balance."""
 
-    model_types: ClassVar = ("ernie4_5_moe",)
-    classes: ClassVar = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM")
-    ignored: ClassVar = frozenset({"moe_norm_min", "moe_capacity"})
+    model_types: ClassVar[tuple[str, ...]] = ("ernie4_5_moe",)
+    classes: ClassVar[tuple[str, ...]] = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM")
+    ignored: ClassVar[frozenset[str]] = frozenset({"moe_norm_min", "moe_capacity"})
 
     hidden_size: Size = 2560
     intermediate_size: Size | None = 12288
@@ -268,6 +272,10 @@ class Ernie45Moe(Ernie45):
     moe_layer_start_index: Index = 1
     moe_layer_end_index: Annotated[int, Field(ge=-1, le=10_000)] = -1
     moe_layer_interval: Count = 1
+
+    def head(self) -> Head:
+        """With a bias, when configured."""
+        return Head(tied=self.tie_word_embeddings, bias=self.use_bias)
 
     def ffn(self, index: int) -> Mlp | Mixture:
         """Mixtures between the first and the last index, at the interval."""

@@ -1,5 +1,7 @@
 """AI2's OLMo: norms without weights in the first, after the branches from the second on, and a mixture."""
 
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+
 from __future__ import annotations
 
 from typing import ClassVar
@@ -14,10 +16,10 @@ __all__ = ["OLMO_FAMILIES"]
 class Olmo(Decoder):
     """OLMo 1: layer norms that have no parameters."""
 
-    model_types: ClassVar = ("olmo",)
-    classes: ClassVar = ("OlmoForCausalLM",)
-    norm: ClassVar = Norm(weight=False)
-    ignored: ClassVar = frozenset({"clip_qkv"})
+    model_types: ClassVar[tuple[str, ...]] = ("olmo",)
+    classes: ClassVar[tuple[str, ...]] = ("OlmoForCausalLM",)
+    norm: ClassVar[Norm] = Norm(weight=False)
+    ignored: ClassVar[frozenset[str]] = frozenset({"clip_qkv"})
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 11008
@@ -31,10 +33,10 @@ class Olmo(Decoder):
 class Olmo2(Olmo):
     """OLMo 2: norms after the branches, queries and keys normalised over all heads."""
 
-    model_types: ClassVar = ("olmo2",)
-    classes: ClassVar = ("Olmo2ForCausalLM",)
-    norm: ClassVar = Norm()
-    ignored: ClassVar = frozenset()
+    model_types: ClassVar[tuple[str, ...]] = ("olmo2",)
+    classes: ClassVar[tuple[str, ...]] = ("Olmo2ForCausalLM",)
+    norm: ClassVar[Norm] = Norm()
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     def qk_norm(self) -> QkNorm | None:
         """All heads together."""
@@ -49,8 +51,8 @@ class Olmo2(Olmo):
 class Olmo3(Olmo2, PatternMixin):
     """OLMo 3: OLMo 2 with three local layers to a global one."""
 
-    model_types: ClassVar = ("olmo3",)
-    classes: ClassVar = ("Olmo3ForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("olmo3",)
+    classes: ClassVar[tuple[str, ...]] = ("Olmo3ForCausalLM",)
 
     sliding_window: Positions | None = 4096
 
@@ -62,9 +64,9 @@ class Olmo3(Olmo2, PatternMixin):
 class Olmoe(Olmo):
     """OLMoE: norms before the branches, queries and keys normalised over all heads, routed experts."""
 
-    model_types: ClassVar = ("olmoe",)
-    classes: ClassVar = ("OlmoeForCausalLM",)
-    norm: ClassVar = Norm()
+    model_types: ClassVar[tuple[str, ...]] = ("olmoe",)
+    classes: ClassVar[tuple[str, ...]] = ("OlmoeForCausalLM",)
+    norm: ClassVar[Norm] = Norm()
 
     hidden_size: Size = 2048
     intermediate_size: Size | None = 2048
@@ -78,7 +80,7 @@ class Olmoe(Olmo):
         """All heads together."""
         return QkNorm(span="heads", shared=False)
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""
         return Mixture(self.num_experts, self.num_experts_per_tok, self.width)
 

@@ -1,5 +1,7 @@
 """Dense decoders of the same plan with other norms and biases: Phi, StableLM, StarCoder2; and Phi's mixture."""
 
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+
 from __future__ import annotations
 
 from typing import ClassVar, Literal
@@ -15,9 +17,9 @@ __all__ = ["PHI_FAMILIES"]
 class Phi(Decoder):
     """Phi 1, 1.5 and 2: parallel branches behind one norm, biases everywhere."""
 
-    model_types: ClassVar = ("phi",)
-    classes: ClassVar = ("PhiForCausalLM",)
-    norm: ClassVar = LAYER_NORM
+    model_types: ClassVar[tuple[str, ...]] = ("phi",)
+    classes: ClassVar[tuple[str, ...]] = ("PhiForCausalLM",)
+    norm: ClassVar[Norm] = LAYER_NORM
 
     hidden_size: Size = 2048
     intermediate_size: Size | None = 8192
@@ -28,14 +30,14 @@ class Phi(Decoder):
     qk_layernorm: bool = False
 
     def bias(self) -> bool:
-        """Always."""
+        """Say yes, always."""
         return True
 
     def qk_norm(self) -> QkNorm | None:
-        """A layer norm of each head, with one weight for all."""
+        """Give a layer norm of each head, with one weight for all."""
         return QkNorm(norm=LAYER_NORM) if self.qk_layernorm else None
 
-    def ffn(self, index: int) -> Mlp:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp:
         """Plain, with biases."""
         return Mlp(self.width, gated=False, bias=True, bias_out=True)
 
@@ -51,9 +53,9 @@ class Phi(Decoder):
 class Phi3(Mistral):
     """Phi 3 and 4: Mistral's plan without biases; no window unless given."""
 
-    model_types: ClassVar = ("phi3",)
-    classes: ClassVar = ("Phi3ForCausalLM",)
-    ignored: ClassVar = frozenset({"interpolate_factor"})
+    model_types: ClassVar[tuple[str, ...]] = ("phi3",)
+    classes: ClassVar[tuple[str, ...]] = ("Phi3ForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"interpolate_factor"})
 
     hidden_size: Size = 3072
     intermediate_size: Size | None = 8192
@@ -68,9 +70,9 @@ class Phi3(Mistral):
 class Phimoe(Mistral):
     """Phi 3.5 MoE: layer norms, routed experts."""
 
-    model_types: ClassVar = ("phimoe",)
-    classes: ClassVar = ("PhimoeForCausalLM", "PhiMoEForCausalLM")
-    norm: ClassVar = LAYER_NORM
+    model_types: ClassVar[tuple[str, ...]] = ("phimoe",)
+    classes: ClassVar[tuple[str, ...]] = ("PhimoeForCausalLM", "PhiMoEForCausalLM")
+    norm: ClassVar[Norm] = LAYER_NORM
 
     intermediate_size: Size | None = 6400
     vocab_size: Size = 32064
@@ -80,7 +82,7 @@ class Phimoe(Mistral):
     num_local_experts: Count = 16
     lm_head_bias: bool = False
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""
         return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width)
 
@@ -92,10 +94,10 @@ class Phimoe(Mistral):
 class StableLm(Decoder):
     """StableLM: layer norms, optional biases of queries, optionally parallel branches and norms of each head."""
 
-    model_types: ClassVar = ("stablelm",)
-    classes: ClassVar = ("StableLmForCausalLM",)
-    norm: ClassVar = LAYER_NORM
-    ignored: ClassVar = frozenset({"rotary_scaling_factor"})
+    model_types: ClassVar[tuple[str, ...]] = ("stablelm",)
+    classes: ClassVar[tuple[str, ...]] = ("StableLmForCausalLM",)
+    norm: ClassVar[Norm] = LAYER_NORM
+    ignored: ClassVar[frozenset[str]] = frozenset({"rotary_scaling_factor"})
 
     hidden_size: Size = 2560
     intermediate_size: Size | None = 6912
@@ -117,7 +119,7 @@ class StableLm(Decoder):
         return False
 
     def qk_norm(self) -> QkNorm | None:
-        """A layer norm without bias for each head, each with its own weight."""
+        """Give a layer norm without bias for each head, each with its own weight."""
         return QkNorm(shared=False) if self.qk_layernorm else None
 
     def layer(self, index: int) -> Layer:
@@ -130,9 +132,9 @@ class StableLm(Decoder):
 class Starcoder2(Mistral):
     """StarCoder2: layer norms, a plain feed-forward, biases."""
 
-    model_types: ClassVar = ("starcoder2",)
-    classes: ClassVar = ("Starcoder2ForCausalLM",)
-    norm: ClassVar = LAYER_NORM
+    model_types: ClassVar[tuple[str, ...]] = ("starcoder2",)
+    classes: ClassVar[tuple[str, ...]] = ("Starcoder2ForCausalLM",)
+    norm: ClassVar[Norm] = LAYER_NORM
 
     hidden_size: Size = 3072
     intermediate_size: Size | None = 12288
@@ -151,7 +153,7 @@ class Starcoder2(Mistral):
         """As configured."""
         return self.use_bias
 
-    def ffn(self, index: int) -> Mlp | Mixture:  # noqa: ARG002: the same for all
+    def ffn(self, index: int) -> Mlp | Mixture:
         """Plain."""
         return Mlp(self.width, gated=False, bias=self.use_bias, bias_out=self.use_bias)
 

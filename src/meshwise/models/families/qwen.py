@@ -1,5 +1,7 @@
 """Qwen 2 to 3, dense and mixtures: biased queries in the second generation, normalised ones in the third."""
 
+# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+
 from __future__ import annotations
 
 from typing import ClassVar
@@ -14,9 +16,9 @@ __all__ = ["QWEN_FAMILIES"]
 class Qwen2(PatternMixin):
     """Qwen 2 and 2.5."""
 
-    model_types: ClassVar = ("qwen2",)
-    classes: ClassVar = ("Qwen2ForCausalLM",)
-    ignored: ClassVar = frozenset({"use_mrope"})
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+    classes: ClassVar[tuple[str, ...]] = ("Qwen2ForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"use_mrope"})
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 22016
@@ -30,7 +32,7 @@ class Qwen2(PatternMixin):
     max_window_layers: Index = 28
 
     def bias(self) -> bool:
-        """Always."""
+        """Say yes, always."""
         return True
 
     def bias_out(self) -> bool:
@@ -50,8 +52,8 @@ class Qwen2(PatternMixin):
 class Qwen3(Qwen2):
     """Qwen 3: queries and keys normalised by head, a head width of its own."""
 
-    model_types: ClassVar = ("qwen3",)
-    classes: ClassVar = ("Qwen3ForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    classes: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
 
     head_dim: Size | None = 128
     attention_bias: bool = False
@@ -79,7 +81,7 @@ class _SparseMixin(Decoder):
     mlp_only_layers: list[int] | None = None
 
     def shared(self) -> dict[str, int | bool]:
-        """What every token visits."""
+        """Give what every token visits."""
         return {}
 
     def ffn(self, index: int) -> Mlp | Mixture:
@@ -93,8 +95,8 @@ class _SparseMixin(Decoder):
 class Qwen2Moe(Qwen2, _SparseMixin):
     """Qwen 1.5 and 2 mixtures: a shared expert with a gate of its own."""
 
-    model_types: ClassVar = ("qwen2_moe",)
-    classes: ClassVar = ("Qwen2MoeForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_moe",)
+    classes: ClassVar[tuple[str, ...]] = ("Qwen2MoeForCausalLM",)
 
     hidden_size: Size = 2048
     intermediate_size: Size | None = 5632
@@ -124,8 +126,8 @@ class Qwen2Moe(Qwen2, _SparseMixin):
 class Qwen3Moe(Qwen3, _SparseMixin):
     """Qwen 3 mixtures: no shared expert."""
 
-    model_types: ClassVar = ("qwen3_moe",)
-    classes: ClassVar = ("Qwen3MoeForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    classes: ClassVar[tuple[str, ...]] = ("Qwen3MoeForCausalLM",)
 
     hidden_size: Size = 2048
     intermediate_size: Size | None = 6144
@@ -136,7 +138,7 @@ class Qwen3Moe(Qwen3, _SparseMixin):
     num_experts_per_tok: Count = 8
     num_experts: Index = 128
 
-    def default_type(self, index: int) -> LayerType:  # noqa: ARG002: the same for all
+    def default_type(self, index: int) -> LayerType:
         """All layers slide, when windows are on."""
         return "sliding_attention" if self.use_sliding_window and self.sliding_window is not None else "full_attention"
 
