@@ -1,0 +1,230 @@
+"""The shard verb's answer: the collectives of a sharded product, the book's case, the alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwise.costs.product import PricedStep, PricedWay, Product
+from meshwise.explanation import Explanation
+from meshwise.hardware import Cluster
+from meshwise.report.collective import wiring_words
+from meshwise.report.report import Report
+from meshwise.report.table import table
+from meshwise.sharding import Indices, book_case
+from meshwise.units import format_bytes, format_flops, format_time
+
+__all__ = ["shard_report"]
+
+#: Ways that the table shows; JSON has all.
+_WAYS_SHOWN = 6
+_BOOK = "the book, Sharded Matrices and How to Multiply Them"
+_CASES = {
+    1: "no summed axis is split: every device multiplies what it holds",
+    2: "one input is split on a summed axis: it is gathered, or its partner sliced and the sum taken after",
+    3: "the inputs are split alike on a summed axis: multiply blocks, then add them up over devices",
+    4: "one mesh axis splits two axes: one input must be gathered first",
+}
+
+
+def shard_report(
+    product: Product, cluster: Cluster | None, sizes: Mapping[str, int], inputs: Mapping[str, Any]
+) -> Report:
+    """Say which collectives a sharded product needs."""
+    best = product.ways[0]
+    case = _case(product)
+    laid = (
+        (cluster.describe(), f"where the mesh lies: {wiring_words(product.wiring, product.fabric)}")
+        if cluster is not None and product.wiring is not None and product.fabric is not None
+        else ()
+    )
+    body = [_steps_table(best)] if best.steps else []
+    body += [_tensors_table(product, sizes)]
+    body += [_ways_table(product)] if len(product.ways) > 1 else []
+    return Report(
+        command="shard",
+        inputs=inputs,
+        answer=_answer(best),
+        data=_data(product, case, sizes),
+        body=tuple(body),
+        assumed=(
+            *((f"case {case} of the book: {_CASES[case]}",) if case else ()),
+            *laid,
+            _ranking(product),
+        ),
+        not_modelled=("overlap of communication with the product (a collective matmul hides most of it)",),
+        next_steps=_next_steps(product, cluster),
+        explanations=_explanations(best),
+    )
+
+
+def _case(product: Product) -> int | None:
+    """Find the book's case; None for a plain reshard."""
+    expression = product.expression
+    if expression.is_reshard:
+        return None
+    named = [tuple(str(a) for a in t.axes) for t in expression.tensors]
+    return book_case(Indices(tuple(named[:-1]), named[-1]), [t.sharding for t in expression.inputs])
+
+
+def _answer(best: PricedWay) -> str:
+    if not best.steps:
+        words = "No communication"
+    else:
+        words = ", then ".join(
+            f"{s.collective.kind.value} {s.tensor.name or 'the array'} over {','.join(s.collective.mesh_axes)}"
+            for s in best.steps
+        )
+        words = words[0].upper() + words[1:]
+    if best.communication_time is not None and best.steps:
+        words += f": {format_time(best.communication_time)}"
+    elif best.bytes_sent is not None and best.steps:
+        words += f": each device sends {format_bytes(best.bytes_sent)}"
+    return words
+
+
+def _text(step: PricedStep) -> str:
+    """Write a step as before -> after, in the notation."""
+    before = replace(step.tensor, sharding=step.collective.before)
+    after = replace(step.tensor, sharding=step.collective.after)
+    return f"{before} -> {after}"
+
+
+def _steps_table(way: PricedWay) -> Any:
+    return table(
+        ("!collective", "!over", "step", ">bytes", ">time"),
+        (
+            (
+                s.collective.kind.value,
+                ",".join(s.collective.mesh_axes),
+                _text(s),
+                "-" if s.num_bytes is None else format_bytes(s.num_bytes),
+                "-" if s.time is None else format_time(s.time),
+            )
+            for s in way.steps
+        ),
+    )
+
+
+def _tensors_table(product: Product, sizes: Mapping[str, int]) -> Any:
+    """Show every tensor, and one device's block of it where sizes are known."""
+    rows = []
+    for t in product.expression.tensors:
+        local = "-"
+        if product.mesh is not None and all(isinstance(a, int) or a in sizes for a in t.axes):
+            local = " x ".join(f"{n:,}" for n in t.local_shape(product.mesh, sizes)) or "1"
+        rows.append((str(t), local))
+    return table(("!tensor", "one device holds"), rows)
+
+
+def _ways_table(product: Product) -> Any:
+    """Compare the ways; the columns are those that are known."""
+    shown = product.ways[:_WAYS_SHOWN]
+    columns: dict[str, list[str]] = {"!way": [], "collectives": []}
+    for number, way in enumerate(shown, 1):
+        columns["!way"].append(f"{number}{' <- cheapest' if number == 1 else ''}")
+        columns["collectives"].append(", ".join(_short(s) for s in way.steps) or "none")
+    known = {
+        ">sent": [w.bytes_sent for w in shown],
+        ">FLOPs a device": [w.flops for w in shown],
+        ">time": [w.time for w in shown],
+    }
+    shows = {">sent": format_bytes, ">FLOPs a device": format_flops, ">time": format_time}
+    for name, values in known.items():
+        if any(shown[i].steps and value is not None for i, value in enumerate(values)):
+            columns[name] = ["-" if v is None else shows[name](v) for v in values]
+    rows = list(zip(*columns.values(), strict=True))
+    if len(product.ways) > len(shown):
+        rows.append(("", f"... {len(product.ways) - len(shown)} more with --json", *[""] * (len(columns) - 2)))
+    return table(tuple(columns), rows)
+
+
+def _short(step: PricedStep) -> str:
+    return f"{step.collective.kind.value} {step.tensor.name} {','.join(step.collective.mesh_axes)}"
+
+
+def _ranking(product: Product) -> str:
+    best = product.ways[0]
+    if best.time is not None:
+        return "the ways are ranked by computing at peak plus communicating, without overlap"
+    if best.steps and best.bytes_sent is not None:
+        return "the ways are ranked by the bytes that each device sends"
+    return "the ways are ranked by structure alone, all axes taken as equally long"
+
+
+def _next_steps(product: Product, cluster: Cluster | None) -> tuple[str, ...]:
+    if product.mesh is None:
+        return ("sizes of the mesh and the axes give bytes: --mesh X=4,Y=8 --set I=4096,J=8192",)
+    return () if cluster is not None else ("sizes and a cluster give times: --set I=4096,J=8192 --on v5e:4x8",)
+
+
+def _data(product: Product, case: int | None, sizes: Mapping[str, int]) -> dict[str, Any]:
+    mesh = product.mesh
+    return {
+        "expression": str(product.expression),
+        "book_case": case,
+        "collectives": [_step_data(s) for s in product.ways[0].steps],
+        "communication_time_s": product.ways[0].communication_time,
+        "compute_time_s": product.ways[0].compute_time,
+        "tensors": [
+            {
+                "tensor": str(t),
+                "local_shape": list(t.local_shape(mesh, sizes))
+                if mesh is not None and all(isinstance(a, int) or a in sizes for a in t.axes)
+                else None,
+            }
+            for t in product.expression.tensors
+        ],
+        "alternatives": [
+            {
+                "cheapest": number == 0,
+                "collectives": [_step_data(s) for s in way.steps],
+                "bytes_sent_per_device": way.bytes_sent,
+                "flops_per_device": way.flops,
+                "devices_repeating_work": way.repeated,
+                "communication_time_s": way.communication_time,
+                "compute_time_s": way.compute_time,
+            }
+            for number, way in enumerate(product.ways)
+        ],
+        "wiring": None if product.wiring is None else {a: list(e) for a, e in product.wiring.items()},
+        "dimensions": None if product.fabric is None else [d.name for d in product.fabric.dimensions],
+    }
+
+
+def _step_data(step: PricedStep) -> dict[str, Any]:
+    return {
+        "kind": step.collective.kind.value,
+        "mesh_axes": list(step.collective.mesh_axes),
+        "tensor": step.tensor.name,
+        "before": str(replace(step.tensor, sharding=step.collective.before)),
+        "after": str(replace(step.tensor, sharding=step.collective.after)),
+        "bytes": step.num_bytes,
+        "bytes_sent_per_device": step.bytes_sent,
+        "time_s": step.time,
+    }
+
+
+def _explanations(way: PricedWay) -> tuple[Explanation, ...]:
+    steps = [
+        Explanation(
+            f"{s.collective.kind.value} {s.tensor.name}".rstrip(),
+            "max(hops x latency, bytes x seconds per byte of the wire)",
+            f"{s.num_bytes:,.0f} bytes" if s.num_bytes is not None else "no sizes given",
+            "-" if s.time is None else format_time(s.time),
+            _BOOK,
+        )
+        for s in way.steps
+    ]
+    if way.compute_time is not None and way.flops:
+        steps.append(
+            Explanation(
+                "arithmetic",
+                "2 x one device's part of the index space / peak FLOP/s",
+                f"{way.flops:.6g} / {way.flops / way.compute_time:.4g}",
+                format_time(way.compute_time),
+                _BOOK,
+            )
+        )
+    return tuple(steps)
