@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
-from meshwise.models.spec import Embedding, Head, Layer, QkNorm
+from meshwise.models.spec import Head, Layer, Norm, QkNorm
 
 __all__ = ["COHERE_FAMILIES"]
 
@@ -70,15 +70,19 @@ class Cohere2(Cohere, PatternMixin):
 
 
 class Palm(_Parallel):
-    """PaLM (Chowdhery et al. 2022, section 2): multi-query, gated, tied, no biases. The keys are our own."""
+    """PaLM (Chowdhery et al. 2022, section 2): multi-query, gated, tied, no biases. The keys are our own.
+
+    Its published 540.35B leaves no room for scales in the norms (they would make it 540.36B): they have none here.
+    """
 
     model_types: ClassVar[tuple[str, ...]] = ("palm",)
+    norm: ClassVar[Norm] = Norm(weight=False)
 
     tie_word_embeddings: bool = True
 
-    def embedding(self) -> Embedding:
-        """Without learned positions: they are rotary."""
-        return Embedding()
+    def head(self) -> Head:
+        """Scaled."""
+        return Head(norm=self.norm, tied=self.tie_word_embeddings, scaled=True)
 
 
 COHERE_FAMILIES = (Cohere, Cohere2, Palm)
