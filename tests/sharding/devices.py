@@ -5,12 +5,13 @@ Test support: the referee of the algebra, so it shares no code with it beyond th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+
 from meshwise.sharding import Collective, CollectiveKind, Mesh, Sharding
 
 Coordinates = tuple[int, ...]  # one per mesh axis, in the mesh's order
@@ -67,14 +68,16 @@ def block_of(array: np.ndarray, sharding: Sharding, mesh: Mesh, device: Coordina
     return array
 
 
-def distribute(array: np.ndarray, sharding: Sharding, mesh: Mesh, random: np.random.Generator | None = None) -> Devices:
+def distribute(
+    array: np.ndarray, sharding: Sharding, mesh: Mesh, numbers: np.random.Generator | None = None
+) -> Devices:
     """Put a global array on devices; over unreduced axes as random addends (integers, so that sums are exact)."""
     if not sharding.unreduced:
         return Devices(mesh, {d: block_of(array, sharding, mesh, d) for d in all_coordinates(mesh)})
-    random = random or np.random.default_rng(0)
+    numbers = numbers or np.random.default_rng(0)
     pending = [a for a in mesh.names if a in sharding.unreduced]
     count = mesh.size(*pending)
-    addends = random.integers(-9, 10, (count, *array.shape)).astype(array.dtype)
+    addends = numbers.integers(-9, 10, (count, *array.shape)).astype(array.dtype)
     addends[-1] = array - addends[:-1].sum(axis=0)
     return Devices(
         mesh, {d: block_of(addends[part_of(mesh, d, pending)[0]], sharding, mesh, d) for d in all_coordinates(mesh)}
@@ -196,6 +199,19 @@ def global_einsum(inputs: Sequence[tuple[Sequence[str], np.ndarray]], output: Se
     return local_einsum(held, output, one).blocks[()]
 
 
-def random_array(random: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+def random_array(numbers: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
     """Integers as float64: every sum is exact, and no two blocks are alike by chance."""
-    return random.integers(-99, 100, tuple(shape)).astype(np.float64)
+    return numbers.integers(-99, 100, tuple(shape)).astype(np.float64)
+
+
+def random_sharding(choose: random.Random, ndim: int, mesh: Mesh, pending: frozenset[str] = frozenset()) -> Sharding:
+    """Every mesh axis on some dimension, unused, or (of `pending`) still to be summed; in any order."""
+    splits: list[list[str]] = [[] for _ in range(ndim)]
+    unreduced = []
+    for axis in choose.sample(mesh.names, len(mesh.names)):
+        place = choose.randrange(ndim + 1 + (axis in pending))
+        if place < ndim:
+            splits[place].append(axis)
+        elif place > ndim:
+            unreduced.append(axis)
+    return Sharding(tuple(map(tuple, splits)), frozenset(unreduced))

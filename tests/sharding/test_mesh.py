@@ -1,6 +1,7 @@
 """Meshes and shardings: validation, local shapes and bytes."""
 
 import pytest
+
 from meshwise.dtypes import DType
 from meshwise.errors import ShardingError, UnknownNameError
 from meshwise.sharding import Mesh, Sharding
@@ -36,7 +37,7 @@ def test_a_mesh_that_cannot_be_is_refused(axes, words):
 
 
 def test_an_unknown_axis_is_named_with_the_nearest():
-    with pytest.raises(UnknownNameError, match="unknown mesh axis 'tensr'. Nearest: tensor"):
+    with pytest.raises(UnknownNameError, match=r"unknown mesh axis 'tensr'\. Nearest: tensor"):
         Mesh.of(data=4, tensor=8).size("tensr")
 
 

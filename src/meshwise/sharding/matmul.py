@@ -244,7 +244,8 @@ def _spaces(indices: Indices, inputs: Sequence[Sharding], output: Sharding) -> I
     choices: list[list[str | None]] = []
     for axis in mesh_axes:
         split = {i for axes, s in held for i, used in zip(axes, s.splits, strict=True) if axis in used}
-        choices.append([i for i in indices.all if i in split or i in indices.contracted] + [None])
+        useful = split.union(indices.contracted)
+        choices.append([*(i for i in indices.all if i in useful), None])
     for chosen in product(*choices):
         owners = {i: [a for a, j in zip(mesh_axes, chosen, strict=True) if j == i] for i in chosen if i is not None}
         orders = [_orders(index, axes, held) for index, axes in owners.items()]
