@@ -200,8 +200,9 @@ def global_einsum(inputs: Sequence[tuple[Sequence[str], np.ndarray]], output: Se
 
 
 def random_array(numbers: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
-    """Integers as float64: every sum is exact, and no two blocks are alike by chance."""
-    return numbers.integers(-99, 100, tuple(shape)).astype(np.float64)
+    """Distinct integers as float64: every sum is exact, and no two blocks are alike by chance."""
+    count = int(np.prod(shape))
+    return (numbers.permutation(count) - count // 2).reshape(shape).astype(np.float64)
 
 
 def random_sharding(choose: random.Random, ndim: int, mesh: Mesh, pending: frozenset[str] = frozenset()) -> Sharding:
