@@ -1,0 +1,282 @@
+"""The time of a training step: named terms that add up, and the bounds on both sides of them.
+
+The rule for the *expected* time, stated once:
+
+1. An operation takes the longer of its FLOPs and its bytes, at the calibration's achieved rates.
+2. Collectives on activations stand on the critical path, except that on TPUs those over the tensor axis run as collective
+   matmuls: they hide behind the compute of their own block and pass, as far as that lasts.
+3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour, as far as that lasts.
+4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
+   forward pass (new weights), but for one layer's worth.
+5. A pipeline (1F1B) idles for stages - 1 microbatches; its sends are hidden except while it fills and drains.
+
+*Lower* is perfect overlap at data-sheet rates: the busiest of matrix unit, memory and each network. *Upper* hides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwise.costs.arithmetic import ceil, maximum
+from meshwise.costs.calibration import Calibration
+from meshwise.costs.collectives import collective_time, wire_time
+from meshwise.costs.compute import PassCompute, block_compute
+from meshwise.costs.extents import Extents
+from meshwise.costs.network import Wire
+from meshwise.costs.traffic import Flow, Pass, block_flows, bucket_flows
+from meshwise.hardware import Chip
+from meshwise.jobs import TrainingJob
+from meshwise.sharding import CollectiveKind
+from meshwise.sharding.place import PlacedBlock, Purpose
+
+__all__ = ["TERMS", "BlockTime", "StepTime", "block_times", "step_time"]
+
+#: Term -> what it is. Every term is exposed time; they add up to the expected step time.
+TERMS = {
+    "forward": "matmuls, attention and elementwise work of the forward pass",
+    "backward": "the same of the backward pass",
+    "recompute": "forward work done again because its results were not kept (remat)",
+    "tensor": "exposed collectives over the tensor axis",
+    "context": "exposed collectives over the context axis",
+    "fsdp": "exposed gathering of weights and scattering of gradients",
+    "data": "exposed reduction over the data axis, and gathering of new weights",
+    "pipeline_bubble": "stages waiting while the pipeline fills and drains",
+    "pipeline_send": "exposed sends between stages",
+    "optimizer": "reading and writing the training state",
+}
+
+Wires = Callable[[tuple[str, ...]], Wire]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTime:
+    """One copy of a block, one microbatch, on one chip (floats or arrays, seconds)."""
+
+    placed: PlacedBlock
+    forward: PassCompute
+    recompute: PassCompute
+    backward: PassCompute
+    flows: tuple[Flow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A training step.
+
+    Args:
+        terms: exposed seconds by name; they add up to `expected`.
+        hidden: seconds of communication that were hidden, by the same names.
+        lower, expected, upper: seconds.
+        resources: seconds that each resource is busy at data-sheet rates: "compute", "hbm", and the network by use.
+        flops: on the matrix unit of one chip, recomputation included.
+    """
+
+    terms: Mapping[str, Any]
+    hidden: Mapping[str, Any]
+    lower: Any
+    expected: Any
+    upper: Any
+    resources: Mapping[str, Any]
+    flops: Any
+
+
+def block_times(
+    placed: Sequence[PlacedBlock], extents: Extents, chip: Chip, job: TrainingJob, calibration: Calibration
+) -> tuple[BlockTime, ...]:
+    """Price the local work of each block and count what it sends."""
+    return tuple(
+        BlockTime(
+            p,
+            *block_compute(p, extents, chip, job.formats, calibration),
+            block_flows(bucket_flows(p), extents, job.formats),
+        )
+        for p in placed
+    )
+
+
+def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
+    """The term (and network use) that a flow counts under."""
+    if purpose is Purpose.ACTIVATIONS:
+        return "context" if "context" in mesh_axes else "tensor" if "tensor" in mesh_axes else "data"
+    if mesh_axes == ("data",):
+        return "data"
+    return "tensor" if mesh_axes == ("tensor",) else "fsdp"
+
+
+_NETWORKS = ("tensor", "context", "fsdp", "data")
+_COMPUTE = ("forward", "backward", "recompute")
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Seconds of one microbatch, or of what happens once a step, on the slowest stage."""
+
+    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((*_COMPUTE, *_NETWORKS), 0.0))
+    hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_NETWORKS, 0.0))
+    resources: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("hbm", *_NETWORKS), 0.0))
+    cover: dict[Purpose, Any] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
+    serial: Any = 0.0
+    flops: Any = 0.0
+
+    def total(self) -> Any:
+        """All terms together."""
+        return sum(self.terms.values())
+
+    def expose(self, by_term: Mapping[str, Any], cover: Any, count: Any) -> Any:
+        """Hide `count` times what fits behind `cover` seconds of compute; share what sticks out over the terms.
+
+        Returns: seconds that were hidden, once.
+        """
+        together: Any = sum(by_term.values())
+        if isinstance(together, float | int) and together == 0:
+            return 0.0
+        exposed_share = maximum(together - cover, 0.0) / maximum(together, 1e-30)
+        for term, seconds in by_term.items():
+            exposed = seconds * exposed_share
+            self.terms[term] = self.terms[term] + count * exposed
+            self.hidden[term] = self.hidden[term] + count * (seconds - exposed)
+        return together * (1 - exposed_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What every function here needs: the chip, what it achieves, and the wires of the mesh."""
+
+    chip: Chip
+    calibration: Calibration
+    wires: Wires
+
+    def flow_seconds(self, f: Flow) -> Any:
+        """Expected seconds of all collectives of a flow in one pass."""
+        efficiency = self.calibration.link_efficiency
+        return f.count * collective_time(f.kind, f.num_bytes, self.wires(f.mesh_axes), efficiency=efficiency)
+
+    def flow_bound(self, f: Flow) -> Any:
+        """The same by data-sheet bandwidth alone."""
+        return f.count * wire_time(f.kind, f.num_bytes, self.wires(f.mesh_axes))
+
+
+def step_time(
+    blocks: Sequence[BlockTime],
+    rates: Rates,
+    *,
+    peak_flops_per_s: float,
+    stages: Any,
+    num_microbatches: Any,
+    boundary_bytes: Any,
+    optimizer_bytes: Any,
+) -> StepTime:
+    """Put the blocks together.
+
+    Args:
+        blocks: from `block_times`.
+        rates: chip, calibration, wires.
+        peak_flops_per_s: of one chip in the compute format.
+        stages, num_microbatches: of the 1F1B pipeline (1 stage: gradient accumulation).
+        boundary_bytes: what one chip sends to the next stage per microbatch and direction.
+        optimizer_bytes: HBM traffic of the optimizer on one chip.
+
+    Source: book, Training; Narayanan et al. 2021 for the 1F1B bubble, (stages - 1) / microbatches.
+    """
+    layers = sum(b.placed.block.repeat for b in blocks if b.placed.block.role == "layer")
+    share = ceil(layers / stages) / layers
+    counted = [(b, _count(b, share, stages)) for b in blocks]
+    micro = _Sums()
+    for block, count in counted:
+        _add_block(micro, block, count, rates)
+    once = _Sums()
+    _add_step_flows(once, micro, counted, rates, 1 - 1 / (layers * share))
+    idle = (stages - 1) / num_microbatches
+    send = _send(boundary_bytes, rates)
+    optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
+    terms = {name: num_microbatches * micro.terms[name] + once.terms[name] for name in micro.terms}
+    terms["pipeline_bubble"] = (stages - 1) * micro.total()
+    terms["pipeline_send"] = 2 * (stages - 1) * send
+    terms["optimizer"] = optimizer / rates.calibration.hbm_efficiency
+    rounds = num_microbatches * (1 + idle)
+    resources = {n: rounds * micro.resources[n] + once.resources[n] for n in micro.resources}
+    resources["compute"] = rounds * micro.flops / peak_flops_per_s
+    resources["hbm"] = resources["hbm"] + optimizer
+    lower: Any = 0.0
+    for seconds in resources.values():
+        lower = maximum(lower, seconds)
+    return StepTime(
+        terms={name: terms[name] for name in TERMS},
+        hidden={n: num_microbatches * micro.hidden[n] + once.hidden[n] for n in _NETWORKS},
+        lower=lower,
+        expected=sum(terms[name] for name in TERMS),
+        upper=rounds * (micro.serial + 2 * send * (stages > 1)) + once.serial + terms["optimizer"],
+        resources=resources,
+        flops=num_microbatches * micro.flops,
+    )
+
+
+def _count(b: BlockTime, share: Any, stages: Any) -> Any:
+    """How many copies of a block the slowest stage runs: its share of the layers, and the head.
+
+    With one stage the embedding is there too; with several it sits on the first stage, which has no head.
+    """
+    role, repeat = b.placed.block.role, b.placed.block.repeat
+    if role == "layer":
+        return repeat * share
+    return repeat * (1.0 if role == "head" else (stages == 1) * 1.0)
+
+
+def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: Rates) -> None:
+    """Add `count` runs of a block: compute, exposed activations, and what weights and gradients stick out of the compute."""
+    for name, work in (("forward", b.forward), ("recompute", b.recompute), ("backward", b.backward)):
+        sums.terms[name] = sums.terms[name] + count * work.seconds
+        sums.serial = sums.serial + count * work.serial_seconds
+        sums.flops = sums.flops + count * work.flops
+        sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
+    hideable: dict[Pass, dict[str, Any]] = {Pass.FORWARD: {}, Pass.BACKWARD: {}}
+    fused: dict[Pass, Any] = {Pass.FORWARD: 0.0, Pass.BACKWARD: 0.0}
+    for f in b.flows:
+        if f.when is Pass.STEP:
+            continue
+        term, seconds = term_of(f.mesh_axes, f.purpose), rates.flow_seconds(f)
+        sums.resources[term] = sums.resources[term] + count * rates.flow_bound(f)
+        sums.serial = sums.serial + count * seconds
+        if f.purpose is Purpose.ACTIVATIONS:
+            if term == "tensor" and rates.calibration.collective_matmul:
+                fused[f.when] = fused[f.when] + seconds
+            else:
+                sums.terms[term] = sums.terms[term] + count * seconds
+        else:
+            hideable[f.when][term] = hideable[f.when].get(term, 0.0) + seconds
+    backward = b.recompute.seconds + b.backward.seconds
+    # Collective matmuls use the links of the tensor axis, weights those of fsdp: both may run beside the same compute.
+    sums.expose({"tensor": fused[Pass.FORWARD]}, b.forward.seconds, count)
+    sums.expose({"tensor": fused[Pass.BACKWARD]}, backward, count)
+    left_forward = b.forward.seconds - sums.expose(hideable[Pass.FORWARD], b.forward.seconds, count)
+    left_backward = backward - sums.expose(hideable[Pass.BACKWARD], backward, count)
+    sums.cover[Purpose.WEIGHTS] = sums.cover[Purpose.WEIGHTS] + count * left_forward
+    sums.cover[Purpose.GRADIENTS] = sums.cover[Purpose.GRADIENTS] + count * left_backward
+
+
+def _add_step_flows(
+    once: _Sums, micro: _Sums, counted: Sequence[tuple[BlockTime, Any]], rates: Rates, cover_share: Any
+) -> None:
+    """Add what happens once a step: reductions behind the last backward pass, new weights behind the next forward pass.
+
+    They hide behind what compute of one microbatch covers nothing else yet, less one layer.
+    """
+    by_purpose: dict[Purpose, dict[str, Any]] = {Purpose.GRADIENTS: {}, Purpose.WEIGHTS: {}}
+    for b, count in counted:
+        for f in b.flows:
+            if f.when is Pass.STEP:
+                term = term_of(f.mesh_axes, f.purpose)
+                seconds = count * rates.flow_seconds(f)
+                once.resources[term] = once.resources[term] + count * rates.flow_bound(f)
+                once.serial = once.serial + seconds
+                by_purpose[f.purpose][term] = by_purpose[f.purpose].get(term, 0.0) + seconds
+    for purpose, by_term in by_purpose.items():
+        once.expose(by_term, micro.cover[purpose] * cover_share, 1.0)
+
+
+def _send(boundary_bytes: Any, rates: Rates) -> Any:
+    """Seconds of one send between neighbouring stages."""
+    efficiency = rates.calibration.link_efficiency
+    return collective_time(CollectiveKind.PERMUTE, boundary_bytes, rates.wires(("stage",)), efficiency=efficiency)

@@ -1,0 +1,125 @@
+"""Which number format plays which role, and what an optimizer keeps. Not here: sizes of anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.dtypes import DType, parse_dtype
+from meshwise.errors import MeshwiseError, UnknownNameError
+
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Optimizer", "Precision", "parse_optimizer", "parse_precision"]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Formats by role during training.
+
+    Args:
+        name: what users type.
+        weights: as stored between steps, gathered and multiplied.
+        activations: as multiplied, kept and sent.
+        gradients: of weights, as accumulated and as reduced over devices.
+        master: an extra high-precision copy of the weights that the optimizer updates, or None.
+        moments: the optimizer's state.
+        compute: the rate at which matmuls run.
+        meaning: one line for help and reports.
+    """
+
+    name: str
+    weights: DType
+    activations: DType
+    gradients: DType
+    master: DType | None
+    moments: DType
+    compute: DType
+    meaning: str
+
+
+def _precision(name: str, half: DType, gradients: DType, master: DType | None, meaning: str) -> Precision:
+    return Precision(name, half, half, gradients, master, DType.FP32, half, meaning)
+
+
+_PRECISIONS = (
+    _precision("bf16", DType.BF16, DType.BF16, None, "bf16 weights, activations and gradients, fp32 optimizer moments (the book's choice)"),
+    _precision("mixed", DType.BF16, DType.FP32, DType.FP32, "bf16 matmuls; fp32 gradients, master weights and moments (Megatron-LM's choice)"),
+    _precision("fp16", DType.FP16, DType.FP32, DType.FP32, "fp16 matmuls; fp32 gradients, master weights and moments"),
+    _precision("fp32", DType.FP32, DType.FP32, None, "everything in fp32"),
+)  # fmt: skip
+
+#: Presets by name.
+PRECISIONS = {p.name: p for p in _PRECISIONS}
+
+_ROLES = ("weights", "activations", "gradients", "master", "moments", "compute")
+_ROLE_ALIASES = {"act": "activations", "grads": "gradients", "weight": "weights", "optimizer": "moments"}
+
+
+def parse_precision(text: str) -> Precision:
+    """Read a preset, roles, or a preset with changed roles: "mixed", "bf16,gradients=fp32", "weights=bf16,compute=fp8".
+
+    >>> parse_precision("bf16,master=fp32").master
+    <DType.FP32: 'fp32'>
+
+    Raises:
+        UnknownNameError: for an unknown preset, role or dtype.
+    """
+    base = PRECISIONS["bf16"]
+    changes: dict[str, DType | None] = {}
+    for part in (p.strip() for p in text.split(",")):
+        role, equals, value = part.partition("=")
+        if not equals:
+            if role not in PRECISIONS or changes:
+                raise UnknownNameError("precision", role, PRECISIONS, "Roles are changed by role=dtype after the preset.")
+            base = PRECISIONS[role]
+            continue
+        role = _ROLE_ALIASES.get(role.strip(), role.strip())
+        if role not in _ROLES:
+            raise UnknownNameError("precision role", role, _ROLES)
+        changes[role] = None if role == "master" and value.strip() == "none" else parse_dtype(value)
+    if not changes:
+        return base
+    for role in ("weights", "activations", "gradients", "moments", "compute"):
+        if role in changes and changes[role] is None:
+            raise MeshwiseError(f"precision: {role} needs a dtype")
+    values = {r: changes.get(r, getattr(base, r)) for r in _ROLES}
+    return Precision(name=text, meaning=f"{base.name} with {', '.join(changes)} changed", **values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What an optimizer keeps per parameter.
+
+    Args:
+        name: what users type.
+        moments: values of the `moments` format per parameter.
+        flops_per_parameter: vector operations of one update.
+        meaning: one line for help.
+    """
+
+    name: str
+    moments: int
+    flops_per_parameter: float
+    meaning: str
+
+
+#: Optimizers by name.
+OPTIMIZERS = {
+    o.name: o
+    for o in (
+        Optimizer("adamw", 2, 14, "Adam with decoupled weight decay: two moments"),
+        Optimizer("lion", 1, 8, "Lion: one moment"),
+        Optimizer("momentum", 1, 4, "SGD with momentum: one moment"),
+        Optimizer("sgd", 0, 2, "plain SGD: no state"),
+    )
+}
+
+
+def parse_optimizer(text: str) -> Optimizer:
+    """Find an optimizer.
+
+    Raises:
+        UnknownNameError: with the names there are.
+    """
+    key = {"adam": "adamw"}.get(text.strip().lower(), text.strip().lower())
+    if key not in OPTIMIZERS:
+        raise UnknownNameError("optimizer", text, OPTIMIZERS)
+    return OPTIMIZERS[key]

@@ -1,0 +1,91 @@
+"""What is to be trained: tokens per batch and in all, sequence length, precision, optimizer. Not here: model, chips, layout."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from meshwise.errors import MeshwiseError
+from meshwise.jobs.precision import Optimizer, Precision, parse_optimizer, parse_precision
+from meshwise.units import Quantity, format_count, format_percent, parse_count, parse_fraction
+
+__all__ = ["TrainingJob"]
+
+_Tokens = Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")]
+_Share = Annotated[float, Quantity("share", parse_fraction, format_percent, "10%")]
+
+
+class TrainingJob(BaseModel):
+    """A training job.
+
+    >>> job = TrainingJob(batch_tokens="4Mi", seq_len="4096", tokens="15T")
+    >>> job.sequences, job.tokens
+    (1024.0, 15000000000000.0)
+
+    Raises:
+        MeshwiseError: a field out of its bounds, without its unit, or of the wrong kind.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_tokens: _Tokens = Field(gt=0, le=1e12, description="Tokens per optimizer step, over all chips; a target that may be rounded")
+    seq_len: _Tokens = Field(gt=0, le=1e9, description="Tokens per sequence")
+    tokens: _Tokens | None = Field(default=None, gt=0, le=1e18, description="Tokens of the whole training run")
+    batch_slack: _Share = Field(
+        default=0.1, ge=0, le=0.5, description="How far the batch may be rounded to what divides evenly (0 for exact)"
+    )
+    precision: str = Field(
+        default="bf16",
+        description="Number formats: bf16, mixed, fp16, fp32, or roles such as bf16,master=fp32,gradients=fp32",
+    )
+    optimizer: str = Field(default="adamw", description="Optimizer: adamw, lion, momentum, sgd")
+
+    @field_validator("precision")
+    @classmethod
+    def _precision_is_known(cls, text: str) -> str:
+        parse_precision(text)
+        return text
+
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer_is_known(cls, text: str) -> str:
+        parse_optimizer(text)
+        return text
+
+    @field_validator("batch_tokens", "seq_len")
+    @classmethod
+    def _whole(cls, value: float) -> float:
+        if value != int(value):
+            raise MeshwiseError(f"expected a whole number of tokens, found {value:,}")
+        return value
+
+    @model_validator(mode="after")
+    def _at_least_one_sequence(self) -> TrainingJob:
+        if self.batch_tokens < self.seq_len * (1 - self.batch_slack):
+            raise MeshwiseError(
+                f"batch_tokens {self.batch_tokens:,.0f} is less than one sequence of seq_len {self.seq_len:,.0f} tokens; "
+                "raise batch_tokens or lower seq_len"
+            )
+        if self.tokens is not None and self.tokens < self.batch_tokens:
+            raise MeshwiseError(
+                f"tokens {self.tokens:,.0f} is less than one batch of batch_tokens {self.batch_tokens:,.0f}; "
+                "raise tokens or lower batch_tokens"
+            )
+        return self
+
+    @property
+    def sequences(self) -> float:
+        """Sequences per step; not whole when `seq_len` does not divide `batch_tokens`."""
+        return self.batch_tokens / self.seq_len
+
+    @cached_property
+    def formats(self) -> Precision:
+        """The parsed `precision`."""
+        return parse_precision(self.precision)
+
+    @cached_property
+    def optimizer_kind(self) -> Optimizer:
+        """The parsed `optimizer`."""
+        return parse_optimizer(self.optimizer)

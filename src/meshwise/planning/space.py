@@ -1,0 +1,209 @@
+"""The search space: meshes of so many chips, and the ways to lay their axes over the physical dimensions of a network.
+
+Not here: costs of a step (`costs.evaluate`), or choosing (`search`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.costs.network import Fabric, Wire, make_wire
+from meshwise.sharding.layout import MESH_AXES
+
+__all__ = ["IdealWires", "Limits", "WireTable", "meshes", "placements", "shrunken", "undominated"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a mesh may look like, from model and job.
+
+    Args:
+        largest: mesh axis -> largest size.
+        max_replicas: bound on data x fsdp, from the batch.
+        fixed: mesh axis -> size that the user fixed.
+    """
+
+    largest: Mapping[str, int]
+    max_replicas: float
+    fixed: Mapping[str, int]
+
+
+def meshes(num_chips: int, limits: Limits) -> NDArray[np.int64]:
+    """Every mesh of exactly `num_chips` within the limits: [meshes, axes], axes in the order of MESH_AXES."""
+    divisors = np.array([d for d in range(1, num_chips + 1) if num_chips % d == 0])
+    rows = np.ones((1, 0), int)
+    rest = np.array([num_chips])
+    order = [a for a in MESH_AXES if a != "fsdp"] + ["fsdp"]  # the axis with most freedom takes the rest
+    for axis in order[:-1]:
+        choices = divisors[divisors <= limits.largest[axis]]
+        if axis in limits.fixed:
+            choices = divisors[divisors == limits.fixed[axis]]
+        i, j = np.nonzero(rest[:, None] % choices[None, :] == 0)
+        rows = np.hstack([rows[i], choices[j][:, None]])
+        rest = rest[i] // choices[j]
+    rows = np.hstack([rows, rest[:, None]])
+    rows = rows[:, [order.index(a) for a in MESH_AXES]]
+    fsdp, data = rows[:, MESH_AXES.index("fsdp")], rows[:, MESH_AXES.index("data")]
+    ok = (fsdp <= limits.fixed.get("fsdp", limits.largest["fsdp"])) & (fsdp * data <= limits.max_replicas)
+    if "fsdp" in limits.fixed:
+        ok &= fsdp == limits.fixed["fsdp"]
+    return rows[ok]
+
+
+@lru_cache(maxsize=65536)
+def _extents(size: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Ways to write `size` as a product of one divisor of each entry of `room`."""
+    if not room:
+        return ((),) if size == 1 else ()
+    found = []
+    for d in range(1, min(size, room[0]) + 1):
+        if size % d == 0 and room[0] % d == 0:
+            found += [(d, *rest) for rest in _extents(size // d, room[1:])]
+    return tuple(found)
+
+
+@lru_cache(maxsize=65536)
+def placements(room: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
+    """Every way to lay mesh axes of `sizes` over physical dimensions of `room`: [ways, axes, dimensions] extents.
+
+    On a torus axis, mesh axes nest in the order of MESH_AXES (tensor innermost); on a switch their order makes no difference.
+    """
+    ways = list(_assignments(room, sizes))
+    return np.array(ways, float).reshape(len(ways), len(sizes), len(room))
+
+
+def _assignments(room: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    if not sizes:
+        yield ()
+        return
+    for extents in _extents(sizes[0], room):
+        left = tuple(r // e for r, e in zip(room, extents, strict=True))
+        for rest in _assignments(left, sizes[1:]):
+            yield (extents, *rest)
+
+
+class WireTable:
+    """Mesh axes -> wire, with one entry per placement; each made when asked for.
+
+    Args:
+        fabric: the network.
+        factors: [placements, axes, dimensions].
+    """
+
+    def __init__(self, fabric: Fabric, factors: Array) -> None:
+        self.fabric = fabric
+        self.by_axis = {a: [factors[:, i, d] for d in range(factors.shape[2])] for i, a in enumerate(MESH_AXES)}
+        self.made: dict[tuple[str, ...], Wire] = {}
+
+    def __call__(self, axes: tuple[str, ...]) -> Wire:
+        """Look up the wire of the group along `axes`, in any order."""
+        key = tuple(sorted(axes))
+        if key not in self.made:
+            self.made[key] = make_wire(self.fabric, self.by_axis, key)
+        return self.made[key]
+
+
+class IdealWires:
+    """Mesh axes -> a wire that no placement beats: each group laid out as if it had the network to itself.
+
+    Args:
+        fabric: the network.
+        sizes: mesh axis -> [rows] sizes.
+    """
+
+    def __init__(self, fabric: Fabric, sizes: Mapping[str, Array]) -> None:
+        self.fabric = fabric
+        self.sizes = sizes
+        self.made: dict[tuple[str, ...], Wire] = {}
+
+    def __call__(self, axes: tuple[str, ...]) -> Wire:
+        """Look up the best wire of the group along `axes`."""
+        key = tuple(sorted(axes))
+        if key not in self.made:
+            total = np.prod([self.sizes[a] for a in key], axis=0)
+            unique, inverse = np.unique(total, return_inverse=True)
+            best = [_best_wire(self.fabric, int(n)) for n in unique]
+            columns = (np.array(column)[inverse] for column in zip(*best, strict=True))
+            self.made[key] = Wire(total, *columns, all_reduce_gain=_gain(self.fabric))
+        return self.made[key]
+
+
+def _gain(fabric: Fabric) -> float:
+    return make_wire(fabric, {"x": [1.0] * len(fabric.dimensions)}, ("x",)).all_reduce_gain
+
+
+@lru_cache(maxsize=65536)
+def _best_wire(fabric: Fabric, size: int) -> tuple[float, ...]:
+    """The smallest of each of a wire's numbers over all ways to lay out one group of `size` chips."""
+    extents = _extents(size, fabric.sizes)
+    wires = [make_wire(fabric, {"x": [float(e) for e in way]}, ("x",)) for way in extents]
+    names = ("gather", "gather_latency", "exchange", "exchange_latency", "send", "send_latency")
+    return tuple(min(float(getattr(w, n)) for w in wires) for n in names)
+
+
+def undominated(
+    fabric: Fabric, factors: Array, starts: NDArray[np.int64], groups: Iterable[tuple[str, ...]]
+) -> NDArray[np.int64]:
+    """Indices of placements for which no other of the same mesh has every wire at least as fast.
+
+    Admissible because a step never gets slower when a wire gets faster, which a property test holds.
+
+    Args:
+        fabric: the network.
+        factors: [placements, axes, dimensions], those of one mesh adjacent.
+        starts: where each mesh's placements begin.
+        groups: the groups of mesh axes that a step communicates over, besides the sends between stages.
+    """
+    wires = WireTable(fabric, factors)
+    columns = []
+    for group in groups:
+        w = wires(group)
+        columns += [w.gather, w.gather_latency, w.exchange, w.exchange_latency]
+    columns += [wires(("stage",)).send, wires(("stage",)).send_latency]
+    costs = np.column_stack([_rounded(np.broadcast_to(c, len(factors))) for c in columns])
+    ends = np.append(starts[1:], len(factors))
+    return np.concatenate([b + _front(costs[b:e]) for b, e in zip(starts, ends, strict=True)])
+
+
+def _rounded(values: Array) -> Array:
+    """Nine digits, so that equal wires made by different arithmetic are equal."""
+    scale = 10.0 ** (8 - np.floor(np.log10(np.where(values > 0, values, 1.0))))
+    return np.round(values * scale) / scale
+
+
+def _front(costs: Array) -> NDArray[np.int64]:
+    """Indices of the rows that no other row undercuts or equals in every column; the first of equal rows."""
+    if len(costs) == 1:
+        return np.array([0])
+    unique, first = np.unique(costs, axis=0, return_index=True)
+    alive = np.ones(len(unique), bool)
+    for i in range(len(unique)):  # rows are sorted, so only an earlier row can dominate a later one
+        if alive[i]:
+            alive[i + 1 :] &= ~(unique[i] <= unique[i + 1 :]).all(axis=1)
+    return np.sort(first[alive])
+
+
+def shrunken(fabric: Fabric) -> list[Fabric]:
+    """Smaller parts of a network worth a look: one dimension cut to a rounder size; most chips first.
+
+    Sizes tried: the two largest powers of two, and three times a power of two, below the dimension's. A cut torus axis keeps
+    its wraparound only where a slice of that shape has one: in a 3D torus, in whole cubes of four.
+    """
+    out = []
+    torus_axes = sum(d.torus for d in fabric.dimensions)
+    for i, dim in enumerate(fabric.dimensions):
+        powers = [2**k for k in range(dim.size.bit_length()) if 2**k < dim.size]
+        sizes = {*powers[-2:], *(3 * p for p in powers if dim.size / 2 < 3 * p < dim.size)}
+        for size in sizes:
+            wraps = dim.wraps and torus_axes == 3 and size % 4 == 0
+            cut = replace(dim, size=size, wraps=wraps)
+            out.append(replace(fabric, dimensions=(*fabric.dimensions[:i], cut, *fabric.dimensions[i + 1 :])))
+    return sorted(out, key=lambda f: -math.prod(f.sizes))

@@ -1,0 +1,197 @@
+"""A layout: how many devices each mesh axis has, and the choices that go with it. What the search varies lives here.
+
+A frozen value that reads and prints as users write it and round-trips through JSON. Not here: what it costs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.sharding.remat import remat_policy
+
+__all__ = ["MESH_AXES", "Layout", "parse_layout"]
+
+#: Mesh axes in the order in which they nest in the hardware unless told otherwise: innermost (fastest wires) first.
+MESH_AXES = ("tensor", "context", "fsdp", "data", "stage")
+
+_ALIASES = {
+    "dp": "data", "data_parallel": "data", "replica": "data",
+    "zero3": "fsdp", "fully_sharded": "fsdp",
+    "cp": "context", "context_parallel": "context",
+    "tp": "tensor", "mp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
+    "pp": "stage", "pipeline": "stage", "stages": "stage",
+    "mbs": "micro_batch", "microbatch": "micro_batch",
+    "ga": "num_microbatches", "accumulation": "num_microbatches", "microbatches": "num_microbatches",
+    "sp": "sequence_parallel", "recompute": "remat",
+}  # fmt: skip
+_LATER = {"ep": "expert", "expert": "expert", "vpp": "interleaved stages", "etp": "expert tensor"}
+_SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes and the choices of a training plan.
+
+    Args:
+        data: replicas that see different sequences and keep whole weights (see `zero`).
+        fsdp: fully sharded data parallelism (ZeRO-3).
+        context: the positions of a sequence.
+        tensor: heads, feed-forward width, vocabulary.
+        stage: pipeline stages (1F1B).
+        zero: what `data` replicas share out: 0 nothing, 1 optimizer state, 2 also gradients.
+        sequence_parallel: split the residual stream's positions over `tensor` between matmuls.
+        remat: what is computed again in the backward pass; see `sharding.remat`.
+        micro_batch: sequences that one (data, fsdp) device group works on at a time.
+        num_microbatches: microbatches per step: in flight in a pipeline, accumulated otherwise.
+        wires: mesh axis -> its extent on each physical dimension of the network, or None to choose the best.
+
+    Raises:
+        LayoutError: a size below one, an unknown choice.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+    stage: int = 1
+    zero: int = 0
+    sequence_parallel: bool = True
+    remat: str = "full"
+    micro_batch: int = 1
+    num_microbatches: int = 1
+    wires: tuple[tuple[str, tuple[int, ...]], ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in (*MESH_AXES, "micro_batch", "num_microbatches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise LayoutError(f"layout: {name} must be a whole number of at least 1, found {value!r}")
+        if self.zero not in (0, 1, 2):
+            raise LayoutError(
+                f"layout: zero must be 0, 1 or 2, found {self.zero!r}; for ZeRO-3 use fsdp={self.data} instead of data={self.data}"
+            )
+        remat_policy(self.remat)
+        for axis, extents in self.wires or ():
+            if axis not in MESH_AXES:
+                raise UnknownNameError("mesh axis", axis, MESH_AXES)
+            if math.prod(extents) != getattr(self, axis):
+                raise LayoutError(f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis -> size, innermost first."""
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
+    def num_chips(self) -> int:
+        """Chips that the layout uses."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per step."""
+        return self.data * self.fsdp * self.micro_batch * self.num_microbatches
+
+    @cached_property
+    def used_axes(self) -> tuple[str, ...]:
+        """Axes of more than one device, outermost first."""
+        return tuple(a for a in reversed(MESH_AXES) if self.sizes[a] > 1)
+
+    def __str__(self) -> str:
+        parts = [f"{a}={self.sizes[a]}" for a in self.used_axes] or ["data=1"]
+        if self.zero and self.data > 1:
+            parts.append(f"zero={self.zero}")
+        if self.tensor > 1 and not self.sequence_parallel:
+            parts.append("sequence_parallel=off")
+        parts += [f"micro_batch={self.micro_batch}", f"num_microbatches={self.num_microbatches}", f"remat={self.remat}"]
+        return ",".join(parts)
+
+    def replace(self, **changes: Any) -> Layout:
+        """Copy with other choices."""
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, wires as a mapping; `from_json` reads it back."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["wires"] = None if self.wires is None else {axis: list(extents) for axis, extents in self.wires}
+        return out
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Layout:
+        """Read what `to_json` wrote.
+
+        Raises:
+            LayoutError: for a field that a layout does not have, or a value it cannot have.
+        """
+        known = {f.name for f in fields(cls)}
+        for name in value:
+            if name not in known:
+                raise UnknownNameError("layout field", name, known)
+        changes = dict(value)
+        if changes.get("wires") is not None:
+            changes["wires"] = tuple((axis, tuple(extents)) for axis, extents in changes["wires"].items())
+        return cls(**changes)
+
+
+def parse_layout(text: str, *, num_chips: int) -> Layout:
+    """Read a layout as users write it, `-1` for "the rest".
+
+    >>> str(parse_layout("fsdp=-1,tensor=4,remat=full", num_chips=64))
+    'fsdp=16,tensor=4,micro_batch=1,num_microbatches=1,remat=full'
+
+    Args:
+        text: `axis=size` and `choice=value`, separated by commas; the usual short names (dp fsdp tp sp cp pp) are accepted.
+        num_chips: what `-1` fills up to.
+
+    Raises:
+        LayoutError: not of that form, an axis given twice, sizes that do not multiply to at most `num_chips`.
+        UnknownNameError: an axis or choice that does not exist.
+    """
+    given: dict[str, Any] = {}
+    for part in (p.strip() for p in text.split(",") if p.strip()):
+        match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S+)", part)
+        if match is None:
+            raise LayoutError(f"layout: expected name=value (such as fsdp=64 or remat=full), found {part!r} in {text!r}")
+        name = _ALIASES.get(match[1].lower(), match[1].lower())
+        if name in _LATER:
+            raise LayoutError(f"layout: {_LATER[name]} parallelism ({part}) is not supported yet; use {', '.join(MESH_AXES)}")
+        if name in given:
+            raise LayoutError(f"layout: {name} is given twice in {text!r}")
+        given[name] = _value(name, match[2])
+    rest = [a for a in MESH_AXES if given.get(a) == -1]
+    if len(rest) > 1:
+        raise LayoutError(f"layout: only one axis can be -1 (the rest), found {' and '.join(rest)}")
+    if rest:
+        others = math.prod(v for a, v in given.items() if a in MESH_AXES and a != rest[0])
+        if others < 1 or num_chips % others:
+            raise LayoutError(f"layout: {rest[0]}=-1 cannot fill {num_chips} chips: the other axes multiply to {others}")
+        given[rest[0]] = num_chips // others
+    layout = Layout(**given)
+    if layout.num_chips > num_chips:
+        raise LayoutError(
+            f"layout {text!r} needs {layout.num_chips} chips, the cluster has {num_chips}; "
+            "lower an axis, or write -1 for one to let it take the rest"
+        )
+    return layout
+
+
+def _value(name: str, text: str) -> Any:
+    """A size, a switch or a word."""
+    if name == "remat":
+        return text.lower()
+    if name == "sequence_parallel":
+        if text.lower() not in _SWITCH:
+            raise LayoutError(f"layout: sequence_parallel is on or off, found {text!r}")
+        return _SWITCH[text.lower()]
+    if name not in (*MESH_AXES, "zero", "micro_batch", "num_microbatches"):
+        choices = (*MESH_AXES, "zero", "micro_batch", "num_microbatches", "remat", "sequence_parallel")
+        raise UnknownNameError("layout axis or choice", name, choices)
+    if not re.fullmatch(r"-?\d+", text):
+        raise LayoutError(f"layout: {name} must be a whole number, found {text!r}")
+    return int(text)

@@ -1,0 +1,328 @@
+"""Placing a program on a mesh: local operations and the collectives between them, derived from rule tables.
+
+Depends only on the structure of a layout (which axis is split over which mesh axis), never on sizes, so that one placement
+serves a million candidates. Not here: bytes per second, or any strategy's formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from meshwise.sharding.collectives import Collective, CollectiveKind
+from meshwise.sharding.mesh import Sharding
+from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
+from meshwise.sharding.reshard import reshard
+from meshwise.sharding.strategy import Strategy
+from meshwise.tensors import (
+    Attention,
+    AttentionGradient,
+    Block,
+    Elementwise,
+    Kind,
+    Op,
+    Route,
+    Tensor,
+    backward,
+)
+
+__all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "place_block"]
+
+
+class Purpose(StrEnum):
+    """Why data moves. Weights and gradients of one block can be moved beside another block's compute; activations cannot."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor as a device holds it."""
+
+    tensor: Tensor
+    sharding: Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOp:
+    """An operation on local blocks.
+
+    Args:
+        op: the operation.
+        inputs, output: its tensors as they are held while it runs; splits of one index agree among them.
+        splits: index -> mesh axes, the sharding of the iteration space.
+    """
+
+    op: Op
+    inputs: tuple[Held, ...]
+    output: Held
+    splits: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective on one tensor.
+
+    Args:
+        tensor: what moves.
+        collective: how.
+        purpose: why.
+        waits: the operation that cannot start before it ("" at the end of a step).
+    """
+
+    tensor: Tensor
+    collective: Collective
+    purpose: Purpose
+    waits: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBlock:
+    """One block on a mesh.
+
+    Args:
+        block: what was placed.
+        forward: operations and transfers of one forward pass, in order.
+        backward: those of one backward pass, recomputation first.
+        recomputed: names of the operations in `backward` that repeat the forward pass.
+        kept: activations held between the two passes.
+        workspace: activations made again, alive during one block's backward pass.
+        weights, gradients, optimizer: the training state as stored; weights tied to another block's are left out.
+        tied: weights that another block owns; a pipeline stage without that block holds a copy.
+        gathered: weights as used, between their gathering and their last use.
+        step: transfers once a step: gradients to where the optimizer wants them, new weights back to where they are stored.
+    """
+
+    block: Block
+    forward: tuple[LocalOp | Transfer, ...]
+    backward: tuple[LocalOp | Transfer, ...]
+    recomputed: frozenset[str]
+    kept: tuple[Held, ...]
+    workspace: tuple[Held, ...]
+    weights: tuple[Held, ...]
+    tied: tuple[Held, ...]
+    gradients: tuple[Held, ...]
+    optimizer: tuple[Held, ...]
+    gathered: tuple[Held, ...]
+    step: tuple[Transfer, ...]
+
+
+class _Placer:
+    """Walks operations in order, keeping where every tensor is and moving it only when an operation needs it elsewhere."""
+
+    def __init__(self, strategy: Strategy, held: dict[str, Held]) -> None:
+        self.strategy = strategy
+        self.held = held
+        self.copies: dict[tuple[str, Sharding], Sharding] = {}
+        self.items: list[LocalOp | Transfer] = []
+
+    def run(self, op: Op) -> None:
+        """Place one operation."""
+        if self._passes_partial_sums(op):
+            self._run_on_partial_sums(op)
+            return
+        splits = iteration_space(self.strategy, op)
+        inputs = tuple(Held(t, self.bring(t, Sharding.of(t.axes, splits), op.name)) for t in op.inputs)
+        output = Held(op.output, self._output_sharding(op, splits))
+        self._append(op, inputs, output, splits)
+
+    def _append(self, op: Op, inputs: tuple[Held, ...], output: Held, splits: dict[str, tuple[str, ...]]) -> None:
+        self.items.append(LocalOp(op, inputs, output, tuple(splits.items())))
+        self.held[op.output.name] = output
+
+    def _output_sharding(self, op: Op, splits: dict[str, tuple[str, ...]]) -> Sharding:
+        if isinstance(op, AttentionGradient):
+            # Written for all key positions; a partial sum over the devices that hold other queries.
+            positions = op.source.query_axis
+            own = {a: s for a, s in splits.items() if a != positions}
+            return Sharding.of(op.output.axes, own, unreduced=splits.get(positions, ()))
+        out_axes = {a for split in (splits.get(x, ()) for x in op.output.axes) for a in split}
+        pending = {a for x in op.axes for a in splits.get(x, ())} - out_axes
+        if isinstance(op, Route):  # slots carry the split of the tokens they came from
+            pending = set()
+        return Sharding.of(op.output.axes, splits, unreduced=pending)
+
+    def _passes_partial_sums(self, op: Op) -> bool:
+        """Whether `op` is linear and all its moving inputs are partial sums in the same way, so that it may run on them."""
+        linear = isinstance(op, Route) or (isinstance(op, Elementwise) and op.linear)
+        moving = [self.held[t.name] for t in op.inputs if t.kind is Kind.ACTIVATION]
+        if isinstance(op, Route):
+            moving = moving[:1]
+        if not linear or not moving or not moving[0].sharding.unreduced:
+            return False
+        if isinstance(op, Route):
+            return True
+        same = all(h.sharding == moving[0].sharding and h.tensor.axes == moving[0].tensor.axes for h in moving)
+        return same and len(moving) == len(op.inputs) and op.output.axes == moving[0].tensor.axes
+
+    def _run_on_partial_sums(self, op: Op) -> None:
+        pending = self.held[op.inputs[0].name].sharding.unreduced
+        if isinstance(op, Route):
+            splits = {a: tuple(m for m in s if m not in pending) for a, s in iteration_space(self.strategy, op).items()}
+            source = op.inputs[0]
+            first = Held(source, Sharding.of(source.axes, splits, unreduced=pending))
+            assert self.held[source.name].sharding == first.sharding, "slots of partial sums stand where their tokens stand"
+            rest = tuple(Held(t, self.bring(t, Sharding.of(t.axes, splits), op.name)) for t in op.inputs[1:])
+            output = Held(op.output, Sharding.of(op.output.axes, splits, unreduced=pending))
+            self._append(op, (first, *rest), output, splits)
+            return
+        sharding = self.held[op.inputs[0].name].sharding
+        inputs = tuple(Held(t, sharding) for t in op.inputs)
+        self._append(op, inputs, Held(op.output, sharding), dict(zip(op.output.axes, sharding.splits, strict=True)))
+
+    def bring(self, t: Tensor, wanted: Sharding, reader: str) -> Sharding:
+        """Move tensor `t` to `wanted` for `reader`, reusing a copy that was made before."""
+        held = self.held[t.name]
+        if held.sharding.unreduced:
+            held = self.settle(held, reader)
+        if held.sharding != wanted and (t.name, wanted) not in self.copies:
+            self._move(held, wanted, reader)
+            self.copies[t.name, wanted] = wanted
+        return wanted
+
+    def settle(self, held: Held, reader: str) -> Held:
+        """Sum a partial value into the place where its kind lives, once and for all readers."""
+        home = self.strategy.home(held.tensor.axes)
+        self._move(held, home, reader)
+        whole = Held(held.tensor, home)
+        self.held[held.tensor.name] = whole
+        return whole
+
+    def _move(self, held: Held, target: Sharding, reader: str) -> None:
+        purpose = {Kind.WEIGHT: Purpose.WEIGHTS, Kind.GRADIENT: Purpose.GRADIENTS}.get(held.tensor.kind, Purpose.ACTIVATIONS)
+        self.items += _transfers(held, target, purpose, reader)
+
+
+def _transfers(held: Held, target: Sharding, purpose: Purpose, reader: str) -> list[Transfer]:
+    steps = reshard(held.sharding, target)
+    return [Transfer(held.tensor, c, purpose, reader) for c in steps if c.kind is not CollectiveKind.SLICE]
+
+
+def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
+    """Which mesh axes split which index of `op`: placing an operation is choosing this."""
+    if isinstance(op, Attention | AttentionGradient):
+        attention = op.source if isinstance(op, AttentionGradient) else op
+        splits = strategy.splits([a for a in op.axes if a != attention.kv_heads_axis])
+        if attention.heads_axis in splits:  # N = K x G: a group of query heads goes with its key/value head
+            splits[attention.kv_heads_axis] = splits[attention.heads_axis]
+        return splits
+    if isinstance(op, Route):
+        return strategy.splits(op.axes, sequence=False) | _slots(strategy, op)
+    return strategy.splits(op.axes)
+
+
+def _slots(strategy: Strategy, op: Route) -> dict[str, tuple[str, ...]]:
+    """B, T and C of a routing operation: the slots of a device are filled from its own tokens."""
+    tokens = strategy.splits([a for a in op.axes if a in ("B", "T")], sequence=False)
+    slots = strategy.splits(["C"], sequence=False)
+    return {**tokens, **slots}
+
+
+def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> PlacedBlock:
+    """Place `block`, forward and backward, on the mesh axes of `strategy`.
+
+    Args:
+        block: operations on named axes.
+        strategy: rule tables; every mesh axis they name may turn out to have size 1, which costs nothing.
+        policy: what is kept for the backward pass.
+
+    Raises:
+        ShardingError: for rules that give one tensor the same mesh axis twice.
+    """
+    weights = {t.name: Held(t, strategy.stored(t.axes, "weights")) for t in _all_weights(block)}
+    entry = _entries(block, strategy)
+    forward = _Placer(strategy, {**weights, **entry})
+    for op in block.ops:
+        forward.run(op)
+    for name in block.outputs:
+        if forward.held[name].sharding.unreduced:
+            forward.settle(forward.held[name], "")
+    saved = saved_activations(block, policy)
+    kept = {t.name: forward.held[t.name] for t in saved.kept}
+    back, gradients = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
+    optimizer = tuple(Held(h.tensor, strategy.stored(h.tensor.axes, "optimizer")) for h in weights.values())
+    gathered = {
+        (h.tensor.name): h
+        for item in back.items
+        if isinstance(item, LocalOp)
+        for h in item.inputs
+        if h.tensor.kind is Kind.WEIGHT and h.sharding != weights[h.tensor.name].sharding
+    }
+    own = {t.name for t in block.weights}
+    return PlacedBlock(
+        block=block,
+        forward=tuple(forward.items),
+        backward=tuple(back.items),
+        recomputed=frozenset(op.name for op in saved.recompute),
+        kept=tuple(kept.values()),
+        workspace=tuple(back.held[t.name] for t in saved.recomputed),
+        weights=tuple(h for h in weights.values() if h.tensor.name in own),
+        tied=tuple(h for h in weights.values() if h.tensor.name not in own),
+        gradients=tuple(gradients[n] for n in weights if n in gradients and n in own),
+        optimizer=tuple(h for h in optimizer if h.tensor.name in own),
+        gathered=tuple(gathered.values()),
+        step=_step_transfers(weights, gradients, optimizer),
+    )
+
+
+def _all_weights(block: Block) -> Iterable[Tensor]:
+    return {t.name: t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT}.values()
+
+
+def _entries(block: Block, strategy: Strategy) -> dict[str, Held]:
+    """What comes into the block from outside: activations and indices, at home."""
+    made = {op.output.name for op in block.ops}
+    outside = (t for op in block.ops for t in op.inputs if t.kind is not Kind.WEIGHT and t.name not in made)
+    return {t.name: Held(t, strategy.home(t.axes)) for t in outside}
+
+
+def _place_backward(
+    block: Block, strategy: Strategy, saved: Saved, held: dict[str, Held]
+) -> tuple[_Placer, dict[str, Held]]:
+    """Place recomputation and gradients; each weight's gradient is moved to its accumulator as soon as it is whole."""
+    ops = backward(block)
+    outputs = {op.output.name: op.output for op in block.ops}
+    for name in block.outputs:
+        grad = replace(outputs[name], name=f"d_{name}")
+        held[grad.name] = Held(grad, strategy.home(grad.axes))
+    placer = _Placer(strategy, dict(held))
+    for op in saved.recompute:
+        placer.run(op)
+    gradients: dict[str, Held] = {}
+    read_later = {t.name for op in ops for t in op.inputs}
+    for op in ops:
+        placer.run(op)
+        if op.output.kind is Kind.GRADIENT and op.output.name not in read_later:
+            weight = op.output.name.removeprefix("d_")
+            gradients[weight] = _accumulate(placer, strategy, placer.held[op.output.name])
+    for t in (t for op in block.ops for t in op.inputs if t.name in block.inputs and t.kind is Kind.ACTIVATION):
+        out = placer.held.get(f"d_{t.name}")
+        if out is not None and out.sharding.unreduced:
+            placer.settle(out, "")
+    return placer, gradients
+
+
+def _accumulate(placer: _Placer, strategy: Strategy, held: Held) -> Held:
+    """Bring a weight's gradient to its accumulator: split as the table says, other sums left for the end of the step."""
+    splits = strategy.stored(held.tensor.axes, "gradients").splits
+    used = {a for s in splits for a in s}
+    target = Sharding(splits, frozenset(held.sharding.unreduced - used))
+    placer.items += _transfers(held, target, Purpose.GRADIENTS, "")
+    return Held(held.tensor, target)
+
+
+def _step_transfers(
+    weights: dict[str, Held], gradients: dict[str, Held], optimizer: tuple[Held, ...]
+) -> tuple[Transfer, ...]:
+    """Once a step: gradients to the optimizer's shards, new weights from there to where they are stored."""
+    transfers: list[Transfer] = []
+    for state in optimizer:
+        name = state.tensor.name
+        if name not in gradients:
+            continue
+        transfers += _transfers(gradients[name], state.sharding, Purpose.GRADIENTS, "")
+        transfers += _transfers(Held(state.tensor, state.sharding), weights[name].sharding, Purpose.WEIGHTS, "")
+    return tuple(transfers)
