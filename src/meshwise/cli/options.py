@@ -76,7 +76,7 @@ def validated(model: type[M], values: Mapping[str, Any], names: Mapping[str, str
         return model.model_validate(dict(values))
     except ValidationError as error:
         problems = error.errors()
-        words = "\n".join(_words(problem, names or {}) for problem in problems)
+        words = "\n".join(_words(problem, names or {}, values) for problem in problems)
         cause = problems[0].get("ctx", {}).get("error")
         if isinstance(cause, MeshwiseError) and len(problems) == 1:
             cause.args = (words,)
@@ -167,30 +167,37 @@ def _shown(value: Any, quantity: Quantity | None) -> str:
 
 
 def _bounds(info: FieldInfo) -> list[str]:
-    """Bounds in words; "more than 0" goes without saying for quantities."""
+    """Say the bounds; "more than 0" goes without saying for quantities."""
+    quantity = _quantity(info)
+    show = quantity.show if quantity else _number
     words = []
     for m in info.metadata:
         if isinstance(m, annotated_types.Ge):
-            words.append(f"at least {m.ge}")
+            words.append(f"at least {show(m.ge)}")  # type: ignore[arg-type]
         elif isinstance(m, annotated_types.Le):
-            words.append(f"at most {m.le}")
-        elif isinstance(m, annotated_types.Gt) and _quantity(info) is None:
-            words.append(f"more than {m.gt}")
+            words.append(f"at most {show(m.le)}")  # type: ignore[arg-type]
+        elif isinstance(m, annotated_types.Gt) and quantity is None:
+            words.append(f"more than {show(m.gt)}")  # type: ignore[arg-type]
         elif isinstance(m, annotated_types.Lt):
-            words.append(f"less than {m.lt}")
+            words.append(f"less than {show(m.lt)}")  # type: ignore[arg-type]
     return words
 
 
-def _words(problem: ErrorDetails, names: Mapping[str, str]) -> str:
+def _number(value: float) -> str:
+    """Show a bound: whole numbers without a point."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+
+
+def _words(problem: ErrorDetails, names: Mapping[str, str], values: Mapping[str, Any]) -> str:
     """One error of pydantic as expected, found, where."""
     field = ".".join(str(part) for part in problem["loc"]) or "request"
     root = str(problem["loc"][0]) if problem["loc"] else ""
     name = names.get(root, field)
     context = problem.get("ctx", {})
-    found = f"found {problem['input']!r}"
+    found = f"found {values.get(field, problem['input'])!r}"  # as typed, not as parsed
     if problem["type"] in _BOUND_WORDS:
         key, words = _BOUND_WORDS[problem["type"]]
-        return f"{name}: expected {words} {context[key]}, {found}"
+        return f"{name}: expected {words} {_number(context[key])}, {found}"
     if problem["type"] == "missing":
         return f"{name} is missing"
     if problem["type"] == "extra_forbidden":

@@ -1,0 +1,157 @@
+"""The error boundary, the list of commands, and what every command has in common."""
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+
+from meshwise import __version__
+from meshwise.cli import main as entry
+from meshwise.cli.main import COMMANDS
+from meshwise.errors import InfeasibleError, MissingDependencyError
+
+MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
+
+#: One working call of every command; a new command must be added here.
+WORKING = {
+    "model": ["llama-3-70b"],
+    "models": [],
+    "chips": [],
+    "clusters": ["v5p-128"],
+    "roofline": [MATMUL, "--on", "v5e", "--set", "B=128,D=8Ki,F=32Ki"],
+    "shard": ["A[I, J_X] * B[J, K] -> C[I, K]", "--mesh", "X=4", "--set", "I=1Ki,J=8Ki,K=8Ki", "--on", "v5e:4x4"],
+    "collective": ["all-gather", "bf16[1024, 4096_X]", "--mesh", "X=16", "--on", "v5e:16x16"],
+}
+
+
+def test_every_command_has_a_working_call_here():
+    assert set(WORKING) | {"plan", "estimate"} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_summary_in_help_is_the_commands_own(name):
+    command = COMMANDS[name].load()
+    assert COMMANDS[name].summary == command.get_short_help_str(limit=200)
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_text_output_fits_80_columns_and_has_no_colour(run, name):
+    done = run(name, *WORKING[name], "--explain")
+    assert (done.code, done.err) == (0, "")
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "\x1b" not in done.out
+    assert done.first_line.strip()
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_json_has_one_envelope(run, name):
+    done = run(name, *WORKING[name], "--json")
+    assert (done.code, done.err) == (0, "")
+    assert list(done.json)[:4] == ["schema_version", "command", "inputs", "answer"]
+    assert done.json["schema_version"] == "1"
+    assert done.json["command"] == name
+    assert "explanations" not in done.json
+
+
+@pytest.mark.parametrize("name", ["model", "roofline", "shard", "collective"])
+def test_explain_gives_formula_substitution_result_and_source(run, name):
+    workings = run(name, *WORKING[name], "--json", "--explain").json["explanations"]
+    assert workings
+    for working in workings:
+        assert set(working) == {"name", "formula", "substitution", "result", "source"}
+        assert all(working.values()), working
+
+
+def test_version(run):
+    assert run("--version").out == f"meshwise {__version__}\n"
+
+
+def test_no_command_says_so_and_shows_the_help(run):
+    done = run()
+    assert done.code == 2
+    assert done.err.startswith("error: a command is missing\n\nUsage: meshwise")
+
+
+def test_unknown_command_suggests_the_nearest(run):
+    done = run("rofline")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: unknown command 'rofline'. Nearest: roofline. See 'meshwise --help'.\n"
+
+
+def test_unknown_option_names_the_help(run):
+    done = run("chips", "--foo")
+    assert done.code == 2
+    assert done.err == "error: No such option '--foo'.\nSee 'meshwise chips --help'.\n"
+
+
+def test_missing_argument(run):
+    done = run("roofline", "--on", "v5e")
+    assert done.code == 2
+    assert done.err == "error: Missing argument 'EXPRESSION'.\nSee 'meshwise roofline --help'.\n"
+
+
+def test_errors_are_json_on_stderr_when_json_is_asked_for(run):
+    done = run("chips", "v5q", "--json")
+    assert (done.code, done.out) == (2, "")
+    told = json.loads(done.err)
+    assert told["schema_version"] == "1"
+    assert told["error"]["kind"] == "UnknownNameError"
+    assert told["error"]["exit_code"] == 2
+    assert told["error"]["message"].startswith("unknown chip 'v5q'. Nearest: ")
+
+
+def raising(error: BaseException) -> click.Command:
+    @click.command()
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (InfeasibleError("nothing fits"), 3, "error: nothing fits\n"),
+        (MissingDependencyError("needs x"), 4, "error: needs x\n"),
+        (KeyboardInterrupt(), 130, "\nerror: interrupted\n"),
+        (
+            ZeroDivisionError("division\nby zero"),
+            1,
+            "error: this is a bug in meshwise: ZeroDivisionError: division by zero (MESHWISE_DEBUG=1 shows where)\n",
+        ),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_exit_codes_and_words(run, monkeypatch, error, code, words):
+    monkeypatch.delenv("MESHWISE_DEBUG", raising=False)
+    monkeypatch.setattr(entry.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(entry.sys.stdout, "fileno", lambda: 1, raising=False)
+    monkeypatch.setattr(type(COMMANDS["chips"]), "load", lambda _: raising(error))
+    done = run("chips")
+    assert (done.code, done.err) == (code, words)
+
+
+def test_debug_shows_the_traceback_of_a_bug(run, monkeypatch):
+    monkeypatch.setenv("MESHWISE_DEBUG", "1")
+    monkeypatch.setattr(type(COMMANDS["chips"]), "load", lambda _: raising(ZeroDivisionError("x")))
+    done = run("chips")
+    assert done.code == 1
+    assert "Traceback (most recent call last)" in done.err
+
+
+def test_a_closed_pipe_is_not_an_error():
+    script = f"{sys.executable} -m meshwise chips --json | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {script}"], capture_output=True, text=True, check=False)  # noqa: S603, S607
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
+def test_a_poor_encoding_is_not_an_error():
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "meshwise", "roofline", MATMUL, "--on", "v5e"],
+        capture_output=True,
+        check=False,
+        env={"PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,0 +1,216 @@
+"""What each verb answers, end to end; the numbers are the book's where it has them."""
+# ruff: noqa: E501 - one case a line
+
+import math
+
+import pytest
+
+MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
+
+
+def test_model_fields_are_exact(run):
+    told = run("model", "llama-3-70b", "--json").json
+    assert told["parameters"]["total"] == 70553706496
+    assert told["parameters"]["language"] == 70553706496
+    assert told["parameters"]["active"] == 70553706496
+    assert sum(told["parameters"]["by_part"].values()) == 70553706496
+    assert told["kv_cache"]["bytes_per_token"] == 327680  # 2 x 80 layers x 8 heads x 128 x 2 bytes
+    assert told["inputs"] == {"model": "llama-3-70b", "seq_len_tokens": 4096, "kv_dtype": "bf16"}
+    # 2 FLOPs a parameter that multiplies (all but the embedding table and the norms), and causal attention.
+    matrices = 70553706496 - told["parameters"]["by_part"]["embedding"] - told["parameters"]["by_part"]["norms"]
+    attention = 4 * 80 * 64 * 128 * (4096 + 1) / 2
+    assert told["flops"]["forward_per_token"] == pytest.approx(2 * matrices + attention, rel=1e-12)
+    assert told["flops"]["training_per_token"] == pytest.approx(3 * told["flops"]["forward_per_token"], rel=1e-12)
+
+
+def test_model_answers_in_the_first_line(run):
+    assert run("model", "llama-3-70b").first_line == "llama-3-70b: 70,553,706,496 parameters (70.6B)"
+
+
+def test_model_kv_dtype_halves_the_cache(run):
+    assert run("model", "llama-3-70b", "--kv-dtype", "int8", "--json").json["kv_cache"]["bytes_per_token"] == 163840
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model", "llama-4-70c"], "unknown model 'llama-4-70c'"),
+        (["model", "llama-3-70b", "--seq-len", "0"], "--seq-len: expected more than zero, found '0'"),
+        (["model", "llama-3-70b", "--seq-len", "1.5"], "--seq-len: "),
+        (["model", "missing.json"], "model 'missing.json': there is no such file"),
+        (["chips", "v5x"], "unknown chip 'v5x'"),
+        (["clusters", "v5p:7x7x7x7"], ""),
+        (["clusters", "nowhere:8"], ""),
+        (["roofline", MATMUL, "--on", "v5e", "--set", "B"], "--set: expected NAME=SIZE such as B=1024, found 'B'"),
+        (["roofline", MATMUL, "--on", "v5e", "--set", "B=1,B=2"], "--set: B is given twice"),
+        (["roofline", MATMUL, "--on", "v5e", "--set", "B=0"], "--set: B: expected more than zero, found '0'"),
+        (["roofline", MATMUL, "--on", "v5e", "--set", "B=1.5"], "--set: B: expected a whole number from 1 to 1e+15"),
+        (["roofline", MATMUL, "--on", "v5e", "--set", "B=1e300"], "--set: B: expected a whole number from 1 to 1e+15"),
+        (["roofline", MATMUL, "--on", "v5e", "--set", "X=8"], "unknown axis 'X'. Known: B, D, F."),
+        (["roofline", MATMUL, "--on", "v5e", "--vary", "X"], "unknown axis 'X'. Known: B, D, F."),
+        (["roofline", MATMUL], "--on is missing"),
+        (["roofline", MATMUL, "--on", "v5e", "--memory-bandwidth", "5"], "--memory-bandwidth: '5' has no unit; write"),
+        (["roofline", MATMUL, "--on", "v5e", "--memory-bandwidth", "-5GB/s"], "--memory-bandwidth: expected more than"),
+        (["roofline", "tf32[B, D] * tf32[D, F] -> fp32[B, F]", "--on", "v5e"], "unknown matmul dtype on v5e 'tf32'."),
+        (["shard", "A[I_X, J] * B[J, K] -> C[I_X, K]", "--on", "v5e:4x4"], "a time on v5e:4x4 needs the mesh"),
+        (["shard", "A[I_X, J] * B[J, K] -> C[I_X, K]", "--on", "v5e:4x4", "--mesh", "X=4"], "a time on v5e:4x4 needs the sizes of I, J, K"),
+        (["shard", "A[I_X, J] * B[J, K] -> C[I_X, K]", "--mesh", "Y=4"], "unknown mesh axis X; the mesh is Y=4"),
+        (["shard", "A[I_X, J_X] * B[J, K] -> C[I, K]"], "mesh axis X is used twice in one tensor"),
+        (["shard", "A[I_X, J * B[J, K] -> C[I, K]"], ""),
+        (["shard", "A[4_X, 8] * B[8, 2] -> C[4, 2]"], ""),
+        (["collective", "all-gather", "bf16[1024, 4096]", "--mesh", "X=4", "--on", "v5e:4x4"], "all-gather: expected an array that is split over X"),
+        (["collective", "all-gather", "bf16[1024, 4096_X]", "--mesh", "X=7", "--on", "v5e:4x4"], "mesh X=7 of 7 devices cannot be laid on x 4 x y 4 (16 chips)"),
+        (["collective", "all-gather", "bf16[1024, J_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "bf16[1024, J_X]: no size is known for J"),
+        (["collective", "gather", "bf16[1024, 4096_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "KIND: input should be 'all-gather'"),
+        (["collective", "all-gather", "bf16[8_X] -> bf16[8_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "bf16[8_X] -> bf16[8_X]: this is not one all-gather but nothing that moves data"),
+        (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--on", "v5e:4x4", "--wires", "X=3x1"], "wires: the extents of X must multiply to 4, found (3, 1)"),
+        (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--on", "v5e:4x4", "--wires", "X=4"], "wires: expected AXIS=xxy in numbers, with an axis of X=4; found 'X=4'"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_clear_message(run, words, message):
+    done = run(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {message}")
+    assert "Traceback" not in done.err
+
+
+def test_chips_carry_a_source_for_every_number(run):
+    for chip in run("chips", "--json").json["chips"]:
+        assert chip["sources"]["*"]["title"], chip["name"]
+        assert all(s["title"] and s["date"] for s in chip["sources"].values())
+
+
+def test_one_chip_by_an_alias(run):
+    assert run("chips", "h100").first_line == "h100-sxm: H100 SXM by nvidia"
+
+
+def test_cluster_resolution_is_echoed(run):
+    assert run("clusters", "v5p-128").first_line == "v5p-128 -> 64 x TPU v5p, 4x4x4 torus (all axes wrap), 16 hosts"
+
+
+def test_roofline_answers_in_the_first_line(run):
+    done = run("roofline", MATMUL, "--on", "v5e", "--set", "B=16,D=8Ki,F=32Ki")
+    assert done.first_line == "TPU v5e: 329 us to 373 us, memory-bound (compute-bound from B = 125)"
+    assert run("roofline", MATMUL, "--on", "v5e").first_line == "TPU v5e: compute-bound from B = 121 (D, F large)"
+
+
+def test_roofline_in_other_memories(run):
+    def time(*more: str) -> float:
+        told = run("roofline", MATMUL, "--on", "v5p", "--set", "B=8,D=8Ki,F=8Ki", "--json", *more).json
+        return told["time_s"]["memory"]
+
+    hbm, host = time(), time("--memory", "host")
+    onchip = time("--memory", "vmem", "--memory-bandwidth", "20TB/s")
+    assert host > hbm > onchip
+    moved = 2 * 8 * 8192 + 8192 * 8192 + 2 * 8 * 8192
+    assert onchip == pytest.approx(moved / 20e12, rel=1e-12)
+
+
+def test_onchip_memory_without_a_published_bandwidth_says_so(run):
+    done = run("roofline", MATMUL, "--on", "v5p", "--set", "B=8,D=8Ki,F=8Ki", "--memory", "vmem")
+    assert done.code == 2
+    assert done.err.startswith("error: TPU v5p: no bandwidth is published for its on-chip memory; give one")
+
+
+def test_roofline_picture_as_svg(run, tmp_path):
+    file = tmp_path / "roof.svg"
+    assert run("roofline", MATMUL, "--on", "v5e", "--set", "B=8,D=8Ki,F=8Ki", "--svg", str(file)).code == 0
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("<?xml")
+    assert "FLOPs/byte" in text
+
+
+def test_svg_without_matplotlib_says_how_to_install_it(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    done = run("roofline", MATMUL, "--on", "v5e", "--svg", str(tmp_path / "roof.svg"))
+    assert (done.code, done.err) == (4, "error: --svg needs matplotlib: pip install 'meshwise[plot]'\n")
+    assert not (tmp_path / "roof.svg").exists()
+
+
+def test_padding_can_be_left_out(run):
+    def told(*more: str):
+        return run("roofline", MATMUL, "--on", "v5e", "--set", "B=1,D=8Ki,F=8Ki", "--json", *more).json
+
+    assert told()["padding"] == 8  # one row fills an eighth of the rows that stream through the matrix unit
+    assert told("--no-padding")["padding"] == 1
+
+
+# The book, Sharded matrices, quiz on AllGather: bf16[2048, 8192] over the axis of 4 of a v5e 8x4 slice, which does not wrap.
+def test_book_all_gather_quiz(run):
+    words = [
+        "collective",
+        "all-gather",
+        "bf16[2048_X, 8192]",
+        "--mesh",
+        "Y=8,X=4",
+        "--on",
+        "v5e:8x4",
+        "--wires",
+        "Y=8x1,X=1x4",
+    ]
+    told = run(*words, "--json").json
+    assert told["time_s"] == pytest.approx(560e-6, rel=0.01)
+    assert told["bound"] == "bandwidth"
+    small = run("collective", "all-gather", "bf16[256_X, 256]", *words[3:], "--json").json
+    assert small["time_s"] == pytest.approx(3e-6, rel=0.01)
+    assert small["bound"] == "latency"
+
+
+# The book, Sharded matrices, question 3: AllGather of bf16[128] on a v4 ring of 4.
+def test_book_tiny_all_gather(run):
+    told = run("collective", "all-gather", "bf16[128_X]", "--mesh", "X=4", "--on", "v4:4x4x4", "--json").json
+    assert (told["time_s"], told["bound"]) == (pytest.approx(2e-6, rel=0.001), "latency")
+
+
+def test_all_reduce_is_twice_an_all_gather(run):
+    def time(kind: str, array: str) -> float:
+        return run("collective", kind, array, "--mesh", "X=16", "--on", "v5e:16x16", "--json").json["time_s"]
+
+    gather = time("all-gather", "bf16[8192, 8192_X]")
+    assert time("reduce-scatter", "bf16[8192, 8192_X]") == pytest.approx(gather, rel=1e-12)
+    assert time("reduce-scatter", "bf16[8192, 8192]{U_X} -> bf16[8192, 8192_X]") == pytest.approx(gather, rel=1e-12)
+    assert time("all-reduce", "bf16[8192, 8192]") == pytest.approx(2 * gather, rel=1e-12)
+    assert time("all-to-all", "bf16[8192, 8192_X] -> bf16[8192_X, 8192]") == pytest.approx(gather / 4, rel=1e-12)
+
+
+# The book, Sharded matrices, the four cases, and question 6 (v5e 4x4, no axis wraps, I = J = K = 8192).
+@pytest.mark.parametrize(
+    ("expression", "case", "collectives"),
+    [
+        ("A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]", 1, []),
+        ("A[I, J_X] * B[J, K] -> C[I, K]", 2, None),
+        ("A[I, J_X] * B[J_X, K] -> C[I, K]", 3, [("all-reduce", "C", ["X"])]),
+        ("A[I_X, J] * B[J, K_X] -> C[I_X, K]", 4, None),
+        ("A[I_X, J_Y] * B[J_Y, K] -> C[I_X, K]", 3, [("all-reduce", "C", ["Y"])]),
+    ],
+)
+def test_book_cases(run, expression, case, collectives):
+    told = run("shard", expression, "--json").json
+    assert told["book_case"] == case
+    if collectives is not None:
+        found = [(c["kind"], c["tensor"], c["mesh_axes"]) for c in told["collectives"]]
+        assert found == collectives
+    else:
+        assert told["collectives"]
+
+
+def test_book_question_6(run):
+    where = ["--mesh", "X=4,Y=4", "--on", "v5e:4x4", "--set", "I=8192,J=8192,K=8192", "--json"]
+    a = run("shard", "A[I_X, J_Y] * B[J_Y, K] -> C[I_X, K]", *where).json
+    assert a["compute_time_s"] == pytest.approx(348.8e-6, rel=0.01)
+    assert a["communication_time_s"] == pytest.approx(1118e-6, rel=0.01)
+    b = run("shard", "A[I_X, J] * B[J_X, K_Y] -> C[I_X, K_Y]", *where).json
+    assert b["communication_time_s"] == pytest.approx(559e-6, rel=0.01)
+    assert [(c["kind"], c["tensor"], c["mesh_axes"]) for c in b["collectives"]] == [("all-gather", "B", ["X"])]
+
+
+def test_shard_marks_the_cheapest_and_its_time_is_least(run):
+    told = run(
+        "shard", "A[I, J_X] * B[J, K] -> C[I, K]", "--mesh", "X=4", "--set", "I=1Ki,J=8Ki,K=8Ki", "--on", "v5e:4x4", "--json"
+    ).json  # fmt: skip
+    ways = told["alternatives"]
+    assert [w["cheapest"] for w in ways] == [True] + [False] * (len(ways) - 1)
+    times = [w["compute_time_s"] + w["communication_time_s"] for w in ways]
+    assert len(times) > 1
+    assert times == sorted(times)
+    assert all(math.isfinite(t) for t in times)
