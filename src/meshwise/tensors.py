@@ -166,13 +166,9 @@ class Attention(Op):
         queries, keys = sizes[self.query_axis], sizes[self.key_axis]
         if not self.causal:
             return queries * keys
-        span: Any = keys
         if self.chunk is not None:
-            span = _minimum(keys, self.chunk)
-        elif self.window is not None:
-            span = _minimum(keys, self.window)
-        if self.chunk is not None:
-            return queries * (span + 1) / 2
+            return _seen_in_chunks(keys, self.chunk) - _seen_in_chunks(keys - queries, self.chunk)
+        span: Any = keys if self.window is None else _minimum(keys, self.window)
         # The last `queries` of `keys` positions; position p (from 1) sees min(p, span).
         # When queries == keys this is span (span + 1) / 2 + (keys - span) span.
         return _seen_up_to(keys, span) - _seen_up_to(keys - queries, span)
@@ -197,6 +193,13 @@ def _seen_up_to(positions: Any, span: Any) -> Any:
     """Sum over p = 1..positions of min(p, span)."""
     near = _minimum(positions, span)
     return near * (near + 1) / 2 + (positions - near) * span
+
+
+def _seen_in_chunks(positions: Any, chunk: int) -> Any:
+    """Sum over p = 1..positions of p's place in its chunk."""
+    whole = positions // chunk
+    rest = positions - whole * chunk
+    return whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,71 @@
+"""Built-in models: every name finds its model, every row has a source, published sizes are met."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwise.dtypes import DType
+from meshwise.models import catalog, load_model, model_names
+
+
+@pytest.mark.parametrize("entry", catalog(), ids=[e.name for e in catalog()])
+def test_every_name_of_a_model_finds_it_and_its_source_is_given(entry) -> None:  # type: ignore[no-untyped-def]
+    model = load_model(entry.name)
+    for other in (*entry.hub_names, *entry.aliases, entry.name.upper()):
+        assert load_model(other) is model
+    assert model.name == entry.name
+    assert len(entry.source.text) > 10
+    assert len(entry.source.date) == 10
+    assert model.source == entry.source
+
+
+def test_names_are_said_once() -> None:
+    names = [n.lower() for e in catalog() for n in {e.name, *e.aliases}]
+    assert len(names) == len(set(names))
+    assert model_names() == sorted(model_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("gpt-3-175b", 174604259328),
+        ("palm-540b", 540354281472),
+        ("mt-nlg-530b", 529600819200),
+        ("bloom-176b", 176247271424),
+        ("mistral-large", 122610069504),
+        ("llama-3.1-405b", 405853388800),
+        ("gpt2-medium", 354823168),
+        ("gpt2-large", 774030080),
+    ],
+)
+def test_models_built_from_published_dimensions(name: str, total: int) -> None:
+    assert load_model(name).parameters.total == total
+
+
+def test_folders_and_files_are_read(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3", "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = load_model(str(folder))
+    assert model.name == "my-model"
+    assert model.family == "qwen3"
+    assert load_model(str(folder / "config.json")).name == "my-model"
+    assert load_model(str(folder)).spec == load_model(str(folder / "config.json")).spec
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama-3-70b", DType.BF16),
+        ("deepseek-v3", DType.FP8),
+        ("gpt-oss-120b", DType.FP4),
+        ("gpt-neox-20b", DType.FP16),
+        ("gpt2", None),
+    ],
+)
+def test_the_format_of_published_weights(name: str, dtype: DType | None) -> None:
+    assert load_model(name).weight_dtype is dtype

@@ -1,0 +1,187 @@
+"""Configurations that cannot be understood are refused in words: the key, what was expected, what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.models import load_model, parse_json, read_config
+
+NOT_YET = sorted((Path(__file__).parents[1] / "data" / "models" / "not_yet").glob("*.json"))
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as e:
+        read_config(config, name="x")
+    return str(e.value)
+
+
+def test_there_are_models_that_must_wait() -> None:
+    assert len(NOT_YET) == 18
+
+
+@pytest.mark.parametrize("file", NOT_YET, ids=[f.stem for f in NOT_YET])
+def test_models_that_must_wait_are_refused_by_name(file: Path) -> None:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    message = refusal(config)
+    assert "supported yet" in message
+    assert repr(config.get("model_type", "ssm_cfg")) in message
+
+
+def test_the_plain_configuration_is_accepted() -> None:
+    assert (
+        read_config(LLAMA, name="x").parameters.total == 2 * 100 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": -64}, ["'hidden_size'", "greater than 0", "-64"]),
+        ({"hidden_size": 0}, ["'hidden_size'", "greater than 0", "a number 0"]),
+        ({"hidden_size": 10**12}, ["'hidden_size'", "less than or equal to 10000000"]),
+        ({"hidden_size": "64"}, ["'hidden_size'", "expected integer", 'a string "64"']),
+        ({"hidden_size": 64.5}, ["'hidden_size'", "integer", "64.5"]),
+        ({"hidden_size": True}, ["'hidden_size'", "integer", "a boolean true"]),
+        ({"hidden_size": None}, ["'hidden_size'", "integer", "null"]),
+        ({"hidden_size": float("nan")}, ["'hidden_size'", "integer", "NaN"]),
+        ({"hidden_size": [64]}, ["'hidden_size'", "integer", "a list"]),
+        ({"hidden_size": 66}, ["'hidden_size'", "multiple of num_attention_heads (4)", "found 66"]),
+        ({"num_hidden_layers": 0}, ["'num_hidden_layers'", "greater than 0"]),
+        ({"num_key_value_heads": 3}, ["'num_attention_heads'", "multiple of num_key_value_heads (3)", "found 4"]),
+        ({"tie_word_embeddings": "yes"}, ["'tie_word_embeddings'", "boolean", 'a string "yes"']),
+        ({"rope_scaling": "linear"}, ["'rope_scaling'", "dictionary", 'a string "linear"']),
+        ({"sparse_indexer_heads": 4}, ["'sparse_indexer_heads'", "not understood", "'llama'"]),
+        ({"vision_config": {"hidden_size": 3}}, ["'vision_config'", "not understood"]),
+        ({"sliding_window": 128}, ["'sliding_window'", "not understood", "'llama'"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["'architectures'", "LlamaForCausalLM"]),
+        ({"add_cross_attention": True}, ["'add_cross_attention'", "a boolean true"]),
+        ({"model_type": "lama"}, ["model_type 'lama'", "not understood", "nearest: ", "llama"]),
+        ({"model_type": "zzzz"}, ["model_type 'zzzz'", "not understood", "known: ", "qwen3"]),
+        ({"model_type": 7}, ["'model_type'", "a number 7"]),
+        ({"model_type": "qwen3_next"}, ["model_type 'qwen3_next'", "not supported yet", "linear-attention"]),
+    ],
+    ids=lambda v: next(iter(v.items())).__repr__() if isinstance(v, dict) else "",
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], words: list[str]) -> None:
+    message = refusal({**LLAMA, **change})
+    assert message.startswith("config.json: ")
+    for word in words:
+        assert word in message
+
+
+def test_a_missing_family_is_named() -> None:
+    assert "'model_type'" in refusal({k: v for k, v in LLAMA.items() if k != "model_type"})
+
+
+def test_unknown_keys_that_are_not_set_are_no_matter() -> None:
+    assert read_config({**LLAMA, "some_new_switch": None}, name="x").parameters.total > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "dtype": "bfloat16"},
+        {"torch_dtype": "float16", "transformers_version": "4.31.0", "bos_token_id": 1, "eos_token_id": [2, 3]},
+        {
+            "attention_dropout": 0.1,
+            "initializer_range": 0.02,
+            "use_cache": False,
+            "pretraining_tp": 2,
+            "hidden_act": "silu",
+        },
+        {"quantization_config": {"quant_method": "fp8"}, "num_key_value_heads": None, "head_dim": None},
+    ],
+)
+def test_keys_of_no_consequence_change_no_count(change: dict[str, Any]) -> None:
+    assert read_config({**LLAMA, **change}, name="x").parameters == read_config(LLAMA, name="x").parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 64, "hidden_size": 32, "n_head": 4},
+            ["disagree", "n_embd = 64", "hidden_size = 32"],
+        ),
+        ({"model_type": "gemma3"}, ["'text_config' is missing"]),
+        ({"model_type": "gemma3", "text_config": 4}, ["'text_config'", "an object"]),
+        ({"model_type": "gemma3", "text_config": {"model_type": "llama"}}, ["'text_config.model_type'", "gemma3_text"]),
+        (
+            {"model_type": "smollm3", "layer_types": ["full_attention"]},
+            ["'layer_types'", "one entry a layer (36)", "found 1"],
+        ),
+        (
+            {"model_type": "gpt_oss", "num_hidden_layers": 1, "layer_types": ["linear_attention"]},
+            ["'layer_types.0'", "'full_attention'", "linear_attention"],
+        ),
+        ({"model_type": "gpt_neo", "attention_types": [[["globe"], 24]]}, ["'attention_types'", "globe"]),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, ["'moe_layer_freq'", "expected 1", "a number 2"]),
+        (
+            {"model_type": "minimax_m2", "num_hidden_layers": 1, "attn_type_list": [0]},
+            ["'attn_type_list.0'", "expected 1"],
+        ),
+        ({"model_type": "dbrx", "ffn_config": {"experts": 4}}, ["'ffn_config.experts'"]),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 32},
+            ["'layer_types'"],
+        ),
+        ({"model_type": "bloom", "n_inner": 100}, ["'n_inner'", "256"]),
+    ],
+    ids=lambda v: v["model_type"] if isinstance(v, dict) else "",
+)
+def test_families_name_what_they_do_not_understand(config: dict[str, Any], words: list[str]) -> None:
+    message = refusal(config)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "llama", ', ["not valid JSON", "line 1"]),
+        ("", ["not valid JSON"]),
+        ("[1, 2]", ["JSON object", "a list"]),
+        ("null", ["JSON object", "null"]),
+        ('{"hidden_size": 1, "hidden_size": 2}', ["'hidden_size'", "twice"]),
+        ("[" * 100_000, ["nested too deeply"]),
+    ],
+    ids=["torn", "empty", "list", "null", "twice", "deep"],
+)
+def test_what_is_no_configuration_is_said(text: str, words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as e:
+        parse_json(text, "config.json")
+    for word in words:
+        assert word in str(e.value)
+    file = tmp_path / "config.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model(str(file))
+
+
+def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_model(str(tmp_path / "missing.json"))
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        load_model(str(tmp_path))
+    with pytest.raises(UnknownNameError, match="llama-3-70b") as e:
+        load_model("llama-3-70")
+    assert "config.json" in str(e.value)
+    binary = tmp_path / "config.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_model(str(binary))
