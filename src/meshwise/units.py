@@ -191,12 +191,13 @@ def format_bandwidth(value: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Show a count in decimal steps.
+    """Show a count in decimal steps; below ten thousand, whole.
 
-    >>> format_count(70553706496)
-    '70.6B'
+    >>> format_count(70553706496), format_count(22000), format_count(4096)
+    ('70.6B', '22k', '4,096')
     """
-    return _scaled(value, [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k"), (1.0, "")]).replace(" ", "")
+    steps = [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")] if abs(value) >= 1e4 else [(1.0, "")]
+    return _scaled(value, steps).replace(" ", "")
 
 
 def format_flops(value: float) -> str:
