@@ -44,15 +44,21 @@ class Machine:
 
 
 @cache
+def _files() -> tuple[Mapping[str, Any], ...]:
+    """Read the data files, each a table of kinds ("source", "chip", ...) of named rows."""
+    folder = sorted(resources.files("meshwise.hardware").joinpath("data").iterdir(), key=lambda path: path.name)
+    return tuple(tomllib.loads(file.read_text(encoding="utf-8")) for file in folder if file.name.endswith(".toml"))
+
+
+@cache
 def _tables(kind: str) -> Mapping[str, Any]:
-    """Read every table of `kind` ("source", "chip", ...) from the data files."""
+    """Give every row of one kind by name."""
     merged: dict[str, Any] = {}
-    for file in sorted(resources.files("meshwise.hardware").joinpath("data").iterdir(), key=lambda path: path.name):
-        if not file.name.endswith(".toml"):
-            continue
-        for name, row in tomllib.loads(file.read_text(encoding="utf-8")).get(kind, {}).items():
-            assert name not in merged, f"{kind} {name} is in two data files"
-            merged[name] = row
+    for file in _files():
+        rows = file.get(kind, {})
+        twice = merged.keys() & rows.keys()
+        assert not twice, f"{kind} {', '.join(twice)} stands in two data files"
+        merged.update(rows)
     return MappingProxyType(merged)
 
 

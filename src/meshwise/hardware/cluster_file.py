@@ -17,7 +17,7 @@ from meshwise.hardware.chip import Chip
 from meshwise.hardware.cluster import Cluster
 from meshwise.hardware.names import assemble, reprice
 from meshwise.hardware.network import Torus, TorusAxis, Tree
-from meshwise.hardware.schema import Bandwidth, ChipRow, Count, Dollars, LevelRow, Seconds, validate
+from meshwise.hardware.schema import Bandwidth, ChipRow, Count, Dollars, LevelRow, Seconds, SourceRow, validate
 from meshwise.hardware.slices import SliceRules
 
 __all__ = ["load_cluster_file"]
@@ -110,7 +110,8 @@ def _own_chip(table: dict[str, Any], where: str) -> Chip:
         raise ConfigError(
             f"{where}: chip.name: expected the name of the chip, or chip.base to change one, found {name!r}"
         )
-    own = {"title": f"file {Path(where).name}", "date": "0000-00"}
+    own = "the user's file"
+    known = {**source_rows(), own: SourceRow.model_construct(title=f"given in {Path(where).name}", date="", url="")}
     if base is None:
         fields.setdefault("title", name)
         fields.setdefault("vendor", "own")
@@ -128,7 +129,7 @@ def _own_chip(table: dict[str, Any], where: str) -> Chip:
             **fields,
         }
         fields |= {"flops_per_s": rates, "sources": sources}
-    return validate(ChipRow, fields, f"{where}: chip").build(name, source_rows())
+    return validate(ChipRow, fields, f"{where}: chip").build(name, known)
 
 
 def _build(row: _ClusterRow, name: str, chip: Chip) -> Cluster:

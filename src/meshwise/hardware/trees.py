@@ -54,7 +54,7 @@ def build_tree(
     evenly over as few units of each level as divide it (16,384 GPUs on pods of 3,072 are eight pods of 2,048).
 
     Raises:
-        ClusterError: when the count does not fill hosts, cannot be spread evenly, or exceeds the network.
+        ClusterError: when the count does not fill hosts or exceeds the network.
     """
     domain = math.prod(level.degree for level in chip.scale_up)
     if fabric is not None and domain not in fabric.domains:
@@ -89,41 +89,45 @@ def _check_hosts(chip: Chip, num_chips: int, domain: int) -> None:
 
 
 def _cut(stack: list[tuple[Level, str]], num_chips: int, chip: Chip) -> tuple[list[Level], list[str]]:
-    """Take the levels that `num_chips` needs, innermost first, with the degrees that it uses."""
+    """Take the levels that `num_chips` needs, innermost first, with the degrees that it uses.
+
+    A level of switches over which the count cannot be spread evenly is left out: all that crosses it is then counted at
+    the next one, which is never faster.
+    """
     levels: list[Level] = []
     notes: list[str] = []
-    rest, per_host = num_chips, chip.chips_per_host
+    rest = num_chips
     for index, (level, group) in enumerate(stack):
-        room = math.prod(upper.degree for upper, _ in stack[index + 1 :])
-        degree = _even_degree(rest, level.degree, per_host if index == 0 else 1, room)
+        outer = stack[index + 1 :]
+        inside = rest <= level.degree or not outer
+        room = math.prod(upper.degree for upper, _ in outer)
+        step = math.gcd(chip.chips_per_host, level.degree) if index == 0 else 1
+        degree = rest if inside else _even_degree(rest, level.degree, step, room)
+        if degree is None and index < len(chip.scale_up):
+            raise ClusterError(_uneven(chip, num_chips, levels, level, group))
         if degree is None:
-            unit = math.prod(inner.degree for inner in levels)
-            raise ClusterError(_uneven(chip, num_chips, unit, level, group))
+            notes.append(f"no even spread over {group}: traffic of the {level.name} level is counted at the next one")
+            continue
+        levels.append(replace(level, degree=degree))
         rest //= degree
-        if degree > 1 or rest == 1:
-            levels.append(replace(level, degree=degree))
         if rest == 1:
             break
         if degree < level.degree:
             each = math.prod(inner.degree for inner in levels)
-            how = "" if degree > 1 else f"; no even spread, so all traffic is counted above the {level.name} level"
-            notes.append(f"spread over {rest} {group}, {each:,} chips in each{how}")
+            notes.append(f"spread evenly over {rest} {group}, {each:,} chips in each")
     return levels, notes
 
 
-def _even_degree(rest: int, largest: int, per_host: int, room: int) -> int | None:
-    """Give the largest degree up to `largest` that divides `rest`, in whole hosts, leaving at most `room` units."""
-    if rest <= largest:
-        return rest
-    step = math.gcd(per_host, largest)
-    for degree in range(largest, 0, -1):
+def _even_degree(rest: int, largest: int, step: int, room: int) -> int | None:
+    """Give the largest degree up to `largest`, a multiple of `step`, that divides `rest` into at most `room` units."""
+    for degree in range(largest, 1, -1):
         if rest % degree == 0 and degree % step == 0 and rest // degree <= room:
             return degree
     return None
 
 
-def _uneven(chip: Chip, num_chips: int, unit: int, level: Level, group: str) -> str:
-    full = unit * level.degree
+def _uneven(chip: Chip, num_chips: int, levels: list[Level], level: Level, group: str) -> str:
+    full = math.prod(inner.degree for inner in levels) * level.degree
     below, above = num_chips // full * full, -(-num_chips // full) * full
     return (
         f"{num_chips:,} x {chip.title} cannot be spread evenly over {group} of {full:,} ({level.name} level). "
