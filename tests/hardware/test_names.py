@@ -165,7 +165,7 @@ IMPOSSIBLE = [
     ("h100:nan", r"whole number above zero, found 'nan'"),
     ("h100:12", r"does not fill its hosts of 8: expected a multiple of 8 above 8\. Nearest: 8 or 16"),
     ("gb200:74", r"does not fill its hosts of 4: expected a multiple of 4 above 72\. Nearest: 72 or 76"),
-    ("h100-nvl:3", r"cannot be spread evenly over nvlink-bridge domains of 2.*Nearest: 2 or 4"),
+    ("h100-nvl:3", r"cannot be spread evenly over nvlink-bridge domains of 2\. Nearest: 2 or 4"),
     ("h100:8x8", r"GPUs have no torus shape; write their number: h100-sxm:64"),
     ("h100:8*2", r"'\*' joins TPU slices; GPU clusters have one network.*h100-sxm:COUNT"),
     ("h100:40000", r"dgx-h100 holds at most 32,768"),

@@ -63,29 +63,55 @@ def build_tree(
             f"network {fabric.name} joins nodes of {sizes} GPUs; {chip.title} comes in nodes of {domain}. "
             f"Its own network is {chip.network or 'none'}"
         )
-    _check_hosts(chip, num_chips, domain)
     outer = [] if fabric is None else list(fabric.levels)
-    stack = [(level, f"{level.name} domains") for level in chip.scale_up] + [(item.level, item.group) for item in outer]
+    stack = [(level, f"{level.name} domains") for level in chip.scale_up]
+    stack += [(item.level, item.group) for item in outer]
     limit = math.prod(level.degree for level, _ in stack)
     if num_chips > limit:
         name = fabric.name if fabric else "one node"
         raise ClusterError(
             f"{num_chips:,} x {chip.title}: {name} holds at most {limit:,}. Describe a larger network in a file"
         )
+    if not _fills(chip, num_chips, limit):
+        raise ClusterError(f"{num_chips:,} x {chip.title} {_why_not(chip, num_chips, domain, limit)}")
     levels, notes = _cut(stack, num_chips, chip)
-    used_reduce = reduce or (fabric is not None and fabric.in_network_reduction)
-    return Tree(tuple(levels), used_reduce), tuple(notes)
+    return Tree(tuple(levels), reduce or (fabric is not None and fabric.in_network_reduction)), tuple(notes)
 
 
-def _check_hosts(chip: Chip, num_chips: int, domain: int) -> None:
-    """Refuse counts beyond one node that leave a host partly used."""
+def _fills(chip: Chip, num_chips: int, limit: int) -> bool:
+    """Say whether a count beyond one node fills hosts, and can be spread evenly over the levels of the nodes."""
+    domain = math.prod(level.degree for level in chip.scale_up)
+    if num_chips > domain and num_chips % min(chip.chips_per_host, domain):
+        return False
+    rest, room = num_chips, limit
+    for index, level in enumerate(chip.scale_up):
+        room //= level.degree
+        if rest <= level.degree:
+            return True
+        degree = _even_degree(rest, level.degree, _step(chip, index, level), room)
+        if degree is None:
+            return False
+        rest //= degree
+    return True
+
+
+def _why_not(chip: Chip, num_chips: int, domain: int, limit: int) -> str:
+    """Word the rule that a count breaks, and the nearest counts that exist."""
+    below = next((n for n in range(num_chips - 1, 0, -1) if _fills(chip, n, limit)), None)
+    above = next((n for n in range(num_chips + 1, limit + 1) if _fills(chip, n, limit)), None)
+    near = " or ".join(f"{n:,}" for n in (below, above) if n is not None)
     host = min(chip.chips_per_host, domain)
     if num_chips > domain and num_chips % host:
-        below, above = num_chips // host * host, -(-num_chips // host) * host
-        raise ClusterError(
-            f"{num_chips:,} x {chip.title} does not fill its hosts of {host}: "
-            f"expected a multiple of {host} above {domain}. Nearest: {below:,} or {above:,}"
-        )
+        rule = f"does not fill its hosts of {host}: expected a multiple of {host} above {domain}"
+    else:
+        inner = chip.scale_up[0]
+        rule = f"cannot be spread evenly over {inner.name} domains of {inner.degree}"
+    return f"{rule}. Nearest: {near}"
+
+
+def _step(chip: Chip, index: int, level: Level) -> int:
+    """Chips of the innermost level come in whole hosts; other levels in whole units of the level below."""
+    return math.gcd(chip.chips_per_host, level.degree) if index == 0 else 1
 
 
 def _cut(stack: list[tuple[Level, str]], num_chips: int, chip: Chip) -> tuple[list[Level], list[str]]:
@@ -101,10 +127,7 @@ def _cut(stack: list[tuple[Level, str]], num_chips: int, chip: Chip) -> tuple[li
         outer = stack[index + 1 :]
         inside = rest <= level.degree or not outer
         room = math.prod(upper.degree for upper, _ in outer)
-        step = math.gcd(chip.chips_per_host, level.degree) if index == 0 else 1
-        degree = rest if inside else _even_degree(rest, level.degree, step, room)
-        if degree is None and index < len(chip.scale_up):
-            raise ClusterError(_uneven(chip, num_chips, levels, level, group))
+        degree = rest if inside else _even_degree(rest, level.degree, _step(chip, index, level), room)
         if degree is None:
             notes.append(f"no even spread over {group}: traffic of the {level.name} level is counted at the next one")
             continue
@@ -124,12 +147,3 @@ def _even_degree(rest: int, largest: int, step: int, room: int) -> int | None:
         if rest % degree == 0 and degree % step == 0 and rest // degree <= room:
             return degree
     return None
-
-
-def _uneven(chip: Chip, num_chips: int, levels: list[Level], level: Level, group: str) -> str:
-    full = math.prod(inner.degree for inner in levels) * level.degree
-    below, above = num_chips // full * full, -(-num_chips // full) * full
-    return (
-        f"{num_chips:,} x {chip.title} cannot be spread evenly over {group} of {full:,} ({level.name} level). "
-        f"Nearest: {below:,} or {above:,}"
-    )
