@@ -1,0 +1,108 @@
+"""The shape of every answer, tables and charts."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from meshwise.explanation import Explanation
+from meshwise.report import SCHEMA_VERSION, Report
+from meshwise.report.chart import Chart
+from meshwise.report.table import facts, table
+
+
+def shown(renderable: object, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False, color_system=None)
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+WHOLE = Report(
+    command="test",
+    inputs={"a": 1},
+    answer="The answer [B, D] is 42.",
+    data={"value_s": 42.0},
+    body=(Text("body"),),
+    assumed=("a long assumption that must be wrapped under its first word because it does not fit on one line", "b"),
+    not_modelled=("the weather",),
+    next_steps=("ask again",),
+    explanations=(Explanation("value", "a + b", "40 + 2", "42 s", "the book"),),
+)
+
+
+def test_the_answer_comes_first_then_body_assumptions_limits_and_next_steps():
+    assert shown(WHOLE.renderable()) == (
+        "The answer [B, D] is 42.\n"
+        "\n"
+        "body\n"
+        "\n"
+        "Assumed:\n"
+        "  - a long assumption that must be wrapped under its first word because it does\n"
+        "    not fit on one line\n"
+        "  - b\n"
+        "\n"
+        "Not modelled:\n"
+        "  - the weather\n"
+        "\n"
+        "Try next:\n"
+        "  - ask again"
+    )
+
+
+def test_explain_shows_formula_substitution_result_and_source():
+    text = shown(WHOLE.renderable(explain=True))
+    assert "Workings:\n  value\n    = a + b\n    = 40 + 2\n    = 42 s\n    source: the book\n" in text
+
+
+def test_the_envelope():
+    envelope = WHOLE.envelope(explain=True)
+    assert list(envelope) == [
+        "schema_version", "command", "inputs", "answer", "value_s", "assumed", "not_modelled", "explanations",
+    ]  # fmt: skip
+    assert envelope["schema_version"] == SCHEMA_VERSION
+    assert json.loads(json.dumps(envelope)) == envelope
+
+
+def test_a_verb_may_not_use_the_names_of_the_envelope():
+    with pytest.raises(AssertionError, match="belong to the envelope"):
+        Report(command="test", inputs={}, answer="", data={"inputs": 1}).envelope()
+
+
+def test_tables_set_numbers_flush_right_and_never_read_markup():
+    text = shown(table(("!name", ">n", "words"), [("[bold]a[/]", "1", "x"), ("b", "1,000", "y")]))
+    assert text.splitlines() == ["name            n  words", "[bold]a[/]      1  x", "b           1,000  y"]
+
+
+def test_facts_have_no_header():
+    assert shown(facts([("bytes", "8 MiB", "remark"), ("time", "1 us")])).splitlines() == [
+        "bytes  8 MiB  remark",
+        "time    1 us",
+    ]
+
+
+def test_a_chart_draws_a_roof_and_marks_a_point():
+    chart = Chart(x=(1, 100), y=(1, 10), columns=20, rows=5)
+    chart.curve(lambda x: min(x, 10))
+    chart.mark(10, 10, "O")
+    lines = chart.lines("{:g}".format, [(10, "ridge"), (1, "1"), (100, "100")])
+    assert len(lines) == 5 + 2
+    assert lines[0].startswith("10 |")
+    assert lines[4].startswith(" 1 |")
+    assert "O" in lines[0]
+    assert lines[-1].split() == ["1", "ridge", "100"]
+    roof = lines[0].split("|")[1]
+    assert set(roof[11:]) == {"⠉"}  # flat at the top, right of the ridge
+    assert max(map(len, lines)) <= 4 + 20
+
+
+def test_labels_that_would_touch_are_left_out():
+    chart = Chart(x=(1, 100), y=(1, 10), columns=20, rows=2)
+    assert chart.lines("{:g}".format, [(10, "first"), (11, "second")])[-1].split() == ["first"]
+
+
+def test_points_outside_are_clipped():
+    chart = Chart(x=(1, 100), y=(1, 10), columns=20, rows=2)
+    chart.mark(1e9, 1e9, "O")
+    assert chart.lines("{:g}".format, [])[0].endswith("O")
