@@ -6,6 +6,7 @@ from meshwise.models.families.alibi import ALIBI_FAMILIES
 from meshwise.models.families.base import FamilyConfig
 from meshwise.models.families.cohere import COHERE_FAMILIES
 from meshwise.models.families.deepseek import DEEPSEEK_FAMILIES
+from meshwise.models.families.further import FURTHER_FAMILIES
 from meshwise.models.families.gemma import GEMMA_FAMILIES
 from meshwise.models.families.gpt import GPT_FAMILIES
 from meshwise.models.families.llama import LLAMA_FAMILIES
@@ -28,6 +29,7 @@ _READERS: tuple[type[FamilyConfig], ...] = (
     *OLMO_FAMILIES,
     *DEEPSEEK_FAMILIES,
     *MIXTURE_FAMILIES,
+    *FURTHER_FAMILIES,
 )
 
 #: `model_type` -> the class that reads it.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import AliasChoices, Field
+
 from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Head, Layer, Norm, QkNorm
@@ -54,8 +56,9 @@ class Cohere2(Cohere, PatternMixin):
     )
 
     sliding_window: Positions | None = 4096
-    sliding_window_pattern: Count = 4
-    layer_switch: Count | None = None
+    sliding_window_pattern: Count = Field(
+        default=4, validation_alias=AliasChoices("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
+    )
     use_qk_norm: Off = False  # type: ignore[assignment]
     use_gated_activation: Literal[True] | None = None
     use_parallel_block: Literal[True] | None = None

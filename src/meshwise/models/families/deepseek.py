@@ -12,10 +12,10 @@ from meshwise.models.families.base import Count, Index, Layers, Positions, Size
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
-__all__ = ["DEEPSEEK_FAMILIES"]
+__all__ = ["DEEPSEEK_FAMILIES", "LeadingDense"]
 
 
-class _LeadingDense(Decoder):
+class LeadingDense(Decoder):
     """The first `first_k_dense_replace` layers are dense, the others mixtures with shared experts."""
 
     correction: ClassVar[bool] = True
@@ -59,7 +59,7 @@ class _LeadingDense(Decoder):
         return {"mtp": layer, "mtp_modules": modules, "notes": (note,)}
 
 
-class DeepseekV2(_LeadingDense):
+class DeepseekV2(LeadingDense):
     """DeepSeek-V2 and V2-Lite: latent attention."""
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
@@ -122,7 +122,7 @@ class DeepseekV3(DeepseekV2):
     first_k_dense_replace: Index = 3
 
 
-class Glm4Moe(_LeadingDense):
+class Glm4Moe(LeadingDense):
     """GLM-4.5 to 4.7: grouped attention with biases on queries, keys and values."""
 
     model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)

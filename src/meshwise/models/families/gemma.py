@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from pydantic import AliasChoices, Field
+
 from meshwise.errors import ConfigError
 from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
@@ -98,7 +100,9 @@ class Gemma3Text(Gemma2):
     vocab_size: Size = 262_208
     max_position_embeddings: Positions | None = 131_072
     final_logit_softcapping: float | None = None
-    sliding_window_pattern: Count = 6
+    sliding_window_pattern: Count = Field(
+        default=6, validation_alias=AliasChoices("sliding_window_pattern", "_sliding_window_pattern")
+    )
 
     def default_type(self, index: int) -> LayerType:
         """Give the last of each `sliding_window_pattern` layers sees everything."""

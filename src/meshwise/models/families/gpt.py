@@ -65,6 +65,7 @@ class GptBigCode(Gpt2):
         [
             "attention_softmax_in_fp32",
             "inference_runner",
+            "pad_key_length",
             "max_sequence_length",
             "pre_allocate_kv_cache",
             "validate_runner_input",

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import AliasChoices, Field
+
 from meshwise.errors import ConfigError
 from meshwise.models.families.base import Count, Index, Layers, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
@@ -80,7 +82,7 @@ class Mixtral(Mistral):
 
     sliding_window: Positions | None = None
     num_experts_per_tok: Count = 2
-    num_local_experts: Count = 8
+    num_local_experts: Count = Field(default=8, validation_alias=AliasChoices("num_local_experts", "num_experts"))
 
     def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""

@@ -77,7 +77,16 @@ class MiniMaxM2(Decoder):
 
     model_types: ClassVar[tuple[str, ...]] = ("minimax_m2",)
     classes: ClassVar[tuple[str, ...]] = ("MiniMaxM2ForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = frozenset({"mtp_transformer_layers", "use_routing_bias"})
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "mtp_transformer_layers",
+            "use_routing_bias",
+            "shared_moe_mode",
+            "layernorm_full_attention_beta",
+            "layernorm_linear_attention_beta",
+            "layernorm_mlp_beta",
+        }
+    )
 
     hidden_size: Size = 3072
     intermediate_size: Size | None = 1536
@@ -257,7 +266,7 @@ class Ernie45Moe(Ernie45):
 
     model_types: ClassVar[tuple[str, ...]] = ("ernie4_5_moe",)
     classes: ClassVar[tuple[str, ...]] = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM")
-    ignored: ClassVar[frozenset[str]] = frozenset({"moe_norm_min", "moe_capacity"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"})
 
     hidden_size: Size = 2560
     intermediate_size: Size | None = 12288

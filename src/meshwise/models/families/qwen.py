@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from meshwise.models.families.base import Count, Index, Layers, Positions, Size
+from pydantic import AliasChoices, Field
+
+from meshwise.models.families.base import Count, Index, Layers, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Mixture, Mlp, QkNorm
 
@@ -30,6 +32,7 @@ class Qwen2(PatternMixin):
     use_sliding_window: bool = False
     sliding_window: Positions | None = 4096
     max_window_layers: Index = 28
+    qkv_bias: Literal[True] | None = None
 
     def bias(self) -> bool:
         """Say yes, always."""
@@ -77,7 +80,7 @@ class _SparseMixin(Decoder):
     decoder_sparse_step: Count = 1
     moe_intermediate_size: Size
     num_experts_per_tok: Count
-    num_experts: Index
+    num_experts: Index = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
     mlp_only_layers: list[int] | None = None
 
     def shared(self) -> dict[str, int | bool]:
@@ -106,8 +109,8 @@ class Qwen2Moe(Qwen2, _SparseMixin):
     moe_intermediate_size: Size = 1408
     shared_expert_intermediate_size: Size = 5632
     num_experts_per_tok: Count = 4
-    num_experts: Index = 60
-    qkv_bias: bool = True
+    num_experts: Index = Field(default=60, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    qkv_bias: bool = True  # type: ignore[assignment]
 
     def bias(self) -> bool:
         """As configured."""
@@ -134,9 +137,12 @@ class Qwen3Moe(Qwen3, _SparseMixin):
     num_hidden_layers: Layers = 24
     num_key_value_heads: Count | None = 4
     head_dim: Size | None = None
+    qkv_bias: Off = None  # type: ignore[assignment]
+    use_qk_norm: Literal[True] | None = None
+    shared_expert_intermediate_size: Literal[0] | None = None
     moe_intermediate_size: Size = 768
     num_experts_per_tok: Count = 8
-    num_experts: Index = 128
+    num_experts: Index = Field(default=128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
 
     def default_type(self, index: int) -> LayerType:
         """All layers slide, when windows are on."""
