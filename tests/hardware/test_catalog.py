@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from importlib import resources
 
 import pytest
 
@@ -133,6 +135,7 @@ def test_machines_resolve(name: str):
     machine = machines()[name]
     assert machine.chip in chips()
     assert parse_cluster(name).num_chips == machine.num_chips
+    assert DATE.fullmatch(machine.source.date)
 
 
 def test_aliases_name_chips_and_hide_none():
@@ -193,3 +196,13 @@ def test_a_chip_refuses_numbers_that_cannot_be():
         load_chip("v5e").replace(hbm_capacity=-1)
     with pytest.raises(ValueError, match=r"flops_per_s\.bf16 above zero"):
         load_chip("v5e").replace(flops_per_s={DType.BF16: float("nan")})
+
+
+def test_documents_are_all_used():
+    """A source that no row names is a leftover of a number that has changed hands."""
+    folder = resources.files("meshwise.hardware").joinpath("data")
+    texts = [file.read_text(encoding="utf-8") for file in folder.iterdir() if file.name.endswith(".toml")]
+    named = {name for text in texts for name in tomllib.loads(text).get("source", {})}
+    assert named
+    unused = {name for name in named if not any(f'"{name}"' in text for text in texts)}
+    assert not unused

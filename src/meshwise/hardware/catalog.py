@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwise.errors import UnknownNameError
-from meshwise.hardware.chip import Chip
-from meshwise.hardware.schema import ChipRow, FabricRow, MachineRow, SliceRulesRow, SourceRow, validate
+from meshwise.hardware.chip import Chip, Source
+from meshwise.hardware.schema import ChipRow, FabricRow, MachineRow, SliceRulesRow, SourceRow, find_source, validate
 from meshwise.hardware.slices import SliceRules
 from meshwise.hardware.trees import Fabric
 
@@ -41,6 +41,7 @@ class Machine:
     chip: str
     num_chips: int
     network: str
+    source: Source
 
 
 @cache
@@ -110,7 +111,7 @@ def machines() -> Mapping[str, Machine]:
     rows = {name: validate(MachineRow, row, f"machine {name}") for name, row in _tables("machine").items()}
     return MappingProxyType(
         {
-            spelling: Machine(name, row.chip, row.num_chips, row.network)
+            spelling: Machine(name, row.chip, row.num_chips, row.network, find_source(row.source, _sources()))
             for name, row in rows.items()
             for spelling in (name, *row.aliases)
         }

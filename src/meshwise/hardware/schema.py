@@ -21,7 +21,7 @@ from meshwise.units import parse_bandwidth, parse_bytes, parse_duration, parse_f
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["ChipRow", "FabricRow", "MachineRow", "SliceRulesRow", "SourceRow", "validate"]
+__all__ = ["ChipRow", "FabricRow", "MachineRow", "SliceRulesRow", "SourceRow", "find_source", "validate"]
 
 
 def _text(value: object) -> str:
@@ -58,7 +58,8 @@ class SourceRow(_Row):
 SourceRef = SourceRow | str
 
 
-def _source(ref: SourceRef, known: Mapping[str, SourceRow]) -> Source:
+def find_source(ref: SourceRef, known: Mapping[str, SourceRow]) -> Source:
+    """Give the document that a row names, or that stands in it."""
     if isinstance(ref, SourceRow):
         return ref.build()
     if ref not in known:
@@ -144,8 +145,8 @@ class ChipRow(_Row):
             devices_per_chip=self.devices_per_chip,
             power=self.power_watts,
             price_per_chip_hour=self.price.per_chip_hour if self.price else None,
-            price_source=_source(self.price.source, known) if self.price else None,
-            sources={field: _source(ref, known) for field, ref in self.sources.items()},
+            price_source=find_source(self.price.source, known) if self.price else None,
+            sources={field: find_source(ref, known) for field, ref in self.sources.items()},
             scale_up=tuple(level.build() for level in self.scale_up),
             network=self.network,
             notes=self.notes,
@@ -177,7 +178,7 @@ class SliceRulesRow(_Row):
             cloud_name=self.cloud_name,
             dcn_bandwidth_per_chip_one_way=self.dcn_bandwidth_per_chip_one_way,
             dcn_latency=self.dcn_latency,
-            source=_source(self.source, known),
+            source=find_source(self.source, known),
         )
 
 
@@ -208,7 +209,7 @@ class FabricRow(_Row):
             levels=tuple(FabricLevel(level.build(), level.group) for level in self.levels),
             in_network_reduction=self.in_network_reduction,
             can_reduce=self.can_reduce,
-            source=_source(self.source, known),
+            source=find_source(self.source, known),
             notes=self.notes,
         )
 
