@@ -12,10 +12,8 @@ from meshwise.models import read_config
 from meshwise.models.families import FAMILIES
 from meshwise.tensors import Einsum, backward
 
-LINES = (
-    (Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl").read_text(encoding="utf-8").splitlines()
-)
-CASES: list[dict[str, Any]] = [json.loads(line) for line in LINES]
+FILE = Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl"
+CASES: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
 
 #: Families without a class in the reference: PaLM has our own keys, InternLM2 is published with its code; the other two
 #: nest a family that is covered.

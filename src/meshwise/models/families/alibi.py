@@ -102,7 +102,7 @@ class Falcon(PlainDecoder):
 class MptAttention(BaseModel):
     """MPT's `attn_config`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
     attn_type: Literal["multihead_attention"] = "multihead_attention"
     attn_pdrop: float = 0

@@ -38,7 +38,9 @@ def divide(total: int, parts: int, total_key: str, parts_key: str) -> int:
 class FamilyConfig(BaseModel):
     """One family's configuration. Fields are keys; what is not a field and not irrelevant is refused."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True, protected_namespaces=(), populate_by_name=True)
+    model_config = ConfigDict(
+        extra="allow", strict=True, frozen=True, protected_namespaces=(), populate_by_name=True, defer_build=True
+    )
 
     #: Values of `model_type` that it reads, and names that `architectures` may hold.
     model_types: ClassVar[tuple[str, ...]] = ()

@@ -20,7 +20,7 @@ __all__ = ["MIXTURE_FAMILIES"]
 class DbrxAttention(BaseModel):
     """DBRX's `attn_config`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
     kv_n_heads: Count = 1
     attn_pdrop: float = 0
@@ -32,7 +32,7 @@ class DbrxAttention(BaseModel):
 class DbrxFfn(BaseModel):
     """DBRX's `ffn_config`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
     ffn_hidden_size: Size = 3584
     moe_num_experts: Count = 4
