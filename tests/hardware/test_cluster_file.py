@@ -107,6 +107,11 @@ def test_a_changed_chip_keeps_the_rest_and_says_so(tmp_path: Path):
     assert chip.source("hbm_bandwidth") == base.source("hbm_bandwidth")
 
 
+def test_a_changed_link_changes_the_network(tmp_path: Path):
+    text = 'num_chips = 16\n[chip]\nbase = "h100"\nlink_bandwidth_one_way = "200GB/s"\n'
+    assert load(tmp_path, text).network == parse_cluster("h800:16").network
+
+
 REFUSED = [
     ("chip = ", ConfigError, r"my\.toml' is not TOML"),
     ("num_chips = 8\n", ConfigError, r"my\.toml: key 'chip' is missing"),
@@ -138,6 +143,12 @@ REFUSED = [
     (OWN_CHIP.replace('name = "npu"\n', ""), ConfigError, r"chip\.name: expected the name of the chip, or chip\.base"),
     (OWN_CHIP.replace("power_watts = 400\n", ""), ConfigError, r"chip: key 'power_watts' is missing"),
     (OWN_CHIP + "colour = 3\n", ConfigError, r"chip: key 'colour' is not known"),
+    ('num_chips = 4\n[chip]\nbase = "mi250x"\nlink_bandwidth_one_way = "1TB/s"\n', ConfigError, r"chip\.scale_up too"),
+    ('num_chips = 8\n[chip]\nbase = "h100"\nflops_per_s = 3\n', ConfigError, r"flops_per_s: expected a table, found 3"),
+    ('num_chips = 8\n[chip]\nbase = "h100"\nmatmul_tile = [1, 2]\n', ConfigError, r"key 'matmul_tile\.2' is missing"),
+    ('chip = 3\nnum_chips = 8\n', ConfigError, r"my\.toml: chip: expected a name or a table, found 3$"),
+    ('chip = "h100"\nnetwork = 3\n', ConfigError, r"my\.toml: network: expected a name or a table, found 3$"),
+    (TREE.replace('"10us"', '"10"'), ConfigError, r"my\.toml: network\.levels\.1\.latency: time: '10' has no unit"),
     ('num_chips = 8\n[chip]\nbase = 3\n', ConfigError, r"chip\.base: expected the name of a chip, found 3"),
 ]  # fmt: skip
 

@@ -117,19 +117,40 @@ def _own_chip(table: dict[str, Any], where: str) -> Chip:
         fields.setdefault("vendor", "own")
         fields.setdefault("sources", {"*": own})
     else:
-        start = dict(chip_row(base))
-        changed = {
-            key: own for key in fields if key in ChipRow.model_fields and key not in ("title", "vendor", "sources")
-        }
-        rates = {**start["flops_per_s"], **fields.get("flops_per_s", {})}
-        sources = {**start["sources"], **changed, **fields.get("sources", {})}
-        fields = {
-            "title": f"{start['title']} (changed)",
-            **{k: v for k, v in start.items() if k not in ("aliases", "title")},
-            **fields,
-        }
-        fields |= {"flops_per_s": rates, "sources": sources}
+        fields = _on_base(dict(chip_row(base)), fields, own, where)
     return validate(ChipRow, fields, f"{where}: chip").build(name, known)
+
+
+def _on_base(base: dict[str, Any], fields: dict[str, Any], own: str, where: str) -> dict[str, Any]:
+    """Lay the fields of a file over the row of a built-in chip; tables of rates and of sources are merged."""
+    merged = {key: value for key, value in base.items() if key != "aliases"} | fields
+    merged["title"] = fields.get("title", f"{base['title']} (changed)")
+    for table in ("flops_per_s", "sources"):
+        given = fields.get(table, {})
+        if not isinstance(given, dict):
+            raise ConfigError(f"{where}: chip.{table}: expected a table, found {given!r}")
+        merged[table] = {**base[table], **given}
+    rates = {f"flops_per_s.{dtype}" for dtype in fields.get("flops_per_s", {})}
+    numbers = set(ChipRow.model_fields) - {"title", "vendor", "sources", "flops_per_s"}
+    changed = rates | (numbers & set(fields))
+    merged["sources"] |= {key: own for key in changed if key not in fields.get("sources", {})}
+    if "scale_up" not in fields and base.get("scale_up"):
+        merged["scale_up"] = _links_on_base(base, fields, where)
+    return merged
+
+
+def _links_on_base(base: dict[str, Any], fields: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Carry a changed link bandwidth or hop latency of a GPU into the level of the network that it is."""
+    levels = [dict(level) for level in base["scale_up"]]
+    for key, part in (("link_bandwidth_one_way", "bandwidth_per_chip_one_way"), ("hop_latency", "latency")):
+        if key not in fields:
+            continue
+        same = [level for level in levels if level[part] == base[key]]
+        if not same:
+            raise ConfigError(f"{where}: chip.{key} is no level of {base['title']}'s network; give chip.scale_up too")
+        for level in same:
+            level[part] = fields[key]
+    return levels
 
 
 def _build(row: _ClusterRow, name: str, chip: Chip) -> Cluster:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from meshwise.dtypes import DType
-from meshwise.errors import ConfigError
+from meshwise.errors import ConfigError, UnknownNameError
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.network import Level
 from meshwise.hardware.slices import SliceRules
@@ -63,7 +63,7 @@ def find_source(ref: SourceRef, known: Mapping[str, SourceRow]) -> Source:
     if isinstance(ref, SourceRow):
         return ref.build()
     if ref not in known:
-        raise ConfigError(f"source {ref!r} is not listed; expected one of {', '.join(sorted(known))}")
+        raise UnknownNameError("source", ref, known, "Sources may also be given in place, as { title, date, url }.")
     return known[ref].build()
 
 
@@ -236,14 +236,41 @@ def validate(model: type[RowT], data: object, where: str) -> RowT:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "; ".join(_explain(part) for part in error.errors())) from None
+        raise ConfigError(f"{where}: " + "; ".join(_explain(error.errors()))) from None
 
 
-def _explain(part: ErrorDetails) -> str:
-    key = ".".join(str(step) for step in part["loc"]) or "the table"
+_WRONG_KIND = ("string_type", "model_type", "dict_type", "dataclass_type")
+
+
+def _explain(parts: list[ErrorDetails]) -> list[str]:
+    """Word the errors; of a key that may be text or a table, only those of the alternative that was meant."""
+    keyed = [(_path(part), part) for part in parts]
+    lines: list[str] = []
+    for path, part in keyed:
+        wrong_kind = part["type"] in _WRONG_KIND
+        if wrong_kind and any(len(other) > len(path) and other[: len(path)] == path for other, _ in keyed):
+            continue
+        alternatives = sum(other == path and details["type"] in _WRONG_KIND for other, details in keyed)
+        key = ".".join(path) or "the file"
+        line = f"{key}: expected a name or a table, found {part['input']!r}" if alternatives > 1 else _line(key, part)
+        if line not in lines:
+            lines.append(line)
+    return lines
+
+
+def _path(part: ErrorDetails) -> tuple[str, ...]:
+    """Give the keys that lead to an error, without pydantic's names for the alternatives of a union."""
+    steps = [str(step) for step in part["loc"]]
+    return tuple(step for step in steps if step != "str" and not step.startswith("_") and "[" not in step)
+
+
+def _line(key: str, part: ErrorDetails) -> str:
     if part["type"] == "extra_forbidden":
         return f"key {key!r} is not known"
     if part["type"] == "missing":
         return f"key {key!r} is missing"
     message = part["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}"
+    scalar = (
+        isinstance(part["input"], str | int | float) and "found" not in message and repr(part["input"]) not in message
+    )
+    return f"{key}: {message}" + (f", found {part['input']!r}" if scalar else "")
