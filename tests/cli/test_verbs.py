@@ -61,6 +61,9 @@ def test_model_kv_dtype_halves_the_cache(run):
         (["collective", "all-gather", "bf16[1024, 4096]", "--mesh", "X=4", "--on", "v5e:4x4"], "all-gather: expected an array that is split over X"),
         (["collective", "all-gather", "bf16[1024, 4096_X]", "--mesh", "X=7", "--on", "v5e:4x4"], "mesh X=7 of 7 devices cannot be laid on x 4 x y 4 (16 chips)"),
         (["collective", "all-gather", "bf16[1024, J_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "bf16[1024, J_X]: no size is known for J"),
+        (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4"], "on which cluster? --on v5e:4x8, --on h100:64, or --cluster my.toml"),
+        (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--on", "v5e", "--cluster", "a.toml"], "--on v5e and --cluster a.toml: give one of them"),
+        (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--cluster", "missing.toml"], "cluster file 'missing.toml' does not exist"),
         (["collective", "gather", "bf16[1024, 4096_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "KIND: input should be 'all-gather'"),
         (["collective", "all-gather", "bf16[8_X] -> bf16[8_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "bf16[8_X] -> bf16[8_X]: this is not one all-gather but nothing that moves data"),
         (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--on", "v5e:4x4", "--wires", "X=3x1"], "wires: the extents of X must multiply to 4, found (3, 1)"),
@@ -214,3 +217,30 @@ def test_shard_marks_the_cheapest_and_its_time_is_least(run):
     assert len(times) > 1
     assert times == sorted(times)
     assert all(math.isfinite(t) for t in times)
+
+
+OWN = """
+chip = "h100-sxm"
+num_chips = 16
+[[network.levels]]
+name = "nvlink"
+degree = 8
+bandwidth_per_chip_one_way = "450GB/s"
+latency = "0.6us"
+[[network.levels]]
+name = "ethernet"
+degree = 2
+bandwidth_per_chip_one_way = "100Gbit/s"
+latency = "10us"
+"""
+
+
+def test_a_cluster_file_with_own_numbers(run, tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text(OWN, encoding="utf-8")
+    assert run("clusters", str(file)).first_line == "my -> 16 x H100 SXM, nvlink 8 x ethernet 2, 2 hosts"
+    told = run("collective", "all-gather", "bf16[1048576_X]", "--mesh", "X=16", "--cluster", str(file), "--json").json
+    # Half of the array comes from the other node, an eighth of that through each GPU's own 12.5 GB/s.
+    assert told["bandwidth_time_s"] == pytest.approx(2 * 1048576 / 2 / 8 / 12.5e9, rel=1e-9)
+    assert told["latency_s"] == pytest.approx(3 * 0.6e-6 + 10e-6, rel=1e-9)
+    assert (told["time_s"], told["bound"]) == (told["latency_s"], "latency")

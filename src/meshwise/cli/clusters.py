@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from meshwise.cli.output import Output, output_options
-from meshwise.hardware import machines, networks, parse_cluster
+from meshwise.hardware import load_cluster_file, machines, networks, parse_cluster
 from meshwise.report.clusters import cluster_report, clusters_report
 
 __all__ = ["clusters"]
@@ -17,10 +17,12 @@ __all__ = ["clusters"]
 def clusters(cluster: str | None, output: Output) -> None:
     """Say how clusters are named, and what a name stands for.
 
-    Without CLUSTER the ways to write one, the slices, networks and machines there are; with one, what it resolves to.
+    Without CLUSTER the ways to write one, the slices, networks and machines there are; with one, or with a TOML file of
+    own numbers, what it stands for.
     """
     inputs = {"cluster": cluster}
     if cluster is None:
         output.show(clusters_report(networks(), machines(), inputs))
     else:
-        output.show(cluster_report(parse_cluster(cluster), inputs))
+        found = load_cluster_file(cluster) if cluster.endswith(".toml") else parse_cluster(cluster)
+        output.show(cluster_report(found, inputs))

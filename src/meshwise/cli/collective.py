@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import click
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.pairs import parse_sizes
+from meshwise.cli.where import WHERE_FLAGS, Where
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.costs.wiring import best_wiring, collective_bytes, parse_wiring
 from meshwise.dtypes import DType
 from meshwise.errors import ShardingError
-from meshwise.hardware import parse_cluster
 from meshwise.report.collective import CollectiveCase, collective_report
 from meshwise.sharding import (
     Collective,
@@ -33,17 +33,14 @@ from meshwise.sharding import (
 __all__ = ["CollectiveRequest", "collective", "examine"]
 
 
-class CollectiveRequest(BaseModel):
+class CollectiveRequest(Where):
     """What `meshwise collective` is asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"] = Field(
         description="The collective."
     )
     array: str = Field(description="The array, 'bf16[1024, 4096_X]', or before and after: 'A[I_X, J] -> A[I, J_X]'.")
     mesh: str = Field(description="Mesh axes, X=4,Y=8, the last one innermost.", json_schema_extra={"metavar": "AXES"})
-    cluster: str = Field(description="The cluster, v5e:16x16.", json_schema_extra={"metavar": "CLUSTER"})
     over: str | None = Field(
         default=None,
         description="Mesh axes of the group, X or X,Y; by default those that the array names, else all.",
@@ -61,7 +58,7 @@ class CollectiveRequest(BaseModel):
 
 
 @click.command()
-@request_options(CollectiveRequest, arguments=("kind", "array"), flags={"cluster": "--on", "sizes": "--set"})
+@request_options(CollectiveRequest, arguments=("kind", "array"), flags={**WHERE_FLAGS, "sizes": "--set"})
 @output_options
 def collective(request: CollectiveRequest, output: Output) -> None:
     r"""Time one collective on a cluster.
@@ -79,7 +76,7 @@ def collective(request: CollectiveRequest, output: Output) -> None:
         "kind": request.kind,
         "array": request.array,
         "mesh": dict(case.mesh.axes),
-        "cluster": request.cluster,
+        **request.echo_where(),
         "over": list(case.mesh_axes),
         "sizes": dict(request.sizes),
         "wires": request.wires,
@@ -95,7 +92,7 @@ def examine(request: CollectiveRequest) -> CollectiveCase:
         NotationError, ShardingError, UnknownNameError, ClusterError: what was asked does not parse or cannot be.
     """
     mesh = parse_mesh(request.mesh)
-    cluster = parse_cluster(request.cluster)
+    cluster = request.must_find()
     fabric = Fabric.of(cluster)
     tensor, step = _step(request, mesh)
     num_bytes = collective_bytes(step, tensor.shape(request.sizes), mesh, tensor.dtype or request.dtype)

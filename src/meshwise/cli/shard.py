@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import Annotated
 
 import click
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.pairs import parse_sizes
+from meshwise.cli.where import WHERE_FLAGS, Where
 from meshwise.costs.product import price_product
 from meshwise.dtypes import DType
-from meshwise.hardware import parse_cluster
 from meshwise.report.shard import shard_report
 from meshwise.sharding import parse_expression, parse_mesh
 
 __all__ = ["ShardRequest", "shard"]
 
 
-class ShardRequest(BaseModel):
-    """What `meshwise shard` is asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ShardRequest(Where):
+    """What `meshwise shard` is asked; a cluster gives times."""
 
     expression: str = Field(description="The product, 'A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]'.")
     mesh: str | None = Field(
@@ -33,9 +31,6 @@ class ShardRequest(BaseModel):
     sizes: Annotated[dict[str, int], BeforeValidator(parse_sizes)] = Field(
         default={}, description="Sizes of the axes, I=1024,J=8Ki.", json_schema_extra={"metavar": "AXIS=SIZE"}
     )
-    cluster: str | None = Field(
-        default=None, description="The cluster that gives times, v5e:4x8.", json_schema_extra={"metavar": "CLUSTER"}
-    )
     wires: str | None = Field(
         default=None,
         description="Where mesh axes lie: extents on the network's dimensions, X=4x1,Y=1x8.",
@@ -45,7 +40,7 @@ class ShardRequest(BaseModel):
 
 
 @click.command()
-@request_options(ShardRequest, arguments=("expression",), flags={"cluster": "--on", "sizes": "--set"})
+@request_options(ShardRequest, arguments=("expression",), flags={**WHERE_FLAGS, "sizes": "--set"})
 @output_options
 def shard(request: ShardRequest, output: Output) -> None:
     r"""List the collectives that a sharded product needs.
@@ -60,7 +55,7 @@ def shard(request: ShardRequest, output: Output) -> None:
     """
     mesh = parse_mesh(request.mesh) if request.mesh else None
     expression = parse_expression(request.expression, mesh)
-    cluster = parse_cluster(request.cluster) if request.cluster else None
+    cluster = request.find()
     product = price_product(
         expression, mesh=mesh, sizes=request.sizes, dtype=request.dtype, cluster=cluster, wires=request.wires
     )
@@ -68,7 +63,7 @@ def shard(request: ShardRequest, output: Output) -> None:
         "expression": request.expression,
         "mesh": None if mesh is None else dict(mesh.axes),
         "sizes": dict(request.sizes),
-        "cluster": request.cluster,
+        **request.echo_where(),
         "wires": request.wires,
         "dtype": request.dtype.value,
     }
