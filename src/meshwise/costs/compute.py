@@ -1,23 +1,48 @@
 """Time of a placed block's local operations on one chip: each as long as its FLOPs or its bytes need.
 
-Not here: collectives (`traffic`), or how blocks make a step (`step`).
+The structure is worked out once per placement; sizes, floats or arrays, come afterwards. Not here: collectives (`traffic`),
+or how blocks make a step (`step`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.extents import Extents, element_bytes
+from meshwise.costs.extents import Extents, Volume, WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
 from meshwise.hardware import Chip
 from meshwise.jobs import Precision
-from meshwise.sharding.place import LocalOp, PlacedBlock, Transfer
-from meshwise.tensors import Attention, AttentionGradient, Einsum, Lookup
+from meshwise.sharding.place import LocalOp, PlacedBlock
+from meshwise.tensors import Attention, AttentionGradient, Einsum, Elementwise, Lookup
 
-__all__ = ["PassCompute", "block_compute"]
+__all__ = ["ComputeRates", "OpWork", "PassCompute", "operation_work", "pass_compute", "pass_work"]
+
+Split = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpWork:
+    """What one local operation will do, once sizes are known.
+
+    Args:
+        matmul: index space of an einsum, whose FLOPs are twice its volume; None for other operations.
+        tiles: einsum only: rows, depth and columns of the local matmul.
+        attention: the operation and the split of each of its axes, for attention.
+        vector: FLOPs on the vector unit, as a weighted sum.
+        num_bytes: HBM bytes.
+        fused: whether a fusion could remove the bytes (elementwise operations).
+    """
+
+    matmul: Volume | None
+    tiles: tuple[Volume, Volume, Volume] | None
+    attention: tuple[Attention, tuple[tuple[str, Split], ...]] | None
+    vector: WeightedSum
+    num_bytes: WeightedSum
+    fused: bool
 
 
 @dataclass(slots=True)
@@ -27,106 +52,125 @@ class PassCompute:
     Args:
         flops: on the matrix unit, padding of uneven shards included.
         matmul_bytes: HBM traffic of matmuls, attention and lookups: what no fusion removes.
-        bytes: HBM traffic of all operations, each reading its inputs and writing its output.
         seconds: expected: per operation the longer of its FLOPs (tiles padded) and its bytes, at achieved rates.
         serial_seconds: the same with nothing overlapped: FLOPs and bytes added up.
     """
 
     flops: Any = 0.0
     matmul_bytes: Any = 0.0
-    bytes: Any = 0.0
     seconds: Any = 0.0
     serial_seconds: Any = 0.0
 
 
-def block_compute(
-    placed: PlacedBlock, extents: Extents, chip: Chip, precision: Precision, calibration: Calibration
-) -> tuple[PassCompute, PassCompute, PassCompute]:
-    """Price the forward pass, the recomputation and the backward pass of one block, for one microbatch.
+@dataclass(frozen=True, slots=True)
+class ComputeRates:
+    """Seconds per FLOP and per byte at achieved rates, and the tiles of the matrix unit."""
 
-    Args:
-        placed: the block on its mesh.
-        extents: local sizes; B is the sequences of one microbatch over all devices.
-        chip, precision, calibration: rates, formats, achieved shares of the rates.
+    tile: tuple[int, int, int]
+    matmul: float
+    vector: float
+    byte: float
 
-    Returns: forward, recompute, backward.
-    """
-    rates = _Rates(chip, precision, calibration)
-    forward, recompute, backward = PassCompute(), PassCompute(), PassCompute()
+    @classmethod
+    def of(cls, chip: Chip, precision: Precision, calibration: Calibration) -> ComputeRates:
+        """Derive from the data sheet and what is achieved of it."""
+        return cls(
+            tile=chip.matmul_tile,
+            matmul=1 / (chip.peak(precision.compute) * calibration.matmul_efficiency),
+            vector=1 / chip.vector_flops_per_s,
+            byte=1 / (chip.hbm_bandwidth * calibration.hbm_efficiency),
+        )
+
+
+def pass_work(placed: PlacedBlock, precision: Precision) -> dict[str, tuple[OpWork, ...]]:
+    """The local operations of "forward", "recompute" and "backward", with their structure resolved."""
+    works: dict[str, list[OpWork]] = {"forward": [], "recompute": [], "backward": []}
     for item in placed.forward:
-        if not isinstance(item, Transfer):
-            _add(forward, item, extents, rates)
+        if isinstance(item, LocalOp):
+            works["forward"].append(operation_work(item, precision))
     for item in placed.backward:
-        if not isinstance(item, Transfer):
-            _add(recompute if item.op.name in placed.recomputed else backward, item, extents, rates)
-    return forward, recompute, backward
+        if isinstance(item, LocalOp):
+            name = "recompute" if item.op.name in placed.recomputed else "backward"
+            works[name].append(operation_work(item, precision))
+    return {name: tuple(items) for name, items in works.items()}
 
 
-class _Rates:
-    """Seconds per FLOP and per byte, ideal and achieved."""
+def operation_work(item: LocalOp, precision: Precision) -> OpWork:
+    """Resolve the structure of one local operation."""
+    op, splits = item.op, dict(item.splits)
 
-    def __init__(self, chip: Chip, precision: Precision, calibration: Calibration) -> None:
-        self.precision = precision
-        self.tile = chip.matmul_tile
-        self.matmul = 1 / (chip.peak(precision.compute) * calibration.matmul_efficiency)
-        self.vector = 1 / chip.vector_flops_per_s
-        self.byte = 1 / (chip.hbm_bandwidth * calibration.hbm_efficiency)
+    def volume(axes: Iterable[str]) -> Volume:
+        return tuple(sorted((a, splits.get(a, ())) for a in axes))
 
-
-def _add(total: PassCompute, item: LocalOp, extents: Extents, rates: _Rates) -> None:
-    """Add one operation."""
-    op = item.op
-    splits = dict(item.splits)
-    num_bytes = _operation_bytes(item, extents, rates.precision)
+    matmul = tiles = attention = None
+    vector: WeightedSum = ()
     if isinstance(op, Einsum):
-        flops = 2 * extents.volume(tuple((a, splits.get(a, ())) for a in op.axes))
-        compute = flops * _tile_waste(op, splits, extents, rates.tile) * rates.matmul
+        left, right = op.inputs
+        rows = [a for a in left.axes if a in op.output.axes and a not in right.axes]
+        columns = [a for a in right.axes if a in op.output.axes and a not in left.axes]
+        matmul, tiles = volume(op.axes), (volume(rows), volume(op.contracted), volume(columns))
     elif isinstance(op, Attention):
-        flops = _attention_flops(op, splits, extents)
-        compute = flops * rates.matmul
-    else:
-        flops = 0.0
-        vector = 0.0 if isinstance(op, AttentionGradient | Lookup) else getattr(op, "flops_per_element", 0.0)
-        compute = vector * extents.volume(tuple((a, splits.get(a, ())) for a in op.axes)) * rates.vector if vector else 0.0
-    memory = num_bytes * rates.byte
-    total.flops = total.flops + flops
-    total.bytes = total.bytes + num_bytes
-    if op.matmul or isinstance(op, Lookup):
-        total.matmul_bytes = total.matmul_bytes + num_bytes
-    total.seconds = total.seconds + maximum(compute, memory)
-    total.serial_seconds = total.serial_seconds + compute + memory
+        attention = (op, tuple((a, splits.get(a, ())) for a in op.axes))
+    elif isinstance(op, Elementwise):
+        vector = ((volume(op.axes), op.flops_per_element),)
+    fused = not (op.matmul or isinstance(op, Lookup))
+    return OpWork(matmul, tiles, attention, vector, _operation_bytes(item, precision), fused)
 
 
-def _operation_bytes(item: LocalOp, extents: Extents, precision: Precision) -> Any:
+def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
     """HBM bytes: inputs read once, output written once; a lookup touches only the rows it picks."""
     op = item.op
     if isinstance(op, AttentionGradient):  # its inputs were read by the kernel's first output
-        return extents.held_bytes(item.output, precision)
+        return held_bytes((item.output,), precision)
     if isinstance(op, Lookup):
-        rows = item.output if not op.scatter else item.inputs[1]
-        return 2 * extents.held_bytes(rows, precision)
-    total: Any = extents.elements(item.output.tensor, item.output.sharding) * element_bytes(item.output.tensor, precision)
-    for held in item.inputs:
-        total = total + extents.held_bytes(held, precision)
+        rows = item.inputs[1] if op.scatter else item.output
+        return weighted_sum([(held_key(rows), 2 * element_bytes(rows.tensor, precision))])
+    return held_bytes((*item.inputs, item.output), precision)
+
+
+def pass_compute(works: Iterable[OpWork], extents: Extents, rates: ComputeRates) -> PassCompute:
+    """Price the operations of one pass of one block, for one microbatch.
+
+    Args:
+        works: from `pass_work`.
+        extents: local sizes; B is the sequences of one microbatch over all devices.
+        rates: of the chip.
+    """
+    total = PassCompute()
+    for work in works:
+        compute: Any = 0.0
+        if work.matmul is not None and work.tiles is not None:
+            flops = 2 * extents.volume(work.matmul)
+            total.flops = total.flops + flops
+            compute = flops * rates.matmul * _tile_waste(work.tiles, extents, rates.tile)
+        elif work.attention is not None:
+            flops = _attention_flops(*work.attention, extents)
+            total.flops = total.flops + flops
+            compute = flops * rates.matmul
+        elif work.vector:
+            compute = extents.weighted(work.vector) * rates.vector
+        num_bytes = extents.weighted(work.num_bytes)
+        memory = num_bytes * rates.byte
+        if not work.fused:
+            total.matmul_bytes = total.matmul_bytes + num_bytes
+        total.seconds = total.seconds + maximum(compute, memory)
+        total.serial_seconds = total.serial_seconds + compute + memory
     return total
 
 
-def _attention_flops(op: Attention, splits: dict[str, tuple[str, ...]], extents: Extents) -> Any:
+def _attention_flops(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Any:
     """FLOPs of this device's queries; positions are dealt out so that causal work is even (zig-zag order)."""
-    sizes = {a: extents.length(a, splits.get(a, ())) for a in op.axes if a not in (op.query_axis, op.key_axis)}
-    sizes |= {a: extents.sizes[a] for a in (op.query_axis, op.key_axis)}
-    return op.flops(sizes) / extents.devices(splits.get(op.query_axis, ()))
+    positions = (op.query_axis, op.key_axis)
+    sizes = {a: extents.sizes[a] if a in positions else extents.length(a, split) for a, split in splits}
+    return op.flops(sizes) / extents.devices(dict(splits)[op.query_axis])
 
 
-def _tile_waste(op: Einsum, splits: dict[str, tuple[str, ...]], extents: Extents, tile: tuple[int, int, int]) -> Any:
+def _tile_waste(tiles: tuple[Volume, Volume, Volume], extents: Extents, units: tuple[int, int, int]) -> Any:
     """Padded over real FLOPs when rows, depth and columns of the local matmul are rounded up to the matrix unit's tiles."""
-    left, right = op.inputs
-    rows = [a for a in left.axes if a in op.output.axes and a not in right.axes]
-    columns = [a for a in right.axes if a in op.output.axes and a not in left.axes]
     waste: Any = 1.0
-    for axes, unit in ((rows, tile[0]), (list(op.contracted), tile[1]), (columns, tile[2])):
-        length = extents.volume(tuple((a, splits.get(a, ())) for a in axes))
-        if isinstance(length, float) and math.fmod(length, unit) == 0:
+    for key, unit in zip(tiles, units, strict=True):
+        length = extents.volume(key)
+        if isinstance(length, float | int) and math.fmod(length, unit) == 0:
             continue
         waste = waste * (ceil(length / unit) * unit / length)
     return waste

@@ -6,14 +6,19 @@ A single estimate and a whole search run this same code. Not here: which candida
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
+import numpy as np
+
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.extents import Extents
-from meshwise.costs.memory import training_memory
+from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
+from meshwise.costs.extents import Extents, held_bytes
+from meshwise.costs.memory import LocalMemory, MemoryPlan, local_memory, memory_plan, training_memory
 from meshwise.costs.network import Wire
-from meshwise.costs.step import Rates, StepTime, block_times, step_time
+from meshwise.costs.step import BlockTime, Rates, StepTime, step_time
+from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.hardware import Cluster
 from meshwise.jobs import Optimizer, Precision, TrainingJob
 from meshwise.models import Model
@@ -22,7 +27,7 @@ from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.strategy import training_strategy
 from meshwise.tensors import Block, Tensor
 
-__all__ = ["Candidates", "Costs", "Structure", "TrainingProblem", "evaluate", "place_structure"]
+__all__ = ["Candidates", "Costs", "LocalBlock", "Structure", "TrainingProblem", "evaluate", "evaluate_local", "place_structure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,39 @@ class Costs:
     memory: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """A placed block with its structure worked out: what remains is arithmetic on sizes."""
+
+    placed: PlacedBlock
+    works: Mapping[str, tuple[OpWork, ...]]
+    flows: tuple[FlowPlan, ...]
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBlock:
+    """What depends only on the microbatch, context and tensor sizes."""
+
+    passes: Mapping[str, PassCompute]
+    flows: Mapping[int, Any]  # index of the flow plan -> bytes
+    memory: LocalMemory
+
+    def take(self, index: Any) -> LocalBlock:
+        """The same for other rows: entries `index` of every array."""
+
+        def pick(value: Any) -> Any:
+            return value[index] if isinstance(value, np.ndarray) else value
+
+        def pick_all(values: Any) -> Any:
+            return type(values)(*(pick(getattr(values, f.name)) for f in fields(values)))
+
+        passes = {name: pick_all(p) for name, p in self.passes.items()}
+        return LocalBlock(passes, {i: pick(v) for i, v in self.flows.items()}, pick_all(self.memory))
+
+
 _PLACED: dict[tuple[int, Structure], tuple[Block, PlacedBlock]] = {}
+_PLANNED: dict[tuple[int, Precision], tuple[PlacedBlock, PlannedBlock]] = {}
 
 
 def place_structure(model: Model, structure: Structure) -> tuple[PlacedBlock, ...]:
@@ -91,8 +128,48 @@ def place_structure(model: Model, structure: Structure) -> tuple[PlacedBlock, ..
     return tuple(placed)
 
 
+def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[PlannedBlock, ...]:
+    """Place every block and work out what its costs are sums of; once in a process."""
+    planned = []
+    formats = problem.job.formats
+    for placed in place_structure(problem.model, structure):
+        key = (id(placed), formats)
+        if key not in _PLANNED:
+            block = PlannedBlock(
+                placed, pass_work(placed, formats), flow_plans(placed, formats), memory_plan(placed, formats)
+            )
+            _PLANNED[key] = (placed, block)
+        planned.append(_PLANNED[key][1])
+    return tuple(planned)
+
+
+def evaluate_local(
+    problem: TrainingProblem, structure: Structure, *, micro_batch: Any, context: Any, tensor: Any
+) -> tuple[LocalBlock, ...]:
+    """Price what one device does on its own: operations, activations, and the bytes of most collectives.
+
+    A search calls it once for the few distinct sizes there are. Args as in `Candidates`.
+    """
+    mesh = {"data": 1.0, "fsdp": 1.0, "context": context, "tensor": tensor}
+    program = problem.model.train_program()
+    extents = Extents(program.bind(batch=micro_batch, queries=problem.job.seq_len), mesh)
+    rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
+    return tuple(
+        LocalBlock(
+            {name: pass_compute(works, extents, rates) for name, works in b.works.items()},
+            {i: plan.flow(extents).num_bytes for i, plan in enumerate(b.flows) if plan.local},
+            local_memory(b.memory, extents),
+        )
+        for b in plan_structure(problem, structure)
+    )
+
+
 def evaluate(
-    problem: TrainingProblem, structure: Structure, candidates: Candidates, wires: Callable[[tuple[str, ...]], Wire]
+    problem: TrainingProblem,
+    structure: Structure,
+    candidates: Candidates,
+    wires: Callable[[tuple[str, ...]], Wire],
+    local: tuple[LocalBlock, ...] | None = None,
 ) -> Costs:
     """Time and memory of a training step.
 
@@ -101,35 +178,44 @@ def evaluate(
         structure: zero stage, sequence parallelism, remat.
         candidates: sizes.
         wires: mesh axes -> wire of the group along them, of the same shape as the candidates.
+        local: from `evaluate_local`, where it was computed before.
     """
-    job, chip = problem.job, problem.cluster.chip
+    c, job, chip = candidates, problem.job, problem.cluster.chip
     formats = job.formats
+    planned = plan_structure(problem, structure)
+    if local is None:
+        local = evaluate_local(problem, structure, micro_batch=c.micro_batch, context=c.context, tensor=c.tensor)
     program = problem.model.train_program()
-    placed = place_structure(problem.model, structure)
-    batch = candidates.micro_batch * candidates.data * candidates.fsdp
-    extents = Extents(program.bind(batch=batch, queries=job.seq_len), candidates.mesh)
-    rates = Rates(chip, problem.calibration, wires)
+    extents = Extents(program.bind(batch=c.micro_batch * c.data * c.fsdp, queries=job.seq_len), c.mesh)
     step = step_time(
-        block_times(placed, extents, chip, job, problem.calibration),
-        rates,
+        [_block_time(p, own, extents) for p, own in zip(planned, local, strict=True)],
+        Rates(chip, problem.calibration, wires),
         peak_flops_per_s=chip.peak(formats.compute),
-        stages=candidates.stage,
-        num_microbatches=candidates.num_microbatches,
-        boundary_bytes=extents.held_bytes(_residual(structure), formats),
-        optimizer_bytes=_optimizer_bytes(placed, extents, formats, job.optimizer_kind, candidates.stage),
+        stages=c.stage,
+        num_microbatches=c.num_microbatches,
+        boundary_bytes=extents.weighted(held_bytes((_residual(structure),), formats)),
+        optimizer_bytes=_optimizer_bytes(planned, extents, formats, job.optimizer_kind, c.stage),
     )
     memory = training_memory(
-        placed,
+        [(p.placed.block, p.memory, own.memory) for p, own in zip(planned, local, strict=True)],
         extents,
         formats,
         job.optimizer_kind,
         hbm_capacity=chip.hbm_capacity,
-        stages=candidates.stage,
-        num_microbatches=candidates.num_microbatches,
+        stages=c.stage,
+        num_microbatches=c.num_microbatches,
     )
     return Costs(step, memory)
 
 
+def _block_time(planned: PlannedBlock, local: LocalBlock, extents: Extents) -> BlockTime:
+    flows = tuple(
+        plan.sized(local.flows[i]) if i in local.flows else plan.flow(extents) for i, plan in enumerate(planned.flows)
+    )
+    return BlockTime(planned.placed.block, **local.passes, flows=flows)
+
+
+@cache
 def _residual(structure: Structure) -> Held:
     """The residual stream as it stands between blocks, which is what stages send each other."""
     x = Tensor("x", ("B", "T", "D"))
@@ -138,16 +224,14 @@ def _residual(structure: Structure) -> Held:
 
 
 def _optimizer_bytes(
-    placed: tuple[PlacedBlock, ...], extents: Extents, formats: Precision, optimizer: Optimizer, stages: Any
+    planned: tuple[PlannedBlock, ...], extents: Extents, formats: Precision, optimizer: Optimizer, stages: Any
 ) -> Any:
     """HBM traffic of the update on one chip: gradients and old values read, moments and weights read and written."""
     states: Any = 0.0
-    for p in placed:
-        share = 1 / stages if p.block.role == "layer" else 1.0
-        for h in p.optimizer:
-            states = states + extents.elements(h.tensor, h.sharding) * (p.block.repeat * share)
+    for p in planned:
+        block = p.placed.block
+        share = 1 / stages if block.role == "layer" else 1.0
+        states = states + extents.weighted(p.memory.states) * (block.repeat * share)
     master = formats.master.bytes if formats.master else 0.0
     per_state = 2 * optimizer.moments * formats.moments.bytes + 2 * master + 2 * formats.weights.bytes + formats.gradients.bytes
     return states * per_state
-
-

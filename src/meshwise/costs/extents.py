@@ -5,19 +5,20 @@ Sizes may be floats or arrays of candidates. Axes that do not divide are padded,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil
 from meshwise.dtypes import DType
 from meshwise.jobs import Precision
-from meshwise.sharding import Sharding
 from meshwise.sharding.place import Held
 from meshwise.tensors import Kind, Tensor
 
-__all__ = ["Extents", "element_bytes"]
+__all__ = ["Extents", "Volume", "WeightedSum", "element_bytes", "held_bytes", "held_key", "volume_key", "weighted_sum"]
 
 Split = tuple[str, ...]
+Volume = tuple[tuple[str, Split], ...]  # (axis, split), sorted
+WeightedSum = tuple[tuple[Volume, float], ...]
 
 #: Sequences are refused at the door where they do not divide, and slots of experts are an average: neither is rounded here.
 _NEVER_PADDED = ("B", "C")
@@ -36,7 +37,7 @@ class Extents:
         self.mesh = mesh
         self._devices: dict[Split, Any] = {(): 1.0}
         self._lengths: dict[tuple[str, Split], Any] = {}
-        self._elements: dict[tuple[tuple[str, Split], ...], Any] = {}
+        self._volumes: dict[Volume, Any] = {}
 
     def devices(self, split: Split) -> Any:
         """Devices along the mesh axes of `split` together."""
@@ -56,23 +57,44 @@ class Extents:
             self._lengths[key] = share if axis in _NEVER_PADDED else ceil(share)
         return self._lengths[key]
 
-    def volume(self, pairs: tuple[tuple[str, Split], ...]) -> Any:
-        """Product of local lengths of `pairs` of (axis, split)."""
-        key = tuple(sorted(pairs))
-        if key not in self._elements:
+    def volume(self, key: Volume) -> Any:
+        """Product of the local lengths of `key`'s axes."""
+        if key not in self._volumes:
             total: Any = 1.0
             for axis, split in key:
                 total = total * self.length(axis, split)
-            self._elements[key] = total
-        return self._elements[key]
+            self._volumes[key] = total
+        return self._volumes[key]
 
-    def elements(self, tensor: Tensor, sharding: Sharding) -> Any:
-        """Elements of one device's block."""
-        return self.volume(tuple(zip(tensor.axes, sharding.splits, strict=True)))
+    def weighted(self, sum_of: WeightedSum) -> Any:
+        """Sum of volumes, each times its weight (bytes per element, mostly)."""
+        total: Any = 0.0
+        for key, weight in sum_of:
+            total = total + self.volume(key) * weight
+        return total
 
-    def held_bytes(self, held: Held, precision: Precision) -> Any:
-        """Bytes of one device's block."""
-        return self.elements(held.tensor, held.sharding) * element_bytes(held.tensor, precision)
+
+def volume_key(axes: Iterable[str], splits: Iterable[Split]) -> Volume:
+    """The key of a block with these axes and splits, equal for equal blocks."""
+    return tuple(sorted(zip(axes, splits, strict=True)))
+
+
+def held_key(held: Held) -> Volume:
+    """The key of a tensor's block."""
+    return volume_key(held.tensor.axes, held.sharding.splits)
+
+
+def weighted_sum(terms: Iterable[tuple[Volume, float]]) -> WeightedSum:
+    """Merge equal volumes."""
+    merged: dict[Volume, float] = {}
+    for key, weight in terms:
+        merged[key] = merged.get(key, 0.0) + weight
+    return tuple(merged.items())
+
+
+def held_bytes(held: Iterable[Held], precision: Precision) -> WeightedSum:
+    """Bytes of tensors as they are held, as a sum still to be given sizes."""
+    return weighted_sum((held_key(h), element_bytes(h.tensor, precision)) for h in held)
 
 
 def element_bytes(tensor: Tensor, precision: Precision) -> float:

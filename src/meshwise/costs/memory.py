@@ -10,13 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum, minimum, where
-from meshwise.costs.extents import Extents, element_bytes
+from meshwise.costs.extents import Extents, WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
-from meshwise.tensors import Kind
+from meshwise.tensors import Block, Kind
 
-__all__ = ["MEMORY_CLASSES", "RESERVE_SHARE", "training_memory"]
+__all__ = [
+    "MEMORY_CLASSES",
+    "RESERVE_SHARE",
+    "LocalMemory",
+    "MemoryPlan",
+    "local_memory",
+    "memory_plan",
+    "training_memory",
+]
 
 #: Class -> what it holds.
 MEMORY_CLASSES = {
@@ -36,69 +44,102 @@ MEMORY_CLASSES = {
 RESERVE_SHARE = 0.02
 
 
-@dataclass(slots=True)
-class _BlockMemory:
-    """Bytes of one copy of a block on one chip, for one microbatch."""
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of one copy of a block before sizes are known.
 
-    parameters: Any = 0.0
-    tied: Any = 0.0
-    gradients: Any = 0.0
-    states: Any = 0.0  # elements of the optimizer's shard
-    kept: Any = 0.0
-    workspace: Any = 0.0
-    gathered: Any = 0.0
-    buffers: Any = 0.0
+    Args:
+        parameters, tied, gradients: the training state as stored; `tied` belongs to another block.
+        states: elements (not bytes) of the optimizer's shard.
+        kept: activations held for the backward pass.
+        remade: activations computed again.
+        operations: what each operation of the backward pass holds besides these; the largest counts.
+        gathered, stored: weights as used and as stored, each weighted by what is alive at once.
+        buffers: gathered or unreduced activations, each with the mesh axes over which it was moved.
+    """
+
+    parameters: WeightedSum
+    tied: WeightedSum
+    gradients: WeightedSum
+    states: WeightedSum
+    kept: WeightedSum
+    remade: WeightedSum
+    operations: tuple[WeightedSum, ...]
+    gathered: WeightedSum
+    stored: WeightedSum
+    buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
 
 
-def _block_memory(placed: PlacedBlock, extents: Extents, precision: Precision) -> _BlockMemory:
-    def total(held: Sequence[Held]) -> Any:
-        result: Any = 0.0
-        for h in held:
-            result = result + extents.held_bytes(h, precision)
-        return result
-
-    m = _BlockMemory()
-    m.parameters = total(placed.weights)
-    m.tied = total(placed.tied)
-    m.gradients = total(placed.gradients)
-    for h in placed.optimizer:
-        m.states = m.states + extents.elements(h.tensor, h.sharding)
-    m.kept = total(placed.kept)
-    m.workspace = total(placed.workspace) + _largest_operation(placed, extents, precision)
+def memory_plan(placed: PlacedBlock, precision: Precision) -> MemoryPlan:
+    """Read from a placed block what it holds."""
     stored = {h.tensor.name: h for h in (*placed.weights, *placed.tied)}
-    for h in placed.gathered:
-        # Nothing is gathered where the copy is no larger than what is stored. One layer at work, one on its way, and the
-        # gradient of the whole before it is scattered.
-        whole = extents.elements(h.tensor, h.sharding)
-        extra = whole - extents.elements(h.tensor, stored[h.tensor.name].sharding)
-        factor = 2 * element_bytes(h.tensor, precision) + precision.gradients.bytes
-        m.gathered = m.gathered + extra * factor
+    # Where the copy is larger than what is stored: one layer at work, one on its way, and the gradient of the whole before it
+    # is scattered.
+    alive = [(h, 2 * element_bytes(h.tensor, precision) + precision.gradients.bytes) for h in placed.gathered]
+    return MemoryPlan(
+        parameters=held_bytes(placed.weights, precision),
+        tied=held_bytes(placed.tied, precision),
+        gradients=held_bytes(placed.gradients, precision),
+        states=weighted_sum((held_key(h), 1.0) for h in placed.optimizer),
+        kept=held_bytes(placed.kept, precision),
+        remade=held_bytes(placed.workspace, precision),
+        operations=_operations(placed, precision),
+        gathered=weighted_sum((held_key(h), w) for h, w in alive),
+        stored=weighted_sum((held_key(stored[h.tensor.name]), w) for h, w in alive),
+        buffers=_buffers(placed, precision),
+    )
+
+
+def _operations(placed: PlacedBlock, precision: Precision) -> tuple[WeightedSum, ...]:
+    """Activations that each operation of the backward pass makes or reads besides what is kept anyway."""
+    known = {h.tensor.name for h in (*placed.kept, *placed.workspace)}
+    sums = set()
+    for item in placed.backward:
+        if isinstance(item, LocalOp):
+            held = [h for h in (*item.inputs, item.output) if h.tensor.kind is Kind.ACTIVATION and h.tensor.name not in known]
+            sums.add(held_bytes(held, precision))
+    return tuple(sorted(sums))
+
+
+def _buffers(placed: PlacedBlock, precision: Precision) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
+    found = set()
     for item in (*placed.forward, *placed.backward):
         if isinstance(item, Transfer) and item.purpose is Purpose.ACTIVATIONS:
             c = item.collective
             side = c.after if c.kind is CollectiveKind.ALL_GATHER else c.before
-            size = extents.elements(item.tensor, side) * element_bytes(item.tensor, precision)
-            m.buffers = maximum(m.buffers, size * (1 - 1 / extents.devices(c.mesh_axes)))
-    return m
+            found.add((held_bytes((Held(item.tensor, side),), precision), c.mesh_axes))
+    return tuple(sorted(found))
 
 
-def _largest_operation(placed: PlacedBlock, extents: Extents, precision: Precision) -> Any:
-    """Bytes of the activations that the hungriest operation of the backward pass makes besides what is kept anyway."""
-    kept = {h.tensor.name for h in (*placed.kept, *placed.workspace)}
+@dataclass(slots=True)
+class LocalMemory:
+    """What depends only on the microbatch, context and tensor sizes: bytes (floats or arrays)."""
+
+    kept: Any
+    workspace: Any
+    gathered: Any
+    buffers: Any
+
+
+def local_memory(plan: MemoryPlan, extents: Extents) -> LocalMemory:
+    """Give sizes to the activations of a block."""
     largest: Any = 0.0
-    for item in placed.backward:
-        if not isinstance(item, LocalOp):
-            continue
-        total: Any = 0.0
-        for h in (*item.inputs, item.output):
-            if h.tensor.kind is Kind.ACTIVATION and h.tensor.name not in kept:
-                total = total + extents.held_bytes(h, precision)
-        largest = maximum(largest, total)
-    return largest
+    for operation in plan.operations:
+        largest = maximum(largest, extents.weighted(operation))
+    buffers: Any = 0.0
+    for num_bytes, axes in plan.buffers:
+        if not set(axes) & {"data", "fsdp"}:
+            buffers = maximum(buffers, extents.weighted(num_bytes) * (1 - 1 / extents.devices(axes)))
+    return LocalMemory(
+        kept=extents.weighted(plan.kept),
+        workspace=extents.weighted(plan.remade) + largest,
+        gathered=extents.weighted(plan.gathered),
+        buffers=buffers,
+    )
 
 
 def training_memory(
-    placed: Sequence[PlacedBlock],
+    blocks: Sequence[tuple[Block, MemoryPlan, LocalMemory]],
     extents: Extents,
     precision: Precision,
     optimizer: Optimizer,
@@ -112,27 +153,26 @@ def training_memory(
     The first stage holds the embedding and up to `stages` microbatches in flight; the last holds the head and one.
 
     Args:
-        placed: all blocks on the mesh; each layer group's `repeat` is spread over the stages, rounded up.
-        extents: local sizes; B is one microbatch.
+        blocks: all blocks; each layer group's `repeat` is spread over the stages, rounded up.
+        extents: local sizes of the training state.
         precision, optimizer: bytes per element, values per parameter.
         hbm_capacity: bytes; the reserve is a share of it.
         stages, num_microbatches: floats or arrays.
 
     Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
-    blocks = [(p.block.role, p.block.repeat, _block_memory(p, extents, precision)) for p in placed]
-    layers = sum(repeat for role, repeat, _ in blocks if role == "layer")
+    layers = sum(block.repeat for block, _, _ in blocks if block.role == "layer")
     share = ceil(layers / stages) / layers
-    single = stages == 1
-    ends = {}
+    single = (stages == 1) * 1.0
+    state = [_state_bytes(plan, extents, precision, optimizer) for _, plan, _ in blocks]
+    ends = []
     for end, in_flight in (("embed", minimum(stages, num_microbatches)), ("head", 1.0)):
-        other = where(single, 1.0, 0.0)  # with one stage, both ends are on it
-        counts = {"embed": 1.0 if end == "embed" else other, "head": 1.0 if end == "head" else other, "layer": share}
-        held = where(single, 1.0, in_flight)
-        ends[end] = _classes(blocks, counts, held, precision, optimizer, single=single)
-    totals = {end: sum(classes.values()) for end, classes in ends.items()}
-    first = totals["embed"] > totals["head"]
-    result = {name: where(first, ends["embed"][name], ends["head"][name]) for name in ends["embed"]}
+        counts = {"embed": single, "head": single, "layer": share} | {end: 1.0}
+        held = where(single > 0, 1.0, in_flight)
+        ends.append(_stage_classes(blocks, state, counts, held, 1 - single))
+    totals = [sum(classes.values()) for classes in ends]
+    first = totals[0] > totals[1]
+    result = {name: where(first, ends[0][name], ends[1][name]) for name in ends[0]}
     result["reserve"] = RESERVE_SHARE * hbm_capacity + 0.0 * result["parameters"]
     total: Any = 0.0
     for name in MEMORY_CLASSES:
@@ -140,32 +180,40 @@ def training_memory(
     return {**{name: result[name] for name in MEMORY_CLASSES}, "total": total}
 
 
-def _classes(
-    blocks: list[tuple[str, int, _BlockMemory]],
+def _state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, optimizer: Optimizer) -> dict[str, Any]:
+    """The training state of one copy of a block."""
+    states = extents.weighted(plan.states)
+    return {
+        "parameters": extents.weighted(plan.parameters),
+        "tied": extents.weighted(plan.tied),
+        "gradients": extents.weighted(plan.gradients),
+        "master_copies": states * (precision.master.bytes if precision.master else 0.0),
+        "optimizer": states * (optimizer.moments * precision.moments.bytes),
+        "stored": extents.weighted(plan.stored),
+    }
+
+
+def _stage_classes(
+    blocks: Sequence[tuple[Block, MemoryPlan, LocalMemory]],
+    state: Sequence[Mapping[str, Any]],
     counts: Mapping[str, Any],
     in_flight: Any,
-    precision: Precision,
-    optimizer: Optimizer,
-    *,
-    single: Any,
+    several_stages: Any,
 ) -> dict[str, Any]:
-    """Classes of one stage that holds `counts` of each role's blocks."""
-    out: dict[str, Any] = dict.fromkeys(("parameters", "master_copies", "gradients", "optimizer", "activations"), 0.0)
-    out |= dict.fromkeys(("logits_and_loss", "workspace", "gathered_weights", "communication_buffers"), 0.0)
-    master = precision.master.bytes if precision.master else 0.0
-    moments = optimizer.moments * precision.moments.bytes
-    for role, repeat, m in blocks:
-        n = counts[role] * repeat
-        present = counts[role] > 0
-        out["parameters"] = out["parameters"] + n * m.parameters + where(single, 0.0, n * m.tied)
-        out["gradients"] = out["gradients"] + n * m.gradients
-        out["master_copies"] = out["master_copies"] + n * m.states * master
-        out["optimizer"] = out["optimizer"] + n * m.states * moments
-        if role == "head":
-            out["logits_and_loss"] = out["logits_and_loss"] + n * (m.kept + m.workspace)
+    """Classes of one stage that holds `counts` of each role's blocks, the reserve left out."""
+    out: dict[str, Any] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
+    for (block, _, local), held in zip(blocks, state, strict=True):
+        n = counts[block.role] * block.repeat
+        present = (counts[block.role] > 0) * 1.0
+        for name in ("parameters", "master_copies", "gradients", "optimizer"):
+            out[name] = out[name] + n * held[name]
+        out["parameters"] = out["parameters"] + several_stages * n * held["tied"]
+        if block.role == "head":
+            out["logits_and_loss"] = out["logits_and_loss"] + n * (local.kept + local.workspace)
         else:
-            out["activations"] = out["activations"] + n * m.kept * in_flight
-            out["workspace"] = maximum(out["workspace"], where(present, m.workspace, 0.0))
-        out["gathered_weights"] = maximum(out["gathered_weights"], where(present, m.gathered, 0.0))
-        out["communication_buffers"] = maximum(out["communication_buffers"], where(present, m.buffers, 0.0))
+            out["activations"] = out["activations"] + n * local.kept * in_flight
+            out["workspace"] = maximum(out["workspace"], present * local.workspace)
+        gathered = maximum(local.gathered - held["stored"], 0.0)
+        out["gathered_weights"] = maximum(out["gathered_weights"], present * gathered)
+        out["communication_buffers"] = maximum(out["communication_buffers"], present * local.buffers)
     return out

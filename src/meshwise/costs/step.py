@@ -22,16 +22,15 @@ from typing import Any
 from meshwise.costs.arithmetic import ceil, maximum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import collective_time, wire_time
-from meshwise.costs.compute import PassCompute, block_compute
-from meshwise.costs.extents import Extents
+from meshwise.costs.compute import PassCompute
 from meshwise.costs.network import Wire
-from meshwise.costs.traffic import Flow, Pass, block_flows, bucket_flows
+from meshwise.costs.traffic import Flow, Pass
 from meshwise.hardware import Chip
-from meshwise.jobs import TrainingJob
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import PlacedBlock, Purpose
+from meshwise.sharding.place import Purpose
+from meshwise.tensors import Block
 
-__all__ = ["TERMS", "BlockTime", "StepTime", "block_times", "step_time"]
+__all__ = ["TERMS", "BlockTime", "Rates", "StepTime", "step_time"]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
@@ -54,7 +53,7 @@ Wires = Callable[[tuple[str, ...]], Wire]
 class BlockTime:
     """One copy of a block, one microbatch, on one chip (floats or arrays, seconds)."""
 
-    placed: PlacedBlock
+    block: Block
     forward: PassCompute
     recompute: PassCompute
     backward: PassCompute
@@ -80,20 +79,6 @@ class StepTime:
     upper: Any
     resources: Mapping[str, Any]
     flops: Any
-
-
-def block_times(
-    placed: Sequence[PlacedBlock], extents: Extents, chip: Chip, job: TrainingJob, calibration: Calibration
-) -> tuple[BlockTime, ...]:
-    """Price the local work of each block and count what it sends."""
-    return tuple(
-        BlockTime(
-            p,
-            *block_compute(p, extents, chip, job.formats, calibration),
-            block_flows(bucket_flows(p), extents, job.formats),
-        )
-        for p in placed
-    )
 
 
 def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
@@ -171,7 +156,7 @@ def step_time(
     """Put the blocks together.
 
     Args:
-        blocks: from `block_times`.
+        blocks: the program, priced block by block.
         rates: chip, calibration, wires.
         peak_flops_per_s: of one chip in the compute format.
         stages, num_microbatches: of the 1F1B pipeline (1 stage: gradient accumulation).
@@ -180,7 +165,7 @@ def step_time(
 
     Source: book, Training; Narayanan et al. 2021 for the 1F1B bubble, (stages - 1) / microbatches.
     """
-    layers = sum(b.placed.block.repeat for b in blocks if b.placed.block.role == "layer")
+    layers = sum(b.block.repeat for b in blocks if b.block.role == "layer")
     share = ceil(layers / stages) / layers
     counted = [(b, _count(b, share, stages)) for b in blocks]
     micro = _Sums()
@@ -218,7 +203,7 @@ def _count(b: BlockTime, share: Any, stages: Any) -> Any:
 
     With one stage the embedding is there too; with several it sits on the first stage, which has no head.
     """
-    role, repeat = b.placed.block.role, b.placed.block.repeat
+    role, repeat = b.block.role, b.block.repeat
     if role == "layer":
         return repeat * share
     return repeat * (1.0 if role == "head" else (stages == 1) * 1.0)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any
 
-from meshwise.costs.extents import Extents, element_bytes
+from meshwise.costs.extents import Extents, WeightedSum, element_bytes, volume_key, weighted_sum
 from meshwise.jobs import Precision
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.place import PlacedBlock, Purpose, Transfer
 
-__all__ = ["Flow", "Pass", "block_flows", "bucket_flows"]
+__all__ = ["Flow", "FlowPlan", "Pass", "flow_plans"]
+
+Split = tuple[str, ...]
 
 
 class Pass(StrEnum):
@@ -47,68 +48,73 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Transfers that share a flow: the structure, before sizes."""
+class FlowPlan:
+    """A flow before sizes are known.
 
+    Args:
+        name, when, purpose, kind, mesh_axes, count: as in `Flow`.
+        num_bytes: bytes of the local block, as a sum still to be given sizes.
+        scaled_by: mesh axes over which the bytes are counted together (AllToAll).
+        local: whether they depend only on the microbatch, context and tensor sizes, not on data and fsdp.
+    """
+
+    name: str
     when: Pass
     purpose: Purpose
     kind: CollectiveKind
     mesh_axes: tuple[str, ...]
-    transfers: tuple[Transfer, ...]
+    count: int
+    num_bytes: WeightedSum
+    scaled_by: Split
+    local: bool
+
+    def flow(self, extents: Extents) -> Flow:
+        """Give it sizes."""
+        return self.sized(extents.weighted(self.num_bytes) * extents.devices(self.scaled_by))
+
+    def sized(self, num_bytes: Any) -> Flow:
+        """Give it bytes that are known already."""
+        return Flow(self.name, self.when, self.purpose, self.kind, self.mesh_axes, num_bytes, self.count)
 
 
-def bucket_flows(placed: PlacedBlock) -> tuple[_Bucket, ...]:
-    """Group the transfers of a block once per structure: weights and gradients per pass, activations each."""
+def flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...]:
+    """Group the transfers of a block: weights and gradients by pass, equal activations counted."""
     groups: dict[tuple[Any, ...], list[Transfer]] = {}
-    passes = ((Pass.FORWARD, placed.forward), (Pass.BACKWARD, placed.backward), (Pass.STEP, placed.step))
-    for when, items in passes:
-        for i, item in enumerate(items):
+    for when, items in ((Pass.FORWARD, placed.forward), (Pass.BACKWARD, placed.backward), (Pass.STEP, placed.step)):
+        for item in items:
             if isinstance(item, Transfer):
                 c = item.collective
-                alone = (i,) if item.purpose is Purpose.ACTIVATIONS else ()
-                groups.setdefault((when, item.purpose, c.kind, c.mesh_axes, *alone), []).append(item)
-    return tuple(_Bucket(*key[:4], tuple(items)) for key, items in groups.items())
+                alike = (_bytes_of(item, precision),) if item.purpose is Purpose.ACTIVATIONS else ()
+                groups.setdefault((when, item.purpose, c.kind, c.mesh_axes, *alike), []).append(item)
+    return tuple(_plan(key, items, precision) for key, items in groups.items())
 
 
-def block_flows(buckets: tuple[_Bucket, ...], extents: Extents, precision: Precision) -> tuple[Flow, ...]:
-    """Bytes of every flow.
-
-    Args:
-        buckets: from `bucket_flows`.
-        extents: local sizes.
-        precision: bytes per element.
-    """
-    sizes: dict[tuple[Any, ...], tuple[Any, int, str]] = {}
-    for b in buckets:
-        total: Any = 0.0
-        for t in b.transfers:
-            total = total + _transfer_bytes(t, extents) * element_bytes(t.tensor, precision)
-        key = (b.when, b.purpose, b.kind, b.mesh_axes)
-        if b.purpose is Purpose.ACTIVATIONS:
-            # Equal activations (the gathered input of attention and of the feed-forward part) are one flow, counted.
-            key = (*key, _signature(b.transfers[0]))
-        name = b.transfers[0].tensor.name if len(b.transfers) == 1 else f"{len(b.transfers)} {b.purpose}"
-        before = sizes.get(key)
-        sizes[key] = (total, before[1] + 1, f"{before[2]}, {name}") if before else (total, 1, name)
-    return tuple(Flow(name, *key[:4], total, count) for key, (total, count, name) in sizes.items())
+def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> FlowPlan:
+    when, purpose, kind, mesh_axes = key[:4]
+    alike = purpose is Purpose.ACTIVATIONS
+    # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a bucket.
+    total = weighted_sum(pair for t in (items[:1] if alike else items) for pair in _bytes_of(t, precision))
+    names = list(dict.fromkeys(t.tensor.name for t in items))
+    far = {m for t in items for a, split in zip(t.tensor.axes, _whole(t).splits, strict=True) if a not in "BC" for m in split}
+    return FlowPlan(
+        name=", ".join(names),
+        when=when,
+        purpose=purpose,
+        kind=kind,
+        mesh_axes=mesh_axes,
+        count=len(items) if alike else 1,
+        num_bytes=total,
+        scaled_by=mesh_axes if kind is CollectiveKind.ALL_TO_ALL else (),
+        local=not far & {"data", "fsdp"},
+    )
 
 
-@lru_cache(maxsize=65536)
-def _signature(t: Transfer) -> tuple[Any, ...]:
-    """What decides the bytes of a transfer: axes, splits, format."""
-    pairs = zip(t.tensor.axes, _whole(t).splits, strict=True)
-    return (tuple(sorted(pairs)), t.tensor.dtype, t.tensor.kind)
+def _bytes_of(t: Transfer, precision: Precision) -> WeightedSum:
+    """Bytes of the local block that the collective is counted by."""
+    return ((volume_key(t.tensor.axes, _whole(t).splits), element_bytes(t.tensor, precision)),)
 
 
 def _whole(t: Transfer) -> Sharding:
     """The sharding whose local block is the array that the collective is counted by."""
     c = t.collective
     return c.after if c.kind is CollectiveKind.ALL_GATHER else c.before
-
-
-def _transfer_bytes(t: Transfer, extents: Extents) -> Any:
-    """Elements in the convention of `wire_time`."""
-    local = extents.elements(t.tensor, _whole(t))
-    if t.collective.kind is CollectiveKind.ALL_TO_ALL:
-        return local * extents.devices(t.collective.mesh_axes)
-    return local

@@ -10,13 +10,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate, place_structure
+from meshwise.costs.evaluate import (
+    Candidates,
+    Costs,
+    LocalBlock,
+    Structure,
+    TrainingProblem,
+    evaluate,
+    evaluate_local,
+    place_structure,
+)
 from meshwise.costs.network import Fabric
 from meshwise.planning.space import IdealWires, Limits, WireTable, meshes, placements, undominated
 from meshwise.sharding.layout import MESH_AXES, Layout
@@ -44,13 +53,14 @@ class SearchSpace:
 
     Args:
         remats: remat policies.
-        zeros: ZeRO stages of the data axis.
+        zeros: ZeRO stages of the data axis. Stage 0 is left out by default: stage 1 sends the same bytes, holds less, and
+            updates less, so that it is never worse (a property test holds this).
         limits: of the meshes.
     """
 
     limits: Limits
     remats: tuple[str, ...] = tuple(REMAT_POLICIES)
-    zeros: tuple[int, ...] = (0, 1, 2)
+    zeros: tuple[int, ...] = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +99,40 @@ class SearchResult:
 
 @dataclass(slots=True)
 class _Rows:
-    """Candidates before wires: parallel columns."""
+    """Candidates before wires: parallel columns.
 
-    mesh: Array  # [rows, axes]
+    Args:
+        mesh: [rows, axes] sizes.
+        mesh_id: number of the mesh in its table.
+        micro_batch, num_microbatches: how the batch is cut.
+        local: index into the table of distinct (micro_batch, context, tensor).
+        structure: index into the structures.
+        bound: lower bound of the seconds per token.
+        memory: bytes per chip.
+    """
+
+    mesh: Array
+    mesh_id: Rows
     micro_batch: Array
     num_microbatches: Array
-    structure: Rows  # index into the structures
-    bound: Array = field(default_factory=lambda: np.zeros(0))
-    memory: Array = field(default_factory=lambda: np.zeros(0))
+    local: Rows
+    structure: Rows
+    bound: Array
+    memory: Array
+
+    def __len__(self) -> int:
+        return len(self.mesh_id)
 
     def take(self, index: Any) -> _Rows:
-        return _Rows(*(getattr(self, n)[index] for n in ("mesh", "micro_batch", "num_microbatches", "structure")),
-                     *(getattr(self, n)[index] if len(getattr(self, n)) else getattr(self, n) for n in ("bound", "memory")))  # fmt: skip
+        return _Rows(*(getattr(self, f.name)[index] for f in fields(self)))
 
-    def candidates(self, index: Any = slice(None)) -> Candidates:
-        columns = {a: self.mesh[index, i] for i, a in enumerate(MESH_AXES)}
-        return Candidates(**columns, micro_batch=self.micro_batch[index], num_microbatches=self.num_microbatches[index])
+    def candidates(self) -> Candidates:
+        columns = {a: self.mesh[:, i] for i, a in enumerate(MESH_AXES)}
+        return Candidates(**columns, micro_batch=self.micro_batch, num_microbatches=self.num_microbatches)
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
 
 def search(
@@ -144,16 +172,22 @@ class _State:
         self.top = top
         self.structures = [Structure(z, True, r) for r in space.remats for z in space.zeros]
         self.groups = _wire_groups(problem, self.structures)
-        self.best: dict[tuple[int, ...], Found] = {}
+        self.best: dict[tuple[int, int], Found] = {}
+        self.cut = math.inf
         self.front = _Front()
         self.strategies = self.covered = self.infeasible = 0
         self.least_memory = math.inf
 
     def incumbent(self) -> float:
-        """Score that a layout must beat to enter the ranking."""
-        if len(self.best) < self.top:
-            return math.inf
-        return sorted(f.score for f in self.best.values())[self.top - 1]
+        """Score that a layout must not exceed to enter the ranking."""
+        return self.cut
+
+    def enter(self, key: tuple[int, int], found: Found) -> None:
+        """Put a layout in the ranking, as the best of its mesh."""
+        self.best[key] = found
+        if len(self.best) >= self.top:
+            self.cut = sorted(f.score for f in self.best.values())[self.top - 1]
+            self.best = {k: f for k, f in self.best.items() if f.score <= self.cut}
 
     def result(self, cpu_s: float) -> SearchResult:
         ranked = sorted(self.best.values(), key=_rank)[: self.top]
@@ -206,88 +240,81 @@ def _wire_groups(problem: TrainingProblem, structures: Iterable[Structure]) -> t
 
 def _search_fabric(state: _State, fabric: Fabric) -> None:
     """Search one network: bound everything, then expand what could still matter, best bound first."""
-    rows = _bounded_rows(state, fabric)
-    if not len(rows.bound):
+    table = meshes(math.prod(fabric.sizes), state.space.limits)
+    rows, local = _all_rows(state, table)
+    if not len(rows):
         return
-    order = np.argsort(rows.bound, kind="stable")
-    rows = rows.take(order)
-    chips = float(math.prod(fabric.sizes))
-    scores = state.score(rows.bound, chips)
-    begin, size = 0, 256
-    while begin < len(scores):
-        end = min(begin + size, len(scores))
-        if scores[begin] >= state.incumbent():
-            # Nothing left can enter the ranking; what could still enter the front goes on.
-            rest = np.flatnonzero(~state.front.dominated(rows.bound[begin:], rows.memory[begin:])) + begin
-            for i in range(0, len(rest), 2048):
-                batch = rest[i : i + 2048]
-                batch = batch[~state.front.dominated(rows.bound[batch], rows.memory[batch])]
-                _expand(state, fabric, rows.take(batch))
-            return
-        useful = np.arange(begin, end)
-        useful = useful[
-            (scores[useful] < state.incumbent()) | ~state.front.dominated(rows.bound[useful], rows.memory[useful])
-        ]
-        _expand(state, fabric, rows.take(useful))
-        begin, size = end, min(size * 2, 4096)
+    ideal = IdealWires(fabric, {a: table[:, k].astype(float) for k, a in enumerate(MESH_AXES)})
+    rows = _bounded(state, ideal, rows, local)
+    rows = rows.take(np.argsort(rows.bound, kind="stable"))
+    expand = _Expansion(state, fabric, local)
+    scores = state.score(rows.bound, float(math.prod(fabric.sizes)))
+    begin, size = 0, 512
+    while begin < len(rows) and scores[begin] < state.incumbent():
+        end = min(begin + size, len(rows))
+        expand(rows.take(slice(begin, end)))
+        begin, size = end, min(size * 2, 4 * _CHUNK)
+    # Nothing left can enter the ranking; what could still enter the front goes on.
+    while begin < len(rows):
+        rest = np.flatnonzero(~state.front.dominated(rows.bound[begin:], rows.memory[begin:])) + begin
+        if not len(rest):
+            break
+        expand(rows.take(rest[:1024]))
+        begin = rest[:1024][-1] + 1
 
 
-def _bounded_rows(state: _State, fabric: Fabric) -> _Rows:
-    """All candidates on `fabric` that fit, with a lower bound of their seconds per token."""
-    rows = _all_rows(state, fabric)
+def _all_rows(state: _State, table: Rows) -> tuple[_Rows, list[tuple[LocalBlock, ...]]]:
+    """Every cut of the batch and structure on the meshes of `table`, and per structure what devices do on their own."""
+    job = state.problem.job
+    replicas = table[:, MESH_AXES.index("fsdp")] * table[:, MESH_AXES.index("data")]
+    distinct, which = np.unique(replicas, return_inverse=True)
+    cuts = [np.array(batch_cuts(job.sequences, job.batch_slack, int(r)), float).reshape(-1, 2) for r in distinct]
+    number = np.array([len(c) for c in cuts], int)[which] if len(table) else np.zeros(0, int)
+    mesh_id = np.repeat(np.arange(len(table)), number)
+    cut = np.concatenate([cuts[w] for w in which]) if len(table) else np.zeros((0, 2))
+    mesh = table[mesh_id].astype(float)
+    keys = np.column_stack([cut[:, 0], mesh[:, MESH_AXES.index("context")], mesh[:, MESH_AXES.index("tensor")]])
+    unique, index = np.unique(keys, axis=0, return_inverse=True) if len(keys) else (keys, np.zeros(0, int))
+    blank = np.zeros(len(mesh_id))
+    base = _Rows(mesh, mesh_id, cut[:, 0], cut[:, 1], index.reshape(-1), np.zeros(len(mesh_id), int), blank, blank)
+    parts, local = [], []
+    for s, structure in enumerate(state.structures):
+        # Without replicas the ZeRO stage means nothing: one of them stands for all.
+        meaningful = (mesh[:, MESH_AXES.index("data")] > 1) | (structure.zero == min(state.space.zeros))
+        part = base.take(np.flatnonzero(meaningful))
+        part.structure = np.full(len(part), s)
+        parts.append(part)
+        columns = dict(zip(("micro_batch", "context", "tensor"), unique.T, strict=True))
+        local.append(evaluate_local(state.problem, structure, **columns) if len(unique) else ())
+    return _Rows.joined(parts), local
+
+
+def _bounded(state: _State, ideal: IdealWires, rows: _Rows, local: list[tuple[LocalBlock, ...]]) -> _Rows:
+    """Those of `rows` that fit in memory, with a lower bound of their time."""
+    capacity = state.problem.cluster.chip.hbm_capacity
     parts = []
     for s, structure in enumerate(state.structures):
         mine = rows.take(np.flatnonzero(rows.structure == s))
-        for i in range(0, len(mine.structure), _CHUNK):
+        for i in range(0, len(mine), _CHUNK):
             chunk = mine.take(slice(i, i + _CHUNK))
-            wires = IdealWires(fabric, {a: chunk.mesh[:, k] for k, a in enumerate(MESH_AXES)})
-            costs = evaluate(state.problem, structure, chunk.candidates(), wires)
-            fits = _account(state, fabric, chunk, costs)
-            chunk.bound, chunk.memory = _seconds_per_token(state, chunk, costs), costs.memory["total"]
-            parts.append(chunk.take(fits))
-    if not parts:
-        return _Rows(np.zeros((0, len(MESH_AXES))), np.zeros(0), np.zeros(0), np.zeros(0, int))
-    joined = {n: np.concatenate([getattr(p, n) for p in parts]) for n in _Rows.__dataclass_fields__}
-    return _Rows(**joined)
+            costs = _evaluate(state, structure, chunk, ideal.at(chunk.mesh_id), local[s])
+            chunk.bound = _seconds_per_token(state, chunk, costs)
+            chunk.memory = np.broadcast_to(costs.memory["total"], len(chunk))
+            fits = chunk.memory <= capacity
+            state.strategies += len(chunk)
+            state.infeasible += int((~fits).sum())
+            state.least_memory = min(state.least_memory, float(chunk.memory.min()))
+            parts.append(chunk.take(np.flatnonzero(fits)))
+    return _Rows.joined(parts)
 
 
-def _account(state: _State, fabric: Fabric, rows: _Rows, costs: Costs) -> Rows:
-    """Count a chunk; return the indices of rows that fit."""
-    memory = np.broadcast_to(costs.memory["total"], rows.micro_batch.shape)
-    fits = memory <= state.problem.cluster.chip.hbm_capacity
-    state.strategies += len(fits)
-    state.infeasible += int((~fits).sum())
-    state.least_memory = min(state.least_memory, float(memory.min()))
-    del fabric
-    return np.flatnonzero(fits)
+def _evaluate(state: _State, structure: Structure, rows: _Rows, wires: Any, local: tuple[LocalBlock, ...]) -> Costs:
+    own = tuple(block.take(rows.local) for block in local)
+    return evaluate(state.problem, structure, rows.candidates(), wires, own)
 
 
 def _seconds_per_token(state: _State, rows: _Rows, costs: Costs) -> Array:
-    c = rows.candidates()
-    return np.asarray(costs.step.expected / (c.sequences * state.problem.job.seq_len))
-
-
-def _all_rows(state: _State, fabric: Fabric) -> _Rows:
-    """Every mesh, cut of the batch and structure on `fabric`."""
-    table = meshes(math.prod(fabric.sizes), state.space.limits)
-    fsdp, data = (table[:, MESH_AXES.index(a)] for a in ("fsdp", "data"))
-    cuts = {int(r): batch_cuts(state.problem.job.sequences, state.problem.job.batch_slack, int(r)) for r in set(fsdp * data)}
-    index, micro, number = [], [], []
-    for m, replicas in enumerate(fsdp * data):
-        for b, n in cuts[int(replicas)]:
-            index.append(m)
-            micro.append(b)
-            number.append(n)
-    mesh = table[np.array(index, int)].astype(float)
-    base = _Rows(mesh, np.array(micro, float), np.array(number, float), np.zeros(len(index), int))
-    parts = []
-    for s, structure in enumerate(state.structures):
-        meaningful = (mesh[:, MESH_AXES.index("data")] > 1) | (structure.zero == min(state.space.zeros))
-        part = base.take(np.flatnonzero(meaningful))
-        part.structure = np.full(len(part.structure), s)
-        parts.append(part)
-    joined = {n: np.concatenate([getattr(p, n) for p in parts]) for n in _Rows.__dataclass_fields__}
-    return _Rows(**joined)
+    return np.asarray(costs.step.expected / (rows.candidates().sequences * state.problem.job.seq_len))
 
 
 def batch_cuts(sequences: float, slack: float, replicas: int) -> list[tuple[int, int]]:
@@ -295,6 +322,9 @@ def batch_cuts(sequences: float, slack: float, replicas: int) -> list[tuple[int,
 
     The batch may be rounded within `slack`. For each power of two, the nearest batch whose share per replica it divides is
     tried, so that shares without divisors do not rule out accumulation or pipelines.
+
+    >>> batch_cuts(1024, 0.1, 1120), batch_cuts(16, 0, 4), batch_cuts(1024, 0, 1120)
+    ([(1, 1)], [(1, 4), (2, 2), (4, 1)], [])
     """
     low, high = sequences * (1 - slack) / replicas, sequences * (1 + slack) / replicas
     shares = set()
@@ -305,59 +335,85 @@ def batch_cuts(sequences: float, slack: float, replicas: int) -> list[tuple[int,
     return sorted({(b, share // b) for share in shares for b in range(1, share + 1) if share % b == 0})
 
 
-def _expand(state: _State, fabric: Fabric, rows: _Rows) -> None:
-    """Price the real placements of `rows`."""
-    if not len(rows.micro_batch):
-        return
-    unique, inverse = np.unique(rows.mesh, axis=0, return_inverse=True)
-    options = [placements(fabric.sizes, tuple(int(v) for v in mesh)) for mesh in unique]
-    counts = np.array([len(o) for o in options])
-    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    factors = np.concatenate(options)
-    kept = undominated(fabric, factors, starts, state.groups)
-    owner = np.repeat(np.arange(len(unique)), counts)[kept]
-    first = np.searchsorted(owner, np.arange(len(unique)))
-    number = np.bincount(owner, minlength=len(unique))
-    state.covered += int(counts[inverse].sum())
-    for s, structure in enumerate(state.structures):
-        mine = np.flatnonzero(rows.structure == s)
-        repeats = number[inverse[mine]]
-        row = np.repeat(mine, repeats)
-        offset = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        placement = kept[first[inverse[row]] + offset]
-        for i in range(0, len(row), _CHUNK):
-            part = slice(i, i + _CHUNK)
-            _price(state, fabric, structure, rows.take(row[part]), factors[placement[part]])
+class _Expansion:
+    """Prices the real placements of rows on one fabric."""
+
+    def __init__(self, state: _State, fabric: Fabric, local: list[tuple[LocalBlock, ...]]) -> None:
+        self.state = state
+        self.fabric = fabric
+        self.local = local
+        self.worthy: dict[int, Array] = {}  # mesh -> its undominated placements
+        self.counts: dict[int, int] = {}
+
+    def __call__(self, rows: _Rows) -> None:
+        """Price every undominated placement of `rows`."""
+        ids, first, inverse = np.unique(rows.mesh_id, return_index=True, return_inverse=True)
+        self._prepare(ids, rows.mesh[first])
+        options = [self.worthy[int(i)] for i in ids]
+        number = np.array([len(o) for o in options])
+        begins = np.cumsum(number) - number
+        factors = np.concatenate(options)
+        self.state.covered += int(np.array([self.counts[int(i)] for i in ids])[inverse].sum())
+        for s, structure in enumerate(self.state.structures):
+            mine = np.flatnonzero(rows.structure == s)
+            repeats = number[inverse[mine]]
+            row = np.repeat(mine, repeats)
+            offset = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+            placement = begins[inverse[row]] + offset
+            for i in range(0, len(row), _CHUNK):
+                part = slice(i, i + _CHUNK)
+                self._price(s, structure, rows.take(row[part]), factors[placement[part]])
+
+    def _prepare(self, ids: Rows, mesh: Array) -> None:
+        """List the placements of meshes not seen before, and drop the dominated ones."""
+        new = [(int(i), tuple(int(v) for v in m)) for i, m in zip(ids, mesh, strict=True) if int(i) not in self.worthy]
+        if not new:
+            return
+        options = [placements(self.fabric.sizes, sizes) for _, sizes in new]
+        counts = np.array([len(o) for o in options])
+        starts = np.cumsum(counts) - counts
+        factors = np.concatenate(options)
+        kept = undominated(self.fabric, factors, starts, self.state.groups)
+        owner = np.repeat(np.arange(len(new)), counts)[kept]
+        for k, (i, _) in enumerate(new):
+            self.worthy[i] = factors[kept[_span(owner, k)]]
+            self.counts[i] = int(counts[k])
+
+    def _price(self, s: int, structure: Structure, rows: _Rows, factors: Array) -> None:
+        """Evaluate one chunk of complete layouts and remember the best."""
+        state = self.state
+        costs = _evaluate(state, structure, rows, WireTable(self.fabric, factors), self.local[s])
+        seconds = _seconds_per_token(state, rows, costs)
+        scores = np.asarray(state.score(seconds, float(math.prod(self.fabric.sizes))))
+        state.strategies += len(seconds)
+
+        def found(i: int) -> Found:
+            layout = _layout(rows, i, structure, factors[i])
+            return Found(layout, self.fabric, float(scores[i]), float(seconds[i]), float(rows.memory[i]))
+
+        self._rank(rows, scores, found)
+        new = np.flatnonzero(~state.front.dominated(seconds, rows.memory))
+        if len(new):
+            order = new[np.lexsort((rows.memory[new], seconds[new]))]
+            lowest = np.minimum.accumulate(rows.memory[order])
+            state.front.add(found(int(i)) for i in order[np.r_[True, lowest[1:] < lowest[:-1]]])
+
+    def _rank(self, rows: _Rows, scores: Array, found: Callable[[int], Found]) -> None:
+        """Let the best layout of each mesh enter the ranking."""
+        state, chips = self.state, math.prod(self.fabric.sizes)
+        promising = np.flatnonzero(scores <= state.incumbent())
+        order = promising[np.lexsort((rows.memory[promising], scores[promising], rows.mesh_id[promising]))]
+        ids = rows.mesh_id[order]
+        for i in order[np.r_[True, ids[1:] != ids[:-1]]] if len(order) else order:
+            candidate = found(int(i))
+            key = (chips, int(rows.mesh_id[i]))
+            if key not in state.best or _rank(candidate) < _rank(state.best[key]):
+                state.enter(key, candidate)
 
 
-def _price(state: _State, fabric: Fabric, structure: Structure, rows: _Rows, factors: Array) -> None:
-    """Evaluate one chunk of complete layouts and remember the best."""
-    costs = evaluate(state.problem, structure, rows.candidates(), WireTable(fabric, factors))
-    seconds = _seconds_per_token(state, rows, costs)
-    state.strategies += len(seconds)
-    scores = state.score(seconds, float(math.prod(fabric.sizes)))
-
-    def found(i: int) -> Found:
-        layout = _layout(rows, i, structure, factors[i])
-        return Found(layout, fabric, float(scores[i]), float(seconds[i]), float(rows.memory[i]))
-
-    order = np.argsort(scores, kind="stable")
-    _, first = np.unique(rows.mesh[order], axis=0, return_index=True)
-    cut = state.incumbent()
-    for i in order[np.sort(first)]:
-        if scores[i] > cut:
-            break
-        # Several rows of one mesh may tie: the ranking prefers less memory.
-        ties = np.flatnonzero((scores == scores[i]) & (rows.mesh == rows.mesh[i]).all(axis=1))
-        candidate = min((found(int(j)) for j in ties[:8]), key=_rank)
-        key = (*(int(v) for v in rows.mesh[i]), math.prod(fabric.sizes))
-        if key not in state.best or _rank(candidate) < _rank(state.best[key]):
-            state.best[key] = candidate
-    new = np.flatnonzero(~state.front.dominated(seconds, rows.memory))
-    order = new[np.lexsort((rows.memory[new], seconds[new]))]
-    lowest = np.minimum.accumulate(rows.memory[order])
-    steps = order[np.r_[True, lowest[1:] < lowest[:-1]]] if len(order) else order
-    state.front.add(found(int(i)) for i in steps)
+def _span(owner: Rows, k: int) -> slice:
+    """Where `k` stands in the sorted `owner`."""
+    return slice(int(np.searchsorted(owner, k)), int(np.searchsorted(owner, k, side="right")))
 
 
 def _layout(rows: _Rows, i: int, structure: Structure, factors: Array) -> Layout:
@@ -365,7 +421,7 @@ def _layout(rows: _Rows, i: int, structure: Structure, factors: Array) -> Layout
     wires = tuple((a, tuple(int(e) for e in factors[k])) for k, a in enumerate(MESH_AXES))
     return Layout(
         **sizes,
-        zero=structure.zero,
+        zero=structure.zero if sizes["data"] > 1 else 0,
         sequence_parallel=structure.sequence_parallel,
         remat=structure.remat,
         micro_batch=int(rows.micro_batch[i]),

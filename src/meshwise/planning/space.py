@@ -6,9 +6,9 @@ Not here: costs of a step (`costs.evaluate`), or choosing (`search`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +134,16 @@ class IdealWires:
             columns = (np.array(column)[inverse] for column in zip(*best, strict=True))
             self.made[key] = Wire(total, *columns, all_reduce_gain=_gain(self.fabric))
         return self.made[key]
+
+    def at(self, rows: NDArray[np.int64]) -> Callable[[tuple[str, ...]], Wire]:
+        """The same for `rows` of the sizes."""
+
+        def wire(axes: tuple[str, ...]) -> Wire:
+            whole = self(axes)
+            names = ("size", "gather", "gather_latency", "exchange", "exchange_latency", "send", "send_latency")
+            return Wire(*(getattr(whole, n)[rows] for n in names), all_reduce_gain=whole.all_reduce_gain)
+
+        return cache(wire)
 
 
 def _gain(fabric: Fabric) -> float:
