@@ -182,3 +182,17 @@ def test_layer_groups_of_interleaved_models() -> None:
     assert groups("llama-4-scout") == [("layer.chunked", 36), ("layer.global", 12)]
     assert groups("smollm3-3b") == [("layer.rope", 27), ("layer.nope", 9)]
     assert groups("llama-3-70b") == [("layer", 80)]
+
+
+@every_model
+def test_the_cache_holds_what_attention_reads(name: str) -> None:
+    """Latent attention caches the latent instead, of which keys and values are made."""
+    model = load_model(name)
+    sizes = model.train_program().bind(batch=1, queries=1)
+    groups = {b.name: b for b in model.train_program() if b.role == "layer"}
+    for kind in model.kv_cache.kinds:
+        ops = {op.name: op for op in groups[kind.name].ops}
+        _, k, v = ops["attention"].inputs
+        cached = (ops["kv_a"].output, ops["k_rope"].output) if "kv_a" in ops else (k, v)
+        assert kind.elements == sum(t.elements(sizes) for t in cached)
+        assert kind.layers == groups[kind.name].repeat

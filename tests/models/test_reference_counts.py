@@ -15,9 +15,9 @@ from meshwise.tensors import Einsum, backward
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl"
 CASES: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
 
-#: Families without a class in the reference: PaLM has our own keys, InternLM2 is published with its code; the other two
+#: Families without a class in the reference: PaLM has our own keys, three are published with their code; the other two
 #: nest a family that is covered.
-UNCOVERED = {"palm", "internlm2", "gemma3", "llama4"}
+UNCOVERED = {"palm", "internlm2", "deepseek", "phi-msft", "gemma3", "llama4"}
 
 
 def test_every_family_is_covered() -> None:
@@ -35,10 +35,33 @@ def test_parameters_and_backward(case: dict[str, Any]) -> None:
         assert sum(op.flops(sizes) for op in backward(block) if isinstance(op, Einsum)) == pytest.approx(2 * forward)
 
 
-def test_internlm2_counts_as_published() -> None:
-    config = {
-        "model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": False, "hidden_size": 4096,
-        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "vocab_size": 92544, "tie_word_embeddings": False,
-    }  # fmt: skip
-    assert read_config(config, name="x").parameters.total == 7737708544
+PUBLISHED = [
+    (
+        7737708544,
+        {
+            "model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": False, "hidden_size": 4096,
+            "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "vocab_size": 92544, "tie_word_embeddings": False,
+        },
+    ),
+    (
+        16375728128,
+        {
+            "model_type": "deepseek", "architectures": ["DeepseekForCausalLM"], "hidden_size": 2048, "vocab_size": 102400,
+            "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+            "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 28, "first_k_dense_replace": 1,
+        },
+    ),
+    (
+        2779683840,
+        {
+            "model_type": "phi-msft", "n_embd": 2560, "n_head": 32, "n_head_kv": None, "n_inner": None, "n_layer": 32,
+            "n_positions": 2048, "vocab_size": 51200, "rotary_dim": 32,
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("total", "config"), PUBLISHED, ids=[c["model_type"] for _, c in PUBLISHED])
+def test_families_published_with_their_code(total: int, config: dict[str, Any]) -> None:
+    assert read_config(config, name="x").parameters.total == total

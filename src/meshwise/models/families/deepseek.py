@@ -59,6 +59,16 @@ class LeadingDense(Decoder):
         return {"mtp": layer, "mtp_modules": modules, "notes": (note,)}
 
 
+class Deepseek(LeadingDense):
+    """DeepSeekMoE, the first: plain multi-head attention."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek",)
+    classes: ClassVar[tuple[str, ...]] = ("DeepseekForCausalLM",)
+    correction: ClassVar[bool] = False
+
+    attention_bias: bool = False
+
+
 class DeepseekV2(LeadingDense):
     """DeepSeek-V2 and V2-Lite: latent attention."""
 
@@ -186,4 +196,4 @@ class Glm4(Glm):
         return Layer(self.attention(index), self.ffn(index), norm, norm, norm, norm)
 
 
-DEEPSEEK_FAMILIES = (DeepseekV2, DeepseekV3, Glm4Moe, Glm, Glm4)
+DEEPSEEK_FAMILIES = (Deepseek, DeepseekV2, DeepseekV3, Glm4Moe, Glm, Glm4)

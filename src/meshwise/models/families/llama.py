@@ -37,6 +37,7 @@ class Mistral(PatternMixin):
 
     model_types: ClassVar[tuple[str, ...]] = ("mistral",)
     classes: ClassVar[tuple[str, ...]] = ("MistralForCausalLM",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"attention_sink_size"})
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 14336
@@ -45,7 +46,9 @@ class Mistral(PatternMixin):
     num_key_value_heads: Count | None = 8
     vocab_size: Size = 32000
     max_position_embeddings: Positions | None = 4096 * 32
-    sliding_window: Positions | None = 4096
+    sliding_window: Positions | None = Field(
+        default=4096, validation_alias=AliasChoices("sliding_window", "sliding_window_size")
+    )
     attention_bias: Off = None
     mlp_bias: Off = None
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import AliasChoices, Field
+
 from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.decoder import LAYER_NORM, Decoder
 from meshwise.models.families.llama import Mistral
@@ -48,6 +50,20 @@ class Phi(Decoder):
     def head(self) -> Head:
         """With a bias."""
         return Head(norm=self.norm, tied=self.tie_word_embeddings, bias=True)
+
+
+class PhiMsft(Phi):
+    """Phi 1.5 and 2 as first published, with GPT-2's keys."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("phi-msft",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"flash_attn", "flash_rotary", "fused_dense", "rotary_dim"})
+
+    hidden_size: Size = Field(default=2048, validation_alias=AliasChoices("n_embd", "hidden_size"))
+    intermediate_size: Size | None = Field(default=None, validation_alias=AliasChoices("n_inner"))
+    num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
+    num_attention_heads: Count = Field(default=32, validation_alias=AliasChoices("n_head", "num_attention_heads"))
+    num_key_value_heads: Count | None = Field(default=None, validation_alias=AliasChoices("n_head_kv"))
+    max_position_embeddings: Positions | None = Field(default=2048, validation_alias=AliasChoices("n_positions"))
 
 
 class Phi3(Mistral):
@@ -158,4 +174,4 @@ class Starcoder2(Mistral):
         return Mlp(self.width, gated=False, bias=self.use_bias, bias_out=self.use_bias)
 
 
-PHI_FAMILIES = (Phi, Phi3, Phimoe, StableLm, Starcoder2)
+PHI_FAMILIES = (Phi, PhiMsft, Phi3, Phimoe, StableLm, Starcoder2)
