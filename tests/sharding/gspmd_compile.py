@@ -73,13 +73,14 @@ def groups(text):
 
 
 def mesh_groups(text):
-    """Read `mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'a','b':(2)2}`; the last is the middle of b cut in 2 x 2 x 1."""
+    """Read `mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'a','b':(2)2}`: the last is the middle of b cut 2 x 2 x 1."""
     chosen = [re.fullmatch(r"'(\w+)'(?::\((\d+)\)(\d+))?", c) for c in re.fullmatch(r".*\{(.*)\}", text)[1].split(",")]
     parts = {match[1]: match for match in chosen}
     assert len(parts) == len(chosen), f"two parts of one axis: {text}"
     sizes, place = [], {}
-    for name, size in re.findall(r"'(\w+)'=(\d+)", text[: text.index("]")]):
-        major, size = int(parts[name][2] or 1) if name in parts else 1, int(size)
+    for name, digits in re.findall(r"'(\w+)'=(\d+)", text[: text.index("]")]):
+        size = int(digits)
+        major = int(parts[name][2] or 1) if name in parts else 1
         middle = int(parts[name][3] or size) if name in parts else size
         place[name] = len(sizes) + 1
         sizes += [major, middle, size // (major * middle)]

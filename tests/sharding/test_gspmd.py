@@ -1,7 +1,8 @@
 """Parity with XLA: the same einsums, sharded the same way, compiled by GSPMD on 8 CPU devices.
 
-For each case the local types must be equal, and XLA's collectives must be those of one of our alternatives: same kinds, same
-groups of devices in the same order, same number of elements. Ours is written as the CPU backend writes it, by two rules:
+For each case the local types must be equal, and XLA's collectives must be those of one of our alternatives: same kinds,
+same groups of devices in the same order, same number of elements; and the cheapest of ours may not send more bytes.
+Ours are written as the CPU backend writes them, by two rules:
 
 1. A ReduceScatter is an AllReduce and a local slice: the pass that joins them exists for TPU and GPU only.
 2. Devices that a permute leaves where they are may be listed or left out.
@@ -195,9 +196,9 @@ def test_local_types_and_collectives_are_those_of_gspmd(case, compiled):
     assert least <= same[0].bytes_sent(SIZES, mesh, DType.FP32)
 
 
-#: Where XLA does something else. In the first two it uses the sizes: blocks of axes that are equally long, or that nest, go
-#: straight to where they belong; ours depend on the structure alone and take the general way. In the third the CPU backend
-#: keeps the whole sum until both are taken, and slices at the end; ours splits after the first.
+#: Where XLA does something else. In the first two it uses the sizes: blocks of axes that are equally long, or that nest,
+#: go straight to where they belong; ours depend on the structure alone and take the general way. In the third the CPU
+#: backend keeps the whole sum until both are taken, and slices at the end; ours splits after the first.
 DIFFERENCES = {
     "X=2,Y=2,Z=2   A[I_X, J] -> A[I_Y, J]": (["collective-permute"], ["permute", "all-gather"]),
     "X=2,Y=4   A[I_X, J_Y] -> A[I_Y, J_X]": (
