@@ -64,7 +64,7 @@ class Tensor:
         return f"{self.name}[{', '.join(self.axes)}]"
 
     def elements(self, sizes: Sizes) -> Any:
-        """Number of elements (float or array)."""
+        """Count its elements (float or array)."""
         return math.prod(sizes[a] for a in self.axes)
 
 
@@ -124,6 +124,7 @@ class Einsum(Op):
 
     @property
     def matmul(self) -> bool:
+        """True."""
         return True
 
     def flops(self, sizes: Sizes) -> Any:
@@ -135,8 +136,8 @@ class Einsum(Op):
 class Attention(Op):
     """Fused scaled-dot-product attention of q over k and v, never writing the T x S scores to memory.
 
-    Inputs `q[B, T, N, H]`, `k[B, S, K, H]`, `v[B, S, K, Hv]`, output `o[B, T, N, Hv]`; the axis letters may carry suffixes.
-    N query heads are split in K groups that share a key/value head, so N and K are always sharded together.
+    Inputs `q[B, T, N, H]`, `k[B, S, K, H]`, `v[B, S, K, Hv]`, output `o[B, T, N, Hv]`; axis letters may carry
+    suffixes. N query heads are split in K groups that share a key/value head, so N and K are always sharded together.
 
     Args:
         query_axis, key_axis: position axes of q and of k and v (T and S; the same length in training).
@@ -159,6 +160,7 @@ class Attention(Op):
 
     @property
     def matmul(self) -> bool:
+        """True."""
         return True
 
     def pairs(self, sizes: Sizes) -> Any:
@@ -181,7 +183,7 @@ class Attention(Op):
         return 2 * width * self.pairs(sizes) * batch * (2.5 if self.gradient else 1)
 
     def full_flops(self, sizes: Sizes) -> Any:
-        """The same with every query attending to every key: the convention of many published FLOP counts."""
+        """Count every query as attending to every key: the convention of many published FLOP counts."""
         return self.flops(sizes) / self.pairs(sizes) * sizes[self.query_axis] * sizes[self.key_axis]
 
 
@@ -204,13 +206,13 @@ def _seen_in_chunks(positions: Any, chunk: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elementwise(Op):
-    """Anything that reads its inputs once and writes its output once: norms, activations, rotary, residual sums, the loss.
+    """Anything that reads its inputs once and writes its output once: norms, activations, residual sums, the loss.
 
     Args:
         flops_per_element: vector operations per element of the index space.
         linear: whether it commutes with addition, so that partial sums may pass through it unreduced.
         reduced: axes over which it normalises or reduces; they must be whole on a device (the D of a norm).
-        counted: the index space, where it is not the product of every axis (a concatenation's parts, a choice out of E).
+        counted: the index space, where it is not the product of every axis (parts of a concatenation, a choice of E).
     """
 
     flops_per_element: float = 1.0
@@ -219,12 +221,13 @@ class Elementwise(Op):
     counted: tuple[str, ...] | None = None
 
     def flops(self, sizes: Sizes) -> Any:
-        return self.flops_per_element * math.prod(sizes[a] for a in (self.axes if self.counted is None else self.counted))
+        """Vector operations."""
+        return self.flops_per_element * math.prod(sizes[a] for a in self.counted or self.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(Op):
-    """Rows of a table picked by index: `tokens[B, T]`, `table[V, D]` -> `x[B, T, D]`. No FLOPs; reads one row per index.
+    """Rows of a table picked by index: `tokens[B, T]`, `table[V, D]` -> `x[B, T, D]`. No FLOPs, one row per index.
 
     With the table split over its rows, a device contributes zeros for rows it does not hold: the output is unreduced.
     """
@@ -232,6 +235,7 @@ class Lookup(Op):
     scatter: bool = False  # the backward pass adds rows into the table's gradient
 
     def flops(self, sizes: Sizes) -> Any:
+        """None."""
         return 0 * math.prod(sizes[a] for a in self.output.axes)
 
 
@@ -239,8 +243,8 @@ class Lookup(Op):
 class Route(Op):
     """Tokens to the slots of the experts they chose, or back: `x[B, T, D]` <-> `xe[E, C, D]`. Moves bytes, no FLOPs.
 
-    C counts the slots of one expert: B * T * top_k / E when routing is balanced (`Program.bind` sets it). On a mesh, the slots
-    are split as the tokens were; experts that live elsewhere make it an AllToAll, which the sharding algebra derives.
+    C counts the slots of one expert: B * T * top_k / E when routing is balanced (`Program.bind` sets it). On a mesh, the
+    slots are split as the tokens were; experts that live elsewhere make it an AllToAll, which the sharding algebra derives.
 
     Args:
         combine: from slots back to tokens (weighted by the router's gates), else dispatch.
@@ -249,6 +253,7 @@ class Route(Op):
     combine: bool = False
 
     def flops(self, sizes: Sizes) -> Any:
+        """None."""
         return 0 * math.prod(sizes[a] for a in self.output.axes)
 
 
@@ -325,12 +330,12 @@ class Program:
 
 
 def backward(block: Block) -> tuple[Op, ...]:
-    """The backward pass of `block`, derived operation by operation.
+    """Derive the backward pass of `block`, operation by operation.
 
     Every einsum gives two (the gradient of each input), attention gives one op that writes three gradients (its output
     stands for d_q; d_k and d_v follow as zero-FLOP outputs of `Elementwise`), elementwise ops give one that reads the
-    gradient and what the forward pass read. Where a tensor feeds several operations, the partial gradients are added by an
-    op named `add.*`. The gradient of tensor `x` is named `d_x`; weights' gradients have kind GRADIENT.
+    gradient and what the forward pass read. Where a tensor feeds several operations, the partial gradients are added by
+    an op named `add.*`. The gradient of tensor `x` is named `d_x`; weights' gradients have kind GRADIENT.
 
     Returns: operations in order of execution. The gradients of the block's outputs are taken as given.
     """
@@ -343,7 +348,7 @@ def backward(block: Block) -> tuple[Op, ...]:
         return replace(t, name=f"d_{t.name}", kind=kind)
 
     def collect(t: Tensor) -> Tensor:
-        """The whole gradient of `t`: the sum of what its readers contributed."""
+        """Give the whole gradient of `t`: the sum of what its readers contributed."""
         grads = parts.get(t.name, [])
         total = gradient_of(t)
         if t.name in block.outputs:  # arrives from the next block, besides any inner readers
@@ -374,7 +379,7 @@ def backward(block: Block) -> tuple[Op, ...]:
 
 
 def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
-    """The operations that turn the gradient of `op.output` into gradients of its inputs."""
+    """Give the operations that turn the gradient of `op.output` into gradients of its inputs."""
     differentiable = [t for t in op.inputs if t.kind is not Kind.INDEX]
     if isinstance(op, Einsum):
         out: list[Op] = []
@@ -384,11 +389,14 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
         return out
     if isinstance(op, Attention):
         q, k, v = op.inputs
-        first = replace(op, name=f"d{op.name}", inputs=(q, k, v, op.output, grad), output=contribute(q, op.name), gradient=True)
-        # d_k and d_v come out of the same kernel: they cost their bytes, not FLOPs of their own. As gradients of what the
-        # k and v projections made, their positions are called T again.
+        read = (q, k, v, op.output, grad)
+        first = replace(op, name=f"d{op.name}", inputs=read, output=contribute(q, op.name), gradient=True)
+        # d_k and d_v come out of the same kernel: they cost their bytes, not FLOPs of their own. As gradients of what
+        # the k and v projections made, their positions are called T again.
         rest = [
-            AttentionGradient(name=f"d{op.name}.{t.name}", inputs=(first.output, t), output=contribute(made, op.name), source=op)
+            AttentionGradient(
+                name=f"d{op.name}.{t.name}", inputs=(first.output, t), output=contribute(made, op.name), source=op
+            )
             for t in (k, v)
             for made in [replace(t, axes=tuple(op.query_axis if a == op.key_axis else a for a in t.axes))]
         ]
@@ -399,7 +407,9 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
         return [
             replace(op, name=f"d{op.name}", inputs=(grad,), output=contribute(source, op.name), combine=not op.combine),
             *(
-                Elementwise(name=f"d{op.name}.{t.name}", inputs=(grad, t), output=contribute(t, op.name), flops_per_element=2)
+                Elementwise(
+                    name=f"d{op.name}.{t.name}", inputs=(grad, t), output=contribute(t, op.name), flops_per_element=2
+                )
                 for t in rest
                 if t.kind is not Kind.INDEX
             ),
@@ -425,11 +435,12 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
 class AttentionGradient(Op):
     """One of the key/value gradients that an attention backward kernel writes: bytes, but no FLOPs of its own.
 
-    The kernel writes it for every key position, and a device that holds only some of the queries contributes a partial sum
-    over them. The output is named by the query axis, because it is the gradient of what the projection made.
+    The kernel writes it for every key position, and a device that holds only some of the queries contributes a partial
+    sum over them. The output is named by the query axis, because it is the gradient of what the projection made.
     """
 
     source: Attention
 
     def flops(self, sizes: Sizes) -> Any:
+        """None."""
         return 0 * math.prod(sizes[a] for a in self.output.axes)
