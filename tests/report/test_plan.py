@@ -19,7 +19,7 @@ def row(fsdp: int = 1120, tensor: int = 8, step: float = 3.0, training: Training
         lower=0.8 * step,
         expected=step,
         upper=1.5 * step,
-        terms={"forward": 0.25 * step, "backward": 0.5 * step, "recompute": 0.25 * step, "data": 0.0},
+        terms={"forward": 0.25 * step, "backward": 0.5 * step, "recompute": 0.25 * step, "fsdp": 0.0, "data": 0.0},
         hidden={"fsdp": 0.4},
         mfu=0.41,
         hfu=0.55,
