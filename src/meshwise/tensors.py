@@ -243,8 +243,9 @@ class Lookup(Op):
 class Route(Op):
     """Tokens to the slots of the experts they chose, or back: `x[B, T, D]` <-> `xe[E, C, D]`. Moves bytes, no FLOPs.
 
-    C counts the slots of one expert: B * T * top_k / E when routing is balanced (`Program.bind` sets it). On a mesh, the
-    slots are split as the tokens were; experts that live elsewhere make it an AllToAll, which the sharding algebra derives.
+    C counts the slots of one expert: B * T * top_k / E when routing is balanced (`Program.bind` sets it). On a mesh,
+    the slots are split as the tokens were; experts that live elsewhere make it an AllToAll, which the sharding algebra
+    derives.
 
     Args:
         combine: from slots back to tokens (weighted by the router's gates), else dispatch.
@@ -403,14 +404,14 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
         return [first, *rest]
     if isinstance(op, Route):
         source = op.inputs[0]
-        rest = op.inputs[1:]  # the gates of a combine are differentiated too, in the same pass over the slots
+        gates = op.inputs[1:]  # of a combine; they are differentiated too, in the same pass over the slots
         return [
             replace(op, name=f"d{op.name}", inputs=(grad,), output=contribute(source, op.name), combine=not op.combine),
             *(
                 Elementwise(
                     name=f"d{op.name}.{t.name}", inputs=(grad, t), output=contribute(t, op.name), flops_per_element=2
                 )
-                for t in rest
+                for t in gates
                 if t.kind is not Kind.INDEX
             ),
         ]

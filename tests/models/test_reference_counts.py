@@ -48,7 +48,8 @@ PUBLISHED = [
         16375728128,
         {
             "model_type": "deepseek", "architectures": ["DeepseekForCausalLM"], "hidden_size": 2048,
-            "vocab_size": 102400, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+            "vocab_size": 102400, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+            "n_routed_experts": 64, "n_shared_experts": 2,
             "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 28, "first_k_dense_replace": 1,
         },
     ),
