@@ -2,7 +2,8 @@
 
 A process of its own, because the number of devices must be set before JAX is imported.
 In: [{"mesh": [["X", 2], ...], "equation": "ij,jk->ik", "shapes": [...], "inputs": [splits...], "output": splits}, ...]
-Out: [{"inputs": [local shapes], "output": local shape, "collectives": [{"kind", "shape", "groups" | "pairs"}]}, ...]
+Out: [{"inputs": [local shapes], "output": local shape, "dots": [shapes of their results],
+       "collectives": [{"kind", "shapes", "groups" | "pairs"}]}, ...]
 """
 
 import json
@@ -22,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})(?:-start)?\((.*)$", re.MULTILINE)
 GROUPS = re.compile(r"replica_groups=(.*?)(?:, (?:dimensions|use_global_device_ids|to_apply|metadata)=|$)")
+DOT = re.compile(r"= [a-z]\w*\[([\d,]*)\]\S* dot\(")
 SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 
 
@@ -44,6 +46,7 @@ def compile_case(case):
     return {
         "inputs": [shape(found) for found in SHAPE.findall(entry[0])],
         "output": shape(SHAPE.search(entry[1])[1]),
+        "dots": [shape(found) for found in DOT.findall(text)],
         "collectives": [collective(*found) for found in COLLECTIVE.findall(text)],
     }
 
