@@ -140,6 +140,7 @@ def test_keys_of_no_consequence_change_no_count(change: dict[str, Any]) -> None:
             {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 32},
             ["'layer_types'"],
         ),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, ["'num_experts_per_tok'", "at most 8", "found 9"]),
         ({"model_type": "bloom", "n_inner": 100}, ["'n_inner'", "256"]),
     ],
     ids=lambda v: v["model_type"] if isinstance(v, dict) else "",

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from meshwise.errors import ConfigError
 from meshwise.models.families import FAMILIES, NOT_YET, FamilyConfig
 from meshwise.models.model import Model, Source
+from meshwise.models.spec import Architecture, Mixture
 
 __all__ = ["parse_json", "read_config"]
 
@@ -95,6 +96,19 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
     return ConfigError(f"{where}: key {key!r}: expected {expected}, found {_json_name(first['input'])}")
 
 
+#: Spellings of "how many experts a token visits".
+_CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_top_k", "ffn_config")
+
+
+def _refuse_impossible(spec: Architecture, values: Mapping[str, Any]) -> None:
+    """Refuse sizes that are fine alone and impossible together."""
+    for group in spec.groups:
+        ffn = group.layer.ffn
+        if isinstance(ffn, Mixture) and ffn.top_k > ffn.experts:
+            key = next((k for k in _CHOSEN if k in values), _CHOSEN[0])
+            raise ConfigError(f"key {key!r}: expected at most {ffn.experts}, the experts there are; found {ffn.top_k}")
+
+
 def read_config(
     config: Mapping[str, Any],
     *,
@@ -121,6 +135,7 @@ def read_config(
         read = family.model_validate(values)
         read.refuse_unknown(values)
         spec = read.architecture()
+        _refuse_impossible(spec, values)
     except ValidationError as e:
         raise _explain(e, where) from None
     except ConfigError as e:
