@@ -1,96 +1,114 @@
-"""The answers of `plan train` and `estimate train`, from numbers made up here."""
+"""The answers of `plan train` and `estimate train`, for layouts written down here."""
 
+import dataclasses
 import io
 import json
 
 import pytest
 from rich.console import Console
 
-from meshwise.report.plan import PlanRow, Rejected, SearchStats, Training, estimate_report, plan_report
+from meshwise.costs.calibration import IDENTITY
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.network import Fabric
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.planning.plan import Plan
+from meshwise.report.plan import Rejected, SearchStats, estimate_report, plan_report
+from meshwise.sharding.layout import Layout
 
-
-def row(fsdp: int = 1120, tensor: int = 8, step: float = 3.0, training: Training | None = None) -> PlanRow:
-    return PlanRow(
-        layout={"tensor": tensor, "context": 1, "fsdp": fsdp, "data": 1, "stage": 1},
-        choices={"zero": 0, "remat": "full", "micro_batch": 1, "num_microbatches": 1},
-        wires={"tensor": "x 8", "fsdp": "x 2 x y 20 x z 28"},
-        num_chips=fsdp * tensor,
-        tokens_per_step=4194304.0,
-        lower=0.8 * step,
-        expected=step,
-        upper=1.5 * step,
-        terms={"forward": 0.25 * step, "backward": 0.5 * step, "recompute": 0.25 * step, "fsdp": 0.0, "data": 0.0},
-        hidden={"fsdp": 0.4},
-        mfu=0.41,
-        hfu=0.55,
-        peak_words="459 TFLOP/s bf16 x 8,960 chips",
-        memory={"parameters": 1.6e9, "optimizer": 6.4e9, "logits": 0.0},
-        capacity=102e9,
-        bound="compute-bound",
-        training=training,
-    )
-
-
-RUN = Training(steps=3.6e6, days=44.1, chip_hours=9.5e6, cost_usd=39.8e6, energy_kwh=None)
 STATS = SearchStats(strategies=123456, covered=234567, infeasible=1000, cpu_s=0.61)
+REASON = "468 tokens per chip is under the 850 this network needs"
 
 
-def shown(report) -> str:
+def make(tensor: int, fsdp: int, *, tokens: str | None = "15T") -> Plan:
+    """LLaMA-3-8B on 64 TPU v5p: tensor along z, fsdp along x, y and what is left of z."""
+    cluster = parse_cluster("v5p:4x4x4")
+    job = TrainingJob(batch_tokens="1Mi", seq_len="4096", tokens=tokens)
+    wires = (("tensor", (1, 1, tensor)), ("fsdp", (4, 4, 4 // tensor)))
+    layout = Layout(tensor=tensor, fsdp=fsdp, micro_batch=256 // fsdp, wires=wires)
+    return Plan.of(TrainingProblem(load_model("llama-3-8b"), job, cluster, IDENTITY), layout, Fabric.of(cluster))
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    return [make(1, 64), make(4, 16)]
+
+
+def shown(report, *, explain: bool = False) -> str:
     console = Console(file=io.StringIO(), width=80, markup=False, highlight=False, color_system=None)
-    console.print(report.renderable())
-    return console.file.getvalue()
+    console.print(report.renderable(explain=explain))
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def plan(**more):
-    rejected = [Rejected(name="pure FSDP", reason="468 tokens per chip is under the 850 this network needs")]
-    rows = [row(training=RUN), row(2240, 4, 3.1, RUN)]
-    return plan_report(rows, rejected, STATS, subject="llama-3-70b on 8,960 x TPU v5p", inputs={}, **more)
+def planned(plans, **more):
+    rejected = [Rejected(name="pure FSDP", reason=REASON)]
+    search = dataclasses.replace(STATS, front=tuple(plans))
+    return plan_report(plans, rejected, search, subject="llama-3-8b on 64 x TPU v5p", inputs={}, **more)
 
 
-def test_the_first_line_is_the_answer():
-    first = shown(plan()).splitlines()[0].rstrip()
-    assert first == "Best: tensor=8,fsdp=1120: 3 s a step, 41.0 % MFU, 44.1 days, $39.8M"
-    assert shown(estimate_report(row(), subject="", inputs={})).splitlines()[0].rstrip() == (
-        "tensor=8,fsdp=1120: 3 s a step, 41.0 % MFU, compute-bound"
-    )
+def test_the_first_line_is_the_answer(plans):
+    first = shown(planned(plans)).splitlines()[0]
+    best = plans[0]
+    assert first.startswith("Best: fsdp=64: ")
+    assert f"{100 * best.estimate.mfu:.1f} % MFU, " in first
+    assert first.count("$") == 1
+    without = shown(estimate_report(make(1, 64, tokens=None), subject="", inputs={})).splitlines()[0]
+    assert without.startswith("fsdp=64: ")
+    assert without.endswith("-bound")
 
 
-def test_reasons_memory_terms_and_search_are_shown_within_80_columns():
-    text = shown(plan())
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+def test_everything_fits_80_columns(plans):
+    text = shown(planned(plans), explain=True)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_reasons_memory_terms_wires_and_search_are_shown(plans):
+    text = shown(planned(plans))
     for words in (
-        "468 tokens per chip is under the 850 this network needs",
+        REASON,
         "123,456 layouts priced (1,000 do not fit) in 0.61 CPU-seconds",
+        "on x 4 x y 4 x z 4",
+        "of 459 TFLOP/s x 64 chips",
+        "remat=full 1x4 seq",
         "optimizer",
-        "400 ms more are hidden",
-        "of 459 TFLOP/s bf16 x 8,960 chips",
-        "remat=full mb=1x1",
     ):
         assert words in text
-    assert "logits" not in text  # a class that holds nothing
 
 
-def test_the_promised_names():
-    told = plan().envelope()
-    json.dumps(told, allow_nan=False)
-    best = told["plans"][0]
-    assert best["layout"] == {"tensor": 8, "context": 1, "fsdp": 1120, "data": 1, "stage": 1}
-    estimate = best["estimate"]
-    assert estimate["step_time_s"] == {"lower": pytest.approx(2.4), "expected": 3.0, "upper": 4.5}
-    assert estimate["mfu"] == 0.41
-    assert estimate["memory_bytes"]["total"] == sum(v for k, v in estimate["memory_bytes"].items() if k != "total")
-    assert estimate["bound"] == "compute-bound"
-    assert sum(estimate["terms"].values()) == pytest.approx(estimate["step_time_s"]["expected"])
-    assert {k: best["training"][k] for k in ("days", "chip_hours", "cost_usd")} == {
-        "days": 44.1, "chip_hours": 9.5e6, "cost_usd": 39.8e6,
-    }  # fmt: skip
-    assert told["rejected"][0]["name"] == "pure FSDP"
-    assert told["rejected"][0]["reason"].startswith("468 tokens")
+def test_the_promised_names(plans):
+    told = json.loads(json.dumps(planned(plans).envelope(), allow_nan=False))
+    for plan, one in zip(plans, told["plans"], strict=True):
+        assert one["layout"] == dict(plan.layout.sizes)
+        estimate = one["estimate"]
+        assert estimate["step_time_s"] == {
+            "lower": plan.estimate.step_time.lower,
+            "expected": plan.estimate.step_time.expected,
+            "upper": plan.estimate.step_time.upper,
+        }
+        assert sum(estimate["terms"].values()) == pytest.approx(estimate["step_time_s"]["expected"], rel=1e-12)
+        classes = {k: v for k, v in estimate["memory_bytes"].items() if k != "total"}
+        assert sum(classes.values()) == pytest.approx(estimate["memory_bytes"]["total"], rel=1e-12)
+        assert estimate["mfu"] == plan.estimate.mfu
+        assert estimate["bound"] == plan.estimate.bound
+        run = one["training"]
+        assert run["chip_hours"] == pytest.approx(24 * 64 * run["days"], rel=1e-12)
+        assert run["cost_usd"] == pytest.approx(run["chip_hours"] * plan.problem.cluster.price_per_chip_hour, rel=1e-12)
+    assert told["rejected"] == [{"name": "pure FSDP", "reason": REASON, "step_time_s": None}]
     assert told["search"]["strategies"] == 123456
     assert told["search"]["cpu_s"] == 0.61
 
 
-def test_without_a_token_budget_there_is_no_training():
-    told = estimate_report(row(), subject="", inputs={}).envelope()
+def test_without_a_token_budget_there_is_no_run():
+    told = estimate_report(make(4, 16, tokens=None), subject="", inputs={}).envelope(explain=True)
     assert told["command"] == "estimate train"
     assert told["plans"][0]["training"] is None
+    assert "days" not in [e["name"] for e in told["explanations"]]
+
+
+def test_workings_name_every_term_that_takes_time(plans):
+    report = planned(plans)
+    names = [e.name for e in report.explanations]
+    assert {name for name, seconds in plans[0].estimate.terms.items() if seconds} < set(names)
+    assert {"expected step time", "lower bound", "MFU", "memory", "days", "chip-hours", "cost"} < set(names)
+    assert all(e.formula and e.substitution and e.result and e.source for e in report.explanations)

@@ -1,84 +1,35 @@
 """The answers of `plan train` and `estimate train`: the layouts, where their time and memory go, why others lose.
 
-Takes plain numbers, so that it need not know how they were found. Not here: finding them (`planning`, `costs`).
+Not here: finding layouts (`planning`) and pricing them (`costs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from meshwise.costs.estimate import Interval
+from meshwise.costs.step import TERMS
 from meshwise.explanation import Explanation
+from meshwise.planning.plan import Plan
 from meshwise.report.report import Report
 from meshwise.report.table import table
-from meshwise.units import format_bytes, format_count, format_duration, format_money, format_percent, format_time
+from meshwise.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_flops,
+    format_flops_per_s,
+    format_money,
+    format_percent,
+    format_time,
+)
 
-__all__ = ["PlanRow", "Rejected", "SearchStats", "Training", "estimate_report", "plan_report"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """A whole training run: steps, days, chip-hours, dollars and energy; None where no price or power is known."""
-
-    steps: float
-    days: float
-    chip_hours: float
-    cost_usd: float | None
-    energy_kwh: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
-    """One layout with its numbers, in base units.
-
-    Args:
-        layout: mesh axis -> size, outermost last; axes of one included.
-        choices: zero, remat, micro_batch, ...: what a layout has besides sizes.
-        wires: mesh axis -> where it lies, in words.
-        num_chips: that it uses.
-        tokens_per_step: after rounding the batch.
-        lower, expected, upper: seconds of a step.
-        terms: exposed seconds by name; they add up to `expected`.
-        hidden: seconds of communication that are hidden.
-        mfu, hfu: shares of the peak, expected; `peak_words` names the denominator.
-        memory: class -> bytes, without their sum.
-        capacity: bytes of HBM of a chip.
-        bound: what binds.
-        training: the run, when a token budget was given.
-        explanations: its workings.
-    """
-
-    layout: Mapping[str, int]
-    choices: Mapping[str, Any]
-    wires: Mapping[str, str]
-    num_chips: int
-    tokens_per_step: float
-    lower: float
-    expected: float
-    upper: float
-    terms: Mapping[str, float]
-    hidden: Mapping[str, float]
-    mfu: float
-    hfu: float
-    peak_words: str
-    memory: Mapping[str, float]
-    capacity: float
-    bound: str
-    training: Training | None
-    explanations: tuple[Explanation, ...] = ()
-
-    @property
-    def memory_total(self) -> float:
-        """Bytes of all classes."""
-        return sum(self.memory.values())
-
-    def words(self) -> str:
-        """Say the layout as `--layout` reads it: the axes longer than one."""
-        return ",".join(f"{axis}={size}" for axis, size in self.layout.items() if size > 1) or "one chip"
+__all__ = ["Rejected", "SearchStats", "estimate_report", "plan_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +49,11 @@ class SearchStats:
     covered: int
     infeasible: int
     cpu_s: float
-    front: tuple[PlanRow, ...] = field(default=())
+    front: tuple[Plan, ...] = ()
 
 
 def plan_report(
-    rows: Sequence[PlanRow],
+    plans: Sequence[Plan],
     rejected: Sequence[Rejected],
     search: SearchStats,
     *,
@@ -115,7 +66,7 @@ def plan_report(
     """Say which layout is best and why the others lose.
 
     Args:
-        rows: plans, best first; at least one.
+        plans: best first; at least one.
         rejected: rivals that lose.
         search: what was searched.
         subject: the model and the cluster in words, "llama-3-70b on 8,960 x TPU v5p".
@@ -124,8 +75,8 @@ def plan_report(
         not_modelled: what the numbers leave out.
         next_steps: commands or changes to try.
     """
-    best = rows[0]
-    body: list[RenderableType] = [Text(subject), _ranking(rows), _terms(best), _memory(best)]
+    best = plans[0]
+    body: list[RenderableType] = [Text(subject), _ranking(plans), _terms(best), _memory(best)]
     if rejected:
         body.append(table(("!not chosen", "because"), ((r.name, r.reason) for r in rejected)))
     if len(search.front) > 1:
@@ -140,9 +91,9 @@ def plan_report(
         inputs=inputs,
         answer=f"Best: {_answer(best)}",
         data={
-            "plans": [_plan_data(row) for row in rows],
+            "plans": [_plan_data(plan) for plan in plans],
             "rejected": [{"name": r.name, "reason": r.reason, "step_time_s": r.step_time_s} for r in rejected],
-            "pareto_front": [_plan_data(row) for row in search.front],
+            "pareto_front": [_plan_data(plan) for plan in search.front],
             "search": {
                 "strategies": search.strategies,
                 "covered": search.covered,
@@ -154,12 +105,12 @@ def plan_report(
         assumed=assumed,
         not_modelled=not_modelled,
         next_steps=next_steps,
-        explanations=best.explanations,
+        explanations=_explanations(best),
     )
 
 
 def estimate_report(
-    row: PlanRow,
+    plan: Plan,
     *,
     subject: str,
     inputs: Mapping[str, Any],
@@ -171,125 +122,256 @@ def estimate_report(
     return Report(
         command="estimate train",
         inputs=inputs,
-        answer=_answer(row),
-        data={"plans": [_plan_data(row)]},
-        body=(Text(subject), _terms(row), _memory(row)),
+        answer=_answer(plan),
+        data={"plans": [_plan_data(plan)]},
+        body=(Text(subject), _terms(plan), _memory(plan)),
         assumed=assumed,
         not_modelled=not_modelled,
         next_steps=next_steps,
-        explanations=row.explanations,
+        explanations=_explanations(plan),
     )
 
 
-def _answer(row: PlanRow) -> str:
+def _words(plan: Plan) -> str:
+    """Say the mesh as `--layout` reads it: the axes longer than one, outermost first."""
+    return ",".join(f"{a}={plan.layout.sizes[a]}" for a in plan.layout.used_axes) or "data=1"
+
+
+def _choices(plan: Plan) -> str:
+    """Say what a layout has besides its mesh, in few words."""
+    layout = plan.layout
+    zero = f"zero={layout.zero} " if layout.zero and layout.data > 1 else ""
+    return f"{zero}remat={layout.remat} {layout.num_microbatches}x{layout.micro_batch} seq"
+
+
+def _wires(plan: Plan) -> dict[str, str]:
+    """Say where each mesh axis lies on the network."""
+    return {
+        axis: " x ".join(f"{d.name} {e}" for d, e in zip(plan.fabric.dimensions, extents, strict=True) if e > 1)
+        for axis, extents in plan.layout.wires or ()
+        if plan.layout.sizes[axis] > 1
+    }
+
+
+def _bound_words(plan: Plan) -> str:
+    """Say what binds."""
+    known = {"compute": "compute-bound", "hbm": "HBM-bound"}
+    return known.get(plan.estimate.bound, f"{plan.estimate.bound.split()[0]}-bound")
+
+
+def _answer(row: Plan) -> str:
     """Answer in one line: the layout, the time, the share of the peak, then the run, or what binds."""
-    parts = [f"{row.words()}: {format_time(row.expected)} a step, {format_percent(row.mfu)} MFU"]
+    estimate = row.estimate
+    parts = [f"{_words(row)}: {format_time(estimate.step_time.expected)} a step, {format_percent(estimate.mfu)} MFU"]
     if row.training is None:
-        parts.append(row.bound)
+        parts.append(_bound_words(row))
     else:
-        parts.append(format_duration(86400 * row.training.days))
+        parts.append(format_duration(86400 * row.training.days.expected))
         if row.training.cost_usd is not None:
             parts.append(format_money(row.training.cost_usd))
     return ", ".join(parts)
 
 
-def _ranking(rows: Sequence[PlanRow]) -> RenderableType:
+def _ranking(rows: Sequence[Plan]) -> RenderableType:
     return table(
-        (">#", "layout", ">step", ">MFU", ">memory", ">time", "bound"),
+        (">#", "layout", ">step", ">MFU", ">memory", ">run", "bound"),
         (
             (
                 str(number),
-                f"{row.words()} {_choices(row)}".rstrip(),
-                format_time(row.expected),
-                format_percent(row.mfu),
-                format_bytes(row.memory_total),
-                "-" if row.training is None else format_duration(86400 * row.training.days),
-                row.bound,
+                f"{_words(row)}\n  {_choices(row)}",
+                format_time(row.estimate.step_time.expected),
+                format_percent(row.estimate.mfu),
+                format_bytes(row.estimate.memory["total"]),
+                "-" if row.training is None else format_duration(86400 * row.training.days.expected),
+                _bound_words(row).removesuffix("-bound"),
             )
             for number, row in enumerate(rows, 1)
         ),
     )
 
 
-def _choices(row: PlanRow) -> str:
-    """Say the choices in few words: "remat=full mb=2x4"."""
-    shown = [f"{name}={value}" for name, value in row.choices.items() if name in ("zero", "remat") and value]
-    micro, number = row.choices.get("micro_batch"), row.choices.get("num_microbatches")
-    return " ".join([*shown, *([f"mb={micro}x{number}"] if micro and number else [])])
-
-
-def _terms(row: PlanRow) -> RenderableType:
+def _terms(row: Plan) -> RenderableType:
     """Show where the expected time goes, then its bounds."""
+    estimate, time = row.estimate, row.estimate.step_time
+    wires = _wires(row)
     rows = [
-        (name.replace("_", " "), format_time(seconds), format_percent(seconds / row.expected), _hidden(row, name))
-        for name, seconds in row.terms.items()
-        if seconds or row.hidden.get(name)
+        (name.replace("_", " "), format_time(seconds), format_percent(seconds / time.expected), _note(row, name, wires))
+        for name, seconds in estimate.terms.items()
+        if seconds or estimate.hidden.get(name)
     ]
     bounds = (
-        (" lower bound", row.lower, "perfect overlap, data-sheet rates"),
-        (" upper bound", row.upper, "no overlap"),
+        (" lower bound", time.lower, f"perfect overlap, data-sheet rates; {_bound_words(row)}"),
+        (" upper bound", time.upper, "no overlap"),
     )
+    peak = f"{format_flops_per_s(estimate.peak_flops_per_s)} x {estimate.num_chips:,} chips"
+    rows.append(("step, expected", format_time(time.expected), "100.0 %", f"{format_count(estimate.tokens)} tokens"))
+    rows += [(name, format_time(t), format_percent(t / time.expected), note) for name, t, note in bounds]
     rows += [
-        ("step, expected", format_time(row.expected), "100.0 %", f"{format_count(row.tokens_per_step)} tokens"),
-        *((name, format_time(seconds), format_percent(seconds / row.expected), note) for name, seconds, note in bounds),
-        ("MFU / HFU", format_percent(row.mfu), format_percent(row.hfu), f"of {row.peak_words}"),
+        ("MFU", "", format_percent(estimate.mfu), f"of {peak}"),
+        ("HFU", "", format_percent(estimate.hfu), "recomputed FLOPs counted"),
     ]
     return table(("!time of a step", ">exposed", ">share", ""), rows)
 
 
-def _hidden(row: PlanRow, name: str) -> str:
-    seconds = row.hidden.get(name, 0.0)
-    return f"{format_time(seconds)} more are hidden" if seconds else ""
+def _note(row: Plan, name: str, wires: Mapping[str, str]) -> str:
+    """Say how much of an axis's communication is hidden, and where the axis lies."""
+    seconds = row.estimate.hidden.get(name, 0.0)
+    parts = [f"{format_time(seconds)} more hidden"] if seconds else []
+    return "; ".join([*parts, *([f"on {wires[name]}"] if wires.get(name) else [])])
 
 
-def _memory(row: PlanRow) -> RenderableType:
-    rows = [
-        (name.replace("_", " "), format_bytes(held), format_percent(held / row.capacity))
-        for name, held in row.memory.items()
-        if held
-    ]
-    total = ("total", format_bytes(row.memory_total), format_percent(row.memory_total / row.capacity))
-    return table(("!memory of a chip", ">bytes", ">of HBM"), [*rows, total])
+def _memory(row: Plan) -> RenderableType:
+    """Show the classes that hold anything."""
+    memory, capacity = row.estimate.memory, row.estimate.hbm_capacity
+    return table(
+        ("!memory of a chip", ">bytes", ">of HBM"),
+        ((name.replace("_", " "), format_bytes(b), format_percent(b / capacity)) for name, b in memory.items() if b),
+    )
 
 
-def _front(rows: Sequence[PlanRow]) -> RenderableType:
+def _front(rows: Sequence[Plan]) -> RenderableType:
     """Show at most eight layouts that nothing undercuts in both time and memory, spread over the front."""
     step = max(1, -(-len(rows) // 8))
     return table(
-        ("faster needs more memory", ">us a token", ">memory"),
+        ("what more memory buys", ">a token", ">memory"),
         (
-            (f"{r.words()} {_choices(r)}", f"{1e6 * r.expected / r.tokens_per_step:.4g}", format_bytes(r.memory_total))
+            (
+                f"{_words(r)} {_choices(r)}",
+                format_time(r.estimate.step_time.expected / r.estimate.tokens),
+                format_bytes(r.estimate.memory["total"]),
+            )
             for r in rows[::step]
         ),
     )
 
 
-def _plan_data(row: PlanRow) -> dict[str, Any]:
-    """One plan as JSON values, under the names that are promised."""
+def _plan_data(row: Plan) -> dict[str, Any]:
+    """Give one plan as JSON values, under the names that are promised."""
+    estimate, run = row.estimate, row.training
+    choices = {k: v for k, v in row.layout.to_json().items() if k not in row.layout.sizes}
     return {
-        "layout": dict(row.layout),
-        "choices": dict(row.choices),
-        "wires": dict(row.wires),
-        "num_chips": row.num_chips,
-        "tokens_per_step": row.tokens_per_step,
+        "layout": dict(row.layout.sizes),
+        "layout_text": str(row.layout),
+        "choices": choices,
+        "network": [{"name": d.name, "size": d.size} for d in row.fabric.dimensions],
+        "num_chips": estimate.num_chips,
+        "tokens_per_step": estimate.tokens,
         "estimate": {
-            "step_time_s": {"lower": row.lower, "expected": row.expected, "upper": row.upper},
-            "terms": dict(row.terms),
-            "hidden_s": dict(row.hidden),
-            "mfu": row.mfu,
-            "hfu": row.hfu,
-            "mfu_denominator": row.peak_words,
-            "memory_bytes": {"total": row.memory_total, **row.memory},
-            "memory_capacity_bytes": row.capacity,
-            "bound": row.bound,
+            "step_time_s": _interval(estimate.step_time),
+            "terms": dict(estimate.terms),
+            "hidden_s": dict(estimate.hidden),
+            "resources_s": dict(estimate.resources),
+            "tokens_per_s": estimate.tokens_per_s,
+            "mfu": estimate.mfu,
+            "hfu": estimate.hfu,
+            "model_flops": estimate.model_flops,
+            "recompute_flops": estimate.recompute_flops,
+            "peak_flops_per_s_per_chip": estimate.peak_flops_per_s,
+            "memory_bytes": dict(estimate.memory),
+            "hbm_capacity_bytes": estimate.hbm_capacity,
+            "fits": estimate.fits,
+            "bound": estimate.bound,
         },
         "training": None
-        if row.training is None
+        if run is None
         else {
-            "steps": row.training.steps,
-            "days": row.training.days,
-            "chip_hours": row.training.chip_hours,
-            "cost_usd": row.training.cost_usd,
-            "energy_kwh": row.training.energy_kwh,
+            "steps": run.steps,
+            "days": run.days.expected,
+            "days_interval": _interval(run.days),
+            "chip_hours": run.chip_hours,
+            "cost_usd": run.cost_usd,
+            "energy_kwh": run.energy_kwh,
         },
     }
+
+
+def _interval(interval: Interval) -> dict[str, float]:
+    return {"lower": interval.lower, "expected": interval.expected, "upper": interval.upper}
+
+
+_RULE = "rule of the expected time, meshwise.costs.step; the book, Training"
+
+
+def _explanations(row: Plan) -> tuple[Explanation, ...]:
+    """Show how the headline numbers of a plan come about."""
+    e, time = row.estimate, row.estimate.step_time
+    exposed = {name: seconds for name, seconds in e.terms.items() if seconds}
+    busy = {name: seconds for name, seconds in e.resources.items() if seconds}
+    held = {name: b for name, b in e.memory.items() if b and name != "total"}
+    return (
+        Explanation(
+            "expected step time",
+            " + ".join(exposed),
+            " + ".join(format_time(seconds) for seconds in exposed.values()),
+            format_time(time.expected),
+            _RULE,
+        ),
+        *(
+            Explanation(name, TERMS.get(name, name), "exposed time", format_time(s), _RULE)
+            for name, s in exposed.items()
+        ),
+        Explanation(
+            "lower bound",
+            f"max({', '.join(busy)})",
+            f"max({', '.join(format_time(s) for s in busy.values())})",
+            format_time(time.lower),
+            "the book, All About Rooflines: the busiest resource, at data-sheet rates",
+        ),
+        Explanation(
+            "model FLOPs",
+            "6 x active parameters x tokens + 3 x causal attention",
+            f"for {e.tokens:,.0f} tokens a step",
+            format_flops(e.model_flops),
+            "the book, Transformers; PaLM (2022), appendix B, with causal attention counted as computed",
+        ),
+        Explanation(
+            "MFU",
+            "model FLOPs / (step time x chips x peak)",
+            f"{e.model_flops:.4g} / ({time.expected:.4g} s x {e.num_chips:,} x {e.peak_flops_per_s:.4g} FLOP/s)",
+            format_percent(e.mfu),
+            "PaLM (2022), appendix B",
+        ),
+        Explanation(
+            "memory",
+            " + ".join(name.replace("_", " ") for name in held),
+            " + ".join(format_bytes(b) for b in held.values()),
+            format_bytes(e.memory["total"]),
+            "the fullest chip; the book, Training",
+        ),
+        *_run_explanations(row),
+    )
+
+
+def _run_explanations(row: Plan) -> tuple[Explanation, ...]:
+    """Show how the run's numbers come about."""
+    run, e = row.training, row.estimate
+    if run is None:
+        return ()
+    rows = [
+        Explanation(
+            "days",
+            "steps x step time / 86,400 s",
+            f"{run.steps:,.0f} x {e.step_time.expected:.4g} s / 86,400 s",
+            f"{run.days.expected:.4g} days",
+            "arithmetic",
+        ),
+        Explanation(
+            "chip-hours",
+            "days x 24 x chips",
+            f"{run.days.expected:.4g} x 24 x {e.num_chips:,}",
+            f"{run.chip_hours:,.0f}",
+            "arithmetic",
+        ),
+    ]
+    if run.cost_usd is not None:
+        price = run.cost_usd / run.chip_hours
+        rows.append(
+            Explanation(
+                "cost",
+                "chip-hours x price",
+                f"{run.chip_hours:,.0f} x {format_money(price)}",
+                format_money(run.cost_usd),
+                "the catalog's price, or --price; 'meshwise chips' names its source",
+            )
+        )
+    return tuple(rows)
