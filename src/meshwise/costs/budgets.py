@@ -1,0 +1,155 @@
+"""Totals on the back of an envelope: FLOPs, time, memory and money of training and serving from a parameter count.
+
+Plain numbers in, plain numbers out, each with its formula, units and source. P parameters, T tokens, N chips, C FLOP/s
+and W HBM bytes/s of a chip. Not here: counts of a real model (`models`), of a placed layout (`memory`, `step`), and
+what parallelism costs (`rules`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwise.costs.rules import positive_arguments
+
+__all__ = [
+    "chips_to_hold",
+    "decode_step_time",
+    "flops_per_dollar",
+    "forward_flops",
+    "max_decode_batch",
+    "saved_activation_bytes",
+    "training_flops",
+    "training_state_bytes",
+    "training_time",
+]
+
+
+@positive_arguments
+def forward_flops(parameters: float, tokens: float = 1) -> float:
+    """FLOPs of a forward pass without attention: 2 P T, with the active parameters of a mixture.
+
+    Source: book, Transformers, "global FLOPs and params".
+
+    >>> forward_flops(4.05e11)
+    810000000000.0
+    """
+    return 2 * parameters * tokens
+
+
+@positive_arguments
+def training_flops(parameters: float, tokens: float = 1) -> float:
+    """FLOPs of training without attention and recomputation: 6 P T, with the active parameters of a mixture.
+
+    Source: book, Transformers, "forward and reverse FLOPs".
+
+    >>> training_flops(70e9, 15e12)
+    6.3e+24
+    """
+    return 6 * parameters * tokens
+
+
+@positive_arguments
+def training_time(
+    parameters: float, tokens: float, flops_per_s: float, *, mfu: float = 1.0, num_chips: float = 1
+) -> float:
+    """Seconds of training: 6 P T / (N C MFU). Source: book, Applied training.
+
+    >>> round(training_time(70e9, 15e12, 4.59e14, mfu=0.4, num_chips=8960) / 86400)  # LLaMA-3-70B on a pod of v5p
+    44
+    """
+    return training_flops(parameters, tokens) / (num_chips * flops_per_s * mfu)
+
+
+@positive_arguments
+def training_state_bytes(
+    parameters: float, *, bytes_per_weight: float = 2.0, optimizer_bytes_per_parameter: float = 8.0
+) -> float:
+    """Bytes of weights and optimizer, all chips together: bf16 weights and two fp32 moments of Adam unless said.
+
+    Source: book, Applied training, "memory"; Training, question 2.
+
+    >>> training_state_bytes(70e9)
+    700000000000.0
+    """
+    return parameters * (bytes_per_weight + optimizer_bytes_per_parameter)
+
+
+@positive_arguments
+def saved_activation_bytes(
+    batch_tokens: float, d_model: float, num_layers: float, *, saved_per_layer: float, bytes_per_value: float = 2.0
+) -> float:
+    """Bytes of activations kept for the backward pass: bytes x (arrays of B D per layer) x B D L.
+
+    Source: book, Transformers, "gradient checkpointing"; Applied training, "memory".
+
+    >>> saved_activation_bytes(4e6, 8192, 80, saved_per_layer=4)
+    20971520000000.0
+    """
+    return bytes_per_value * saved_per_layer * batch_tokens * d_model * num_layers
+
+
+@positive_arguments
+def chips_to_hold(num_bytes: float, hbm_capacity: float) -> int:
+    """Fewest chips whose memories hold `num_bytes` together.
+
+    >>> chips_to_hold(21.6e12, 96e9)
+    225
+    """
+    return math.ceil(num_bytes / hbm_capacity)
+
+
+@positive_arguments
+def flops_per_dollar(flops_per_s: float, price_per_chip_hour: float) -> float:
+    """FLOPs at full rate that a dollar buys. Source: book, Applied inference.
+
+    >>> round(flops_per_dollar(9.9e14, 10.8) / 1e17, 1)  # H100, list price of February 2025
+    3.3
+    """
+    return flops_per_s * 3600 / price_per_chip_hour
+
+
+@positive_arguments
+def decode_step_time(
+    batch: float,
+    parameters: float,
+    kv_bytes_per_sequence: float,
+    *,
+    flops_per_s: float,
+    hbm_bandwidth: float,
+    num_chips: float = 1,
+    bytes_per_weight: float = 2.0,
+) -> float:
+    """Seconds in which `batch` sequences gain a token: B KV / (N W) + max(2 B P / (N C), P bytes / (N W)).
+
+    Attention is always bound by its cache; the matmuls by whichever is longer. Communication and latency left out.
+    Source: book, Inference, "theoretical estimates for latency and throughput".
+
+    >>> v5e = {"flops_per_s": 1.97e14, "hbm_bandwidth": 8.2e11}
+    >>> t = decode_step_time(4, 30e9, 8.192e8, **v5e, num_chips=16, bytes_per_weight=1)
+    >>> round(1e3 * t, 1)  # a 30B model in int8 on TPU v5e 4x4
+    2.5
+    """
+    cache = batch * kv_bytes_per_sequence / hbm_bandwidth
+    arithmetic = forward_flops(parameters, batch) / flops_per_s
+    weights = parameters * bytes_per_weight / hbm_bandwidth
+    return (cache + max(arithmetic, weights)) / num_chips
+
+
+@positive_arguments
+def max_decode_batch(
+    parameters: float,
+    kv_bytes_per_sequence: float,
+    hbm_capacity: float,
+    *,
+    num_chips: float = 1,
+    bytes_per_weight: float = 2.0,
+) -> int:
+    """Sequences whose caches fit beside the weights; 0 when the weights alone do not fit.
+
+    Source: book, Inference, question 2.
+
+    >>> max_decode_batch(18.4e9, 33.6e9, 16e9, num_chips=16, bytes_per_weight=1)
+    7
+    """
+    left = num_chips * hbm_capacity - parameters * bytes_per_weight
+    return max(0, math.floor(left / kv_bytes_per_sequence))
