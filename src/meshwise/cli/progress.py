@@ -1,0 +1,49 @@
+"""Progress on stderr for what takes over a second. Not here: what is told (the caller's lines)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+__all__ = ["Progress"]
+
+#: Seconds of silence at the start, and between two lines.
+PATIENCE, PACE = 1.0, 0.5
+
+
+class Progress:
+    """A context manager that is told lines: on a terminal one line that changes, elsewhere lines below each other.
+
+    Args:
+        stream: where to write (default: stderr).
+        clock: seconds; tests pass their own.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream = stream or sys.stderr
+        self.clock = clock
+        self.begun = self.last = clock()
+        self.shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wipe the line on a terminal."""
+        if self.shown and self.stream.isatty():
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
+
+    def __call__(self, line: str) -> None:
+        """Tell what is being done; most lines are swallowed."""
+        now = self.clock()
+        if now - self.begun < PATIENCE or now - self.last < PACE:
+            return
+        self.last, self.shown = now, True
+        self.stream.write(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n")
+        self.stream.flush()

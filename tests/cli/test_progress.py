@@ -1,0 +1,37 @@
+"""Progress on stderr."""
+
+import io
+
+import pytest
+
+from meshwise.cli.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def told(stream: io.StringIO, times: list[float]) -> str:
+    clock = iter([0.0, *times])
+    with Progress(stream, lambda: next(clock)) as progress:
+        for number in range(len(times)):
+            progress(f"line {number}")
+    return stream.getvalue()
+
+
+def test_nothing_is_said_in_the_first_second():
+    assert told(io.StringIO(), [0.1, 0.9, 0.99]) == ""
+
+
+def test_then_a_line_now_and_then():
+    assert told(io.StringIO(), [0.9, 1.1, 1.2, 1.7]) == "line 1\nline 3\n"
+
+
+def test_a_terminal_shows_one_line_and_wipes_it():
+    assert told(Terminal(), [1.1, 1.7]) == "\r\x1b[Kline 0\r\x1b[Kline 1\r\x1b[K"
+
+
+def test_errors_pass():
+    with pytest.raises(ZeroDivisionError), Progress(Terminal()):
+        raise ZeroDivisionError
