@@ -168,16 +168,17 @@ def _carried(inputs: Sequence[Sharding], working: frozenset[str]) -> frozenset[s
 
 @lru_cache(maxsize=4096)
 def alternatives(indices: Indices, inputs: tuple[Sharding, ...], output: Sharding) -> tuple[MatmulPlacement, ...]:
-    """List the sensible ways to compute a sharded einsum, best first by structure alone.
+    """List the ways to compute a sharded einsum, best first by structure alone.
 
-    Each mesh axis in sight goes to an index that it splits somewhere, to a contracted index (partial sums), or to none
-    (then its devices repeat each other's work, or carry an input's pending sum through). The order: fewest bytes sent,
-    all tensors taken as equally large; then the least repeated work; then fewest steps. With sizes use `cheapest`.
+    Each mesh axis that an input or the output names goes to one index, or to none (then its devices repeat each other's
+    work, or carry an input's pending sum through). Where several go to one index, they stand in the order in which some
+    tensor has them. The list's order: fewest bytes sent, all tensors taken as equally large; then the least repeated
+    work; then fewest steps. With sizes at hand use `cheapest`.
 
     >>> i = Indices((("I", "J"), ("J", "K")), ("I", "K"))
     >>> options = alternatives(i, (Sharding(((), ("X",))), Sharding.replicated(2)), Sharding.replicated(2))
-    >>> [str(c) for p in options[:2] for c in p.collectives]
-    ['all-gather over X: [, X] -> [, ]', 'all-reduce over X: [, ]{U_X} -> [, ]']
+    >>> [[str(c.kind) for c in p.collectives] for p in options if len(p.collectives) == 1]
+    [['all-gather'], ['all-reduce']]
 
     Raises:
         ShardingError: when the output cannot be had: it is to stay unreduced over a mesh axis that sums nothing.
@@ -238,15 +239,10 @@ def _structural_merit(placement: MatmulPlacement) -> tuple[float, int, int]:
 
 
 def _spaces(indices: Indices, inputs: Sequence[Sharding], output: Sharding) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Every sharding of the iteration space worth a look."""
+    """List the shardings of the iteration space over the mesh axes in sight."""
     held = [*zip(indices.inputs, inputs, strict=True), (indices.output, output)]
     mesh_axes = sorted(frozenset().union(*(s.mesh_axes for _, s in held)))
-    choices: list[list[str | None]] = []
-    for axis in mesh_axes:
-        split = {i for axes, s in held for i, used in zip(axes, s.splits, strict=True) if axis in used}
-        useful = split.union(indices.contracted)
-        choices.append([*(i for i in indices.all if i in useful), None])
-    for chosen in product(*choices):
+    for chosen in product([*indices.all, None], repeat=len(mesh_axes)):
         owners = {i: [a for a, j in zip(mesh_axes, chosen, strict=True) if j == i] for i in chosen if i is not None}
         orders = [_orders(index, axes, held) for index, axes in owners.items()]
         for order in product(*orders):
