@@ -1,4 +1,4 @@
-"""Small random configurations of every family count as the reference implementation counts them."""
+"""Small random configurations of every family count as the reference implementation counts and runs them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ UNCOVERED = {"palm", "internlm2", "deepseek", "phi-msft", "gemma3", "llama4"}
 
 
 def test_every_family_is_covered() -> None:
+    assert sum(c["flops_32"] is not None for c in CASES) > 200
     assert {c["config"]["model_type"] for c in CASES} == set(FAMILIES) - UNCOVERED
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{c['config']['model_type']}-{i}" for i, c in enumerate(CASES)])
-def test_parameters_and_backward(case: dict[str, Any]) -> None:
+def test_parameters_flops_and_backward(case: dict[str, Any]) -> None:
     model = read_config(case["config"], name="x")
     assert model.parameters.total == case["total"]
+    if case["flops_32"] is not None:
+        assert model.forward_flops_per_token(32, attention="full") * 32 == pytest.approx(case["flops_32"], rel=1e-12)
     program = model.train_program()
     sizes = program.bind(batch=2, queries=8)
     for block in program:
