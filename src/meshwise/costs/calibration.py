@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["IDENTITY", "Calibration"]
+from meshwise.errors import UnknownNameError
+from meshwise.hardware import Chip
+
+__all__ = ["CALIBRATIONS", "IDENTITY", "Calibration", "default_calibration", "find_calibration"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,67 @@ class Calibration:
     collective_matmul: bool
     source: str
 
+    def __post_init__(self) -> None:
+        for field in ("matmul_efficiency", "hbm_efficiency", "link_efficiency"):
+            assert 0 < getattr(self, field) <= 1, f"{self.name}: {field} is a share"
 
-#: Every rate of the data sheet achieved.
+
+#: Every rate of the data sheet achieved, nothing overlapped but weights and gradients.
 IDENTITY = Calibration("none", 1.0, 1.0, 1.0, False, "data-sheet rates, nothing measured")
+
+_GEMM = "median of eight bf16 matmuls with all sizes >= 4096, NVIDIA AIConfigurator database, TensorRT-LLM 1.0 (2025)"
+_NCCL = "NCCL AllGather of 512 MiB in one NVLink domain (same database)"
+_KV = "largest key/value reads of generation attention (same database)"
+
+#: By family. A chip of no family inherits the one named for it in `default_calibration`.
+CALIBRATIONS = {
+    c.name: c
+    for c in (
+        IDENTITY,
+        Calibration("ampere", 0.84, 0.77, 0.68, False, f"A100: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("hopper", 0.80, 0.89, 0.74, False, f"H100: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("blackwell", 0.66, 0.89, 0.68, False, f"B200: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("cdna", 0.51, 0.85, 0.74, False,
+                    "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs"),
+        Calibration("tpu", 0.90, 0.85, 0.97, True,
+                    "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGather of 400 MB, "
+                    "accelerator-microbenchmarks in tpu-recipes (2025)"),
+    )
+}  # fmt: skip
+
+_FAMILY_PREFIXES = (
+    ("a100", "ampere"),
+    ("h100", "hopper"),
+    ("h200", "hopper"),
+    ("h800", "hopper"),
+    ("h20", "hopper"),
+    ("b200", "blackwell"),
+    ("b300", "blackwell"),
+    ("gb200", "blackwell"),
+    ("gb300", "blackwell"),
+)
+_VENDOR_FAMILY = {"google": "tpu", "nvidia": "ampere", "amd": "cdna"}
+
+
+def default_calibration(chip: Chip) -> Calibration:
+    """The family of `chip`: by its name, else its vendor's.
+
+    >>> from meshwise.hardware import load_chip
+    >>> default_calibration(load_chip("h100-sxm")).name, default_calibration(load_chip("v5p")).name
+    ('hopper', 'tpu')
+    """
+    by_name = next((family for prefix, family in _FAMILY_PREFIXES if chip.name.startswith(prefix)), None)
+    return CALIBRATIONS[by_name or _VENDOR_FAMILY.get(chip.vendor, "none")]
+
+
+def find_calibration(name: str, chip: Chip) -> Calibration:
+    """Read `--calibration`: "default" for the chip's family, "none", or a family by name.
+
+    Raises:
+        UnknownNameError: with the names there are.
+    """
+    if name == "default":
+        return default_calibration(chip)
+    if name not in CALIBRATIONS:
+        raise UnknownNameError("calibration", name, ["default", *CALIBRATIONS])
+    return CALIBRATIONS[name]

@@ -27,6 +27,7 @@ from meshwise.costs.evaluate import (
     place_structure,
 )
 from meshwise.costs.network import Fabric
+from meshwise.jobs import TrainingJob
 from meshwise.planning.space import IdealWires, Limits, WireTable, meshes, placements, undominated
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.place import Transfer
@@ -43,6 +44,10 @@ OBJECTIVES: dict[str, Callable[[Any, Any], Any]] = {
     "cost": lambda seconds_per_token, chips: seconds_per_token * chips,
 }
 
+#: Layouts of one kind differ only in how replicas are split between data and fsdp, in remat and microbatches: the ranking shows
+#: the best of each kind, because a list of near copies says nothing.
+_KIND = [MESH_AXES.index(a) for a in ("tensor", "context", "stage")]
+
 #: Rows evaluated at a time: arrays stay in the cache.
 _CHUNK = 8192
 
@@ -55,12 +60,19 @@ class SearchSpace:
         remats: remat policies.
         zeros: ZeRO stages of the data axis. Stage 0 is left out by default: stage 1 sends the same bytes, holds less, and
             updates less, so that it is never worse (a property test holds this).
+        sequence_parallel: whether the residual stream is split over the tensor axis between matmuls; never worse, so on.
+        micro_batch, num_microbatches: what the user fixed, or None.
+        must_fit: whether layouts that exceed a chip's memory are left out.
         limits: of the meshes.
     """
 
     limits: Limits
     remats: tuple[str, ...] = tuple(REMAT_POLICIES)
     zeros: tuple[int, ...] = (1, 2)
+    sequence_parallel: bool = True
+    micro_batch: int | None = None
+    num_microbatches: int | None = None
+    must_fit: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +91,7 @@ class SearchResult:
     """What a search found.
 
     Args:
-        best: best layout of each of the best meshes, best first.
+        best: best layout of each of the best kinds (tensor, context and stage sizes on so many chips), best first.
         front: layouts that no other undercuts in both time per token and memory, fastest first.
         strategies: layouts evaluated (time and memory).
         covered: layouts in the space, counting those ruled out by a bound.
@@ -137,7 +149,7 @@ class _Rows:
 
 def search(
     problem: TrainingProblem,
-    fabrics: Sequence[Fabric],
+    fabrics: Iterable[Fabric],
     space: SearchSpace,
     *,
     objective: str = "time",
@@ -148,31 +160,42 @@ def search(
 
     Args:
         problem: model, job, cluster, calibration.
-        fabrics: networks to use whole: the cluster's, then smaller parts of it.
+        fabrics: networks to use whole: the cluster's, then smaller parts of it, which are skipped when even perfect use of
+            their chips could not enter the ranking.
         space: what may vary.
         objective: a key of OBJECTIVES.
-        top: how many meshes to rank.
+        top: how many kinds of layout to rank.
         progress: told a line now and then.
     """
     started = time.process_time()
     state = _State(problem, space, objective, top)
+    ideal = _ideal_chip_seconds_per_token(problem)
     for fabric in fabrics:
-        progress(f"searching {math.prod(fabric.sizes):,} chips: {state.strategies:,} layouts so far")
-        _search_fabric(state, fabric)
+        chips = math.prod(fabric.sizes)
+        if state.score(ideal / chips, chips) < state.cut:
+            progress(f"searching {chips:,} chips: {state.strategies:,} layouts so far")
+            _search_fabric(state, fabric)
     return state.result(time.process_time() - started)
 
 
+def _ideal_chip_seconds_per_token(problem: TrainingProblem) -> float:
+    """Chip-seconds of one token if every chip only multiplied matrices, at its achieved rate."""
+    flops = problem.model.train_flops_per_token(int(problem.job.seq_len))
+    rate = problem.cluster.chip.peak(problem.job.formats.compute) * problem.calibration.matmul_efficiency
+    return flops / rate
+
+
 class _State:
-    """What is known so far: the best of each mesh, the front, counts."""
+    """What is known so far: the best of each kind, the front, counts."""
 
     def __init__(self, problem: TrainingProblem, space: SearchSpace, objective: str, top: int) -> None:
         self.problem = problem
         self.space = space
         self.score = OBJECTIVES[objective]
         self.top = top
-        self.structures = [Structure(z, True, r) for r in space.remats for z in space.zeros]
+        self.structures = [Structure(z, space.sequence_parallel, r) for r in space.remats for z in space.zeros]
         self.groups = _wire_groups(problem, self.structures)
-        self.best: dict[tuple[int, int], Found] = {}
+        self.best: dict[tuple[int, ...], Found] = {}
         self.cut = math.inf
         self.front = _Front()
         self.strategies = self.covered = self.infeasible = 0
@@ -182,8 +205,8 @@ class _State:
         """Score that a layout must not exceed to enter the ranking."""
         return self.cut
 
-    def enter(self, key: tuple[int, int], found: Found) -> None:
-        """Put a layout in the ranking, as the best of its mesh."""
+    def enter(self, key: tuple[int, ...], found: Found) -> None:
+        """Put a layout in the ranking, as the best of its kind."""
         self.best[key] = found
         if len(self.best) >= self.top:
             self.cut = sorted(f.score for f in self.best.values())[self.top - 1]
@@ -268,7 +291,7 @@ def _all_rows(state: _State, table: Rows) -> tuple[_Rows, list[tuple[LocalBlock,
     job = state.problem.job
     replicas = table[:, MESH_AXES.index("fsdp")] * table[:, MESH_AXES.index("data")]
     distinct, which = np.unique(replicas, return_inverse=True)
-    cuts = [np.array(batch_cuts(job.sequences, job.batch_slack, int(r)), float).reshape(-1, 2) for r in distinct]
+    cuts = [np.array(_cuts(state.space, job, int(r)), float).reshape(-1, 2) for r in distinct]
     number = np.array([len(c) for c in cuts], int)[which] if len(table) else np.zeros(0, int)
     mesh_id = np.repeat(np.arange(len(table)), number)
     cut = np.concatenate([cuts[w] for w in which]) if len(table) else np.zeros((0, 2))
@@ -291,7 +314,7 @@ def _all_rows(state: _State, table: Rows) -> tuple[_Rows, list[tuple[LocalBlock,
 
 def _bounded(state: _State, ideal: IdealWires, rows: _Rows, local: list[tuple[LocalBlock, ...]]) -> _Rows:
     """Those of `rows` that fit in memory, with a lower bound of their time."""
-    capacity = state.problem.cluster.chip.hbm_capacity
+    capacity = state.problem.cluster.chip.hbm_capacity if state.space.must_fit else math.inf
     parts = []
     for s, structure in enumerate(state.structures):
         mine = rows.take(np.flatnonzero(rows.structure == s))
@@ -317,18 +340,29 @@ def _seconds_per_token(state: _State, rows: _Rows, costs: Costs) -> Array:
     return np.asarray(costs.step.expected / (rows.candidates().sequences * state.problem.job.seq_len))
 
 
-def batch_cuts(sequences: float, slack: float, replicas: int) -> list[tuple[int, int]]:
+def _cuts(space: SearchSpace, job: TrainingJob, replicas: int) -> list[tuple[int, int]]:
+    """Cuts of the batch that agree with what the user fixed."""
+    b, n = space.micro_batch, space.num_microbatches
+    if b is not None and n is not None:
+        within = abs(b * n * replicas - job.sequences) <= job.sequences * job.batch_slack + 1e-9
+        return [(b, n)] if within else []
+    unit = b or n or 1
+    cuts = batch_cuts(job.sequences, job.batch_slack, replicas, unit)
+    return [c for c in cuts if b in (None, c[0]) and n in (None, c[1])]
+
+
+def batch_cuts(sequences: float, slack: float, replicas: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Ways to cut a batch over `replicas`: (sequences per microbatch, microbatches).
 
     The batch may be rounded within `slack`. For each power of two, the nearest batch whose share per replica it divides is
-    tried, so that shares without divisors do not rule out accumulation or pipelines.
+    tried, so that shares without divisors do not rule out accumulation or pipelines; all shares are a multiple of `multiple`.
 
     >>> batch_cuts(1024, 0.1, 1120), batch_cuts(16, 0, 4), batch_cuts(1024, 0, 1120)
     ([(1, 1)], [(1, 4), (2, 2), (4, 1)], [])
     """
     low, high = sequences * (1 - slack) / replicas, sequences * (1 + slack) / replicas
     shares = set()
-    for unit in (1, 2, 4, 8, 16, 32, 64):
+    for unit in (multiple * p for p in (1, 2, 4, 8, 16, 32, 64)):
         nearest = max(1, round(sequences / replicas / unit)) * unit
         if low - 1e-9 <= nearest <= high + 1e-9:
             shares.add(nearest)
@@ -399,14 +433,15 @@ class _Expansion:
             state.front.add(found(int(i)) for i in order[np.r_[True, lowest[1:] < lowest[:-1]]])
 
     def _rank(self, rows: _Rows, scores: Array, found: Callable[[int], Found]) -> None:
-        """Let the best layout of each mesh enter the ranking."""
+        """Let the best layout of each kind enter the ranking."""
         state, chips = self.state, math.prod(self.fabric.sizes)
         promising = np.flatnonzero(scores <= state.incumbent())
-        order = promising[np.lexsort((rows.memory[promising], scores[promising], rows.mesh_id[promising]))]
-        ids = rows.mesh_id[order]
-        for i in order[np.r_[True, ids[1:] != ids[:-1]]] if len(order) else order:
-            candidate = found(int(i))
-            key = (chips, int(rows.mesh_id[i]))
+        kinds = rows.mesh[promising][:, _KIND].astype(int)
+        order = np.lexsort((rows.memory[promising], scores[promising], *kinds.T))
+        changes = (kinds[order][1:] != kinds[order][:-1]).any(axis=1)
+        for k in order[np.r_[True, changes]] if len(order) else order:
+            candidate = found(int(promising[k]))
+            key = (chips, *(int(v) for v in kinds[k]))
             if key not in state.best or _rank(candidate) < _rank(state.best[key]):
                 state.enter(key, candidate)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshwise.costs.network import Fabric, Wire, make_wire
 from meshwise.sharding.layout import MESH_AXES
 
-__all__ = ["IdealWires", "Limits", "WireTable", "meshes", "placements", "shrunken", "undominated"]
+__all__ = ["IdealWires", "Limits", "WireTable", "meshes", "parts_of", "placements", "shrunken", "undominated"]
 
 Array = NDArray[np.float64]
 
@@ -28,12 +28,14 @@ class Limits:
     Args:
         largest: mesh axis -> largest size.
         max_replicas: bound on data x fsdp, from the batch.
-        fixed: mesh axis -> size that the user fixed.
+        divides: mesh axis -> length that it must divide evenly.
+        fixed: mesh axis -> size that the user fixed, whatever `largest` says.
     """
 
     largest: Mapping[str, int]
     max_replicas: float
-    fixed: Mapping[str, int]
+    divides: Mapping[str, int] = field(default_factory=dict)
+    fixed: Mapping[str, int] = field(default_factory=dict)
 
 
 def meshes(num_chips: int, limits: Limits) -> NDArray[np.int64]:
@@ -44,6 +46,8 @@ def meshes(num_chips: int, limits: Limits) -> NDArray[np.int64]:
     order = [a for a in MESH_AXES if a != "fsdp"] + ["fsdp"]  # the axis with most freedom takes the rest
     for axis in order[:-1]:
         choices = divisors[divisors <= limits.largest[axis]]
+        if axis in limits.divides:
+            choices = choices[limits.divides[axis] % choices == 0]
         if axis in limits.fixed:
             choices = divisors[divisors == limits.fixed[axis]]
         i, j = np.nonzero(rest[:, None] % choices[None, :] == 0)
@@ -208,12 +212,40 @@ def shrunken(fabric: Fabric) -> list[Fabric]:
     its wraparound only where a slice of that shape has one: in a 3D torus, in whole cubes of four.
     """
     out = []
-    torus_axes = sum(d.torus for d in fabric.dimensions)
     for i, dim in enumerate(fabric.dimensions):
         powers = [2**k for k in range(dim.size.bit_length()) if 2**k < dim.size]
         sizes = {*powers[-2:], *(3 * p for p in powers if dim.size / 2 < 3 * p < dim.size)}
-        for size in sizes:
-            wraps = dim.wraps and torus_axes == 3 and size % 4 == 0
-            cut = replace(dim, size=size, wraps=wraps)
-            out.append(replace(fabric, dimensions=(*fabric.dimensions[:i], cut, *fabric.dimensions[i + 1 :])))
+        out += [_cut(fabric, (*fabric.sizes[:i], size, *fabric.sizes[i + 1 :])) for size in sizes]
     return sorted(out, key=lambda f: -math.prod(f.sizes))
+
+
+def parts_of(fabric: Fabric, num_chips: int) -> list[Fabric]:
+    """Boxes of exactly `num_chips` within a network: dimensions cut short, innermost kept longest; at most 32 of them.
+
+    Empty when no box has that many chips.
+    """
+    found: list[tuple[int, ...]] = []
+
+    def cut(i: int, left: int, sizes: tuple[int, ...]) -> None:
+        if i == len(fabric.dimensions):
+            if left == 1:
+                found.append(sizes)
+            return
+        for size in range(min(fabric.dimensions[i].size, left), 0, -1):
+            if left % size == 0 and len(found) < 32:
+                cut(i + 1, left // size, (*sizes, size))
+
+    cut(0, num_chips, ())
+    return [_cut(fabric, sizes) for sizes in found]
+
+
+def _cut(fabric: Fabric, sizes: tuple[int, ...]) -> Fabric:
+    """The box of `sizes`; see `shrunken` for the wraparound of a cut torus axis."""
+    cubes = sum(d.torus for d in fabric.dimensions) == 3 and all(
+        s % 4 == 0 for s, d in zip(sizes, fabric.dimensions, strict=True) if d.torus
+    )
+    dims = (
+        replace(d, size=s, wraps=d.wraps and (s == d.size or cubes))
+        for s, d in zip(sizes, fabric.dimensions, strict=True)
+    )
+    return replace(fabric, dimensions=tuple(dims))

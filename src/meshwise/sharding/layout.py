@@ -15,7 +15,7 @@ from typing import Any
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.sharding.remat import remat_policy
 
-__all__ = ["MESH_AXES", "Layout", "parse_layout"]
+__all__ = ["MESH_AXES", "Layout", "LayoutRequest", "parse_layout"]
 
 #: Mesh axes in the order in which they nest in the hardware unless told otherwise: innermost (fastest wires) first.
 MESH_AXES = ("tensor", "context", "fsdp", "data", "stage")
@@ -139,15 +139,34 @@ class Layout:
         return cls(**changes)
 
 
-def parse_layout(text: str, *, num_chips: int) -> Layout:
+@dataclass(frozen=True, slots=True)
+class LayoutRequest:
+    """A layout as a user wrote it: mesh axes in full, and only those choices that were written.
+
+    Args:
+        sizes: mesh axis -> size; axes that were not written have size 1.
+        choices: zero, sequence_parallel, remat, micro_batch, num_microbatches, where written.
+    """
+
+    sizes: Mapping[str, int]
+    choices: Mapping[str, Any]
+
+    @property
+    def num_chips(self) -> int:
+        """Chips that it asks for."""
+        return math.prod(self.sizes.values())
+
+
+def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
     """Read a layout as users write it, `-1` for "the rest".
 
-    >>> str(parse_layout("fsdp=-1,tensor=4,remat=full", num_chips=64))
-    'fsdp=16,tensor=4,micro_batch=1,num_microbatches=1,remat=full'
+    >>> request = parse_layout("dp=2,fsdp=-1,tp=4,remat=full", num_chips=64)
+    >>> request.sizes["fsdp"], request.sizes["tensor"], request.choices
+    (8, 4, {'remat': 'full'})
 
     Args:
         text: `axis=size` and `choice=value`, separated by commas; the usual short names (dp fsdp tp sp cp pp) are accepted.
-        num_chips: what `-1` fills up to.
+        num_chips: of the cluster; what `-1` fills up to.
 
     Raises:
         LayoutError: not of that form, an axis given twice, sizes that do not multiply to at most `num_chips`.
@@ -164,21 +183,31 @@ def parse_layout(text: str, *, num_chips: int) -> Layout:
         if name in given:
             raise LayoutError(f"layout: {name} is given twice in {text!r}")
         given[name] = _value(name, match[2])
+    if not given:
+        raise LayoutError(f"layout: expected name=value such as fsdp=64,tensor=4, found {text!r}")
+    _fill_rest(given, num_chips)
+    sizes = {a: given.get(a, 1) for a in MESH_AXES}
+    choices = {name: value for name, value in given.items() if name not in MESH_AXES}
+    Layout(**sizes, **choices)  # checks every value
+    request = LayoutRequest(sizes, choices)
+    if request.num_chips > num_chips:
+        raise LayoutError(
+            f"layout {text!r} needs {request.num_chips:,} chips, the cluster has {num_chips:,}; "
+            "lower an axis, or write -1 for one to let it take the rest"
+        )
+    return request
+
+
+def _fill_rest(given: dict[str, Any], num_chips: int) -> None:
+    """Replace the -1 of one axis by what the others leave."""
     rest = [a for a in MESH_AXES if given.get(a) == -1]
     if len(rest) > 1:
         raise LayoutError(f"layout: only one axis can be -1 (the rest), found {' and '.join(rest)}")
     if rest:
         others = math.prod(v for a, v in given.items() if a in MESH_AXES and a != rest[0])
         if others < 1 or num_chips % others:
-            raise LayoutError(f"layout: {rest[0]}=-1 cannot fill {num_chips} chips: the other axes multiply to {others}")
+            raise LayoutError(f"layout: {rest[0]}=-1 cannot fill {num_chips:,} chips: the other axes multiply to {others:,}")
         given[rest[0]] = num_chips // others
-    layout = Layout(**given)
-    if layout.num_chips > num_chips:
-        raise LayoutError(
-            f"layout {text!r} needs {layout.num_chips} chips, the cluster has {num_chips}; "
-            "lower an axis, or write -1 for one to let it take the rest"
-        )
-    return layout
 
 
 def _value(name: str, text: str) -> Any:

@@ -1,0 +1,205 @@
+"""What one layout would do: time with its interval and its terms, memory by class, utilisation, what binds, what a run costs.
+
+Made by the same evaluator as a whole search. Not here: which layout is best (`planning`), or words (`report`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
+from meshwise.costs.network import Fabric, Wire, make_wire
+from meshwise.errors import LayoutError
+from meshwise.sharding.layout import MESH_AXES, Layout
+from meshwise.sharding.remat import remat_policy, saved_activations
+from meshwise.tensors import Attention
+
+__all__ = ["Estimate", "Interval", "TrainingRun", "estimate_training", "model_flops", "training_run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A bound from below, an expectation, a bound from above."""
+
+    lower: float
+    expected: float
+    upper: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a layout would do in one training step.
+
+    Args:
+        step_time: seconds.
+        terms: exposed seconds by name; they add up to `step_time.expected`.
+        hidden: seconds of communication that compute hides, by axis.
+        resources: seconds that each resource is busy at data-sheet rates; the largest is `step_time.lower`.
+        bound: the resource that is busiest: "compute", "hbm", or "<axis> communication".
+        memory: bytes by class on the fullest chip, and "total".
+        hbm_capacity: bytes of one chip.
+        tokens: tokens per step.
+        num_chips: chips used.
+        model_flops: FLOPs that the model needs per step: 6 x active parameters x tokens, plus causal attention three times over.
+        recompute_flops: FLOPs of the forward pass that are done again.
+        peak_flops_per_s: of one chip in the compute format: the denominator of MFU.
+    """
+
+    step_time: Interval
+    terms: Mapping[str, float]
+    hidden: Mapping[str, float]
+    resources: Mapping[str, float]
+    bound: str
+    memory: Mapping[str, float]
+    hbm_capacity: float
+    tokens: float
+    num_chips: int
+    model_flops: float
+    recompute_flops: float
+    peak_flops_per_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest chip's memory suffices."""
+        return self.memory["total"] <= self.hbm_capacity
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the chips could do in the expected step time."""
+        return self.model_flops / (self.step_time.expected * self.num_chips * self.peak_flops_per_s)
+
+    @property
+    def hfu(self) -> float:
+        """The same with recomputed FLOPs counted."""
+        return self.mfu * (1 + self.recompute_flops / self.model_flops)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, all chips together."""
+        return self.tokens / self.step_time.expected
+
+    @property
+    def tokens_per_chip(self) -> float:
+        """Tokens of a step per chip: the book's B/N."""
+        return self.tokens / self.num_chips
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """What a whole run takes.
+
+    Args:
+        steps: optimizer steps.
+        days, chip_hours: expected.
+        cost_usd: dollars, None where no price is known.
+        energy_kwh: at the chips' rated power, without hosts and cooling.
+    """
+
+    steps: float
+    days: Interval
+    chip_hours: float
+    cost_usd: float | None
+    energy_kwh: float
+
+
+def model_flops(problem: TrainingProblem, tokens: float) -> float:
+    """FLOPs that training on `tokens` needs by the convention of MFU; causal attention is counted as what is computed."""
+    program = problem.model.train_program()
+    seq_len = problem.job.seq_len
+    sizes = program.bind(batch=tokens / seq_len, queries=seq_len)
+    attention = sum(b.repeat * op.flops(sizes) for b in program for op in b.ops if isinstance(op, Attention))
+    return float(6 * problem.model.parameters.active * tokens + 3 * attention)
+
+
+def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:
+    program = problem.model.train_program()
+    sizes = program.bind(batch=layout.sequences, queries=problem.job.seq_len)
+    policy = remat_policy(layout.remat)
+    total = 0.0
+    for block in program:
+        if block.role == "layer":
+            again = saved_activations(block, policy).recompute
+            total += block.repeat * sum(op.flops(sizes) for op in again if op.matmul)
+    return float(total)
+
+
+def layout_wires(fabric: Fabric, layout: Layout) -> Any:
+    """Wires of a complete layout: mesh axes -> wire."""
+    assert layout.wires is not None, "the search fills in the wires"
+    extents = dict(layout.wires)
+    dims = len(fabric.dimensions)
+    factors = {a: [float(e) for e in extents.get(a, (1,) * dims)] for a in MESH_AXES}
+    made: dict[tuple[str, ...], Wire] = {}
+
+    def wires(axes: tuple[str, ...]) -> Wire:
+        key = tuple(sorted(axes))
+        if key not in made:
+            made[key] = make_wire(fabric, factors, key)
+        return made[key]
+
+    return wires
+
+
+def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Costs:
+    """Evaluate one layout with the evaluator of the search."""
+    sizes = {a: float(s) for a, s in layout.sizes.items()}
+    candidates = Candidates(
+        **sizes, micro_batch=float(layout.micro_batch), num_microbatches=float(layout.num_microbatches)
+    )
+    structure = Structure(layout.zero, layout.sequence_parallel, layout.remat)
+    return evaluate(problem, structure, candidates, layout_wires(fabric, layout))
+
+
+def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Estimate:
+    """Estimate one complete layout.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        fabric: the network, or the part of it that the layout uses.
+        layout: with wires.
+
+    Raises:
+        LayoutError: when the layout does not fit the fabric.
+    """
+    if layout.num_chips != math.prod(fabric.sizes):
+        raise LayoutError(f"layout {layout} uses {layout.num_chips:,} chips, the network has {math.prod(fabric.sizes):,}")
+    costs = evaluate_layout(problem, fabric, layout)
+    step = costs.step
+    resources = {name: float(v) for name, v in step.resources.items()}
+    busiest = max(resources, key=lambda name: resources[name])
+    tokens = layout.sequences * problem.job.seq_len
+    return Estimate(
+        step_time=Interval(float(step.lower), float(step.expected), float(step.upper)),
+        terms={name: float(v) for name, v in step.terms.items()},
+        hidden={name: float(v) for name, v in step.hidden.items()},
+        resources=resources,
+        bound=busiest if busiest in ("compute", "hbm") else f"{busiest} communication",
+        memory={name: float(v) for name, v in costs.memory.items()},
+        hbm_capacity=problem.cluster.chip.hbm_capacity,
+        tokens=tokens,
+        num_chips=layout.num_chips,
+        model_flops=model_flops(problem, tokens),
+        recompute_flops=_recompute_flops(problem, layout),
+        peak_flops_per_s=problem.cluster.chip.peak(problem.job.formats.compute),
+    )
+
+
+def training_run(problem: TrainingProblem, estimate: Estimate) -> TrainingRun | None:
+    """Cost of the job's whole token budget, or None where it has none."""
+    if problem.job.tokens is None:
+        return None
+    steps = problem.job.tokens / estimate.tokens
+    t = estimate.step_time
+    days = Interval(*(steps * s / 86400 for s in (t.lower, t.expected, t.upper)))
+    chip_hours = days.expected * 24 * estimate.num_chips
+    price = problem.cluster.price_per_chip_hour
+    return TrainingRun(
+        steps=steps,
+        days=days,
+        chip_hours=chip_hours,
+        cost_usd=None if price is None else chip_hours * price,
+        energy_kwh=chip_hours * problem.cluster.chip.power / 1000,
+    )

@@ -1,0 +1,101 @@
+"""A plan: model, job, cluster and layout, with what they would do. Its JSON alone reproduces it.
+
+Not here: finding the layout (`search`, `planner`), or words (`report`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.costs.calibration import find_calibration
+from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.network import Dimension, Fabric
+from meshwise.errors import ConfigError
+from meshwise.hardware import Cluster, parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import Model
+from meshwise.sharding.layout import Layout
+
+__all__ = ["Plan"]
+
+_KEYS = {"schema_version", "model", "job", "cluster", "price_usd_per_chip_hour", "calibration", "layout", "fabric"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout of a problem, with its estimate.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        layout: complete, wires included.
+        fabric: the network, or the part of it that the layout uses.
+        estimate: what it would do.
+        training: what the whole run would take, None without a token budget.
+    """
+
+    problem: TrainingProblem
+    layout: Layout
+    fabric: Fabric
+    estimate: Estimate
+    training: TrainingRun | None
+
+    @classmethod
+    def of(cls, problem: TrainingProblem, layout: Layout, fabric: Fabric) -> Plan:
+        """Estimate `layout`."""
+        estimate = estimate_training(problem, fabric, layout)
+        return cls(problem, layout, fabric, estimate, training_run(problem, estimate))
+
+    def to_json(self) -> str:
+        """The inputs verbatim; `from_json` computes the rest again."""
+        value = {
+            "schema_version": "1",
+            "model": json.loads(self.problem.model.to_json()),
+            "job": self.problem.job.model_dump(),
+            "cluster": self.problem.cluster.name,
+            "price_usd_per_chip_hour": self.problem.cluster.price_per_chip_hour,
+            "calibration": self.problem.calibration.name,
+            "layout": self.layout.to_json(),
+            "fabric": [
+                {"name": d.name, "size": d.size, "wraps": d.wraps} for d in self.fabric.dimensions
+            ],
+        }
+        return json.dumps(value, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote and estimate it again.
+
+        Raises:
+            ConfigError: not such a JSON document; other errors as its parts raise them.
+        """
+        try:
+            value: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"plan JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        if not isinstance(value, Mapping) or set(value) != _KEYS:
+            found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+            raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS))}; found {found}")
+        cluster = parse_cluster(value["cluster"], price=value["price_usd_per_chip_hour"])
+        problem = TrainingProblem(
+            Model.from_json(json.dumps(value["model"])),
+            TrainingJob(**value["job"]),
+            cluster,
+            find_calibration(value["calibration"], cluster.chip),
+        )
+        return cls.of(problem, Layout.from_json(value["layout"]), _fabric(cluster, value["fabric"]))
+
+
+def _fabric(cluster: Cluster, used: list[Mapping[str, Any]]) -> Fabric:
+    """The part of the cluster's network that a plan used."""
+    whole = Fabric.of(cluster)
+    if [d.get("name") for d in used] != [d.name for d in whole.dimensions]:
+        raise ConfigError(f"plan JSON: fabric names {[d.get('name') for d in used]}, the cluster has {[d.name for d in whole.dimensions]}")
+    dims = (
+        Dimension(d.name, int(u["size"]), d.torus, bool(u["wraps"]), d.bandwidth_one_way, d.latency)
+        for d, u in zip(whole.dimensions, used, strict=True)
+    )
+    return Fabric(tuple(dims), whole.in_network_reduction)

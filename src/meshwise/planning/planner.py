@@ -1,0 +1,227 @@
+"""The planner: the best training plans for a problem, and what was considered on the way.
+
+Turns model and job into a search space, searches, estimates the winners again with their terms kept. Not here: the search
+itself (`search`), or words (`report`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.network import Fabric
+from meshwise.errors import InfeasibleError, LayoutError
+from meshwise.planning.plan import Plan
+from meshwise.planning.rivals import Rival, rivals
+from meshwise.planning.search import SearchResult, SearchSpace, search
+from meshwise.planning.space import Limits, parts_of, shrunken
+from meshwise.sharding.layout import LayoutRequest
+from meshwise.units import format_bytes
+
+__all__ = ["Planning", "estimate_layout", "plan_training", "training_limits"]
+
+#: Fewest positions that a context shard may hold: one tile of the matrix unit.
+_MIN_POSITIONS = 128
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What the planner found.
+
+    Args:
+        plans: the best, best first, one per kind (sizes of tensor, context and stage).
+        rejected: well-known alternatives and why they lose.
+        search: counts, and the front of time against memory.
+    """
+
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rival, ...]
+    search: SearchResult
+
+
+def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
+    """What meshes make sense: tensor up to the query heads, context down to one tile of positions, stages up to the layers."""
+    sizes, job = problem.model.sizes, problem.job
+    heads = max((int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1)
+    unbounded = problem.cluster.num_chips
+    largest = {
+        "tensor": heads,
+        "context": max(1, int(job.seq_len) // _MIN_POSITIONS),
+        "fsdp": unbounded,
+        "data": unbounded,
+        "stage": problem.model.num_layers,
+    }
+    return Limits(largest, job.sequences * (1 + job.batch_slack), {"context": int(job.seq_len)}, dict(fixed or {}))
+
+
+def plan_training(
+    problem: TrainingProblem,
+    *,
+    objective: str = "time",
+    top: int = 5,
+    deadline_days: float | None = None,
+    fixed: Mapping[str, int] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Planning:
+    """Find the best training plans.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        objective: "time" (per token), "cost" (chip-seconds per token) or "chips" (fewest for the deadline).
+        top: how many plans to return.
+        deadline_days: with "chips": days that the whole token budget may take.
+        fixed: mesh axis -> size; the others are searched.
+        progress: told a line now and then.
+
+    Raises:
+        InfeasibleError: nothing can be placed, nothing fits, or no part of the cluster keeps the deadline.
+    """
+    space = SearchSpace(training_limits(problem, fixed))
+    whole = Fabric.of(problem.cluster)
+    if objective == "chips":
+        fabric = _fewest_chips(problem, space, whole, deadline_days, progress)
+        result = search(problem, [fabric], space, top=top, progress=progress)
+    else:
+        fabrics = _parts(whole) if objective == "cost" else [whole, *shrunken(whole)]
+        result = search(problem, fabrics, space, objective=objective, top=top, progress=progress)
+        if not result.best:
+            result = search(problem, _parts(whole), space, objective=objective, top=top, progress=progress)
+    if not result.best:
+        raise _nothing_found(problem, result)
+    plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
+    return Planning(plans, rivals(plans[0], plans, whole), result)
+
+
+def _parts(whole: Fabric) -> Iterator[Fabric]:
+    """The network, then parts of it of fewer and fewer chips: the largest dimension halved, with a look at its neighbours."""
+    seen: set[tuple[int, ...]] = set()
+    fabric = whole
+    while True:
+        for part in (fabric, *shrunken(fabric)):
+            if part.sizes not in seen:
+                seen.add(part.sizes)
+                yield part
+        smaller = [f for f in shrunken(fabric) if math.prod(f.sizes) <= math.prod(fabric.sizes) / 2]
+        if not smaller:
+            return
+        # The most even shape: the outermost switch level, or the longest torus axis, is cut first.
+        fabric = min(smaller, key=lambda f: (-math.prod(f.sizes), max(f.sizes[:-1], default=0) if f.dimensions[0].torus else 0))
+
+
+def _fewest_chips(
+    problem: TrainingProblem,
+    space: SearchSpace,
+    whole: Fabric,
+    deadline_days: float | None,
+    progress: Callable[[str], None],
+) -> Fabric:
+    """The smallest part of the network on which some layout keeps the deadline."""
+    if deadline_days is None or problem.job.tokens is None:
+        raise LayoutError("objective chips: expected a deadline and the tokens of the run (--deadline 30d --tokens 15T)")
+    kept, fastest = None, math.inf
+    for fabric in _parts(whole):
+        if kept is not None and math.prod(fabric.sizes) >= math.prod(kept.sizes):
+            continue
+        result = search(problem, [fabric], space, top=1, progress=progress)
+        if result.best:
+            days = result.best[0].seconds_per_token * problem.job.tokens / 86400
+            fastest = min(fastest, days)
+            if days <= deadline_days:
+                kept = fabric
+    if kept is None:
+        found = f"the fastest plan takes {fastest:.1f} days" if math.isfinite(fastest) else "no layout fits"
+        raise InfeasibleError(
+            f"no part of {problem.cluster.name} trains {problem.job.tokens:.3g} tokens in {deadline_days:g} days: {found}; "
+            "give more chips or a later deadline"
+        )
+    return kept
+
+
+def estimate_layout(
+    problem: TrainingProblem, request: LayoutRequest, *, progress: Callable[[str], None] = lambda _: None
+) -> Planning:
+    """Estimate the layout that a user wrote; what was not written (remat, microbatches, wires...) is chosen best.
+
+    A layout that does not fit in memory is estimated all the same; `Estimate.fits` says so.
+
+    Raises:
+        LayoutError: the layout cannot be placed on this model, job and cluster; says which constraint and the nearest that can.
+    """
+    check_request(problem, request)
+    whole = Fabric.of(problem.cluster)
+    parts = [whole] if request.num_chips == problem.cluster.num_chips else parts_of(whole, request.num_chips)
+    if not parts:
+        raise LayoutError(
+            f"layout of {request.num_chips:,} chips: no box of {' x '.join(map(str, whole.sizes))} has that many; "
+            f"use all {problem.cluster.num_chips:,} chips, or a count that is a product of sizes within these"
+        )
+    choices = request.choices
+    space = SearchSpace(training_limits(problem, request.sizes))
+    given = {
+        "remats": (choices["remat"],) if "remat" in choices else space.remats,
+        "zeros": (choices["zero"],) if "zero" in choices else (0,),
+        "sequence_parallel": choices.get("sequence_parallel", True),
+        "micro_batch": choices.get("micro_batch"),
+        "num_microbatches": choices.get("num_microbatches"),
+    }
+    result = search(problem, parts, SearchSpace(space.limits, **given), top=1, progress=progress)
+    if not result.best:
+        result = search(problem, parts, SearchSpace(space.limits, **given, must_fit=False), top=1, progress=progress)
+    if not result.best:
+        raise _batch_error(problem, request)
+    best = result.best[0]
+    return Planning((Plan.of(problem, best.layout, best.fabric),), (), result)
+
+
+def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
+    """Refuse a layout that the model or the job rules out.
+
+    Raises:
+        LayoutError: with the constraint and the nearest size that works.
+    """
+    limits = training_limits(problem)
+    sizes = request.sizes
+    words = {"tensor": "query heads", "stage": "layers"}
+    for axis, what in words.items():
+        if sizes[axis] > limits.largest[axis]:
+            most = limits.largest[axis]
+            raise LayoutError(f"layout: {axis}={sizes[axis]} is more than the model's {most} {what}; use {axis}={most} or less")
+    length = int(problem.job.seq_len)
+    if length % sizes["context"]:
+        nearest = max(d for d in range(1, sizes["context"] + 1) if length % d == 0)
+        raise LayoutError(
+            f"layout: context={sizes['context']} does not divide sequences of {length} tokens; use context={nearest}"
+        )
+
+
+def _batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutError:
+    """Say how the batch fails to divide, and the nearest batch that does."""
+    job = problem.job
+    replicas = request.sizes["data"] * request.sizes["fsdp"]
+    unit = replicas * request.choices.get("micro_batch", 1) * request.choices.get("num_microbatches", 1)
+    nearest = max(1, round(job.sequences / unit)) * unit
+    return LayoutError(
+        f"layout: a batch of {job.sequences:,.10g} sequences does not divide over data x fsdp = {replicas:,} "
+        f"(in units of {unit:,} sequences) within {job.batch_slack:.0%}; "
+        f"use --batch-tokens {nearest * job.seq_len:,.0f}, or give more of the chips to context, tensor or stage"
+    )
+
+
+def _nothing_found(problem: TrainingProblem, result: SearchResult) -> InfeasibleError:
+    """Say what stands in the way: the batch, or memory."""
+    job, chip = problem.job, problem.cluster.chip
+    if not math.isfinite(result.least_memory):
+        return InfeasibleError(
+            f"no layout of {problem.cluster.num_chips:,} chips can cut a batch of {job.sequences:,.10g} sequences of "
+            f"{job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); raise --batch-tokens or --batch-slack, or use fewer chips"
+        )
+    factor = result.least_memory / chip.hbm_capacity
+    return InfeasibleError(
+        f"{problem.model.name} does not fit on {problem.cluster.name}: the leanest of {result.strategies:,} layouts needs "
+        f"{format_bytes(result.least_memory)} per chip, {factor:.2f} x the {format_bytes(chip.hbm_capacity)} of a {chip.title}; "
+        "use more chips, chips with more memory, or a smaller batch"
+    )
+
+

@@ -1,0 +1,153 @@
+"""Why the well-known alternatives lose: each as a number in the book's terms.
+
+A rival is priced by the same evaluator, even where it could not be placed (a batch cut by the token), so that its reason is a
+measure and not only a refusal. Not here: the search (`search`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshwise.costs.estimate import Estimate
+from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
+from meshwise.costs.network import Fabric, make_wire
+from meshwise.planning.plan import Plan
+from meshwise.sharding.layout import MESH_AXES
+from meshwise.sharding.remat import REMAT_POLICIES
+from meshwise.units import format_bytes, format_count, format_percent, format_time
+
+__all__ = ["Rival", "rivals"]
+
+_NAMES = {
+    "data": "data parallelism alone",
+    "fsdp": "FSDP alone",
+    "tensor": "tensor parallelism alone",
+    "context": "context parallelism alone",
+    "stage": "pipeline parallelism alone",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """An alternative that lost.
+
+    Args:
+        name: what it is.
+        reason: why it loses, with its number.
+        slowdown: its expected time per token over the winner's.
+        memory_bytes: of its fullest chip.
+        fits: whether that fits.
+    """
+
+    name: str
+    reason: str
+    slowdown: float
+    memory_bytes: float
+    fits: bool
+
+
+def rivals(winner: Plan, ranked: tuple[Plan, ...], whole: Fabric) -> tuple[Rival, ...]:
+    """Price the pure strategies on the whole network, and the best plan of another kind than the winner's."""
+    pure = [_pure(winner, whole, axis) for axis in ("data", "fsdp", "tensor") if math.prod(whole.sizes) > 1]
+    used = {a for a in MESH_AXES if winner.layout.sizes[a] > 1}
+    lost = [r for axis, r in zip(("data", "fsdp", "tensor"), pure, strict=False) if used != {axis}]
+    other = next((p for p in ranked[1:] if set(p.layout.used_axes) != set(winner.layout.used_axes)), None)
+    runner_up = other or (ranked[1] if len(ranked) > 1 else None)
+    if runner_up is not None:
+        lost.append(_runner_up(winner, runner_up))
+    return tuple(lost)
+
+
+def _seconds_per_token(plan: Plan) -> float:
+    return plan.estimate.step_time.expected / plan.estimate.tokens
+
+
+def _runner_up(winner: Plan, plan: Plan) -> Rival:
+    """Compare two plans term by term."""
+    ours, theirs = _per_token(winner.estimate), _per_token(plan.estimate)
+    name, more = max(((n, theirs[n] - ours[n]) for n in theirs), key=lambda item: item[1])
+    slowdown = _seconds_per_token(plan) / _seconds_per_token(winner)
+    step = more * winner.estimate.tokens
+    if slowdown - 1 < 5e-4:
+        reason = f"as fast, and holds {format_bytes(plan.estimate.memory['total'])} per chip; the ranking prefers less memory"
+    else:
+        reason = f"{format_percent(slowdown - 1)} slower: {format_time(step)} more of {name.replace('_', ' ')} a step"
+    sizes = ", ".join(f"{a}={plan.layout.sizes[a]}" for a in plan.layout.used_axes) or "one chip"
+    return Rival(f"next best ({sizes})", reason, slowdown, plan.estimate.memory["total"], plan.estimate.fits)
+
+
+def _per_token(estimate: Estimate) -> dict[str, float]:
+    return {name: seconds / estimate.tokens for name, seconds in estimate.terms.items()}
+
+
+def _pure(winner: Plan, whole: Fabric, axis: str) -> Rival:
+    """All chips on one axis."""
+    problem = winner.problem
+    chips = math.prod(whole.sizes)
+    costs, sequences = _best_remat(problem, whole, axis, chips)
+    seconds = float(costs.step.expected) / (sequences * problem.job.seq_len)
+    memory = float(costs.memory["total"])
+    capacity = problem.cluster.chip.hbm_capacity
+    reasons = [_memory_reason(costs, memory, capacity)] if memory > capacity else []
+    reasons += _communication_reasons(problem, whole, axis, costs)
+    reasons += _placing_reasons(problem, axis, chips)
+    slowdown = seconds / _seconds_per_token(winner)
+    reasons.append(f"{slowdown:.3g} x the time per token")
+    return Rival(_NAMES[axis], "; ".join(reasons[:2]), slowdown, memory, memory <= capacity)
+
+
+def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int) -> tuple[Costs, float]:
+    """Price one axis over all chips with the fastest remat policy that fits, or the leanest; the batch is cut by the token."""
+    factors = {a: [float(d.size) if a == axis else 1.0 for d in whole.dimensions] for a in MESH_AXES}
+    sizes = dict.fromkeys(MESH_AXES, 1.0) | {axis: float(chips)}
+    replicas = sizes["data"] * sizes["fsdp"]
+    share = problem.job.sequences / replicas
+    micro = min(share, 1.0)
+    number = max(1.0, round(share))
+    candidates = Candidates(**sizes, micro_batch=micro, num_microbatches=number)
+    found = []
+    for remat in REMAT_POLICIES:
+        costs = evaluate(problem, Structure(0, True, remat), candidates, lambda axes: make_wire(whole, factors, axes))
+        # Where communication hides everything, policies tie in time: prefer the one that computes least.
+        time = (round(float(costs.step.expected), 9), float(costs.step.resources["compute"]))
+        found.append((costs.memory["total"] > problem.cluster.chip.hbm_capacity, time, costs))
+    over = min(found, key=lambda f: float(f[2].memory["total"]))
+    best = min((f for f in found if not f[0]), key=lambda f: f[1], default=over)
+    return best[2], float(candidates.sequences)
+
+
+def _memory_reason(costs: Costs, memory: float, capacity: float) -> str:
+    state = sum(float(costs.memory[n]) for n in ("parameters", "gradients", "master_copies", "optimizer"))
+    whole = f", {format_bytes(state)} of it training state" if state > capacity / 2 else ""
+    return f"needs {format_bytes(memory)} per chip{whole}; a chip has {format_bytes(capacity)}"
+
+
+def _communication_reasons(problem: TrainingProblem, whole: Fabric, axis: str, costs: Costs) -> list[str]:
+    """Communication against compute at data-sheet rates, and the batch (or width) at which they would be even."""
+    busy = {n: float(v) for n, v in costs.step.resources.items()}
+    communication, compute = busy[axis], busy["compute"]
+    if communication <= compute:
+        return []
+    times = f"communication takes {communication / compute:.1f} x the compute"
+    chip = problem.cluster.chip
+    chips = math.prod(whole.sizes)
+    if axis in ("data", "fsdp"):
+        factors = {axis: [float(d.size) for d in whole.dimensions]}
+        formats = problem.job.formats
+        # Book, Training: B/N > C/W for two bytes a value; W is what the gathered bytes need.
+        needed = chip.peak(formats.compute) * float(make_wire(whole, factors, (axis,)).gather) * formats.weights.bytes / 2
+        tokens = problem.job.batch_tokens / chips
+        return [f"{tokens:,.0f} tokens per chip is under the {needed:,.0f} this network needs; {times}"] if tokens < needed else [times]
+    return [times]
+
+
+def _placing_reasons(problem: TrainingProblem, axis: str, chips: int) -> list[str]:
+    """What keeps the strategy from being placed at all."""
+    job, sizes = problem.job, problem.model.sizes
+    if axis in ("data", "fsdp") and job.sequences * (1 + job.batch_slack) < chips:
+        return [f"{format_count(job.sequences)} sequences cannot be split over {chips:,} chips"]
+    heads = int(max((v for k, v in sizes.items() if k.partition(".")[0] == "N"), default=0))
+    if axis == "tensor" and heads and chips > heads:
+        return [f"{heads} heads cannot be split over {chips:,} chips"]
+    return []
