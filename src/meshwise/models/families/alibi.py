@@ -13,7 +13,7 @@ from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.gpt import PlainDecoder
 from meshwise.models.spec import Embedding, Layer, Mlp, Norm
 
-__all__ = ["ALIBI_FAMILIES"]
+__all__ = ["FAMILIES"]
 
 
 class Bloom(PlainDecoder):
@@ -161,4 +161,4 @@ class Mpt(PlainDecoder):
         return Mlp(self.width, gated=False)
 
 
-ALIBI_FAMILIES = (Bloom, Falcon, Mpt)
+FAMILIES = (Bloom, Falcon, Mpt)

@@ -10,7 +10,7 @@ from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Head, Layer, Norm, QkNorm
 
-__all__ = ["COHERE_FAMILIES"]
+__all__ = ["FAMILIES"]
 
 
 class _Parallel(Decoder):
@@ -88,4 +88,4 @@ class Palm(_Parallel):
         return Head(norm=self.norm, tied=self.tie_word_embeddings, scaled=True)
 
 
-COHERE_FAMILIES = (Cohere, Cohere2, Palm)
+FAMILIES = (Cohere, Cohere2, Palm)

@@ -12,7 +12,7 @@ from meshwise.models.families.base import Count, Index, Layers, Positions, Size
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
-__all__ = ["DEEPSEEK_FAMILIES", "LeadingDense"]
+__all__ = ["FAMILIES", "LeadingDense"]
 
 
 class LeadingDense(Decoder):
@@ -75,7 +75,7 @@ class DeepseekV2(LeadingDense):
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
     classes: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM",)
     correction: ClassVar[bool] = False
-    ignored: ClassVar[frozenset[str]] = frozenset({"head_dim", "qk_head_dim"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"qk_head_dim"})
 
     hidden_size: Size = 4096
     intermediate_size: Size | None = 11008
@@ -196,4 +196,4 @@ class Glm4(Glm):
         return Layer(self.attention(index), self.ffn(index), norm, norm, norm, norm)
 
 
-DEEPSEEK_FAMILIES = (Deepseek, DeepseekV2, DeepseekV3, Glm4Moe, Glm, Glm4)
+FAMILIES = (Deepseek, DeepseekV2, DeepseekV3, Glm4Moe, Glm, Glm4)

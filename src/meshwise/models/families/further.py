@@ -16,7 +16,7 @@ from meshwise.models.families.llama import Llama
 from meshwise.models.families.olmo import Olmo2
 from meshwise.models.spec import Mixture, Mlp, Norm, QkNorm
 
-__all__ = ["FURTHER_FAMILIES"]
+__all__ = ["FAMILIES"]
 
 
 class Arcee(Llama):
@@ -170,4 +170,4 @@ class Dots1(LeadingDense, PatternMixin):
         return "sliding_attention" if slides else "full_attention"
 
 
-FURTHER_FAMILIES = (Arcee, Nemotron, Persimmon, SeedOss, InternLm2, HunyuanDense, Exaone4, Dots1)
+FAMILIES = (Arcee, Nemotron, Persimmon, SeedOss, InternLm2, HunyuanDense, Exaone4, Dots1)

@@ -11,7 +11,7 @@ from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Layer, QkNorm
 
-__all__ = ["GEMMA_FAMILIES", "unwrap_text"]
+__all__ = ["FAMILIES", "unwrap_text"]
 
 TOWERS = "counted without its vision tower: parameters and FLOPs are those of the language model"
 
@@ -133,4 +133,4 @@ class Gemma3(Gemma3Text):
         return {"notes": (TOWERS,)}
 
 
-GEMMA_FAMILIES = (Gemma, Gemma2, Gemma3Text, Gemma3)
+FAMILIES = (Gemma, Gemma2, Gemma3Text, Gemma3)

@@ -13,7 +13,7 @@ from meshwise.models.families.base import Count, Layers, Positions, Size
 from meshwise.models.families.decoder import LAYER_NORM, Decoder
 from meshwise.models.spec import Embedding, Head, Layer, Mlp, Norm
 
-__all__ = ["GPT_FAMILIES", "PlainDecoder"]
+__all__ = ["FAMILIES", "PlainDecoder"]
 
 
 class PlainDecoder(Decoder):
@@ -257,4 +257,4 @@ class Opt(PlainDecoder):
         return Head(self._norm() if final else None, tied=self.tie_word_embeddings, width=self._word_width())
 
 
-GPT_FAMILIES = (Gpt2, GptBigCode, GptJ, GptNeo, GptNeoX, Opt)
+FAMILIES = (Gpt2, GptBigCode, GptJ, GptNeo, GptNeoX, Opt)

@@ -13,7 +13,7 @@ from meshwise.models.families.base import Count, Index, Layers, Off, Positions, 
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Mixture, Mlp
 
-__all__ = ["LLAMA_FAMILIES"]
+__all__ = ["FAMILIES"]
 
 
 class Llama(Decoder):
@@ -171,4 +171,4 @@ class GraniteMoe(Granite):
         return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width, shared=shared)
 
 
-LLAMA_FAMILIES = (Llama, Mistral, Ministral, Ministral3, Mixtral, SmolLM3, Granite, GraniteMoe)
+FAMILIES = (Llama, Mistral, Ministral, Ministral3, Mixtral, SmolLM3, Granite, GraniteMoe)

@@ -14,7 +14,7 @@ from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.families.gemma import TOWERS, unwrap_text
 from meshwise.models.spec import Head, LatentAttention, Mixture, Mlp, Norm, QkNorm, SelfAttention
 
-__all__ = ["MIXTURE_FAMILIES"]
+__all__ = ["FAMILIES"]
 
 
 class DbrxAttention(BaseModel):
@@ -302,4 +302,4 @@ class Ernie45Moe(Ernie45):
         )
 
 
-MIXTURE_FAMILIES = (Dbrx, MiniMaxM2, GptOss, Llama4Text, Llama4, Ernie45, Ernie45Moe)
+FAMILIES = (Dbrx, MiniMaxM2, GptOss, Llama4Text, Llama4, Ernie45, Ernie45Moe)

@@ -10,7 +10,7 @@ from meshwise.models.families.base import Count, Layers, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Layer, Mixture, Mlp, Norm, QkNorm
 
-__all__ = ["OLMO_FAMILIES"]
+__all__ = ["FAMILIES"]
 
 
 class Olmo(Decoder):
@@ -85,4 +85,4 @@ class Olmoe(Olmo):
         return Mixture(self.num_experts, self.num_experts_per_tok, self.width)
 
 
-OLMO_FAMILIES = (Olmo, Olmo2, Olmo3, Olmoe)
+FAMILIES = (Olmo, Olmo2, Olmo3, Olmoe)

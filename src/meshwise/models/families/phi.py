@@ -13,7 +13,7 @@ from meshwise.models.families.decoder import LAYER_NORM, Decoder
 from meshwise.models.families.llama import Mistral
 from meshwise.models.spec import Head, Layer, Mixture, Mlp, Norm, QkNorm
 
-__all__ = ["PHI_FAMILIES"]
+__all__ = ["FAMILIES"]
 
 
 class Phi(Decoder):
@@ -174,4 +174,4 @@ class Starcoder2(Mistral):
         return Mlp(self.width, gated=False, bias=self.use_bias, bias_out=self.use_bias)
 
 
-PHI_FAMILIES = (Phi, PhiMsft, Phi3, Phimoe, StableLm, Starcoder2)
+FAMILIES = (Phi, PhiMsft, Phi3, Phimoe, StableLm, Starcoder2)

@@ -12,7 +12,7 @@ from meshwise.models.families.base import Count, Index, Layers, Off, Positions, 
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Mixture, Mlp, QkNorm
 
-__all__ = ["QWEN_FAMILIES"]
+__all__ = ["FAMILIES"]
 
 
 class Qwen2(PatternMixin):
@@ -149,4 +149,4 @@ class Qwen3Moe(Qwen3, _SparseMixin):
         return "sliding_attention" if self.use_sliding_window and self.sliding_window is not None else "full_attention"
 
 
-QWEN_FAMILIES = (Qwen2, Qwen2Moe, Qwen3, Qwen3Moe)
+FAMILIES = (Qwen2, Qwen2Moe, Qwen3, Qwen3Moe)

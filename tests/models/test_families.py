@@ -1,0 +1,33 @@
+"""The table of families says what the modules hold."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+
+from meshwise.models import families
+from meshwise.models.families import FAMILIES, NOT_YET
+from meshwise.models.families.irrelevant import IRRELEVANT
+
+NO_FAMILIES = {"base", "decoder", "irrelevant", "not_yet"}
+
+
+def test_every_reader_is_in_the_table() -> None:
+    modules = [m.name for m in pkgutil.iter_modules(families.__path__) if m.name not in NO_FAMILIES]
+    readers = [reader for name in modules for reader in import_module(f"{families.__name__}.{name}").FAMILIES]
+    listed = [kind for reader in readers for kind in reader.model_types]
+    assert sorted(listed) == sorted(FAMILIES)
+    assert len(set(listed)) == len(listed)
+    for reader in readers:
+        for kind in reader.model_types:
+            assert FAMILIES[kind] is reader
+
+
+def test_no_family_is_both_read_and_refused() -> None:
+    assert not set(FAMILIES) & set(NOT_YET)
+    assert all(NOT_YET.values())
+
+
+def test_no_key_is_both_used_and_of_no_consequence() -> None:
+    for kind in FAMILIES:
+        assert not FAMILIES[kind].known_keys() & (IRRELEVANT | FAMILIES[kind].ignored), kind
