@@ -186,3 +186,9 @@ def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as text"):
         load_model(str(binary))
+
+
+@pytest.mark.parametrize("text", ["", " ", "x" * 5000, "a\x00b", "~nobody/model", "meta-llama/Unheard-Of-1B", "..\n"])
+def test_texts_that_are_no_model(text: str) -> None:
+    with pytest.raises(UnknownNameError, match="unknown model"):
+        load_model(text)

@@ -90,12 +90,20 @@ def load_model(text: str) -> Model:
     entry = _by_any_name().get(text.strip().lower())
     if entry is not None:
         return _built_in(entry)
-    path = Path(text).expanduser()
-    if path.is_dir() or path.is_file():
+    path = Path(text)
+    if text.strip() and _exists(path):
         return _from_file(path)
     if path.suffix == ".json":
         raise ConfigError(f"model {text!r}: there is no such file; {_TORN}")
     raise UnknownNameError("model", text, model_names(), hint=f"Otherwise {_TORN}.")
+
+
+def _exists(path: Path) -> bool:
+    """Whether this names a file or a folder; a text that no path can be does not."""
+    try:
+        return path.is_dir() or path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _from_file(path: Path) -> Model:
