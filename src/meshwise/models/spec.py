@@ -262,7 +262,7 @@ def group_layers(layers: Iterable[Layer]) -> tuple[LayerGroup, ...]:
     """Put equal layers together, in order of first appearance, and name the groups by what tells them apart.
 
     >>> attend = SelfAttention(heads=8, kv_heads=8, head_dim=64)
-    >>> local = replace(attend, window=128)
+    >>> local = SelfAttention(heads=8, kv_heads=8, head_dim=64, window=128)
     >>> kinds = [Layer(a, Mlp(2048)) for a in (local, local, attend, local)]
     >>> [(g.name, g.repeat) for g in group_layers(kinds)]
     [('layer.local', 3), ('layer.global', 1)]
