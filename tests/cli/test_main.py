@@ -14,8 +14,12 @@ from meshwise.errors import InfeasibleError, MissingDependencyError
 
 MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 
+TRAIN = ["llama-3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq-len", "4096", "--tokens", "1T"]
+
 #: One working call of every command; a new command must be added here.
 WORKING = {
+    "plan train": TRAIN,
+    "estimate train": [*TRAIN, "--layout", "fsdp=-1,tensor=4"],
     "model": ["llama-3-70b"],
     "models": [],
     "chips": [],
@@ -27,18 +31,20 @@ WORKING = {
 
 
 def test_every_command_has_a_working_call_here():
-    assert set(WORKING) | {"plan", "estimate"} >= set(COMMANDS)
+    assert {name.split()[0] for name in WORKING} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_summary_in_help_is_the_commands_own(name):
     command = COMMANDS[name].load()
     assert COMMANDS[name].summary == command.get_short_help_str(limit=200)
+    for verb in getattr(command, "lazy", {}).values():
+        assert verb.summary == verb.load().get_short_help_str(limit=200)
 
 
 @pytest.mark.parametrize("name", WORKING)
 def test_text_output_fits_80_columns_and_has_no_colour(run, name):
-    done = run(name, *WORKING[name], "--explain")
+    done = run(*name.split(), *WORKING[name], "--explain")
     assert (done.code, done.err) == (0, "")
     assert max(map(len, done.out.splitlines())) <= 80
     assert "\x1b" not in done.out
@@ -47,7 +53,7 @@ def test_text_output_fits_80_columns_and_has_no_colour(run, name):
 
 @pytest.mark.parametrize("name", WORKING)
 def test_json_has_one_envelope(run, name):
-    done = run(name, *WORKING[name], "--json")
+    done = run(*name.split(), *WORKING[name], "--json")
     assert (done.code, done.err) == (0, "")
     assert list(done.json)[:4] == ["schema_version", "command", "inputs", "answer"]
     assert done.json["schema_version"] == "1"
@@ -55,9 +61,9 @@ def test_json_has_one_envelope(run, name):
     assert "explanations" not in done.json
 
 
-@pytest.mark.parametrize("name", ["model", "roofline", "shard", "collective"])
+@pytest.mark.parametrize("name", ["model", "roofline", "shard", "collective", "plan train", "estimate train"])
 def test_explain_gives_formula_substitution_result_and_source(run, name):
-    workings = run(name, *WORKING[name], "--json", "--explain").json["explanations"]
+    workings = run(*name.split(), *WORKING[name], "--json", "--explain").json["explanations"]
     assert workings
     for working in workings:
         assert set(working) == {"name", "formula", "substitution", "result", "source"}

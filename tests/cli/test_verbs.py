@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from meshwise.planning import Plan
+
 MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 
 
@@ -244,3 +246,87 @@ def test_a_cluster_file_with_own_numbers(run, tmp_path):
     assert told["bandwidth_time_s"] == pytest.approx(2 * 1048576 / 2 / 8 / 12.5e9, rel=1e-9)
     assert told["latency_s"] == pytest.approx(3 * 0.6e-6 + 10e-6, rel=1e-9)
     assert (told["time_s"], told["bound"]) == (told["latency_s"], "latency")
+
+
+TRAIN = ["llama-3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq-len", "4096"]
+
+
+def test_plan_answers_and_its_json_has_the_promised_names(run, tmp_path):
+    told = run(
+        "plan", "train", *TRAIN, "--tokens", "1T", "--price", "2", "--json", "--save", str(tmp_path / "p.json")
+    ).json
+    times = [p["estimate"]["step_time_s"]["expected"] / p["tokens_per_step"] for p in told["plans"]]
+    assert times == sorted(times)
+    best = told["plans"][0]
+    assert math.prod(best["layout"].values()) == best["num_chips"] == 64
+    time = best["estimate"]["step_time_s"]
+    assert 0 < time["lower"] <= time["expected"] <= time["upper"]
+    assert sum(best["estimate"]["terms"].values()) == pytest.approx(time["expected"], rel=1e-9)
+    assert best["training"]["cost_usd"] == pytest.approx(2 * best["training"]["chip_hours"], rel=1e-12)
+    assert told["search"]["strategies"] > 100
+    assert told["search"]["cpu_s"] > 0
+    assert {"name", "reason"} <= set(told["rejected"][0])
+    assert told["inputs"]["batch_slack"] == 0.1
+    assert told["inputs"]["calibration"] == "tpu"
+    saved = Plan.from_json((tmp_path / "p.json").read_text(encoding="utf-8"))
+    assert saved.estimate.step_time.expected == pytest.approx(time["expected"], rel=1e-12)
+
+
+def test_what_plan_found_is_what_estimate_says(run):
+    best = run("plan", "train", *TRAIN, "--json").json["plans"][0]
+    again = run("estimate", "train", *TRAIN, "--layout", best["layout_text"], "--json").json["plans"][0]
+    assert again["layout"] == best["layout"]
+    assert again["estimate"]["step_time_s"] == best["estimate"]["step_time_s"]
+    assert best["training"] is None
+
+
+def test_fixed_axes_are_kept(run):
+    for plan in run("plan", "train", *TRAIN, "--fix", "tensor=2,stage=2", "--json").json["plans"]:
+        assert (plan["layout"]["tensor"], plan["layout"]["stage"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["plan", "train", "llama-3-8b", "--batch-tokens", "1Mi", "--seq-len", "4096"], 2, "on which cluster?"),
+        (["plan", "train", "llama-3-8b", "--on", "v5e"], 2, "--batch-tokens is missing\n--seq-len is missing"),
+        (["plan", "train", *TRAIN, "--batch-tokens", "1000.5"], 2, "--batch-tokens: expected a whole number of tokens"),
+        (["plan", "train", *TRAIN, "--batch-slack", "2"], 2, "--batch-slack: expected a share from 0 to 1"),
+        (["plan", "train", *TRAIN, "--precision", "fp7"], 2, "--precision: unknown precision 'fp7'"),
+        (["plan", "train", *TRAIN, "--optimizer", "adan"], 2, "--optimizer: unknown optimizer 'adan'. Nearest: adamw"),
+        (["plan", "train", *TRAIN, "--calibration", "mine"], 2, "unknown calibration 'mine'"),
+        (["plan", "train", *TRAIN, "--fix", "tensr=2"], 2, "--fix: unknown mesh axis 'tensr'. Nearest: tensor"),
+        (["plan", "train", *TRAIN, "--objective", "chips"], 2, "objective chips: expected a deadline"),
+        (["plan", "train", *TRAIN, "--deadline", "30"], 2, "--deadline: '30' has no unit"),
+        (["plan", "train", *TRAIN, "--price", "-3"], 2, "--price: expected more than zero, found '-3'"),
+        (["plan", "train", *TRAIN, "--top", "0"], 2, "--top: expected at least 1, found '0'"),
+        (["plan", "train", "llama-3-70b", "--on", "v5e", "--batch-tokens", "64Ki", "--seq-len", "4096"], 3, "llama-3-70b does not fit on v5e"),
+        (["plan", "serve", *TRAIN], 2, "unknown command 'serve'"),
+        (["estimate", "train", *TRAIN], 2, "--layout is missing"),
+        (["estimate", "train", *TRAIN, "--layout", "fsdp"], 2, "layout: expected name=value"),
+        (["estimate", "train", *TRAIN, "--layout", "fsdp=128"], 2, "layout 'fsdp=128' needs 128 chips, the cluster has 64"),
+        (["estimate", "train", *TRAIN, "--layout", "ep=2"], 2, "layout: expert parallelism (ep=2) is not supported yet"),
+    ],
+)  # fmt: skip
+def test_bad_training_input_gets_one_clear_message(run, words, code, message):
+    done = run(*words)
+    assert done.err.startswith(f"error: {message}")
+    assert (done.code, done.out) == (code, "")
+
+
+def test_a_layout_that_does_not_fit_is_estimated_and_says_so(run):
+    done = run(
+        "estimate",
+        "train",
+        "llama-3-70b",
+        "--on",
+        "v5p:4x4x4",
+        "--batch-tokens",
+        "256Ki",
+        "--seq-len",
+        "4096",
+        "--layout",
+        "data=64",
+    )
+    assert done.code == 0
+    assert done.first_line.startswith("does not fit in memory: data=64: ")

@@ -1,6 +1,5 @@
 """The answers of `plan train` and `estimate train`, for layouts written down here."""
 
-import dataclasses
 import io
 import json
 
@@ -13,11 +12,10 @@ from meshwise.costs.network import Fabric
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
-from meshwise.planning.plan import Plan
-from meshwise.report.plan import Rejected, SearchStats, estimate_report, plan_report
+from meshwise.planning import Found, Plan, Planning, Rival, SearchResult
+from meshwise.report.plan import estimate_report, plan_report
 from meshwise.sharding.layout import Layout
 
-STATS = SearchStats(strategies=123456, covered=234567, infeasible=1000, cpu_s=0.61)
 REASON = "468 tokens per chip is under the 850 this network needs"
 
 
@@ -41,10 +39,18 @@ def shown(report, *, explain: bool = False) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def planned(plans, **more):
-    rejected = [Rejected(name="pure FSDP", reason=REASON)]
-    search = dataclasses.replace(STATS, front=tuple(plans))
-    return plan_report(plans, rejected, search, subject="llama-3-8b on 64 x TPU v5p", inputs={}, **more)
+def planning(plans) -> Planning:
+    found = tuple(
+        Found(p.layout, p.fabric, 1.0, p.estimate.step_time.expected / p.estimate.tokens, p.estimate.memory["total"])
+        for p in plans
+    )
+    search = SearchResult(found, found, 123456, 234567, 1000, 1e9, 0.61)
+    rivals = (Rival("FSDP alone", REASON, 1.5, 2e10, True), Rival("nothing", "cannot run", float("inf"), 9e99, False))
+    return Planning(tuple(plans), rivals, search)
+
+
+def planned(plans):
+    return plan_report(planning(plans), {})
 
 
 def test_the_first_line_is_the_answer(plans):
@@ -53,7 +59,7 @@ def test_the_first_line_is_the_answer(plans):
     assert first.startswith("Best: fsdp=64: ")
     assert f"{100 * best.estimate.mfu:.1f} % MFU, " in first
     assert first.count("$") == 1
-    without = shown(estimate_report(make(1, 64, tokens=None), subject="", inputs={})).splitlines()[0]
+    without = shown(estimate_report(planning([make(1, 64, tokens=None)]), {})).splitlines()[0]
     assert without.startswith("fsdp=64: ")
     assert without.endswith("-bound")
 
@@ -66,7 +72,9 @@ def test_everything_fits_80_columns(plans):
 def test_reasons_memory_terms_wires_and_search_are_shown(plans):
     text = shown(planned(plans))
     for words in (
-        REASON,
+        "- FSDP alone: 468 tokens per chip is under the 850 this network needs",
+        "llama-3-8b on 64 x TPU v5p, 15T tokens",
+        "v5p:4x4x4 -> 64 x TPU v5p, 4x4x4 torus (all axes wrap), 16 hosts",
         "123,456 layouts priced (1,000 do not fit) in 0.61 CPU-seconds",
         "on x 4 x y 4 x z 4",
         "of 459 TFLOP/s x 64 chips",
@@ -94,13 +102,14 @@ def test_the_promised_names(plans):
         run = one["training"]
         assert run["chip_hours"] == pytest.approx(24 * 64 * run["days"], rel=1e-12)
         assert run["cost_usd"] == pytest.approx(run["chip_hours"] * plan.problem.cluster.price_per_chip_hour, rel=1e-12)
-    assert told["rejected"] == [{"name": "pure FSDP", "reason": REASON, "step_time_s": None}]
+    assert [(r["name"], r["reason"]) for r in told["rejected"]] == [("FSDP alone", REASON), ("nothing", "cannot run")]
+    assert told["rejected"][1]["slowdown"] is None  # JSON has no infinity
     assert told["search"]["strategies"] == 123456
     assert told["search"]["cpu_s"] == 0.61
 
 
 def test_without_a_token_budget_there_is_no_run():
-    told = estimate_report(make(4, 16, tokens=None), subject="", inputs={}).envelope(explain=True)
+    told = estimate_report(planning([make(4, 16, tokens=None)]), {}).envelope(explain=True)
     assert told["command"] == "estimate train"
     assert told["plans"][0]["training"] is None
     assert "days" not in [e["name"] for e in told["explanations"]]

@@ -5,8 +5,8 @@ Not here: finding layouts (`planning`) and pricing them (`costs`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
@@ -15,9 +15,10 @@ from rich.text import Text
 from meshwise.costs.estimate import Interval
 from meshwise.costs.step import TERMS
 from meshwise.explanation import Explanation
-from meshwise.planning.plan import Plan
-from meshwise.report.report import Report
+from meshwise.planning import Found, Plan, Planning, Rival
+from meshwise.report.report import Report, listed
 from meshwise.report.table import table
+from meshwise.sharding.layout import Layout
 from meshwise.units import (
     format_bytes,
     format_count,
@@ -29,71 +30,33 @@ from meshwise.units import (
     format_time,
 )
 
-__all__ = ["Rejected", "SearchStats", "estimate_report", "plan_report"]
+__all__ = ["estimate_report", "plan_report"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """A well-known rival and why it loses, with its number."""
-
-    name: str
-    reason: str
-    step_time_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchStats:
-    """What the search did."""
-
-    strategies: int
-    covered: int
-    infeasible: int
-    cpu_s: float
-    front: tuple[Plan, ...] = ()
-
-
-def plan_report(
-    plans: Sequence[Plan],
-    rejected: Sequence[Rejected],
-    search: SearchStats,
-    *,
-    subject: str,
-    inputs: Mapping[str, Any],
-    assumed: tuple[str, ...] = (),
-    not_modelled: tuple[str, ...] = (),
-    next_steps: tuple[str, ...] = (),
-) -> Report:
+def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     """Say which layout is best and why the others lose.
 
     Args:
-        plans: best first; at least one.
-        rejected: rivals that lose.
-        search: what was searched.
-        subject: the model and the cluster in words, "llama-3-70b on 8,960 x TPU v5p".
+        planning: what the planner found.
         inputs: what was asked, with defaults.
-        assumed: what was assumed, one sentence each.
-        not_modelled: what the numbers leave out.
-        next_steps: commands or changes to try.
     """
+    plans, search = planning.plans, planning.search
     best = plans[0]
-    body: list[RenderableType] = [Text(subject), _ranking(plans), _terms(best), _memory(best)]
-    if rejected:
-        body.append(table(("!not chosen", "because"), ((r.name, r.reason) for r in rejected)))
+    body: list[RenderableType] = [Text(_subject(best)), _ranking(plans), _terms(best), _memory(best)]
+    if planning.rejected:
+        body.append(listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)))
     if len(search.front) > 1:
         body.append(_front(search.front))
-    body.append(
-        Text(
-            f"{search.strategies:,} layouts priced ({search.infeasible:,} do not fit) in {search.cpu_s:.2f} CPU-seconds"
-        )
-    )
+    counts = f"{search.strategies:,} layouts priced ({search.infeasible:,} do not fit)"
+    body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
     return Report(
         command="plan train",
         inputs=inputs,
         answer=f"Best: {_answer(best)}",
         data={
             "plans": [_plan_data(plan) for plan in plans],
-            "rejected": [{"name": r.name, "reason": r.reason, "step_time_s": r.step_time_s} for r in rejected],
-            "pareto_front": [_plan_data(plan) for plan in search.front],
+            "rejected": [_rival_data(rival) for rival in planning.rejected],
+            "pareto_front": [_found_data(found) for found in search.front],
             "search": {
                 "strategies": search.strategies,
                 "covered": search.covered,
@@ -102,44 +65,118 @@ def plan_report(
             },
         },
         body=tuple(body),
-        assumed=assumed,
-        not_modelled=not_modelled,
-        next_steps=next_steps,
+        assumed=_assumed(best),
+        not_modelled=_NOT_MODELLED,
+        next_steps=_next_steps(best),
         explanations=_explanations(best),
     )
 
 
-def estimate_report(
-    plan: Plan,
-    *,
-    subject: str,
-    inputs: Mapping[str, Any],
-    assumed: tuple[str, ...] = (),
-    not_modelled: tuple[str, ...] = (),
-    next_steps: tuple[str, ...] = (),
-) -> Report:
+def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     """Say what one layout would do; arguments as in `plan_report`."""
+    plan = planning.plans[0]
+    fits = "" if plan.estimate.fits else "does not fit in memory: "
     return Report(
         command="estimate train",
         inputs=inputs,
-        answer=_answer(plan),
+        answer=f"{fits}{_answer(plan)}",
         data={"plans": [_plan_data(plan)]},
-        body=(Text(subject), _terms(plan), _memory(plan)),
-        assumed=assumed,
-        not_modelled=not_modelled,
-        next_steps=next_steps,
+        body=(Text(_subject(plan)), _terms(plan), _memory(plan)),
+        assumed=_assumed(plan),
+        not_modelled=_NOT_MODELLED,
+        next_steps=("the best layouts, and why others lose: meshwise plan train with the same options",),
         explanations=_explanations(plan),
     )
 
 
-def _words(plan: Plan) -> str:
+_NOT_MODELLED = (
+    "input pipeline, checkpoints, failures and restarts, stragglers, other users of the network",
+    "expert parallelism, interleaved pipeline schedules, ring attention",
+    "energy of hosts and cooling",
+)
+
+
+def _subject(plan: Plan) -> str:
+    """Name what is planned, and the whole layout."""
+    job, cluster = plan.problem.job, plan.problem.cluster
+    tokens = "" if job.tokens is None else f", {format_count(job.tokens)} tokens"
+    return (
+        f"{plan.problem.model.name} on {plan.estimate.num_chips:,} x {cluster.chip.title}{tokens}\n"
+        f"layout: {plan.layout}"
+    )
+
+
+def _assumed(plan: Plan) -> tuple[str, ...]:
+    """Say what was taken for granted, and what was changed."""
+    problem, estimate = plan.problem, plan.estimate
+    job, cluster, calibration = problem.job, problem.cluster, problem.calibration
+    lines = [cluster.describe(), *cluster.notes]
+    if estimate.num_chips < cluster.num_chips:
+        lines.append(
+            f"{cluster.num_chips - estimate.num_chips:,} chips are left out: the rest does better without them"
+        )
+    if estimate.tokens != job.batch_tokens:
+        change = estimate.tokens / job.batch_tokens - 1
+        lines.append(
+            f"the batch is rounded to {estimate.tokens:,.0f} tokens ({100 * change:+.1f} %), so that it divides; "
+            "--batch-slack 0 forbids it"
+        )
+    shares = {"peak in matmuls": "matmul_efficiency", "HBM": "hbm_efficiency", "links": "link_efficiency"}
+    achieved = ", ".join(f"{format_percent(getattr(calibration, name))} of {what}" for what, name in shares.items())
+    lines += [
+        f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
+        f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
+        "MFU counts 6 x active parameters x tokens, causal attention as computed, no recomputation",
+        *problem.model.notes,
+    ]
+    if plan.training is not None and plan.training.cost_usd is not None:
+        source = cluster.chip.price_source
+        lines.append(
+            f"{format_money(cluster.price_per_chip_hour or 0.0)} a chip-hour"
+            + (f": {source.title}{', ' + source.date if source.date else ''}" if source else "")
+        )
+    return tuple(lines)
+
+
+def _next_steps(plan: Plan) -> tuple[str, ...]:
+    """Suggest what would change the answer."""
+    steps = ["the workings of every number: --explain"]
+    if plan.estimate.bound not in ("compute", "hbm"):
+        steps.append("the network binds: a larger --batch-tokens gives it more to hide behind")
+    elif plan.estimate.terms.get("recompute"):
+        steps.append("recomputation costs time for memory: chips with more memory, or more chips, need less of it")
+    if plan.problem.job.tokens is None:
+        steps.append("days and dollars of a whole run: --tokens 15T")
+    return tuple(steps)
+
+
+def _rival_data(rival: Rival) -> dict[str, Any]:
+    return {
+        "name": rival.name,
+        "reason": rival.reason,
+        "slowdown": rival.slowdown if math.isfinite(rival.slowdown) else None,
+        "memory_bytes": rival.memory_bytes,
+        "fits": rival.fits,
+    }
+
+
+def _found_data(found: Found) -> dict[str, Any]:
+    return {
+        "layout": dict(found.layout.sizes),
+        "layout_text": str(found.layout),
+        "num_chips": found.layout.num_chips,
+        "time_s_per_token": found.seconds_per_token,
+        "memory_bytes": found.memory_bytes,
+    }
+
+
+def _words(layout: Layout) -> str:
     """Say the mesh as `--layout` reads it: the axes longer than one, outermost first."""
-    return ",".join(f"{a}={plan.layout.sizes[a]}" for a in plan.layout.used_axes) or "data=1"
+    return ",".join(f"{a}={layout.sizes[a]}" for a in layout.used_axes) or "data=1"
 
 
-def _choices(plan: Plan) -> str:
+def _choices(layout: Layout) -> str:
     """Say what a layout has besides its mesh, in few words."""
-    layout = plan.layout
     zero = f"zero={layout.zero} " if layout.zero and layout.data > 1 else ""
     return f"{zero}remat={layout.remat} {layout.num_microbatches}x{layout.micro_batch} seq"
 
@@ -162,7 +199,9 @@ def _bound_words(plan: Plan) -> str:
 def _answer(row: Plan) -> str:
     """Answer in one line: the layout, the time, the share of the peak, then the run, or what binds."""
     estimate = row.estimate
-    parts = [f"{_words(row)}: {format_time(estimate.step_time.expected)} a step, {format_percent(estimate.mfu)} MFU"]
+    parts = [
+        f"{_words(row.layout)}: {format_time(estimate.step_time.expected)} a step, {format_percent(estimate.mfu)} MFU"
+    ]
     if row.training is None:
         parts.append(_bound_words(row))
     else:
@@ -174,16 +213,15 @@ def _answer(row: Plan) -> str:
 
 def _ranking(rows: Sequence[Plan]) -> RenderableType:
     return table(
-        (">#", "layout", ">step", ">MFU", ">memory", ">run", "bound"),
+        (">#", "layout", ">step", ">MFU", ">memory", ">run"),
         (
             (
                 str(number),
-                f"{_words(row)}\n  {_choices(row)}",
+                f"{_words(row.layout)}\n  {_choices(row.layout)}",
                 format_time(row.estimate.step_time.expected),
                 format_percent(row.estimate.mfu),
                 format_bytes(row.estimate.memory["total"]),
                 "-" if row.training is None else format_duration(86400 * row.training.days.expected),
-                _bound_words(row).removesuffix("-bound"),
             )
             for number, row in enumerate(rows, 1)
         ),
@@ -229,18 +267,14 @@ def _memory(row: Plan) -> RenderableType:
     )
 
 
-def _front(rows: Sequence[Plan]) -> RenderableType:
+def _front(front: Sequence[Found]) -> RenderableType:
     """Show at most eight layouts that nothing undercuts in both time and memory, spread over the front."""
-    step = max(1, -(-len(rows) // 8))
+    step = max(1, -(-len(front) // 8))
     return table(
-        ("what more memory buys", ">a token", ">memory"),
+        ("fastest with so little memory", ">a token", ">memory"),
         (
-            (
-                f"{_words(r)} {_choices(r)}",
-                format_time(r.estimate.step_time.expected / r.estimate.tokens),
-                format_bytes(r.estimate.memory["total"]),
-            )
-            for r in rows[::step]
+            (f"{_words(f.layout)} {_choices(f.layout)}", format_time(f.seconds_per_token), format_bytes(f.memory_bytes))
+            for f in front[::step]
         ),
     )
 

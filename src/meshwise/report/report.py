@@ -6,7 +6,7 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from meshwise.explanation import Explanation
 
-__all__ = ["SCHEMA_VERSION", "Report"]
+__all__ = ["SCHEMA_VERSION", "Report", "listed"]
 
 #: Of the JSON envelope: changes when a field changes its meaning or goes away, not when one is added.
 SCHEMA_VERSION = "1"
@@ -80,7 +80,12 @@ def _list(title: str, lines: tuple[str, ...]) -> list[RenderableType]:
     """Make a heading and its lines, wrapped with a hanging indent."""
     if not lines:
         return []
-    return [Text(), Text(f"{title}:", style="bold"), *(_hanging("- ", line) for line in lines)]
+    return [Text(), listed(title, lines)]
+
+
+def listed(title: str, lines: Iterable[str]) -> RenderableType:
+    """Give a heading and its lines as one block, each wrapped under its first word."""
+    return Group(Text(f"{title}:", style="bold"), *(_hanging("- ", line) for line in lines))
 
 
 def _hanging(mark: str, line: str) -> RenderableType:

@@ -20,7 +20,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     grid.title_style = "bold"
     for column in columns:
         right, whole = column.startswith(">"), column.startswith("!")
-        grid.add_column(Text(column.lstrip(">!")), justify="right" if right else "left", no_wrap=right or whole)
+        grid.add_column(
+            Text(column.lstrip(">!")), justify="right" if right else "left", no_wrap=right or whole, overflow="fold"
+        )
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     return grid

@@ -1,0 +1,18 @@
+"""`meshwise estimate`: the group of its verbs, one file each."""
+
+from __future__ import annotations
+
+import click
+
+from meshwise.cli.lazy import LazyCommand, LazyGroup
+
+__all__ = ["estimate"]
+
+_VERBS = {
+    "train": LazyCommand("meshwise.cli.estimate_train:train", "Estimate what one layout would do for a training job."),
+}
+
+
+@click.group(cls=LazyGroup, lazy=_VERBS)
+def estimate() -> None:
+    """Estimate what one layout would do."""

@@ -1,0 +1,20 @@
+"""`meshwise plan`: the group of its verbs, one file each."""
+
+from __future__ import annotations
+
+import click
+
+from meshwise.cli.lazy import LazyCommand, LazyGroup
+
+__all__ = ["plan"]
+
+_VERBS = {
+    "train": LazyCommand(
+        "meshwise.cli.plan_train:train", "Find the best layouts for a training job, and why the others lose."
+    ),
+}
+
+
+@click.group(cls=LazyGroup, lazy=_VERBS)
+def plan() -> None:
+    """Find the best plans, and say why others lose."""

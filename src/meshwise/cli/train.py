@@ -1,0 +1,75 @@
+"""What `plan train` and `estimate train` share: the request, the problem it states, its echo.
+
+Not here: searching (`planning`) and what the answer looks like (`report.plan`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from meshwise.cli.where import WHERE_FLAGS, PricedWhere
+from meshwise.costs.calibration import find_calibration
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.errors import MeshwiseError
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.planning import Plan
+
+__all__ = ["TRAIN_FLAGS", "TrainRequest", "save_plan"]
+
+TRAIN_FLAGS = WHERE_FLAGS
+
+
+class TrainRequest(PricedWhere, TrainingJob):
+    """A model, a training job and a cluster."""
+
+    model: str = Field(description="A built-in name, a hub name, a config.json or its folder.")
+    calibration: str = Field(
+        default="default", description="Achieved rates: default (the chip's family), none, or a family by name."
+    )
+
+    def job(self) -> TrainingJob:
+        """Give the training job alone."""
+        return TrainingJob(**{name: getattr(self, name) for name in TrainingJob.model_fields})
+
+    def problem(self) -> TrainingProblem:
+        """Resolve the names.
+
+        Raises:
+            MeshwiseError: a model, cluster or calibration that cannot be found.
+        """
+        cluster = self.must_find()
+        return TrainingProblem(
+            load_model(self.model), self.job(), cluster, find_calibration(self.calibration, cluster.chip)
+        )
+
+    def echo_training(self, problem: TrainingProblem) -> dict[str, Any]:
+        """Give the inputs with defaults, for JSON; units in the names."""
+        job = problem.job
+        return {
+            "model": self.model,
+            **self.echo_where(),
+            "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
+            "batch_tokens": job.batch_tokens,
+            "seq_len_tokens": job.seq_len,
+            "tokens": job.tokens,
+            "batch_slack": job.batch_slack,
+            "precision": job.precision,
+            "optimizer": job.optimizer,
+            "calibration": problem.calibration.name,
+        }
+
+
+def save_plan(plan: Plan, file: Path) -> None:
+    """Write the JSON that reproduces a plan.
+
+    Raises:
+        MeshwiseError: the file cannot be written.
+    """
+    try:
+        file.write_text(plan.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise MeshwiseError(f"--save {file}: {error.strerror}") from None
