@@ -209,7 +209,7 @@ class Elementwise(Op):
     """Anything that reads its inputs once and writes its output once: norms, activations, residual sums, the loss.
 
     Args:
-        flops_per_element: vector operations per element of the widest tensor.
+        flops_per_element: vector operations per element of the index space.
         linear: whether it commutes with addition, so that partial sums may pass through it unreduced.
         reduced: axes over which it normalises or reduces; they must be whole on a device (the D of a norm).
         counted: the index space, where it is not the product of every axis (parts of a concatenation, a choice of E).

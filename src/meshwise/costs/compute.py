@@ -112,7 +112,7 @@ def operation_work(item: LocalOp, precision: Precision) -> OpWork:
     elif isinstance(op, Attention):
         attention = (op, tuple((a, splits.get(a, ())) for a in op.axes))
     elif isinstance(op, Elementwise):
-        vector = ((volume(op.widest.axes), op.flops_per_element),)
+        vector = ((volume(op.counted or op.axes), op.flops_per_element),)
     fused = not (op.matmul or isinstance(op, Lookup))
     return OpWork(matmul, tiles, attention, vector, _operation_bytes(item, precision), fused)
 
