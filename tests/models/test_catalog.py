@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.dtypes import DType
-from meshwise.models import catalog, load_model, model_names
+from meshwise.models import catalog, load_model, model_names, read_config
 
 
 @pytest.mark.parametrize("entry", catalog(), ids=[e.name for e in catalog()])
@@ -76,3 +76,36 @@ def test_folders_and_files_are_read(tmp_path: Path) -> None:
 )
 def test_the_format_of_published_weights(name: str, dtype: DType | None) -> None:
     assert load_model(name).weight_dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        ({"quant_method": "fp8"}, DType.FP8),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, DType.FP4),
+        ({"quant_method": "awq", "bits": 4}, DType.INT4),
+        ({"quant_method": "gptq", "bits": 8}, DType.INT8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, DType.INT4),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+            },
+            DType.INT4,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+            },
+            DType.FP8,
+        ),
+        ({"quant_method": "something_else"}, None),
+    ],
+    ids=str,
+)
+def test_quantization_changes_the_format_and_no_count(quantization: dict[str, object], dtype: DType | None) -> None:
+    plain = load_model("llama-3-8b")
+    model = read_config({**plain.config, "quantization_config": quantization}, name="x")
+    assert model.weight_dtype is dtype
+    assert model.parameters == plain.parameters

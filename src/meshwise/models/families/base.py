@@ -121,7 +121,14 @@ def _quantized(config: Mapping[str, Any]) -> DType | None:
         return DType.FP4
     if "fp8" in method:
         return DType.FP8
-    bits = config.get("bits", config.get("w_bit"))
+    bits, floating = config.get("bits", config.get("w_bit")), False
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():  # compressed-tensors
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            bits, floating = weights.get("num_bits"), weights.get("type") == "float"
     if bits == 4 or config.get("load_in_4bit") is True:
-        return DType.INT4
-    return DType.INT8 if bits == 8 or config.get("load_in_8bit") is True else None
+        return DType.FP4 if floating else DType.INT4
+    if bits == 8 or config.get("load_in_8bit") is True:
+        return DType.FP8 if floating else DType.INT8
+    return None
