@@ -16,11 +16,13 @@ __all__ = [
     "decode_step_time",
     "flops_per_dollar",
     "forward_flops",
+    "forward_time",
     "max_decode_batch",
     "saved_activation_bytes",
     "training_flops",
     "training_state_bytes",
     "training_time",
+    "weights_read_time",
 ]
 
 
@@ -34,6 +36,20 @@ def forward_flops(parameters: float, tokens: float = 1) -> float:
     810000000000.0
     """
     return 2 * parameters * tokens
+
+
+@positive_arguments
+def forward_time(
+    parameters: float, tokens: float, flops_per_s: float, *, mfu: float = 1.0, num_chips: float = 1
+) -> float:
+    """Seconds of a forward pass bound by arithmetic, such as a prefill: 2 P T / (N C MFU).
+
+    Source: book, Applied inference, "prefill".
+
+    >>> round(forward_time(70e9, 8192, 1.97e14, mfu=0.4, num_chips=16), 2)  # LLaMA-3-70B on TPU v5e 4x4
+    0.91
+    """
+    return forward_flops(parameters, tokens) / (num_chips * flops_per_s * mfu)
 
 
 @positive_arguments
@@ -109,6 +125,20 @@ def flops_per_dollar(flops_per_s: float, price_per_chip_hour: float) -> float:
 
 
 @positive_arguments
+def weights_read_time(
+    parameters: float, hbm_bandwidth: float, *, num_chips: float = 1, bytes_per_weight: float = 2.0
+) -> float:
+    """Seconds in which all chips read the weights once, the floor of a decode step: P bytes / (N W).
+
+    Source: book, Inference, question 3.
+
+    >>> round(1e3 * weights_read_time(18.4e9, 8.2e11, num_chips=16, bytes_per_weight=1), 1)
+    1.4
+    """
+    return parameters * bytes_per_weight / (num_chips * hbm_bandwidth)
+
+
+@positive_arguments
 def decode_step_time(
     batch: float,
     parameters: float,
@@ -129,10 +159,10 @@ def decode_step_time(
     >>> round(1e3 * t, 1)  # a 30B model in int8 on TPU v5e 4x4
     2.5
     """
-    cache = batch * kv_bytes_per_sequence / hbm_bandwidth
-    arithmetic = forward_flops(parameters, batch) / flops_per_s
-    weights = parameters * bytes_per_weight / hbm_bandwidth
-    return (cache + max(arithmetic, weights)) / num_chips
+    cache = batch * kv_bytes_per_sequence / (num_chips * hbm_bandwidth)
+    arithmetic = forward_time(parameters, batch, flops_per_s, num_chips=num_chips)
+    weights = weights_read_time(parameters, hbm_bandwidth, num_chips=num_chips, bytes_per_weight=bytes_per_weight)
+    return cache + max(arithmetic, weights)
 
 
 @positive_arguments

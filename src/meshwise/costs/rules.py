@@ -36,6 +36,7 @@ __all__ = [
     "power_of_two_split",
     "ridge_point",
     "tensor_parallel_limit",
+    "tokens_per_chip",
 ]
 
 _Args = ParamSpec("_Args")
@@ -109,6 +110,16 @@ def critical_contraction_over_two_chips(
 
 
 # Parallelism ---------------------------------------------------------------------------------------------------------
+
+
+@positive_arguments
+def tokens_per_chip(batch_tokens: float, num_chips: float) -> float:
+    """Tokens of a batch that fall to one chip, however the model is split: B / N.
+
+    >>> round(tokens_per_chip(4 * 2**20, 8960))  # 4Mi tokens on a pod of TPU v5p
+    468
+    """
+    return batch_tokens / num_chips
 
 
 @positive_arguments
