@@ -102,7 +102,7 @@ def _subject(plan: Plan) -> str:
     tokens = "" if job.tokens is None else f", {format_count(job.tokens)} tokens"
     return (
         f"{plan.problem.model.name} on {plan.estimate.num_chips:,} x {cluster.chip.title}{tokens}\n"
-        f"layout: {plan.layout}"
+        f"layout: {str(plan.layout).replace(',', ', ')}"
     )
 
 
