@@ -48,6 +48,9 @@ OBJECTIVES: dict[str, Callable[[Any, Any], Any]] = {
 #: the best of each kind, because a list of near copies says nothing.
 _KIND = [MESH_AXES.index(a) for a in ("tensor", "context", "stage")]
 
+#: How much slower than the best plan the front of time against memory reaches.
+FRONT_SPAN = 2.0
+
 #: Rows evaluated at a time: arrays stay in the cache.
 _CHUNK = 8192
 
@@ -92,7 +95,8 @@ class SearchResult:
 
     Args:
         best: best layout of each of the best kinds (tensor, context and stage sizes on so many chips), best first.
-        front: layouts that no other undercuts in both time per token and memory, fastest first.
+        front: layouts on the first network that no other undercuts in both time per token and memory, fastest first; none
+            slower than FRONT_SPAN times the fastest.
         strategies: layouts evaluated (time and memory).
         covered: layouts in the space, counting those ruled out by a bound.
         infeasible: layouts that did not fit in memory.
@@ -173,6 +177,7 @@ def search(
     for fabric in fabrics:
         chips = math.prod(fabric.sizes)
         if state.score(ideal / chips, chips) < state.cut:
+            state.front_on = state.front_on or fabric
             progress(f"searching {chips:,} chips: {state.strategies:,} layouts so far")
             _search_fabric(state, fabric)
     return state.result(time.process_time() - started)
@@ -198,6 +203,7 @@ class _State:
         self.best: dict[tuple[int, ...], Found] = {}
         self.cut = math.inf
         self.front = _Front()
+        self.front_on: Fabric | None = None
         self.strategies = self.covered = self.infeasible = 0
         self.least_memory = math.inf
 
@@ -247,7 +253,7 @@ class _Front:
         self.found = kept
 
     def members(self) -> tuple[Found, ...]:
-        return tuple(self.found)
+        return tuple(f for f in self.found if f.seconds_per_token <= FRONT_SPAN * self.found[0].seconds_per_token)
 
 
 def _wire_groups(problem: TrainingProblem, structures: Iterable[Structure]) -> tuple[tuple[str, ...], ...]:
@@ -277,13 +283,26 @@ def _search_fabric(state: _State, fabric: Fabric) -> None:
         end = min(begin + size, len(rows))
         expand(rows.take(slice(begin, end)))
         begin, size = end, min(size * 2, 4 * _CHUNK)
-    # Nothing left can enter the ranking; what could still enter the front goes on.
-    while begin < len(rows):
-        rest = np.flatnonzero(~state.front.dominated(rows.bound[begin:], rows.memory[begin:])) + begin
-        if not len(rest):
-            break
-        expand(rows.take(rest[:1024]))
-        begin = rest[:1024][-1] + 1
+    if fabric is state.front_on:
+        _search_front(state, rows.take(slice(begin, len(rows))), expand)
+
+
+def _search_front(state: _State, rows: _Rows, expand: _Expansion) -> None:
+    """Price what could still enter the front: each round the rows that no other row bounds in both time and memory.
+
+    `rows` are sorted by their bound. The front ends at twice the best time: nobody trades more than that for memory.
+    """
+    fastest = min((f.seconds_per_token for f in state.front.found), default=math.inf)
+    rows = rows.take(slice(0, int(np.searchsorted(rows.bound, FRONT_SPAN * fastest))))
+    while len(rows):
+        chosen = np.zeros(len(rows), bool)
+        while chosen.sum() < 256 and not chosen.all():
+            left = np.flatnonzero(~chosen)
+            lowest = np.minimum.accumulate(rows.memory[left])
+            chosen[left[np.r_[True, lowest[1:] < lowest[:-1]]]] = True
+        expand(rows.take(np.flatnonzero(chosen)))
+        rows = rows.take(np.flatnonzero(~chosen))
+        rows = rows.take(np.flatnonzero(~state.front.dominated(rows.bound, rows.memory)))
 
 
 def _all_rows(state: _State, table: Rows) -> tuple[_Rows, list[tuple[LocalBlock, ...]]]:
@@ -426,6 +445,8 @@ class _Expansion:
             return Found(layout, self.fabric, float(scores[i]), float(seconds[i]), float(rows.memory[i]))
 
         self._rank(rows, scores, found)
+        if self.fabric is not state.front_on:
+            return
         new = np.flatnonzero(~state.front.dominated(seconds, rows.memory))
         if len(new):
             order = new[np.lexsort((rows.memory[new], seconds[new]))]
