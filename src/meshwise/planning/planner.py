@@ -14,6 +14,7 @@ from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
 from meshwise.errors import InfeasibleError, LayoutError
 from meshwise.planning.plan import Plan
+from meshwise.planning.reasons import winner_reasons
 from meshwise.planning.rivals import Rival, rivals
 from meshwise.planning.search import SearchResult, SearchSpace, search
 from meshwise.planning.space import Limits, parts_of, shrunken
@@ -32,11 +33,13 @@ class Planning:
 
     Args:
         plans: the best, best first, one per kind (sizes of tensor, context and stage).
+        reasons: why the best is best, in the book's terms.
         rejected: well-known alternatives and why they lose.
         search: counts, and the front of time against memory.
     """
 
     plans: tuple[Plan, ...]
+    reasons: tuple[str, ...]
     rejected: tuple[Rival, ...]
     search: SearchResult
 
@@ -91,7 +94,7 @@ def plan_training(
     if not result.best:
         raise _nothing_found(problem, result)
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
-    return Planning(plans, rivals(plans[0], plans, whole), result)
+    return Planning(plans, winner_reasons(plans[0], whole), rivals(plans[0], plans, whole), result)
 
 
 def _parts(whole: Fabric) -> Iterator[Fabric]:
@@ -172,7 +175,8 @@ def estimate_layout(
     if not result.best:
         raise _batch_error(problem, request)
     best = result.best[0]
-    return Planning((Plan.of(problem, best.layout, best.fabric),), (), result)
+    plan = Plan.of(problem, best.layout, best.fabric)
+    return Planning((plan,), winner_reasons(plan, whole), (), result)
 
 
 def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:

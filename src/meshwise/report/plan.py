@@ -43,6 +43,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     plans, search = planning.plans, planning.search
     best = plans[0]
     body: list[RenderableType] = [Text(_subject(best)), _ranking(plans), _terms(best), _memory(best)]
+    body.append(listed("Why", planning.reasons))
     if planning.rejected:
         body.append(listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)))
     if len(search.front) > 1:
@@ -55,6 +56,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         answer=f"Best: {_answer(best)}",
         data={
             "plans": [_plan_data(plan) for plan in plans],
+            "reasons": list(planning.reasons),
             "rejected": [_rival_data(rival) for rival in planning.rejected],
             "pareto_front": [_found_data(found) for found in search.front],
             "search": {
@@ -80,8 +82,8 @@ def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         command="estimate train",
         inputs=inputs,
         answer=f"{fits}{_answer(plan)}",
-        data={"plans": [_plan_data(plan)]},
-        body=(Text(_subject(plan)), _terms(plan), _memory(plan)),
+        data={"plans": [_plan_data(plan)], "reasons": list(planning.reasons)},
+        body=(Text(_subject(plan)), _terms(plan), _memory(plan), listed("Why", planning.reasons)),
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
         next_steps=("the best layouts, and why others lose: meshwise plan train with the same options",),

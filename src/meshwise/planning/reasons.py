@@ -1,0 +1,107 @@
+"""Why the winner wins, in the book's terms: its batch against what the network needs, the mix against its optimum, memory.
+
+Arithmetic of `costs.rules` with the plan's own numbers. Not here: why others lose (`rivals`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwise.costs.budgets import training_time
+from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.rules import (
+    data_parallel_critical_tokens_per_chip,
+    mixed_critical_tokens_per_chip,
+    mixed_fsdp_optimum,
+    pipeline_bubble,
+)
+from meshwise.planning.plan import Plan
+from meshwise.units import format_bytes, format_duration, format_percent, format_time
+
+__all__ = ["winner_reasons"]
+
+
+def winner_reasons(plan: Plan, whole: Fabric) -> tuple[str, ...]:
+    """Say what decided, one sentence each."""
+    lines = [_batch(plan, whole), *_mix(plan, whole), _busiest(plan), *_pipeline(plan), _memory(plan), *_rule_of_thumb(plan)]
+    return tuple(line for line in lines if line)
+
+
+def _batch(plan: Plan, whole: Fabric) -> str:
+    """Tokens per chip against the critical batch of FSDP over the whole network."""
+    estimate, problem = plan.estimate, plan.problem
+    chips = math.prod(whole.sizes)
+    if chips == 1:
+        return ""
+    wire = make_wire(whole, {"fsdp": [float(d.size) for d in whole.dimensions]}, ("fsdp",))
+    formats = problem.job.formats
+    bandwidth = 2 / (float(wire.gather) * formats.weights.bytes)  # of two-byte values, which the rule is stated for
+    needed = data_parallel_critical_tokens_per_chip(estimate.peak_flops_per_s, bandwidth)
+    asked = problem.job.batch_tokens / chips
+    verdict = "enough for FSDP alone" if asked >= needed else "too few for FSDP alone"
+    return f"{asked:,.0f} tokens per chip are {verdict}, which needs {needed:,.0f} on this network (FLOP/s over its bytes/s)"
+
+
+def _mix(plan: Plan, whole: Fabric) -> list[str]:
+    """The book's optimum of FSDP and tensor parallelism on a torus, before rounding."""
+    problem, estimate = plan.problem, plan.estimate
+    torus = [d for d in whole.dimensions if d.torus and d.size > 1]
+    widths = [v for k, v in problem.model.sizes.items() if k.partition(".")[0] == "F"]
+    if len(torus) < 2 or len(widths) != 1 or plan.layout.tensor == 1:
+        return []
+    d_ff, chips, axes = float(widths[0]), math.prod(whole.sizes), len(torus) - 1
+    fsdp = mixed_fsdp_optimum(problem.job.batch_tokens, d_ff, chips, fsdp_axes=axes, tensor_axes=1)
+    bandwidth = 2 * torus[0].bandwidth_one_way
+    needed = mixed_critical_tokens_per_chip(d_ff, estimate.peak_flops_per_s, bandwidth, fsdp_axes=axes, tensor_axes=1)
+    return [
+        f"mixed with tensor parallelism {needed:,.0f} tokens per chip would do; the optimum before rounding is "
+        f"{fsdp:,.0f} ways of FSDP (here data x fsdp x context = {_token_ways(plan):,}) by {chips / fsdp:.1f} of tensor (here {plan.layout.tensor})"
+    ]
+
+
+def _token_ways(plan: Plan) -> int:
+    layout = plan.layout
+    return layout.data * layout.fsdp * layout.context
+
+
+def _busiest(plan: Plan) -> str:
+    """The two busiest resources at data-sheet rates."""
+    busy = sorted(plan.estimate.resources.items(), key=lambda item: -item[1])
+    words = {"compute": "the matrix units", "hbm": "HBM", "stage": "the stage network"}
+    (first, most), (second, next_most) = busy[:2]
+    names = [words.get(n, f"the {n} network") for n in (first, second)]
+    if next_most == 0:
+        return f"{names[0]} are the only busy part" if first == "compute" else f"{names[0]} is the only busy part"
+    verb = "are" if first == "compute" else "is"
+    return f"{names[0]} {verb} busiest at data-sheet rates: {format_time(most)} a step, then {names[1]} with {format_time(next_most)}"
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    layout = plan.layout
+    if layout.stage == 1:
+        return []
+    bubble = pipeline_bubble(layout.stage, layout.num_microbatches)
+    return [
+        f"{layout.stage} pipeline stages idle for (stages - 1) / microbatches = {format_percent(bubble)} of the work; "
+        "they divide what each chip holds and reduces"
+    ]
+
+
+def _memory(plan: Plan) -> str:
+    estimate = plan.estimate
+    share = estimate.memory["total"] / estimate.hbm_capacity
+    again = "nothing is computed twice" if plan.layout.remat == "none" else f"remat={plan.layout.remat} makes room"
+    return f"{format_bytes(estimate.memory['total'])} of {format_bytes(estimate.hbm_capacity)} HBM ({format_percent(share)}): {again}"
+
+
+def _rule_of_thumb(plan: Plan) -> list[str]:
+    """The time at the utilisation that the book assumes, for comparison with what is published."""
+    tokens = plan.problem.job.tokens
+    if tokens is None:
+        return []
+    parameters = plan.problem.model.parameters.active
+    chips = plan.estimate.num_chips
+    seconds = training_time(parameters, tokens, plan.estimate.peak_flops_per_s * chips, mfu=0.4)
+    return [
+        f"at 40 % MFU, a usual result of real runs, 6 x parameters x tokens take {format_duration(seconds)} on these chips"
+    ]
