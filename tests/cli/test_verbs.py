@@ -299,6 +299,8 @@ def test_fixed_axes_are_kept(run):
         (["plan", "train", *TRAIN, "--objective", "chips"], 2, "objective chips: expected a deadline"),
         (["plan", "train", *TRAIN, "--deadline", "30"], 2, "--deadline: '30' has no unit"),
         (["plan", "train", *TRAIN, "--price", "-3"], 2, "--price: expected more than zero, found '-3'"),
+        (["plan", "train", *TRAIN, "--fix", "fsdp=128"], 2, "--fix: these axes need 128 chips, v5p:4x4x4 has 64"),
+        (["plan", "train", *TRAIN, "--batch-tokens", "1"], 2, "batch_tokens 1 is less than one sequence of seq_len 4,096"),
         (["plan", "train", *TRAIN, "--top", "0"], 2, "--top: expected at least 1, found '0'"),
         (["plan", "train", "llama-3-70b", "--on", "v5e", "--batch-tokens", "64Ki", "--seq-len", "4096"], 3, "llama-3-70b does not fit on v5e"),
         (["plan", "serve", *TRAIN], 2, "unknown command 'serve'"),

@@ -46,7 +46,7 @@ def planning(plans) -> Planning:
     )
     search = SearchResult(found, found, 123456, 234567, 1000, 1e9, 0.61)
     rivals = (Rival("FSDP alone", REASON, 1.5, 2e10, True), Rival("nothing", "cannot run", float("inf"), 9e99, False))
-    return Planning(tuple(plans), rivals, search)
+    return Planning(plans=tuple(plans), reasons=("it has enough tokens per chip",), rejected=rivals, search=search)
 
 
 def planned(plans):
@@ -74,6 +74,7 @@ def test_reasons_memory_terms_wires_and_search_are_shown(plans):
     for words in (
         "- FSDP alone: 468 tokens per chip is under the 850 this network needs",
         "llama-3-8b on 64 x TPU v5p, 15T tokens",
+        "- it has enough tokens per chip",
         "v5p:4x4x4 -> 64 x TPU v5p, 4x4x4 torus (all axes wrap), 16 hosts",
         "123,456 layouts priced (1,000 do not fit) in 0.61 CPU-seconds",
         "on x 4 x y 4 x z 4",

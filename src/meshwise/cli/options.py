@@ -202,6 +202,8 @@ def _words(problem: ErrorDetails, names: Mapping[str, str], values: Mapping[str,
         return f"{name} is missing"
     if problem["type"] == "extra_forbidden":
         return f"{name}: there is no such field"
+    if "error" in context and not root:  # of several fields together: names them itself
+        return str(context["error"])
     if "error" in context:
         return f"{name}: {str(context['error']).removeprefix(f'{root}: ').removeprefix(f'{name}: ')}"
     return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, {found}"

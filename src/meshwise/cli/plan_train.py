@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from meshwise.cli.output import Output, output_options
 from meshwise.cli.pairs import parse_sizes
 from meshwise.cli.progress import Progress
 from meshwise.cli.train import TRAIN_FLAGS, TrainRequest, save_plan
-from meshwise.errors import UnknownNameError
+from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.planning import plan_training
 from meshwise.report.plan import plan_report
 from meshwise.sharding.layout import MESH_AXES
@@ -62,6 +63,9 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
       meshwise plan train gemma-3-27b --on v6e:16x16 --batch-tokens 2Mi --seq-len 8192
     """
     problem = request.problem()
+    needed, there = math.prod(request.fix.values()), problem.cluster.num_chips
+    if needed > there:
+        raise LayoutError(f"--fix: these axes need {needed:,} chips, {problem.cluster.name} has {there:,}")
     with Progress() as progress:
         planning = plan_training(
             problem,

@@ -214,20 +214,24 @@ def _answer(row: Plan) -> str:
 
 
 def _ranking(rows: Sequence[Plan]) -> RenderableType:
-    return table(
-        (">#", "layout", ">step", ">MFU", ">memory", ">run"),
-        (
-            (
-                str(number),
-                f"{_words(row.layout)}\n  {_choices(row.layout)}",
-                format_time(row.estimate.step_time.expected),
-                format_percent(row.estimate.mfu),
-                format_bytes(row.estimate.memory["total"]),
-                "-" if row.training is None else format_duration(86400 * row.training.days.expected),
-            )
-            for number, row in enumerate(rows, 1)
-        ),
-    )
+    """Compare the plans; the run has a column where a token budget was given."""
+    columns = [">#", "layout", ">step", ">MFU", ">memory"]
+    lines = [
+        [
+            str(number),
+            f"{_words(row.layout)}\n  {_choices(row.layout)}",
+            format_time(row.estimate.step_time.expected),
+            format_percent(row.estimate.mfu),
+            format_bytes(row.estimate.memory["total"]),
+        ]
+        for number, row in enumerate(rows, 1)
+    ]
+    if all(row.training is not None for row in rows):
+        columns.append(">run")
+        for line, row in zip(lines, rows, strict=True):
+            assert row.training is not None
+            line.append(format_duration(86400 * row.training.days.expected))
+    return table(columns, lines)
 
 
 def _terms(row: Plan) -> RenderableType:
