@@ -330,5 +330,5 @@ def test_a_layout_that_does_not_fit_is_estimated_and_says_so(run):
         "--layout",
         "data=64",
     )
-    assert done.code == 0
+    assert done.code == 3
     assert done.first_line.startswith("does not fit in memory: data=64: ")

@@ -11,6 +11,7 @@ from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
 from meshwise.cli.train import TRAIN_FLAGS, TrainRequest, save_plan
+from meshwise.errors import InfeasibleError
 from meshwise.planning import estimate_layout
 from meshwise.report.plan import estimate_report
 from meshwise.sharding.layout import parse_layout
@@ -35,7 +36,8 @@ class EstimateTrainRequest(TrainRequest):
 def train(request: EstimateTrainRequest, save: Path | None, output: Output) -> None:
     r"""Estimate what one layout would do for a training job.
 
-    What the layout leaves open (remat, microbatches, where the mesh lies) is chosen best.
+    What the layout leaves open (remat, microbatches, where the mesh lies) is chosen best. The exit code is 3 when the
+    layout does not fit in memory.
 
     \b
       meshwise estimate train llama-3-70b --on v5p:16x20x28 --batch-tokens 4Mi --seq-len 4096 --layout fsdp=-1,tensor=4
@@ -47,3 +49,5 @@ def train(request: EstimateTrainRequest, save: Path | None, output: Output) -> N
     if save is not None:
         save_plan(planning.plans[0], save)
     output.show(estimate_report(planning, {**request.echo_training(problem), "layout": request.layout}))
+    if not planning.plans[0].estimate.fits:
+        raise click.exceptions.Exit(InfeasibleError.exit_code)

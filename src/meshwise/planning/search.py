@@ -385,7 +385,13 @@ def batch_cuts(sequences: float, slack: float, replicas: int, multiple: int = 1)
         nearest = max(1, round(sequences / replicas / unit)) * unit
         if low - 1e-9 <= nearest <= high + 1e-9:
             shares.add(nearest)
-    return sorted({(b, share // b) for share in shares for b in range(1, share + 1) if share % b == 0})
+    return sorted({(b, share // b) for share in shares for b in _divisors(share)})
+
+
+def _divisors(number: int) -> set[int]:
+    """All divisors."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return {*small, *(number // d for d in small)}
 
 
 class _Expansion:

@@ -205,20 +205,20 @@ def cheapest(placements: Iterable[MatmulPlacement], cost: PlacementCost) -> Matm
 def book_case(indices: Indices, inputs: Sequence[Sharding]) -> int:
     """Tell which of the four cases of the book (chapter "Sharded matrices") the inputs make.
 
-    1: no contracted index is split. 2: one input is split on it. 3: both are, over the same mesh axes. 4: two inputs
-    use a mesh axis for different indices, so that it cannot be computed as it stands.
+    1: no contracted index is split. 2: one input is split on it, or both over different mesh axes. 3: both are, over the
+    same mesh axes. 4: two inputs use a mesh axis for different indices of the output.
 
     >>> i = Indices((("I", "J"), ("J", "K")), ("I", "K"))
     >>> X, whole = Sharding((("X",), ())), Sharding.replicated(2)
     >>> book_case(i, [X, whole]), book_case(i, [whole, X]), book_case(i, [Sharding(((), ("X",))), X])
     (1, 2, 3)
-    >>> book_case(i, [X, Sharding(((), ("X",)))])
-    4
+    >>> book_case(i, [X, Sharding(((), ("X",)))]), book_case(i, [X, X])
+    (4, 2)
     """
     uses: dict[str, set[str]] = {}
     for axes, sharding in zip(indices.inputs, inputs, strict=True):
         for index, split in zip(axes, sharding.splits, strict=True):
-            for axis in split:
+            for axis in split if index not in indices.contracted else ():
                 uses.setdefault(axis, set()).add(index)
     if any(len(owners) > 1 for owners in uses.values()):
         return 4
