@@ -15,10 +15,10 @@ from meshwise.cli.pairs import parse_sizes
 from meshwise.cli.progress import Progress
 from meshwise.cli.train import TRAIN_FLAGS, TrainRequest, save_plan
 from meshwise.errors import LayoutError, UnknownNameError
-from meshwise.planning import plan_training
+from meshwise.planning import MAX_MEMORY, plan_training
 from meshwise.report.plan import plan_report
 from meshwise.sharding.layout import MESH_AXES
-from meshwise.units import Quantity, format_duration, parse_duration
+from meshwise.units import Quantity, format_duration, format_percent, parse_duration, parse_fraction
 
 __all__ = ["PlanTrainRequest", "train"]
 
@@ -45,6 +45,9 @@ class PlanTrainRequest(TrainRequest):
         default={},
         description=f"Fix mesh axes ({', '.join(MESH_AXES)}): tensor=8,stage=16; the others are searched.",
         json_schema_extra={"metavar": "AXIS=SIZE"},
+    )
+    max_memory: Annotated[float, Quantity("share", parse_fraction, format_percent, "90%")] = Field(
+        default=MAX_MEMORY, gt=0, description="Share of a chip's HBM that plans may fill; all of it where nothing fits."
     )
     top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
 
@@ -73,6 +76,7 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
             top=request.top,
             deadline_days=None if request.deadline is None else request.deadline / 86400,
             fixed=request.fix,
+            max_memory=request.max_memory,
             progress=progress,
         )
     if save is not None:
@@ -82,6 +86,7 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
         "objective": request.objective,
         "deadline_s": request.deadline,
         "fix": dict(request.fix),
+        "max_memory": request.max_memory,
         "top": request.top,
     }
     output.show(plan_report(planning, inputs))

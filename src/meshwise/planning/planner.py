@@ -21,7 +21,11 @@ from meshwise.planning.space import Limits, parts_of, shrunken
 from meshwise.sharding.layout import LayoutRequest
 from meshwise.units import format_bytes
 
-__all__ = ["Planning", "estimate_layout", "plan_training", "training_limits"]
+__all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits"]
+
+#: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out of memory
+#: is worth less than one that is half a percent slower.
+MAX_MEMORY = 0.9
 
 #: Fewest positions that a context shard may hold: one tile of the matrix unit.
 _MIN_POSITIONS = 128
@@ -36,12 +40,14 @@ class Planning:
         reasons: why the best is best, in the book's terms.
         rejected: well-known alternatives and why they lose.
         search: counts, and the front of time against memory.
+        memory_share: share of HBM that plans were allowed to fill.
     """
 
     plans: tuple[Plan, ...]
     reasons: tuple[str, ...]
     rejected: tuple[Rival, ...]
     search: SearchResult
+    memory_share: float = 1.0
 
 
 def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
@@ -66,6 +72,7 @@ def plan_training(
     top: int = 5,
     deadline_days: float | None = None,
     fixed: Mapping[str, int] | None = None,
+    max_memory: float = MAX_MEMORY,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Planning:
     """Find the best training plans.
@@ -76,25 +83,45 @@ def plan_training(
         top: how many plans to return.
         deadline_days: with "chips": days that the whole token budget may take.
         fixed: mesh axis -> size; the others are searched.
+        max_memory: share of a chip's HBM that a plan may fill; where nothing fits in it, all of it is tried.
         progress: told a line now and then.
 
     Raises:
         InfeasibleError: nothing can be placed, nothing fits, or no part of the cluster keeps the deadline.
     """
-    space = SearchSpace(training_limits(problem, fixed))
+    limits = training_limits(problem, fixed)
     whole = Fabric.of(problem.cluster)
+    space = SearchSpace(limits, memory_share=max_memory)
     if objective == "chips":
         fabric = _fewest_chips(problem, space, whole, deadline_days, progress)
         result = search(problem, [fabric], space, top=top, progress=progress)
     else:
-        fabrics = _parts(whole) if objective == "cost" else [whole, *shrunken(whole)]
-        result = search(problem, fabrics, space, objective=objective, top=top, progress=progress)
-        if not result.best:
-            result = search(problem, _parts(whole), space, objective=objective, top=top, progress=progress)
+        result = _search_parts(problem, space, whole, objective, top, progress)
+        if not result.best and max_memory < 1:
+            space = SearchSpace(limits)
+            result = _search_parts(problem, space, whole, objective, top, progress)
     if not result.best:
         raise _nothing_found(problem, result)
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
-    return Planning(plans, winner_reasons(plans[0], whole), rivals(plans[0], plans, whole), result)
+    return Planning(
+        plans, winner_reasons(plans[0], whole), rivals(plans[0], plans, whole), result, memory_share=space.memory_share
+    )
+
+
+def _search_parts(
+    problem: TrainingProblem,
+    space: SearchSpace,
+    whole: Fabric,
+    objective: str,
+    top: int,
+    progress: Callable[[str], None],
+) -> SearchResult:
+    """Search the whole network and parts of it: its neighbours for time, all of them for cost or where nothing was found."""
+    if objective == "time":
+        result = search(problem, [whole, *shrunken(whole)], space, objective=objective, top=top, progress=progress)
+        if result.best:
+            return result
+    return search(problem, _parts(whole), space, objective=objective, top=top, progress=progress)
 
 
 def _parts(whole: Fabric) -> Iterator[Fabric]:
@@ -110,7 +137,9 @@ def _parts(whole: Fabric) -> Iterator[Fabric]:
         if not smaller:
             return
         # The most even shape: the outermost switch level, or the longest torus axis, is cut first.
-        fabric = min(smaller, key=lambda f: (-math.prod(f.sizes), max(f.sizes[:-1], default=0) if f.dimensions[0].torus else 0))
+        fabric = min(
+            smaller, key=lambda f: (-math.prod(f.sizes), max(f.sizes[:-1], default=0) if f.dimensions[0].torus else 0)
+        )
 
 
 def _fewest_chips(
@@ -122,7 +151,9 @@ def _fewest_chips(
 ) -> Fabric:
     """The smallest part of the network on which some layout keeps the deadline."""
     if deadline_days is None or problem.job.tokens is None:
-        raise LayoutError("objective chips: expected a deadline and the tokens of the run (--deadline 30d --tokens 15T)")
+        raise LayoutError(
+            "objective chips: expected a deadline and the tokens of the run (--deadline 30d --tokens 15T)"
+        )
     kept, fastest = None, math.inf
     for fabric in _parts(whole):
         if kept is not None and math.prod(fabric.sizes) >= math.prod(kept.sizes):
@@ -171,7 +202,9 @@ def estimate_layout(
     }
     result = search(problem, parts, SearchSpace(space.limits, **given), top=1, progress=progress)
     if not result.best:
-        result = search(problem, parts, SearchSpace(space.limits, **given, must_fit=False), top=1, progress=progress)
+        result = search(
+            problem, parts, SearchSpace(space.limits, **given, memory_share=math.inf), top=1, progress=progress
+        )
     if not result.best:
         raise _batch_error(problem, request)
     best = result.best[0]
@@ -191,7 +224,9 @@ def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
     for axis, what in words.items():
         if sizes[axis] > limits.largest[axis]:
             most = limits.largest[axis]
-            raise LayoutError(f"layout: {axis}={sizes[axis]} is more than the model's {most} {what}; use {axis}={most} or less")
+            raise LayoutError(
+                f"layout: {axis}={sizes[axis]} is more than the model's {most} {what}; use {axis}={most} or less"
+            )
     length = int(problem.job.seq_len)
     if length % sizes["context"]:
         nearest = max(d for d in range(1, sizes["context"] + 1) if length % d == 0)
@@ -227,5 +262,3 @@ def _nothing_found(problem: TrainingProblem, result: SearchResult) -> Infeasible
         f"{format_bytes(result.least_memory)} per chip, {factor:.2f} x the {format_bytes(chip.hbm_capacity)} of a {chip.title}; "
         "use more chips, chips with more memory, or a smaller batch"
     )
-
-

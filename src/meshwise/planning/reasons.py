@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from meshwise.costs.budgets import training_time
+from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.costs.rules import (
     data_parallel_critical_tokens_per_chip,
@@ -18,28 +19,50 @@ from meshwise.costs.rules import (
 from meshwise.planning.plan import Plan
 from meshwise.units import format_bytes, format_duration, format_percent, format_time
 
-__all__ = ["winner_reasons"]
+__all__ = ["critical_tokens_per_chip", "winner_reasons"]
 
 
 def winner_reasons(plan: Plan, whole: Fabric) -> tuple[str, ...]:
     """Say what decided, one sentence each."""
-    lines = [_batch(plan, whole), *_mix(plan, whole), _busiest(plan), *_pipeline(plan), _memory(plan), *_rule_of_thumb(plan)]
+    lines = [
+        _batch(plan, whole),
+        *_mix(plan, whole),
+        _busiest(plan),
+        *_pipeline(plan),
+        _memory(plan),
+        *_rule_of_thumb(plan),
+    ]
     return tuple(line for line in lines if line)
 
 
 def _batch(plan: Plan, whole: Fabric) -> str:
     """Tokens per chip against the critical batch of FSDP over the whole network."""
-    estimate, problem = plan.estimate, plan.problem
     chips = math.prod(whole.sizes)
     if chips == 1:
         return ""
+    needed = critical_tokens_per_chip(plan.problem, whole)
+    asked = plan.problem.job.batch_tokens / chips
+    verdict = "enough for FSDP alone" if asked >= needed else "too few for FSDP alone"
+    parameters = plan.problem.model.parameters
+    sparse = ", times total over active parameters" if parameters.total != parameters.active else ""
+    return (
+        f"{asked:,.0f} tokens per chip are {verdict}, which needs {needed:,.0f} on this network "
+        f"(FLOP/s over its bytes/s{sparse})"
+    )
+
+
+def critical_tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:
+    """Tokens per chip from which FSDP over all of a network hides behind the arithmetic.
+
+    The book's C / W for the bytes of the weights' format, times total over active parameters: a mixture sends all its experts
+    and computes with few. Source: book, Training, "FSDP", and GPUs, "expert parallelism".
+    """
     wire = make_wire(whole, {"fsdp": [float(d.size) for d in whole.dimensions]}, ("fsdp",))
     formats = problem.job.formats
     bandwidth = 2 / (float(wire.gather) * formats.weights.bytes)  # of two-byte values, which the rule is stated for
-    needed = data_parallel_critical_tokens_per_chip(estimate.peak_flops_per_s, bandwidth)
-    asked = problem.job.batch_tokens / chips
-    verdict = "enough for FSDP alone" if asked >= needed else "too few for FSDP alone"
-    return f"{asked:,.0f} tokens per chip are {verdict}, which needs {needed:,.0f} on this network (FLOP/s over its bytes/s)"
+    peak = problem.cluster.chip.peak(formats.compute)
+    sparsity = problem.model.parameters.total / problem.model.parameters.active
+    return data_parallel_critical_tokens_per_chip(peak, bandwidth) * sparsity
 
 
 def _mix(plan: Plan, whole: Fabric) -> list[str]:

@@ -13,9 +13,11 @@ from meshwise.costs.estimate import Estimate
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.planning.plan import Plan
+from meshwise.planning.reasons import critical_tokens_per_chip
+from meshwise.planning.search import batch_cuts
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.remat import REMAT_POLICIES
-from meshwise.units import format_bytes, format_count, format_percent, format_time
+from meshwise.units import format_bytes, format_percent, format_time
 
 __all__ = ["Rival", "rivals"]
 
@@ -98,23 +100,28 @@ def _pure(winner: Plan, whole: Fabric, axis: str) -> Rival:
 
 
 def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int) -> tuple[Costs, float]:
-    """Price one axis over all chips with the fastest remat policy that fits, or the leanest; the batch is cut by the token."""
+    """Price one axis over all chips with the fastest cut of the batch and remat policy that fit, or the leanest.
+
+    A batch that does not divide is cut by the token.
+    """
     factors = {a: [float(d.size) if a == axis else 1.0 for d in whole.dimensions] for a in MESH_AXES}
     sizes = dict.fromkeys(MESH_AXES, 1.0) | {axis: float(chips)}
-    replicas = sizes["data"] * sizes["fsdp"]
-    share = problem.job.sequences / replicas
-    micro = min(share, 1.0)
-    number = max(1.0, round(share))
-    candidates = Candidates(**sizes, micro_batch=micro, num_microbatches=number)
+    replicas = chips if axis in ("data", "fsdp") else 1
+    job = problem.job
     found = []
-    for remat in REMAT_POLICIES:
-        costs = evaluate(problem, Structure(0, True, remat), candidates, lambda axes: make_wire(whole, factors, axes))
-        # Where communication hides everything, policies tie in time: prefer the one that computes least.
-        time = (round(float(costs.step.expected), 9), float(costs.step.resources["compute"]))
-        found.append((costs.memory["total"] > problem.cluster.chip.hbm_capacity, time, costs))
-    over = min(found, key=lambda f: float(f[2].memory["total"]))
-    best = min((f for f in found if not f[0]), key=lambda f: f[1], default=over)
-    return best[2], float(candidates.sequences)
+    for micro, number in batch_cuts(job.sequences, job.batch_slack, replicas) or [(job.sequences / replicas, 1)]:
+        candidates = Candidates(**sizes, micro_batch=float(micro), num_microbatches=float(number))
+        for remat in REMAT_POLICIES:
+            costs = evaluate(
+                problem, Structure(0, True, remat), candidates, lambda axes: make_wire(whole, factors, axes)
+            )
+            # Where communication hides everything, policies tie in time: prefer the one that computes least.
+            time = (round(float(costs.step.expected), 9), float(costs.step.resources["compute"]))
+            over = costs.memory["total"] > problem.cluster.chip.hbm_capacity
+            found.append((over, time, float(candidates.sequences), costs))
+    leanest = min(found, key=lambda f: float(f[3].memory["total"]))
+    best = min((f for f in found if not f[0]), key=lambda f: (f[1][0] / f[2], f[1][1] / f[2]), default=leanest)
+    return best[3], best[2]
 
 
 def _memory_reason(costs: Costs, memory: float, capacity: float) -> str:
@@ -130,23 +137,21 @@ def _communication_reasons(problem: TrainingProblem, whole: Fabric, axis: str, c
     if communication <= compute:
         return []
     times = f"communication takes {communication / compute:.1f} x the compute"
-    chip = problem.cluster.chip
-    chips = math.prod(whole.sizes)
     if axis in ("data", "fsdp"):
-        factors = {axis: [float(d.size) for d in whole.dimensions]}
-        formats = problem.job.formats
-        # Book, Training: B/N > C/W for two bytes a value; W is what the gathered bytes need.
-        needed = chip.peak(formats.compute) * float(make_wire(whole, factors, (axis,)).gather) * formats.weights.bytes / 2
-        tokens = problem.job.batch_tokens / chips
-        return [f"{tokens:,.0f} tokens per chip is under the {needed:,.0f} this network needs; {times}"] if tokens < needed else [times]
+        needed, tokens = critical_tokens_per_chip(problem, whole), problem.job.batch_tokens / math.prod(whole.sizes)
+        return (
+            [f"{tokens:,.0f} tokens per chip is under the {needed:,.0f} this network needs; {times}"]
+            if tokens < needed
+            else [times]
+        )
     return [times]
 
 
 def _placing_reasons(problem: TrainingProblem, axis: str, chips: int) -> list[str]:
     """What keeps the strategy from being placed at all."""
     job, sizes = problem.job, problem.model.sizes
-    if axis in ("data", "fsdp") and job.sequences * (1 + job.batch_slack) < chips:
-        return [f"{format_count(job.sequences)} sequences cannot be split over {chips:,} chips"]
+    if axis in ("data", "fsdp") and not batch_cuts(job.sequences, job.batch_slack, chips):
+        return [f"{job.sequences:,.10g} sequences do not divide over {chips:,} chips"]
     heads = int(max((v for k, v in sizes.items() if k.partition(".")[0] == "N"), default=0))
     if axis == "tensor" and heads and chips > heads:
         return [f"{heads} heads cannot be split over {chips:,} chips"]

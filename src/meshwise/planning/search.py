@@ -65,7 +65,7 @@ class SearchSpace:
             updates less, so that it is never worse (a property test holds this).
         sequence_parallel: whether the residual stream is split over the tensor axis between matmuls; never worse, so on.
         micro_batch, num_microbatches: what the user fixed, or None.
-        must_fit: whether layouts that exceed a chip's memory are left out.
+        memory_share: share of a chip's HBM that a layout may fill (infinite: whatever it needs).
         limits: of the meshes.
     """
 
@@ -75,7 +75,7 @@ class SearchSpace:
     sequence_parallel: bool = True
     micro_batch: int | None = None
     num_microbatches: int | None = None
-    must_fit: bool = True
+    memory_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +333,7 @@ def _all_rows(state: _State, table: Rows) -> tuple[_Rows, list[tuple[LocalBlock,
 
 def _bounded(state: _State, ideal: IdealWires, rows: _Rows, local: list[tuple[LocalBlock, ...]]) -> _Rows:
     """Those of `rows` that fit in memory, with a lower bound of their time."""
-    capacity = state.problem.cluster.chip.hbm_capacity if state.space.must_fit else math.inf
+    capacity = state.problem.cluster.chip.hbm_capacity * state.space.memory_share
     parts = []
     for s, structure in enumerate(state.structures):
         mine = rows.take(np.flatnonzero(rows.structure == s))

@@ -67,7 +67,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
             },
         },
         body=tuple(body),
-        assumed=_assumed(best),
+        assumed=(*_assumed(best), _headroom(planning)),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_steps(best),
         explanations=_explanations(best),
@@ -138,6 +138,13 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
             + (f": {source.title}{', ' + source.date if source.date else ''}" if source else "")
         )
     return tuple(lines)
+
+
+def _headroom(planning: Planning) -> str:
+    """Say how full plans may fill a chip."""
+    if planning.memory_share >= 1:
+        return "plans may fill all of the HBM (nothing fits in less, or --max-memory asked for it)"
+    return f"plans fill at most {format_percent(planning.memory_share)} of the HBM (--max-memory), because activations are known to about 15 %"
 
 
 def _next_steps(plan: Plan) -> tuple[str, ...]:
