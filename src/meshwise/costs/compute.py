@@ -19,7 +19,16 @@ from meshwise.jobs import Precision
 from meshwise.sharding.place import LocalOp, PlacedBlock
 from meshwise.tensors import Attention, AttentionGradient, Einsum, Elementwise, Lookup
 
-__all__ = ["ComputeRates", "OpWork", "PassCompute", "operation_work", "pass_compute", "pass_work"]
+__all__ = [
+    "ComputeRates",
+    "OpCompute",
+    "OpWork",
+    "PassCompute",
+    "operation_compute",
+    "operation_work",
+    "pass_compute",
+    "pass_work",
+]
 
 Split = tuple[str, ...]
 
@@ -35,6 +44,7 @@ class OpWork:
         vector: FLOPs on the vector unit, as a weighted sum.
         num_bytes: HBM bytes.
         fused: whether a fusion could remove the bytes (elementwise operations).
+        placed: the operation.
     """
 
     matmul: Volume | None
@@ -43,6 +53,29 @@ class OpWork:
     vector: WeightedSum
     num_bytes: WeightedSum
     fused: bool
+    placed: LocalOp
+
+
+@dataclass(slots=True)
+class OpCompute:
+    """One operation on one chip (floats or arrays).
+
+    Args:
+        flops: on the matrix unit.
+        num_bytes: HBM traffic.
+        compute: seconds of its FLOPs (tiles padded) at achieved rates, on whichever unit does them.
+        memory: seconds of its bytes.
+    """
+
+    flops: Any
+    num_bytes: Any
+    compute: Any
+    memory: Any
+
+    @property
+    def seconds(self) -> Any:
+        """The longer of the two."""
+        return maximum(self.compute, self.memory)
 
 
 @dataclass(slots=True)
@@ -114,7 +147,7 @@ def operation_work(item: LocalOp, precision: Precision) -> OpWork:
     elif isinstance(op, Elementwise):
         vector = ((volume(op.counted or op.axes), op.flops_per_element),)
     fused = not (op.matmul or isinstance(op, Lookup))
-    return OpWork(matmul, tiles, attention, vector, _operation_bytes(item, precision), fused)
+    return OpWork(matmul, tiles, attention, vector, _operation_bytes(item, precision), fused, item)
 
 
 def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
@@ -138,24 +171,29 @@ def pass_compute(works: Iterable[OpWork], extents: Extents, rates: ComputeRates)
     """
     total = PassCompute()
     for work in works:
-        compute: Any = 0.0
-        if work.matmul is not None and work.tiles is not None:
-            flops = 2 * extents.volume(work.matmul)
-            total.flops = total.flops + flops
-            compute = flops * rates.matmul * _tile_waste(work.tiles, extents, rates.tile)
-        elif work.attention is not None:
-            flops = _attention_flops(*work.attention, extents)
-            total.flops = total.flops + flops
-            compute = flops * rates.matmul
-        elif work.vector:
-            compute = extents.weighted(work.vector) * rates.vector
-        num_bytes = extents.weighted(work.num_bytes)
-        memory = num_bytes * rates.byte
+        one = operation_compute(work, extents, rates)
+        total.flops = total.flops + one.flops
         if not work.fused:
-            total.matmul_bytes = total.matmul_bytes + num_bytes
-        total.seconds = total.seconds + maximum(compute, memory)
-        total.serial_seconds = total.serial_seconds + compute + memory
+            total.matmul_bytes = total.matmul_bytes + one.num_bytes
+        total.seconds = total.seconds + one.seconds
+        total.serial_seconds = total.serial_seconds + one.compute + one.memory
     return total
+
+
+def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> OpCompute:
+    """Price one operation; arguments as in `pass_compute`."""
+    flops: Any = 0.0
+    compute: Any = 0.0
+    if work.matmul is not None and work.tiles is not None:
+        flops = 2 * extents.volume(work.matmul)
+        compute = flops * rates.matmul * _tile_waste(work.tiles, extents, rates.tile)
+    elif work.attention is not None:
+        flops = _attention_flops(*work.attention, extents)
+        compute = flops * rates.matmul
+    elif work.vector:
+        compute = extents.weighted(work.vector) * rates.vector
+    num_bytes = extents.weighted(work.num_bytes)
+    return OpCompute(flops, num_bytes, compute, num_bytes * rates.byte)
 
 
 def _attention_flops(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Any:

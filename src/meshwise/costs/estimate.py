@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
 from meshwise.costs.network import Fabric, Wire, make_wire
+from meshwise.costs.step import Ledger
 from meshwise.errors import LayoutError
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.remat import remat_policy, saved_activations
@@ -143,14 +144,19 @@ def layout_wires(fabric: Fabric, layout: Layout) -> Any:
     return wires
 
 
-def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Costs:
-    """Evaluate one layout with the evaluator of the search."""
+def layout_candidate(layout: Layout) -> tuple[Structure, Candidates]:
+    """Give a layout as the evaluator takes it: its structure and its sizes."""
     sizes = {a: float(s) for a, s in layout.sizes.items()}
     candidates = Candidates(
         **sizes, micro_batch=float(layout.micro_batch), num_microbatches=float(layout.num_microbatches)
     )
-    structure = Structure(layout.zero, layout.sequence_parallel, layout.remat)
-    return evaluate(problem, structure, candidates, layout_wires(fabric, layout))
+    return Structure(layout.zero, layout.sequence_parallel, layout.remat), candidates
+
+
+def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, ledger: Ledger | None = None) -> Costs:
+    """Evaluate one layout with the evaluator of the search; `ledger` is filled with what its terms are sums of."""
+    structure, candidates = layout_candidate(layout)
+    return evaluate(problem, structure, candidates, layout_wires(fabric, layout), ledger=ledger)
 
 
 def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Estimate:

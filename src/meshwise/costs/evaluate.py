@@ -17,7 +17,7 @@ from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compu
 from meshwise.costs.extents import Extents, held_bytes
 from meshwise.costs.memory import LocalMemory, MemoryPlan, local_memory, memory_plan, training_memory
 from meshwise.costs.network import Wire
-from meshwise.costs.step import BlockTime, Rates, StepTime, step_time
+from meshwise.costs.step import BlockTime, Ledger, Rates, StepTime, step_time
 from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.hardware import Cluster
 from meshwise.jobs import Optimizer, Precision, TrainingJob
@@ -27,7 +27,20 @@ from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.strategy import training_strategy
 from meshwise.tensors import Block, Tensor
 
-__all__ = ["Candidates", "Costs", "LocalBlock", "Structure", "TrainingProblem", "evaluate", "evaluate_local", "place_structure"]
+__all__ = [
+    "Candidates",
+    "Costs",
+    "LocalBlock",
+    "PlannedBlock",
+    "Structure",
+    "TrainingProblem",
+    "evaluate",
+    "evaluate_local",
+    "local_extents",
+    "place_structure",
+    "plan_structure",
+    "whole_extents",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +163,7 @@ def evaluate_local(
 
     A search calls it once for the few distinct sizes there are. Args as in `Candidates`.
     """
-    mesh = {"data": 1.0, "fsdp": 1.0, "context": context, "tensor": tensor}
-    program = problem.model.train_program()
-    extents = Extents(program.bind(batch=micro_batch, queries=problem.job.seq_len), mesh)
+    extents = local_extents(problem, micro_batch=micro_batch, context=context, tensor=tensor)
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
     return tuple(
         LocalBlock(
@@ -164,12 +175,26 @@ def evaluate_local(
     )
 
 
+def local_extents(problem: TrainingProblem, *, micro_batch: Any, context: Any, tensor: Any) -> Extents:
+    """Lengths of one microbatch on one device, where no weight is split over data and fsdp."""
+    mesh = {"data": 1.0, "fsdp": 1.0, "context": context, "tensor": tensor}
+    return Extents(problem.model.train_program().bind(batch=micro_batch, queries=problem.job.seq_len), mesh)
+
+
+def whole_extents(problem: TrainingProblem, c: Candidates) -> Extents:
+    """Lengths on the whole mesh: B is the sequences of one microbatch over all devices."""
+    program = problem.model.train_program()
+    return Extents(program.bind(batch=c.micro_batch * c.data * c.fsdp, queries=problem.job.seq_len), c.mesh)
+
+
 def evaluate(
     problem: TrainingProblem,
     structure: Structure,
     candidates: Candidates,
     wires: Callable[[tuple[str, ...]], Wire],
     local: tuple[LocalBlock, ...] | None = None,
+    *,
+    ledger: Ledger | None = None,
 ) -> Costs:
     """Time and memory of a training step.
 
@@ -179,14 +204,14 @@ def evaluate(
         candidates: sizes.
         wires: mesh axes -> wire of the group along them, of the same shape as the candidates.
         local: from `evaluate_local`, where it was computed before.
+        ledger: filled with what the time's terms are sums of, for workings.
     """
     c, job, chip = candidates, problem.job, problem.cluster.chip
     formats = job.formats
     planned = plan_structure(problem, structure)
     if local is None:
         local = evaluate_local(problem, structure, micro_batch=c.micro_batch, context=c.context, tensor=c.tensor)
-    program = problem.model.train_program()
-    extents = Extents(program.bind(batch=c.micro_batch * c.data * c.fsdp, queries=job.seq_len), c.mesh)
+    extents = whole_extents(problem, c)
     step = step_time(
         [_block_time(p, own, extents) for p, own in zip(planned, local, strict=True)],
         Rates(chip, problem.calibration, wires),
@@ -195,6 +220,7 @@ def evaluate(
         num_microbatches=c.num_microbatches,
         boundary_bytes=extents.weighted(held_bytes((_residual(structure),), formats)),
         optimizer_bytes=_optimizer_bytes(planned, extents, formats, job.optimizer_kind, c.stage),
+        ledger=ledger,
     )
     memory = training_memory(
         [(p.placed.block, p.memory, own.memory) for p, own in zip(planned, local, strict=True)],

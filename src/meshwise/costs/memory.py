@@ -5,7 +5,7 @@ What a class holds is read from the placed blocks. Not here: allocator fragmenta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,13 @@ from meshwise.tensors import Block, Kind
 __all__ = [
     "MEMORY_CLASSES",
     "RESERVE_SHARE",
+    "End",
     "LocalMemory",
     "MemoryPlan",
     "local_memory",
     "memory_plan",
+    "pipeline_ends",
+    "state_bytes",
     "training_memory",
 ]
 
@@ -161,15 +164,11 @@ def training_memory(
 
     Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
-    layers = sum(block.repeat for block, _, _ in blocks if block.role == "layer")
-    share = ceil(layers / stages) / layers
-    single = (stages == 1) * 1.0
-    state = [_state_bytes(plan, extents, precision, optimizer) for _, plan, _ in blocks]
-    ends = []
-    for end, in_flight in (("embed", minimum(stages, num_microbatches)), ("head", 1.0)):
-        counts = {"embed": single, "head": single, "layer": share} | {end: 1.0}
-        held = where(single > 0, 1.0, in_flight)
-        ends.append(_stage_classes(blocks, state, counts, held, 1 - single))
+    state = [state_bytes(plan, extents, precision, optimizer) for _, plan, _ in blocks]
+    ends = [
+        _stage_classes(blocks, state, end)
+        for end in pipeline_ends((block for block, _, _ in blocks), stages, num_microbatches)
+    ]
     totals = [sum(classes.values()) for classes in ends]
     first = totals[0] > totals[1]
     result = {name: where(first, ends[0][name], ends[1][name]) for name in ends[0]}
@@ -180,7 +179,32 @@ def training_memory(
     return {**{name: result[name] for name in MEMORY_CLASSES}, "total": total}
 
 
-def _state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, optimizer: Optimizer) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class End:
+    """The first or the last pipeline stage (floats or arrays).
+
+    Args:
+        counts: role -> copies there of each block's `repeat`.
+        in_flight: microbatches whose activations are held.
+        several_stages: 1 where there are several stages, so that tied weights are held twice, else 0.
+    """
+
+    counts: Mapping[str, Any]
+    in_flight: Any
+    several_stages: Any
+
+
+def pipeline_ends(blocks: Iterable[Block], stages: Any, num_microbatches: Any) -> tuple[End, End]:
+    """Say what the first and the last stage hold."""
+    layers = sum(block.repeat for block in blocks if block.role == "layer")
+    share = ceil(layers / stages) / layers
+    single = (stages == 1) * 1.0
+    whole = {"embed": single, "head": single, "layer": share}
+    first = where(single > 0, 1.0, minimum(stages, num_microbatches))
+    return End(whole | {"embed": 1.0}, first, 1 - single), End(whole | {"head": 1.0}, 1.0, 1 - single)
+
+
+def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, optimizer: Optimizer) -> dict[str, Any]:
     """The training state of one copy of a block."""
     states = extents.weighted(plan.states)
     return {
@@ -196,22 +220,20 @@ def _state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, optim
 def _stage_classes(
     blocks: Sequence[tuple[Block, MemoryPlan, LocalMemory]],
     state: Sequence[Mapping[str, Any]],
-    counts: Mapping[str, Any],
-    in_flight: Any,
-    several_stages: Any,
+    end: End,
 ) -> dict[str, Any]:
-    """Classes of one stage that holds `counts` of each role's blocks, the reserve left out."""
+    """Classes of one stage, the reserve left out."""
     out: dict[str, Any] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
     for (block, _, local), held in zip(blocks, state, strict=True):
-        n = counts[block.role] * block.repeat
-        present = (counts[block.role] > 0) * 1.0
+        n = end.counts[block.role] * block.repeat
+        present = (end.counts[block.role] > 0) * 1.0
         for name in ("parameters", "master_copies", "gradients", "optimizer"):
             out[name] = out[name] + n * held[name]
-        out["parameters"] = out["parameters"] + several_stages * n * held["tied"]
+        out["parameters"] = out["parameters"] + end.several_stages * n * held["tied"]
         if block.role == "head":
             out["logits_and_loss"] = out["logits_and_loss"] + n * (local.kept + local.workspace)
         else:
-            out["activations"] = out["activations"] + n * local.kept * in_flight
+            out["activations"] = out["activations"] + n * local.kept * end.in_flight
             out["workspace"] = maximum(out["workspace"], present * local.workspace)
         gathered = maximum(local.gathered - held["stored"], 0.0)
         out["gathered_weights"] = maximum(out["gathered_weights"], present * gathered)

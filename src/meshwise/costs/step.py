@@ -16,7 +16,7 @@ The rule for the *expected* time, stated once:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum
@@ -30,7 +30,7 @@ from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
-__all__ = ["TERMS", "BlockTime", "Rates", "StepTime", "step_time"]
+__all__ = ["TERMS", "BlockTime", "Hiding", "Ledger", "Rates", "StepTime", "step_time"]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
@@ -90,6 +90,48 @@ def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
     return "tensor" if mesh_axes == ("tensor",) else "fsdp"
 
 
+@dataclass(frozen=True, slots=True)
+class Hiding:
+    """Flows that hide together behind the same compute, and how far that goes.
+
+    Args:
+        rule: number of the rule above that says so.
+        block, when: whose flows they are, and in which pass.
+        flows: with their seconds, all collectives of a flow together.
+        cover: seconds of compute that they may hide behind; 0 where they stand on the critical path.
+        exposed_share: of each flow's seconds.
+        count: how often: copies of the block, within one microbatch or within the step (`when`).
+    """
+
+    rule: int
+    block: Block
+    when: Pass
+    flows: tuple[tuple[Flow, Any], ...]
+    cover: Any
+    exposed_share: Any
+    count: Any
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The entries that a step's terms are sums of; `step_time` fills it where one is given.
+
+    Args:
+        blocks: each with its copies on the slowest stage.
+        hidings: every flow, once.
+        microbatch: seconds of one microbatch on the slowest stage.
+        send: seconds of one send between stages.
+        boundary_bytes, optimizer_bytes: as given to `step_time`.
+    """
+
+    blocks: list[tuple[BlockTime, Any]] = field(default_factory=list)
+    hidings: list[Hiding] = field(default_factory=list)
+    microbatch: Any = 0.0
+    send: Any = 0.0
+    boundary_bytes: Any = 0.0
+    optimizer_bytes: Any = 0.0
+
+
 _NETWORKS = ("tensor", "context", "fsdp", "data")
 _COMPUTE = ("forward", "backward", "recompute")
 
@@ -109,20 +151,20 @@ class _Sums:
         """All terms together."""
         return sum(self.terms.values())
 
-    def expose(self, by_term: Mapping[str, Any], cover: Any, count: Any) -> Any:
+    def expose(self, by_term: Mapping[str, Any], cover: Any, count: Any) -> tuple[Any, Any]:
         """Hide `count` times what fits behind `cover` seconds of compute; share what sticks out over the terms.
 
-        Returns: seconds that were hidden, once.
+        Returns: seconds that were hidden, once; the share that was exposed.
         """
         together: Any = sum(by_term.values())
         if isinstance(together, float | int) and together == 0:
-            return 0.0
+            return 0.0, 0.0
         exposed_share = maximum(together - cover, 0.0) / maximum(together, 1e-30)
         for term, seconds in by_term.items():
             exposed = seconds * exposed_share
             self.terms[term] = self.terms[term] + count * exposed
             self.hidden[term] = self.hidden[term] + count * (seconds - exposed)
-        return together * (1 - exposed_share)
+        return together * (1 - exposed_share), exposed_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +194,7 @@ def step_time(
     num_microbatches: Any,
     boundary_bytes: Any,
     optimizer_bytes: Any,
+    ledger: Ledger | None = None,
 ) -> StepTime:
     """Put the blocks together.
 
@@ -162,6 +205,7 @@ def step_time(
         stages, num_microbatches: of the 1F1B pipeline (1 stage: gradient accumulation).
         boundary_bytes: what one chip sends to the next stage per microbatch and direction.
         optimizer_bytes: HBM traffic of the optimizer on one chip.
+        ledger: to be filled, for workings.
 
     Source: book, Training; Narayanan et al. 2021 for the 1F1B bubble, (stages - 1) / microbatches.
     """
@@ -170,12 +214,16 @@ def step_time(
     counted = [(b, _count(b, share, stages)) for b in blocks]
     micro = _Sums()
     for block, count in counted:
-        _add_block(micro, block, count, rates)
+        _add_block(micro, block, count, rates, ledger)
     once = _Sums()
-    _add_step_flows(once, micro, counted, rates, 1 - 1 / (layers * share))
+    _add_step_flows(once, micro, counted, rates, 1 - 1 / (layers * share), ledger=ledger)
     idle = (stages - 1) / num_microbatches
     send = _send(boundary_bytes, rates)
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
+    if ledger is not None:
+        ledger.blocks += counted
+        ledger.microbatch, ledger.send = micro.total(), send
+        ledger.boundary_bytes, ledger.optimizer_bytes = boundary_bytes, optimizer_bytes
     terms = {name: num_microbatches * micro.terms[name] + once.terms[name] for name in micro.terms}
     terms["pipeline_bubble"] = (stages - 1) * micro.total()
     terms["pipeline_send"] = 2 * (stages - 1) * send
@@ -209,56 +257,84 @@ def _count(b: BlockTime, share: Any, stages: Any) -> Any:
     return repeat * (1.0 if role == "head" else (stages == 1) * 1.0)
 
 
-def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: Rates) -> None:
+def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: Rates, ledger: Ledger | None) -> None:
     """Add `count` runs of a block: compute, exposed activations, and what weights and gradients stick out of the compute."""
     for name, work in (("forward", b.forward), ("recompute", b.recompute), ("backward", b.backward)):
         sums.terms[name] = sums.terms[name] + count * work.seconds
         sums.serial = sums.serial + count * work.serial_seconds
         sums.flops = sums.flops + count * work.flops
         sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
-    hideable: dict[Pass, dict[str, Any]] = {Pass.FORWARD: {}, Pass.BACKWARD: {}}
-    fused: dict[Pass, Any] = {Pass.FORWARD: 0.0, Pass.BACKWARD: 0.0}
+    hideable: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
+    fused: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
     for f in b.flows:
         if f.when is Pass.STEP:
             continue
         term, seconds = term_of(f.mesh_axes, f.purpose), rates.flow_seconds(f)
         sums.resources[term] = sums.resources[term] + count * rates.flow_bound(f)
         sums.serial = sums.serial + count * seconds
-        if f.purpose is Purpose.ACTIVATIONS:
-            if term == "tensor" and rates.calibration.collective_matmul:
-                fused[f.when] = fused[f.when] + seconds
-            else:
-                sums.terms[term] = sums.terms[term] + count * seconds
+        if f.purpose is not Purpose.ACTIVATIONS:
+            hideable[f.when].append((f, seconds))
+        elif term == "tensor" and rates.calibration.collective_matmul:
+            fused[f.when].append((f, seconds))
         else:
-            hideable[f.when][term] = hideable[f.when].get(term, 0.0) + seconds
-    backward = b.recompute.seconds + b.backward.seconds
+            sums.terms[term] = sums.terms[term] + count * seconds
+            if ledger is not None:
+                ledger.hidings.append(Hiding(2, b.block, f.when, ((f, seconds),), 0.0, 1.0, count))
+    compute = {Pass.FORWARD: b.forward.seconds, Pass.BACKWARD: b.recompute.seconds + b.backward.seconds}
+    purposes = {Pass.FORWARD: Purpose.WEIGHTS, Pass.BACKWARD: Purpose.GRADIENTS}
     # Collective matmuls use the links of the tensor axis, weights those of fsdp: both may run beside the same compute.
-    sums.expose({"tensor": fused[Pass.FORWARD]}, b.forward.seconds, count)
-    sums.expose({"tensor": fused[Pass.BACKWARD]}, backward, count)
-    left_forward = b.forward.seconds - sums.expose(hideable[Pass.FORWARD], b.forward.seconds, count)
-    left_backward = backward - sums.expose(hideable[Pass.BACKWARD], backward, count)
-    sums.cover[Purpose.WEIGHTS] = sums.cover[Purpose.WEIGHTS] + count * left_forward
-    sums.cover[Purpose.GRADIENTS] = sums.cover[Purpose.GRADIENTS] + count * left_backward
+    for when, cover in compute.items():
+        _hide(sums, Hiding(2, b.block, when, tuple(fused[when]), cover, 0.0, count), ledger)
+        hidden = _hide(sums, Hiding(3, b.block, when, tuple(hideable[when]), cover, 0.0, count), ledger)
+        sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * (cover - hidden)
+
+
+def _hide(sums: _Sums, entry: Hiding, ledger: Ledger | None) -> Any:
+    """Hide the flows of `entry` behind its cover, and write down what share was exposed.
+
+    Returns: seconds that were hidden, once.
+    """
+    by_term: dict[str, Any] = {}
+    for f, seconds in entry.flows:
+        term = term_of(f.mesh_axes, f.purpose)
+        by_term[term] = by_term.get(term, 0.0) + seconds
+    hidden, exposed_share = sums.expose(by_term, entry.cover, entry.count)
+    if ledger is not None and entry.flows:
+        ledger.hidings.append(replace(entry, exposed_share=exposed_share))
+    return hidden
 
 
 def _add_step_flows(
-    once: _Sums, micro: _Sums, counted: Sequence[tuple[BlockTime, Any]], rates: Rates, cover_share: Any
+    once: _Sums,
+    micro: _Sums,
+    counted: Sequence[tuple[BlockTime, Any]],
+    rates: Rates,
+    cover_share: Any,
+    *,
+    ledger: Ledger | None,
 ) -> None:
     """Add what happens once a step: reductions behind the last backward pass, new weights behind the next forward pass.
 
     They hide behind what compute of one microbatch covers nothing else yet, less one layer.
     """
     by_purpose: dict[Purpose, dict[str, Any]] = {Purpose.GRADIENTS: {}, Purpose.WEIGHTS: {}}
+    entries: list[Hiding] = []
     for b, count in counted:
         for f in b.flows:
             if f.when is Pass.STEP:
                 term = term_of(f.mesh_axes, f.purpose)
-                seconds = count * rates.flow_seconds(f)
+                one = rates.flow_seconds(f)
+                seconds = count * one
                 once.resources[term] = once.resources[term] + count * rates.flow_bound(f)
                 once.serial = once.serial + seconds
                 by_purpose[f.purpose][term] = by_purpose[f.purpose].get(term, 0.0) + seconds
+                entries.append(Hiding(4, b.block, Pass.STEP, ((f, one),), 0.0, 0.0, count))
     for purpose, by_term in by_purpose.items():
-        once.expose(by_term, micro.cover[purpose] * cover_share, 1.0)
+        cover = micro.cover[purpose] * cover_share
+        _, exposed_share = once.expose(by_term, cover, 1.0)
+        if ledger is not None:
+            own = (e for e in entries if e.flows[0][0].purpose is purpose)
+            ledger.hidings += [replace(e, cover=cover, exposed_share=exposed_share) for e in own]
 
 
 def _send(boundary_bytes: Any, rates: Rates) -> Any:

@@ -36,6 +36,7 @@ class Flow:
         when, purpose, kind, mesh_axes: what it is.
         num_bytes: of each collective, in the convention of `collectives.wire_time` (float or array).
         count: how many of them in a pass.
+        transfers: what moves, as placed.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Flow:
     mesh_axes: tuple[str, ...]
     num_bytes: Any
     count: int
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class FlowPlan:
     """A flow before sizes are known.
 
     Args:
-        name, when, purpose, kind, mesh_axes, count: as in `Flow`.
+        name, when, purpose, kind, mesh_axes, count, transfers: as in `Flow`.
         num_bytes: bytes of the local block, as a sum still to be given sizes.
         scaled_by: mesh axes over which the bytes are counted together (AllToAll).
         local: whether they depend only on the microbatch, context and tensor sizes, not on data and fsdp.
@@ -67,6 +69,7 @@ class FlowPlan:
     num_bytes: WeightedSum
     scaled_by: Split
     local: bool
+    transfers: tuple[Transfer, ...]
 
     def flow(self, extents: Extents) -> Flow:
         """Give it sizes."""
@@ -74,7 +77,9 @@ class FlowPlan:
 
     def sized(self, num_bytes: Any) -> Flow:
         """Give it bytes that are known already."""
-        return Flow(self.name, self.when, self.purpose, self.kind, self.mesh_axes, num_bytes, self.count)
+        return Flow(
+            self.name, self.when, self.purpose, self.kind, self.mesh_axes, num_bytes, self.count, self.transfers
+        )
 
 
 def flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...]:
@@ -106,6 +111,7 @@ def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> 
         num_bytes=total,
         scaled_by=mesh_axes if kind is CollectiveKind.ALL_TO_ALL else (),
         local=not far & {"data", "fsdp"},
+        transfers=tuple(items),
     )
 
 
