@@ -30,7 +30,7 @@ def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: f
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
             return num_bytes * (wire.gather / efficiency)
         case CollectiveKind.ALL_REDUCE:
-            return num_bytes * (2 * wire.gather / (wire.all_reduce_gain * efficiency))
+            return num_bytes * (wire.all_reduce / efficiency)
         case CollectiveKind.ALL_TO_ALL:
             return num_bytes * (wire.exchange / efficiency)
         case CollectiveKind.PERMUTE:

@@ -97,7 +97,7 @@ class Wire:
         exchange_latency: seconds that an AllToAll takes however small.
         send: seconds per byte that every chip sends to its neighbour in the group.
         send_latency: seconds that a send takes however small.
-        all_reduce_gain: how much faster than twice an AllGather an AllReduce is (in-network reduction).
+        all_reduce: seconds per byte of an AllReduce: twice an AllGather, or less where the switches add.
     """
 
     size: Any
@@ -107,7 +107,7 @@ class Wire:
     exchange_latency: Any
     send: Any
     send_latency: Any
-    all_reduce_gain: float = 1.0
+    all_reduce: Any
 
 
 def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...]) -> Wire:
@@ -129,6 +129,7 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
     ring = _TorusSums()
     size: Any = 1.0
     switch_gather: Any = 0.0
+    switch_reduce: Any = 0.0
     gather_latency: Any = 0.0
     exchange_parts: list[tuple[Any, Any]] = []  # (seconds per local byte sent outside, members below)
     exchange_latency: Any = 0.0
@@ -143,7 +144,10 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
             send_latency = maximum(send_latency, where(used, stride * dim.latency, 0.0))
         else:
             seconds = 1 / dim.bandwidth_one_way
-            switch_gather = maximum(switch_gather, (1 - 1 / extent) * seconds / size)
+            missing = 1 - 1 / extent
+            share = seconds / size
+            switch_gather = maximum(switch_gather, missing * share)
+            switch_reduce = maximum(switch_reduce, _all_reduce_share(missing, used, fabric) * share)
             exchange_parts.append((where(used, seconds, 0.0), size))
             steps = ceil(log2(extent))
             gather_latency = gather_latency + steps * dim.latency
@@ -162,8 +166,15 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
         exchange_latency=maximum(exchange_latency, ring.latency),
         send=send,
         send_latency=send_latency,
-        all_reduce_gain=IN_NETWORK_GAIN if fabric.in_network_reduction else 1.0,
+        all_reduce=maximum(2 * ring.gather(), switch_reduce),
     )
+
+
+def _all_reduce_share(missing: Any, used: Any, fabric: Fabric) -> Any:
+    """Bytes into a chip per byte that it reduces on one level: twice what is missing; switches that add send the sum once."""
+    if not fabric.in_network_reduction:
+        return 2 * missing
+    return maximum(2 * missing / IN_NETWORK_GAIN, where(used, 1.0, 0.0))
 
 
 def _extent_and_stride(factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...], i: int) -> tuple[Any, Any]:

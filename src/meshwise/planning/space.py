@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 
 import numpy as np
@@ -19,6 +19,9 @@ from meshwise.sharding.layout import MESH_AXES
 __all__ = ["IdealWires", "Limits", "WireTable", "meshes", "parts_of", "placements", "shrunken", "undominated"]
 
 Array = NDArray[np.float64]
+
+#: What a wire costs, in the order of its fields: everything but its size.
+_PRICES = tuple(f.name for f in fields(Wire) if f.name != "size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class IdealWires:
             unique, inverse = np.unique(total, return_inverse=True)
             best = [_best_wire(self.fabric, int(n)) for n in unique]
             columns = (np.array(column)[inverse] for column in zip(*best, strict=True))
-            self.made[key] = Wire(total, *columns, all_reduce_gain=_gain(self.fabric))
+            self.made[key] = Wire(total, *columns)
         return self.made[key]
 
     def at(self, rows: NDArray[np.int64]) -> Callable[[tuple[str, ...]], Wire]:
@@ -144,14 +147,9 @@ class IdealWires:
 
         def wire(axes: tuple[str, ...]) -> Wire:
             whole = self(axes)
-            names = ("size", "gather", "gather_latency", "exchange", "exchange_latency", "send", "send_latency")
-            return Wire(*(getattr(whole, n)[rows] for n in names), all_reduce_gain=whole.all_reduce_gain)
+            return Wire(whole.size[rows], *(getattr(whole, n)[rows] for n in _PRICES))
 
         return cache(wire)
-
-
-def _gain(fabric: Fabric) -> float:
-    return make_wire(fabric, {"x": [1.0] * len(fabric.dimensions)}, ("x",)).all_reduce_gain
 
 
 @lru_cache(maxsize=65536)
@@ -159,8 +157,7 @@ def _best_wire(fabric: Fabric, size: int) -> tuple[float, ...]:
     """The smallest of each of a wire's numbers over all ways to lay out one group of `size` chips."""
     extents = _extents(size, fabric.sizes)
     wires = [make_wire(fabric, {"x": [float(e) for e in way]}, ("x",)) for way in extents]
-    names = ("gather", "gather_latency", "exchange", "exchange_latency", "send", "send_latency")
-    return tuple(min(float(getattr(w, n)) for w in wires) for n in names)
+    return tuple(min(float(getattr(w, n)) for w in wires) for n in _PRICES)
 
 
 def undominated(
@@ -181,6 +178,7 @@ def undominated(
     for group in groups:
         w = wires(group)
         columns += [w.gather, w.gather_latency, w.exchange, w.exchange_latency]
+        columns += [w.all_reduce] if fabric.in_network_reduction else []  # else twice the gather, which is there
     columns += [wires(("stage",)).send, wires(("stage",)).send_latency]
     costs = np.column_stack([_rounded(np.broadcast_to(c, len(factors))) for c in columns])
     ends = np.append(starts[1:], len(factors))

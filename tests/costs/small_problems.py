@@ -1,0 +1,158 @@
+"""Small models, clusters and layouts to draw at random, and complete enumerations to compare with."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from meshwise.costs.calibration import CALIBRATIONS
+from meshwise.costs.evaluate import Structure, TrainingProblem
+from meshwise.costs.network import Fabric
+from meshwise.hardware import Torus, TorusAxis, parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import read_config
+from meshwise.sharding.layout import MESH_AXES, Layout
+
+REMATS = ("none", "matmuls", "attention", "full")
+
+
+def tiny(*, layers=4, width=256, heads=8, kv_heads=4, hidden=512, vocab=1024, tied=False):
+    """A Llama of a few million parameters."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 131072,
+    }
+    return read_config(config, name="tiny", where="tests")
+
+
+def torus(shape, *, wraps=True, chip="v5p"):
+    """So many chips of a TPU on any box."""
+    cluster = parse_cluster(f"{chip}:2x2x1" if chip == "v5p" else f"{chip}:2x2")
+    axes = tuple(TorusAxis(n, wraps) for n in shape)
+    network = Torus(axes, cluster.chip.link_bandwidth_one_way, cluster.chip.hop_latency)
+    return cluster.replace(name=f"{chip}-box", network=network, num_chips=math.prod(shape))
+
+
+CLUSTERS = {
+    "v5e 4x4 mesh": lambda: parse_cluster("v5e:4x4"),
+    "v5e 4x16, one axis wraps": lambda: parse_cluster("v5e:4x16"),
+    "v5p 2x2x4 mesh": lambda: parse_cluster("v5p:2x2x4"),
+    "v5p 4x4x4 torus": lambda: parse_cluster("v5p:4x4x4"),
+    "3x4 torus": lambda: torus((3, 4)),
+    "5x2x3 torus": lambda: torus((5, 2, 3)),
+    "6x6 mesh": lambda: torus((6, 6), wraps=False),
+    "two slices of v5e 4x4": lambda: parse_cluster("v5e:4x4*2"),
+    "three slices of v5p 2x2x4": lambda: parse_cluster("v5p:2x2x4*3"),
+    "8 H100": lambda: parse_cluster("h100:8"),
+    "48 H100": lambda: parse_cluster("h100:48"),
+    "64 H100, switches add": lambda: parse_cluster("h100:64+sharp"),
+    "one chip": lambda: parse_cluster("h100:1"),
+}
+clusters = st.sampled_from(sorted(CLUSTERS)).map(lambda name: CLUSTERS[name]())
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@st.composite
+def factorings(draw, room, parts):
+    """[parts, dimensions] extents whose product over parts is `room`: every chip in use."""
+    columns = []
+    for size in room:
+        left, column = size, []
+        for _ in range(parts - 1):
+            f = draw(st.sampled_from(divisors(left)))
+            column.append(f)
+            left //= f
+        column.append(left)
+        columns.append(draw(st.permutations(column)))
+    return [tuple(column[i] for column in columns) for i in range(parts)]
+
+
+@st.composite
+def layouts(draw, fabric, *, max_tensor=8, max_stage=4):
+    """A complete layout with wires: extents drawn on every dimension; axes that are too large give what they have to fsdp."""
+    extents = dict(zip(MESH_AXES, draw(factorings(fabric.sizes, len(MESH_AXES))), strict=True))
+    for axis, most in (("tensor", max_tensor), ("stage", max_stage), ("context", 16)):
+        if math.prod(extents[axis]) > most:
+            extents["fsdp"] = tuple(a * b for a, b in zip(extents["fsdp"], extents[axis], strict=True))
+            extents[axis] = (1,) * len(fabric.sizes)
+    sizes = {a: math.prod(e) for a, e in extents.items()}
+    return Layout(
+        **sizes,
+        zero=draw(st.sampled_from((0, 1, 2))),
+        sequence_parallel=draw(st.booleans()),
+        remat=draw(st.sampled_from(REMATS)),
+        micro_batch=draw(st.integers(1, 4)),
+        num_microbatches=draw(st.integers(1, 8)),
+        wires=tuple(extents.items()),
+    )
+
+
+class Case(NamedTuple):
+    """A problem and a complete layout; shows itself in a few lines."""
+
+    problem: TrainingProblem
+    fabric: Fabric
+    layout: Layout
+
+    def __repr__(self):
+        p = self.problem
+        sizes = {k: v for k, v in p.model.sizes.items() if k in "DFNKV"} | {"L": p.model.num_layers}
+        wires = {a: e for a, e in self.layout.wires or () if self.layout.sizes[a] > 1}
+        return f"<{sizes} {p.job.seq_len:.0f} {p.job.precision} {p.calibration.name} {p.cluster.name} {self.layout} {wires}>"
+
+
+@st.composite
+def cases(draw):
+    """(problem, fabric, layout), everything at random."""
+    cluster = draw(clusters)
+    model = tiny(
+        layers=draw(st.sampled_from((4, 5, 6))),
+        width=draw(st.sampled_from((256, 1024, 4096))),
+        kv_heads=draw(st.sampled_from((1, 4, 8))),
+        hidden=draw(st.sampled_from((512, 1000, 16384))),
+        tied=draw(st.booleans()),
+    )
+    fabric = Fabric.of(cluster)
+    layout = draw(layouts(fabric))
+    seq_len = draw(st.sampled_from((1920, 8192, 32768)))
+    job = TrainingJob(
+        batch_tokens=str(layout.sequences * seq_len),
+        seq_len=str(seq_len),
+        precision=draw(st.sampled_from(("bf16", "mixed"))),
+    )
+    calibration = draw(st.sampled_from(sorted(CALIBRATIONS)))
+    return Case(TrainingProblem(model, job, cluster, CALIBRATIONS[calibration]), fabric, layout)
+
+
+def structure_of(layout):
+    return Structure(layout.zero, layout.sequence_parallel, layout.remat)
+
+
+def all_factorings(n, parts):
+    """Every tuple of `parts` factors of `n`."""
+    if parts == 1:
+        yield (n,)
+        return
+    for d in divisors(n):
+        for rest in all_factorings(n // d, parts - 1):
+            yield (d, *rest)
+
+
+def all_placements(room, sizes):
+    """Every way to give each of `sizes` a factor of each of `room`, straight from the definition."""
+    per_dimension = [list(all_factorings(size, len(sizes))) for size in room]
+    for columns in itertools.product(*per_dimension):
+        rows = tuple(zip(*columns, strict=True))
+        if tuple(math.prod(r) for r in rows) == tuple(sizes):
+            yield rows

@@ -1,0 +1,189 @@
+"""Wires: never faster than the links into a chip, equal on floats and arrays, and the book's numbers."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from small_problems import CLUSTERS, clusters, factorings, torus
+
+from meshwise.costs.collectives import collective_time, wire_time
+from meshwise.costs.network import IN_NETWORK_GAIN, Fabric, make_wire
+from meshwise.hardware import parse_cluster
+from meshwise.sharding import CollectiveKind as Kind
+from meshwise.sharding.layout import MESH_AXES
+
+FIELDS = ("size", "gather", "gather_latency", "exchange", "exchange_latency", "send", "send_latency", "all_reduce")
+GROUPS = [("tensor",), ("context",), ("fsdp",), ("data",), ("stage",), ("context", "fsdp"), ("context", "data", "fsdp")]
+
+
+def links_into_a_chip(fabric, extents):
+    """Bytes/s into the best-connected chip over the dimensions that a group uses."""
+    total = 0.0
+    for dim, extent in zip(fabric.dimensions, extents, strict=True):
+        if extent > 1:
+            total += dim.bandwidth_one_way * (2 if dim.torus and (dim.wraps or extent > 2) else 1)
+    return total
+
+
+@st.composite
+def groups(draw):
+    fabric = Fabric.of(draw(clusters))
+    rows = draw(factorings(fabric.sizes, len(MESH_AXES)))
+    axes = draw(st.sampled_from(GROUPS))
+    return fabric, dict(zip(MESH_AXES, rows, strict=True)), axes
+
+
+def extents_of(factors, axes):
+    return [math.prod(c) for c in zip(*(factors[a] for a in axes), strict=True)]
+
+
+@settings(max_examples=600, deadline=None)
+@given(groups())
+def test_no_wire_beats_what_must_come_into_a_chip(group):
+    fabric, factors, axes = group
+    extents = extents_of(factors, axes)
+    n = math.prod(extents)
+    assume(n > 1)
+    wire = make_wire(fabric, factors, axes)
+    assert wire.size == n
+    ingress = links_into_a_chip(fabric, extents)
+    missing = 1 - 1 / n
+    near = 1 - 1e-12
+    assert wire_time(Kind.ALL_GATHER, 1.0, wire) >= missing / ingress * near
+    assert wire_time(Kind.REDUCE_SCATTER, 1.0, wire) >= missing / ingress * near
+    assert wire_time(Kind.ALL_TO_ALL, 1.0, wire) >= missing / n / ingress * near
+    # An AllReduce needs two shares of what is missing, or with switches that add, the whole array in (and out).
+    least = min(2 * missing, 1.0) if fabric.in_network_reduction else 2 * missing
+    assert wire_time(Kind.ALL_REDUCE, 1.0, wire) >= least / ingress * near
+    fastest = max(d.bandwidth_one_way for d, e in zip(fabric.dimensions, extents, strict=True) if e > 1)
+    assert wire_time(Kind.PERMUTE, 1.0, wire) >= 1 / fastest * near
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups())
+def test_no_wire_beats_the_narrowest_cut(group):
+    """Half of a group must receive what the other half holds, through the links between the halves."""
+    fabric, factors, axes = group
+    extents = extents_of(factors, axes)
+    n = math.prod(extents)
+    assume(n > 1)
+    wire = make_wire(fabric, factors, axes)
+    for i, (dim, extent) in enumerate(zip(fabric.dimensions, extents, strict=True)):
+        if extent < 2:
+            continue
+        near_side = extent // 2
+        far = extent - near_side
+        if dim.torus:
+            # The other dimensions' members stand side by side: each line of the group has its own link (two on a ring).
+            links = n / extent * dim.bandwidth_one_way * (2 if dim.wraps else 1)
+        else:
+            links = near_side * math.prod(extents[:i]) * dim.bandwidth_one_way * math.prod(extents[i + 1 :])
+        others = far * n / extent / n  # share of the array that the near side lacks
+        assert wire.gather >= others / links * (1 - 1e-12)
+        crossing = (near_side / extent) * (far / extent)  # of an AllToAll's bytes, one way
+        assert wire.exchange >= crossing / links * (1 - 1e-12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups())
+def test_floats_and_arrays_agree(group):
+    fabric, factors, axes = group
+    alone = make_wire(fabric, {a: [float(f) for f in row] for a, row in factors.items()}, axes)
+    ones = {a: [1.0] * len(row) for a, row in factors.items()}
+    arrays = {a: [np.array([f, o, f], float) for f, o in zip(row, ones[a], strict=True)] for a, row in factors.items()}
+    together = make_wire(fabric, arrays, axes)
+    for name in FIELDS:
+        column = np.broadcast_to(getattr(together, name), 3)
+        assert column[0] == column[2] == getattr(alone, name), name
+    assert np.broadcast_to(together.size, 3)[1] == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(groups(), st.integers(0, 3), st.floats(1.0, 8.0))
+def test_more_bandwidth_never_slows_a_wire(group, i, factor):
+    fabric, factors, axes = group
+    dims = list(fabric.dimensions)
+    i %= len(dims)
+    dims[i] = replace(dims[i], bandwidth_one_way=dims[i].bandwidth_one_way * factor)
+    before, after = make_wire(fabric, factors, axes), make_wire(replace(fabric, dimensions=tuple(dims)), factors, axes)
+    for name in ("gather", "exchange", "send"):
+        assert getattr(after, name) <= getattr(before, name) * (1 + 1e-12)
+    for kind in Kind:
+        assert wire_time(kind, 1.0, after) <= wire_time(kind, 1.0, before) * (1 + 1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups(), st.sampled_from(list(Kind)), st.floats(1.0, 1e12))
+def test_a_collective_takes_its_hops_or_its_bytes_whichever_is_longer(group, kind, num_bytes):
+    fabric, factors, axes = group
+    wire = make_wire(fabric, factors, axes)
+    time = collective_time(kind, num_bytes, wire)
+    assert time >= wire_time(kind, num_bytes, wire)
+    assert collective_time(kind, 2 * num_bytes, wire) >= time
+    assert collective_time(kind, num_bytes, wire, efficiency=0.5) >= time
+
+
+def test_rings_and_lines_of_the_book():
+    # Book, Sharded matrices: an AllGather of V takes V / (2 W) on a ring of links W one way; a line has half of that.
+    ring, line = Fabric.of(torus((16,))), Fabric.of(torus((16,), wraps=False))
+    link = 9e10
+    factors = {"tensor": (16,)}
+    assert make_wire(ring, factors, ("tensor",)).gather == pytest.approx(1 / (2 * link), rel=1e-12)
+    assert make_wire(line, factors, ("tensor",)).gather == pytest.approx(15 / 16 / link, rel=1e-12)
+    assert make_wire(ring, factors, ("tensor",)).gather_latency == pytest.approx(8 * 1e-6)
+    assert make_wire(line, factors, ("tensor",)).gather_latency == pytest.approx(15 * 1e-6)
+    # AllToAll: a quarter of the AllGather on a ring, per byte of the whole array: V / (4 N W_both) x N ... = V / (8 W).
+    assert make_wire(ring, factors, ("tensor",)).exchange == pytest.approx(1 / (8 * link), rel=1e-12)
+
+
+def test_several_axes_share_the_bytes():
+    cube = Fabric.of(parse_cluster("v5p:4x4x4"))
+    one, three = {"fsdp": (4, 1, 1)}, {"fsdp": (4, 4, 4)}
+    assert make_wire(cube, three, ("fsdp",)).gather == pytest.approx(make_wire(cube, one, ("fsdp",)).gather / 3)
+    assert make_wire(cube, three, ("fsdp",)).gather_latency == pytest.approx(3 * 2e-6)
+
+
+def test_groups_that_lie_on_one_torus_axis_share_its_links():
+    ring = Fabric.of(torus((16,)))
+    factors = {"tensor": (4,), "fsdp": (4,)}
+    inner, outer = (make_wire(ring, factors, (a,)) for a in ("tensor", "fsdp"))
+    link = 9e10
+    assert inner.gather == pytest.approx(3 / 4 / link)  # four in a row do not close
+    # Every fourth chip: closes to a ring of two hops a direction, but four such groups share each link.
+    assert outer.gather == pytest.approx(4 * (2 / 4) / link)
+    assert outer.gather_latency == pytest.approx(2 * 4 * 1e-6)
+    assert outer.send == pytest.approx(4 / link)
+
+
+def test_levels_of_switches():
+    # Book, GPUs: out of an H100 450 GB/s inside the node, 50 GB/s to the others; the slower level decides.
+    fabric = Fabric.of(parse_cluster("h100:32"))
+    node, leaf = (d.bandwidth_one_way for d in fabric.dimensions)
+    inside = make_wire(fabric, {"tensor": (8, 1)}, ("tensor",))
+    across = make_wire(fabric, {"tensor": (8, 4)}, ("tensor",))
+    alone = make_wire(fabric, {"tensor": (1, 4)}, ("tensor",))
+    assert inside.gather == pytest.approx(7 / 8 / node)
+    assert across.gather == pytest.approx(max(7 / 8 / node, 3 / 4 / (8 * leaf)))
+    assert alone.gather == pytest.approx(3 / 4 / leaf)
+    assert across.exchange == pytest.approx(max(31 / 32 / node, (1 - 8 / 32) / leaf) / 32)
+    assert make_wire(fabric, {"stage": (2, 4)}, ("stage",)).send == pytest.approx(1 / leaf)
+
+
+def test_switches_that_add_gain_but_an_array_must_come_out_once():
+    fabric = Fabric.of(parse_cluster("h100:64+sharp"))
+    assert fabric.in_network_reduction
+    plain = replace(fabric, in_network_reduction=False)
+    for factors, gain in (((8, 1), IN_NETWORK_GAIN), ((2, 1), 1.0), ((1, 2), 1.0), ((1, 8), IN_NETWORK_GAIN)):
+        with_sum, without = (
+            wire_time(Kind.ALL_REDUCE, 1.0, make_wire(f, {"data": factors}, ("data",))) for f in (fabric, plain)
+        )
+        assert without / with_sum == pytest.approx(gain)
+
+
+def test_every_fabric_has_the_clusters_chips():
+    for make in CLUSTERS.values():
+        cluster = make()
+        assert math.prod(Fabric.of(cluster).sizes) == cluster.num_chips
