@@ -5,7 +5,8 @@ The rule for the *expected* time, stated once:
 1. An operation takes the longer of its FLOPs and its bytes, at the calibration's achieved rates.
 2. Collectives on activations stand on the critical path, except that on TPUs those over the tensor axis run as collective
    matmuls: they hide behind the compute of their own block and pass, as far as that lasts.
-3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour, as far as that lasts.
+3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks out of its
+   collective matmuls, which use other links), as far as that lasts.
 4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
    forward pass (new weights), but for one layer's worth.
 5. A pipeline (1F1B) idles for stages - 1 microbatches; its sends are hidden except while it fills and drains.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwise.costs.arithmetic import ceil, maximum
+from meshwise.costs.arithmetic import ceil, maximum, minimum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.compute import PassCompute
@@ -159,12 +160,13 @@ class _Sums:
         together: Any = sum(by_term.values())
         if isinstance(together, float | int) and together == 0:
             return 0.0, 0.0
-        exposed_share = maximum(together - cover, 0.0) / maximum(together, 1e-30)
+        covered = minimum(together, cover)
+        exposed_share = (together - covered) / maximum(together, 1e-30)
         for term, seconds in by_term.items():
             exposed = seconds * exposed_share
             self.terms[term] = self.terms[term] + count * exposed
             self.hidden[term] = self.hidden[term] + count * (seconds - exposed)
-        return together * (1 - exposed_share), exposed_share
+        return covered, exposed_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +284,12 @@ def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: Rates, ledger: Ledg
                 ledger.hidings.append(Hiding(2, b.block, f.when, ((f, seconds),), 0.0, 1.0, count))
     compute = {Pass.FORWARD: b.forward.seconds, Pass.BACKWARD: b.recompute.seconds + b.backward.seconds}
     purposes = {Pass.FORWARD: Purpose.WEIGHTS, Pass.BACKWARD: Purpose.GRADIENTS}
-    # Collective matmuls use the links of the tensor axis, weights those of fsdp: both may run beside the same compute.
     for when, cover in compute.items():
         _hide(sums, Hiding(2, b.block, when, tuple(fused[when]), cover, 0.0, count), ledger)
-        hidden = _hide(sums, Hiding(3, b.block, when, tuple(hideable[when]), cover, 0.0, count), ledger)
-        sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * (cover - hidden)
+        # Collective matmuls use the links of the tensor axis, weights those of fsdp: what sticks out covers weights, too.
+        busy = maximum(cover, sum(seconds for _, seconds in fused[when]))
+        hidden = _hide(sums, Hiding(3, b.block, when, tuple(hideable[when]), busy, 0.0, count), ledger)
+        sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * (busy - hidden)
 
 
 def _hide(sums: _Sums, entry: Hiding, ledger: Ledger | None) -> Any:
