@@ -1,3 +1,63 @@
-"""meshwise: the best way to split a large language model over the chips of a cluster, and why."""
+"""meshwise: the best way to split a large language model over the chips of a cluster, and why.
+
+The verbs of the command line are functions here: `meshwise.plan_train(...)` is `meshwise plan train ...`. They are
+loaded when first used, so that importing the package is quick and loads nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from meshwise.errors import InfeasibleError, MeshwiseError
+
+if TYPE_CHECKING:
+    from meshwise.planning import Plan, Planning
+    from meshwise.verbs.catalogs import all_models, chip, chips, cluster, clusters, model
+    from meshwise.verbs.collective import collective
+    from meshwise.verbs.estimate_train import estimate_train
+    from meshwise.verbs.plan_train import plan_train
+    from meshwise.verbs.roofline import roofline
+    from meshwise.verbs.shard import shard
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "InfeasibleError",
+    "MeshwiseError",
+    "Plan",
+    "Planning",
+    "__version__",
+    "all_models",
+    "chip",
+    "chips",
+    "cluster",
+    "clusters",
+    "collective",
+    "estimate_train",
+    "model",
+    "plan_train",
+    "roofline",
+    "shard",
+]
+
+#: Public name -> the module that it is loaded from.
+_HOMES = {
+    "Plan": "meshwise.planning",
+    "Planning": "meshwise.planning",
+    **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.verbs.catalogs"),
+    **{name: f"meshwise.verbs.{name}" for name in ("collective", "estimate_train", "plan_train", "roofline", "shard")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

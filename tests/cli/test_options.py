@@ -7,9 +7,10 @@ import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel, ConfigDict, Field
 
-from meshwise.cli.options import request_options, validated
+from meshwise.cli.options import request_options
 from meshwise.errors import MeshwiseError, UnitError
 from meshwise.units import Quantity, format_count, parse_count
+from meshwise.verbs.requests import validated
 
 
 class Order(BaseModel):

@@ -12,27 +12,18 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, Union
 
 import annotated_types
 import click
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import PydanticUndefined
 
-from meshwise.errors import MeshwiseError
 from meshwise.units import Quantity
+from meshwise.verbs.requests import format_bound, validated
 
-__all__ = ["request_options", "validated"]
-
-M = TypeVar("M", bound=BaseModel)
-
-_BOUND_WORDS = {
-    "greater_than": ("gt", "more than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
-}
+__all__ = ["request_options"]
 
 
 def request_options(
@@ -59,29 +50,6 @@ def request_options(
         return verb
 
     return decorate
-
-
-def validated(model: type[M], values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> M:
-    """Build a `model` from what a user gave.
-
-    Args:
-        model: the class to build.
-        values: field -> text or value.
-        names: field -> the words by which the user knows it.
-
-    Raises:
-        MeshwiseError: in the words of `names`; a field's own error keeps its class.
-    """
-    try:
-        return model.model_validate(dict(values))
-    except ValidationError as error:
-        problems = error.errors()
-        words = "\n".join(_words(problem, names or {}, values) for problem in problems)
-        cause = problems[0].get("ctx", {}).get("error")
-        if isinstance(cause, MeshwiseError) and len(problems) == 1:
-            cause.args = (words,)
-            raise cause from None
-        raise MeshwiseError(words) from None
 
 
 def _flags(model: type[BaseModel], arguments: tuple[str, ...], flags: Mapping[str, str]) -> dict[str, str]:
@@ -169,7 +137,7 @@ def _shown(value: Any, quantity: Quantity | None) -> str:
 def _bounds(info: FieldInfo) -> list[str]:
     """Say the bounds; "more than 0" goes without saying for quantities."""
     quantity = _quantity(info)
-    show = quantity.show if quantity else _number
+    show = quantity.show if quantity else format_bound
     words = []
     for m in info.metadata:
         if isinstance(m, annotated_types.Ge):
@@ -181,29 +149,3 @@ def _bounds(info: FieldInfo) -> list[str]:
         elif isinstance(m, annotated_types.Lt):
             words.append(f"less than {show(m.lt)}")  # type: ignore[arg-type]
     return words
-
-
-def _number(value: float) -> str:
-    """Show a bound: whole numbers without a point."""
-    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
-
-
-def _words(problem: ErrorDetails, names: Mapping[str, str], values: Mapping[str, Any]) -> str:
-    """One error of pydantic as expected, found, where."""
-    field = ".".join(str(part) for part in problem["loc"]) or "request"
-    root = str(problem["loc"][0]) if problem["loc"] else ""
-    name = names.get(root, field)
-    context = problem.get("ctx", {})
-    found = f"found {values.get(field, problem['input'])!r}"  # as typed, not as parsed
-    if problem["type"] in _BOUND_WORDS:
-        key, words = _BOUND_WORDS[problem["type"]]
-        return f"{name}: expected {words} {_number(context[key])}, {found}"
-    if problem["type"] == "missing":
-        return f"{name} is missing"
-    if problem["type"] == "extra_forbidden":
-        return f"{name}: there is no such field"
-    if "error" in context and not root:  # of several fields together: names them itself
-        return str(context["error"])
-    if "error" in context:
-        return f"{name}: {str(context['error']).removeprefix(f'{root}: ').removeprefix(f'{name}: ')}"
-    return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, {found}"

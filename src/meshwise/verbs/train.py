@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import Field
 
-from meshwise.cli.where import WHERE_FLAGS, PricedWhere
 from meshwise.costs.calibration import find_calibration
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.errors import MeshwiseError
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.planning import Plan
+from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
 __all__ = ["TRAIN_FLAGS", "TrainRequest", "save_plan"]
 
