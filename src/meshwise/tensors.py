@@ -211,7 +211,8 @@ class Elementwise(Op):
     Args:
         flops_per_element: vector operations per element of the index space.
         linear: whether it commutes with addition, so that partial sums may pass through it unreduced.
-        reduced: axes over which it normalises or reduces; they must be whole on a device (the D of a norm).
+        reduced: axes over which it normalises or chooses; they must be whole on a device (the D of a norm). A plain sum
+            over an axis that the output lacks is not among them: a device leaves its part of the sum.
         counted: the index space, where it is not the product of every axis (parts of a concatenation, a choice of E).
     """
 
@@ -403,18 +404,18 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
         ]
         return [first, *rest]
     if isinstance(op, Route):
-        source = op.inputs[0]
-        gates = op.inputs[1:]  # of a combine; they are differentiated too, in the same pass over the slots
-        return [
-            replace(op, name=f"d{op.name}", inputs=(grad,), output=contribute(source, op.name), combine=not op.combine),
-            *(
-                Elementwise(
-                    name=f"d{op.name}.{t.name}", inputs=(grad, t), output=contribute(t, op.name), flops_per_element=2
-                )
-                for t in gates
-                if t.kind is not Kind.INDEX
-            ),
+        source, *gates = op.inputs
+        out = [
+            replace(op, name=f"d{op.name}", inputs=(grad, *gates), output=contribute(source, op.name),
+                    combine=not op.combine)
+        ]  # fmt: skip
+        # The gates that weigh a combination: each is the product of a slot with the gradient of its token.
+        out += [
+            replace(op, name=f"d{op.name}.{t.name}", inputs=(source, grad), output=contribute(t, op.name))
+            for t in gates
+            if t.kind is not Kind.INDEX
         ]
+        return out
     if isinstance(op, Lookup):
         index, table = op.inputs
         return [Lookup(name=f"d{op.name}", inputs=(index, grad), output=contribute(table, op.name), scatter=True)]

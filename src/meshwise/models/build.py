@@ -98,7 +98,7 @@ class _Ops:
         if not present:
             return x
         own = tuple(a for a in x.axes if a not in ("B", "T", "C"))
-        return self.elementwise(f"bias.{name}", x, weight(f"b_{name}", *own), output=f"{x.name}.bias")
+        return self.elementwise(f"bias.{name}", x, weight(f"b_{name}", *own), output=f"{x.name}.bias", linear=True)
 
     def route(self, name: str, inputs: tuple[Tensor, ...], output: Tensor, *, combine: bool) -> Tensor:
         return self._add(Route(name=name, inputs=inputs, output=output, combine=combine))
@@ -308,7 +308,7 @@ def _head(spec: Head, axes: _Axes) -> Block:
     if spec.scaled:
         logits = ops.elementwise("scale.logits", logits, output="logits.scaled", flops=2)
     labels = Tensor("labels", TOKENS, Kind.INDEX)
-    ops.elementwise("loss", logits, labels, output="loss", flops=LOSS_FLOPS, reduced=("V",), axes=TOKENS)
+    ops.elementwise("loss", logits, labels, output="loss", flops=LOSS_FLOPS, axes=TOKENS)
     tied = frozenset({"w_embed"}) if spec.tied else frozenset()
     return Block(name="head", ops=tuple(ops.ops), role="head", tied=tied, inputs=("x", "labels"), outputs=("loss",))
 

@@ -92,8 +92,10 @@ class PlacedBlock:
         workspace: activations made again, alive during one block's backward pass.
         weights, gradients, optimizer: the training state as stored; weights tied to another block's are left out.
         tied: weights that another block owns; a pipeline stage without that block holds a copy.
+        tied_gradients: of those, as this block leaves them for the owner to add to its own.
         gathered: weights as used, between their gathering and their last use.
-        step: transfers once a step: gradients to where the optimizer wants them, new weights back to where they are stored.
+        step: transfers once a step, of the block's own weights: gradients to where the optimizer wants them, new weights
+            back to where they are stored.
     """
 
     block: Block
@@ -104,6 +106,7 @@ class PlacedBlock:
     workspace: tuple[Held, ...]
     weights: tuple[Held, ...]
     tied: tuple[Held, ...]
+    tied_gradients: tuple[Held, ...]
     gradients: tuple[Held, ...]
     optimizer: tuple[Held, ...]
     gathered: tuple[Held, ...]
@@ -211,6 +214,8 @@ def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
         return splits
     if isinstance(op, Route):
         return strategy.splits(op.axes, sequence=False) | _slots(strategy, op)
+    if isinstance(op, Elementwise):
+        return strategy.splits([a for a in op.axes if a not in op.reduced])
     return strategy.splits(op.axes)
 
 
@@ -243,7 +248,6 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     saved = saved_activations(block, policy)
     kept = {t.name: forward.held[t.name] for t in saved.kept}
     back, gradients = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
-    optimizer = tuple(Held(h.tensor, strategy.stored(h.tensor.axes, "optimizer")) for h in weights.values())
     gathered = {
         (h.tensor.name): h
         for item in back.items
@@ -251,7 +255,8 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         for h in item.inputs
         if h.tensor.kind is Kind.WEIGHT and h.sharding != weights[h.tensor.name].sharding
     }
-    own = {t.name for t in block.weights}
+    own = {t.name: weights[t.name] for t in block.weights}
+    optimizer = tuple(Held(h.tensor, strategy.stored(h.tensor.axes, "optimizer")) for h in own.values())
     return PlacedBlock(
         block=block,
         forward=tuple(forward.items),
@@ -259,12 +264,13 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         recomputed=frozenset(op.name for op in saved.recompute),
         kept=tuple(kept.values()),
         workspace=tuple(back.held[t.name] for t in saved.recomputed),
-        weights=tuple(h for h in weights.values() if h.tensor.name in own),
-        tied=tuple(h for h in weights.values() if h.tensor.name not in own),
-        gradients=tuple(gradients[n] for n in weights if n in gradients and n in own),
-        optimizer=tuple(h for h in optimizer if h.tensor.name in own),
+        weights=tuple(own.values()),
+        tied=tuple(h for n, h in weights.items() if n not in own),
+        tied_gradients=tuple(h for n, h in gradients.items() if n not in own),
+        gradients=tuple(gradients[n] for n in own if n in gradients),
+        optimizer=optimizer,
         gathered=tuple(gathered.values()),
-        step=_step_transfers(weights, gradients, optimizer),
+        step=_step_transfers(own, gradients, optimizer),
     )
 
 
