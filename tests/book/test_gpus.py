@@ -166,7 +166,8 @@ ANSWERS = {
     "ds.ep_nodes": lambda row: parse_cluster(f"h100:{row['ep']}").num_hosts,
     "ll.gpus": lambda row: Mesh.of(row.inputs).num_devices,
     "ll.per_gpu": lambda row: rules.tokens_per_chip(row["batch"], row["gpus"]),
-    "ll.pp_gain": lambda row: data_parallel() / data_parallel(model_parallel=row["pp"]),
+    # Eight ways of tensor parallelism fill a node, so that each pipeline stage is a node of its own.
+    "ll.pp_gain": lambda row: data_parallel() / data_parallel(model_parallel=8 * row["pp"], node_size=8),
 }
 
 INSIDE = "units inside a multiprocessor: chips enter as their data sheets' rates"

@@ -100,6 +100,16 @@ def test_a_split_over_two_chips_is_bound_by_the_link_below_the_critical_contract
     assert 2 * B * (D / 2) * F / c == pytest.approx(2 * B * F / w)
 
 
+@given(C, W, WIDTH, WIDTH, st.integers(0, 6), st.sampled_from([8, 72]))
+def test_a_model_that_spans_nodes_reduces_its_parts_over_as_many_nodes(c, w, D, F, doublings, node):
+    """Each node of the model reduces its part at the bandwidth of a node, however the part is split inside the node."""
+    nodes = 2**doublings
+    tokens = rules.data_parallel_critical_tokens_per_chip(c, w, model_parallel=node * nodes, node_size=node)
+    assert 2 * matmul_time(tokens, D, F, c) == pytest.approx(2 * (2 * 2 * D * F / nodes) / w)
+    inside = rules.data_parallel_critical_tokens_per_chip(c, w, model_parallel=node // 2, node_size=node)
+    assert inside == rules.data_parallel_critical_tokens_per_chip(c, w)
+
+
 def test_a_bubble_is_the_time_of_the_stages_that_fill_and_drain():
     stages, microbatches = 4, 12
     busy = microbatches  # one unit of time each

@@ -18,6 +18,7 @@ __all__ = [
     "forward_flops",
     "forward_time",
     "max_decode_batch",
+    "model_flops_utilization",
     "saved_activation_bytes",
     "training_flops",
     "training_state_bytes",
@@ -77,6 +78,18 @@ def training_time(
 
 
 @positive_arguments
+def model_flops_utilization(parameters: float, tokens: float, flops_per_s: float, chip_seconds: float) -> float:
+    """MFU of a run that trained on `tokens` in so many seconds of a chip, attention left out: 6 P T / (C seconds).
+
+    Source: book, Transformers, question 6.
+
+    >>> round(model_flops_utilization(37e9, 14.8e12, 1.513e15, 2.79e6 * 3600), 2)  # DeepSeek-V3 on H800, over fp8
+    0.22
+    """
+    return training_flops(parameters, tokens) / (flops_per_s * chip_seconds)
+
+
+@positive_arguments
 def training_state_bytes(
     parameters: float, *, bytes_per_weight: float = 2.0, optimizer_bytes_per_parameter: float = 8.0
 ) -> float:
@@ -92,16 +105,19 @@ def training_state_bytes(
 
 @positive_arguments
 def saved_activation_bytes(
-    batch_tokens: float, d_model: float, num_layers: float, *, saved_per_layer: float, bytes_per_value: float = 2.0
+    batch_tokens: float, width: float, num_layers: float, *, saved_per_layer: float = 1, bytes_per_value: float = 2.0
 ) -> float:
-    """Bytes of activations kept for the backward pass: bytes x (arrays of B D per layer) x B D L.
+    """Bytes of activations kept for the backward pass: bytes x arrays per layer x tokens x width x layers.
 
+    Arrays of several widths count with their sum: D + 2 F for the outputs of a gated feed-forward layer's matmuls.
     Source: book, Transformers, "gradient checkpointing"; Applied training, "memory".
 
-    >>> saved_activation_bytes(4e6, 8192, 80, saved_per_layer=4)
+    >>> saved_activation_bytes(4e6, 8192, 80, saved_per_layer=4)  # LLaMA-3-70B, 4M tokens
     20971520000000.0
+    >>> round(saved_activation_bytes(16e6, 5120 + 2 * 13824, 40) / 1e12)  # LLaMA-2-13B, 16M tokens
+    42
     """
-    return bytes_per_value * saved_per_layer * batch_tokens * d_model * num_layers
+    return bytes_per_value * saved_per_layer * batch_tokens * width * num_layers
 
 
 @positive_arguments

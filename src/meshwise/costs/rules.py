@@ -131,13 +131,15 @@ def data_parallel_critical_tokens_per_chip(
     num_experts: float = 1,
     experts_per_token: float = 1,
     model_parallel: float = 1,
+    node_size: int = 1,
     num_groups: float = math.inf,
     bytes_per_value: float = 2.0,
 ) -> float:
     """Tokens per chip below which data parallelism (also fully sharded) waits for the network.
 
     B / N > (C / (axes W)) (E / k) ((X - 1) / X) (bytes / 2) / Y: a chip's backward pass computes for its tokens with k
-    of E experts, and moves the weights that the Y model-parallel chips (tensor x pipeline x expert) leave to it.
+    of E experts, and moves the weights that the Y model-parallel chips (tensor x pipeline x expert) leave to it. Where
+    W is a node's, the chips of a node share it, and only the Y / node_size nodes that a model spans count.
 
     Args:
         flops_per_s: C of one chip.
@@ -146,7 +148,8 @@ def data_parallel_critical_tokens_per_chip(
         num_axes: torus axes that the data-parallel ways are spread over.
         num_experts: E, of a mixture; all are moved.
         experts_per_token: k, of a mixture; they compute.
-        model_parallel: ways in which the weights are split otherwise.
+        model_parallel: Y, ways in which the weights are split otherwise, innermost.
+        node_size: chips that share W; give it with the bandwidth of a node.
         num_groups: X, nodes (or chips of a small ring) among which the gradients are reduced, when few.
         bytes_per_value: of gradients and gathered weights; 2 in the book even where the arithmetic is int8.
 
@@ -160,8 +163,10 @@ def data_parallel_critical_tokens_per_chip(
     79200.0
     >>> data_parallel_critical_tokens_per_chip(9.9e14, 4e11, num_groups=2)
     1237.5
+    >>> round(data_parallel_critical_tokens_per_chip(9.9e14, 4e11, model_parallel=64, node_size=8))  # 8 nodes a model
+    309
     """
-    weights_moved = num_experts / experts_per_token / model_parallel * bytes_per_value / 2
+    weights_moved = num_experts / experts_per_token / max(1, model_parallel / node_size) * bytes_per_value / 2
     return flops_per_s / (num_axes * network_bandwidth) * weights_moved * (1 - 1 / num_groups)
 
 
@@ -285,8 +290,9 @@ def expert_parallel_critical_d_ff(
 
 @positive_arguments
 def expert_traffic(experts_per_token: float, ways: float, *, exact: bool = True) -> float:
-    """Share of a full AllToAll's bytes that tokens routed to k experts on Z ways send.
+    """Share of its bytes that a ragged AllToAll sends when tokens go to k experts on Z ways.
 
+    Of B bytes, Z copies of every token counted, in a node it takes this share of B / (Z W) seconds.
     Exact for experts drawn at random, (1 - ((Z - 1) / Z)^k) (Z - 1) / Z; else estimated as min(k / Z, 1) (Z - 1) / Z.
     Source: book, GPUs, "AllToAll", "expert parallelism".
 
