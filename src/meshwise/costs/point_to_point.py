@@ -1,4 +1,4 @@
-"""One chip sends to another: how far apart they are on a torus, and how long it takes. Not here: groups (`collectives`)."""
+"""One chip sends to another: how far apart they are on a torus, how long it takes. Not here: groups (`collectives`)."""
 
 from __future__ import annotations
 
