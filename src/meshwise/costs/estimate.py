@@ -41,7 +41,7 @@ class Estimate:
         resources: seconds that each resource is busy at data-sheet rates; the largest is `step_time.lower`.
         bound: the resource that is busiest: "compute", "hbm", or "<axis> communication".
         memory: bytes by class on the fullest chip, and "total".
-        hbm_capacity: bytes of one chip.
+        hbm_capacity: bytes of one chip, as the device reports them.
         tokens: tokens per step.
         num_chips: chips used.
         model_flops: FLOPs that the model needs per step: 6 x active parameters x tokens, plus causal attention three times over.
@@ -184,7 +184,7 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) 
         resources=resources,
         bound=busiest if busiest in ("compute", "hbm") else f"{busiest} communication",
         memory={name: float(v) for name, v in costs.memory.items()},
-        hbm_capacity=problem.cluster.chip.hbm_capacity,
+        hbm_capacity=problem.cluster.chip.hbm_usable,
         tokens=tokens,
         num_chips=layout.num_chips,
         model_flops=model_flops(problem, tokens),

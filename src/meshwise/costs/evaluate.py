@@ -227,9 +227,10 @@ def evaluate(
         extents,
         formats,
         job.optimizer_kind,
-        hbm_capacity=chip.hbm_capacity,
+        hbm_capacity=chip.hbm_usable,
         stages=c.stage,
         num_microbatches=c.num_microbatches,
+        holdings=None if ledger is None else ledger.holdings,
     )
     return Costs(step, memory)
 

@@ -39,7 +39,8 @@ class Chip:
     """A *chip* is the package that is bought, placed and priced; a core is inside it; a device is what JAX sees.
 
     Rates are FLOP/s and bytes/s of one whole chip, dense (never the 2:4-sparse figure); capacities are bytes, latencies
-    seconds, `power` watts. `link_bandwidth_one_way` is one ICI link in one direction (there are `num_links`), or on
+    seconds, `power` watts. `hbm_reported` is what the device tells a program it has, where that is known: an "80 GB" GPU
+    reports 85e9 bytes. `link_bandwidth_one_way` is one ICI link in one direction (there are `num_links`), or on
     GPUs all scale-up links of the GPU together (`num_links` = 1). `host_link_bandwidth` is the chip's share, one way.
     `onchip_*` is VMEM or the last-level cache, None where nobody publishes it. `matmul_tile` is the (m, k, n)
     granularity of the matrix unit. `scale_up` are the levels that come with the board, innermost first (empty on
@@ -70,6 +71,7 @@ class Chip:
     scale_up: tuple[Level, ...] = ()
     network: str = ""
     notes: tuple[str, ...] = field(default=())
+    hbm_reported: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that no chip can have."""
@@ -88,6 +90,11 @@ class Chip:
                 raise ClusterError(f"chip {self.name}: expected {name} above zero and finite, found {value}")
         if not self.flops_per_s:
             raise ClusterError(f"chip {self.name}: expected at least one rate in flops_per_s, found none")
+
+    @property
+    def hbm_usable(self) -> float:
+        """Bytes against which a program's memory is checked: as the device reports them, else as the data sheet has them."""
+        return self.hbm_reported or self.hbm_capacity
 
     def __hash__(self) -> int:
         return hash((self.name, self.hbm_capacity, self.hbm_bandwidth, self.price_per_chip_hour))

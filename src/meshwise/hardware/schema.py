@@ -96,6 +96,7 @@ class ChipRow(_Row):
     flops_per_s: dict[DType, Rate]
     vector_flops_per_s: Rate
     hbm_capacity: Bytes
+    hbm_reported: Bytes | None = None
     hbm_bandwidth: Bandwidth
     onchip_capacity: Bytes | None = None
     onchip_bandwidth: Bandwidth | None = None
@@ -150,6 +151,7 @@ class ChipRow(_Row):
             scale_up=tuple(level.build() for level in self.scale_up),
             network=self.network,
             notes=self.notes,
+            hbm_reported=self.hbm_reported,
         )
 
 

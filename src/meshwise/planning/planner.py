@@ -256,9 +256,9 @@ def _nothing_found(problem: TrainingProblem, result: SearchResult) -> Infeasible
             f"no layout of {problem.cluster.num_chips:,} chips can cut a batch of {job.sequences:,.10g} sequences of "
             f"{job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); raise --batch-tokens or --batch-slack, or use fewer chips"
         )
-    factor = result.least_memory / chip.hbm_capacity
+    factor = result.least_memory / chip.hbm_usable
     return InfeasibleError(
         f"{problem.model.name} does not fit on {problem.cluster.name}: the leanest of {result.strategies:,} layouts needs "
-        f"{format_bytes(result.least_memory)} per chip, {factor:.2f} x the {format_bytes(chip.hbm_capacity)} of a {chip.title}; "
+        f"{format_bytes(result.least_memory)} per chip, {factor:.2f} x the {format_bytes(chip.hbm_usable)} of a {chip.title}; "
         "use more chips, chips with more memory, or a smaller batch"
     )

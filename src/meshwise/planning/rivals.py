@@ -90,7 +90,7 @@ def _pure(winner: Plan, whole: Fabric, axis: str) -> Rival:
     costs, sequences = _best_remat(problem, whole, axis, chips)
     seconds = float(costs.step.expected) / (sequences * problem.job.seq_len)
     memory = float(costs.memory["total"])
-    capacity = problem.cluster.chip.hbm_capacity
+    capacity = problem.cluster.chip.hbm_usable
     reasons = [_memory_reason(costs, memory, capacity)] if memory > capacity else []
     reasons += _communication_reasons(problem, whole, axis, costs)
     reasons += _placing_reasons(problem, axis, chips)
@@ -117,7 +117,7 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int) 
             )
             # Where communication hides everything, policies tie in time: prefer the one that computes least.
             time = (round(float(costs.step.expected), 9), float(costs.step.resources["compute"]))
-            over = costs.memory["total"] > problem.cluster.chip.hbm_capacity
+            over = costs.memory["total"] > problem.cluster.chip.hbm_usable
             found.append((over, time, float(candidates.sequences), costs))
     leanest = min(found, key=lambda f: float(f[3].memory["total"]))
     best = min((f for f in found if not f[0]), key=lambda f: (f[1][0] / f[2], f[1][1] / f[2]), default=leanest)

@@ -333,7 +333,7 @@ def _all_rows(state: _State, table: Rows) -> tuple[_Rows, list[tuple[LocalBlock,
 
 def _bounded(state: _State, ideal: IdealWires, rows: _Rows, local: list[tuple[LocalBlock, ...]]) -> _Rows:
     """Those of `rows` that fit in memory, with a lower bound of their time."""
-    capacity = state.problem.cluster.chip.hbm_capacity * state.space.memory_share
+    capacity = state.problem.cluster.chip.hbm_usable * state.space.memory_share
     parts = []
     for s, structure in enumerate(state.structures):
         mine = rows.take(np.flatnonzero(rows.structure == s))

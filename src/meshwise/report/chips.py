@@ -86,6 +86,11 @@ def _rows(chip: Chip) -> list[tuple[str, str, str]]:
     rows += [
         ("vector_flops_per_s", format_flops_per_s(chip.vector_flops_per_s), "fp32"),
         ("hbm_capacity", format_bytes(chip.hbm_capacity), f"{chip.hbm_capacity / 1e9:g} GB"),
+        *(
+            [("hbm_reported", format_bytes(chip.hbm_reported), "as the device tells a program; what must fit")]
+            if chip.hbm_reported
+            else []
+        ),
         ("hbm_bandwidth", format_bandwidth(chip.hbm_bandwidth), ""),
     ]
     if chip.onchip_capacity is not None:
@@ -115,6 +120,7 @@ def chip_data(chip: Chip) -> dict[str, Any]:
         "flops_per_s": {d.value: rate for d, rate in chip.flops_per_s.items()},
         "vector_flops_per_s": chip.vector_flops_per_s,
         "hbm_capacity_bytes": chip.hbm_capacity,
+        "hbm_reported_bytes": chip.hbm_reported,
         "hbm_bandwidth_bytes_per_s": chip.hbm_bandwidth,
         "onchip_capacity_bytes": chip.onchip_capacity,
         "onchip_bandwidth_bytes_per_s": chip.onchip_bandwidth,
