@@ -17,9 +17,11 @@ from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfe
 from meshwise.tensors import Block, Kind
 
 __all__ = [
+    "LARGEST_COUNTS",
     "MEMORY_CLASSES",
     "RESERVE_SHARE",
     "End",
+    "Holding",
     "LocalMemory",
     "MemoryPlan",
     "local_memory",
@@ -150,6 +152,7 @@ def training_memory(
     hbm_capacity: float,
     stages: Any,
     num_microbatches: Any,
+    holdings: list[Holding] | None = None,
 ) -> Mapping[str, Any]:
     """Bytes of each class on the chip that holds most: of the first or of the last pipeline stage (1F1B schedule).
 
@@ -161,22 +164,45 @@ def training_memory(
         precision, optimizer: bytes per element, values per parameter.
         hbm_capacity: bytes; the reserve is a share of it.
         stages, num_microbatches: floats or arrays.
+        holdings: filled with what the classes of the fuller stage are made of (floats only).
 
     Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
     state = [state_bytes(plan, extents, precision, optimizer) for _, plan, _ in blocks]
-    ends = [
-        _stage_classes(blocks, state, end)
-        for end in pipeline_ends((block for block, _, _ in blocks), stages, num_microbatches)
-    ]
+    written: tuple[list[Holding] | None, ...] = (None, None) if holdings is None else ([], [])
+    both = pipeline_ends((block for block, _, _ in blocks), stages, num_microbatches)
+    ends = [_stage_classes(blocks, state, end, notes) for end, notes in zip(both, written, strict=True)]
     totals = [sum(classes.values()) for classes in ends]
     first = totals[0] > totals[1]
+    if holdings is not None:
+        holdings += written[0 if first else 1] or []
     result = {name: where(first, ends[0][name], ends[1][name]) for name in ends[0]}
     result["reserve"] = RESERVE_SHARE * hbm_capacity + 0.0 * result["parameters"]
     total: Any = 0.0
     for name in MEMORY_CLASSES:
         total = total + result[name]
     return {**{name: result[name] for name in MEMORY_CLASSES}, "total": total}
+
+
+#: Classes of which the largest holding counts; the others are sums of their holdings.
+LARGEST_COUNTS = ("workspace", "gathered_weights", "communication_buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one block contributes to a class.
+
+    Args:
+        name: the class.
+        block: whose it is.
+        copies: on the stage, times microbatches in flight for activations; 0 or 1 where only the largest counts.
+        num_bytes: of one copy.
+    """
+
+    name: str
+    block: Block
+    copies: Any
+    num_bytes: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,21 +247,32 @@ def _stage_classes(
     blocks: Sequence[tuple[Block, MemoryPlan, LocalMemory]],
     state: Sequence[Mapping[str, Any]],
     end: End,
+    holdings: list[Holding] | None,
 ) -> dict[str, Any]:
-    """Classes of one stage, the reserve left out."""
+    """Classes of one stage, the reserve left out; `holdings` is filled with what they are made of."""
     out: dict[str, Any] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
+
+    def add(name: str, block: Block, copies: Any, num_bytes: Any) -> None:
+        out[name] = out[name] + copies * num_bytes
+        if holdings is not None:
+            holdings.append(Holding(name, block, copies, num_bytes))
+
+    def largest(name: str, block: Block, present: Any, num_bytes: Any) -> None:
+        out[name] = maximum(out[name], present * num_bytes)
+        if holdings is not None:
+            holdings.append(Holding(name, block, present, num_bytes))
+
     for (block, _, local), held in zip(blocks, state, strict=True):
         n = end.counts[block.role] * block.repeat
         present = (end.counts[block.role] > 0) * 1.0
         for name in ("parameters", "master_copies", "gradients", "optimizer"):
-            out[name] = out[name] + n * held[name]
-        out["parameters"] = out["parameters"] + end.several_stages * n * held["tied"]
+            add(name, block, n, held[name])
+        add("parameters", block, end.several_stages * n, held["tied"])
         if block.role == "head":
-            out["logits_and_loss"] = out["logits_and_loss"] + n * (local.kept + local.workspace)
+            add("logits_and_loss", block, n, local.kept + local.workspace)
         else:
-            out["activations"] = out["activations"] + n * local.kept * end.in_flight
-            out["workspace"] = maximum(out["workspace"], present * local.workspace)
-        gathered = maximum(local.gathered - held["stored"], 0.0)
-        out["gathered_weights"] = maximum(out["gathered_weights"], present * gathered)
-        out["communication_buffers"] = maximum(out["communication_buffers"], present * local.buffers)
+            add("activations", block, n * end.in_flight, local.kept)
+            largest("workspace", block, present, local.workspace)
+        largest("gathered_weights", block, present, maximum(local.gathered - held["stored"], 0.0))
+        largest("communication_buffers", block, present, local.buffers)
     return out

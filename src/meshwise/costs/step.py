@@ -24,6 +24,7 @@ from meshwise.costs.arithmetic import ceil, maximum, minimum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.compute import PassCompute
+from meshwise.costs.memory import Holding
 from meshwise.costs.network import Wire
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.hardware import Chip
@@ -123,6 +124,7 @@ class Ledger:
         microbatch: seconds of one microbatch on the slowest stage.
         send: seconds of one send between stages.
         boundary_bytes, optimizer_bytes: as given to `step_time`.
+        holdings: what the classes of memory are made of; `evaluate` fills it.
     """
 
     blocks: list[tuple[BlockTime, Any]] = field(default_factory=list)
@@ -131,6 +133,7 @@ class Ledger:
     send: Any = 0.0
     boundary_bytes: Any = 0.0
     optimizer_bytes: Any = 0.0
+    holdings: list[Holding] = field(default_factory=list)
 
 
 _NETWORKS = ("tensor", "context", "fsdp", "data")
