@@ -23,7 +23,8 @@ class Cluster:
 
     `name` is what was typed, without spaces and in lower case; it parses back to the same cluster.
     `dcn_bandwidth_per_chip_one_way` is in bytes/s (None where nothing is beyond `network`), `dcn_latency` in seconds.
-    `notes` are what the reader of the name decided or should know.
+    `notes` are what the reader of the name decided or should know. `document` is the text of the file that a cluster was
+    read from, verbatim ("" for named ones): with it a plan can be reproduced without the file.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Cluster:
     dcn_bandwidth_per_chip_one_way: float | None = None
     dcn_latency: float = 0.0
     notes: tuple[str, ...] = ()
+    document: str = ""
 
     def __post_init__(self) -> None:
         """Check that the network carries exactly the chips, and that several slices have something between them."""

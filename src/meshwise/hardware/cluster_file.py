@@ -20,7 +20,7 @@ from meshwise.hardware.network import Torus, TorusAxis, Tree
 from meshwise.hardware.schema import Bandwidth, ChipRow, Count, Dollars, LevelRow, Seconds, SourceRow, validate
 from meshwise.hardware.slices import SliceRules
 
-__all__ = ["load_cluster_file"]
+__all__ = ["load_cluster_file", "read_cluster"]
 
 
 class _AxisRow(BaseModel):
@@ -77,26 +77,42 @@ def load_cluster_file(path: str | Path) -> Cluster:
         ConfigError: a file that cannot be read, a key that is not known, a value that is wrong; names file and key.
         ClusterError, UnknownNameError: a cluster that cannot exist, a name that no catalog holds.
     """
-    where = str(path)
-    row = validate(_ClusterRow, _read(Path(path)), where)
+    return read_cluster(_text(Path(path)), name=Path(path).stem, where=str(path))
+
+
+def read_cluster(text: str, *, name: str, where: str) -> Cluster:
+    """Read a cluster from the text of such a file.
+
+    Args:
+        text: TOML, as `load_cluster_file` describes it.
+        name: of the cluster, unless the text gives one.
+        where: what errors call the text.
+    """
+    row = validate(_ClusterRow, _parse(text, where), where)
     chip = load_chip(row.chip) if isinstance(row.chip, str) else _own_chip(row.chip, where)
-    name = row.name or Path(path).stem
+    name = row.name or name
     try:
         cluster = _build(row, name, chip)
     except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from None
+    cluster = cluster.replace(document=text)
     return cluster if row.price_per_chip_hour is None else reprice(cluster, row.price_per_chip_hour)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _text(path: Path) -> str:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"cluster file {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster file {str(path)!r} cannot be read: {error}") from None
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster file {str(path)!r} is not TOML: {error}") from None
+        raise ConfigError(f"cluster file {where!r} is not TOML: {error}") from None
 
 
 def _own_chip(table: dict[str, Any], where: str) -> Chip:

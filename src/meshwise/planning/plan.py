@@ -15,14 +15,24 @@ from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, tr
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Dimension, Fabric
 from meshwise.errors import ConfigError
-from meshwise.hardware import Cluster, parse_cluster
+from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.sharding.layout import Layout
 
 __all__ = ["Plan"]
 
-_KEYS = {"schema_version", "model", "job", "cluster", "price_usd_per_chip_hour", "calibration", "layout", "fabric"}
+_KEYS = {
+    "schema_version",
+    "model",
+    "job",
+    "cluster",
+    "cluster_document",
+    "price_usd_per_chip_hour",
+    "calibration",
+    "layout",
+    "fabric",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class Plan:
             "model": json.loads(self.problem.model.to_json()),
             "job": self.problem.job.model_dump(),
             "cluster": self.problem.cluster.name,
+            "cluster_document": self.problem.cluster.document,
             "price_usd_per_chip_hour": self.problem.cluster.price_per_chip_hour,
             "calibration": self.problem.calibration.name,
             "layout": self.layout.to_json(),
@@ -79,7 +90,7 @@ class Plan:
         if not isinstance(value, Mapping) or set(value) != _KEYS:
             found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
             raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS))}; found {found}")
-        cluster = parse_cluster(value["cluster"], price=value["price_usd_per_chip_hour"])
+        cluster = _cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
         problem = TrainingProblem(
             Model.from_json(json.dumps(value["model"])),
             TrainingJob(**value["job"]),
@@ -87,6 +98,14 @@ class Plan:
             find_calibration(value["calibration"], cluster.chip),
         )
         return cls.of(problem, Layout.from_json(value["layout"]), _fabric(cluster, value["fabric"]))
+
+
+def _cluster(name: str, document: str, price: float | None) -> Cluster:
+    """The cluster of a plan, from its name or from the text of its file, at the plan's price."""
+    if not document:
+        return parse_cluster(name, price=price)
+    cluster = read_cluster(document, name=name, where="plan JSON: cluster_document")
+    return cluster if price is None else cluster.replace(chip=cluster.chip.replace(price_per_chip_hour=price))
 
 
 def _fabric(cluster: Cluster, used: list[Mapping[str, Any]]) -> Fabric:
