@@ -127,12 +127,17 @@ def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:
     return float(total)
 
 
-def layout_wires(fabric: Fabric, layout: Layout) -> Any:
-    """Wires of a complete layout: mesh axes -> wire."""
+def layout_factors(fabric: Fabric, layout: Layout) -> dict[str, list[float]]:
+    """Extents of each mesh axis on the dimensions of the network, as `make_wire` takes them."""
     assert layout.wires is not None, "the search fills in the wires"
     extents = dict(layout.wires)
     dims = len(fabric.dimensions)
-    factors = {a: [float(e) for e in extents.get(a, (1,) * dims)] for a in MESH_AXES}
+    return {a: [float(e) for e in extents.get(a, (1,) * dims)] for a in MESH_AXES}
+
+
+def layout_wires(fabric: Fabric, layout: Layout) -> Any:
+    """Wires of a complete layout: mesh axes -> wire."""
+    factors = layout_factors(fabric, layout)
     made: dict[tuple[str, ...], Wire] = {}
 
     def wires(axes: tuple[str, ...]) -> Wire:

@@ -14,14 +14,14 @@ from meshwise.jobs import Precision
 from meshwise.sharding.place import Held
 from meshwise.tensors import Kind, Tensor
 
-__all__ = ["Extents", "Volume", "WeightedSum", "element_bytes", "held_bytes", "held_key", "volume_key", "weighted_sum"]
+__all__ = ["NEVER_PADDED", "Extents", "Volume", "WeightedSum", "element_bytes", "held_bytes", "held_key", "volume_key", "weighted_sum"]
 
 Split = tuple[str, ...]
 Volume = tuple[tuple[str, Split], ...]  # (axis, split), sorted
 WeightedSum = tuple[tuple[Volume, float], ...]
 
 #: Sequences are refused at the door where they do not divide, and slots of experts are an average: neither is rounded here.
-_NEVER_PADDED = ("B", "C")
+NEVER_PADDED = ("B", "C")
 
 
 class Extents:
@@ -54,7 +54,7 @@ class Extents:
         if key not in self._lengths:
             size = self.sizes[axis]
             share = size / self.devices(split) if split else size
-            self._lengths[key] = share if axis in _NEVER_PADDED else ceil(share)
+            self._lengths[key] = share if axis in NEVER_PADDED else ceil(share)
         return self._lengths[key]
 
     def volume(self, key: Volume) -> Any:

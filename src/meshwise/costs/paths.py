@@ -1,0 +1,126 @@
+"""How the bytes of a collective go: which part of the network they cross, and what each part would take alone.
+
+For workings: every number is `make_wire`'s, of the same network with its other parts infinitely fast. Not here: bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwise.costs.collectives import wire_time
+from meshwise.costs.estimate import layout_factors
+from meshwise.costs.network import Fabric, make_wire
+from meshwise.sharding import CollectiveKind
+from meshwise.sharding.layout import Layout
+
+__all__ = ["Lane", "Leg", "Path", "paths"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One torus axis.
+
+    Args:
+        name: "x", "y" or "z".
+        extent: members of the group along it.
+        links: how many links' worth of bandwidth the collective gets there: 2 on a ring, n/(n-1) on a line; groups that
+            are interleaved share them.
+    """
+
+    name: str
+    extent: int
+    links: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One part of the network: the torus axes together, or one level of switches.
+
+    Args:
+        name: "torus", or the level's.
+        bandwidth_one_way: of one link (torus), or of one chip into the level.
+        lanes: torus only.
+        extent: switches only: children of the level that hold members of the group.
+        below: switches only: members in each child.
+        seconds_per_byte: what a byte of the collective would take if the rest of the network were infinitely fast.
+    """
+
+    name: str
+    bandwidth_one_way: float
+    lanes: tuple[Lane, ...]
+    extent: int
+    below: int
+    seconds_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """All legs that a collective of this kind crosses.
+
+    Args:
+        kind: of the collective.
+        size: chips of the group.
+        legs: those that it crosses, innermost first.
+        in_network_reduction: whether switches add.
+    """
+
+    kind: CollectiveKind
+    size: int
+    legs: tuple[Leg, ...]
+    in_network_reduction: bool
+
+    @property
+    def slowest(self) -> Leg:
+        """The leg that decides."""
+        return max(self.legs, key=lambda leg: leg.seconds_per_byte)
+
+
+def paths(kind: CollectiveKind, fabric: Fabric, layout: Layout, mesh_axes: tuple[str, ...]) -> Path:
+    """Find the legs of a collective.
+
+    Args:
+        kind: of the collective.
+        fabric: the network.
+        layout: with wires.
+        mesh_axes: of the group, of more than one chip.
+    """
+    factors = layout_factors(fabric, layout)
+    key = tuple(sorted(mesh_axes))
+    extents = [math.prod(int(factors[a][i]) for a in key) for i in range(len(fabric.dimensions))]
+    torus = [i for i, d in enumerate(fabric.dimensions) if d.torus]
+    parts = ([torus] if torus else []) + [[i] for i, d in enumerate(fabric.dimensions) if not d.torus]
+    legs = []
+    for part in parts:
+        if math.prod(extents[i] for i in part) == 1:
+            continue
+        first = fabric.dimensions[part[0]]
+        seconds = _alone(kind, fabric, factors, key, part)
+        lanes = tuple(
+            Lane(d.name, extents[i], 1 / (_lane(kind, fabric, factors, key, i) * d.bandwidth_one_way))
+            for i in part
+            for d in [fabric.dimensions[i]]
+            if d.torus and extents[i] > 1
+        )
+        below = math.prod(extents[: part[0]])
+        name = "torus" if first.torus else first.name
+        legs.append(Leg(name, first.bandwidth_one_way, lanes, extents[part[0]], below, seconds))
+    return Path(kind, math.prod(extents), tuple(legs), fabric.in_network_reduction)
+
+
+def _alone(
+    kind: CollectiveKind, fabric: Fabric, factors: dict[str, list[float]], axes: tuple[str, ...], part: Sequence[int]
+) -> float:
+    """Price a byte with every dimension but `part` infinitely fast."""
+    dims = tuple(d if i in part else replace(d, bandwidth_one_way=math.inf) for i, d in enumerate(fabric.dimensions))
+    return float(wire_time(kind, 1.0, make_wire(replace(fabric, dimensions=dims), factors, axes)))
+
+
+def _lane(
+    kind: CollectiveKind, fabric: Fabric, factors: dict[str, list[float]], axes: tuple[str, ...], i: int
+) -> float:
+    """Price a gathered byte on one torus axis, were it the whole network; AllToAll and sends as they are."""
+    simple = kind if kind in (CollectiveKind.ALL_TO_ALL, CollectiveKind.PERMUTE) else CollectiveKind.ALL_GATHER
+    wire = make_wire(Fabric((fabric.dimensions[i],)), {a: [f[i]] for a, f in factors.items()}, axes)
+    return float(wire_time(simple, 1.0, wire))

@@ -1,0 +1,402 @@
+"""What an estimate's numbers are sums of: operations, collectives, holdings of memory, padding. Values for `--explain`.
+
+Made by evaluating a complete layout once more with the estimate's own code, its entries kept: nothing has a second
+formula. Not here: words and units (`formulas`), tables (`report`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.costs.collectives import latency
+from meshwise.costs.compute import ComputeRates, PassCompute, operation_compute
+from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
+from meshwise.costs.evaluate import PlannedBlock, TrainingProblem, local_extents, plan_structure, whole_extents
+from meshwise.costs.extents import Extents, held_bytes, held_key
+from meshwise.costs.memory import LARGEST_COUNTS, RESERVE_SHARE
+from meshwise.costs.network import Fabric
+from meshwise.costs.paths import Path, paths
+from meshwise.costs.step import Hiding, Ledger, term_of
+from meshwise.costs.traffic import Flow, Pass
+from meshwise.sharding import CollectiveKind, Sharding
+from meshwise.sharding.expression import ShardedTensor
+from meshwise.sharding.layout import Layout
+from meshwise.sharding.place import LocalOp, Purpose
+from meshwise.tensors import Tensor
+
+__all__ = [
+    "BlockWorking",
+    "ClassWorking",
+    "CollectiveWorking",
+    "HoldingWorking",
+    "OperationWorking",
+    "StateWorking",
+    "Workings",
+    "collectives_of",
+    "work_out",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationWorking:
+    """One operation of one copy of a block, one microbatch, on one chip.
+
+    Args:
+        when: "forward", "recompute" or "backward".
+        name: of the operation.
+        signature: in the notation, mesh axes of size 1 left out.
+        flops: on the matrix unit; num_bytes: HBM traffic.
+        compute, memory: seconds that each of them takes; the longer is the operation's.
+        tile_waste: FLOPs with tiles padded, over real ones; 1 for operations that use no matrix unit.
+    """
+
+    when: str
+    name: str
+    signature: str
+    flops: float
+    num_bytes: float
+    compute: float
+    memory: float
+    tile_waste: float
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the two."""
+        return max(self.compute, self.memory)
+
+    @property
+    def binds(self) -> str:
+        """What takes longer: "compute" or "hbm"."""
+        return "compute" if self.compute > self.memory else "hbm"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWorking:
+    """The compute of one block.
+
+    Args:
+        name: of the block.
+        copies: on the slowest pipeline stage.
+        num_microbatches: runs of each copy in a step.
+        passes: "forward", "recompute", "backward" -> sums of one run of one copy.
+        operations: of all passes, in order.
+    """
+
+    name: str
+    copies: float
+    num_microbatches: int
+    passes: Mapping[str, PassCompute]
+    operations: tuple[OperationWorking, ...]
+
+    def seconds(self, when: str) -> float:
+        """Seconds of a pass in one step, all copies and microbatches."""
+        return self.num_microbatches * self.copies * float(self.passes[when].seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveWorking:
+    """Equal collectives of one block in one pass.
+
+    Args:
+        block: its name.
+        when: "forward", "backward" (each microbatch) or "step" (once).
+        purpose: weights, gradients or activations.
+        kind: of the collective.
+        mesh_axes: those of more than one device.
+        term: the estimate's term that its exposed time counts under.
+        tensors: their names.
+        moves: of each tensor, how it is sharded before and after, in the notation.
+        num_bytes: of one collective, as `collectives.wire_time` counts it.
+        count_per_pass: in one run of one copy of the block.
+        copies, runs: copies of the block on the slowest stage; runs of each in a step.
+        seconds: of one collective.
+        latency: seconds that one takes however few its bytes; it binds where it is all of `seconds`.
+        path: how the bytes go.
+        rule: number of the rule of `costs.step` that says what hides it.
+        cover: seconds of compute that it may hide behind, together with others; 0 on the critical path.
+        exposed_share: of its seconds.
+    """
+
+    block: str
+    when: Pass
+    purpose: Purpose
+    kind: CollectiveKind
+    mesh_axes: tuple[str, ...]
+    term: str
+    tensors: tuple[str, ...]
+    moves: tuple[str, ...]
+    num_bytes: float
+    count_per_pass: int
+    copies: float
+    runs: int
+    seconds: float
+    latency: float
+    path: Path
+    rule: int
+    cover: float
+    exposed_share: float
+
+    @property
+    def count_per_step(self) -> float:
+        """How many there are in a step, on one chip of the slowest stage."""
+        return self.count_per_pass * self.copies * self.runs
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Seconds of all of them."""
+        return self.count_per_step * self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds a step that nothing hides."""
+        return self.seconds_per_step * self.exposed_share
+
+    @property
+    def hidden(self) -> float:
+        """Seconds a step that compute hides."""
+        return self.seconds_per_step * (1 - self.exposed_share)
+
+
+@dataclass(frozen=True, slots=True)
+class StateWorking:
+    """The weights of one copy of a block as they are stored.
+
+    Args:
+        block: its name.
+        elements: of the whole weights.
+        stored: of one chip's share, padding included.
+    """
+
+    block: str
+    elements: float
+    stored: float
+
+    @property
+    def ways(self) -> float:
+        """Over how many chips they are spread, padding and copies counted."""
+        return self.elements / self.stored
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingWorking:
+    """What one block contributes to a class of memory: copies (0 where another block's holding is larger) x bytes."""
+
+    block: str
+    copies: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassWorking:
+    """A class of memory.
+
+    Args:
+        name: of the class.
+        largest: whether the largest holding counts; else their sum.
+        holdings: those that hold anything.
+    """
+
+    name: str
+    largest: bool
+    holdings: tuple[HoldingWorking, ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        parts = [h.copies * h.num_bytes for h in self.holdings]
+        return max(parts, default=0.0) if self.largest else sum(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Workings:
+    """All that the estimate of one layout is made of.
+
+    Args:
+        problem, layout: whose estimate it is.
+        blocks: compute, in order of execution.
+        collectives: all that take time.
+        microbatch: seconds of one microbatch on the slowest stage, exposed communication included.
+        send: seconds of one send between stages; boundary_bytes, what it sends.
+        optimizer_bytes: HBM traffic of the update on one chip.
+        memory: classes that hold anything, without the reserve.
+        reserve_share: of HBM.
+        states: weights as stored.
+        kept: block -> what one copy keeps for its backward pass: notation and bytes.
+        rates: seconds per FLOP and per byte.
+    """
+
+    problem: TrainingProblem
+    layout: Layout
+    blocks: tuple[BlockWorking, ...]
+    collectives: tuple[CollectiveWorking, ...]
+    microbatch: float
+    send: float
+    boundary_bytes: float
+    optimizer_bytes: float
+    memory: tuple[ClassWorking, ...]
+    reserve_share: float
+    states: tuple[StateWorking, ...]
+    kept: Mapping[str, tuple[tuple[str, float], ...]]
+    rates: ComputeRates
+
+
+def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workings:
+    """Evaluate a complete layout once more, keeping every entry.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        fabric: the network, or the part of it that the layout uses.
+        layout: with wires.
+    """
+    ledger = Ledger()
+    evaluate_layout(problem, fabric, layout, ledger)
+    structure, candidate = layout_candidate(layout)
+    planned = plan_structure(problem, structure)
+    local = local_extents(
+        problem, micro_batch=candidate.micro_batch, context=candidate.context, tensor=candidate.tensor
+    )
+    rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
+    whole = whole_extents(problem, candidate)
+    return Workings(
+        problem=problem,
+        layout=layout,
+        blocks=tuple(
+            BlockWorking(
+                block.block.name,
+                float(copies),
+                layout.num_microbatches,
+                {"forward": block.forward, "recompute": block.recompute, "backward": block.backward},
+                tuple(_operations(p, local, rates, layout)),
+            )
+            for p, (block, copies) in zip(planned, ledger.blocks, strict=True)
+        ),
+        collectives=tuple(_collectives(ledger.hidings, fabric, layout)),
+        microbatch=float(ledger.microbatch),
+        send=float(ledger.send),
+        boundary_bytes=float(ledger.boundary_bytes),
+        optimizer_bytes=float(ledger.optimizer_bytes),
+        memory=_memory(ledger),
+        reserve_share=RESERVE_SHARE,
+        states=tuple(_states(planned, whole)),
+        kept={p.placed.block.name: _kept(p, problem, local, layout) for p in planned},
+        rates=rates,
+    )
+
+
+def collectives_of(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> tuple[CollectiveWorking, ...]:
+    """Find the collectives alone, as `work_out` does."""
+    ledger = Ledger()
+    evaluate_layout(problem, fabric, layout, ledger)
+    return tuple(_collectives(ledger.hidings, fabric, layout))
+
+
+def notation(tensor: Tensor, sharding: Sharding, layout: Layout) -> str:
+    """Print a tensor as it is held; mesh axes of one device split nothing and are left out."""
+    used = {a for a in layout.sizes if layout.sizes[a] > 1}
+    splits = tuple(tuple(a for a in split if a in used) for split in sharding.splits)
+    return str(ShardedTensor(tensor.axes, Sharding(splits, sharding.unreduced & used), tensor.name))
+
+
+def _operations(
+    planned: PlannedBlock, extents: Extents, rates: ComputeRates, layout: Layout
+) -> Iterator[OperationWorking]:
+    for when, works in planned.works.items():
+        for work in works:
+            one = operation_compute(work, extents, rates)
+            real = one.flops * rates.matmul
+            yield OperationWorking(
+                when=when,
+                name=work.placed.op.name,
+                signature=_signature(work.placed, layout),
+                flops=float(one.flops),
+                num_bytes=float(one.num_bytes),
+                compute=float(one.compute),
+                memory=float(one.memory),
+                tile_waste=float(one.compute / real) if real else 1.0,
+            )
+
+
+def _signature(item: LocalOp, layout: Layout) -> str:
+    """Write an operation as an einsum of its inputs."""
+    inputs = " * ".join(notation(h.tensor, h.sharding, layout) for h in item.inputs)
+    return f"{inputs} -> {notation(item.output.tensor, item.output.sharding, layout)}"
+
+
+def _collectives(hidings: Iterable[Hiding], fabric: Fabric, layout: Layout) -> Iterator[CollectiveWorking]:
+    """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
+    wires = layout_wires(fabric, layout)
+    entries = [(h, flow, float(seconds)) for h in hidings for flow, seconds in h.flows if seconds > 0]
+    order = list(Pass)
+    for h, flow, seconds in sorted(entries, key=lambda e: order.index(e[0].when)):
+        yield CollectiveWorking(
+            block=h.block.name,
+            when=flow.when,
+            purpose=flow.purpose,
+            kind=flow.kind,
+            mesh_axes=tuple(a for a in flow.mesh_axes if layout.sizes[a] > 1),
+            term=term_of(flow.mesh_axes, flow.purpose),
+            tensors=tuple(dict.fromkeys(t.tensor.name for t in flow.transfers)),
+            moves=tuple(_moves(flow, layout)),
+            num_bytes=float(flow.num_bytes),
+            count_per_pass=flow.count,
+            copies=float(h.count),
+            runs=1 if flow.when is Pass.STEP else layout.num_microbatches,
+            seconds=seconds / flow.count,
+            latency=float(latency(flow.kind, wires(flow.mesh_axes))),
+            path=paths(flow.kind, fabric, layout, flow.mesh_axes),
+            rule=h.rule,
+            cover=float(h.cover),
+            exposed_share=float(h.exposed_share),
+        )
+
+
+def _moves(flow: Flow, layout: Layout) -> Iterator[str]:
+    """Write what each transfer does, each once."""
+    seen: set[str] = set()
+    for t in flow.transfers:
+        before, after = (notation(t.tensor, s, layout) for s in (t.collective.before, t.collective.after))
+        text = f"{before} -> {after}"
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _memory(ledger: Ledger) -> tuple[ClassWorking, ...]:
+    names = dict.fromkeys(h.name for h in ledger.holdings)
+    classes = (
+        ClassWorking(
+            name,
+            name in LARGEST_COUNTS,
+            tuple(
+                HoldingWorking(h.block.name, float(h.copies), float(h.num_bytes))
+                for h in ledger.holdings
+                if h.name == name and h.copies * h.num_bytes
+            ),
+        )
+        for name in names
+    )
+    return tuple(c for c in classes if c.holdings)
+
+
+def _states(planned: Sequence[PlannedBlock], extents: Extents) -> Iterator[StateWorking]:
+    for p in planned:
+        held = p.placed.weights
+        elements = sum(math.prod(extents.sizes[a] for a in h.tensor.axes) for h in held)
+        stored = sum(extents.volume(held_key(h)) for h in held)
+        if held:
+            yield StateWorking(p.placed.block.name, float(elements), float(stored))
+
+
+def _kept(
+    planned: PlannedBlock, problem: TrainingProblem, extents: Extents, layout: Layout
+) -> tuple[tuple[str, float], ...]:
+    """List what one copy keeps for its backward pass, the largest first."""
+    formats = problem.job.formats
+
+    rows = [
+        (notation(h.tensor, h.sharding, layout), float(extents.weighted(held_bytes((h,), formats))))
+        for h in planned.placed.kept
+    ]
+    return tuple(sorted(rows, key=lambda row: -row[1]))
