@@ -28,7 +28,8 @@ def train(request: EstimateTrainRequest, save: Path | None, output: Output) -> N
     layout does not fit in memory.
 
     \b
-      meshwise estimate train llama-3-70b --on v5p:16x20x28 --batch-tokens 4Mi --seq-len 4096 --layout fsdp=-1,tensor=4
+      meshwise estimate train llama-3-70b --on v5p:16x20x28 \\
+        --batch-tokens 4Mi --seq-len 4096 --layout fsdp=-1,tensor=4
     """  # noqa: D301  (click's mark for lines that stay as they are)
     problem = request.problem()
     with Progress() as progress:

@@ -26,8 +26,10 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
     """Find the best layouts for a training job, and why the others lose.
 
     \b
-      meshwise plan train llama-3-70b --on v5p:16x20x28 --batch-tokens 4Mi --seq-len 4096 --tokens 15T
-      meshwise plan train gemma-3-27b --on v6e:16x16 --batch-tokens 2Mi --seq-len 8192
+      meshwise plan train llama-3-70b --on v5p:16x20x28 \\
+        --batch-tokens 4Mi --seq-len 4096 --tokens 15T
+      meshwise plan train gemma-3-27b --on v6e:16x16 \\
+        --batch-tokens 2Mi --seq-len 8192
     """  # noqa: D301  (click's mark for lines that stay as they are)
     problem = request.problem()
     with Progress() as progress:

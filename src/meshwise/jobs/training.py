@@ -13,7 +13,9 @@ from meshwise.units import Quantity, format_count, format_percent, parse_count, 
 
 __all__ = ["TrainingJob"]
 
-_Tokens = Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")]
+_Batch = Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")]
+_Length = Annotated[float, Quantity("tokens", parse_count, format_count, "4096")]
+_Run = Annotated[float, Quantity("tokens", parse_count, format_count, "15T")]
 _Share = Annotated[float, Quantity("share", parse_fraction, format_percent, "10%")]
 
 
@@ -30,17 +32,17 @@ class TrainingJob(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch_tokens: _Tokens = Field(gt=0, le=1e12, description="Tokens per optimizer step, over all chips; a target that may be rounded")
-    seq_len: _Tokens = Field(gt=0, le=1e9, description="Tokens per sequence")
-    tokens: _Tokens | None = Field(default=None, gt=0, le=1e18, description="Tokens of the whole training run")
+    batch_tokens: _Batch = Field(gt=0, le=1e12, description="Tokens per optimizer step, over all chips; a target that may be rounded.")
+    seq_len: _Length = Field(gt=0, le=1e9, description="Tokens per sequence.")
+    tokens: _Run | None = Field(default=None, gt=0, le=1e18, description="Tokens of the whole training run.")
     batch_slack: _Share = Field(
-        default=0.1, ge=0, le=0.5, description="How far the batch may be rounded to what divides evenly (0 for exact)"
+        default=0.1, ge=0, le=0.5, description="How far the batch may be rounded to what divides evenly (0 for exact)."
     )
     precision: str = Field(
         default="bf16",
-        description="Number formats: bf16, mixed, fp16, fp32, or roles such as bf16,master=fp32,gradients=fp32",
+        description="Number formats: bf16, mixed, fp16, fp32, or roles such as bf16,master=fp32,gradients=fp32.",
     )
-    optimizer: str = Field(default="adamw", description="Optimizer: adamw, lion, momentum, sgd")
+    optimizer: str = Field(default="adamw", description="Optimizer: adamw, lion, momentum, sgd.")
 
     @field_validator("precision")
     @classmethod

@@ -1,0 +1,131 @@
+"""Writes what the documents show: the outputs under their commands, the tables, and the whole of reference.md.
+
+`python docs/generate.py` rewrites the pages; a test compares them with what it would write. Not here: the prose.
+
+In a page, a fenced block `console` holds commands (`$ meshwise ...`) and their output. A comment before the block,
+`<!-- shown: 1, 3, Why -->`, trims it to the paragraphs with these numbers or first words; `...` stands for the others.
+`<!-- table: NAME -->` and `<!-- end -->` enclose a table of `reference_tables`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from meshwise.cli.main import main
+
+__all__ = ["PAGES", "generated", "output_of", "stable"]
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+
+#: Pages with examples or generated tables; reference.md is written as a whole.
+PAGES = (ROOT / "README.md", DOCS / "planning.md", DOCS / "worked-plans.md", DOCS / "reference.md")
+
+_BLOCK = re.compile(r"(?:<!-- shown: (?P<shown>[^\n]*?) -->\n)?```console\n(?P<body>.*?)```\n", re.DOTALL)
+_TABLE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->\n", re.DOTALL)
+
+
+@functools.cache
+def output_of(command: str) -> str:
+    """Run `meshwise ...` in this process and an empty folder; give what it prints, or else its error."""
+    words = shlex.split(command)
+    assert words[0] == "meshwise", f"not a meshwise command: {command}"
+    out, err = io.StringIO(), io.StringIO()
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                main(words[1:])
+        finally:
+            os.chdir(here)
+    return out.getvalue() or err.getvalue()
+
+
+def stable(text: str) -> str:
+    """Blank out what differs from run to run: the CPU time of a search."""
+    return re.sub(r"in [\d.]+ CPU-seconds", "in # CPU-seconds", text)
+
+
+def trimmed(text: str, shown: str | None) -> str:
+    """Keep the paragraphs that `shown` names, with `...` for each gap."""
+    if shown is None:
+        return text
+    wanted = [w.strip() for w in shown.split(",")]
+    paragraphs = text.rstrip("\n").split("\n\n")
+    starts = [p.strip() for p in paragraphs]
+    missing = [w for w in wanted if not (w.isdigit() and int(w) <= len(starts)) and not _any_starts(starts, w)]
+    assert not missing, f"no paragraph {missing} in:\n{text}"
+    kept: list[str] = []
+    for number, paragraph in enumerate(paragraphs, 1):
+        if str(number) in wanted or any(paragraph.strip().startswith(w) for w in wanted if not w.isdigit()):
+            kept.append(paragraph)
+        elif not kept or kept[-1] != "...":
+            kept.append("...")
+    return "\n\n".join(kept) + "\n"
+
+
+def _any_starts(texts: list[str], word: str) -> bool:
+    return any(t.startswith(word) for t in texts)
+
+
+def _block(match: re.Match[str]) -> str:
+    """Write one console block again."""
+    shown = match["shown"]
+    body = match["body"].replace("\\\n", "\\\n\0")
+    commands = re.findall(r"^\$ (.*(?:\n\0.*)*)", body, re.MULTILINE)
+    assert commands, f"a console block without a command:\n{match[0]}"
+    parts = []
+    for command in commands:
+        typed = command.replace("\0", "")
+        parts.append(f"$ {typed}\n{trimmed(output_of(typed.replace(chr(92) + chr(10), ' ')), shown)}")
+    mark = f"<!-- shown: {shown} -->\n" if shown is not None else ""
+    return f"{mark}```console\n{''.join(parts)}```\n"
+
+
+def generated(page: Path) -> str:
+    """Give a page as it should be, for a terminal of 80 columns."""
+    os.environ["COLUMNS"] = "80"
+    reference = _reference()
+    if page.name == "reference.md":
+        return str(reference.reference_page())
+    tables = reference.tables()
+    text = page.read_text(encoding="utf-8")
+    text = _TABLE.sub(lambda m: f"<!-- table: {m['name']} -->\n{tables[m['name']]}<!-- end -->\n", text)
+    return _BLOCK.sub(_block, text)
+
+
+def _reference() -> Any:
+    """Load reference.py, which stands beside this file and belongs to no package."""
+    spec = importlib.util.spec_from_file_location("docs_reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_all(names: list[str]) -> None:
+    """Rewrite the pages that changed; all of them, or those with `names`."""
+    for page in PAGES:
+        if names and page.name not in names:
+            continue
+        text = generated(page)
+        old = page.read_text(encoding="utf-8") if page.exists() else ""
+        if stable(old) != stable(text):
+            page.write_text(text, encoding="utf-8")
+            sys.stdout.write(f"{page.relative_to(ROOT)} rewritten\n")
+
+
+if __name__ == "__main__":
+    write_all(sys.argv[1:])

@@ -1,0 +1,322 @@
+"""The tables of the documents, read from where the facts are declared: commands, JSON fields, chips, networks, models.
+
+Used by generate.py. Not here: prose other than what stands between the tables, and the pages themselves.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
+from typing import Any
+
+import click
+
+from meshwise.cli.lazy import LazyGroup
+from meshwise.cli.main import COMMANDS, main
+from meshwise.costs.calibration import CALIBRATIONS, Calibration
+from meshwise.costs.memory import MEMORY_CLASSES
+from meshwise.costs.step import TERMS
+from meshwise.dtypes import DType
+from meshwise.hardware import Chip, Fabric, SliceRules, chips, machines, networks
+from meshwise.models import catalog, load_model
+from meshwise.sharding.remat import REMAT_POLICIES
+
+__all__ = ["commands", "json_rows", "reference_page", "tables"]
+
+_TRAIN = ("llama-3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq-len", "4096", "--tokens", "1T")
+
+#: Fields that every verb's JSON has.
+ENVELOPE = {
+    "schema_version": 'changes when a field changes its meaning or goes away, not when one is added; now "1"',
+    "command": "the verb",
+    "inputs.*": "what was asked, defaults included; text with units is parsed, units are in the names",
+    "answer": "the first line that a terminal shows",
+    "assumed[]": "what was assumed, one sentence each",
+    "not_modelled[]": "what the numbers leave out",
+    "explanations[].*": "with `--explain`: name, formula, substitution, result, source",
+}
+
+_PLAN = {
+    "plans[].layout.*": "mesh axis -> size; all five axes, 1 where unused",
+    "plans[].layout_text": "the layout as `--layout` reads it",
+    "plans[].choices.zero": "what `data` replicas share: 0 nothing, 1 optimizer state, 2 also gradients",
+    "plans[].choices.sequence_parallel": "whether the residual stream is split over `tensor` between matmuls",
+    "plans[].choices.remat": "what is computed again in the backward pass",
+    "plans[].choices.micro_batch": "sequences that one group of data x fsdp works on at a time",
+    "plans[].choices.num_microbatches": "microbatches a step",
+    "plans[].choices.wires.*": "mesh axis -> its extent on each dimension of the network",
+    "plans[].network[].name": "dimensions of the network, innermost first",
+    "plans[].network[].size": "chips along it that the plan uses",
+    "plans[].num_chips": "chips that the plan uses; fewer than the cluster's where that is better",
+    "plans[].tokens_per_step": "the batch after rounding to what divides",
+    "plans[].estimate.step_time_s.*": "lower (data-sheet rates, perfect overlap), expected, upper (no overlap)",
+    "plans[].estimate.terms.*": "exposed seconds by term; they add up to the expected step time",
+    "plans[].estimate.hidden_s.*": "seconds of communication hidden behind compute, by mesh axis",
+    "plans[].estimate.resources_s.*": "seconds that each resource is busy at data-sheet rates; the largest is `lower`",
+    "plans[].estimate.tokens_per_s": "of the whole layout, expected",
+    "plans[].estimate.mfu": "model FLOPs over expected time x chips x peak",
+    "plans[].estimate.hfu": "the same with recomputed FLOPs",
+    "plans[].estimate.model_flops": "of a step: 6 x active parameters x tokens, plus attention",
+    "plans[].estimate.recompute_flops": "of a step, done again because of remat",
+    "plans[].estimate.peak_flops_per_s_per_chip": "the denominator's rate",
+    "plans[].estimate.memory_bytes.*": "bytes by class on the fullest chip, and their total",
+    "plans[].estimate.hbm_capacity_bytes": "of one chip",
+    "plans[].estimate.fits": "whether the total is within it",
+    "plans[].estimate.bound": "the busiest resource: compute, hbm, or a mesh axis",
+    "plans[].training.steps": "steps of the whole run; `training` is null without `--tokens`",
+    "plans[].training.days": "expected",
+    "plans[].training.days_interval.*": "lower, expected, upper",
+    "plans[].training.chip_hours": "expected",
+    "plans[].training.cost_usd": "chip-hours x price; null where no price is known",
+    "plans[].training.energy_kwh": "chips at their rated power, hosts and cooling left out",
+    "reasons[]": "why the best is best",
+}
+
+#: Verb -> the words that produce its JSON, and what each field means.
+FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "model": (
+        ("model", "llama-3-70b"),
+        {
+            "model.name": "as asked, or the file's folder",
+            "model.family": "the architecture that the configuration names",
+            "model.num_layers": "blocks",
+            "model.max_seq_len_tokens": "longest sequence the configuration allows; null where it says nothing",
+            "model.hub_names[]": "other names of a built-in",
+            "model.source.*": "where the configuration was read, and when",
+            "axis_sizes.*": "axis letter -> size (see docs/sharding.md)",
+            "parameters.total": "all parameters",
+            "parameters.language": "without vision and audio towers",
+            "parameters.active": "those that one token meets (all, unless experts are chosen)",
+            "parameters.by_part.*": "they add up to the total",
+            "parameters.multi_token_prediction": "extra modules, not in the total",
+            "kv_cache.dtype": "the format the bytes are in",
+            "kv_cache.bytes_per_token": "no window full yet",
+            "kv_cache.growing_bytes_per_token": "once every window is full",
+            "kv_cache.windowed_bytes_per_token": "of layers with a window",
+            "kv_cache.windowed_bytes_max": "what those layers hold at most",
+            "kv_cache.bytes_per_sequence": "at the length of `flops.seq_len_tokens`",
+            "flops.seq_len_tokens": "the sequence that FLOPs are counted for",
+            "flops.forward_per_token": "matrix products, attention as computed (causal, windowed)",
+            "flops.forward_per_token_attention_full": "with attention over every pair",
+            "flops.training_per_token": "three times forward; recomputation not counted",
+            "notes[]": "what the reader of the configuration has to say",
+        },
+    ),
+    "plan train": (
+        ("plan", "train", *_TRAIN),
+        {
+            **_PLAN,
+            "rejected[].name": "a well-known alternative",
+            "rejected[].reason": "why it loses, with its number",
+            "rejected[].slowdown": "expected time per token over the best plan's; null where it cannot be priced",
+            "rejected[].memory_bytes": "of its fullest chip",
+            "rejected[].fits": "whether that fits",
+            "pareto_front[].layout.*": "layouts that no other undercuts in both time and memory, fastest first",
+            "pareto_front[].layout_text": "the same as text",
+            "pareto_front[].num_chips": "chips it uses",
+            "pareto_front[].time_s_per_token": "expected",
+            "pareto_front[].memory_bytes": "of its fullest chip",
+            "search.strategies": "layouts priced, in time and memory",
+            "search.covered": "layouts in the space, those ruled out by a bound included",
+            "search.infeasible": "of the priced ones, those that do not fit",
+            "search.cpu_s": "CPU seconds",
+        },
+    ),
+    "estimate train": (("estimate", "train", *_TRAIN, "--layout", "fsdp=16,tensor=4"), _PLAN),
+}
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """Yield every verb with its click command; of a group, its verbs."""
+    for name, entry in COMMANDS.items():
+        command = entry.load()
+        if isinstance(command, LazyGroup):
+            for verb, inner in command.lazy.items():
+                yield f"{name} {verb}", inner.load()
+        else:
+            yield name, command
+
+
+def _help(name: str) -> str:
+    """Give what `meshwise NAME --help` prints."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main([*name.split(), "--help"]) == 0
+    return out.getvalue()
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[str]:
+    """Yield every path of a JSON value, `a.b[].c`; empty lists and mappings end a path."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+        for inner in value:
+            yield from _leaves(inner, f"{path}[]")
+    elif isinstance(value, list):
+        yield f"{path}[]"
+    else:
+        yield path
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return path == pattern or (pattern.endswith(".*") and f"{path}.".startswith(pattern[:-1]))
+
+
+def json_rows(verb: str) -> list[tuple[str, str]]:
+    """List the fields of a verb's JSON, each with its meaning.
+
+    Raises:
+        AssertionError: a field without a meaning, or a meaning without its field.
+    """
+    words, meanings = FIELDS[verb]
+    out = io.StringIO()
+    with redirect_stdout(out):
+        main([*words, "--json", "--explain"])
+    known = {**ENVELOPE, **meanings}
+    found = set(_leaves(json.loads(out.getvalue())))
+    unexplained = sorted(p for p in found if not any(_matches(k, p) for k in known))
+    assert not unexplained, f"{verb}: JSON fields without a meaning in docs/reference.py: {unexplained}"
+    gone = sorted(k for k in known if not any(_matches(k, p) for p in found))
+    assert not gone, f"{verb}: docs/reference.py explains fields that are not there: {gone}"
+    return list(meanings.items())
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [tuple(head), *(tuple(r) for r in rows)]
+    body = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines]
+    body.insert(1, "|" + " --- |" * len(lines[0]))
+    return "\n".join(body) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _tera(chip: Chip, *formats: DType) -> str:
+    return next((f"{chip.flops_per_s[f] / 1e12:,.4g}" for f in formats if f in chip.flops_per_s), "-")
+
+
+def _chip_table() -> str:
+    """One row a chip, with the document that most of its numbers are from."""
+    rates = ("bf16 (fp16) TFLOP/s", "fp8 (int8)", "HBM GB", "HBM GB/s", "link GB/s one way", "links", "$/h")
+    rows = (
+        (
+            f"`{c.name}` {c.title}",
+            _tera(c, DType.BF16, DType.FP16),
+            _tera(c, DType.FP8, DType.INT8),
+            f"{c.hbm_capacity / 1e9:,.4g}",
+            f"{c.hbm_bandwidth / 1e9:,.4g}",
+            f"{c.link_bandwidth_one_way / 1e9:,.4g}",
+            str(c.num_links),
+            "-" if c.price_per_chip_hour is None else f"{c.price_per_chip_hour:.2f}",
+            f"{c.sources['*'].title}, {c.sources['*'].date}",
+        )
+        for c in chips().values()
+    )
+    return _table(("chip", *rates, "source"), rows)
+
+
+def _network_table() -> str:
+    rows = []
+    for name, n in networks().items():
+        if isinstance(n, SliceRules):
+            between = n.dcn_bandwidth_per_chip_one_way / 1e9
+            text = f"torus up to {'x'.join(map(str, n.largest))}; between slices {between:g} GB/s a chip"
+        else:
+            assert isinstance(n, Fabric)
+            levels = (f"{f.level.name} {f.level.bandwidth_per_chip_one_way / 1e9:.3g} GB/s" for f in n.levels)
+            text = f"{n.title}; a chip one way: {', '.join(levels)}"
+        rows.append((_code(name), text, f"{n.source.title}, {n.source.date}"))
+    return _table(("network", "what it is", "source"), rows)
+
+
+def _machine_table() -> str:
+    return _table(
+        ("machine", "chips", "network", "source"),
+        (
+            (_code(name), f"{m.num_chips} x `{m.chip}`", _code(m.network), f"{m.source.title}, {m.source.date}")
+            for name, m in machines().items()
+            if name == m.name
+        ),
+    )
+
+
+def _model_table() -> str:
+    rows = []
+    for entry in catalog():
+        m = load_model(entry.name)
+        p = m.parameters
+        source = ", ".join(part for part in (entry.source.text, entry.source.date) if part)
+        rows.append((_code(entry.name), f"{p.total:,}", f"{p.active:,}" if p.active != p.total else "all", source))
+    return _table(("model", "parameters", "active", "source"), rows)
+
+
+def _shares(c: Calibration) -> tuple[float, ...]:
+    return (c.matmul_efficiency, c.hbm_efficiency, c.link_efficiency)
+
+
+def _calibration_table() -> str:
+    return _table(
+        ("name", "of peak in matmuls", "of HBM bandwidth", "of link bandwidth", "from"),
+        ((_code(c.name), *(f"{share:.0%}" for share in _shares(c)), c.source) for c in CALIBRATIONS.values()),
+    )
+
+
+def tables() -> Mapping[str, str]:
+    """Name -> table, for the markers in the pages."""
+    return {
+        "terms": _table(("term", "what it is"), ((_code(k), v) for k, v in TERMS.items())),
+        "memory": _table(("class", "what it holds"), ((_code(k), v) for k, v in MEMORY_CLASSES.items())),
+        "remat": _table(("policy", "what is kept"), ((_code(k), _meaning(k)) for k in REMAT_POLICIES)),
+        "calibrations": _calibration_table(),
+        "chips": _chip_table(),
+        "networks": _network_table(),
+        "machines": _machine_table(),
+        "models": _model_table(),
+    }
+
+
+def _meaning(policy: str) -> str:
+    return REMAT_POLICIES[policy].meaning
+
+
+_HEAD = """# Reference
+
+Written by `python docs/generate.py` from the declarations in the code; a test fails when it is stale.
+
+Exit codes of every command: 0 ok, 1 a bug of meshwise, 2 usage, 3 nothing feasible or a failed check, 4 an optional
+dependency is missing, 130 interrupted. Errors go to stderr; with `--json` as `{"schema_version": "1", "error": {"kind",
+"message", "exit_code"}}`.
+
+"""
+
+_JSON = """## JSON
+
+With `--json` a command prints one object. Numbers are finite and in base units: bytes, seconds, FLOPs, tokens, dollars;
+the unit stands in the name where it is not a count. Fields of every command:
+
+"""
+
+
+def reference_page() -> str:
+    """Write the whole of reference.md."""
+    t = tables()
+    parts = [_HEAD, "## Commands\n\n"]
+    for name, _ in commands():
+        parts.append(f"### meshwise {name}\n\n```text\n{_help(name)}```\n\n")
+    parts += [_JSON, _table(("field", "meaning"), ((_code(k), v) for k, v in ENVELOPE.items())), "\n"]
+    for verb in FIELDS:
+        rows = _table(("field", "meaning"), ((_code(k), v) for k, v in json_rows(verb)))
+        parts.append(f"### {verb} --json\n\n{rows}\n")
+    parts.append(f"Terms of a step's time, and classes of memory:\n\n{t['terms']}\n{t['memory']}\n")
+    parts.append(
+        "## Chips\n\nDense rates of one whole chip. `meshwise chips NAME` gives every number with its own source.\n\n"
+        f"{t['chips']}\n"
+    )
+    parts.append(f"## Networks\n\n{t['networks']}\n## Machines\n\n{t['machines']}\n")
+    parts.append(f"## Calibrations\n\n{t['calibrations']}\n")
+    parts.append(f"## Models\n\nAny other model is read from its `config.json`.\n\n{t['models']}")
+    return "".join(parts)
