@@ -332,3 +332,18 @@ def test_a_layout_that_does_not_fit_is_estimated_and_says_so(run):
     )
     assert done.code == 3
     assert done.first_line.startswith("does not fit in memory: data=64: ")
+
+
+def test_a_ragged_all_to_all_sends_a_copy_to_each_distinct_member(run):
+    dense = run("collective", "all-to-all", "bf16[65536_X, 7168]", "--mesh", "X=64", "--on", "h100:64", "--json")
+    ragged = run(
+        "collective", "all-to-all", "bf16[65536_X, 7168]", "--mesh", "X=64", "--on", "h100:64", "--choices", "8", "--json"
+    )  # fmt: skip
+    distinct = 64 * (1 - (63 / 64) ** 8)
+    assert ragged.json["bytes"] == pytest.approx(dense.json["bytes"] * distinct)
+    assert ragged.json["time_s"] == pytest.approx(dense.json["time_s"] * distinct)
+    wrong = run(
+        "collective", "all-gather", "bf16[65536_X, 7168]", "--mesh", "X=64", "--on", "h100:64", "--choices", "8"
+    )
+    assert wrong.code == 2
+    assert "only an all-to-all is ragged" in wrong.err

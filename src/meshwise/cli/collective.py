@@ -37,5 +37,6 @@ def collective(request: CollectiveRequest, output: Output) -> None:
         "sizes": dict(request.sizes),
         "wires": request.wires,
         "dtype": request.dtype.value,
+        "choices": request.choices,
     }
     output.show(collective_report(case, inputs))

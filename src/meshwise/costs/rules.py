@@ -25,6 +25,7 @@ __all__ = [
     "data_parallel_critical_tokens_per_chip",
     "data_parallel_max_chips",
     "decode_tensor_parallel_limit",
+    "distinct_destinations",
     "expert_parallel_critical_d_ff",
     "expert_traffic",
     "hybrid_critical_tokens_per_slice",
@@ -289,6 +290,18 @@ def expert_parallel_critical_d_ff(
 
 
 @positive_arguments
+def distinct_destinations(choices: float, ways: float) -> float:
+    """Members, of Z, that a token reaches when it goes to k random ones, several perhaps to the same: Z (1 - (1 - 1/Z)^k).
+
+    Source: book, GPUs, "expert parallelism" (a token travels once to each device that holds any of its experts).
+
+    >>> round(distinct_destinations(8, 64), 2), distinct_destinations(1, 64)
+    (7.58, 1.0)
+    """
+    return ways * (1 - ((ways - 1) / ways) ** choices)
+
+
+@positive_arguments
 def expert_traffic(experts_per_token: float, ways: float, *, exact: bool = True) -> float:
     """Share of its bytes that a ragged AllToAll sends when tokens go to k experts on Z ways.
 
@@ -299,7 +312,7 @@ def expert_traffic(experts_per_token: float, ways: float, *, exact: bool = True)
     >>> round(expert_traffic(8, 64), 4), round(expert_traffic(8, 64, exact=False), 4)
     (0.1165, 0.123)
     """
-    reached = 1 - ((ways - 1) / ways) ** experts_per_token if exact else min(experts_per_token / ways, 1)
+    reached = distinct_destinations(experts_per_token, ways) / ways if exact else min(experts_per_token / ways, 1)
     return reached * (ways - 1) / ways
 
 

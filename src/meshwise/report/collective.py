@@ -35,7 +35,8 @@ class CollectiveCase:
     Args:
         text: the array as written.
         mesh_axes: over which the group runs.
-        num_bytes: in the convention of `costs.collectives`.
+        num_bytes: in the convention of `costs.collectives`, copies included.
+        copies: of each row; more than one in a ragged all-to-all.
         wiring: where the mesh lies on the network.
     """
 
@@ -44,6 +45,7 @@ class CollectiveCase:
     mesh: Mesh
     mesh_axes: tuple[str, ...]
     num_bytes: float
+    copies: float
     cluster: Cluster
     fabric: Fabric
     wiring: Wiring
@@ -108,6 +110,7 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
             "mesh_axes": list(case.mesh_axes),
             "group_size": int(case.wire.size),
             "bytes": case.num_bytes,
+            "copies": case.copies,
             "time_s": case.time,
             "bandwidth_time_s": case.bandwidth_time,
             "latency_s": case.latency_time,
@@ -123,6 +126,11 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
             case.cluster.describe(),
             f"where the mesh lies: {wiring_words(case.wiring, case.fabric)}",
             *((f"{unused:,} chips of the cluster are not used",) if unused else ()),
+            *(
+                (f"each row goes to {case.copies:.3g} distinct members, the mean of random choices",)
+                if case.copies != 1
+                else ()
+            ),
             "links at their data-sheet rate; hops and bytes overlap, the longer decides",
         ),
         not_modelled=("other traffic on the same links; software start-up (some 10 us on GPUs)",),

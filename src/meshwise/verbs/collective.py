@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.rules import distinct_destinations
 from meshwise.costs.wiring import best_wiring, collective_bytes, parse_wiring
 from meshwise.dtypes import DType
 from meshwise.errors import ShardingError
@@ -53,6 +54,13 @@ class CollectiveRequest(Where):
         json_schema_extra={"metavar": "WIRES"},
     )
     dtype: DType = Field(default=DType.BF16, description="Format of an array written without one.")
+    choices: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Ragged all-to-all: each row goes to this many members drawn at random (experts of a token), "
+        "one copy to each distinct one.",
+    )
 
 
 def collective(
@@ -66,6 +74,7 @@ def collective(
     cluster: str | None = None,
     wires: str | None = None,
     dtype: str = "bf16",
+    choices: float | None = None,
 ) -> CollectiveCase:
     """Time one collective on a cluster: what `meshwise collective` answers, as values.
 
@@ -84,6 +93,7 @@ def collective(
         cluster: a TOML file with own numbers, instead of `on`.
         wires: where mesh axes lie on the network, "X=8x2".
         dtype: of an array written without one.
+        choices: ragged all-to-all: members that each row goes to, drawn at random.
 
     Raises:
         MeshwiseError: an argument that cannot be understood.
@@ -98,6 +108,7 @@ def collective(
         "cluster_file": cluster,
         "wires": wires,
         "dtype": dtype,
+        "choices": choices,
     }
     return examine_collective(validated(CollectiveRequest, given, PARAMETERS))
 
@@ -112,7 +123,8 @@ def examine_collective(request: CollectiveRequest) -> CollectiveCase:
     cluster = request.must_find()
     fabric = Fabric.of(cluster)
     tensor, step = _step(request, mesh)
-    num_bytes = collective_bytes(step, tensor.shape(request.sizes), mesh, tensor.dtype or request.dtype)
+    copies = _copies(request, step, mesh)
+    num_bytes = copies * collective_bytes(step, tensor.shape(request.sizes), mesh, tensor.dtype or request.dtype)
 
     def seconds(wiring: Mapping[str, Any]) -> float:
         return float(collective_time(step.kind, num_bytes, make_wire(fabric, wiring, step.mesh_axes)))
@@ -124,11 +136,21 @@ def examine_collective(request: CollectiveRequest) -> CollectiveCase:
         mesh=mesh,
         mesh_axes=step.mesh_axes,
         num_bytes=num_bytes,
+        copies=copies,
         cluster=cluster,
         fabric=fabric,
         wiring=wiring,
         wire=make_wire(fabric, wiring, step.mesh_axes),
     )
+
+
+def _copies(request: CollectiveRequest, step: Collective, mesh: Mesh) -> float:
+    """Copies of each row that travel: one, or the distinct members among `choices` random ones."""
+    if request.choices is None:
+        return 1.0
+    if step.kind is not CollectiveKind.ALL_TO_ALL:
+        raise ShardingError(f"choices: only an all-to-all is ragged, found {step.kind.value}")
+    return distinct_destinations(request.choices, step.group_size(mesh))
 
 
 def _step(request: CollectiveRequest, mesh: Mesh) -> tuple[ShardedTensor, Collective]:
