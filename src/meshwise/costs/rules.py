@@ -291,7 +291,7 @@ def expert_parallel_critical_d_ff(
 
 @positive_arguments
 def distinct_destinations(choices: float, ways: float) -> float:
-    """Members, of Z, that a token reaches when it goes to k random ones, several perhaps to the same: Z (1 - (1 - 1/Z)^k).
+    """Members, of Z, that a token reaches when it goes to k random ones: Z (1 - (1 - 1/Z)^k).
 
     Source: book, GPUs, "expert parallelism" (a token travels once to each device that holds any of its experts).
 
