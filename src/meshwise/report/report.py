@@ -36,6 +36,7 @@ class Report:
         not_modelled: what the numbers leave out.
         next_steps: commands or changes to try.
         explanations: the workings that `--explain` shows.
+        details, details_data: further tables, and JSON fields, that `--explain` adds.
     """
 
     command: str
@@ -47,6 +48,8 @@ class Report:
     not_modelled: tuple[str, ...] = ()
     next_steps: tuple[str, ...] = ()
     explanations: tuple[Explanation, ...] = field(default=())
+    details: tuple[RenderableType, ...] = ()
+    details_data: Mapping[str, Any] = field(default_factory=dict)
 
     def envelope(self, *, explain: bool = False) -> dict[str, Any]:
         """Give the report as JSON values.
@@ -56,9 +59,9 @@ class Report:
         """
         head = {"schema_version": SCHEMA_VERSION, "command": self.command, "inputs": dict(self.inputs)}
         tail = {"assumed": list(self.assumed), "not_modelled": list(self.not_modelled)}
-        clash = ({*head, *tail, "answer", "explanations"}) & set(self.data)
+        clash = ({*head, *tail, "answer", "explanations"}) & {*self.data, *self.details_data}
         assert not clash, f"{self.command}: {clash} belong to the envelope"
-        workings = {"explanations": [_as_dict(e) for e in self.explanations]} if explain else {}
+        workings = {"explanations": [_as_dict(e) for e in self.explanations], **self.details_data} if explain else {}
         return {**head, "answer": self.answer, **self.data, **tail, **workings}
 
     def renderable(self, *, explain: bool = False) -> Group:
@@ -66,6 +69,7 @@ class Report:
         parts: list[RenderableType] = [Text(self.answer, style="bold")]
         parts += [item for block in self.body for item in (Text(), block)]
         if explain:
+            parts += [item for block in self.details for item in (Text(), block)]
             parts += _workings(self.explanations)
         parts += _list("Assumed", self.assumed) + _list("Not modelled", self.not_modelled)
         parts += _list("Try next", self.next_steps)

@@ -1,0 +1,177 @@
+"""Tables and JSON of a training estimate's workings: operations of a layer, collectives of a step.
+
+Not here: the numbers (`costs.workings`), and formulas in words (`formulas`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import RenderableType
+
+from meshwise.costs.padding import Padding
+from meshwise.costs.workings import BlockWorking, CollectiveWorking, OperationWorking, Workings
+from meshwise.report.formulas import RULES
+from meshwise.report.report import listed
+from meshwise.report.table import table
+from meshwise.units import format_bytes, format_count, format_time
+
+__all__ = ["collective_data", "padding_data", "workings_data", "workings_tables"]
+
+
+def workings_tables(w: Workings) -> tuple[RenderableType, ...]:
+    """Give the tables that `--explain` adds: a layer's operations, every collective of a step, the rules."""
+    layers = [b for b in w.blocks if b.operations and b.copies]
+    main = max(layers, key=lambda b: b.copies)
+    parts: list[RenderableType] = [_forward(main, w), *_rest(main)]
+    if w.collectives:
+        parts += [_collectives(w.collectives), listed("Rules", (f"rule {n}: {text}" for n, text in RULES.items()))]
+    return tuple(parts)
+
+
+def _forward(block: BlockWorking, w: Workings) -> RenderableType:
+    """Show each operation of the forward pass with its shapes: the notation names the split of every axis."""
+    rows = [(f"{o.name}\n  {o.signature}", *_numbers(o)) for o in block.operations if o.when == "forward"]
+    tokens = w.problem.job.seq_len * w.layout.micro_batch / w.layout.context
+    title = f"{block.name}, forward ({format_count(tokens)} tokens)"
+    return table((title, ">FLOPs", ">bytes", ">time", "!bound"), rows)
+
+
+def _rest(block: BlockWorking) -> list[RenderableType]:
+    """Show the operations of the other passes by name."""
+    out: list[RenderableType] = []
+    for when in ("recompute", "backward"):
+        rows = [(o.name, *_numbers(o)) for o in block.operations if o.when == when]
+        if rows:
+            out.append(table((f"{block.name}, {when}", ">FLOPs", ">bytes", ">time", "!bound"), rows))
+    return out
+
+
+def _numbers(o: OperationWorking) -> tuple[str, str, str, str]:
+    padded = f", tiles +{100 * (o.tile_waste - 1):.2g} %" if o.tile_waste > 1 else ""
+    flops = format_count(o.flops) if o.flops else "-"
+    return flops, format_bytes(o.num_bytes), format_time(o.seconds), f"{o.binds}{padded}"
+
+
+def _collectives(rows: Iterable[CollectiveWorking]) -> RenderableType:
+    """Show every collective of a chip of the slowest stage: what moves from where to where, and what of it shows."""
+    return table(
+        ("collective of a step", ">bytes", ">times", ">each", ">all", ">exposed", ">rule"),
+        (
+            (
+                _moved(c),
+                format_bytes(c.num_bytes),
+                f"{c.count_per_step:,.4g}" if c.count_per_step % 1 else f"{c.count_per_step:,.0f}",
+                format_time(c.seconds),
+                format_time(c.seconds_per_step),
+                format_time(c.exposed) if c.exposed else "-",
+                str(c.rule),
+            )
+            for c in rows
+        ),
+    )
+
+
+def _moved(c: CollectiveWorking) -> str:
+    """Name a collective and the move of its first tensor; say how many more there are."""
+    others = f"\n  and {', '.join(c.tensors[1:])}" if len(c.tensors) > 1 else ""
+    return f"{c.when.value} {c.block}: {c.kind.value} over {' x '.join(c.mesh_axes)}\n  {c.moves[0]}{others}"
+
+
+def collective_data(c: CollectiveWorking) -> dict[str, Any]:
+    """Give one row of the collectives as JSON values."""
+    return {
+        "block": c.block,
+        "pass": c.when.value,
+        "kind": c.kind.value,
+        "mesh_axes": list(c.mesh_axes),
+        "purpose": c.purpose.value,
+        "term": c.term,
+        "tensors": list(c.tensors),
+        "bytes": c.num_bytes,
+        "count_per_step": c.count_per_step,
+        "seconds_each": c.seconds,
+        "seconds_per_step": c.seconds_per_step,
+        "exposed_s": c.exposed,
+        "hidden_s": c.hidden,
+    }
+
+
+def padding_data(p: Padding) -> dict[str, Any]:
+    """Give one padded axis as JSON values."""
+    return {
+        "axis": p.axis,
+        "size": p.size,
+        "mesh_axes": list(p.mesh_axes),
+        "ways": p.ways,
+        "size_per_device": p.local,
+        "waste": p.waste,
+        "tensors": list(p.tensors),
+    }
+
+
+def workings_data(w: Workings) -> dict[str, Any]:
+    """Give everything that `--explain` adds as JSON values."""
+    return {
+        "blocks": [_block_data(b) for b in w.blocks],
+        "collectives": [
+            {
+                **collective_data(c),
+                "moves": list(c.moves),
+                "latency_s": c.latency,
+                "rule": c.rule,
+                "cover_s": c.cover,
+                "exposed_share": c.exposed_share,
+                "network": [{"name": leg.name, "seconds_per_byte": leg.seconds_per_byte} for leg in c.path.legs],
+            }
+            for c in w.collectives
+        ],
+        "rules": {str(n): text for n, text in RULES.items()},
+        "memory": [
+            {
+                "class": c.name,
+                "combined_by": "max" if c.largest else "sum",
+                "bytes": c.total,
+                "parts": [{"block": h.block, "copies": h.copies, "bytes_each": h.num_bytes} for h in c.holdings],
+            }
+            for c in w.memory
+        ],
+        "kept_activations": {
+            block: [{"tensor": name, "bytes": size} for name, size in kept] for block, kept in w.kept.items() if kept
+        },
+        "weights": [
+            {"block": s.block, "elements": s.elements, "elements_per_chip": s.stored, "ways": s.ways} for s in w.states
+        ],
+        "microbatch_s": w.microbatch,
+        "send_s": w.send,
+        "boundary_bytes": w.boundary_bytes,
+        "optimizer_bytes": w.optimizer_bytes,
+    }
+
+
+def _block_data(b: BlockWorking) -> dict[str, Any]:
+    return {
+        "block": b.name,
+        "copies": b.copies,
+        "num_microbatches": b.num_microbatches,
+        "passes": {
+            name: {"flops": float(p.flops), "matmul_bytes": float(p.matmul_bytes), "seconds": float(p.seconds)}
+            for name, p in b.passes.items()
+        },
+        "operations": [
+            {
+                "pass": o.when,
+                "name": o.name,
+                "signature": o.signature,
+                "flops": o.flops,
+                "bytes": o.num_bytes,
+                "compute_s": o.compute,
+                "memory_s": o.memory,
+                "seconds": o.seconds,
+                "binds": o.binds,
+                "tile_waste": o.tile_waste,
+            }
+            for o in b.operations
+        ],
+    }
