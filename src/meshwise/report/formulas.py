@@ -5,7 +5,8 @@ Not here: the numbers (`costs.workings`), and what leads the report (`plan`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from meshwise.costs.padding import Padding
@@ -17,14 +18,14 @@ from meshwise.hardware import Chip, Cluster
 from meshwise.sharding import CollectiveKind
 from meshwise.units import format_bandwidth, format_bytes, format_count, format_flops_per_s, format_percent, format_time
 
-__all__ = ["RULES", "explain_memory", "explain_time", "leg_formula", "padding_words"]
+__all__ = ["RULES", "explain_memory", "explain_time", "explain_upper", "leg_formula", "padding_words", "upper_parts"]
 
 #: What hides what, by the numbers of the rule in `costs.step`.
 RULES = {
     1: "an operation takes the longer of its FLOPs and its bytes",
     2: "activations stand on the critical path; collective matmuls (TPUs) hide behind the compute of their block",
     3: "weights and gradients of one layer hide behind the compute of its neighbour",
-    4: "once a step: gradients hide behind the last backward pass, new weights behind the next forward, but for a layer",
+    4: "once a step: gradients hide behind the last backward pass, new weights behind the next forward, less a layer",
     5: "1F1B: stages - 1 microbatches of idling; sends hidden but while the pipeline fills and drains",
 }
 
@@ -44,7 +45,7 @@ _REMAT = "the book, Transformers, Gradient checkpointing; Korthikanti et al. 202
 _STATE = "the book, Training, Data Parallelism (bytes per parameter); Rajbhandari et al. 2020, ZeRO"
 
 
-def explain_time(w: Workings, terms: dict[str, float]) -> tuple[Explanation, ...]:
+def explain_time(w: Workings, terms: Mapping[str, float]) -> tuple[Explanation, ...]:
     """Explain every term that takes time, then the collectives, then what hides them.
 
     Args:
@@ -58,7 +59,42 @@ def explain_time(w: Workings, terms: dict[str, float]) -> tuple[Explanation, ...
     return (*out, *_collectives(w), *_hidings(w))
 
 
-def explain_memory(w: Workings, memory: dict[str, float], paddings: Sequence[Padding]) -> tuple[Explanation, ...]:
+def explain_upper(w: Workings, seconds: float) -> Explanation:
+    """Explain the bound from above: what the same work takes with nothing hidden.
+
+    Args:
+        w: the workings.
+        seconds: the bound, of the estimate.
+    """
+    parts = upper_parts(w)
+    return Explanation(
+        "upper bound",
+        " + ".join(parts),
+        " + ".join(format_time(part) for part in parts.values()),
+        format_time(seconds),
+        f"{_ROOFLINES}: the sum instead of the maximum, for every operation and every collective",
+    )
+
+
+def upper_parts(w: Workings) -> dict[str, float]:
+    """Add up, nothing hidden: FLOPs and bytes of every operation, every collective, idling, sends, the update."""
+    one = sum(b.copies * float(p.serial_seconds) for b in w.blocks for p in b.passes.values())
+    moved = sum(c.count_per_pass * c.copies * c.seconds for c in w.collectives if c.when is not Pass.STEP)
+    send = 2 * w.send if w.layout.stage > 1 else 0.0
+    runs, idle = w.layout.num_microbatches, w.layout.stage - 1
+    chip, calibration = w.problem.cluster.chip, w.problem.calibration
+    parts = {
+        "FLOPs and bytes": runs * one,
+        "collectives of microbatches": runs * moved,
+        "sends": runs * send,
+        "idling": idle * (one + moved + send),
+        "collectives once a step": sum(c.seconds_per_step for c in w.collectives if c.when is Pass.STEP),
+        "optimizer": w.optimizer_bytes / (chip.hbm_bandwidth * calibration.hbm_efficiency),
+    }
+    return {name: part for name, part in parts.items() if part}
+
+
+def explain_memory(w: Workings, memory: Mapping[str, float], paddings: Sequence[Padding]) -> tuple[Explanation, ...]:
     """Explain every class of memory that holds anything.
 
     Args:
@@ -101,8 +137,9 @@ def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:
         if abs(rate * leg.seconds_per_byte / twice - 1) < _EXACT:
             return f"{volume} / ({' + '.join(f'{lane.links:.4g} x {bandwidth}' for lane in leg.lanes)})"
         # Lines of several axes: what the worst-placed chip can receive decides.
-        links = f"{twice * (1 - 1 / path.size) / leg.seconds_per_byte / leg.bandwidth_one_way:.3g} x {bandwidth}"
-        return f"{volume} x {path.size - 1}/{path.size} / ({links})"
+        size = math.prod(lane.extent for lane in leg.lanes)
+        links = f"{twice * (1 - 1 / size) / leg.seconds_per_byte / leg.bandwidth_one_way:.4g} x {bandwidth}"
+        return f"{volume} x {size - 1}/{size} / ({links})"
     share = f"{volume} x {leg.extent - 1}/{leg.extent}"
     if kind is CollectiveKind.ALL_REDUCE and path.in_network_reduction:
         factor = leg.seconds_per_byte * leg.below * leg.bandwidth_one_way
@@ -293,7 +330,7 @@ _CLASSES = {
     "logits_and_loss": ("what the head keeps and works on: logits, their gradient, the loss", _REMAT),
     "workspace": ("the largest over blocks of the largest operation's operands and what is computed again", _REMAT),
     "gathered_weights": (
-        "the largest over blocks of two layers' weights and a layer's gradients as gathered, less what is stored anyway",
+        "the largest over blocks of two layers' weights and one's gradients as gathered, less what is stored anyway",
         "the book, Training, Fully-Sharded Data Parallelism",
     ),
     "communication_buffers": ("the largest gathered or unreduced activation, less the chip's own share", _SHARDED),

@@ -13,11 +13,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.costs.estimate import Interval
-from meshwise.costs.step import TERMS
+from meshwise.costs.padding import paddings
+from meshwise.costs.workings import Workings, collectives_of, work_out
 from meshwise.explanation import Explanation
 from meshwise.planning import Found, Plan, Planning, Rival
+from meshwise.report.formulas import explain_memory, explain_time, explain_upper, padding_words
 from meshwise.report.report import Report, listed
 from meshwise.report.table import table
+from meshwise.report.workings import collective_data, padding_data, workings_data, workings_tables
 from meshwise.sharding.layout import Layout
 from meshwise.units import (
     format_bytes,
@@ -48,6 +51,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         body.append(listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)))
     if len(search.front) > 1:
         body.append(_front(search.front))
+    workings = _work_out(best)
     counts = f"{search.strategies:,} layouts priced ({search.infeasible:,} do not fit)"
     body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
     return Report(
@@ -70,13 +74,16 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         assumed=(*_assumed(best), _headroom(planning)),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_steps(best),
-        explanations=_explanations(best),
+        explanations=_explanations(best, workings),
+        details=workings_tables(workings),
+        details_data={"workings": workings_data(workings)},
     )
 
 
 def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     """Say what one layout would do; arguments as in `plan_report`."""
     plan = planning.plans[0]
+    workings = _work_out(plan)
     fits = "" if plan.estimate.fits else "does not fit in memory: "
     return Report(
         command="estimate train",
@@ -87,8 +94,15 @@ def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
         next_steps=("the best layouts, and why others lose: meshwise plan train with the same options",),
-        explanations=_explanations(plan),
+        explanations=_explanations(plan, workings),
+        details=workings_tables(workings),
+        details_data={"workings": workings_data(workings)},
     )
+
+
+def _work_out(plan: Plan) -> Workings:
+    """Work out what the numbers of a plan are made of."""
+    return work_out(plan.problem, plan.fabric, plan.layout)
 
 
 _NOT_MODELLED = (
@@ -130,6 +144,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
         "MFU counts 6 x active parameters x tokens, causal attention as computed, no recomputation",
         *problem.model.notes,
+        *(padding_words(p) for p in paddings(problem, plan.layout)),
     ]
     if plan.training is not None and plan.training.cost_usd is not None:
         source = cluster.chip.price_source
@@ -318,6 +333,8 @@ def _plan_data(row: Plan) -> dict[str, Any]:
             "hbm_capacity_bytes": estimate.hbm_capacity,
             "fits": estimate.fits,
             "bound": estimate.bound,
+            "collectives": [collective_data(c) for c in collectives_of(row.problem, row.fabric, row.layout)],
+            "padding": [padding_data(p) for p in paddings(row.problem, row.layout)],
         },
         "training": None
         if run is None
@@ -339,7 +356,7 @@ def _interval(interval: Interval) -> dict[str, float]:
 _RULE = "rule of the expected time, meshwise.costs.step; the book, Training"
 
 
-def _explanations(row: Plan) -> tuple[Explanation, ...]:
+def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
     """Show how the headline numbers of a plan come about."""
     e, time = row.estimate, row.estimate.step_time
     exposed = {name: seconds for name, seconds in e.terms.items() if seconds}
@@ -353,10 +370,7 @@ def _explanations(row: Plan) -> tuple[Explanation, ...]:
             format_time(time.expected),
             _RULE,
         ),
-        *(
-            Explanation(name, TERMS.get(name, name), "exposed time", format_time(s), _RULE)
-            for name, s in exposed.items()
-        ),
+        *explain_time(workings, e.terms),
         Explanation(
             "lower bound",
             f"max({', '.join(busy)})",
@@ -364,6 +378,7 @@ def _explanations(row: Plan) -> tuple[Explanation, ...]:
             format_time(time.lower),
             "the book, All About Rooflines: the busiest resource, at data-sheet rates",
         ),
+        explain_upper(workings, time.upper),
         Explanation(
             "model FLOPs",
             "6 x active parameters x tokens + 3 x causal attention",
@@ -385,6 +400,7 @@ def _explanations(row: Plan) -> tuple[Explanation, ...]:
             format_bytes(e.memory["total"]),
             "the fullest chip; the book, Training",
         ),
+        *explain_memory(workings, e.memory, paddings(row.problem, row.layout)),
         *_run_explanations(row),
     )
 
