@@ -87,9 +87,9 @@ def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
     """The term (and network use) that a flow counts under."""
     if purpose is Purpose.ACTIVATIONS:
         return "context" if "context" in mesh_axes else "tensor" if "tensor" in mesh_axes else "data"
-    if mesh_axes == ("data",):
-        return "data"
-    return "tensor" if mesh_axes == ("tensor",) else "fsdp"
+    if "fsdp" in mesh_axes or "context" in mesh_axes:
+        return "fsdp"
+    return "data" if "data" in mesh_axes else "tensor"
 
 
 @dataclass(frozen=True, slots=True)

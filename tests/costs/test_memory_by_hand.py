@@ -1,0 +1,122 @@
+"""Memory of LLaMA-3-8B on eight H100, class by class, against closed forms on paper."""
+
+import pytest
+
+from meshwise.costs.calibration import IDENTITY
+from meshwise.costs.estimate import estimate_training
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.memory import RESERVE_SHARE
+from meshwise.costs.network import Fabric
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.sharding.layout import Layout
+
+D, F, NH, KH, V, L, T = 4096, 14336, 4096, 1024, 128256, 32, 4096
+LAYER = 2 * D * NH + 2 * D * KH + 3 * D * F + 2 * D  # w_q and w_o, w_k and w_v, gate up down, two norms
+PARAMETERS = L * LAYER + 2 * V * D + D
+BF16, FP32 = 2, 4
+
+#: Elements that a layer keeps per token, after Korthikanti et al. 2022 without the T x T scores (flash attention), in a gated
+#: network with grouped queries: "none": x, its norm, q, k, v, attention's output, the middle of the residual, its norm, gate, up
+#: and their product. "matmuls": x, q, k, v, attention and its projection, gate, up. "attention": without the feed-forward part.
+KEPT = {
+    "none": 4 * D + 2 * NH + 2 * KH + 3 * F,
+    "matmuls": D + 2 * NH + 2 * KH + D + 2 * F,
+    "attention": D + 2 * NH + 2 * KH + D,
+    "full": D,
+}
+
+
+def memory(*, precision="bf16", sequences=8, **layout):
+    cluster = parse_cluster("h100:8")
+    job = TrainingJob(batch_tokens=str(sequences * T), seq_len=str(T), precision=precision)
+    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, IDENTITY)
+    wires = tuple((a, (n,)) for a, n in layout.items() if a in ("data", "fsdp", "tensor", "stage", "context"))
+    return estimate_training(problem, Fabric.of(cluster), Layout(**layout, wires=wires)).memory
+
+
+def test_parameters_are_the_published_number():
+    assert PARAMETERS == 8_030_261_248
+
+
+@pytest.mark.parametrize("remat", sorted(KEPT))
+def test_fsdp_over_eight(remat):
+    m = memory(fsdp=8, remat=remat)
+    assert m["parameters"] == PARAMETERS * BF16 / 8
+    assert m["gradients"] == PARAMETERS * BF16 / 8
+    assert m["optimizer"] == PARAMETERS * 2 * FP32 / 8
+    assert m["master_copies"] == 0
+    assert m["activations"] == L * KEPT[remat] * T * BF16  # one sequence a GPU
+    # Head: the residual, its norm, the logits; then the gradients of logits and norm while the loss is differentiated.
+    assert m["logits_and_loss"] == T * (D + D + V + V + D) * BF16
+    # The largest block's weights are the head's: at work, on their way (of the next), and a whole gradient; 7/8 on top.
+    assert m["gathered_weights"] == pytest.approx((V * D + D) * (2 * BF16 + BF16) * 7 / 8, rel=1e-12)
+    assert m["communication_buffers"] == 0
+
+
+@pytest.mark.parametrize("remat", sorted(KEPT))
+def test_tensor_over_eight(remat):
+    m = memory(tensor=8, remat=remat, micro_batch=8)
+    norms = (2 * L + 1) * D  # whole on every GPU
+    local = (PARAMETERS - norms) / 8 + norms
+    assert m["parameters"] == local * BF16
+    assert m["gradients"] == local * BF16
+    assert m["optimizer"] == local * 2 * FP32
+    assert m["activations"] == L * KEPT[remat] / 8 * 8 * T * BF16  # every tensor is split: heads, width, or positions
+    assert m["gathered_weights"] == 0
+    assert m["communication_buffers"] == 8 * T * D * BF16 * 7 / 8  # one gathered activation, besides its own shard
+    alone = memory(tensor=8, remat=remat, micro_batch=8, sequence_parallel=False)
+    split = {"none": 2 * NH + 2 * KH + 3 * F, "matmuls": 2 * NH + 2 * KH + 2 * F, "attention": 2 * NH + 2 * KH, "full": 0}
+    whole = KEPT[remat] - split[remat]  # the residual and its norms, on every GPU without sequence parallelism
+    assert alone["activations"] == L * (split[remat] / 8 + whole) * 8 * T * BF16
+
+
+def test_mixed_precision_keeps_sixteen_bytes_and_fp32_gradients():
+    m = memory(fsdp=8, remat="full", precision="mixed")
+    state = m["parameters"] + m["gradients"] + m["optimizer"] + m["master_copies"]
+    assert state == PARAMETERS * (2 + 4 + 4 + 8) / 8
+    assert m["gradients"] == PARAMETERS * FP32 / 8
+
+
+def test_zero_splits_what_it_says():
+    by_stage = [memory(data=8, zero=zero, remat="full") for zero in (0, 1, 2)]
+    assert [m["parameters"] for m in by_stage] == [PARAMETERS * BF16] * 3
+    assert [m["optimizer"] for m in by_stage] == [PARAMETERS * 8, PARAMETERS, PARAMETERS]
+    assert [m["gradients"] for m in by_stage] == [PARAMETERS * BF16] * 2 + [PARAMETERS * BF16 / 8]
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "layers", "in_flight"), [(4, 8, 8, 4), (4, 2, 8, 2), (8, 16, 4, 8)])
+def test_a_pipeline_holds_as_many_microbatches_as_are_in_flight(stages, microbatches, layers, in_flight):
+    fsdp = 8 // stages
+    m = memory(stage=stages, fsdp=fsdp, remat="none", num_microbatches=microbatches, sequences=fsdp * microbatches)
+    # The first of the 1F1B stages: its layers, the embedding, and a microbatch for every stage behind it, itself included.
+    assert m["activations"] == layers * in_flight * KEPT["none"] * T * BF16
+    assert m["parameters"] == (layers * LAYER + V * D) / fsdp * BF16
+    assert m["logits_and_loss"] == 0
+
+
+def test_the_last_stage_counts_where_it_is_fuller():
+    m = memory(stage=8, remat="full", num_microbatches=8, micro_batch=1)
+    # 4 layers of one kept input are little against a head with its logits.
+    assert m["logits_and_loss"] == T * (3 * D + 2 * V) * BF16
+    assert m["activations"] == 4 * D * T * BF16
+    assert m["parameters"] == (4 * LAYER + V * D + D) * BF16
+
+
+def test_layers_that_do_not_divide_make_one_stage_longer():
+    cluster = parse_cluster("h100:3")
+    job = TrainingJob(batch_tokens=str(6 * T), seq_len=str(T))
+    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, IDENTITY)
+    layout = Layout(stage=3, num_microbatches=6, remat="none", wires=(("stage", (3,)),))
+    m = estimate_training(problem, Fabric.of(cluster), layout).memory
+    assert m["activations"] == pytest.approx(11 * 3 * KEPT["none"] * T * BF16, rel=1e-12)
+
+
+def test_accumulation_holds_one_microbatch():
+    assert memory(fsdp=8, num_microbatches=4, sequences=32) == memory(fsdp=8, sequences=8)
+
+
+def test_the_reserve_is_a_share_of_what_the_device_reports():
+    m = memory(fsdp=8)
+    assert m["reserve"] == RESERVE_SHARE * parse_cluster("h100:8").chip.hbm_usable

@@ -1,0 +1,201 @@
+"""The step time of LLaMA-3-8B on paper: gathers, all-reduces, bubbles; on TPU v5p and on H100."""
+
+import math
+
+import pytest
+
+from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
+from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.network import Fabric
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.sharding.layout import Layout
+
+D, F, NH, KH, N, V, L, T = 4096, 14336, 4096, 1024, 32, 128256, 32, 8192
+LAYER = 2 * D * NH + 2 * D * KH + 3 * D * F + 2 * D
+PARAMETERS = L * LAYER + 2 * V * D + D
+V5P = {"peak": 4.59e14, "hbm": 2.765e12, "link": 9e10}
+NVLINK, LEAF = 450e9, 50e9
+
+
+def exactly(value):
+    return pytest.approx(value, rel=1e-12, abs=0)
+
+
+def step(cluster, calibration=IDENTITY, *, seq_len=T, **layout):
+    cluster = parse_cluster(cluster)
+    whole = Layout(**layout)
+    job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len))
+    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, calibration)
+    return evaluate_layout(problem, Fabric.of(cluster), whole).step, cluster.chip
+
+
+def layer_forward(tokens, chip):
+    """Seconds of one layer on one chip, operation by operation: the longer of FLOPs and bytes."""
+
+    def matmul(a, b):
+        return max(2 * tokens * a * b / chip_peak, 2 * (tokens * a + a * b + tokens * b) / chip.hbm_bandwidth)
+
+    def elementwise(elements, flops, weights=0):
+        return max(2 * (elements + weights) / chip.hbm_bandwidth, flops / chip.vector_flops_per_s)
+
+    chip_peak = max(v for k, v in chip.flops_per_s.items() if k.value == "bf16")
+    attention = max(
+        4 * NH * tokens * (T + 1) / 2 / chip_peak, 2 * tokens * (2 * NH + 2 * KH) / chip.hbm_bandwidth
+    )
+    norm = elementwise(2 * tokens * D, 4 * tokens * D, D)
+    rope = elementwise(2 * tokens * NH, 3 * tokens * NH) + elementwise(2 * tokens * KH, 3 * tokens * KH)
+    residual = elementwise(3 * tokens * D, tokens * D)
+    act = elementwise(3 * tokens * F, 5 * tokens * F)
+    matmuls = [(D, NH), (D, KH), (D, KH), (NH, D), (D, F), (D, F), (F, D)]
+    return sum(matmul(a, b) for a, b in matmuls) + attention + 2 * norm + rope + 2 * residual + act
+
+
+def test_fsdp_on_a_cube_of_v5p():
+    s, chip = step("v5p:4x4x4", fsdp=64, remat="none", wires=(("fsdp", (4, 4, 4)),))
+    # Book, Training: gathering V bytes over three axes of rings takes V / (3 x 2 W).
+    per_byte = 1 / (3 * 2 * V5P["link"])
+    gather = 2 * LAYER * per_byte
+    head = 2 * (V * D + D) * per_byte
+    embedding = 2 * V * D * per_byte
+    # Gathered forward and backward, gradients scattered; an embedding's backward pass needs no weights.
+    assert s.resources["fsdp"] == exactly(L * 3 * gather + 3 * head + 2 * embedding)
+    assert s.terms["fsdp"] + s.hidden["fsdp"] == exactly(s.resources["fsdp"])
+    forward = layer_forward(T, chip)
+    assert gather < forward
+    # What sticks out: the embedding, which has next to nothing to hide behind.
+    assert s.terms["fsdp"] < 2 * embedding
+    assert s.terms["fsdp"] > 2 * embedding - 6 * T * D * 2 / chip.hbm_bandwidth
+    assert s.terms["tensor"] == s.terms["data"] == s.terms["context"] == s.terms["pipeline_bubble"] == 0
+
+
+def test_fsdp_that_sticks_out_of_a_short_microbatch():
+    """256 tokens a chip: gathering takes longer than the layer."""
+    s, chip = step("v5p:4x4x4", fsdp=64, remat="none", seq_len=256, wires=(("fsdp", (4, 4, 4)),))
+    long, _ = step("v5p:4x4x4", fsdp=64, remat="none", wires=(("fsdp", (4, 4, 4)),))
+    busy = s.terms["forward"] + s.terms["backward"]
+    assert s.resources["fsdp"] == exactly(long.resources["fsdp"])  # weights do not care
+    assert s.terms["fsdp"] == pytest.approx(s.resources["fsdp"] - busy, rel=1e-3)
+    assert s.expected == pytest.approx(s.resources["fsdp"] + s.terms["optimizer"], rel=1e-3)
+
+
+def test_the_forward_pass_operation_by_operation():
+    s, chip = step("v5p:4x4x4", fsdp=64, remat="none", wires=(("fsdp", (4, 4, 4)),))
+    lookup = 2 * 2 * T * D / chip.hbm_bandwidth  # rows read and written
+    norm = 2 * (2 * T * D + D) / chip.hbm_bandwidth
+    logits = max(2 * T * D * V / V5P["peak"], 2 * (T * D + D * V + T * V) / chip.hbm_bandwidth)
+    loss = max((2 * T * V + 4 * T + 2 * T) / chip.hbm_bandwidth, 5 * T * V / chip.vector_flops_per_s)
+    assert s.terms["forward"] == exactly(L * layer_forward(T, chip) + lookup + norm + logits + loss)
+
+
+def test_tensor_parallelism_in_one_node_of_h100():
+    s, _ = step("h100:8", tensor=8, remat="none", wires=(("tensor", (8,)),))
+    missing, hops = 7 / 8, 3 * 600e-9
+
+    def time(num_bytes):
+        return max(missing * num_bytes / NVLINK, hops)
+
+    residual = time(2 * T * D)
+    # Forward: two gathers and two scatters (Korthikanti et al. 2022). Backward: the same for gradients, and the two gathered
+    # inputs again for the weights' gradients.
+    layer = (2 + 2) * residual + (4 + 2) * residual
+    ids = time(4 * T)
+    embedding = (ids + residual) + (ids + residual)
+    losses = time(2 * T)
+    head = (residual + ids + losses) + (losses + ids + residual + residual)
+    # On GPUs they stand on the critical path.
+    assert s.terms["tensor"] == exactly(L * layer + embedding + head)
+    assert s.hidden["tensor"] == 0
+    # The gradients of norms, whole on every GPU, are summed once a step, and hide behind the backward pass.
+    assert s.hidden["data"] == exactly(2 * hops * (L + 1))
+
+
+def test_collective_matmuls_hide_tensor_parallelism_on_tpus():
+    tpu = CALIBRATIONS["tpu"]
+    wires = (("tensor", (4, 1, 1)), ("fsdp", (1, 4, 4)))
+    s, _ = step("v5p:4x4x4", tpu, tensor=4, fsdp=16, remat="none", wires=wires)
+    bare, _ = step("v5p:4x4x4", tensor=4, fsdp=16, remat="none", wires=wires)
+    assert bare.terms["tensor"] > 100 * s.terms["tensor"]
+    assert s.hidden["tensor"] > 0.9 * (s.hidden["tensor"] + s.terms["tensor"])
+    assert s.resources["tensor"] == exactly(bare.resources["tensor"])
+
+
+def test_data_parallel_all_reduce_hides_behind_the_backward_pass():
+    s, _ = step("h100:8", data=8, remat="none", wires=(("data", (8,)),))
+    all_reduce = 2 * 7 / 8 * 2 * PARAMETERS / NVLINK
+    assert s.resources["data"] == exactly(all_reduce)
+    # One microbatch's backward pass covers it but for one layer of 32.
+    assert s.terms["data"] == exactly(max(0.0, all_reduce - s.terms["backward"] * 31 / 32))
+    short, _ = step("h100:8", data=8, remat="none", seq_len=256, wires=(("data", (8,)),))
+    norms = (2 * L + 1) * D  # in buckets of their own, too small to fill the wires
+    alone = 2 * 7 / 8 * 2 * (PARAMETERS - norms) / NVLINK + (L + 1) * 2 * 3 * 600e-9
+    assert short.terms["data"] == exactly(alone - short.terms["backward"] * 31 / 32)
+    assert short.terms["data"] > 0
+    # However many microbatches, it happens once.
+    more, _ = step("h100:8", data=8, remat="none", seq_len=256, num_microbatches=4, wires=(("data", (8,)),))
+    assert more.terms["data"] == exactly(short.terms["data"])
+
+
+def test_zero_one_scatters_and_gathers_where_zero_reduces():
+    s, _ = step("h100:8", data=8, zero=1, remat="none", wires=(("data", (8,)),))
+    assert s.resources["data"] == exactly(7 / 8 * (2 + 2) * PARAMETERS / NVLINK)
+    two, _ = step("h100:8", data=8, zero=2, remat="none", num_microbatches=3, wires=(("data", (8,)),))
+    # Gradients scattered every microbatch, weights gathered once a step.
+    assert two.resources["fsdp"] + two.resources["data"] == exactly(7 / 8 * (3 * 2 + 2) * PARAMETERS / NVLINK)
+
+
+def test_an_all_reduce_across_nodes_leaves_by_the_slower_level():
+    s, _ = step("h100:16", data=16, remat="none", wires=(("data", (8, 2)),))
+    assert s.resources["data"] == exactly(2 * max(7 / 8 / NVLINK, 1 / 2 / 8 / LEAF) * 2 * PARAMETERS)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (8, 8), (4, 1)])
+def test_a_pipeline_idles_for_all_stages_but_one(stages, microbatches):
+    layout = {"stage": stages, "fsdp": 8 // stages, "wires": (("stage", (stages,)), ("fsdp", (8 // stages,)))}
+    s, _ = step("h100:8", num_microbatches=microbatches, remat="full", **layout)
+    names = ("forward", "backward", "recompute", "tensor", "context", "fsdp")
+    busy = sum(s.terms[n] for n in names)
+    # Narayanan et al. 2021: bubble over busy time is (stages - 1) / microbatches.
+    assert s.terms["pipeline_bubble"] == exactly(busy * (stages - 1) / microbatches)
+    send = max(2 * T * D / NVLINK, 600e-9)
+    assert s.terms["pipeline_send"] == exactly(2 * (stages - 1) * send)
+
+
+def test_stages_share_out_the_layers():
+    def flops(stage):
+        s, _ = step("h100:8", stage=stage, num_microbatches=8, remat="none", wires=(("stage", (stage,)), ("fsdp", (8 // stage,))), fsdp=8 // stage)  # fmt: skip
+        return s.flops
+
+    head = 6 * 8 * T * D * V
+    attention = 3.5 * 4 * NH * T * (T + 1) / 2 * 8
+    layer = 6 * 8 * T * (LAYER - 2 * D) + attention
+    assert flops(4) == exactly(8 * layer + head)
+    assert flops(8) == exactly(4 * layer + head)
+    assert flops(1) == exactly(32 * layer + head)
+
+
+def test_the_optimizer_reads_and_writes_its_state():
+    s, chip = step("h100:8", fsdp=8, remat="full", wires=(("fsdp", (8,)),))
+    # Two fp32 moments read and written, bf16 weights read and written, gradients read: 22 bytes a parameter.
+    assert s.terms["optimizer"] == exactly(PARAMETERS / 8 * (16 + 4 + 2) / chip.hbm_bandwidth)
+
+
+def test_context_parallelism_gathers_keys_and_values():
+    s, _ = step("h100:8", context=8, remat="none", wires=(("context", (8,)),))
+    each = 7 / 8 * 2 * T * KH / NVLINK  # all keys (or values) of the sequence
+    # Gathered forward and backward, their gradients scattered.
+    assert s.resources["context"] == exactly(L * 2 * (1 + 1 + 1) * each)
+
+
+def test_bounds_of_a_compute_bound_step():
+    s, chip = step("v5p:4x4x4", fsdp=64, remat="full", wires=(("fsdp", (4, 4, 4)),))
+    attention = 4 * NH * T * (T + 1) / 2
+    forward = 2 * T * (LAYER - 2 * D) + attention
+    # Full remat runs the forward pass again but for its last matmul, whose result the backward pass does not read.
+    again = forward - 2 * T * F * D
+    total = L * (forward + again + 2 * 2 * T * (LAYER - 2 * D) + 2.5 * attention) + 6 * T * D * V
+    assert s.lower == exactly(total / V5P["peak"])
+    assert s.resources["compute"] == s.lower
+    assert math.fsum(s.terms.values()) == exactly(s.expected)
