@@ -74,14 +74,17 @@ class Layout:
                 raise LayoutError(f"layout: {name} must be a whole number of at least 1, found {value!r}")
         if self.zero not in (0, 1, 2):
             raise LayoutError(
-                f"layout: zero must be 0, 1 or 2, found {self.zero!r}; for ZeRO-3 use fsdp={self.data} instead of data={self.data}"
+                f"layout: zero must be 0, 1 or 2, found {self.zero!r}; "
+                f"for ZeRO-3 use fsdp={self.data} instead of data={self.data}"
             )
         remat_policy(self.remat)
         for axis, extents in self.wires or ():
             if axis not in MESH_AXES:
                 raise UnknownNameError("mesh axis", axis, MESH_AXES)
             if math.prod(extents) != getattr(self, axis):
-                raise LayoutError(f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}")
+                raise LayoutError(
+                    f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}"
+                )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -165,7 +168,8 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
     (8, 4, {'remat': 'full'})
 
     Args:
-        text: `axis=size` and `choice=value`, separated by commas; the usual short names (dp fsdp tp sp cp pp) are accepted.
+        text: `axis=size` and `choice=value`, separated by commas; the usual short names (dp fsdp tp sp cp pp) are
+            accepted.
         num_chips: of the cluster; what `-1` fills up to.
 
     Raises:
@@ -176,10 +180,14 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
     for part in (p.strip() for p in text.split(",") if p.strip()):
         match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S+)", part)
         if match is None:
-            raise LayoutError(f"layout: expected name=value (such as fsdp=64 or remat=full), found {part!r} in {text!r}")
+            raise LayoutError(
+                f"layout: expected name=value (such as fsdp=64 or remat=full), found {part!r} in {text!r}"
+            )
         name = _ALIASES.get(match[1].lower(), match[1].lower())
         if name in _LATER:
-            raise LayoutError(f"layout: {_LATER[name]} parallelism ({part}) is not supported yet; use {', '.join(MESH_AXES)}")
+            raise LayoutError(
+                f"layout: {_LATER[name]} parallelism ({part}) is not supported yet; use {', '.join(MESH_AXES)}"
+            )
         if name in given:
             raise LayoutError(f"layout: {name} is given twice in {text!r}")
         given[name] = _value(name, match[2])
@@ -206,12 +214,14 @@ def _fill_rest(given: dict[str, Any], num_chips: int) -> None:
     if rest:
         others = math.prod(v for a, v in given.items() if a in MESH_AXES and a != rest[0])
         if others < 1 or num_chips % others:
-            raise LayoutError(f"layout: {rest[0]}=-1 cannot fill {num_chips:,} chips: the other axes multiply to {others:,}")
+            raise LayoutError(
+                f"layout: {rest[0]}=-1 cannot fill {num_chips:,} chips: the other axes multiply to {others:,}"
+            )
         given[rest[0]] = num_chips // others
 
 
 def _value(name: str, text: str) -> Any:
-    """A size, a switch or a word."""
+    """Read a size, a switch or a word."""
     if name == "remat":
         return text.lower()
     if name == "sequence_parallel":

@@ -1,7 +1,7 @@
 """Placing a program on a mesh: local operations and the collectives between them, derived from rule tables.
 
-Depends only on the structure of a layout (which axis is split over which mesh axis), never on sizes, so that one placement
-serves a million candidates. Not here: bytes per second, or any strategy's formula.
+Depends only on the structure of a layout (which axis is split over which mesh axis), never on sizes, so that one
+placement serves a million candidates. Not here: bytes per second, or any strategy's formula.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ __all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "place_block
 
 
 class Purpose(StrEnum):
-    """Why data moves. Weights and gradients of one block can be moved beside another block's compute; activations cannot."""
+    """Why data moves.
+
+    Weights and gradients of one block can be moved beside another block's compute; activations cannot.
+    """
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -94,8 +97,8 @@ class PlacedBlock:
         tied: weights that another block owns; a pipeline stage without that block holds a copy.
         tied_gradients: of those, as this block leaves them for the owner to add to its own.
         gathered: weights as used, between their gathering and their last use.
-        step: transfers once a step, of the block's own weights: gradients to where the optimizer wants them, new weights
-            back to where they are stored.
+        step: transfers once a step, of the block's own weights: gradients to where the optimizer wants them, new
+            weights back to where they are stored.
     """
 
     block: Block
@@ -114,7 +117,7 @@ class PlacedBlock:
 
 
 class _Placer:
-    """Walks operations in order, keeping where every tensor is and moving it only when an operation needs it elsewhere."""
+    """Walks operations in order, knows where every tensor is, and moves it when an operation needs it elsewhere."""
 
     def __init__(self, strategy: Strategy, held: dict[str, Held]) -> None:
         self.strategy = strategy
@@ -127,6 +130,7 @@ class _Placer:
         if self._passes_partial_sums(op):
             self._run_on_partial_sums(op)
             return
+        op = self._add_parts_first(op)
         splits = iteration_space(self.strategy, op)
         inputs = tuple(Held(t, self.bring(t, Sharding.of(t.axes, splits), op.name)) for t in op.inputs)
         output = Held(op.output, self._output_sharding(op, splits))
@@ -149,7 +153,7 @@ class _Placer:
         return Sharding.of(op.output.axes, splits, unreduced=pending)
 
     def _passes_partial_sums(self, op: Op) -> bool:
-        """Whether `op` is linear and all its moving inputs are partial sums in the same way, so that it may run on them."""
+        """Whether `op` is linear and its moving inputs are partial sums in the same way, so that it may run on them."""
         linear = isinstance(op, Route) or (isinstance(op, Elementwise) and op.linear)
         moving = [self.held[t.name] for t in op.inputs if t.kind is Kind.ACTIVATION]
         if isinstance(op, Route):
@@ -161,20 +165,44 @@ class _Placer:
         same = all(h.sharding == moving[0].sharding and h.tensor.axes == moving[0].tensor.axes for h in moving)
         return same and len(moving) == len(op.inputs) and op.output.axes == moving[0].tensor.axes
 
+    def _add_parts_first(self, op: Op) -> Op:
+        """Where several addends of a sum are partial in the same way, add those locally, so that one reduction does.
+
+        Returns: the operation that remains.
+        """
+        if not (isinstance(op, Elementwise) and op.linear):
+            return op
+        alike: dict[Sharding, list[Tensor]] = {}
+        for t in op.inputs:
+            if t.axes == op.output.axes and self.held[t.name].sharding.unreduced:
+                alike.setdefault(self.held[t.name].sharding, []).append(t)
+        for sharding, parts in alike.items():
+            if len(parts) > 1:
+                whole = replace(parts[0], name=f"{op.output.name}.parts")
+                add = replace(
+                    op, name=f"{op.name}.parts", inputs=tuple(parts), output=whole, flops_per_element=len(parts) - 1
+                )
+                self._append(
+                    add, tuple(Held(t, sharding) for t in parts), Held(whole, sharding), _splits_of(whole, sharding)
+                )
+                rest = tuple(t for t in op.inputs if t not in parts)
+                op = replace(op, inputs=(*rest, whole), flops_per_element=op.flops_per_element - len(parts) + 1)
+        return op
+
     def _run_on_partial_sums(self, op: Op) -> None:
         pending = self.held[op.inputs[0].name].sharding.unreduced
         if isinstance(op, Route):
             splits = {a: tuple(m for m in s if m not in pending) for a, s in iteration_space(self.strategy, op).items()}
             source = op.inputs[0]
             first = Held(source, Sharding.of(source.axes, splits, unreduced=pending))
-            assert self.held[source.name].sharding == first.sharding, "slots of partial sums stand where their tokens stand"
+            assert self.held[source.name].sharding == first.sharding, "parts of slots stand where their tokens stand"
             rest = tuple(Held(t, self.bring(t, Sharding.of(t.axes, splits), op.name)) for t in op.inputs[1:])
             output = Held(op.output, Sharding.of(op.output.axes, splits, unreduced=pending))
             self._append(op, (first, *rest), output, splits)
             return
         sharding = self.held[op.inputs[0].name].sharding
         inputs = tuple(Held(t, sharding) for t in op.inputs)
-        self._append(op, inputs, Held(op.output, sharding), dict(zip(op.output.axes, sharding.splits, strict=True)))
+        self._append(op, inputs, Held(op.output, sharding), _splits_of(op.output, sharding))
 
     def bring(self, t: Tensor, wanted: Sharding, reader: str) -> Sharding:
         """Move tensor `t` to `wanted` for `reader`, reusing a copy that was made before."""
@@ -195,8 +223,12 @@ class _Placer:
         return whole
 
     def _move(self, held: Held, target: Sharding, reader: str) -> None:
-        purpose = {Kind.WEIGHT: Purpose.WEIGHTS, Kind.GRADIENT: Purpose.GRADIENTS}.get(held.tensor.kind, Purpose.ACTIVATIONS)
-        self.items += _transfers(held, target, purpose, reader)
+        purposes = {Kind.WEIGHT: Purpose.WEIGHTS, Kind.GRADIENT: Purpose.GRADIENTS}
+        self.items += _transfers(held, target, purposes.get(held.tensor.kind, Purpose.ACTIVATIONS), reader)
+
+
+def _splits_of(t: Tensor, sharding: Sharding) -> dict[str, tuple[str, ...]]:
+    return dict(zip(t.axes, sharding.splits, strict=True))
 
 
 def _transfers(held: Held, target: Sharding, purpose: Purpose, reader: str) -> list[Transfer]:
@@ -247,7 +279,7 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
             forward.settle(forward.held[name], "")
     saved = saved_activations(block, policy)
     kept = {t.name: forward.held[t.name] for t in saved.kept}
-    back, gradients = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
+    back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
     gathered = {
         (h.tensor.name): h
         for item in back.items
@@ -261,7 +293,7 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         block=block,
         forward=tuple(forward.items),
         backward=tuple(back.items),
-        recomputed=frozenset(op.name for op in saved.recompute),
+        recomputed=recomputed,
         kept=tuple(kept.values()),
         workspace=tuple(back.held[t.name] for t in saved.recomputed),
         weights=tuple(own.values()),
@@ -279,7 +311,7 @@ def _all_weights(block: Block) -> Iterable[Tensor]:
 
 
 def _entries(block: Block, strategy: Strategy) -> dict[str, Held]:
-    """What comes into the block from outside: activations and indices, at home."""
+    """Say where that which comes into the block from outside is held: activations and indices, at home."""
     made = {op.output.name for op in block.ops}
     outside = (t for op in block.ops for t in op.inputs if t.kind is not Kind.WEIGHT and t.name not in made)
     return {t.name: Held(t, strategy.home(t.axes)) for t in outside}
@@ -287,8 +319,11 @@ def _entries(block: Block, strategy: Strategy) -> dict[str, Held]:
 
 def _place_backward(
     block: Block, strategy: Strategy, saved: Saved, held: dict[str, Held]
-) -> tuple[_Placer, dict[str, Held]]:
-    """Place recomputation and gradients; each weight's gradient is moved to its accumulator as soon as it is whole."""
+) -> tuple[_Placer, dict[str, Held], frozenset[str]]:
+    """Place recomputation and gradients; each weight's gradient is moved to its accumulator as soon as it is whole.
+
+    Returns: the placer, the accumulators by the weights' names, and the names of the recomputed operations.
+    """
     ops = backward(block)
     outputs = {op.output.name: op.output for op in block.ops}
     for name in block.outputs:
@@ -297,6 +332,7 @@ def _place_backward(
     placer = _Placer(strategy, dict(held))
     for op in saved.recompute:
         placer.run(op)
+    recomputed = frozenset(item.op.name for item in placer.items if isinstance(item, LocalOp))
     gradients: dict[str, Held] = {}
     read_later = {t.name for op in ops for t in op.inputs}
     for op in ops:
@@ -308,11 +344,11 @@ def _place_backward(
         out = placer.held.get(f"d_{t.name}")
         if out is not None and out.sharding.unreduced:
             placer.settle(out, "")
-    return placer, gradients
+    return placer, gradients, recomputed
 
 
 def _accumulate(placer: _Placer, strategy: Strategy, held: Held) -> Held:
-    """Bring a weight's gradient to its accumulator: split as the table says, other sums left for the end of the step."""
+    """Bring a weight's gradient to its accumulator: split as the table says, other sums left for the step's end."""
     splits = strategy.stored(held.tensor.axes, "gradients").splits
     used = {a for s in splits for a in s}
     target = Sharding(splits, frozenset(held.sharding.unreduced - used))

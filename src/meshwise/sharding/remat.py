@@ -37,14 +37,18 @@ def _is_matmul(op: Op) -> bool:
 
 _POLICIES = (
     RematPolicy("none", lambda _: True, "keep every activation that the backward pass reads", "everything_saveable"),
-    RematPolicy("matmuls", _is_matmul, "keep the outputs of matmuls and attention, repeat the elementwise rest", "dots_saveable"),
+    RematPolicy(
+        "matmuls", _is_matmul, "keep the outputs of matmuls and attention, repeat the elementwise rest", "dots_saveable"
+    ),
     RematPolicy(
         "attention",
         lambda op: _is_matmul(op) and any(a.partition(".")[0] in ("N", "K") for t in op.tensors for a in t.axes),
         "keep q, k, v and attention's outputs, repeat the feed-forward part",
         "save_only_these_names('q', 'k', 'v', 'attention', 'o')",
     ),
-    RematPolicy("full", lambda _: False, "keep only the input of each layer, repeat its whole forward pass", "nothing_saveable"),
+    RematPolicy(
+        "full", lambda _: False, "keep only the input of each layer, repeat its whole forward pass", "nothing_saveable"
+    ),
 )
 
 #: Every policy by the name that users type, from least to most recomputation.
@@ -78,7 +82,7 @@ class Saved:
 
 
 def saved_activations(block: Block, policy: RematPolicy) -> Saved:
-    """Which activations of `block` are kept, and what must be run again, for its backward pass to find what it reads."""
+    """Which activations of `block` are kept, and what is run again, for its backward pass to find what it reads."""
     makers = {op.output.name: op for op in block.ops}
     tensors = {t.name: t for op in reversed(block.ops) for t in (*op.inputs, op.output)}
     tensors |= {op.output.name: op.output for op in block.ops}  # the maker's axes (T), not a reader's (S)

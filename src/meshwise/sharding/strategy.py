@@ -1,21 +1,21 @@
 """Parallelism strategies as small rule tables: which named tensor axis is split over which mesh axis.
 
-`fsdp() | tensor()` is the whole of mixed FSDP and tensor parallelism. Nothing here knows a communication pattern: `place`
-derives every collective from these tables. Not here: sizes, bytes or seconds.
+`fsdp() | tensor()` is the whole of mixed FSDP and tensor parallelism. Nothing here knows a communication pattern:
+`place` derives every collective from these tables. Not here: sizes, bytes or seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields
 
 from meshwise.sharding.mesh import Sharding
 
-__all__ = ["Rule", "Strategy", "context", "data", "fsdp", "tensor"]
+__all__ = ["Rule", "Strategy", "apply_rules", "context", "data", "fsdp", "tensor", "training_strategy"]
 
-#: The axes of a weight that storage-only splits (FSDP, ZeRO) use, in order of preference; the residual width comes first
-#: because nearly every weight has it. A weight with none of them (a bias) is small and stays whole.
-_STORAGE_AXES = ("D", "Rq", "Rkv", "P")
+#: The axes of a weight that storage-only splits (FSDP, ZeRO) use, in order of preference; the residual width comes
+#: first because nearly every weight has it. A weight with none of them (a bias of heads) is small and stays whole.
+_STORAGE_AXES = ("D", "Dw", "Rq", "Rkv", "P")
 
 #: The axes that tensor parallelism splits: query heads, key/value heads, every feed-forward width, the vocabulary.
 _TENSOR_AXES = ("N", "K", "F", "Fe", "Fs", "V")
@@ -38,28 +38,27 @@ class Strategy:
 
     Args:
         compute: for activations, and for the iteration space of every operation.
-        weights, gradients, optimizer: for the parts of the training state as they are *stored*; each follows the tensor-parallel
-            rules of `compute` first and adds its own.
-        batch_axes: mesh axes over which different devices see different tokens, so that weights' gradients are partial sums.
+        weights, gradients, optimizer: for the parts of the training state as they are *stored*; each follows the
+            tensor-parallel rules of `compute` first and adds its own.
+        fallback: for what `compute` leaves whole: used where no rule of it has taken the mesh axis (the positions of
+            the residual stream, in sequence parallelism).
     """
 
     compute: tuple[Rule, ...] = ()
     weights: tuple[Rule, ...] = ()
     gradients: tuple[Rule, ...] = ()
     optimizer: tuple[Rule, ...] = ()
-    fallback: tuple[Rule, ...] = field(default=())
+    fallback: tuple[Rule, ...] = ()
 
     def __or__(self, other: Strategy) -> Strategy:
-        return Strategy(
-            *(getattr(self, n) + getattr(other, n) for n in ("compute", "weights", "gradients", "optimizer", "fallback"))
-        )
+        return Strategy(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def splits(self, axes: Iterable[str], *, sequence: bool = True) -> dict[str, tuple[str, ...]]:
-        """The sharding of an iteration space (or activation) with these axes.
+        """Find the sharding of an iteration space (or activation) with these axes.
 
         Args:
             axes: tensor axis names.
-            sequence: whether the residual's sequence split may be used where no tensor axis is (it may not while routing).
+            sequence: whether the fallback may be used (it may not while routing).
 
         Returns: axis name -> mesh axes, major to minor; each mesh axis at most once.
         """
@@ -70,7 +69,7 @@ class Strategy:
         return _sharding(axes, self.splits(axes))
 
     def stored(self, axes: tuple[str, ...], part: str) -> Sharding:
-        """How a weight ("weights"), its accumulated gradient ("gradients") or its optimizer state ("optimizer") is stored."""
+        """How a weight ("weights"), its accumulated gradient ("gradients") or its "optimizer" state is stored."""
         return _sharding(axes, apply_rules((*self.compute, *getattr(self, part)), axes))
 
 
@@ -96,8 +95,8 @@ def data(axis: str = "data", *, zero: int = 0) -> Strategy:
 
     Args:
         axis: the mesh axis.
-        zero: 0 keeps everything whole on each replica (one AllReduce of the gradients a step); 1 splits the optimizer state
-            (ReduceScatter of gradients, AllGather of new weights, once a step); 2 also the accumulated gradients
+        zero: 0 keeps everything whole on each replica (one AllReduce of the gradients a step); 1 splits the optimizer
+            state (ReduceScatter of gradients, AllGather of new weights, once a step); 2 also the accumulated gradients
             (a ReduceScatter each microbatch). Source: Rajbhandari et al. 2020, ZeRO.
     """
     split = (Rule(_STORAGE_AXES, axis),)
@@ -109,13 +108,13 @@ def data(axis: str = "data", *, zero: int = 0) -> Strategy:
 
 
 def fsdp(axis: str = "fsdp") -> Strategy:
-    """Fully sharded data parallelism (ZeRO-3): weights, gradients and optimizer state split, weights gathered when used."""
+    """Fully sharded data parallelism (ZeRO-3): the whole training state is split, weights are gathered when used."""
     split = (Rule(_STORAGE_AXES, axis),)
     return Strategy(compute=(Rule(("B", "C"), axis),), weights=split, gradients=split, optimizer=split)
 
 
 def context(axis: str = "context") -> Strategy:
-    """Positions of a sequence split over devices; keys and values are gathered for attention. Weights are stored as in FSDP."""
+    """Split the positions of a sequence; attention gathers keys and values. The training state is stored as in FSDP."""
     split = (Rule(_STORAGE_AXES, axis),)
     return Strategy(compute=(Rule(("T", "C"), axis),), weights=split, gradients=split, optimizer=split)
 
@@ -125,10 +124,10 @@ def tensor(axis: str = "tensor", *, sequence: bool = True) -> Strategy:
 
     Args:
         axis: the mesh axis.
-        sequence: split the residual stream's positions over the same axis between the sharded matmuls, so that an AllReduce
-            becomes a ReduceScatter and an AllGather and norms are not repeated (Korthikanti et al. 2022).
+        sequence: split the residual stream's positions over the same axis between the sharded matmuls, so that an
+            AllReduce becomes a ReduceScatter and an AllGather and norms are not repeated (Korthikanti et al. 2022).
     """
-    # N and K never meet in one tensor; in attention's iteration space they are one axis, N = K x G, which `place` knows.
+    # N and K never meet in one tensor; in attention's iteration space they are one axis, N = K x G: `place` knows.
     return Strategy(
         compute=tuple(Rule((a,), axis) for a in _TENSOR_AXES),
         fallback=(Rule(("T",), axis),) if sequence else (),
@@ -136,6 +135,6 @@ def tensor(axis: str = "tensor", *, sequence: bool = True) -> Strategy:
 
 
 def training_strategy(*, zero: int, sequence: bool) -> Strategy:
-    """All training strategies composed, over the mesh axes `fsdp`, `context`, `data`, `tensor` (size 1 switches one off)."""
+    """Compose all training strategies, over the mesh axes `fsdp`, `context`, `data`, `tensor` (size 1: not used)."""
     # On weights `data` stays minor-most, so that ZeRO's AllGather of new weights is over a suffix.
-    return replace(fsdp() | context() | data(zero=zero)) | tensor(sequence=sequence)
+    return fsdp() | context() | data(zero=zero) | tensor(sequence=sequence)
