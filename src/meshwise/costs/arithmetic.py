@@ -1,4 +1,4 @@
-"""The few functions that must work alike on a float and on a NumPy array of candidates, without NumPy's cost for a float.
+"""The few functions that must work alike on a float and on an array of candidates, without NumPy's cost for a float.
 
 Everything else in the cost model is plain `+ - * /`, which already does.
 """

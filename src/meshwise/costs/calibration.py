@@ -22,9 +22,9 @@ class Calibration:
         matmul_efficiency: of the dense FLOP/s, for large matmuls.
         hbm_efficiency: of the HBM bandwidth, for streaming.
         link_efficiency: of the link bandwidth, for large messages.
-        collective_matmul: whether collectives over the tensor axis run as collective matmuls, hidden behind the matmul that
-            needs them as far as that lasts. XLA does so on TPUs (Wang et al. 2023, "Overlap communication with dependent
-            computation via decomposition"); NCCL calls on GPUs stand on the critical path.
+        collective_matmul: whether collectives over the tensor axis run as collective matmuls, hidden behind the
+            matmul that needs them as far as that lasts. XLA does so on TPUs (Wang et al. 2023, "Overlap communication
+            with dependent computation via decomposition"); NCCL calls on GPUs stand on the critical path.
         source: the measurements behind the numbers.
     """
 

@@ -19,12 +19,13 @@ def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: f
 
     Args:
         kind: the collective.
-        num_bytes: of the whole array of one group: AllGather, as gathered; ReduceScatter and AllReduce, as each chip holds it
-            before; AllToAll, all chips together; permute, what one chip sends.
+        num_bytes: of the whole array of one group: AllGather, as gathered; ReduceScatter and AllReduce, as each chip
+            holds it before; AllToAll, all chips together; permute, what one chip sends.
         wire: of the group.
         efficiency: achieved share of the link bandwidth.
 
-    Source: book, Sharded matrices, "summary": AllGather and ReduceScatter V/W, AllReduce twice that, AllToAll a quarter.
+    Source: book, Sharded matrices, "summary": AllGather and ReduceScatter V/W, AllReduce twice that, AllToAll a
+        quarter.
     """
     match kind:
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:

@@ -1,7 +1,7 @@
 """Time of a placed block's local operations on one chip: each as long as its FLOPs or its bytes need.
 
-The structure is worked out once per placement; sizes, floats or arrays, come afterwards. Not here: collectives (`traffic`),
-or how blocks make a step (`step`).
+The structure is worked out once per placement; sizes, floats or arrays, come afterwards. Not here: collectives
+(`traffic`), or how blocks make a step (`step`).
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _attention_flops(op: Attention, splits: tuple[tuple[str, Split], ...], exten
 
 
 def _tile_waste(tiles: tuple[Volume, Volume, Volume], extents: Extents, units: tuple[int, int, int]) -> Any:
-    """Padded over real FLOPs when rows, depth and columns of the local matmul are rounded up to the matrix unit's tiles."""
+    """Padded over real FLOPs when rows, depth and columns of the local matmul are rounded up to whole tiles."""
     waste: Any = 1.0
     for key, unit in zip(tiles, units, strict=True):
         length = extents.volume(key)

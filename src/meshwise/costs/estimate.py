@@ -1,4 +1,4 @@
-"""What one layout would do: time with its interval and its terms, memory by class, utilisation, what binds, what a run costs.
+"""What one layout would do: time and its terms, memory by class, utilisation, what binds, what a run costs.
 
 Made by the same evaluator as a whole search. Not here: which layout is best (`planning`), or words (`report`).
 """
@@ -44,7 +44,8 @@ class Estimate:
         hbm_capacity: bytes of one chip, as the device reports them.
         tokens: tokens per step.
         num_chips: chips used.
-        model_flops: FLOPs that the model needs per step: 6 x active parameters x tokens, plus causal attention three times over.
+        model_flops: FLOPs that the model needs per step: 6 x active parameters x tokens, plus causal attention three
+            times over.
         recompute_flops: FLOPs of the forward pass that are done again.
         peak_flops_per_s: of one chip in the compute format: the denominator of MFU.
     """
@@ -107,7 +108,7 @@ class TrainingRun:
 
 
 def model_flops(problem: TrainingProblem, tokens: float) -> float:
-    """FLOPs that training on `tokens` needs by the convention of MFU; causal attention is counted as what is computed."""
+    """FLOPs that training on `tokens` needs by the convention of MFU; causal attention counts what is computed."""
     program = problem.model.train_program()
     seq_len = problem.job.seq_len
     sizes = program.bind(batch=tokens / seq_len, queries=seq_len)
@@ -176,7 +177,9 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) 
         LayoutError: when the layout does not fit the fabric.
     """
     if layout.num_chips != math.prod(fabric.sizes):
-        raise LayoutError(f"layout {layout} uses {layout.num_chips:,} chips, the network has {math.prod(fabric.sizes):,}")
+        raise LayoutError(
+            f"layout {layout} uses {layout.num_chips:,} chips, the network has {math.prod(fabric.sizes):,}"
+        )
     costs = evaluate_layout(problem, fabric, layout)
     step = costs.step
     resources = {name: float(v) for name, v in step.resources.items()}

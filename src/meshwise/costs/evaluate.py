@@ -1,4 +1,4 @@
-"""The one evaluator: a placed program, sizes of its mesh axes (floats, or arrays of a million candidates), wires -> costs.
+"""The one evaluator: a placed program, sizes of its mesh axes (floats, or arrays of candidates), wires -> costs.
 
 A single estimate and a whole search run this same code. Not here: which candidates there are (`planning`).
 """
@@ -260,5 +260,7 @@ def _optimizer_bytes(
         share = 1 / stages if block.role == "layer" else 1.0
         states = states + extents.weighted(p.memory.states) * (block.repeat * share)
     master = formats.master.bytes if formats.master else 0.0
-    per_state = 2 * optimizer.moments * formats.moments.bytes + 2 * master + 2 * formats.weights.bytes + formats.gradients.bytes
+    per_state = (
+        2 * optimizer.moments * formats.moments.bytes + 2 * master + 2 * formats.weights.bytes + formats.gradients.bytes
+    )
     return states * per_state

@@ -1,6 +1,7 @@
 """Local lengths: how much of each axis a device holds, once for every (axis, split) that a placement mentions.
 
-Sizes may be floats or arrays of candidates. Axes that do not divide are padded, as XLA pads them: the ceiling is the waste.
+Sizes may be floats or arrays of candidates. Axes that do not divide are padded, as XLA pads them: the ceiling is the
+waste.
 """
 
 from __future__ import annotations
@@ -14,13 +15,24 @@ from meshwise.jobs import Precision
 from meshwise.sharding.place import Held
 from meshwise.tensors import Kind, Tensor
 
-__all__ = ["NEVER_PADDED", "Extents", "Volume", "WeightedSum", "element_bytes", "held_bytes", "held_key", "volume_key", "weighted_sum"]
+__all__ = [
+    "NEVER_PADDED",
+    "Extents",
+    "Volume",
+    "WeightedSum",
+    "element_bytes",
+    "held_bytes",
+    "held_key",
+    "volume_key",
+    "weighted_sum",
+]
 
 Split = tuple[str, ...]
 Volume = tuple[tuple[str, Split], ...]  # (axis, split), sorted
 WeightedSum = tuple[tuple[Volume, float], ...]
 
-#: Sequences are refused at the door where they do not divide, and slots of experts are an average: neither is rounded here.
+#: Sequences are refused at the door where they do not divide, and slots of experts are an average: neither is rounded
+#: here.
 NEVER_PADDED = ("B", "C")
 
 

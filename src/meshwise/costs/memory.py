@@ -45,7 +45,8 @@ MEMORY_CLASSES = {
     "reserve": "runtime, code, compiler scratch and fragmentation (a stated share of HBM)",
 }
 
-#: Share of HBM that is left to the runtime: about 2 GB of an 80 GB GPU (CUDA context and NCCL), a few hundred MB of a TPU.
+#: Share of HBM that is left to the runtime: about 2 GB of an 80 GB GPU (CUDA context and NCCL), a few hundred MB of a
+#: TPU.
 RESERVE_SHARE = 0.02
 
 
@@ -78,8 +79,8 @@ class MemoryPlan:
 def memory_plan(placed: PlacedBlock, precision: Precision) -> MemoryPlan:
     """Read from a placed block what it holds."""
     stored = {h.tensor.name: h for h in (*placed.weights, *placed.tied)}
-    # Where the copy is larger than what is stored: one layer at work, one on its way, and the gradient of the whole before it
-    # is scattered.
+    # Where the copy is larger than what is stored: one layer at work, one on its way, and the gradient of the whole
+    # before it is scattered.
     alive = [(h, 2 * element_bytes(h.tensor, precision) + precision.gradients.bytes) for h in placed.gathered]
     return MemoryPlan(
         parameters=held_bytes(placed.weights, precision),
@@ -101,7 +102,11 @@ def _operations(placed: PlacedBlock, precision: Precision) -> tuple[WeightedSum,
     sums = set()
     for item in placed.backward:
         if isinstance(item, LocalOp):
-            held = [h for h in (*item.inputs, item.output) if h.tensor.kind is Kind.ACTIVATION and h.tensor.name not in known]
+            held = [
+                h
+                for h in (*item.inputs, item.output)
+                if h.tensor.kind is Kind.ACTIVATION and h.tensor.name not in known
+            ]
             sums.add(held_bytes(held, precision))
     return tuple(sorted(sums))
 
@@ -166,7 +171,8 @@ def training_memory(
         stages, num_microbatches: floats or arrays.
         holdings: filled with what the classes of the fuller stage are made of (floats only).
 
-    Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti et al. 2022.
+    Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti
+        et al. 2022.
     """
     state = [state_bytes(plan, extents, precision, optimizer) for _, plan, _ in blocks]
     written: tuple[list[Holding] | None, ...] = (None, None) if holdings is None else ([], [])

@@ -1,7 +1,8 @@
 """From a cluster's network and the placing of mesh axes on it to the few numbers that price a collective.
 
-A network is a list of physical dimensions, innermost first: torus axes, then levels of switches. A mesh axis takes a factor
-of each; what a group of chips can send follows from its factors. Not here: bytes, or which collective (`collectives`).
+A network is a list of physical dimensions, innermost first: torus axes, then levels of switches. A mesh axis takes a
+factor of each; what a group of chips can send follows from its factors. Not here: bytes, or which collective
+(`collectives`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from meshwise.hardware import Cluster, Torus, Tree
 
 __all__ = ["Dimension", "Fabric", "Wire", "make_wire"]
 
-#: Gain of an AllReduce that switches add up themselves. Source: book, GPUs, "in-network reductions": about 30 % in practice
-#: where the ideal would be nearly twofold.
+#: Gain of an AllReduce that switches add up themselves. Source: book, GPUs, "in-network reductions": about 30 % in
+#: practice where the ideal would be nearly twofold.
 IN_NETWORK_GAIN = 1.3
 
 
@@ -74,12 +75,19 @@ class Fabric:
 
 
 def _switch_dimensions(net: Tree) -> list[Dimension]:
-    """Levels as dimensions; levels that give every chip the same bandwidth are one switch to a collective (a fat tree)."""
+    """Levels as dimensions; levels of the same bandwidth per chip are one switch to a collective (a fat tree)."""
     dims: list[Dimension] = []
     for v in net.levels:
         if dims and dims[-1].bandwidth_one_way == v.bandwidth_per_chip_one_way:
             inner = dims.pop()
-            dims.append(replace(inner, name=f"{inner.name}+{v.name}", size=inner.size * v.degree, latency=max(inner.latency, v.latency)))
+            dims.append(
+                replace(
+                    inner,
+                    name=f"{inner.name}+{v.name}",
+                    size=inner.size * v.degree,
+                    latency=max(inner.latency, v.latency),
+                )
+            )
         else:
             dims.append(Dimension(v.name, v.degree, False, False, v.bandwidth_per_chip_one_way, v.latency))
     return dims
@@ -113,15 +121,16 @@ class Wire:
 def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...]) -> Wire:
     """Price the group of chips along mesh `axes`.
 
-    On a torus axis of length s, a group of extent F whose members are `stride` apart forms a ring when it spans the whole of an
-    axis that wraps, else a line; `stride` groups share each link. An AllGather takes floor(F/2) hops on a ring, F - 1 on a line,
-    each carrying one shard (book, Sharded matrices); several torus axes share the bytes. On a level of switches with d children
-    and m members of the group in each, every chip takes its share of the (d-1)/d that comes from the other children (book,
-    GPUs, collectives across levels); the slowest level decides.
+    On a torus axis of length s, a group of extent F whose members are `stride` apart forms a ring when it spans the
+    whole of an axis that wraps, else a line; `stride` groups share each link. An AllGather takes floor(F/2) hops on a
+    ring, F - 1 on a line, each carrying one shard (book, Sharded matrices); several torus axes share the bytes. On a
+    level of switches with d children and m members of the group in each, every chip takes its share of the (d-1)/d
+    that comes from the other children (book, GPUs, collectives across levels); the slowest level decides.
 
     Args:
         fabric: the network.
-        factors: mesh axis -> its extent on each dimension; axes in the order in which they nest on a torus axis, inner first.
+        factors: mesh axis -> its extent on each dimension; axes in the order in which they nest on a torus axis,
+            inner first.
         axes: the mesh axes of the group.
 
     Returns: the wire; arrays where a factor is an array.
@@ -171,7 +180,7 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
 
 
 def _all_reduce_share(missing: Any, used: Any, fabric: Fabric) -> Any:
-    """Bytes into a chip per byte that it reduces on one level: twice what is missing; switches that add send the sum once."""
+    """Bytes into a chip per byte reduced on one level: twice what is missing; switches that add send the sum once."""
     if not fabric.in_network_reduction:
         return 2 * missing
     return maximum(2 * missing / IN_NETWORK_GAIN, where(used, 1.0, 0.0))
@@ -214,7 +223,7 @@ class _TorusSums:
         self.size = self.size * extent
 
     def gather(self) -> Any:
-        """Seconds per gathered byte: the schedule's time, but never less than the missing bytes through the chip's links."""
+        """Seconds per gathered byte: the schedule's, but never less than the missing bytes through the chip's links."""
         rate = where(self.rate > 0, self.rate, 1.0)
         ingress = where(self.ingress > 0, self.ingress, 1.0)
         return where(self.size > 1, maximum(1 / rate, (1 - 1 / self.size) / ingress), 0.0)

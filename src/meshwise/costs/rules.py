@@ -298,7 +298,7 @@ def distinct_destinations(choices: float, ways: float) -> float:
     >>> round(distinct_destinations(8, 64), 2), distinct_destinations(1, 64)
     (7.58, 1.0)
     """
-    return ways * (1 - ((ways - 1) / ways) ** choices)
+    return float(ways * (1 - ((ways - 1) / ways) ** choices))
 
 
 @positive_arguments

@@ -3,15 +3,17 @@
 The rule for the *expected* time, stated once:
 
 1. An operation takes the longer of its FLOPs and its bytes, at the calibration's achieved rates.
-2. Collectives on activations stand on the critical path, except that on TPUs those over the tensor axis run as collective
+2. Collectives on activations stand on the critical path, except that on TPUs those over the tensor axis run as
+collective
    matmuls: they hide behind the compute of their own block and pass, as far as that lasts.
-3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks out of its
-   collective matmuls, which use other links), as far as that lasts.
+3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
+   out of its collective matmuls, which use other links), as far as that lasts.
 4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
    forward pass (new weights), but for one layer's worth.
 5. A pipeline (1F1B) idles for stages - 1 microbatches; its sends are hidden except while it fills and drains.
 
-*Lower* is perfect overlap at data-sheet rates: the busiest of matrix unit, memory and each network. *Upper* hides nothing.
+*Lower* is perfect overlap at data-sheet rates: the busiest of matrix unit, memory and each network. *Upper* hides
+nothing.
 """
 
 from __future__ import annotations
@@ -263,7 +265,7 @@ def _count(b: BlockTime, share: Any, stages: Any) -> Any:
 
 
 def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: Rates, ledger: Ledger | None) -> None:
-    """Add `count` runs of a block: compute, exposed activations, and what weights and gradients stick out of the compute."""
+    """Add `count` runs of a block: compute, exposed activations, and what sticks out of weights and gradients."""
     for name, work in (("forward", b.forward), ("recompute", b.recompute), ("backward", b.backward)):
         sums.terms[name] = sums.terms[name] + count * work.seconds
         sums.serial = sums.serial + count * work.serial_seconds
@@ -289,7 +291,8 @@ def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: Rates, ledger: Ledg
     purposes = {Pass.FORWARD: Purpose.WEIGHTS, Pass.BACKWARD: Purpose.GRADIENTS}
     for when, cover in compute.items():
         _hide(sums, Hiding(2, b.block, when, tuple(fused[when]), cover, 0.0, count), ledger)
-        # Collective matmuls use the links of the tensor axis, weights those of fsdp: what sticks out covers weights, too.
+        # Collective matmuls use the links of the tensor axis, weights those of fsdp: what sticks out covers weights,
+        # too.
         busy = maximum(cover, sum(seconds for _, seconds in fused[when]))
         hidden = _hide(sums, Hiding(3, b.block, when, tuple(hideable[when]), busy, 0.0, count), ledger)
         sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * (busy - hidden)

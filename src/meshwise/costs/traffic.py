@@ -1,6 +1,7 @@
 """What a placed block sends: bytes by pass, purpose, kind of collective and mesh axes, before any wire is known.
 
-Weights and gradients of one block travel together (one bucket a pass); activations one by one. Not here: seconds (`step`).
+Weights and gradients of one block travel together (one bucket a pass); activations one by one. Not here: seconds
+(`step`).
 """
 
 from __future__ import annotations
@@ -97,10 +98,17 @@ def flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...
 def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> FlowPlan:
     when, purpose, kind, mesh_axes = key[:4]
     alike = purpose is Purpose.ACTIVATIONS
-    # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a bucket.
+    # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a
+    # bucket.
     total = weighted_sum(pair for t in (items[:1] if alike else items) for pair in _bytes_of(t, precision))
     names = list(dict.fromkeys(t.tensor.name for t in items))
-    far = {m for t in items for a, split in zip(t.tensor.axes, _whole(t).splits, strict=True) if a not in "BC" for m in split}
+    far = {
+        m
+        for t in items
+        for a, split in zip(t.tensor.axes, _whole(t).splits, strict=True)
+        if a not in "BC"
+        for m in split
+    }
     return FlowPlan(
         name=", ".join(names),
         when=when,

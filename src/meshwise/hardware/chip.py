@@ -39,8 +39,8 @@ class Chip:
     """A *chip* is the package that is bought, placed and priced; a core is inside it; a device is what JAX sees.
 
     Rates are FLOP/s and bytes/s of one whole chip, dense (never the 2:4-sparse figure); capacities are bytes, latencies
-    seconds, `power` watts. `hbm_reported` is what the device tells a program it has, where that is known: an "80 GB" GPU
-    reports 85e9 bytes. `link_bandwidth_one_way` is one ICI link in one direction (there are `num_links`), or on
+    seconds, `power` watts. `hbm_reported` is what the device tells a program it has, where that is known: an "80 GB"
+    GPU reports 85e9 bytes. `link_bandwidth_one_way` is one ICI link in one direction (there are `num_links`), or on
     GPUs all scale-up links of the GPU together (`num_links` = 1). `host_link_bandwidth` is the chip's share, one way.
     `onchip_*` is VMEM or the last-level cache, None where nobody publishes it. `matmul_tile` is the (m, k, n)
     granularity of the matrix unit. `scale_up` are the levels that come with the board, innermost first (empty on
@@ -93,7 +93,7 @@ class Chip:
 
     @property
     def hbm_usable(self) -> float:
-        """Bytes against which a program's memory is checked: as the device reports them, else as the data sheet has them."""
+        """Bytes against which a program's memory is checked: as the device reports them, else the data sheet's."""
         return self.hbm_reported or self.hbm_capacity
 
     def __hash__(self) -> int:

@@ -23,8 +23,8 @@ class Cluster:
 
     `name` is what was typed, without spaces and in lower case; it parses back to the same cluster.
     `dcn_bandwidth_per_chip_one_way` is in bytes/s (None where nothing is beyond `network`), `dcn_latency` in seconds.
-    `notes` are what the reader of the name decided or should know. `document` is the text of the file that a cluster was
-    read from, verbatim ("" for named ones): with it a plan can be reproduced without the file.
+    `notes` are what the reader of the name decided or should know. `document` is the text of the file that a cluster
+    was read from, verbatim ("" for named ones): with it a plan can be reproduced without the file.
     """
 
     name: str

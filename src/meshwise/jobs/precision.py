@@ -40,11 +40,11 @@ def _precision(name: str, half: DType, gradients: DType, master: DType | None, m
 
 
 _PRECISIONS = (
-    _precision("bf16", DType.BF16, DType.BF16, None, "bf16 weights, activations and gradients, fp32 optimizer moments (the book's choice)"),
-    _precision("mixed", DType.BF16, DType.FP32, DType.FP32, "bf16 matmuls; fp32 gradients, master weights and moments (Megatron-LM's choice)"),
-    _precision("fp16", DType.FP16, DType.FP32, DType.FP32, "fp16 matmuls; fp32 gradients, master weights and moments"),
+    _precision("bf16", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)"),
+    _precision("mixed", DType.BF16, DType.FP32, DType.FP32, "bf16 matmuls; fp32 gradients, master, moments"),
+    _precision("fp16", DType.FP16, DType.FP32, DType.FP32, "fp16 matmuls; fp32 gradients, master weights, moments"),
     _precision("fp32", DType.FP32, DType.FP32, None, "everything in fp32"),
-)  # fmt: skip
+)
 
 #: Presets by name.
 PRECISIONS = {p.name: p for p in _PRECISIONS}
@@ -68,7 +68,9 @@ def parse_precision(text: str) -> Precision:
         role, equals, value = part.partition("=")
         if not equals:
             if role not in PRECISIONS or changes:
-                raise UnknownNameError("precision", role, PRECISIONS, "Roles are changed by role=dtype after the preset.")
+                raise UnknownNameError(
+                    "precision", role, PRECISIONS, "Roles are changed by role=dtype after the preset."
+                )
             base = PRECISIONS[role]
             continue
         role = _ROLE_ALIASES.get(role.strip(), role.strip())
@@ -81,7 +83,7 @@ def parse_precision(text: str) -> Precision:
         if role in changes and changes[role] is None:
             raise MeshwiseError(f"precision: {role} needs a dtype")
     values = {r: changes.get(r, getattr(base, r)) for r in _ROLES}
-    return Precision(name=text, meaning=f"{base.name} with {', '.join(changes)} changed", **values)  # type: ignore[arg-type]
+    return Precision(name=text, meaning=f"{base.name} with {', '.join(changes)} changed", **values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is to be trained: tokens per batch and in all, sequence length, precision, optimizer. Not here: model, chips, layout."""
+"""What is to be trained: tokens per batch and in all, sequence length, precision, optimizer. Not here: on what."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class TrainingJob(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch_tokens: _Batch = Field(gt=0, le=1e12, description="Tokens per optimizer step, over all chips; a target that may be rounded.")
+    batch_tokens: _Batch = Field(
+        gt=0, le=1e12, description="Tokens per optimizer step, over all chips; a target that may be rounded."
+    )
     seq_len: _Length = Field(gt=0, le=1e9, description="Tokens per sequence.")
     tokens: _Run | None = Field(default=None, gt=0, le=1e18, description="Tokens of the whole training run.")
     batch_slack: _Share = Field(
@@ -67,7 +69,8 @@ class TrainingJob(BaseModel):
     def _at_least_one_sequence(self) -> TrainingJob:
         if self.batch_tokens < self.seq_len * (1 - self.batch_slack):
             raise MeshwiseError(
-                f"batch_tokens {self.batch_tokens:,.0f} is less than one sequence of seq_len {self.seq_len:,.0f} tokens; "
+                f"batch_tokens {self.batch_tokens:,.0f} is less than one sequence of "
+                f"seq_len {self.seq_len:,.0f} tokens; "
                 "raise batch_tokens or lower seq_len"
             )
         if self.tokens is not None and self.tokens < self.batch_tokens:

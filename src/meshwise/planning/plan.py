@@ -70,9 +70,7 @@ class Plan:
             "price_usd_per_chip_hour": self.problem.cluster.price_per_chip_hour,
             "calibration": self.problem.calibration.name,
             "layout": self.layout.to_json(),
-            "fabric": [
-                {"name": d.name, "size": d.size, "wraps": d.wraps} for d in self.fabric.dimensions
-            ],
+            "fabric": [{"name": d.name, "size": d.size, "wraps": d.wraps} for d in self.fabric.dimensions],
         }
         return json.dumps(value, indent=2)
 
@@ -112,7 +110,10 @@ def _fabric(cluster: Cluster, used: list[Mapping[str, Any]]) -> Fabric:
     """The part of the cluster's network that a plan used."""
     whole = Fabric.of(cluster)
     if [d.get("name") for d in used] != [d.name for d in whole.dimensions]:
-        raise ConfigError(f"plan JSON: fabric names {[d.get('name') for d in used]}, the cluster has {[d.name for d in whole.dimensions]}")
+        raise ConfigError(
+            f"plan JSON: fabric names {[d.get('name') for d in used]}, "
+            f"the cluster has {[d.name for d in whole.dimensions]}"
+        )
     dims = (
         Dimension(d.name, int(u["size"]), d.torus, bool(u["wraps"]), d.bandwidth_one_way, d.latency)
         for d, u in zip(whole.dimensions, used, strict=True)

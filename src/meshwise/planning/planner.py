@@ -1,7 +1,7 @@
 """The planner: the best training plans for a problem, and what was considered on the way.
 
-Turns model and job into a search space, searches, estimates the winners again with their terms kept. Not here: the search
-itself (`search`), or words (`report`).
+Turns model and job into a search space, searches, estimates the winners again with their terms kept. Not here: the
+search itself (`search`), or words (`report`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from meshwise.units import format_bytes
 
 __all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits"]
 
-#: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out of memory
-#: is worth less than one that is half a percent slower.
+#: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out
+#: of memory is worth less than one that is half a percent slower.
 MAX_MEMORY = 0.9
 
 #: Fewest positions that a context shard may hold: one tile of the matrix unit.
@@ -51,7 +51,7 @@ class Planning:
 
 
 def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
-    """What meshes make sense: tensor up to the query heads, context down to one tile of positions, stages up to the layers."""
+    """What meshes make sense: tensor up to the query heads, context down to one tile, stages up to the layers."""
     sizes, job = problem.model.sizes, problem.job
     heads = max((int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1)
     unbounded = problem.cluster.num_chips
@@ -96,10 +96,10 @@ def plan_training(
         fabric = _fewest_chips(problem, space, whole, deadline_days, progress)
         result = search(problem, [fabric], space, top=top, progress=progress)
     else:
-        result = _search_parts(problem, space, whole, objective, top, progress)
+        result = _search_parts(problem, space, whole, objective, top=top, progress=progress)
         if not result.best and max_memory < 1:
             space = SearchSpace(limits)
-            result = _search_parts(problem, space, whole, objective, top, progress)
+            result = _search_parts(problem, space, whole, objective, top=top, progress=progress)
     if not result.best:
         raise _nothing_found(problem, result)
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
@@ -113,10 +113,11 @@ def _search_parts(
     space: SearchSpace,
     whole: Fabric,
     objective: str,
+    *,
     top: int,
     progress: Callable[[str], None],
 ) -> SearchResult:
-    """Search the whole network and parts of it: its neighbours for time, all of them for cost or where nothing was found."""
+    """Search the whole network and parts of it: a few for time, all for cost or where nothing was found."""
     if objective == "time":
         result = search(problem, [whole, *shrunken(whole)], space, objective=objective, top=top, progress=progress)
         if result.best:
@@ -125,7 +126,7 @@ def _search_parts(
 
 
 def _parts(whole: Fabric) -> Iterator[Fabric]:
-    """The network, then parts of it of fewer and fewer chips: the largest dimension halved, with a look at its neighbours."""
+    """The network, then parts of fewer and fewer chips: the largest dimension halved, with a look around."""
     seen: set[tuple[int, ...]] = set()
     fabric = whole
     while True:
@@ -167,7 +168,8 @@ def _fewest_chips(
     if kept is None:
         found = f"the fastest plan takes {fastest:.1f} days" if math.isfinite(fastest) else "no layout fits"
         raise InfeasibleError(
-            f"no part of {problem.cluster.name} trains {problem.job.tokens:.3g} tokens in {deadline_days:g} days: {found}; "
+            f"no part of {problem.cluster.name} trains {problem.job.tokens:.3g} tokens "
+            f"in {deadline_days:g} days: {found}; "
             "give more chips or a later deadline"
         )
     return kept
@@ -181,7 +183,8 @@ def estimate_layout(
     A layout that does not fit in memory is estimated all the same; `Estimate.fits` says so.
 
     Raises:
-        LayoutError: the layout cannot be placed on this model, job and cluster; says which constraint and the nearest that can.
+        LayoutError: the layout cannot be placed on this model, job and cluster; says which constraint and the nearest
+            that can.
     """
     check_request(problem, request)
     whole = Fabric.of(problem.cluster)
@@ -254,11 +257,14 @@ def _nothing_found(problem: TrainingProblem, result: SearchResult) -> Infeasible
     if not math.isfinite(result.least_memory):
         return InfeasibleError(
             f"no layout of {problem.cluster.num_chips:,} chips can cut a batch of {job.sequences:,.10g} sequences of "
-            f"{job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); raise --batch-tokens or --batch-slack, or use fewer chips"
+            f"{job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); "
+            "raise --batch-tokens or --batch-slack, or use fewer chips"
         )
     factor = result.least_memory / chip.hbm_usable
     return InfeasibleError(
-        f"{problem.model.name} does not fit on {problem.cluster.name}: the leanest of {result.strategies:,} layouts needs "
-        f"{format_bytes(result.least_memory)} per chip, {factor:.2f} x the {format_bytes(chip.hbm_usable)} of a {chip.title}; "
+        f"{problem.model.name} does not fit on {problem.cluster.name}: "
+        f"the leanest of {result.strategies:,} layouts needs "
+        f"{format_bytes(result.least_memory)} per chip, "
+        f"{factor:.2f} x the {format_bytes(chip.hbm_usable)} of a {chip.title}; "
         "use more chips, chips with more memory, or a smaller batch"
     )

@@ -1,4 +1,4 @@
-"""Why the winner wins, in the book's terms: its batch against what the network needs, the mix against its optimum, memory.
+"""Why the winner wins, in the book's terms: its batch against the network, the mix against its optimum, memory.
 
 Arithmetic of `costs.rules` with the plan's own numbers. Not here: why others lose (`rivals`).
 """
@@ -54,8 +54,8 @@ def _batch(plan: Plan, whole: Fabric) -> str:
 def critical_tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:
     """Tokens per chip from which FSDP over all of a network hides behind the arithmetic.
 
-    The book's C / W for the bytes of the weights' format, times total over active parameters: a mixture sends all its experts
-    and computes with few. Source: book, Training, "FSDP", and GPUs, "expert parallelism".
+    The book's C / W for the bytes of the weights' format, times total over active parameters: a mixture sends all its
+    experts and computes with few. Source: book, Training, "FSDP", and GPUs, "expert parallelism".
     """
     wire = make_wire(whole, {"fsdp": [float(d.size) for d in whole.dimensions]}, ("fsdp",))
     formats = problem.job.formats
@@ -76,10 +76,12 @@ def _mix(plan: Plan, whole: Fabric) -> list[str]:
     fsdp = mixed_fsdp_optimum(problem.job.batch_tokens, d_ff, chips, fsdp_axes=axes, tensor_axes=1)
     bandwidth = 2 * torus[0].bandwidth_one_way
     needed = mixed_critical_tokens_per_chip(d_ff, estimate.peak_flops_per_s, bandwidth, fsdp_axes=axes, tensor_axes=1)
-    return [
+    line = (
         f"mixed with tensor parallelism {needed:,.0f} tokens per chip would do; the optimum before rounding is "
-        f"{fsdp:,.0f} ways of FSDP (here data x fsdp x context = {_token_ways(plan):,}) by {chips / fsdp:.1f} of tensor (here {plan.layout.tensor})"
-    ]
+        f"{fsdp:,.0f} ways of FSDP (here data x fsdp x context = {_token_ways(plan):,}) "
+        f"by {chips / fsdp:.1f} of tensor (here {plan.layout.tensor})"
+    )
+    return [line]
 
 
 def _token_ways(plan: Plan) -> int:
@@ -96,7 +98,10 @@ def _busiest(plan: Plan) -> str:
     if next_most == 0:
         return f"{names[0]} are the only busy part" if first == "compute" else f"{names[0]} is the only busy part"
     verb = "are" if first == "compute" else "is"
-    return f"{names[0]} {verb} busiest at data-sheet rates: {format_time(most)} a step, then {names[1]} with {format_time(next_most)}"
+    return (
+        f"{names[0]} {verb} busiest at data-sheet rates: {format_time(most)} a step, "
+        f"then {names[1]} with {format_time(next_most)}"
+    )
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -104,17 +109,19 @@ def _pipeline(plan: Plan) -> list[str]:
     if layout.stage == 1:
         return []
     bubble = pipeline_bubble(layout.stage, layout.num_microbatches)
-    return [
+    line = (
         f"{layout.stage} pipeline stages idle for (stages - 1) / microbatches = {format_percent(bubble)} of the work; "
         "they divide what each chip holds and reduces"
-    ]
+    )
+    return [line]
 
 
 def _memory(plan: Plan) -> str:
     estimate = plan.estimate
     share = estimate.memory["total"] / estimate.hbm_capacity
     again = "nothing is computed twice" if plan.layout.remat == "none" else f"remat={plan.layout.remat} makes room"
-    return f"{format_bytes(estimate.memory['total'])} of {format_bytes(estimate.hbm_capacity)} HBM ({format_percent(share)}): {again}"
+    held, whole = format_bytes(estimate.memory["total"]), format_bytes(estimate.hbm_capacity)
+    return f"{held} of {whole} HBM ({format_percent(share)}): {again}"
 
 
 def _rule_of_thumb(plan: Plan) -> list[str]:
@@ -125,6 +132,4 @@ def _rule_of_thumb(plan: Plan) -> list[str]:
     parameters = plan.problem.model.parameters.active
     chips = plan.estimate.num_chips
     seconds = training_time(parameters, tokens, plan.estimate.peak_flops_per_s * chips, mfu=0.4)
-    return [
-        f"at 40 % MFU, a usual result of real runs, 6 x parameters x tokens take {format_duration(seconds)} on these chips"
-    ]
+    return [f"at 40 % MFU, a usual result of real runs, 6 x parameters x tokens take {format_duration(seconds)} here"]

@@ -1,12 +1,13 @@
 """Why the well-known alternatives lose: each as a number in the book's terms.
 
-A rival is priced by the same evaluator, even where it could not be placed (a batch cut by the token), so that its reason is a
-measure and not only a refusal. Not here: the search (`search`).
+A rival is priced by the same evaluator, even where it could not be placed (a batch cut by the token), so that its
+reason is a measure and not only a refusal. Not here: the search (`search`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwise.costs.estimate import Estimate
@@ -72,7 +73,8 @@ def _runner_up(winner: Plan, plan: Plan) -> Rival:
     slowdown = _seconds_per_token(plan) / _seconds_per_token(winner)
     step = more * winner.estimate.tokens
     if slowdown - 1 < 5e-4:
-        reason = f"as fast, and holds {format_bytes(plan.estimate.memory['total'])} per chip; the ranking prefers less memory"
+        held = format_bytes(plan.estimate.memory["total"])
+        reason = f"as fast, and holds {held} per chip; the ranking prefers less memory"
     else:
         reason = f"{format_percent(slowdown - 1)} slower: {format_time(step)} more of {name.replace('_', ' ')} a step"
     sizes = ", ".join(f"{a}={plan.layout.sizes[a]}" for a in plan.layout.used_axes) or "one chip"
@@ -109,7 +111,8 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int) 
     replicas = chips if axis in ("data", "fsdp") else 1
     job = problem.job
     found = []
-    for micro, number in batch_cuts(job.sequences, job.batch_slack, replicas) or [(job.sequences / replicas, 1)]:
+    cuts: Sequence[tuple[float, int]] = batch_cuts(job.sequences, job.batch_slack, replicas)
+    for micro, number in cuts or [(job.sequences / replicas, 1)]:
         candidates = Candidates(**sizes, micro_batch=float(micro), num_microbatches=float(number))
         for remat in REMAT_POLICIES:
             costs = evaluate(

@@ -1,8 +1,9 @@
 """The exact search for the best training layouts.
 
-Branch and bound over one evaluator. First every mesh, cut of the batch, remat policy and ZeRO stage is priced with wires that
-no placement can beat, which bounds it from below, and what does not fit is dropped. Then, best bound first, the real
-placements are priced, until no bound is left that could still enter the answer. Not here: the space itself (`space`).
+Branch and bound over one evaluator. First every mesh, cut of the batch, remat policy and ZeRO stage is priced with
+wires that no placement can beat, which bounds it from below, and what does not fit is dropped. Then, best bound
+first, the real placements are priced, until no bound is left that could still enter the answer. Not here: the space
+itself (`space`).
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ OBJECTIVES: dict[str, Callable[[Any, Any], Any]] = {
     "cost": lambda seconds_per_token, chips: seconds_per_token * chips,
 }
 
-#: Layouts of one kind differ only in how replicas are split between data and fsdp, in remat and microbatches: the ranking shows
-#: the best of each kind, because a list of near copies says nothing.
+#: Layouts of one kind differ only in how replicas are split between data and fsdp, in remat and microbatches: the
+#: ranking shows the best of each kind, because a list of near copies says nothing.
 _KIND = [MESH_AXES.index(a) for a in ("tensor", "context", "stage")]
 
 #: How much slower than the best plan the front of time against memory reaches.
@@ -61,9 +62,10 @@ class SearchSpace:
 
     Args:
         remats: remat policies.
-        zeros: ZeRO stages of the data axis. Stage 0 is left out by default: stage 1 sends the same bytes, holds less, and
-            updates less, so that it is never worse (a property test holds this).
-        sequence_parallel: whether the residual stream is split over the tensor axis between matmuls; never worse, so on.
+        zeros: ZeRO stages of the data axis. Stage 0 is left out by default: stage 1 sends the same bytes, holds less,
+            and updates less, so that it is never worse (a property test holds this).
+        sequence_parallel: whether the residual stream is split over the tensor axis between matmuls; never worse, so
+            on.
         micro_batch, num_microbatches: what the user fixed, or None.
         memory_share: share of a chip's HBM that a layout may fill (infinite: whatever it needs).
         limits: of the meshes.
@@ -95,8 +97,8 @@ class SearchResult:
 
     Args:
         best: best layout of each of the best kinds (tensor, context and stage sizes on so many chips), best first.
-        front: layouts on the first network that no other undercuts in both time per token and memory, fastest first; none
-            slower than FRONT_SPAN times the fastest.
+        front: layouts on the first network that no other undercuts in both time per token and memory, fastest first;
+            none slower than FRONT_SPAN times the fastest.
         strategies: layouts evaluated (time and memory).
         covered: layouts in the space, counting those ruled out by a bound.
         infeasible: layouts that did not fit in memory.
@@ -164,8 +166,8 @@ def search(
 
     Args:
         problem: model, job, cluster, calibration.
-        fabrics: networks to use whole: the cluster's, then smaller parts of it, which are skipped when even perfect use of
-            their chips could not enter the ranking.
+        fabrics: networks to use whole: the cluster's, then smaller parts of it, which are skipped when even perfect
+            use of their chips could not enter the ranking.
         space: what may vary.
         objective: a key of OBJECTIVES.
         top: how many kinds of layout to rank.
@@ -221,7 +223,13 @@ class _State:
     def result(self, cpu_s: float) -> SearchResult:
         ranked = sorted(self.best.values(), key=_rank)[: self.top]
         return SearchResult(
-            tuple(ranked), self.front.members(), self.strategies, self.covered, self.infeasible, self.least_memory, cpu_s
+            tuple(ranked),
+            self.front.members(),
+            self.strategies,
+            self.covered,
+            self.infeasible,
+            self.least_memory,
+            cpu_s,
         )
 
 
@@ -373,8 +381,9 @@ def _cuts(space: SearchSpace, job: TrainingJob, replicas: int) -> list[tuple[int
 def batch_cuts(sequences: float, slack: float, replicas: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Ways to cut a batch over `replicas`: (sequences per microbatch, microbatches).
 
-    The batch may be rounded within `slack`. For each power of two, the nearest batch whose share per replica it divides is
-    tried, so that shares without divisors do not rule out accumulation or pipelines; all shares are a multiple of `multiple`.
+    The batch may be rounded within `slack`. For each power of two, the nearest batch whose share per replica it
+    divides is tried, so that shares without divisors do not rule out accumulation or pipelines; all shares are a
+    multiple of `multiple`.
 
     >>> batch_cuts(1024, 0.1, 1120), batch_cuts(16, 0, 4), batch_cuts(1024, 0, 1120)
     ([(1, 1)], [(1, 4), (2, 2), (4, 1)], [])

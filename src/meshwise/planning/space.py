@@ -81,7 +81,8 @@ def _extents(size: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 def placements(room: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
     """Every way to lay mesh axes of `sizes` over physical dimensions of `room`: [ways, axes, dimensions] extents.
 
-    On a torus axis, mesh axes nest in the order of MESH_AXES (tensor innermost); on a switch their order makes no difference.
+    On a torus axis, mesh axes nest in the order of MESH_AXES (tensor innermost); on a switch their order makes no
+    difference.
     """
     ways = list(_assignments(room, sizes))
     return np.array(ways, float).reshape(len(ways), len(sizes), len(room))
@@ -206,7 +207,8 @@ def _front(costs: Array) -> NDArray[np.int64]:
 def shrunken(fabric: Fabric) -> list[Fabric]:
     """Smaller parts of a network worth a look: one dimension cut to a rounder size; most chips first.
 
-    Sizes tried: the two largest powers of two, and three times a power of two, below the dimension's. A cut torus axis keeps
+    Sizes tried: the two largest powers of two, and three times a power of two, below the dimension's. A cut torus
+        axis keeps
     its wraparound only where a slice of that shape has one: in a 3D torus, in whole cubes of four.
     """
     out = []

@@ -159,7 +159,8 @@ def _headroom(planning: Planning) -> str:
     """Say how full plans may fill a chip."""
     if planning.memory_share >= 1:
         return "plans may fill all of the HBM (nothing fits in less, or --max-memory asked for it)"
-    return f"plans fill at most {format_percent(planning.memory_share)} of the HBM (--max-memory), because activations are known to about 15 %"
+    share = format_percent(planning.memory_share)
+    return f"plans fill at most {share} of the HBM (--max-memory), because activations are known to about 15 %"
 
 
 def _next_steps(plan: Plan) -> tuple[str, ...]:

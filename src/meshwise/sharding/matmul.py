@@ -205,8 +205,8 @@ def cheapest(placements: Iterable[MatmulPlacement], cost: PlacementCost) -> Matm
 def book_case(indices: Indices, inputs: Sequence[Sharding]) -> int:
     """Tell which of the four cases of the book (chapter "Sharded matrices") the inputs make.
 
-    1: no contracted index is split. 2: one input is split on it, or both over different mesh axes. 3: both are, over the
-    same mesh axes. 4: two inputs use a mesh axis for different indices of the output.
+    1: no contracted index is split. 2: one input is split on it, or both over different mesh axes. 3: both are, over
+    the same mesh axes. 4: two inputs use a mesh axis for different indices of the output.
 
     >>> i = Indices((("I", "J"), ("J", "K")), ("I", "K"))
     >>> X, whole = Sharding((("X",), ())), Sharding.replicated(2)
