@@ -16,7 +16,15 @@ from meshwise.costs.workings import BlockWorking, ClassWorking, CollectiveWorkin
 from meshwise.explanation import Explanation
 from meshwise.hardware import Chip, Cluster
 from meshwise.sharding import CollectiveKind
-from meshwise.units import format_bandwidth, format_bytes, format_count, format_flops_per_s, format_percent, format_time
+from meshwise.units import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_flops_per_s,
+    format_percent,
+    format_time,
+)
 
 __all__ = ["RULES", "explain_memory", "explain_time", "explain_upper", "leg_formula", "padding_words", "upper_parts"]
 
@@ -182,7 +190,7 @@ def _compute(w: Workings, name: str, seconds: float) -> Explanation:
         format_time(seconds),
         f"{_RULE.format(1)}; {_ROOFLINES}; "
         + _sourced(w.problem.cluster, f"flops_per_s.{job.formats.compute.value}", "hbm_bandwidth")
-        + f"; calibration {calibration.name}: {calibration.source}",
+        + f"; calibration {calibration.name}, whose measurements are named under what is assumed",
     )
 
 
@@ -192,17 +200,18 @@ def _run(block: BlockWorking, name: str) -> str:
     plural = "es" if block.num_microbatches > 1 else ""
     return (
         f"{copies}{plural} x {format_time(one.seconds)} "
-        f"({one.flops / 1e12:.3g} TFLOPs, {format_bytes(one.matmul_bytes)} of matmuls)"
+        f"({format_flops(one.flops)}, {format_bytes(one.matmul_bytes)} of matmuls)"
     )
 
 
 def _exposed(w: Workings, name: str, seconds: float) -> Explanation:
     rows = [c for c in w.collectives if c.term == name and c.exposed]
-    substitution = " + ".join(
-        f"{_number(c.count_per_step)} x {format_time(c.seconds)}"
-        + ("" if c.exposed_share == 1 else f" x {format_percent(c.exposed_share)}")
-        for c in rows
-    )
+    counts: dict[tuple[str, str], float] = {}  # equal ones together, as printed
+    for c in rows:
+        share = "" if c.exposed_share == 1 else f" x {format_percent(c.exposed_share)}"
+        alike = (format_time(c.seconds), share)
+        counts[alike] = counts.get(alike, 0.0) + c.count_per_step
+    substitution = " + ".join(f"{_number(n)} x {each}{share}" for (each, share), n in counts.items())
     return Explanation(
         name,
         "sum over its collectives of number in a step x seconds of one x exposed share (see the table of collectives)",
@@ -225,29 +234,31 @@ def _collectives(w: Workings) -> Iterator[Explanation]:
         legs = [(leg.name, leg_formula(path.kind, leg, path)) for leg in path.legs]
         ways = "; ".join(f"{name}: {formula}" for name, formula in legs)
         slowest = f"; slowest: {path.slowest.name}" if len(legs) > 1 else ""
-        carried = ", ".join(
-            f"{format_bytes(c.num_bytes)}: {format_time(c.seconds)}" + (" (latency)" if c.seconds == c.latency else "")
-            for c in {c.num_bytes: c for c in sorted(rows, key=lambda c: -c.num_bytes)}.values()
-        )
+        carried = ", ".join(dict.fromkeys(_carried(c) for c in sorted(rows, key=lambda c: -c.num_bytes)))
         yield Explanation(
             f"{kind} over {' x '.join(axes)} ({path.size:,} chips)",
-            f"max(latency, {_wire_words(path)} / achieved share of the links); V: bytes, as in the table",
+            f"max(latency, {_wire_words(path)}; V: bytes, as in the table; W: of one link or chip, one way",
             f"{ways}{slowest}; latency {format_time(rows[0].latency)}; achieved {format_percent(efficiency)}",
             carried,
             _wire_source(w.problem.cluster, path),
         )
 
 
+def _carried(c: CollectiveWorking) -> str:
+    bound = " (latency)" if c.seconds == c.latency else ""
+    return f"{format_bytes(c.num_bytes)}: {format_time(c.seconds)}{bound}"
+
+
 def _wire_words(path: Path) -> str:
-    """Write the formula of the leg that decides in letters."""
+    """Write the formula of the leg that decides in letters, with the closing bracket of the maximum."""
     twice = "2 x " if path.kind is CollectiveKind.ALL_REDUCE else ""
     if path.kind is CollectiveKind.ALL_TO_ALL:
-        return "V / (4 x W) on a ring of two-way links, V / n x (n-1)/n / W on switches"
+        return "V / (8 x W x achieved share)): a ring of two-way links; a line half that; switches V/n x (n-1)/n / W"
     if path.kind is CollectiveKind.PERMUTE:
-        return "V / W"
+        return "V / (W x achieved share))"
     if path.slowest.lanes:
-        return f"{twice}V / (sum over torus axes of W: 2 links on a ring, n/(n-1) on a line)"
-    return f"{twice}V x (d-1)/d / (m x W), d children of a level and m members in each"
+        return f"{twice}V / (W x links x achieved share)): 2 links a torus axis that is a ring, n/(n-1) on a line"
+    return f"{twice}V x (d-1)/d / (m x W x achieved share)): d children of the level, m members in each"
 
 
 def _wire_source(cluster: Cluster, path: Path) -> str:
@@ -270,9 +281,8 @@ def _hidings(w: Workings) -> Iterator[Explanation]:
         once = c.when is Pass.STEP  # all blocks together
         return (c.when.value, "all blocks" if once else c.block, c.rule, c.purpose.value if once else "", c.cover)
 
-    for (when, block, rule, purpose, cover), group in groupby(
-        sorted((c for c in w.collectives if c.cover), key=key), key
-    ):
+    covered = sorted((c for c in w.collectives if c.cover), key=lambda c: (list(Pass).index(c.when), key(c)))
+    for (when, block, rule, purpose, cover), group in groupby(covered, key):
         rows = list(group)
         together = sum(c.seconds * c.count_per_pass * (c.copies if c.when is Pass.STEP else 1) for c in rows)
         names = ", ".join(dict.fromkeys(f"{c.kind.value} over {' x '.join(c.mesh_axes)}" for c in rows))
@@ -281,7 +291,7 @@ def _hidings(w: Workings) -> Iterator[Explanation]:
             "max(0, communication - compute that it may hide behind) / communication",
             f"max(0, {format_time(together)} - {format_time(cover)}) / {format_time(together)}",
             format_percent(rows[0].exposed_share),
-            f"{_RULE.format(rule)}: {RULES[rule]}; {_OVERLAP[rule]}",
+            f"{_RULE.format(rule)}; {_OVERLAP[rule]}",
         )
 
 
@@ -366,11 +376,12 @@ def _kept(w: Workings, one: ClassWorking) -> str:
 
 
 def _reserve(w: Workings, num_bytes: float) -> Explanation:
-    capacity = w.problem.cluster.chip.hbm_capacity
+    chip = w.problem.cluster.chip
+    field = "hbm_reported" if chip.hbm_reported else "hbm_capacity"
     return Explanation(
         "reserve",
         "a stated share of HBM: runtime, code, compiler scratch, fragmentation",
-        f"{format_percent(w.reserve_share)} x {format_bytes(capacity)}",
+        f"{format_percent(w.reserve_share)} x {format_bytes(chip.hbm_usable)}",
         format_bytes(num_bytes),
-        f"estimate: about 2 GB of an 80 GB GPU; {_sourced(w.problem.cluster, 'hbm_capacity')}",
+        f"estimate: about 2 GB of an 80 GB GPU; {_sourced(w.problem.cluster, field)}",
     )

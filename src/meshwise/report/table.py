@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["facts", "table"]
+__all__ = ["facts", "noted_table", "table"]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
@@ -26,6 +28,34 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     return grid
+
+
+def noted_table(columns: Sequence[str], rows: Iterable[tuple[Sequence[str], str]]) -> RenderableType:
+    """Lay out rows as `table` does, each with a note on lines of its own below it."""
+    return _Noted(tuple(columns), tuple((tuple(cells), note) for cells, note in rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A table whose notes take the whole width: a grid of cells cannot hold them."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[tuple[str, ...], str], ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = tuple(c.lstrip(">!") for c in self.columns)
+        lines = (names, *(cells for cells, _ in self.rows))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+        def line(cells: Sequence[str]) -> str:
+            pairs = zip(self.columns, cells, widths, strict=True)
+            return "  ".join(f"{c:>{w}}" if name.startswith(">") else f"{c:<{w}}" for name, c, w in pairs).rstrip()
+
+        yield Text(line(names), style="bold")
+        for cells, note in self.rows:
+            yield Text(line(cells))
+            for part in Text(note).wrap(console, options.max_width - 4):
+                yield Text("    ") + part
 
 
 def facts(rows: Iterable[tuple[str, str] | tuple[str, str, str]]) -> Table:

@@ -14,10 +14,13 @@ from meshwise.costs.padding import Padding
 from meshwise.costs.workings import BlockWorking, CollectiveWorking, OperationWorking, Workings
 from meshwise.report.formulas import RULES
 from meshwise.report.report import listed
-from meshwise.report.table import table
+from meshwise.report.table import noted_table, table
 from meshwise.units import format_bytes, format_count, format_time
 
 __all__ = ["collective_data", "padding_data", "workings_data", "workings_tables"]
+
+
+_COLUMNS = (">FLOPs", ">bytes", ">time", "!bound")
 
 
 def workings_tables(w: Workings) -> tuple[RenderableType, ...]:
@@ -32,10 +35,9 @@ def workings_tables(w: Workings) -> tuple[RenderableType, ...]:
 
 def _forward(block: BlockWorking, w: Workings) -> RenderableType:
     """Show each operation of the forward pass with its shapes: the notation names the split of every axis."""
-    rows = [(f"{o.name}\n  {o.signature}", *_numbers(o)) for o in block.operations if o.when == "forward"]
+    rows = [((o.name, *_numbers(o)), o.signature) for o in block.operations if o.when == "forward"]
     tokens = w.problem.job.seq_len * w.layout.micro_batch / w.layout.context
-    title = f"{block.name}, forward ({format_count(tokens)} tokens)"
-    return table((title, ">FLOPs", ">bytes", ">time", "!bound"), rows)
+    return noted_table((f"{block.name}, forward ({format_count(tokens)} tokens)", *_COLUMNS), rows)
 
 
 def _rest(block: BlockWorking) -> list[RenderableType]:
@@ -44,7 +46,7 @@ def _rest(block: BlockWorking) -> list[RenderableType]:
     for when in ("recompute", "backward"):
         rows = [(o.name, *_numbers(o)) for o in block.operations if o.when == when]
         if rows:
-            out.append(table((f"{block.name}, {when}", ">FLOPs", ">bytes", ">time", "!bound"), rows))
+            out.append(table((f"{block.name}, {when}", *_COLUMNS), rows))
     return out
 
 
@@ -56,17 +58,20 @@ def _numbers(o: OperationWorking) -> tuple[str, str, str, str]:
 
 def _collectives(rows: Iterable[CollectiveWorking]) -> RenderableType:
     """Show every collective of a chip of the slowest stage: what moves from where to where, and what of it shows."""
-    return table(
-        ("collective of a step", ">bytes", ">times", ">each", ">all", ">exposed", ">rule"),
+    return noted_table(
+        ("collective", ">bytes", ">a step", ">each", ">all", ">exposed", "rule"),
         (
             (
+                (
+                    f"{c.when.value} {c.block} {c.kind.value}",
+                    format_bytes(c.num_bytes),
+                    f"{c.count_per_step:,.4g}" if c.count_per_step % 1 else f"{c.count_per_step:,.0f}",
+                    format_time(c.seconds),
+                    format_time(c.seconds_per_step),
+                    format_time(c.exposed) if c.exposed else "-",
+                    str(c.rule),
+                ),
                 _moved(c),
-                format_bytes(c.num_bytes),
-                f"{c.count_per_step:,.4g}" if c.count_per_step % 1 else f"{c.count_per_step:,.0f}",
-                format_time(c.seconds),
-                format_time(c.seconds_per_step),
-                format_time(c.exposed) if c.exposed else "-",
-                str(c.rule),
             )
             for c in rows
         ),
@@ -74,9 +79,9 @@ def _collectives(rows: Iterable[CollectiveWorking]) -> RenderableType:
 
 
 def _moved(c: CollectiveWorking) -> str:
-    """Name a collective and the move of its first tensor; say how many more there are."""
-    others = f"\n  and {', '.join(c.tensors[1:])}" if len(c.tensors) > 1 else ""
-    return f"{c.when.value} {c.block}: {c.kind.value} over {' x '.join(c.mesh_axes)}\n  {c.moves[0]}{others}"
+    """Say over which axes what moves: the first tensor in the notation, the names of others that move with it."""
+    others = f", and {', '.join(c.tensors[1:])}" if len(c.tensors) > 1 else ""
+    return f"over {' x '.join(c.mesh_axes)}: {c.moves[0]}{others}"
 
 
 def collective_data(c: CollectiveWorking) -> dict[str, Any]:
