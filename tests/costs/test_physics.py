@@ -146,7 +146,7 @@ def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     assert list(e.memory) == [*MEMORY_CLASSES, "total"]
     assert all(v >= 0 for v in e.memory.values())
     assert sum(e.memory[name] for name in MEMORY_CLASSES) == e.memory["total"]
-    assert e.memory["reserve"] == RESERVE_SHARE * problem.cluster.chip.hbm_capacity
+    assert e.memory["reserve"] == RESERVE_SHARE * problem.cluster.chip.hbm_usable
 
 
 @settings(max_examples=200, deadline=None)
