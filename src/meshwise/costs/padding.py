@@ -62,12 +62,13 @@ def paddings(problem: TrainingProblem, layout: Layout) -> tuple[Padding, ...]:
     """
     structure, candidate = layout_candidate(layout)
     extents = whole_extents(problem, candidate)
+    sizes = layout.sizes
     found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for block in place_structure(problem.model, structure):
         for held in _held(block):
             for axis, split in zip(held.tensor.axes, held.sharding.splits, strict=True):
-                used = tuple(a for a in split if layout.sizes[a] > 1)
-                ways = math.prod(layout.sizes[a] for a in used)
+                used = tuple(a for a in split if sizes[a] > 1)
+                ways = math.prod(sizes[a] for a in used)
                 if axis not in NEVER_PADDED and extents.sizes[axis] % ways:
                     found.setdefault((axis, used), {})[held.tensor.name] = None
     rows = (
@@ -75,7 +76,7 @@ def paddings(problem: TrainingProblem, layout: Layout) -> tuple[Padding, ...]:
             axis=axis,
             size=int(extents.sizes[axis]),
             mesh_axes=used,
-            ways=math.prod(layout.sizes[a] for a in used),
+            ways=math.prod(sizes[a] for a in used),
             local=int(extents.length(axis, used)),
             tensors=tuple(names),
         )

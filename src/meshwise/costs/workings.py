@@ -19,11 +19,11 @@ from meshwise.costs.memory import LARGEST_COUNTS, RESERVE_SHARE
 from meshwise.costs.network import Fabric
 from meshwise.costs.paths import Path, paths
 from meshwise.costs.step import Hiding, Ledger, term_of
-from meshwise.costs.traffic import Flow, Pass
+from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.expression import ShardedTensor
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.place import LocalOp, Purpose
+from meshwise.sharding.place import LocalOp, Purpose, Transfer
 from meshwise.tensors import Tensor
 
 __all__ = [
@@ -107,7 +107,7 @@ class CollectiveWorking:
         mesh_axes: those of more than one device.
         term: the estimate's term that its exposed time counts under.
         tensors: their names.
-        moves: of each tensor, how it is sharded before and after, in the notation.
+        transfers: what moves, as placed; used: mesh axes of more than one device.
         num_bytes: of one collective, as `collectives.wire_time` counts it.
         count_per_pass: in one run of one copy of the block.
         copies, runs: copies of the block on the slowest stage; runs of each in a step.
@@ -126,7 +126,8 @@ class CollectiveWorking:
     mesh_axes: tuple[str, ...]
     term: str
     tensors: tuple[str, ...]
-    moves: tuple[str, ...]
+    transfers: tuple[Transfer, ...]
+    used: frozenset[str]
     num_bytes: float
     count_per_pass: int
     copies: float
@@ -137,6 +138,13 @@ class CollectiveWorking:
     rule: int
     cover: float
     exposed_share: float
+
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """How each tensor is sharded before and after, in the notation, each once."""
+        ends = ((t.tensor, t.collective.before, t.collective.after) for t in self.transfers)
+        moves = (f"{notation(t, a, self.used)} -> {notation(t, b, self.used)}" for t, a, b in ends)
+        return tuple(dict.fromkeys(moves))
 
     @property
     def count_per_step(self) -> float:
@@ -259,6 +267,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
     )
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
     whole = whole_extents(problem, candidate)
+    used = frozenset(layout.used_axes)
     return Workings(
         problem=problem,
         layout=layout,
@@ -268,7 +277,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
                 float(copies),
                 layout.num_microbatches,
                 {"forward": block.forward, "recompute": block.recompute, "backward": block.backward},
-                tuple(_operations(p, local, rates, layout)),
+                tuple(_operations(p, local, rates, used)),
             )
             for p, (block, copies) in zip(planned, ledger.blocks, strict=True)
         ),
@@ -280,7 +289,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
         memory=_memory(ledger),
         reserve_share=RESERVE_SHARE,
         states=tuple(_states(planned, whole)),
-        kept={p.placed.block.name: _kept(p, problem, local, layout) for p in planned},
+        kept={p.placed.block.name: _kept(p, problem, local, used) for p in planned},
         rates=rates,
     )
 
@@ -292,15 +301,14 @@ def collectives_of(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> 
     return tuple(_collectives(ledger.hidings, fabric, layout))
 
 
-def notation(tensor: Tensor, sharding: Sharding, layout: Layout) -> str:
-    """Print a tensor as it is held; mesh axes of one device split nothing and are left out."""
-    used = {a for a in layout.sizes if layout.sizes[a] > 1}
+def notation(tensor: Tensor, sharding: Sharding, used: frozenset[str]) -> str:
+    """Print a tensor as it is held; mesh axes of one device, which are not `used`, split nothing and are left out."""
     splits = tuple(tuple(a for a in split if a in used) for split in sharding.splits)
     return str(ShardedTensor(tensor.axes, Sharding(splits, sharding.unreduced & used), tensor.name))
 
 
 def _operations(
-    planned: PlannedBlock, extents: Extents, rates: ComputeRates, layout: Layout
+    planned: PlannedBlock, extents: Extents, rates: ComputeRates, used: frozenset[str]
 ) -> Iterator[OperationWorking]:
     for when, works in planned.works.items():
         for work in works:
@@ -309,7 +317,7 @@ def _operations(
             yield OperationWorking(
                 when=when,
                 name=work.placed.op.name,
-                signature=_signature(work.placed, layout),
+                signature=_signature(work.placed, used),
                 flops=float(one.flops),
                 num_bytes=float(one.num_bytes),
                 compute=float(one.compute),
@@ -318,10 +326,10 @@ def _operations(
             )
 
 
-def _signature(item: LocalOp, layout: Layout) -> str:
+def _signature(item: LocalOp, used: frozenset[str]) -> str:
     """Write an operation as an einsum of its inputs."""
-    inputs = " * ".join(notation(h.tensor, h.sharding, layout) for h in item.inputs)
-    return f"{inputs} -> {notation(item.output.tensor, item.output.sharding, layout)}"
+    inputs = " * ".join(notation(h.tensor, h.sharding, used) for h in item.inputs)
+    return f"{inputs} -> {notation(item.output.tensor, item.output.sharding, used)}"
 
 
 def _collectives(hidings: Iterable[Hiding], fabric: Fabric, layout: Layout) -> Iterator[CollectiveWorking]:
@@ -329,38 +337,33 @@ def _collectives(hidings: Iterable[Hiding], fabric: Fabric, layout: Layout) -> I
     wires = layout_wires(fabric, layout)
     entries = [(h, flow, float(seconds)) for h in hidings for flow, seconds in h.flows if seconds > 0]
     order = list(Pass)
+    used = frozenset(layout.used_axes)
+    found: dict[tuple[CollectiveKind, tuple[str, ...]], Path] = {}
     for h, flow, seconds in sorted(entries, key=lambda e: order.index(e[0].when)):
+        key = (flow.kind, flow.mesh_axes)
+        if key not in found:
+            found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes)
         yield CollectiveWorking(
             block=h.block.name,
             when=flow.when,
             purpose=flow.purpose,
             kind=flow.kind,
-            mesh_axes=tuple(a for a in flow.mesh_axes if layout.sizes[a] > 1),
+            mesh_axes=tuple(a for a in flow.mesh_axes if a in used),
             term=term_of(flow.mesh_axes, flow.purpose),
             tensors=tuple(dict.fromkeys(t.tensor.name for t in flow.transfers)),
-            moves=tuple(_moves(flow, layout)),
+            transfers=flow.transfers,
+            used=used,
             num_bytes=float(flow.num_bytes),
             count_per_pass=flow.count,
             copies=float(h.count),
             runs=1 if flow.when is Pass.STEP else layout.num_microbatches,
             seconds=seconds / flow.count,
             latency=float(latency(flow.kind, wires(flow.mesh_axes))),
-            path=paths(flow.kind, fabric, layout, flow.mesh_axes),
+            path=found[key],
             rule=h.rule,
             cover=float(h.cover),
             exposed_share=float(h.exposed_share),
         )
-
-
-def _moves(flow: Flow, layout: Layout) -> Iterator[str]:
-    """Write what each transfer does, each once."""
-    seen: set[str] = set()
-    for t in flow.transfers:
-        before, after = (notation(t.tensor, s, layout) for s in (t.collective.before, t.collective.after))
-        text = f"{before} -> {after}"
-        if text not in seen:
-            seen.add(text)
-            yield text
 
 
 def _memory(ledger: Ledger) -> tuple[ClassWorking, ...]:
@@ -390,13 +393,13 @@ def _states(planned: Sequence[PlannedBlock], extents: Extents) -> Iterator[State
 
 
 def _kept(
-    planned: PlannedBlock, problem: TrainingProblem, extents: Extents, layout: Layout
+    planned: PlannedBlock, problem: TrainingProblem, extents: Extents, used: frozenset[str]
 ) -> tuple[tuple[str, float], ...]:
     """List what one copy keeps for its backward pass, the largest first."""
     formats = problem.job.formats
 
     rows = [
-        (notation(h.tensor, h.sharding, layout), float(extents.weighted(held_bytes((h,), formats))))
+        (notation(h.tensor, h.sharding, used), float(extents.weighted(held_bytes((h,), formats))))
         for h in planned.placed.kept
     ]
     return tuple(sorted(rows, key=lambda row: -row[1]))
