@@ -37,7 +37,11 @@ def test_meshes_within_limits_are_those_that_keep_them():
     def kept(mesh):
         m = dict(zip(MESH_AXES, mesh, strict=True))
         return (
-            m["tensor"] <= 6 and m["stage"] <= 5 and m["data"] == 2 and m["data"] * m["fsdp"] <= 8 and 1000 % m["context"] == 0
+            m["tensor"] <= 6
+            and m["stage"] <= 5
+            and m["data"] == 2
+            and m["data"] * m["fsdp"] <= 8
+            and 1000 % m["context"] == 0
         )
 
     assert sorted(map(tuple, found.tolist())) == sorted(m for m in all_factorings(48, 5) if kept(m))
@@ -72,7 +76,9 @@ def test_no_placement_beats_the_ideal_wires(table):
         best, found = ideal(group), real(group)
         assert (best.size == found.size).all()
         for name in PRICES:
-            assert (getattr(best, name) <= np.broadcast_to(getattr(found, name), len(factors)) * (1 + 1e-12)).all(), name
+            assert (getattr(best, name) <= np.broadcast_to(getattr(found, name), len(factors)) * (1 + 1e-12)).all(), (
+                name
+            )
             assert getattr(some(group), name)[0] == getattr(best, name)[-1]
 
 
@@ -86,7 +92,9 @@ def test_what_is_left_undominated_holds_a_minimiser_of_every_monotone_cost(clust
     kept = undominated(fabric, ways, np.array([0]), GROUPS)
     assert 0 < len(kept) <= len(ways)
     wires = WireTable(fabric, ways)
-    columns = [np.broadcast_to(getattr(wires(g), n), len(ways)) for g in GROUPS for n in PRICES if not n.startswith("send")]
+    columns = [
+        np.broadcast_to(getattr(wires(g), n), len(ways)) for g in GROUPS for n in PRICES if not n.startswith("send")
+    ]
     columns += [np.broadcast_to(getattr(wires(("stage",)), n), len(ways)) for n in ("send", "send_latency")]
     table = np.column_stack(columns)
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))

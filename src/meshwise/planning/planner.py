@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
-from meshwise.errors import InfeasibleError, LayoutError
+from meshwise.errors import InfeasibleError, LayoutError, UnknownNameError
 from meshwise.planning.plan import Plan
 from meshwise.planning.reasons import winner_reasons
 from meshwise.planning.rivals import Rival, rivals
-from meshwise.planning.search import SearchResult, SearchSpace, search
+from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.planning.space import Limits, parts_of, shrunken
-from meshwise.sharding.layout import LayoutRequest
+from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.units import format_bytes
 
 __all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits"]
@@ -88,7 +88,9 @@ def plan_training(
 
     Raises:
         InfeasibleError: nothing can be placed, nothing fits, or no part of the cluster keeps the deadline.
+        UnknownNameError: an objective or a mesh axis that does not exist.
     """
+    _check_wishes(objective, fixed or {})
     limits = training_limits(problem, fixed)
     whole = Fabric.of(problem.cluster)
     space = SearchSpace(limits, memory_share=max_memory)
@@ -101,11 +103,20 @@ def plan_training(
             space = SearchSpace(limits)
             result = _search_parts(problem, space, whole, objective, top=top, progress=progress)
     if not result.best:
-        raise _nothing_found(problem, result)
+        raise _nothing_found(problem, result, fixed or {})
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
     return Planning(
         plans, winner_reasons(plans[0], whole), rivals(plans[0], plans, whole), result, memory_share=space.memory_share
     )
+
+
+def _check_wishes(objective: str, fixed: Mapping[str, int]) -> None:
+    """Refuse names that do not exist."""
+    if objective not in (*OBJECTIVES, "chips"):
+        raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
+    for axis in fixed:
+        if axis not in MESH_AXES:
+            raise UnknownNameError("mesh axis", axis, MESH_AXES)
 
 
 def _search_parts(
@@ -251,14 +262,15 @@ def _batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutErro
     )
 
 
-def _nothing_found(problem: TrainingProblem, result: SearchResult) -> InfeasibleError:
-    """Say what stands in the way: the batch, or memory."""
+def _nothing_found(problem: TrainingProblem, result: SearchResult, fixed: Mapping[str, int]) -> InfeasibleError:
+    """Say what stands in the way: the batch or what was fixed, or memory."""
     job, chip = problem.job, problem.cluster.chip
     if not math.isfinite(result.least_memory):
+        wishes = f" with {','.join(f'{a}={n}' for a, n in fixed.items())}" if fixed else ""
         return InfeasibleError(
-            f"no layout of {problem.cluster.num_chips:,} chips can cut a batch of {job.sequences:,.10g} sequences of "
+            f"no layout of {problem.cluster.num_chips:,} chips{wishes} can cut a batch of {job.sequences:,.10g} sequences of "
             f"{job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); "
-            "raise --batch-tokens or --batch-slack, or use fewer chips"
+            f"raise --batch-tokens or --batch-slack, {'fix less, ' if fixed else ''}or use fewer chips"
         )
     factor = result.least_memory / chip.hbm_usable
     return InfeasibleError(

@@ -1,0 +1,300 @@
+"""Plans and estimates as a user asks for them, and the words of every refusal."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from small_problems import tiny
+
+from meshwise.costs.calibration import default_calibration
+from meshwise.costs.estimate import Interval
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.memory import RESERVE_SHARE
+from meshwise.errors import ConfigError, InfeasibleError, LayoutError, UnknownNameError
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.planning import Plan, estimate_layout, plan_training, training_limits
+from meshwise.sharding.layout import parse_layout
+
+
+def problem(model="llama-3-8b", cluster="h100:16", *, price=None, **job):
+    given = {"batch_tokens": "1Mi", "seq_len": "8192", "tokens": "1T"} | job
+    chips = parse_cluster(cluster, price=price)
+    found = load_model(model) if isinstance(model, str) else model
+    return TrainingProblem(found, TrainingJob(**given), chips, default_calibration(chips.chip))
+
+
+def estimate(p, layout):
+    (plan,) = estimate_layout(p, parse_layout(layout, num_chips=p.cluster.num_chips)).plans
+    return plan
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan_training(problem())
+
+
+def test_plans_are_ranked_and_of_different_kinds(planned):
+    per_token = [p.estimate.step_time.expected / p.estimate.tokens for p in planned.plans]
+    assert per_token == sorted(per_token)
+    assert len(planned.plans) == 5
+    kinds = {(p.estimate.num_chips, p.layout.tensor, p.layout.context, p.layout.stage) for p in planned.plans}
+    assert len(kinds) == 5
+    for plan, found in zip(planned.plans, planned.search.best, strict=True):
+        assert plan.estimate.fits
+        assert plan.estimate.memory["total"] <= planned.memory_share * plan.estimate.hbm_capacity
+        assert plan.layout == found.layout
+        assert plan.estimate.step_time.expected / plan.estimate.tokens == pytest.approx(found.seconds_per_token)
+        assert plan.estimate.memory["total"] == pytest.approx(found.memory_bytes)
+
+
+def test_the_search_says_how_much_it_looked_at(planned):
+    s = planned.search
+    assert s.strategies > 1000
+    assert s.infeasible > 0
+    assert 0 < s.least_memory < planned.plans[0].estimate.memory["total"]
+    times = [f.seconds_per_token for f in s.front]
+    memories = [f.memory_bytes for f in s.front]
+    assert times == sorted(times)
+    assert memories == sorted(memories, reverse=True)
+    assert times[0] == s.best[0].seconds_per_token
+
+
+def test_what_was_fixed_stays(planned):
+    for fixed in ({"tensor": 4}, {"stage": 2, "tensor": 2}, {"data": 4}):
+        plans = plan_training(problem(), fixed=fixed, top=2).plans
+        for plan in plans:
+            assert {a: plan.layout.sizes[a] for a in fixed} == fixed
+        best = plans[0].estimate
+        assert best.step_time.expected / best.tokens >= planned.search.best[0].seconds_per_token * (1 - 1e-12)
+
+
+def test_what_cannot_be_fixed_is_said():
+    with pytest.raises(InfeasibleError, match=r"tensor=5"):
+        plan_training(problem(), fixed={"tensor": 5})
+    with pytest.raises(UnknownNameError, match="unknown mesh axis 'tensors'"):
+        plan_training(problem(), fixed={"tensors": 2})
+
+
+def test_an_unknown_objective_is_named():
+    with pytest.raises(UnknownNameError, match="unknown objective 'speed'"):
+        plan_training(problem(), objective="speed")
+
+
+@pytest.mark.parametrize("cluster", ["v5e:4x4", "h100:16"])
+def test_cost_never_takes_more_chip_seconds_than_time(cluster):
+    p = problem(tiny(layers=4, width=1024, hidden=4096), cluster, batch_tokens="64Ki", seq_len="2048")
+    fast, cheap = (plan_training(p, objective=o, top=1).plans[0].estimate for o in ("time", "cost"))
+
+    def cost(e):
+        return e.num_chips * e.step_time.expected / e.tokens
+
+    assert cost(cheap) <= cost(fast) * (1 + 1e-12)
+    assert fast.step_time.expected / fast.tokens <= cheap.step_time.expected / cheap.tokens * (1 + 1e-12)
+
+
+def test_fewest_chips_for_a_deadline():
+    p = problem(cluster="h100:64", tokens="100B")
+    free = plan_training(p, top=1).plans[0]
+    days = 3 * free.training.days.expected
+    plan = plan_training(p, objective="chips", deadline_days=days, top=1).plans[0]
+    assert plan.estimate.num_chips < 64
+    assert plan.training.days.expected <= days
+    tight = plan_training(p, objective="chips", deadline_days=free.training.days.expected * 1.001, top=1).plans[0]
+    assert tight.estimate.num_chips > plan.estimate.num_chips
+    with pytest.raises(
+        InfeasibleError, match=r"no part of h100:64 trains 1e\+11 tokens in 0\.1 days: the fastest plan"
+    ):
+        plan_training(p, objective="chips", deadline_days=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "days"), [("100B", None), (None, 3.0)])
+def test_a_deadline_needs_tokens_and_days(tokens, days):
+    with pytest.raises(
+        LayoutError, match=r"expected a deadline and the tokens of the run \(--deadline 30d --tokens 15T\)"
+    ):
+        plan_training(problem(tokens=tokens), objective="chips", deadline_days=days)
+
+
+def test_what_does_not_fit_is_said_with_the_factor():
+    p = problem("llama-3-70b", "h100:8")
+    with pytest.raises(
+        InfeasibleError, match=r"llama-3-70b does not fit on h100:8: the leanest of [\d,]+ layouts needs"
+    ) as e:
+        plan_training(p)
+    factor = float(re.search(r"([\d.]+) x the", str(e.value))[1])
+    # 12 bytes a parameter at least, over eight GPUs.
+    assert factor >= round(70.55e9 * 12 / 8 / p.cluster.chip.hbm_usable, 2)
+    assert e.value.exit_code == 3
+
+
+def test_memory_that_is_short_is_used_whole_before_giving_up():
+    p = problem("llama-3-8b", "h100:8", batch_tokens="64Ki")
+    chip = p.cluster.chip
+    need = plan_training(p).search.least_memory - RESERVE_SHARE * chip.hbm_usable
+    chip = replace(chip, hbm_capacity=need / 0.95, hbm_reported=None)
+    found = plan_training(replace(p, cluster=p.cluster.replace(chip=chip)))
+    assert found.memory_share == 1.0
+    assert found.plans[0].estimate.fits
+
+
+def test_a_batch_that_no_layout_can_cut_is_said():
+    # Three sequences exactly on 16 chips: context and tensor can take all chips, so something is found ...
+    p = problem(batch_tokens="24Ki", batch_slack="0%")
+    assert plan_training(p).plans[0].layout.sequences == 3
+    # ... unless the replicas are fixed.
+    with pytest.raises(InfeasibleError, match="data=16"):
+        plan_training(p, fixed={"data": 16})
+
+
+def test_odd_real_numbers():
+    """LLaMA-3-70B, 4Mi tokens of 4,096, on a whole v5p pod of 8,960 chips: 1,024 sequences do not divide."""
+    p = problem("llama-3-70b", "v5p:16x20x28", batch_tokens="4Mi", seq_len="4096", tokens="15T")
+    found = plan_training(p, top=3)
+    best = found.plans[0]
+    assert abs(best.layout.sequences - 1024) <= 102.4
+    assert best.estimate.tokens == best.layout.sequences * 4096
+    assert best.estimate.num_chips == best.layout.num_chips <= 8960
+    assert best.estimate.fits
+    assert 0.4 < best.estimate.mfu < 0.9
+    fsdp = next(r for r in found.rejected if r.name == "FSDP alone")
+    # Book, Applied training: 4Mi / 8,960 = 468 tokens a chip, under the 850 that FSDP needs on v5p's three axes.
+    assert "468 tokens per chip is under the 850" in fsdp.reason
+    exact = replace(p, job=TrainingJob(batch_tokens="4Mi", seq_len="4096", batch_slack="0%"))
+    assert plan_training(exact, top=1).plans[0].layout.sequences == 1024
+
+
+def test_a_partial_layout_is_filled_in_best():
+    p = problem(cluster="v5p:4x4x4")
+    plan = estimate(p, "fsdp=-1,tp=4")
+    assert (plan.layout.fsdp, plan.layout.tensor) == (16, 4)
+    assert plan.layout.sequences == 128
+    assert plan.layout.wires is not None
+    for remat in ("none", "full"):
+        given = estimate(p, f"fsdp=16,tp=4,remat={remat},micro_batch=2")
+        assert given.layout.remat == remat
+        assert (given.layout.micro_batch, given.layout.num_microbatches) == (2, 4)
+        if given.estimate.fits:
+            assert plan.estimate.step_time.expected <= given.estimate.step_time.expected * (1 + 1e-12)
+
+
+def test_fewer_chips_than_the_cluster_has():
+    p = problem(cluster="v5p:4x4x4")
+    plan = estimate(p, "fsdp=32")
+    assert plan.estimate.num_chips == 32
+    assert sorted(d.size for d in plan.fabric.dimensions) == [2, 4, 4]
+    whole = estimate(p, "fsdp=64")
+    assert plan.estimate.step_time.expected > whole.estimate.step_time.expected
+
+
+def test_a_layout_that_does_not_fit_is_estimated_all_the_same():
+    plan = estimate(problem("llama-3-70b"), "data=16")
+    assert not plan.estimate.fits
+    assert plan.estimate.memory["total"] > 10 * plan.estimate.hbm_capacity
+    assert plan.layout.zero == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("tensor=16,fsdp=1", None),
+        ("tensor=64", r"tensor=64 is more than the model's 32 query heads; use tensor=32 or less"),
+        ("stage=64", r"stage=64 is more than the model's 32 layers; use stage=32 or less"),
+        ("context=3", r"context=3 does not divide sequences of 8192 tokens; use context=2"),
+        ("context=48", r"context=48 does not divide sequences of 8192 tokens; use context=32"),
+        ("fsdp=11", r"layout of 11 chips: no box of 8 x 8 has that many; use all 64 chips"),
+        ("fsdp=64,tensor=2", r"needs 128 chips, the cluster has 64"),
+    ],
+)
+def test_layouts_that_the_model_rules_out(layout, words):
+    p = problem(cluster="h100:64")
+    if words is None:
+        assert estimate(p, layout).layout.tensor == 16
+        return
+    with pytest.raises(LayoutError, match=words):
+        estimate(p, layout)
+
+
+@pytest.mark.parametrize(
+    ("batch", "layout"), [(100, "fsdp=64"), (7, "data=8"), (1000, "fsdp=48"), (20, "fsdp=16,micro_batch=3")]
+)
+def test_a_batch_that_does_not_divide_names_the_nearest_that_does(batch, layout):
+    p = problem(cluster="h100:64", batch_tokens=f"{batch * 8192}", batch_slack="0%")
+    with pytest.raises(
+        LayoutError, match=rf"a batch of {batch:,} sequences does not divide over data x fsdp = \d+"
+    ) as e:
+        estimate(p, layout)
+    nearest = re.search(r"--batch-tokens ([\d,]+)", str(e.value))[1].replace(",", "")
+    mended = replace(p, job=TrainingJob(batch_tokens=nearest, seq_len="8192", batch_slack="0%"))
+    plan = estimate(mended, layout)
+    assert plan.layout.sequences * 8192 == int(nearest)
+    unit = plan.layout.data * plan.layout.fsdp * (3 if "micro_batch" in layout else 1)
+    assert abs(plan.layout.sequences - batch) <= max(unit / 2, unit - batch)
+
+
+def test_limits_come_from_model_and_job():
+    limits = training_limits(problem(cluster="v5p:4x4x4"), {"tensor": 4})
+    assert limits.largest == {"tensor": 32, "context": 64, "fsdp": 64, "data": 64, "stage": 32}
+    assert limits.max_replicas == pytest.approx(128 * 1.1)
+    assert limits.fixed == {"tensor": 4}
+
+
+@pytest.mark.parametrize("cluster", ["h100:16", "v5p:4x4x4", "v5e:4x4*2", "h100:16+sharp"])
+def test_a_plan_is_reproduced_from_its_json(cluster):
+    p = problem(tiny(layers=4, width=1024, hidden=4096), cluster, price=1.5, batch_tokens="128Ki", seq_len="2048")
+    for plan in plan_training(p, top=2).plans:
+        again = Plan.from_json(plan.to_json())
+        assert again.estimate == plan.estimate
+        assert again.training == plan.training
+        assert again.layout == plan.layout
+        assert again.fabric == plan.fabric
+        assert again.to_json() == plan.to_json()
+        assert again.problem.cluster.price_per_chip_hour == 1.5
+
+
+def test_a_plan_on_a_part_of_the_network_is_reproduced():
+    plan = estimate(problem(cluster="v5p:4x4x4"), "fsdp=32")
+    assert Plan.from_json(plan.to_json()).estimate == plan.estimate
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", r"plan JSON: .* at line 1, column 2"),
+        ("[]", r"plan JSON: expected the keys .*layout.*; found list"),
+        ('{"layout": 1}', r"plan JSON: expected the keys .*; found \['layout'\]"),
+    ],
+)
+def test_torn_plans_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        Plan.from_json(text)
+
+
+def test_a_plan_of_another_network_is_refused(planned):
+    text = planned.plans[0].to_json().replace('"name": "nvlink"', '"name": "x"')
+    with pytest.raises(ConfigError, match="plan JSON: fabric names"):
+        Plan.from_json(text)
+
+
+def test_rivals_are_priced(planned):
+    pure = {f"{name} alone" for name in ("data parallelism", "FSDP", "tensor parallelism")}
+    assert len(pure & {r.name for r in planned.rejected}) >= 2
+    for rival in planned.rejected:
+        assert rival.reason
+        assert rival.slowdown >= 1 - 1e-9 or not rival.fits
+        assert rival.fits == (rival.memory_bytes <= planned.plans[0].estimate.hbm_capacity)
+
+
+def test_data_parallelism_alone_is_told_what_it_lacks():
+    found = plan_training(problem("llama-3-70b", "h100:64"), top=1)
+    alone = next(r for r in found.rejected if r.name == "data parallelism alone")
+    assert not alone.fits
+    assert alone.memory_bytes > 70e9 * 4
+    assert alone.reason.startswith("needs ")
+
+
+def test_every_number_of_an_interval_is_there(planned):
+    t = planned.plans[0].training
+    assert isinstance(t.days, Interval)
+    assert t.days.lower < t.days.expected < t.days.upper
