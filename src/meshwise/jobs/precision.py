@@ -61,29 +61,34 @@ def parse_precision(text: str) -> Precision:
 
     Raises:
         UnknownNameError: for an unknown preset, role or dtype.
+        MeshwiseError: for a role that is given twice.
     """
-    base = PRECISIONS["bf16"]
+    first, *others = (p.strip() for p in text.split(","))
+    preset = "bf16" if "=" in first else first
+    if preset not in PRECISIONS:
+        raise UnknownNameError("precision", preset, PRECISIONS)
+    base = PRECISIONS[preset]
     changes: dict[str, DType | None] = {}
-    for part in (p.strip() for p in text.split(",")):
-        role, equals, value = part.partition("=")
-        if not equals:
-            if role not in PRECISIONS or changes:
-                raise UnknownNameError(
-                    "precision", role, PRECISIONS, "Roles are changed by role=dtype after the preset."
-                )
-            base = PRECISIONS[role]
-            continue
-        role = _ROLE_ALIASES.get(role.strip(), role.strip())
-        if role not in _ROLES:
-            raise UnknownNameError("precision role", role, _ROLES)
-        changes[role] = None if role == "master" and value.strip() == "none" else parse_dtype(value)
+    for part in others if preset == first else [first, *others]:
+        role, value = _change(part)
+        if role in changes:
+            raise MeshwiseError(f"precision: {role} is given twice in {text!r}")
+        changes[role] = value
     if not changes:
         return base
-    for role in ("weights", "activations", "gradients", "moments", "compute"):
-        if role in changes and changes[role] is None:
-            raise MeshwiseError(f"precision: {role} needs a dtype")
     values = {r: changes.get(r, getattr(base, r)) for r in _ROLES}
     return Precision(name=text, meaning=f"{base.name} with {', '.join(changes)} changed", **values)
+
+
+def _change(part: str) -> tuple[str, DType | None]:
+    """Read one `role=dtype`; only the master copy can be "none"."""
+    role, equals, value = (p.strip() for p in part.partition("="))
+    if not equals:
+        raise UnknownNameError("precision", role, PRECISIONS, "Roles are changed by role=dtype after the preset.")
+    role = _ROLE_ALIASES.get(role, role)
+    if role not in _ROLES:
+        raise UnknownNameError("precision role", role, _ROLES)
+    return role, None if role == "master" and value == "none" else parse_dtype(value)
 
 
 @dataclass(frozen=True, slots=True)

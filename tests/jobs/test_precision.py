@@ -1,0 +1,75 @@
+"""Number formats by role: presets, changes of roles, and what is refused."""
+
+import pytest
+
+from meshwise.dtypes import DType
+from meshwise.errors import MeshwiseError, UnknownNameError
+from meshwise.jobs import PRECISIONS, parse_precision
+
+ROLES = ("weights", "activations", "gradients", "master", "moments", "compute")
+
+
+@pytest.mark.parametrize(
+    ("name", "formats", "state"),
+    [
+        # weights, activations, gradients, master, moments, compute; bytes a parameter with Adam's two moments
+        ("bf16", ("bf16", "bf16", "bf16", None, "fp32", "bf16"), 2 + 2 + 8),
+        ("mixed", ("bf16", "bf16", "fp32", "fp32", "fp32", "bf16"), 2 + 4 + 4 + 8),
+        ("fp16", ("fp16", "fp16", "fp32", "fp32", "fp32", "fp16"), 2 + 4 + 4 + 8),
+        ("fp32", ("fp32", "fp32", "fp32", None, "fp32", "fp32"), 4 + 4 + 8),
+    ],
+)
+def test_presets(name, formats, state):
+    p = parse_precision(name)
+    assert p is PRECISIONS[name]
+    assert tuple(d and d.value for d in (getattr(p, r) for r in ROLES)) == formats
+    master = p.master.bytes if p.master else 0
+    assert p.weights.bytes + p.gradients.bytes + master + 2 * p.moments.bytes == state
+
+
+def test_every_preset_says_what_it_means():
+    assert all(p.meaning and p.name == name for name, p in PRECISIONS.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("bf16,master=fp32", {"master": DType.FP32}),
+        ("mixed,gradients=bf16", {"gradients": DType.BF16}),
+        ("mixed,master=none", {"master": None}),
+        ("weights=bf16,compute=fp8", {"compute": DType.FP8}),
+        ("bf16, act=fp8 , grads=fp32", {"activations": DType.FP8, "gradients": DType.FP32}),
+        ("bf16,optimizer=bf16", {"moments": DType.BF16}),
+        ("bf16,weight=int8", {"weights": DType.INT8}),
+    ],
+)
+def test_roles_are_changed_after_the_preset(text, changed):
+    base = PRECISIONS["mixed" if text.startswith("mixed") else "bf16"]
+    p = parse_precision(text)
+    assert p.name == text
+    for role in ROLES:
+        assert getattr(p, role) == changed.get(role, getattr(base, role)), role
+
+
+def test_what_it_prints_parses_back():
+    p = parse_precision("mixed,gradients=bf16")
+    assert parse_precision(p.name) == p
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bf8", r"unknown precision 'bf8'"),
+        ("", r"unknown precision ''"),
+        ("master=fp32,bf16", r"unknown precision 'bf16'.*Roles are changed by role=dtype after the preset"),
+        ("mixed,fp16", r"unknown precision 'fp16'.*Roles are changed"),
+        ("bf16,wieghts=fp8", r"unknown precision role 'wieghts'\. Nearest: weights"),
+        ("bf16,weights=fp9", r"unknown dtype 'fp9'"),
+        ("bf16,weights=none", r"none"),
+        ("bf16,gradients=", r"unknown dtype ''"),
+        ("bf16,gradients=fp32,gradients=bf16", r"gradients is given twice"),
+    ],
+)
+def test_what_is_refused(text, words):
+    with pytest.raises((UnknownNameError, MeshwiseError), match=words):
+        parse_precision(text)
