@@ -1,0 +1,199 @@
+"""The workings add up to the estimate, for anything that can be estimated."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from small_problems import Case, cases, tiny
+
+from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
+from meshwise.costs.estimate import estimate_training, evaluate_layout
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.memory import MEMORY_CLASSES
+from meshwise.costs.network import Fabric
+from meshwise.costs.padding import paddings
+from meshwise.costs.step import Ledger
+from meshwise.costs.traffic import Pass
+from meshwise.costs.workings import collectives_of, work_out
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.sharding import parse_tensor
+from meshwise.sharding.layout import Layout
+
+EXACTLY = {"rel": 1e-9, "abs": 1e-15}
+COMPUTE = ("forward", "backward", "recompute")
+NETWORKS = ("tensor", "context", "fsdp", "data")
+
+
+def case(on="v5p:4x4x4", model=None, calibration=IDENTITY, seq_len=4096, **layout) -> Case:
+    """A layout along the dimensions of a network: `tensor=(1, 1, 4)` gives the extents."""
+    wires = tuple((axis, value) for axis, value in layout.items() if isinstance(value, tuple))
+    sizes = {axis: math.prod(extents) for axis, extents in wires}
+    choices = {name: value for name, value in layout.items() if not isinstance(value, tuple)}
+    whole = Layout(**sizes, **choices, wires=wires)
+    job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len))
+    cluster = parse_cluster(on)
+    return Case(TrainingProblem(model or tiny(), job, cluster, calibration), Fabric.of(cluster), whole)
+
+
+PIPELINED = {
+    "fsdp": (2, 1, 1), "data": (2, 1, 1), "stage": (1, 4, 1), "tensor": (1, 1, 4),
+    "zero": 1, "num_microbatches": 8, "remat": "attention",
+}  # fmt: skip
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_terms_are_the_sums_of_their_workings(drawn):
+    w, estimate = work_out(*drawn), estimate_training(*drawn)
+    for term in COMPUTE:
+        assert sum(b.seconds(term) for b in w.blocks) == pytest.approx(estimate.terms[term], **EXACTLY)
+        one_by_one = (
+            b.copies * b.num_microbatches * o.seconds for b in w.blocks for o in b.operations if o.when == term
+        )
+        assert sum(one_by_one) == pytest.approx(estimate.terms[term], **EXACTLY)
+    for term in NETWORKS:
+        rows = [c for c in w.collectives if c.term == term]
+        assert sum(c.exposed for c in rows) == pytest.approx(estimate.terms[term], **EXACTLY)
+        assert sum(c.hidden for c in rows) == pytest.approx(estimate.hidden[term], **EXACTLY)
+    stages = drawn.layout.stage
+    assert (stages - 1) * w.microbatch == pytest.approx(estimate.terms["pipeline_bubble"], **EXACTLY)
+    assert 2 * (stages - 1) * w.send == pytest.approx(estimate.terms["pipeline_send"], **EXACTLY)
+    rate = drawn.problem.cluster.chip.hbm_bandwidth * drawn.problem.calibration.hbm_efficiency
+    assert w.optimizer_bytes / rate == pytest.approx(estimate.terms["optimizer"], **EXACTLY)
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_memory_classes_are_made_of_their_holdings(drawn):
+    w, estimate = work_out(*drawn), estimate_training(*drawn)
+    by_name = {c.name: c.total for c in w.memory}
+    by_name["reserve"] = w.reserve_share * estimate.hbm_capacity
+    for name in MEMORY_CLASSES:
+        assert by_name.get(name, 0.0) == pytest.approx(estimate.memory[name], **EXACTLY), name
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_each_collective_takes_its_latency_or_its_bytes_on_the_slowest_leg(drawn):
+    efficiency = drawn.problem.calibration.link_efficiency
+    for c in collectives_of(*drawn):
+        assert c.path.size == math.prod(drawn.layout.sizes[a] for a in c.mesh_axes) > 1
+        on_the_wire = c.num_bytes * c.path.slowest.seconds_per_byte / efficiency
+        assert c.seconds == pytest.approx(max(c.latency, on_the_wire), **EXACTLY)
+        assert 0 <= c.exposed_share <= 1
+        assert c.exposed + c.hidden == pytest.approx(c.seconds_per_step, **EXACTLY)
+        assert c.rule == (4 if c.when is Pass.STEP else 2 if c.purpose == "activations" else 3)
+
+
+@given(cases())
+@settings(max_examples=30, deadline=None)
+def test_the_notation_of_workings_reads_back(drawn):
+    w = work_out(*drawn)
+    for c in w.collectives:
+        for move in c.moves:
+            before, after = (parse_tensor(part.replace(".", "_")) for part in move.split(" -> "))
+            assert before.axes == after.axes
+            assert before.sharding != after.sharding
+    signatures = {o.signature for b in w.blocks for o in b.operations}
+    assert any(" * " in s for s in signatures)
+    for signature in signatures:
+        tensors = [part for side in signature.split(" -> ") for part in side.split(" * ")]
+        assert len(tensors) >= 2
+        for text in tensors:
+            assert str(parse_tensor(text.replace(".", "_"))) == text.replace(".", "_")
+
+
+@given(cases())
+@settings(max_examples=30, deadline=None)
+def test_keeping_a_ledger_changes_nothing(drawn):
+    assert evaluate_layout(*drawn, Ledger()) == evaluate_layout(*drawn)
+
+
+def test_operations_add_up_to_their_pass():
+    w = work_out(*case(**PIPELINED))
+    for block in w.blocks:
+        for name, total in block.passes.items():
+            rows = [o for o in block.operations if o.when == name]
+            assert sum(o.flops for o in rows) == pytest.approx(total.flops, **EXACTLY)
+            assert sum(o.compute + o.memory for o in rows) == pytest.approx(total.serial_seconds, **EXACTLY)
+    layer = next(b for b in w.blocks if b.name == "layer")
+    gate = next(o for o in layer.operations if (o.name, o.when) == ("gate", "forward"))
+    assert gate.signature == "x.mlp[B_(fsdp,data), T, D] * w_gate[D, F_tensor] -> gate[B_(fsdp,data), T, F_tensor]"
+    assert gate.flops == 2 * 4096 * 256 * 512 / 4
+    assert gate.num_bytes == 2 * (4096 * 256 + 256 * 128 + 4096 * 128)
+    assert gate.binds == "hbm"
+    assert (layer.copies, layer.num_microbatches) == (1, 8)
+
+
+def test_rows_of_a_small_layout_by_hand():
+    """Llama's layer, 4-way tensor parallel with sequences split, FSDP over 16: the book's collectives."""
+    rows = collectives_of(*case(fsdp=(4, 4, 1), tensor=(1, 1, 4)))
+    layer = [c for c in rows if c.block == "layer"]
+    activations = 2 * 4096 * 256  # bf16[1, T, D]
+    weights = (
+        2 * (256 * (256 + 128 + 128) + 256 * 256 + 3 * 256 * 512) / 4 + 2 * 2 * 256
+    )  # of one layer, a quarter of them
+    found = {(c.when, c.kind, c.mesh_axes): (c.num_bytes, c.count_per_step) for c in layer}
+    assert found[Pass.FORWARD, "all-gather", ("tensor",)] == (activations, 4 * 2)  # into attention and the MLP
+    assert found[Pass.FORWARD, "reduce-scatter", ("tensor",)] == (activations, 4 * 2)
+    assert found[Pass.FORWARD, "all-gather", ("fsdp",)] == (weights, 4)
+    assert found[Pass.BACKWARD, "all-gather", ("fsdp",)] == (weights, 4)
+    assert found[Pass.BACKWARD, "reduce-scatter", ("fsdp",)] == (weights, 4)
+    gathered = next(c for c in layer if c.mesh_axes == ("fsdp",) and c.when is Pass.FORWARD)
+    assert "w_gate[D_fsdp, F_tensor] -> w_gate[D, F_tensor]" in gathered.moves
+    assert [(lane.name, lane.extent, lane.links) for lane in gathered.path.slowest.lanes] == [("x", 4, 2), ("y", 4, 2)]
+
+
+def test_collective_matmuls_hide_behind_their_block_on_tpus():
+    sizes = {"fsdp": (4, 4, 1), "tensor": (1, 1, 4)}
+    exposed = collectives_of(*case(**sizes))
+    hidden = collectives_of(*case(**sizes, calibration=CALIBRATIONS["tpu"]))
+    layer = [(a, b) for a, b in zip(exposed, hidden, strict=True) if a.block == "layer" and a.mesh_axes == ("tensor",)]
+    assert layer
+    for before, after in layer:
+        if after.when is not Pass.STEP:
+            assert (before.cover, before.exposed_share) == (0, 1)
+            assert after.cover > 0
+            assert after.exposed_share < 1
+
+
+def test_levels_of_switches_are_legs():
+    rows = collectives_of(*case(on="h100:64", tensor=(4, 2), fsdp=(2, 4)))
+    legs = next(c for c in rows if c.mesh_axes == ("tensor",) and c.kind == "all-gather").path.legs
+    assert [(leg.extent, leg.below) for leg in legs] == [(4, 1), (2, 4)]
+    assert legs[0].name == "nvlink"
+    assert legs[0].seconds_per_byte == pytest.approx(3 / 4 / legs[0].bandwidth_one_way)
+    assert legs[1].seconds_per_byte == pytest.approx(1 / 2 / (4 * legs[1].bandwidth_one_way))
+
+
+def test_kept_activations_add_up_to_what_a_layer_keeps():
+    w = work_out(*case(**PIPELINED))
+    activations = next(c for c in w.memory if c.name == "activations")
+    layer = next(h for h in activations.holdings if h.block == "layer")
+    assert sum(size for _, size in w.kept["layer"]) == layer.num_bytes
+    assert layer.copies == 1 * 4  # of four layers one on each stage, four microbatches in flight
+
+
+def test_an_axis_that_does_not_divide_is_named():
+    """The book's 8,960 chips: D = 8,192 over 2,240 is padded to 8,960."""
+    shape = {"fsdp": (16, 20, 7), "tensor": (1, 1, 4)}
+    found = paddings(*case("v5p:16x20x28", load_model("llama-3-70b"), **shape)[::2])
+    assert [p.axis for p in found] == ["D"]
+    assert (found[0].size, found[0].ways, found[0].local, found[0].padded) == (8192, 2240, 4, 8960)
+    assert found[0].waste == pytest.approx(8960 / 8192 - 1)
+    assert not found[0].repeated
+    assert {"w_q", "w_gate", "w_embed"} < set(found[0].tensors)
+
+
+def test_key_value_heads_fewer_than_tensor_ways_are_named():
+    found = paddings(*case("v5p:4x4x4", tiny(kv_heads=2), fsdp=(4, 4, 1), tensor=(1, 1, 4))[::2])
+    (heads,) = [p for p in found if p.repeated]
+    assert (heads.axis, heads.size, heads.ways, heads.local) == ("K", 2, 4, 1)
+    assert heads.waste == 1
+    assert "w_k" in heads.tensors
+
+
+def test_nothing_is_padded_where_everything_divides():
+    assert paddings(*case(fsdp=(4, 4, 1), tensor=(1, 1, 4))[::2]) == ()
