@@ -20,7 +20,7 @@ from meshwise.units import format_bytes, format_count, format_time
 __all__ = ["collective_data", "padding_data", "workings_data", "workings_tables"]
 
 
-_COLUMNS = (">FLOPs", ">bytes", ">time", "!bound")
+_COLUMNS = (">FLOPs", ">bytes", ">time", "bound")
 
 
 def workings_tables(w: Workings) -> tuple[RenderableType, ...]:
@@ -35,7 +35,9 @@ def workings_tables(w: Workings) -> tuple[RenderableType, ...]:
 
 def _forward(block: BlockWorking, w: Workings) -> RenderableType:
     """Show each operation of the forward pass with its shapes: the notation names the split of every axis."""
-    rows = [((o.name, *_numbers(o)), o.signature) for o in block.operations if o.when == "forward"]
+    rows = [
+        ((o.name, *_numbers(o), o.binds), f"{o.signature}{_padded(o)}") for o in block.operations if o.when == "forward"
+    ]
     tokens = w.problem.job.seq_len * w.layout.micro_batch / w.layout.context
     return noted_table((f"{block.name}, forward ({format_count(tokens)} tokens)", *_COLUMNS), rows)
 
@@ -44,16 +46,19 @@ def _rest(block: BlockWorking) -> list[RenderableType]:
     """Show the operations of the other passes by name."""
     out: list[RenderableType] = []
     for when in ("recompute", "backward"):
-        rows = [(o.name, *_numbers(o)) for o in block.operations if o.when == when]
+        rows = [(o.name, *_numbers(o), f"{o.binds}{_padded(o)}") for o in block.operations if o.when == when]
         if rows:
             out.append(table((f"{block.name}, {when}", *_COLUMNS), rows))
     return out
 
 
-def _numbers(o: OperationWorking) -> tuple[str, str, str, str]:
-    padded = f", tiles +{100 * (o.tile_waste - 1):.2g} %" if o.tile_waste > 1 else ""
-    flops = format_count(o.flops) if o.flops else "-"
-    return flops, format_bytes(o.num_bytes), format_time(o.seconds), f"{o.binds}{padded}"
+def _numbers(o: OperationWorking) -> tuple[str, str, str]:
+    return format_count(o.flops) if o.flops else "-", format_bytes(o.num_bytes), format_time(o.seconds)
+
+
+def _padded(o: OperationWorking) -> str:
+    """Say what rounding up to the tiles of the matrix unit adds."""
+    return f", tiles padded +{100 * (o.tile_waste - 1):.2g} %" if o.tile_waste > 1 else ""
 
 
 def _collectives(rows: Iterable[CollectiveWorking]) -> RenderableType:
@@ -63,7 +68,7 @@ def _collectives(rows: Iterable[CollectiveWorking]) -> RenderableType:
         (
             (
                 (
-                    f"{c.when.value} {c.block} {c.kind.value}",
+                    f"{c.when.value} {c.kind.value}",
                     format_bytes(c.num_bytes),
                     f"{c.count_per_step:,.4g}" if c.count_per_step % 1 else f"{c.count_per_step:,.0f}",
                     format_time(c.seconds),
@@ -79,9 +84,9 @@ def _collectives(rows: Iterable[CollectiveWorking]) -> RenderableType:
 
 
 def _moved(c: CollectiveWorking) -> str:
-    """Say over which axes what moves: the first tensor in the notation, the names of others that move with it."""
+    """Say where and over which axes what moves: the first tensor in the notation, the names of others with it."""
     others = f", and {', '.join(c.tensors[1:])}" if len(c.tensors) > 1 else ""
-    return f"over {' x '.join(c.mesh_axes)}: {c.moves[0]}{others}"
+    return f"{c.block}, over {' x '.join(c.mesh_axes)}: {c.moves[0]}{others}"
 
 
 def collective_data(c: CollectiveWorking) -> dict[str, Any]:

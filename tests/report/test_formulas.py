@@ -1,0 +1,206 @@
+"""What workings print is true: formulas with numbers in them, worked out from the text, give the estimate's numbers."""
+
+import io
+import json
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from meshwise.costs.calibration import IDENTITY, default_calibration
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.network import Fabric
+from meshwise.costs.padding import paddings
+from meshwise.costs.workings import collectives_of, work_out
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.planning import Plan, Planning, SearchResult
+from meshwise.report.formulas import (
+    explain_memory,
+    explain_time,
+    explain_upper,
+    leg_formula,
+    padding_words,
+    upper_parts,
+)
+from meshwise.report.plan import estimate_report
+from meshwise.sharding.layout import Layout
+
+#: Three digits are printed of each number; a product of three is good to this.
+PRINTED = {"rel": 0.015}
+UNITS = {
+    "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 0.01,
+    "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "GB/s": 1e9, "TB/s": 1e12,
+}  # fmt: skip
+
+
+def plan(on="v5p:4x4x4", model="llama-3-8b", *, calibrated=True, seq_len=4096, precision="bf16", **layout) -> Plan:
+    """A layout along the dimensions of a network: `tensor=(1, 1, 4)` gives the extents."""
+    wires = tuple((axis, value) for axis, value in layout.items() if isinstance(value, tuple))
+    sizes = {axis: math.prod(extents) for axis, extents in wires}
+    choices = {name: value for name, value in layout.items() if not isinstance(value, tuple)}
+    whole = Layout(**sizes, **choices, wires=wires)
+    job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len), precision=precision)
+    cluster = parse_cluster(on)
+    calibration = default_calibration(cluster.chip) if calibrated else IDENTITY
+    return Plan.of(TrainingProblem(load_model(model), job, cluster, calibration), whole, Fabric.of(cluster))
+
+
+PLANS = {
+    "torus": lambda: plan(fsdp=(4, 4, 1), tensor=(1, 1, 4), remat="attention"),
+    "pipeline": lambda: plan(
+        fsdp=(2, 1, 1), data=(2, 1, 1), tensor=(1, 4, 1), stage=(1, 1, 4),
+        zero=1, num_microbatches=8, remat="full", precision="mixed", calibrated=False,
+    ),
+    "lines": lambda: plan("v5e:4x4", fsdp=(4, 2), tensor=(1, 2)),
+    "slices": lambda: plan("v5p:4x4x4*2", fsdp=(4, 4, 4, 1), data=(1, 1, 1, 2)),
+    "one group over two slices": lambda: plan("v5e:4x4*2", fsdp=(4, 4, 2)),
+    "switches": lambda: plan("h100:64", tensor=(4, 2), fsdp=(2, 4), seq_len=8192),
+    "switches that add": lambda: plan("h100:64+sharp", data=(2, 8), tensor=(4, 1)),
+    "heads": lambda: plan("h100:16", tensor=(8, 2), calibrated=False),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def any_plan(request) -> Plan:
+    return PLANS[request.param]()
+
+
+TOKEN = re.compile(r"\d[\d,]*(?:\.\d+)?|[A-Za-z_]+(?:/s)?|%|[-+/(),]")
+
+
+def evaluated(text: str) -> float:
+    """Work out `80 layer x 2.5 ms (remark) + 2 x (4 - 1) x 3 ms; remarks`; V is 1, names are left out."""
+    out: list[str] = []
+    operand, remark = False, 0  # whether a value stands before; open brackets of a remark
+    for word in TOKEN.findall(text.split(";", maxsplit=1)[0]):
+        if remark or (word == "(" and operand):
+            remark += {"(": 1, ")": -1}.get(word, 0)
+        elif word == "x" or word in "-+/(),":
+            out.append("*" if word == "x" else word)
+            operand = word == ")"
+        elif word[0].isdigit():
+            out.append(word.rstrip(",").replace(",", "") + ("," if word.endswith(",") else ""))
+            operand = True
+        elif word in UNITS:
+            out[-1] = f"({out[-1]}*{UNITS[word]!r})"
+        elif word in {"max", "V"}:
+            out.append({"max": "max", "V": "1.0"}[word])
+            operand = word == "V"
+    return float(eval("".join(out), {"max": max}))  # noqa: S307  # of the tokens above
+
+
+def workings_of(row: Plan):
+    return work_out(row.problem, row.fabric, row.layout)
+
+
+def test_every_term_follows_from_its_substitution(any_plan):
+    terms = any_plan.estimate.terms
+    shown = {e.name: e for e in explain_time(workings_of(any_plan), terms)}
+    assert {name for name, seconds in terms.items() if seconds} <= set(shown)
+    for name, seconds in terms.items():
+        if seconds:
+            assert evaluated(shown[name].substitution.replace("bytes", "")) == pytest.approx(seconds, **PRINTED), name
+
+
+def test_every_memory_class_follows_from_its_substitution(any_plan):
+    memory = any_plan.estimate.memory
+    shown = explain_memory(workings_of(any_plan), memory, paddings(any_plan.problem, any_plan.layout))
+    names = [name for name, size in memory.items() if size and name != "total"]
+    assert [e.name for e in shown] == [name.replace("_", " ") for name in names]
+    for name, e in zip(names, shown, strict=True):
+        assert evaluated(e.substitution) == pytest.approx(memory[name], **PRINTED), e
+
+
+def test_the_upper_bound_is_the_sum_of_its_parts(any_plan):
+    w, upper = workings_of(any_plan), any_plan.estimate.step_time.upper
+    assert sum(upper_parts(w).values()) == pytest.approx(upper, rel=1e-9)
+    assert evaluated(explain_upper(w, upper).substitution) == pytest.approx(upper, **PRINTED)
+
+
+def test_every_leg_follows_from_its_formula(any_plan):
+    rows = collectives_of(any_plan.problem, any_plan.fabric, any_plan.layout)
+    assert rows
+    for c in rows:
+        for leg in c.path.legs:
+            text = leg_formula(c.kind, leg, c.path)
+            assert evaluated(text) == pytest.approx(leg.seconds_per_byte, rel=0.01), text
+
+
+def test_every_explanation_has_a_source_and_sheets_have_dates(any_plan):
+    w, e = workings_of(any_plan), any_plan.estimate
+    shown = [*explain_time(w, e.terms), *explain_memory(w, e.memory, ())]
+    assert all(x.name and x.formula and x.substitution and x.result and x.source for x in shown)
+    chip = any_plan.problem.cluster.chip
+    forward = next(x for x in shown if x.name == "forward")
+    for field in ("flops_per_s.bf16", "hbm_bandwidth"):
+        assert f"{chip.source(field).title}, {chip.source(field).date}" in forward.source
+
+
+def test_exposed_shares_follow_from_what_covers_them():
+    shown = [e for e in explain_time(workings_of(PLANS["torus"]()), {}) if e.name.startswith("exposed share")]
+    assert any("rule 2" in e.source for e in shown)
+    assert any("rule 3" in e.source for e in shown)
+    for e in shown:
+        exposed = evaluated(e.substitution)
+        assert exposed == pytest.approx(float(e.result.split()[0]) / 100, abs=0.02), e
+
+
+def told(row: Plan, *, explain: bool):
+    found = Planning(plans=(row,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 0, 1.0, 0.0))
+    return estimate_report(found, {}).envelope(explain=explain)
+
+
+def test_json_has_the_collectives_of_every_plan_and_workings_on_demand(any_plan):
+    plain = json.loads(json.dumps(told(any_plan, explain=False), allow_nan=False))
+    assert "workings" not in plain
+    estimate = plain["plans"][0]["estimate"]
+    for term in ("tensor", "context", "fsdp", "data"):
+        rows = [c for c in estimate["collectives"] if c["term"] == term]
+        assert sum(c["exposed_s"] for c in rows) == pytest.approx(estimate["terms"][term], rel=1e-9, abs=1e-15)
+        assert sum(c["hidden_s"] for c in rows) == pytest.approx(estimate["hidden_s"][term], rel=1e-9, abs=1e-15)
+    promised = {
+        "pass",
+        "kind",
+        "mesh_axes",
+        "tensors",
+        "bytes",
+        "count_per_step",
+        "seconds_per_step",
+        "exposed_s",
+        "hidden_s",
+    }
+    assert all(promised < set(c) for c in estimate["collectives"])
+    workings = json.loads(json.dumps(told(any_plan, explain=True), allow_nan=False))["workings"]
+    assert len(workings["collectives"]) == len(estimate["collectives"])
+    forward = sum(b["copies"] * b["num_microbatches"] * b["passes"]["forward"]["seconds"] for b in workings["blocks"])
+    assert forward == pytest.approx(estimate["terms"]["forward"], rel=1e-9)
+
+
+def test_tables_fit_80_columns_and_name_operations_and_moves(any_plan):
+    console = Console(file=io.StringIO(), width=80, markup=False, highlight=False, color_system=None)
+    found = Planning(plans=(any_plan,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 0, 1.0, 0.0))
+    console.print(estimate_report(found, {}).renderable(explain=True))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = collectives_of(any_plan.problem, any_plan.fabric, any_plan.layout)
+    for c in rows:
+        assert any(
+            line.startswith(f"{c.when.value} {c.kind.value} ") and line.endswith(str(c.rule))
+            for line in map(str.rstrip, lines)
+        )
+    together = " ".join(" ".join(lines).split())
+    for c in rows:
+        assert c.moves[0] in together
+    for name in ("q", "attention", "gate", "down"):
+        assert any(line.startswith(f"{name} ") for line in lines)
+
+
+def test_padding_and_copied_heads_are_said_where_assumptions_are():
+    row = PLANS["heads"]()
+    (heads,) = [p for p in paddings(row.problem, row.layout) if p.repeated]
+    words = padding_words(heads)
+    assert words.startswith("K = 8 over 16 (tensor): each key/value head is held by 2 chips (+100 %): ")
+    assert words in told(row, explain=False)["assumed"]
