@@ -1,5 +1,4 @@
-"""The documents are true: what a command prints stands under it, Python examples run, links lead somewhere, and everything
-that has a name has a line."""
+"""The documents are true: outputs are the commands', examples run, links lead somewhere, names have lines."""
 
 import doctest
 import importlib.util
