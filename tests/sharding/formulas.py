@@ -1,0 +1,395 @@
+"""What each operation of a block computes, on whatever part of its tensors one device holds, and its real gradient.
+
+Test support: the arithmetic with which placed programs are run. It knows positions in the global arrays, no mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.tensors import Attention, Block, Einsum, Elementwise, Lookup, Op, Route
+
+Axes = tuple[str, ...]
+EPSILON = 1e-3
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a global array: its values, the names of its axes, and where along each it starts."""
+
+    axes: Axes
+    values: np.ndarray
+    starts: tuple[int, ...]
+
+    def start(self, axis: str) -> int:
+        return self.starts[self.axes.index(axis)]
+
+    def size(self, axis: str) -> int:
+        return self.values.shape[self.axes.index(axis)]
+
+    def positions(self, axis: str) -> np.ndarray:
+        return self.start(axis) + np.arange(self.size(axis))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The fixed assignment of tokens to slots: for each token and choice, the expert and the slot, all global."""
+
+    expert: np.ndarray  # [B, T, k]
+    slot: np.ndarray  # [B, T, k]
+
+
+def spread(values: np.ndarray, axes: Axes, onto: Axes) -> np.ndarray:
+    """Order as `onto`, with length 1 where an axis is missing."""
+    order = [axes.index(a) for a in onto if a in axes]
+    assert len(order) == len(axes), f"{axes} does not fit {onto}"
+    shape = [values.shape[axes.index(a)] if a in axes else 1 for a in onto]
+    return values.transpose(order).reshape(shape)
+
+
+def sum_to(values: np.ndarray, axes: Axes, keep: Axes) -> np.ndarray:
+    """Sum over the axes that are not in `keep`, and order as `keep`."""
+    rest = tuple(a for a in axes if a in keep)
+    total = values.sum(axis=tuple(i for i, a in enumerate(axes) if a not in keep))
+    return np.asarray(total).transpose([rest.index(a) for a in keep])
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu_slope(x: np.ndarray) -> np.ndarray:
+    s = sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+@dataclass(frozen=True)
+class Formula:
+    """An elementwise operation and the gradient of its input number `i`, given the output's gradient."""
+
+    forward: Callable[[Op, Sequence[Part]], np.ndarray]
+    gradient: Callable[[Op, int, Part, Sequence[Part]], np.ndarray]
+
+
+# Norms: over `op.reduced`; centred when there is a bias.
+
+
+def _normalised(op: Op, inputs: Sequence[Part]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    assert isinstance(op, Elementwise)
+    x = inputs[0]
+    over = tuple(x.axes.index(a) for a in op.reduced)
+    centred = x.values - x.values.mean(axis=over, keepdims=True) if len(inputs) == 3 else x.values
+    scale = 1 / np.sqrt((centred**2).mean(axis=over, keepdims=True) + EPSILON)
+    return centred * scale, scale, over
+
+
+def _norm(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    y, _, _ = _normalised(op, inputs)
+    axes = inputs[0].axes
+    if len(inputs) > 1:
+        y = y * spread(inputs[1].values, inputs[1].axes, axes)
+    if len(inputs) > 2:
+        y = y + spread(inputs[2].values, inputs[2].axes, axes)
+    return y
+
+
+def _norm_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    unit, scale, over = _normalised(op, inputs)
+    axes = inputs[0].axes
+    if i == 1:
+        return sum_to(grad.values * unit, axes, inputs[1].axes)
+    if i == 2:
+        return sum_to(grad.values, axes, inputs[2].axes)
+    g = grad.values * (spread(inputs[1].values, inputs[1].axes, axes) if len(inputs) > 1 else 1)
+    out = g - unit * (g * unit).mean(axis=over, keepdims=True)
+    if len(inputs) == 3:
+        out = out - g.mean(axis=over, keepdims=True)
+    return out * scale
+
+
+# Sums of what is there, spread over what is missing.
+
+
+def _sum(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    out: np.ndarray = sum(spread(x.values, x.axes, op.output.axes) for x in inputs)  # type: ignore[assignment]
+    return out
+
+
+def _sum_gradient(op: Op, i: int, grad: Part, _: Sequence[Part]) -> np.ndarray:
+    return sum_to(grad.values, op.output.axes, op.inputs[i].axes)
+
+
+# A scaling that depends on the global position; of two inputs the second, shared by all heads, is appended to the first.
+
+
+def _angle(part: Part, axes: Axes) -> np.ndarray:
+    return spread(1.5 + np.cos(0.7 * part.positions("T")), ("T",), axes)
+
+
+def _rope(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    x = inputs[0]
+    values = x.values
+    if len(inputs) == 2:
+        shared = inputs[1].values[:, :, None, :]
+        values = np.concatenate([values, np.broadcast_to(shared, (*values.shape[:-1], shared.shape[-1]))], axis=-1)
+    return values * _angle(x, x.axes)
+
+
+def _rope_gradient(op: Op, i: int, grad: Part, _: Sequence[Part]) -> np.ndarray:
+    g = grad.values * _angle(grad, grad.axes)
+    if len(op.inputs) == 1:
+        return g
+    width = NOPE_SHARE * g.shape[-1]
+    assert width == int(width)
+    return g[..., : int(width)] if i == 0 else g[..., int(width) :].sum(axis=2)
+
+
+#: The part of a latent-attention head that is not rotated, of the whole (tiny models keep to it).
+NOPE_SHARE = 0.5
+
+
+def _act(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    gate = inputs[0].values
+    return gate * sigmoid(gate) * (inputs[1].values if len(inputs) == 2 else 1)
+
+
+def _act_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    gate = inputs[0].values
+    if i == 1:
+        return grad.values * gate * sigmoid(gate)
+    return grad.values * silu_slope(gate) * (inputs[1].values if len(inputs) == 2 else 1)
+
+
+def _weighed(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    x, gate = inputs
+    return x.values * spread(sigmoid(gate.values), gate.axes, x.axes)
+
+
+def _weighed_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    x, gate = inputs
+    open_ = sigmoid(gate.values)
+    if i == 0:
+        return grad.values * spread(open_, gate.axes, x.axes)
+    return sum_to(grad.values * x.values, x.axes, gate.axes) * open_ * (1 - open_)
+
+
+# The loss: over the vocabulary a sum, so that a part of the vocabulary gives a partial sum. The label counts more.
+
+
+def _emphasis(logits: Part, labels: Part) -> np.ndarray:
+    hit = logits.positions("V") == labels.values[..., None]
+    return np.where(hit, 3.0, 1.0)
+
+
+def _loss(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    logits, labels = inputs
+    return np.asarray((_emphasis(logits, labels) * logits.values**2).sum(axis=-1))
+
+
+def _loss_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    logits, labels = inputs
+    return 2 * _emphasis(logits, labels) * logits.values * grad.values[..., None]
+
+
+def _scaled(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    return 0.5 * inputs[0].values if isinstance(op, Elementwise) and op.linear else np.tanh(inputs[0].values)
+
+
+def _scaled_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    if isinstance(op, Elementwise) and op.linear:
+        return 0.5 * grad.values
+    return grad.values * (1 - np.tanh(inputs[0].values) ** 2)
+
+
+def _join(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    return inputs[0].values + inputs[1].values
+
+
+def _join_gradient(op: Op, i: int, grad: Part, _: Sequence[Part]) -> np.ndarray:
+    return grad.values
+
+
+#: How a name starts (after "shared." or "expert.") -> its formula; the first that fits counts.
+FORMULAS = {
+    "norm.": Formula(_norm, _norm_gradient),
+    "bias.": Formula(_sum, _sum_gradient),
+    "residual": Formula(_sum, _sum_gradient),
+    "add": Formula(_sum, _sum_gradient),
+    "rope.": Formula(_rope, _rope_gradient),
+    "act": Formula(_act, _act_gradient),
+    "sinks": Formula(_weighed, _weighed_gradient),
+    "shared.scale": Formula(_weighed, _weighed_gradient),
+    "scale": Formula(_scaled, _scaled_gradient),
+    "join": Formula(_join, _join_gradient),
+    "loss": Formula(_loss, _loss_gradient),
+}
+
+
+def formula_of(name: str) -> Formula:
+    short = name if name == "shared.scale" else name.removeprefix("shared.").removeprefix("expert.")
+    return next(f for start, f in FORMULAS.items() if short.startswith(start))
+
+
+class Formulas:
+    """The arithmetic of one block: looks an operation up by what it is, forward or backward.
+
+    Args:
+        block: whose operations will be computed.
+        routing: of its tokens, for mixtures.
+    """
+
+    def __init__(self, block: Block, routing: Routing | None = None) -> None:
+        self.routing = routing
+        self.gradients: Mapping[str, tuple[Op, int]] = {
+            f"d{op.name}.{t.name}": (op, i)
+            for op in block.ops
+            if isinstance(op, Elementwise)
+            for i, t in enumerate(op.inputs)
+        }
+
+    def compute(
+        self, op: Op, inputs: Sequence[Part], output_starts: Sequence[int], output_shape: Sequence[int]
+    ) -> np.ndarray:
+        """Compute `op`; attention's gradient returns d_q, d_k, d_v stacked in a tuple by `attention_gradient` instead."""
+        if isinstance(op, Einsum):
+            return einsum(op, inputs)
+        if isinstance(op, Attention):
+            return attention(op, inputs)
+        if isinstance(op, Lookup):
+            return lookup(op, inputs, output_starts, output_shape)
+        if isinstance(op, Route):
+            return self._route(op, inputs, output_starts, output_shape)
+        assert isinstance(op, Elementwise), f"no formula for {op}"
+        if op.name in self.gradients:
+            source, i = self.gradients[op.name]
+            if source.name == "top_k":
+                return self._gates_gradient(i, inputs[0], inputs[1:])
+            return formula_of(source.name).gradient(source, i, inputs[0], inputs[1:])
+        if op.name == "top_k":
+            return self._gates(inputs)
+        return formula_of(op.name).forward(op, inputs)
+
+    def _chosen(self, tokens: Part) -> tuple[np.ndarray, np.ndarray]:
+        """Expert and slot of each of the tokens [B, T, ...], per choice."""
+        assert self.routing is not None
+        b, t = (slice(tokens.start(a), tokens.start(a) + tokens.size(a)) for a in ("B", "T"))
+        return self.routing.expert[b, t], self.routing.slot[b, t]
+
+    def _gates(self, inputs: Sequence[Part]) -> np.ndarray:
+        logits = inputs[0].values + (inputs[1].values if len(inputs) == 2 else 0)
+        expert, _ = self._chosen(inputs[0])
+        return np.take_along_axis(sigmoid(logits), expert, axis=-1)
+
+    def _gates_gradient(self, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+        logits = inputs[0].values + (inputs[1].values if len(inputs) == 2 else 0)
+        expert, _ = self._chosen(inputs[0])
+        out = np.zeros_like(logits)
+        np.put_along_axis(out, expert, grad.values, axis=-1)  # a token chooses no expert twice
+        out *= sigmoid(logits) * (1 - sigmoid(logits))
+        return out if i == 0 else out.sum(axis=(0, 1))
+
+    def _route(self, op: Route, inputs: Sequence[Part], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+        tokens = next(p for p in (*inputs, Part(op.output.axes, np.empty(shape), tuple(starts))) if "T" in p.axes)
+        expert, slot = self._chosen(tokens)
+        slots = next((p for p in inputs if "C" in p.axes), None)
+        first = slots.start("C") if slots else starts[op.output.axes.index("C")]
+        count = slots.size("C") if slots else shape[op.output.axes.index("C")]
+        here = (slot >= first) & (slot < first + count)  # slots on other devices are out of reach
+        out = np.zeros(shape)
+        for b, t, i in zip(*np.nonzero(here), strict=True):
+            place = (expert[b, t, i], slot[b, t, i] - first)
+            self._carry(op, inputs, out, (b, t, i), place)
+        return out
+
+    @staticmethod
+    def _carry(
+        op: Route, inputs: Sequence[Part], out: np.ndarray, token: tuple[int, int, int], place: tuple[int, int]
+    ) -> None:
+        """Move one token to its slot or back."""
+        b, t, i = token
+        x = inputs[0].values
+        match op.name:
+            case "dispatch":
+                out[place] += x[b, t]
+            case "ddispatch":
+                out[b, t] += x[place]
+            case "combine":
+                out[b, t] += inputs[1].values[b, t, i] * x[place]
+            case "dcombine":
+                out[place] += inputs[1].values[b, t, i] * x[b, t]
+            case "dcombine.gates":
+                out[b, t, i] += x[place] @ inputs[1].values[b, t]
+            case _:
+                raise AssertionError(f"no formula for {op.name}")
+
+
+def einsum(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    letters = {a: i for i, a in enumerate(op.axes)}
+    arguments = [x for p in inputs for x in (p.values, [letters[a] for a in p.axes])]
+    return np.asarray(np.einsum(*arguments, [letters[a] for a in op.output.axes]))
+
+
+def lookup(op: Lookup, inputs: Sequence[Part], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """Rows that the device holds, zeros for those it does not; backward the same rows are added to."""
+    index = inputs[0].values
+    if not op.scatter:
+        table = inputs[1]
+        row = index - table.starts[0]
+        held = (row >= 0) & (row < table.values.shape[0])
+        return np.where(held[..., None], table.values[np.where(held, row, 0)], 0.0)
+    out = np.zeros(shape)
+    row = index - starts[0]
+    held = (row >= 0) & (row < shape[0])
+    np.add.at(out, row[held], inputs[1].values[held])
+    return out
+
+
+def _probabilities(op: Attention, q: Part, k: Part) -> np.ndarray:
+    """Softmax over keys, [B, T, K, G, S]."""
+    seen = mask(op, q.positions(op.query_axis), k.positions(op.key_axis))
+    scores = np.einsum("btkgh,bskh->btkgs", _grouped(q.values, k.values.shape[2]), k.values)
+    scores = np.where(seen[None, :, None, None, :], scores, -np.inf)
+    scores -= scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores)
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def mask(op: Attention, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    t, s = queries[:, None], keys[None, :]
+    seen = (s <= t) if op.causal else np.ones((len(queries), len(keys)), bool)
+    if op.window is not None:
+        seen &= s > t - op.window
+    if op.chunk is not None:
+        seen &= s // op.chunk == t // op.chunk
+    return np.asarray(seen)
+
+
+def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
+    """Heads N as K x G: a group of query heads shares a key/value head."""
+    b, t, n, h = x.shape
+    assert n % groups == 0, f"{n} query heads on a device with {groups} key/value heads"
+    return x.reshape(b, t, groups, n // groups, h)
+
+
+def attention(op: Attention, inputs: Sequence[Part]) -> np.ndarray:
+    q, k, v = inputs
+    out = np.einsum("btkgs,bskh->btkgh", _probabilities(op, q, k), v.values)
+    return np.asarray(out.reshape(*q.values.shape[:3], -1))
+
+
+def attention_gradient(op: Attention, inputs: Sequence[Part]) -> dict[str, np.ndarray]:
+    """Gradients of q, k and v by their names; those of k and v are sums over the queries that are here."""
+    q, k, v, out, grad = inputs
+    groups = k.values.shape[2]
+    p = _probabilities(op, q, k)
+    g = _grouped(grad.values, groups)
+    through = np.einsum("btkgh,bskh->btkgs", g, v.values)
+    along = (g * _grouped(out.values, groups)).sum(axis=-1, keepdims=True)
+    slope = p * (through - along)
+    d_q = np.einsum("btkgs,bskh->btkgh", slope, k.values).reshape(q.values.shape)
+    d_k = np.einsum("btkgs,btkgh->bskh", slope, _grouped(q.values, groups))
+    d_v = np.einsum("btkgs,btkgh->bskh", p, g)
+    return {op.inputs[0].name: d_q, op.inputs[1].name: d_k, op.inputs[2].name: d_v}

@@ -1,0 +1,81 @@
+"""A block with numbers in it, on a random small mesh, under a random strategy: what the proofs of `place` run.
+
+Test support. Not here: what is to be proved.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import prod
+from operator import or_
+
+import numpy as np
+from formulas import Routing
+from programs import Arrays, Microbatch, Results, run_step
+from tiny_models import Shape, fixed_routing, random_values, tiny_block
+
+from meshwise.sharding import Mesh
+from meshwise.sharding.place import PlacedBlock, place_block
+from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
+from meshwise.sharding.strategy import Strategy, context, data, fsdp, tensor
+from meshwise.tensors import Block
+
+MAX_DEVICES = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block, the numbers in it, and how it is to be placed."""
+
+    block: Block
+    sizes: Mapping[str, int]
+    mesh: Mesh
+    strategy: Strategy
+    policy: str
+    weights: Arrays
+    microbatches: tuple[Microbatch, ...]
+    routing: Routing | None
+
+    def placed(self) -> PlacedBlock:
+        return place_block(self.block, self.strategy, remat_policy(self.policy))
+
+    def run(self, placed: PlacedBlock | None = None) -> Results:
+        step = (self.strategy, self.mesh, self.sizes, self.weights, self.microbatches, self.routing)
+        return run_step(placed or self.placed(), *step)
+
+    def run_on_one_device(self) -> Results:
+        return replace(self, mesh=Mesh(()), strategy=Strategy(), policy="none").run()
+
+
+def make_case(
+    name: str, strategy: Strategy, mesh: Mapping[str, int], policy: str, *, seed: int = 0, microbatches: int = 1
+) -> Case:
+    """The block of that name, its sizes chosen so that every axis divides by the mesh."""
+    numbers = np.random.default_rng(seed)
+    parts = {a: mesh.get(a, 1) for a in ("fsdp", "context", "data", "tensor")}
+    shape = Shape(parts["fsdp"] * parts["context"] * parts["data"], parts["tensor"], random.Random(seed))
+    batch, queries = parts["data"] * parts["fsdp"] * 2, parts["context"] * parts["tensor"] * 2
+    block, sizes = tiny_block(name, shape, batch=batch, queries=queries)
+    weights, batches = random_values(block, sizes, numbers, microbatches)
+    on = Mesh.of(mesh)
+    return Case(block, sizes, on, strategy, policy, weights, tuple(batches), fixed_routing(strategy, on, sizes))
+
+
+def random_case(name: str, seed: int) -> Case:
+    """One to three devices along each of four axes, in any order; every strategy, in any order; one or two microbatches."""
+    choose = random.Random(f"{name} {seed}")
+    while True:
+        mesh = {axis: choose.choice([1, 2, 2, 3]) for axis in choose.sample(["data", "fsdp", "context", "tensor"], 4)}
+        if prod(mesh.values()) <= MAX_DEVICES:
+            break
+    policy, microbatches = choose.choice([*REMAT_POLICIES]), choose.choice([1, 1, 2])
+    return make_case(name, random_strategy(choose), mesh, policy, seed=seed, microbatches=microbatches)
+
+
+def random_strategy(choose: random.Random) -> Strategy:
+    """Some or all of the strategies, mostly all, joined in any order."""
+    parts = [data(zero=choose.randrange(3)), fsdp(), context(), tensor(sequence=choose.random() < 0.6)]
+    return reduce(or_, choose.sample(parts, choose.choice([1, 2, 3, 4, 4, 4, 4])))

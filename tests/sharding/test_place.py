@@ -1,0 +1,195 @@
+"""Placed blocks, run on devices that hold only their own part: forward, backward and the step, against one device.
+
+What is moved is moved literally; what is computed is computed from what a device itself holds. So a collective that is
+missing, superfluous or over the wrong devices shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+from itertools import product
+from operator import or_
+
+import numpy as np
+import pytest
+from placed_cases import Case, make_case, random_case
+from programs import Arrays, Results, differences
+from tiny_models import BLOCKS, LAYERS
+
+from meshwise.models import load_model
+from meshwise.models.catalog import model_names
+from meshwise.sharding.place import LocalOp, PlacedBlock, Transfer, place_block
+from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
+from meshwise.sharding.strategy import Strategy, context, data, fsdp, tensor, training_strategy
+from meshwise.tensors import Attention, Einsum
+
+CASES_PER_BLOCK = 14
+TWO_OF_EACH = {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
+every_block = pytest.mark.parametrize("name", BLOCKS)
+
+
+def prove(case: Case) -> None:
+    wrong = differences(case.run(), case.run_on_one_device())
+    assert not wrong, f"{wrong} on {case.mesh}, remat {case.policy}"
+
+
+@every_block
+def test_random_placements_compute_what_one_device_computes(name: str) -> None:
+    for seed in range(CASES_PER_BLOCK):
+        prove(random_case(name, seed))
+
+
+@pytest.mark.slow
+@every_block
+def test_many_random_placements_compute_what_one_device_computes(name: str) -> None:
+    """Slow because it runs 4,200 placed blocks: rare meetings of mesh order, strategy order and policy."""
+    for seed in range(CASES_PER_BLOCK, 150):
+        prove(random_case(name, seed))
+
+
+def combinations() -> Iterator[tuple[str, Strategy, dict[str, int]]]:
+    replicas = [None, *(data(zero=z) for z in (0, 1, 2))]
+    split = [None, tensor(sequence=True), tensor(sequence=False)]
+    for parts in product(replicas, [None, fsdp()], [None, context()], split):
+        chosen = [p for p in parts if p is not None]
+        mesh = {a: 2 for a, p in zip(("data", "fsdp", "context", "tensor"), parts, strict=True) if p is not None}
+        words = [*(["data"] if parts[0] else []), *(a for a in mesh if a != "data")]
+        zero = replicas.index(parts[0]) - 1
+        label = "+".join(words) + (f",zero={zero}" if zero > 0 else "") + (",plain" if parts[3] is split[2] else "")
+        yield label or "nothing", reduce(or_, chosen, Strategy()), mesh
+
+
+COMBINATIONS = list(combinations())
+
+
+@pytest.mark.parametrize("label, strategy, mesh", COMBINATIONS, ids=[c[0] for c in COMBINATIONS])
+def test_every_combination_of_strategies(label: str, strategy: Strategy, mesh: dict[str, int]) -> None:
+    for name in ("llama", "gpt-2", "deepseek-v3"):
+        prove(make_case(name, strategy, mesh, "matmuls"))
+
+
+@pytest.mark.parametrize("policy", REMAT_POLICIES)
+@every_block
+def test_every_remat_policy_gives_the_same_numbers(name: str, policy: str) -> None:
+    prove(make_case(name, training_strategy(zero=1, sequence=True), {**TWO_OF_EACH, "data": 1}, policy))
+
+
+# The referee itself: its numbers on one device are those of the function and its true gradient.
+
+
+def total(results: Results, case: Case) -> float:
+    """The outputs weighed by the gradients that are said to arrive for them."""
+    return sum(
+        float((results.outputs[i][name] * batch.output_gradients[f"d_{name}"]).sum())
+        for i, batch in enumerate(case.microbatches)
+        for name in case.block.outputs
+    )
+
+
+def shifted(arrays: Arrays, along: Arrays, step: float) -> Arrays:
+    return {n: a + step * along[n] if n in along else a for n, a in arrays.items()}
+
+
+@every_block
+def test_the_derived_backward_pass_is_the_gradient(name: str) -> None:
+    case = make_case(name, Strategy(), {}, "none", seed=3)
+    numbers, step = np.random.default_rng(5), 1e-5
+    weights = {n: numbers.normal(size=w.shape) for n, w in case.weights.items()}
+    (batch,) = case.microbatches
+    inputs = {n: numbers.normal(size=x.shape) for n, x in batch.inputs.items() if x.dtype == np.float64}
+
+    def value(sign: int) -> float:
+        moved = replace(batch, inputs=shifted(batch.inputs, inputs, sign * step))
+        there = replace(case, weights=shifted(case.weights, weights, sign * step), microbatches=(moved,))
+        return total(there.run(), there)
+
+    slope = (value(1) - value(-1)) / (2 * step)
+    found = case.run()
+    gradients = {**found.gradients, **{n.removeprefix("d_"): g for n, g in found.tied_gradients.items()}}
+    assert set(gradients) == set(weights)
+    expected = sum(float((gradients[n] * w).sum()) for n, w in weights.items())
+    expected += sum(float((found.input_gradients[0][n] * x).sum()) for n, x in inputs.items())
+    assert slope == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+# No collective is there for nothing.
+
+
+def without_one_transfer(placed: PlacedBlock) -> Iterator[tuple[Transfer, PlacedBlock]]:
+    for part in ("forward", "backward", "step"):
+        items = getattr(placed, part)
+        for i, item in enumerate(items):
+            if isinstance(item, Transfer):
+                yield item, replace(placed, **{part: (*items[:i], *items[i + 1 :])})
+
+
+def is_missed(case: Case, placed: PlacedBlock, expected: Results) -> bool:
+    """Whether devices cannot go on, hold different copies, or end with other numbers."""
+    try:
+        return bool(differences(case.run(placed), expected))
+    except AssertionError:
+        return True
+
+
+def prove_none_is_useless(case: Case, sample: int | None = None) -> None:
+    expected = case.run_on_one_device()
+    candidates = list(without_one_transfer(case.placed()))
+    assert candidates
+    for item, rest in random.Random(0).sample(candidates, min(sample or len(candidates), len(candidates))):
+        assert is_missed(case, rest, expected), f"{item.tensor}: {item.collective} for {item.waits!r} is not needed"
+
+
+@every_block
+def test_no_transfer_can_be_dropped(name: str) -> None:
+    prove_none_is_useless(make_case(name, training_strategy(zero=1, sequence=True), TWO_OF_EACH, "full"), sample=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("zero, policy", [(0, "none"), (1, "full"), (2, "attention")])
+@every_block
+def test_no_transfer_can_be_dropped_of_all(name: str, zero: int, policy: str, sequence: bool) -> None:
+    """Slow because each of 8,000 transfers is left out in a run of its own: not one of them is superfluous."""
+    prove_none_is_useless(make_case(name, training_strategy(zero=zero, sequence=sequence), TWO_OF_EACH, policy))
+
+
+def test_the_referee_refuses_what_a_device_does_not_hold() -> None:
+    case = make_case("llama", tensor(sequence=False), {"tensor": 2}, "none")
+    placed = case.placed()
+    kept = tuple(h for h in placed.kept if h.tensor.name != "gate")
+    with pytest.raises(AssertionError, match="gate is needed as .*, held as nothing"):
+        case.run(replace(placed, kept=kept))
+
+
+# Work is divided, not repeated.
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "head", "head tied"])
+def test_every_matmul_is_divided_among_all_devices(name: str) -> None:
+    case = make_case(name, training_strategy(zero=0, sequence=True), TWO_OF_EACH, "full")
+    placed = case.placed()
+    items = [i for i in (*placed.forward, *placed.backward) if isinstance(i, LocalOp)]
+    matmuls = [i for i in items if isinstance(i.op, Einsum | Attention)]
+    assert len(matmuls) > len([op for op in case.block.ops if isinstance(op, Einsum)])
+    for item in matmuls:
+        # N and K are one index, and attention divides positions by queries.
+        splits = [s for a, s in item.splits if not (isinstance(item.op, Attention) and a == item.op.kv_heads_axis)]
+        assert sorted(m for s in splits for m in s) == sorted(TWO_OF_EACH), item.op.name
+
+
+# What real models are made of can be placed.
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_in_the_catalog_can_be_placed(name: str) -> None:
+    for block in load_model(name).train_program():
+        for sequence, policy in product((True, False), REMAT_POLICIES):
+            placed = place_block(block, training_strategy(zero=1, sequence=sequence), remat_policy(policy))
+            assert {h.tensor.name for h in placed.weights} == {t.name for t in block.weights}
+            assert {h.tensor.name for h in placed.gradients} == {f"d_{t.name}" for t in block.weights}
+            assert {h.tensor.name for h in placed.optimizer} == {t.name for t in block.weights}
+            assert {h.tensor.name for h in placed.tied} == block.tied
+            assert {h.tensor.name for h in placed.tied_gradients} == {f"d_{n}" for n in block.tied}

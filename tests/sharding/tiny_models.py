@@ -1,0 +1,206 @@
+"""Small random models whose every axis divides by the mesh, and numbers to put in their tensors.
+
+Test support: blocks come from the product's own builder, so that what is placed is what models are made of.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from devices import all_coordinates, part_of
+from formulas import Routing
+from programs import Microbatch
+
+from meshwise.models.build import build_mtp, build_train
+from meshwise.models.spec import (
+    Architecture,
+    Embedding,
+    Head,
+    LatentAttention,
+    Layer,
+    LayerGroup,
+    Mixture,
+    Mlp,
+    Norm,
+    QkNorm,
+    SelfAttention,
+)
+from meshwise.sharding import Mesh
+from meshwise.sharding.strategy import Strategy
+from meshwise.tensors import Block, Kind, Tensor
+
+LAYER_NORM = Norm(bias=True)
+BARE_NORM = Norm(weight=False)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a tiny model, each a multiple of what a layout may split it by.
+
+    Args:
+        stored: devices that share the stored weights; tensor: devices that share heads and widths.
+        choose: for how large the multiples are.
+    """
+
+    stored: int
+    tensor: int
+    choose: random.Random
+
+    def width(self) -> int:
+        return self.stored * self.choose.choice([2, 2, 3])
+
+    def split(self) -> int:
+        return self.tensor * self.choose.choice([1, 2])
+
+
+def self_attention(s: Shape, **options: object) -> SelfAttention:
+    """Grouped heads, mostly."""
+    kv = s.split()
+    return SelfAttention(heads=kv * s.choose.choice([1, 2]), kv_heads=kv, head_dim=2, **options)  # type: ignore[arg-type]
+
+
+def latent_attention(s: Shape, *, low_rank_queries: bool) -> LatentAttention:
+    q_rank = s.width() if low_rank_queries else None
+    return LatentAttention(s.split(), q_rank, kv_rank=s.width(), nope_dim=2, rope_dim=2, v_dim=3, bias=low_rank_queries)
+
+
+def mixture(s: Shape, **options: object) -> Mixture:
+    return Mixture(experts=s.choose.choice([2, 4]), top_k=s.choose.choice([1, 2]), hidden=s.split(), **options)  # type: ignore[arg-type]
+
+
+#: Name -> a layer of that family's kind.
+LAYERS: dict[str, Callable[[Shape], Layer]] = {
+    "llama": lambda s: Layer(self_attention(s), Mlp(s.split())),
+    "mistral": lambda s: Layer(self_attention(s, window=3), Mlp(s.split())),
+    "llama-4 chunked": lambda s: Layer(self_attention(s, chunk=2, rope=False), Mlp(s.split())),
+    "qwen-3": lambda s: Layer(self_attention(s, qk_norm=QkNorm()), Mlp(s.split())),
+    "gpt-2": lambda s: Layer(
+        self_attention(s, bias=True, bias_out=True, rope=False),
+        Mlp(s.split(), gated=False, bias=True, bias_out=True),
+        pre_attn=LAYER_NORM,
+        pre_mlp=LAYER_NORM,
+    ),
+    "gemma-2": lambda s: Layer(self_attention(s), Mlp(s.split()), post_attn=Norm(), post_mlp=Norm()),
+    "olmo": lambda s: Layer(self_attention(s), Mlp(s.split()), pre_attn=BARE_NORM, pre_mlp=BARE_NORM),
+    "olmo-2": lambda s: Layer(
+        self_attention(s, qk_norm=QkNorm(span="heads", shared=False)),
+        Mlp(s.split()),
+        pre_attn=None,
+        post_attn=Norm(),
+        pre_mlp=None,
+        post_mlp=Norm(),
+    ),
+    "opt-350m (post-norm)": lambda s: Layer(
+        self_attention(s, bias=True, bias_out=True),
+        Mlp(s.split(), gated=False, bias=True, bias_out=True),
+        pre_attn=None,
+        pre_mlp=None,
+        residual_norm=LAYER_NORM,
+    ),
+    "falcon (parallel)": lambda s: Layer(
+        self_attention(s), Mlp(s.split(), gated=False), pre_attn=LAYER_NORM, pre_mlp=None, parallel=True
+    ),
+    "gpt-neox (parallel, biases)": lambda s: Layer(
+        self_attention(s, bias=True, bias_out=True),
+        Mlp(s.split(), gated=False, bias=True, bias_out=True),
+        pre_attn=LAYER_NORM,
+        pre_mlp=LAYER_NORM,
+        parallel=True,
+    ),
+    "deepseek": lambda s: Layer(latent_attention(s, low_rank_queries=False), Mlp(s.split())),
+    "deepseek-v2": lambda s: Layer(latent_attention(s, low_rank_queries=True), Mlp(s.split())),
+    "mixtral": lambda s: Layer(self_attention(s), mixture(s)),
+    "gpt-oss": lambda s: Layer(
+        self_attention(s, bias=True, bias_out=True, sinks=True), mixture(s, expert_bias=True, router_bias=True)
+    ),
+    "deepseek-v3": lambda s: Layer(
+        latent_attention(s, low_rank_queries=True), mixture(s, correction_bias=True, shared=s.split())
+    ),
+    "qwen-2 moe": lambda s: Layer(self_attention(s), mixture(s, shared=s.split(), shared_gate=True)),
+}
+
+EMBEDDINGS: dict[str, Callable[[Shape, int], Embedding]] = {
+    "embed": lambda s, positions: Embedding(),
+    "embed gpt-2": lambda s, positions: Embedding(positions=positions),
+    "embed gemma": lambda s, positions: Embedding(scaled=True),
+    "embed bloom": lambda s, positions: Embedding(norm=LAYER_NORM),
+    "embed opt-350m": lambda s, positions: Embedding(positions=positions, width=s.width() + s.stored),
+}
+
+HEADS: dict[str, Callable[[Shape], Head]] = {
+    "head": lambda s: Head(),
+    "head tied": lambda s: Head(norm=LAYER_NORM, tied=True),
+    "head biased": lambda s: Head(norm=LAYER_NORM, bias=True),
+    "head gemma": lambda s: Head(tied=True, scaled=True),
+    "head opt-350m": lambda s: Head(norm=None, tied=True, width=s.width() + s.stored),
+}
+
+BLOCKS = (*LAYERS, *EMBEDDINGS, *HEADS, "mtp")
+
+
+def tiny_block(name: str, shape: Shape, *, batch: int, queries: int) -> tuple[Block, dict[str, int]]:
+    """The block of that name in a model of this shape, and the sizes of all its axes."""
+    layer = LAYERS[name](shape) if name in LAYERS else LAYERS["llama"](shape)
+    spec = Architecture(
+        d_model=shape.width(),
+        vocab=shape.split(),
+        groups=(LayerGroup("layer", layer, 1),),
+        embedding=EMBEDDINGS[name](shape, queries) if name in EMBEDDINGS else Embedding(),
+        head=HEADS[name](shape) if name in HEADS else Head(),
+        mtp=layer if name == "mtp" else None,
+        mtp_modules=1,
+    )
+    program = build_mtp(spec) if name == "mtp" else build_train(spec)
+    assert program is not None
+    role = "layer" if name in LAYERS or name == "mtp" else name.partition(" ")[0]
+    block = next(b for b in program if b.role == role)
+    return block, {a: int(n) for a, n in program.bind(batch=batch, queries=queries).items()}
+
+
+def random_values(block: Block, sizes: Mapping[str, int], numbers: np.random.Generator, microbatches: int):  # noqa: ANN201
+    """Global weights, and global arrays for each microbatch."""
+    tensors = {t.name: t for op in reversed(block.ops) for t in op.inputs}
+    weights = {t.name: real(t, sizes, numbers) for t in tensors.values() if t.kind is Kind.WEIGHT}
+    outputs = [op.output for op in block.ops if op.output.name in block.outputs]
+
+    def microbatch() -> Microbatch:
+        entering = {}
+        for name in block.inputs:
+            t = tensors[name]
+            entering[name] = indices(t, sizes, numbers) if t.kind is Kind.INDEX else real(t, sizes, numbers)
+        return Microbatch(entering, {f"d_{t.name}": real(t, sizes, numbers) for t in outputs})
+
+    return weights, [microbatch() for _ in range(microbatches)]
+
+
+def real(t: Tensor, sizes: Mapping[str, int], numbers: np.random.Generator) -> np.ndarray:
+    return numbers.normal(size=[sizes[a] for a in t.axes])
+
+
+def indices(t: Tensor, sizes: Mapping[str, int], numbers: np.random.Generator) -> np.ndarray:
+    """Token ids and labels of the vocabulary, or each position once in some order."""
+    shape = [sizes[a] for a in t.axes]
+    return numbers.permutation(shape[0]) if t.name == "position_ids" else numbers.integers(sizes["V"], size=shape)
+
+
+def fixed_routing(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -> Routing | None:
+    """Each token's experts and slots; a device's tokens fill that device's slots, evenly."""
+    if "E" not in sizes:
+        return None
+    batch, queries, experts, chosen = (sizes[a] for a in ("B", "T", "E", "top_k"))
+    expert, slot = (np.full((batch, queries, chosen), -1) for _ in range(2))
+    tokens, slots = (strategy.splits(axes, sequence=False) for axes in (["B", "T"], ["C"]))
+    for device in all_coordinates(mesh):
+        (b, nb), (t, nt), (c, nc) = (
+            part_of(mesh, device, s) for s in (tokens.get("B", ()), tokens.get("T", ()), slots.get("C", ()))
+        )
+        rows, columns, width = batch // nb, queries // nt, sizes["C"] // nc
+        assert rows * columns * chosen == width * experts, "choose sizes for which every expert gets as many tokens"
+        for number, (i, j, choice) in enumerate(product(range(rows), range(columns), range(chosen))):
+            place = (b * rows + i, t * columns + j, choice)
+            expert[place], slot[place] = number % experts, c * width + number // experts
+    return Routing(expert, slot)
