@@ -18,6 +18,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.planning import Plan, Planning, SearchResult
 from meshwise.report.formulas import (
+    explain_lower,
     explain_memory,
     explain_time,
     explain_upper,
@@ -32,7 +33,8 @@ from meshwise.sharding.layout import Layout
 PRINTED = {"rel": 0.015}
 UNITS = {
     "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 0.01,
-    "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "GB/s": 1e9, "TB/s": 1e12,
+    "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "GB/s": 1e9, "TB/s": 1e12, "FLOP/s": 1.0,
+    **{f"{p}FLOP{s}": 10.0**n for p, n in zip("MGTPE", (6, 9, 12, 15, 18), strict=True) for s in ("s", "/s")},
 }  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def any_plan(request) -> Plan:
     return PLANS[request.param]()
 
 
-TOKEN = re.compile(r"\d[\d,]*(?:\.\d+)?|[A-Za-z_]+(?:/s)?|%|[-+/(),]")
+TOKEN = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?|[A-Za-z_]+(?:/s)?|%|[-+/(),]")
 
 
 def evaluated(text: str) -> float:
@@ -118,6 +120,22 @@ def test_the_upper_bound_is_the_sum_of_its_parts(any_plan):
     w, upper = workings_of(any_plan), any_plan.estimate.step_time.upper
     assert sum(upper_parts(w).values()) == pytest.approx(upper, rel=1e-9)
     assert evaluated(explain_upper(w, upper).substitution) == pytest.approx(upper, **PRINTED)
+
+
+def test_every_resource_follows_from_its_substitution(any_plan):
+    resources = {name: seconds for name, seconds in any_plan.estimate.resources.items() if seconds}
+    shown = explain_lower(workings_of(any_plan), resources)
+    assert len(shown) == len(resources) >= 2
+    for e, (name, seconds) in zip(shown, resources.items(), strict=True):
+        assert name in e.name
+        assert evaluated(e.substitution) == pytest.approx(seconds, **PRINTED), e
+
+
+def test_model_flops_and_utilisation_follow_from_their_substitutions(any_plan):
+    shown = {e["name"]: e for e in told(any_plan, explain=True)["explanations"]}
+    flops, mfu = shown["model FLOPs"], shown["MFU"]
+    assert evaluated(flops["substitution"]) == pytest.approx(any_plan.estimate.model_flops, **PRINTED)
+    assert evaluated(mfu["substitution"]) == pytest.approx(any_plan.estimate.mfu, **PRINTED)
 
 
 def test_every_leg_follows_from_its_formula(any_plan):

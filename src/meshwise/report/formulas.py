@@ -26,7 +26,16 @@ from meshwise.units import (
     format_time,
 )
 
-__all__ = ["RULES", "explain_memory", "explain_time", "explain_upper", "leg_formula", "padding_words", "upper_parts"]
+__all__ = [
+    "RULES",
+    "explain_lower",
+    "explain_memory",
+    "explain_time",
+    "explain_upper",
+    "leg_formula",
+    "padding_words",
+    "upper_parts",
+]
 
 #: What hides what, by the numbers of the rule in `costs.step`.
 RULES = {
@@ -65,6 +74,67 @@ def explain_time(w: Workings, terms: Mapping[str, float]) -> tuple[Explanation, 
         if seconds:
             out.append(_term(w, name, seconds))
     return (*out, *_collectives(w), *_hidings(w))
+
+
+def explain_lower(w: Workings, resources: Mapping[str, float]) -> tuple[Explanation, ...]:
+    """Explain how long each resource is busy at data-sheet rates; the bound from below is the longest.
+
+    Args:
+        w: the workings.
+        resources: seconds by name, of the estimate.
+    """
+    return tuple(
+        {"compute": _busy_compute, "hbm": _busy_hbm}[name](w, seconds)
+        if name in ("compute", "hbm")
+        else _busy_network(w, name, seconds)
+        for name, seconds in resources.items()
+        if seconds
+    )
+
+
+def _rounds(w: Workings) -> int:
+    """Microbatches' worth of time that a step takes: idling counts, every stage is that long."""
+    return w.layout.num_microbatches + w.layout.stage - 1
+
+
+def _busy_compute(w: Workings, seconds: float) -> Explanation:
+    dtype = w.problem.job.formats.compute
+    flops = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values())
+    return Explanation(
+        "busy: compute",
+        "(microbatches + stages - 1) x FLOPs of one on the slowest stage / peak",
+        f"{_rounds(w)} x {format_flops(flops)} / {format_flops_per_s(w.problem.cluster.chip.peak(dtype))}",
+        format_time(seconds),
+        f"{_ROOFLINES}; {_sourced(w.problem.cluster, f'flops_per_s.{dtype.value}')}",
+    )
+
+
+def _busy_hbm(w: Workings, seconds: float) -> Explanation:
+    num_bytes = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values())
+    return Explanation(
+        "busy: hbm",
+        "((microbatches + stages - 1) x bytes of matmuls of one + bytes of the optimizer) / HBM bandwidth",
+        f"({_rounds(w)} x {format_bytes(num_bytes)} + {format_bytes(w.optimizer_bytes)}) / "
+        f"({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})",
+        format_time(seconds),
+        f"{_ROOFLINES}; {_sourced(w.problem.cluster, 'hbm_bandwidth')}",
+    )
+
+
+def _busy_network(w: Workings, name: str, seconds: float) -> Explanation:
+    """Every collective of the term by its bytes alone; what is in a microbatch, for idling rounds, too."""
+    counts: dict[str, float] = {}
+    for c in (c for c in w.collectives if c.term == name):
+        runs = 1 if c.when is Pass.STEP else _rounds(w)
+        one = format_time(c.num_bytes * c.path.slowest.seconds_per_byte)
+        counts[one] = counts.get(one, 0.0) + c.count_per_pass * c.copies * runs
+    return Explanation(
+        f"busy: {name} network",
+        "sum over its collectives of number x bytes / data-sheet bandwidth, hops and achieved share left out",
+        " + ".join(f"{_number(n)} x {one}" for one, n in counts.items()),
+        format_time(seconds),
+        f"{_SHARDED}; the collectives above name the bandwidths",
+    )
 
 
 def explain_upper(w: Workings, seconds: float) -> Explanation:

@@ -17,7 +17,7 @@ from meshwise.costs.padding import paddings
 from meshwise.costs.workings import Workings, collectives_of, work_out
 from meshwise.explanation import Explanation
 from meshwise.planning import Found, Plan, Planning, Rival
-from meshwise.report.formulas import explain_memory, explain_time, explain_upper, padding_words
+from meshwise.report.formulas import explain_lower, explain_memory, explain_time, explain_upper, padding_words
 from meshwise.report.report import Report, listed
 from meshwise.report.table import table
 from meshwise.report.workings import collective_data, padding_data, workings_data, workings_tables
@@ -363,6 +363,9 @@ def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
     exposed = {name: seconds for name, seconds in e.terms.items() if seconds}
     busy = {name: seconds for name, seconds in e.resources.items() if seconds}
     held = {name: b for name, b in e.memory.items() if b and name != "total"}
+    active = row.problem.model.parameters.active
+    attention = (e.model_flops - 6 * active * e.tokens) / 3
+    peak = row.problem.cluster.chip.source(f"flops_per_s.{row.problem.job.formats.compute.value}")
     return (
         Explanation(
             "expected step time",
@@ -379,11 +382,12 @@ def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
             format_time(time.lower),
             "the book, All About Rooflines: the busiest resource, at data-sheet rates",
         ),
+        *explain_lower(workings, e.resources),
         explain_upper(workings, time.upper),
         Explanation(
             "model FLOPs",
             "6 x active parameters x tokens + 3 x causal attention",
-            f"for {e.tokens:,.0f} tokens a step",
+            f"6 x {active:,} x {e.tokens:,.0f} + 3 x {format_flops(attention)}",
             format_flops(e.model_flops),
             "the book, Transformers; PaLM (2022), appendix B, with causal attention counted as computed",
         ),
@@ -392,7 +396,7 @@ def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
             "model FLOPs / (step time x chips x peak)",
             f"{e.model_flops:.4g} / ({time.expected:.4g} s x {e.num_chips:,} x {e.peak_flops_per_s:.4g} FLOP/s)",
             format_percent(e.mfu),
-            "PaLM (2022), appendix B",
+            f"PaLM (2022), appendix B; peak: {peak.title}, {peak.date}",
         ),
         Explanation(
             "memory",

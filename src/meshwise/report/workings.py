@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from meshwise.costs.padding import Padding
 from meshwise.costs.workings import BlockWorking, CollectiveWorking, OperationWorking, Workings
@@ -28,6 +29,9 @@ def workings_tables(w: Workings) -> tuple[RenderableType, ...]:
     layers = [b for b in w.blocks if b.operations and b.copies]
     main = max(layers, key=lambda b: b.copies)
     parts: list[RenderableType] = [_forward(main, w), *_rest(main)]
+    others = ", ".join(b.name for b in layers if b is not main)
+    if others:
+        parts.append(Text(f"the operations of {others}: --explain --json"))
     if w.collectives:
         parts += [_collectives(w.collectives), listed("Rules", (f"rule {n}: {text}" for n, text in RULES.items()))]
     return tuple(parts)
@@ -58,7 +62,7 @@ def _numbers(o: OperationWorking) -> tuple[str, str, str]:
 
 def _padded(o: OperationWorking) -> str:
     """Say what rounding up to the tiles of the matrix unit adds."""
-    return f", tiles padded +{100 * (o.tile_waste - 1):.2g} %" if o.tile_waste > 1 else ""
+    return f", {o.tile_waste:.3g} x the FLOPs with tiles padded" if o.tile_waste > 1 else ""
 
 
 def _collectives(rows: Iterable[CollectiveWorking]) -> RenderableType:
