@@ -240,9 +240,10 @@ def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
     """Which mesh axes split which index of `op`: placing an operation is choosing this."""
     if isinstance(op, Attention | AttentionGradient):
         attention = op.source if isinstance(op, AttentionGradient) else op
-        splits = strategy.splits([a for a in op.axes if a != attention.kv_heads_axis])
-        if attention.heads_axis in splits:  # N = K x G: a group of query heads goes with its key/value head
-            splits[attention.kv_heads_axis] = splits[attention.heads_axis]
+        heads, kv_heads = attention.heads_axis, attention.kv_heads_axis
+        splits = strategy.splits([a for a in op.axes if a == heads or a != kv_heads])
+        if heads in splits:  # N = K x G: a group of query heads goes with its key/value head
+            splits[kv_heads] = splits[heads]
         return splits
     if isinstance(op, Route):
         return strategy.splits(op.axes, sequence=False) | _slots(strategy, op)
