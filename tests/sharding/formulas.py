@@ -122,7 +122,7 @@ def _sum_gradient(op: Op, i: int, grad: Part, _: Sequence[Part]) -> np.ndarray:
     return sum_to(grad.values, op.output.axes, op.inputs[i].axes)
 
 
-# A scaling that depends on the global position; of two inputs the second, shared by all heads, is appended to the first.
+# A scaling that depends on the global position; a second input, shared by all heads, is appended to the first.
 
 
 def _angle(part: Part, axes: Axes) -> np.ndarray:
@@ -250,27 +250,25 @@ class Formulas:
             for i, t in enumerate(op.inputs)
         }
 
-    def compute(
-        self, op: Op, inputs: Sequence[Part], output_starts: Sequence[int], output_shape: Sequence[int]
-    ) -> np.ndarray:
-        """Compute `op`; attention's gradient returns d_q, d_k, d_v stacked in a tuple by `attention_gradient` instead."""
-        if isinstance(op, Einsum):
-            return einsum(op, inputs)
-        if isinstance(op, Attention):
-            return attention(op, inputs)
-        if isinstance(op, Lookup):
-            return lookup(op, inputs, output_starts, output_shape)
-        if isinstance(op, Route):
-            return self._route(op, inputs, output_starts, output_shape)
-        assert isinstance(op, Elementwise), f"no formula for {op}"
-        if op.name in self.gradients:
-            source, i = self.gradients[op.name]
-            if source.name == "top_k":
-                return self._gates_gradient(i, inputs[0], inputs[1:])
-            return formula_of(source.name).gradient(source, i, inputs[0], inputs[1:])
-        if op.name == "top_k":
-            return self._gates(inputs)
-        return formula_of(op.name).forward(op, inputs)
+    def compute(self, op: Op, inputs: Sequence[Part], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+        """Compute `op`, whose output starts at `starts` and has `shape`; see `attention_gradient` for that."""
+        match op:
+            case Einsum():
+                return einsum(op, inputs)
+            case Attention():
+                return attention(op, inputs)
+            case Lookup():
+                return lookup(op, inputs, starts, shape)
+            case Route():
+                return self._route(op, inputs, starts, shape)
+        return self._elementwise(op, inputs)
+
+    def _elementwise(self, op: Op, inputs: Sequence[Part]) -> np.ndarray:
+        source, i = self.gradients.get(op.name, (op, None))
+        if source.name == "top_k":
+            return self._gates(inputs) if i is None else self._gates_gradient(i, inputs[0], inputs[1:])
+        formula = formula_of(source.name)
+        return formula.forward(op, inputs) if i is None else formula.gradient(source, i, inputs[0], inputs[1:])
 
     def _chosen(self, tokens: Part) -> tuple[np.ndarray, np.ndarray]:
         """Expert and slot of each of the tokens [B, T, ...], per choice."""

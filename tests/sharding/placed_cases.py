@@ -14,7 +14,7 @@ from operator import or_
 
 import numpy as np
 from formulas import Routing
-from programs import Arrays, Microbatch, Results, run_step
+from programs import Arrays, Microbatch, Results, Step
 from tiny_models import Shape, fixed_routing, random_values, tiny_block
 
 from meshwise.sharding import Mesh
@@ -43,8 +43,8 @@ class Case:
         return place_block(self.block, self.strategy, remat_policy(self.policy))
 
     def run(self, placed: PlacedBlock | None = None) -> Results:
-        step = (self.strategy, self.mesh, self.sizes, self.weights, self.microbatches, self.routing)
-        return run_step(placed or self.placed(), *step)
+        placed = placed or self.placed()
+        return Step(placed, self.strategy, self.mesh, self.sizes, self.weights, self.routing).run(self.microbatches)
 
     def run_on_one_device(self) -> Results:
         return replace(self, mesh=Mesh(()), strategy=Strategy(), policy="none").run()
@@ -56,7 +56,8 @@ def make_case(
     """The block of that name, its sizes chosen so that every axis divides by the mesh."""
     numbers = np.random.default_rng(seed)
     parts = {a: mesh.get(a, 1) for a in ("fsdp", "context", "data", "tensor")}
-    shape = Shape(parts["fsdp"] * parts["context"] * parts["data"], parts["tensor"], random.Random(seed))
+    choose = random.Random(seed)  # noqa: S311 - a seed, no secret
+    shape = Shape(parts["fsdp"] * parts["context"] * parts["data"], parts["tensor"], choose)
     batch, queries = parts["data"] * parts["fsdp"] * 2, parts["context"] * parts["tensor"] * 2
     block, sizes = tiny_block(name, shape, batch=batch, queries=queries)
     weights, batches = random_values(block, sizes, numbers, microbatches)
@@ -65,8 +66,8 @@ def make_case(
 
 
 def random_case(name: str, seed: int) -> Case:
-    """One to three devices along each of four axes, in any order; every strategy, in any order; one or two microbatches."""
-    choose = random.Random(f"{name} {seed}")
+    """One to three devices along each of four axes; every strategy, all in any order; one or two microbatches."""
+    choose = random.Random(f"{name} {seed}")  # noqa: S311 - a seed, no secret
     while True:
         mesh = {axis: choose.choice([1, 2, 2, 3]) for axis in choose.sample(["data", "fsdp", "context", "tensor"], 4)}
         if prod(mesh.values()) <= MAX_DEVICES:

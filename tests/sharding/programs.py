@@ -7,7 +7,7 @@ free is to take a part of what it holds. Not here: any choice of what to move.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from devices import Devices, all_coordinates, apply, collect, distribute, part_of, take_part
@@ -28,7 +28,7 @@ class NotHeldError(AssertionError):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Global arrays that enter the forward pass (activations and indices) and the backward pass (`d_` of the outputs)."""
+    """Global arrays that enter the forward pass (activations, indices) and the backward pass (`d_` of the outputs)."""
 
     inputs: Arrays
     output_gradients: Arrays
@@ -55,8 +55,9 @@ class Results:
 class Machine:
     """Devices and what they hold: tensor name -> sharding -> blocks."""
 
-    def __init__(self, mesh: Mesh, formulas: Formulas) -> None:
+    def __init__(self, mesh: Mesh, sizes: Mapping[str, int], formulas: Formulas) -> None:
         self.mesh = mesh
+        self.sizes = sizes
         self.formulas = formulas
         self.held: dict[str, dict[Sharding, Devices]] = {}
         self._kernel_outputs: dict[tuple[str, str], Devices] = {}
@@ -108,14 +109,12 @@ class Machine:
         shape, starts = [], []
         for axis, split in zip(output.tensor.axes, output.sharding.splits, strict=True):
             index, count = part_of(self.mesh, device, split)
-            width = self.axis_sizes[axis] // count
+            width = self.sizes[axis] // count
             shape.append(width)
             starts.append(index * width)
         result = self.formulas.compute(item.op, parts, starts, shape)
         assert result.shape == tuple(shape), f"{item.op.name}: {result.shape} on a device, expected {shape}"
         return result
-
-    axis_sizes: Mapping[str, int]
 
 
 def _appended(source: Sharding, target: Sharding) -> list[tuple[str, ...]] | None:
@@ -156,41 +155,31 @@ def _check_splits(item: LocalOp) -> None:
             assert split == expected, f"{item.op.name}: {held.tensor} is held as {held.sharding}, iterated as {splits}"
 
 
-def run_step(
-    placed: PlacedBlock,
-    strategy: Strategy,
-    mesh: Mesh,
-    sizes: Mapping[str, int],
-    weights: Arrays,
-    microbatches: Sequence[Microbatch],
-    routing: Routing | None = None,
-) -> Results:
-    """One optimizer step of a placed block: forward and backward of each microbatch, then the step."""
-    return _Step(placed, strategy, mesh, sizes, weights, routing).run(microbatches)
+@dataclass
+class Step:
+    """One optimizer step of a placed block: forward and backward of each microbatch, then the update.
 
+    Args:
+        placed, strategy, mesh: what runs where.
+        sizes: of every axis.
+        weights: global arrays.
+        routing: of the tokens, for mixtures.
+    """
 
-class _Step:
-    def __init__(
-        self,
-        placed: PlacedBlock,
-        strategy: Strategy,
-        mesh: Mesh,
-        sizes: Mapping[str, int],
-        weights: Arrays,
-        routing: Routing | None,
-    ) -> None:
-        self.placed, self.strategy, self.mesh, self.sizes, self.weights = placed, strategy, mesh, sizes, weights
-        self.formulas = Formulas(placed.block, routing)
-        self.accumulated: dict[str, tuple[Sharding, Devices]] = {}
+    placed: PlacedBlock
+    strategy: Strategy
+    mesh: Mesh
+    sizes: Mapping[str, int]
+    weights: Arrays
+    routing: Routing | None = None
+    accumulated: dict[str, tuple[Sharding, Devices]] = field(default_factory=dict)
 
     def machine(self) -> Machine:
-        machine = Machine(self.mesh, self.formulas)
-        machine.axis_sizes = self.sizes
-        return machine
+        return Machine(self.mesh, self.sizes, Formulas(self.placed.block, self.routing))
 
     def run(self, microbatches: Sequence[Microbatch]) -> Results:
         done = [self.microbatch(m) for m in microbatches]
-        gradients, weights = self.step()
+        gradients, weights = self.update()
         tied = {h.tensor.name for h in self.placed.tied}
         return Results(
             outputs=tuple(outputs for outputs, _ in done),
@@ -249,7 +238,7 @@ class _Step:
                 new = Devices(self.mesh, {d: old.blocks[d] + block for d, block in new.blocks.items()})
             self.accumulated[name] = (h.sharding, new)
 
-    def step(self) -> tuple[Arrays, Arrays]:
+    def update(self) -> tuple[Arrays, Arrays]:
         """Gradients to the optimizer's shards, an update there, new weights to where they are stored."""
         machine = self.machine()
         for name, (sharding, devices) in self.accumulated.items():
@@ -257,7 +246,7 @@ class _Step:
         waiting = {h.tensor.name: h for h in self.placed.optimizer}
         gradients: dict[str, np.ndarray] = {}
 
-        def update(held: Held) -> None:
+        def renew(held: Held) -> None:
             name, sharding = held.tensor.name, held.sharding
             gradient = machine.fetch(f"d_{name}", sharding)
             gradients[name] = _collect(gradient, sharding)
@@ -267,10 +256,10 @@ class _Step:
 
         for t in self.placed.step:
             if t.purpose is Purpose.WEIGHTS and t.tensor.name in waiting:
-                update(waiting.pop(t.tensor.name))
+                renew(waiting.pop(t.tensor.name))
             machine.transfer(t)
         for held in waiting.values():
-            update(held)
+            renew(held)
         stored = {h.tensor.name: h.sharding for h in self.placed.weights}
         return gradients, {n: _collect(machine.fetch(n, s), s) for n, s in stored.items()}
 
@@ -283,8 +272,8 @@ def _collect(devices: Devices, sharding: Sharding) -> np.ndarray:
 def differences(found: Results, expected: Results) -> list[str]:
     """Names of everything that differs."""
     wrong = []
-    for field, compare in _FIELDS.items():
-        wrong += [f"{field} {name}" for name in compare(getattr(found, field), getattr(expected, field))]
+    for part, compare in _COMPARE.items():
+        wrong += [f"{part} {name}" for name in compare(getattr(found, part), getattr(expected, part))]
     return wrong
 
 
@@ -299,7 +288,7 @@ def _unlike_each(found: Sequence[Arrays], expected: Sequence[Arrays]) -> list[st
     ]
 
 
-_FIELDS: dict[str, Callable[..., list[str]]] = {
+_COMPARE: dict[str, Callable[..., list[str]]] = {
     "outputs": _unlike_each,
     "input_gradients": _unlike_each,
     "gradients": _unlike,

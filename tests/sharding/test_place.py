@@ -24,7 +24,7 @@ from meshwise.models.catalog import model_names
 from meshwise.sharding.place import LocalOp, PlacedBlock, Transfer, place_block
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, fsdp, tensor, training_strategy
-from meshwise.tensors import Attention, Einsum
+from meshwise.tensors import Attention, Einsum, Op
 
 CASES_PER_BLOCK = 14
 TWO_OF_EACH = {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
@@ -45,8 +45,8 @@ def test_random_placements_compute_what_one_device_computes(name: str) -> None:
 @pytest.mark.slow
 @every_block
 def test_many_random_placements_compute_what_one_device_computes(name: str) -> None:
-    """Slow because it runs 4,200 placed blocks: rare meetings of mesh order, strategy order and policy."""
-    for seed in range(CASES_PER_BLOCK, 150):
+    """Slow because it runs 1,300 placed blocks: rare meetings of mesh order, strategy order and policy."""
+    for seed in range(CASES_PER_BLOCK, 60):
         prove(random_case(name, seed))
 
 
@@ -65,7 +65,7 @@ def combinations() -> Iterator[tuple[str, Strategy, dict[str, int]]]:
 COMBINATIONS = list(combinations())
 
 
-@pytest.mark.parametrize("label, strategy, mesh", COMBINATIONS, ids=[c[0] for c in COMBINATIONS])
+@pytest.mark.parametrize(("label", "strategy", "mesh"), COMBINATIONS, ids=[c[0] for c in COMBINATIONS])
 def test_every_combination_of_strategies(label: str, strategy: Strategy, mesh: dict[str, int]) -> None:
     for name in ("llama", "gpt-2", "deepseek-v3"):
         prove(make_case(name, strategy, mesh, "matmuls"))
@@ -138,7 +138,9 @@ def prove_none_is_useless(case: Case, sample: int | None = None) -> None:
     expected = case.run_on_one_device()
     candidates = list(without_one_transfer(case.placed()))
     assert candidates
-    for item, rest in random.Random(0).sample(candidates, min(sample or len(candidates), len(candidates))):
+    choose = random.Random(0)  # noqa: S311 - a seed, no secret
+    chosen = choose.sample(candidates, min(sample or len(candidates), len(candidates)))
+    for item, rest in chosen:
         assert is_missed(case, rest, expected), f"{item.tensor}: {item.collective} for {item.waits!r} is not needed"
 
 
@@ -148,11 +150,10 @@ def test_no_transfer_can_be_dropped(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("zero, policy", [(0, "none"), (1, "full"), (2, "attention")])
+@pytest.mark.parametrize(("zero", "policy", "sequence"), [(1, "full", True), (2, "none", False)])
 @every_block
 def test_no_transfer_can_be_dropped_of_all(name: str, zero: int, policy: str, sequence: bool) -> None:
-    """Slow because each of 8,000 transfers is left out in a run of its own: not one of them is superfluous."""
+    """Slow because each of 2,500 transfers is left out in a run of its own: not one of them is superfluous."""
     prove_none_is_useless(make_case(name, training_strategy(zero=zero, sequence=sequence), TWO_OF_EACH, policy))
 
 
@@ -160,11 +161,16 @@ def test_the_referee_refuses_what_a_device_does_not_hold() -> None:
     case = make_case("llama", tensor(sequence=False), {"tensor": 2}, "none")
     placed = case.placed()
     kept = tuple(h for h in placed.kept if h.tensor.name != "gate")
-    with pytest.raises(AssertionError, match="gate is needed as .*, held as nothing"):
+    with pytest.raises(AssertionError, match=r"gate is needed as .*, held as nothing"):
         case.run(replace(placed, kept=kept))
 
 
 # Work is divided, not repeated.
+
+
+def is_repeated_index(op: Op, axis: str) -> bool:
+    """K, where it stands beside N = K x G in attention."""
+    return isinstance(op, Attention) and axis == op.kv_heads_axis != op.heads_axis
 
 
 @pytest.mark.parametrize("name", [*LAYERS, "head", "head tied"])
@@ -175,9 +181,7 @@ def test_every_matmul_is_divided_among_all_devices(name: str) -> None:
     matmuls = [i for i in items if isinstance(i.op, Einsum | Attention)]
     assert len(matmuls) > len([op for op in case.block.ops if isinstance(op, Einsum)])
     for item in matmuls:
-        # N and K are one index, and attention divides positions by queries.
-        twin = isinstance(item.op, Attention) and item.op.kv_heads_axis != item.op.heads_axis
-        splits = [s for a, s in item.splits if not (twin and a == item.op.kv_heads_axis)]
+        splits = [s for a, s in item.splits if not is_repeated_index(item.op, a)]
         assert sorted(m for s in splits for m in s) == sorted(TWO_OF_EACH), item.op.name
 
 

@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 from devices import all_coordinates, part_of
 from formulas import Routing
-from programs import Microbatch
+from programs import Arrays, Microbatch
 
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.spec import (
@@ -124,18 +124,18 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
 }
 
 EMBEDDINGS: dict[str, Callable[[Shape, int], Embedding]] = {
-    "embed": lambda s, positions: Embedding(),
-    "embed gpt-2": lambda s, positions: Embedding(positions=positions),
-    "embed gemma": lambda s, positions: Embedding(scaled=True),
-    "embed bloom": lambda s, positions: Embedding(norm=LAYER_NORM),
+    "embed": lambda _, __: Embedding(),
+    "embed gpt-2": lambda _, positions: Embedding(positions=positions),
+    "embed gemma": lambda _, __: Embedding(scaled=True),
+    "embed bloom": lambda _, __: Embedding(norm=LAYER_NORM),
     "embed opt-350m": lambda s, positions: Embedding(positions=positions, width=s.width() + s.stored),
 }
 
 HEADS: dict[str, Callable[[Shape], Head]] = {
-    "head": lambda s: Head(),
-    "head tied": lambda s: Head(norm=LAYER_NORM, tied=True),
-    "head biased": lambda s: Head(norm=LAYER_NORM, bias=True),
-    "head gemma": lambda s: Head(tied=True, scaled=True),
+    "head": lambda _: Head(),
+    "head tied": lambda _: Head(norm=LAYER_NORM, tied=True),
+    "head biased": lambda _: Head(norm=LAYER_NORM, bias=True),
+    "head gemma": lambda _: Head(tied=True, scaled=True),
     "head opt-350m": lambda s: Head(norm=None, tied=True, width=s.width() + s.stored),
 }
 
@@ -161,7 +161,9 @@ def tiny_block(name: str, shape: Shape, *, batch: int, queries: int) -> tuple[Bl
     return block, {a: int(n) for a, n in program.bind(batch=batch, queries=queries).items()}
 
 
-def random_values(block: Block, sizes: Mapping[str, int], numbers: np.random.Generator, microbatches: int):  # noqa: ANN201
+def random_values(
+    block: Block, sizes: Mapping[str, int], numbers: np.random.Generator, microbatches: int
+) -> tuple[Arrays, list[Microbatch]]:
     """Global weights, and global arrays for each microbatch."""
     tensors = {t.name: t for op in reversed(block.ops) for t in op.inputs}
     weights = {t.name: real(t, sizes, numbers) for t in tensors.values() if t.kind is Kind.WEIGHT}
