@@ -19,8 +19,7 @@ from placed_cases import Case, make_case, random_case
 from programs import Arrays, Results, differences
 from tiny_models import BLOCKS, LAYERS
 
-from meshwise.models import load_model
-from meshwise.models.catalog import model_names
+from meshwise.models import load_model, model_names
 from meshwise.sharding.place import LocalOp, PlacedBlock, Transfer, place_block
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, fsdp, tensor, training_strategy
