@@ -268,8 +268,8 @@ def _nothing_found(problem: TrainingProblem, result: SearchResult, fixed: Mappin
     if not math.isfinite(result.least_memory):
         wishes = f" with {','.join(f'{a}={n}' for a, n in fixed.items())}" if fixed else ""
         return InfeasibleError(
-            f"no layout of {problem.cluster.num_chips:,} chips{wishes} can cut a batch of {job.sequences:,.10g} sequences of "
-            f"{job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); "
+            f"no layout of {problem.cluster.num_chips:,} chips{wishes} can cut a batch of "
+            f"{job.sequences:,.10g} sequences of {job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); "
             f"raise --batch-tokens or --batch-slack, {'fix less, ' if fixed else ''}or use fewer chips"
         )
     factor = result.least_memory / chip.hbm_usable

@@ -62,8 +62,8 @@ class SearchSpace:
 
     Args:
         remats: remat policies.
-        zeros: ZeRO stages of the data axis. Stage 0 is left out by default: stage 1 sends the same bytes, holds less,
-            and updates less, so that it is never worse (a property test holds this).
+        zeros: ZeRO stages of the data axis. Stage 0 holds most, but its AllReduce hides behind the backward pass as a
+            whole, where stage 1 has to hide the gathering of new weights behind the forward pass.
         sequence_parallel: whether the residual stream is split over the tensor axis between matmuls; never worse, so
             on.
         micro_batch, num_microbatches: what the user fixed, or None.
@@ -73,7 +73,7 @@ class SearchSpace:
 
     limits: Limits
     remats: tuple[str, ...] = tuple(REMAT_POLICIES)
-    zeros: tuple[int, ...] = (1, 2)
+    zeros: tuple[int, ...] = (0, 1, 2)
     sequence_parallel: bool = True
     micro_batch: int | None = None
     num_microbatches: int | None = None
@@ -120,8 +120,8 @@ class _Rows:
     """Candidates before wires: parallel columns.
 
     Args:
-        mesh: [rows, axes] sizes.
-        mesh_id: number of the mesh in its table.
+        meshes: [meshes, axes] sizes; shared, not a column.
+        mesh_id: number of the row's mesh.
         micro_batch, num_microbatches: how the batch is cut.
         local: index into the table of distinct (micro_batch, context, tensor).
         structure: index into the structures.
@@ -129,7 +129,7 @@ class _Rows:
         memory: bytes per chip.
     """
 
-    mesh: Array
+    meshes: Array
     mesh_id: Rows
     micro_batch: Array
     num_microbatches: Array
@@ -142,15 +142,21 @@ class _Rows:
         return len(self.mesh_id)
 
     def take(self, index: Any) -> _Rows:
-        return _Rows(*(getattr(self, f.name)[index] for f in fields(self)))
+        return _Rows(self.meshes, *(getattr(self, f.name)[index] for f in fields(self)[1:]))
+
+    @property
+    def mesh(self) -> Array:
+        """[rows, axes] sizes."""
+        return self.meshes[self.mesh_id]
 
     def candidates(self) -> Candidates:
-        columns = {a: self.mesh[:, i] for i, a in enumerate(MESH_AXES)}
+        columns = {a: self.meshes[:, i][self.mesh_id] for i, a in enumerate(MESH_AXES)}
         return Candidates(**columns, micro_batch=self.micro_batch, num_microbatches=self.num_microbatches)
 
     @classmethod
     def joined(cls, parts: Sequence[_Rows]) -> _Rows:
-        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+        columns = (np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)[1:])
+        return cls(parts[0].meshes, *columns)
 
 
 def search(
@@ -278,11 +284,11 @@ def _wire_groups(problem: TrainingProblem, structures: Iterable[Structure]) -> t
 def _search_fabric(state: _State, fabric: Fabric) -> None:
     """Search one network: bound everything, then expand what could still matter, best bound first."""
     table = meshes(math.prod(fabric.sizes), state.space.limits)
-    rows, local = _all_rows(state, table)
-    if not len(rows):
+    parts, local = _all_rows(state, table)
+    if not any(map(len, parts)):
         return
     ideal = IdealWires(fabric, {a: table[:, k].astype(float) for k, a in enumerate(MESH_AXES)})
-    rows = _bounded(state, ideal, rows, local)
+    rows = _bounded(state, ideal, parts, local)
     rows = rows.take(np.argsort(rows.bound, kind="stable"))
     expand = _Expansion(state, fabric, local)
     scores = state.score(rows.bound, float(math.prod(fabric.sizes)))
@@ -313,8 +319,8 @@ def _search_front(state: _State, rows: _Rows, expand: _Expansion) -> None:
         rows = rows.take(np.flatnonzero(~state.front.dominated(rows.bound, rows.memory)))
 
 
-def _all_rows(state: _State, table: Rows) -> tuple[_Rows, list[tuple[LocalBlock, ...]]]:
-    """Every cut of the batch and structure on the meshes of `table`, and per structure what devices do on their own."""
+def _all_rows(state: _State, table: Rows) -> tuple[list[_Rows], list[tuple[LocalBlock, ...]]]:
+    """Every cut of the batch on the meshes of `table`, and what devices do on their own; both for each structure."""
     job = state.problem.job
     replicas = table[:, MESH_AXES.index("fsdp")] * table[:, MESH_AXES.index("data")]
     distinct, which = np.unique(replicas, return_inverse=True)
@@ -322,29 +328,28 @@ def _all_rows(state: _State, table: Rows) -> tuple[_Rows, list[tuple[LocalBlock,
     number = np.array([len(c) for c in cuts], int)[which] if len(table) else np.zeros(0, int)
     mesh_id = np.repeat(np.arange(len(table)), number)
     cut = np.concatenate([cuts[w] for w in which]) if len(table) else np.zeros((0, 2))
-    mesh = table[mesh_id].astype(float)
-    keys = np.column_stack([cut[:, 0], mesh[:, MESH_AXES.index("context")], mesh[:, MESH_AXES.index("tensor")]])
-    unique, index = np.unique(keys, axis=0, return_inverse=True) if len(keys) else (keys, np.zeros(0, int))
+    context, tensor, data = (table[:, MESH_AXES.index(a)][mesh_id] for a in ("context", "tensor", "data"))
+    # One number for each distinct combination: rows are found faster than columns are compared.
+    keys = (cut[:, 0] * (context.max(initial=0) + 1) + context) * (tensor.max(initial=0) + 1) + tensor
+    _, first, index = np.unique(keys, return_index=True, return_inverse=True)
+    own = {"micro_batch": cut[first, 0], "context": context[first].astype(float), "tensor": tensor[first].astype(float)}
     blank = np.zeros(len(mesh_id))
-    base = _Rows(mesh, mesh_id, cut[:, 0], cut[:, 1], index.reshape(-1), np.zeros(len(mesh_id), int), blank, blank)
+    base = _Rows(table.astype(float), mesh_id, cut[:, 0], cut[:, 1], index, np.zeros(len(mesh_id), int), blank, blank)
     parts, local = [], []
     for s, structure in enumerate(state.structures):
         # Without replicas the ZeRO stage means nothing: one of them stands for all.
-        meaningful = (mesh[:, MESH_AXES.index("data")] > 1) | (structure.zero == min(state.space.zeros))
-        part = base.take(np.flatnonzero(meaningful))
+        part = base.take(np.flatnonzero((data > 1) | (structure.zero == min(state.space.zeros))))
         part.structure = np.full(len(part), s)
         parts.append(part)
-        columns = dict(zip(("micro_batch", "context", "tensor"), unique.T, strict=True))
-        local.append(evaluate_local(state.problem, structure, **columns) if len(unique) else ())
-    return _Rows.joined(parts), local
+        local.append(evaluate_local(state.problem, structure, **own) if len(part) else ())
+    return parts, local
 
 
-def _bounded(state: _State, ideal: IdealWires, rows: _Rows, local: list[tuple[LocalBlock, ...]]) -> _Rows:
-    """Those of `rows` that fit in memory, with a lower bound of their time."""
+def _bounded(state: _State, ideal: IdealWires, parts: list[_Rows], local: list[tuple[LocalBlock, ...]]) -> _Rows:
+    """Those of the rows that fit in memory, with a lower bound of their time."""
     capacity = state.problem.cluster.chip.hbm_usable * state.space.memory_share
-    parts = []
-    for s, structure in enumerate(state.structures):
-        mine = rows.take(np.flatnonzero(rows.structure == s))
+    kept = []
+    for s, (structure, mine) in enumerate(zip(state.structures, parts, strict=True)):
         for i in range(0, len(mine), _CHUNK):
             chunk = mine.take(slice(i, i + _CHUNK))
             costs = _evaluate(state, structure, chunk, ideal.at(chunk.mesh_id), local[s])
@@ -354,8 +359,8 @@ def _bounded(state: _State, ideal: IdealWires, rows: _Rows, local: list[tuple[Lo
             state.strategies += len(chunk)
             state.infeasible += int((~fits).sum())
             state.least_memory = min(state.least_memory, float(chunk.memory.min()))
-            parts.append(chunk.take(np.flatnonzero(fits)))
-    return _Rows.joined(parts)
+            kept.append(chunk if fits.all() else chunk.take(np.flatnonzero(fits)))
+    return _Rows.joined(kept)
 
 
 def _evaluate(state: _State, structure: Structure, rows: _Rows, wires: Any, local: tuple[LocalBlock, ...]) -> Costs:
@@ -415,8 +420,8 @@ class _Expansion:
 
     def __call__(self, rows: _Rows) -> None:
         """Price every undominated placement of `rows`."""
-        ids, first, inverse = np.unique(rows.mesh_id, return_index=True, return_inverse=True)
-        self._prepare(ids, rows.mesh[first])
+        ids, inverse = np.unique(rows.mesh_id, return_inverse=True)
+        self._prepare(ids, rows.meshes[ids])
         options = [self.worthy[int(i)] for i in ids]
         number = np.array([len(o) for o in options])
         begins = np.cumsum(number) - number
@@ -472,7 +477,7 @@ class _Expansion:
         """Let the best layout of each kind enter the ranking."""
         state, chips = self.state, math.prod(self.fabric.sizes)
         promising = np.flatnonzero(scores <= state.incumbent())
-        kinds = rows.mesh[promising][:, _KIND].astype(int)
+        kinds = rows.meshes[rows.mesh_id[promising]][:, _KIND].astype(int)
         order = np.lexsort((rows.memory[promising], scores[promising], *kinds.T))
         changes = (kinds[order][1:] != kinds[order][:-1]).any(axis=1)
         for k in order[np.r_[True, changes]] if len(order) else order:
@@ -488,7 +493,7 @@ def _span(owner: Rows, k: int) -> slice:
 
 
 def _layout(rows: _Rows, i: int, structure: Structure, factors: Array) -> Layout:
-    sizes = {a: int(rows.mesh[i, k]) for k, a in enumerate(MESH_AXES)}
+    sizes = {a: int(n) for a, n in zip(MESH_AXES, rows.meshes[rows.mesh_id[i]], strict=True)}
     wires = tuple((a, tuple(int(e) for e in factors[k])) for k, a in enumerate(MESH_AXES))
     return Layout(
         **sizes,
