@@ -10,6 +10,7 @@ from meshwise.dtypes import DType
 from meshwise.hardware import Chip, Source
 from meshwise.report.report import Report
 from meshwise.report.table import facts, table
+from meshwise.report.words import counted
 from meshwise.units import format_bandwidth, format_bytes, format_flops_per_s, format_time
 
 __all__ = ["chip_data", "chip_report", "chips_report"]
@@ -99,11 +100,11 @@ def _rows(chip: Chip) -> list[tuple[str, str, str]]:
         rows.append(("onchip_bandwidth", format_bandwidth(chip.onchip_bandwidth), ""))
     rows += [
         ("matmul_tile", "x".join(map(str, chip.matmul_tile)), "m, k, n"),
-        ("link_bandwidth_one_way", format_bandwidth(chip.link_bandwidth_one_way), f"{chip.num_links} link(s)"),
+        ("link_bandwidth_one_way", format_bandwidth(chip.link_bandwidth_one_way), counted(chip.num_links, "link")),
         ("hop_latency", format_time(chip.hop_latency), ""),
         ("host_link_bandwidth", format_bandwidth(chip.host_link_bandwidth), "one way"),
         ("chips_per_host", str(chip.chips_per_host), ""),
-        ("cores_per_chip", str(chip.cores_per_chip), f"{chip.devices_per_chip} JAX device(s)"),
+        ("cores_per_chip", str(chip.cores_per_chip), counted(chip.devices_per_chip, "JAX device")),
         ("power", f"{chip.power:,.0f} W", ""),
     ]
     if chip.price_per_chip_hour is not None:

@@ -12,6 +12,7 @@ from meshwise.hardware import Cluster, Fabric, Machine, SliceRules, Torus
 from meshwise.report.chips import chip_data
 from meshwise.report.report import Report
 from meshwise.report.table import facts, table
+from meshwise.report.words import counted
 from meshwise.units import format_bandwidth, format_bytes, format_flops_per_s, format_money, format_time
 
 __all__ = ["cluster_data", "cluster_report", "clusters_report"]
@@ -115,8 +116,8 @@ def cluster_report(cluster: Cluster, inputs: Mapping[str, Any]) -> Report:
     chip = cluster.chip
     rate_dtype, rate = next(iter(chip.flops_per_s.items()))
     rows: list[tuple[str, str, str]] = [
-        ("chips", f"{cluster.num_chips:,}", f"{chip.title}, {cluster.num_slices} slice(s)"),
-        ("hosts", f"{cluster.num_hosts:,}", f"{chip.chips_per_host} chips each"),
+        ("chips", f"{cluster.num_chips:,}", f"{chip.title}, {counted(cluster.num_slices, 'slice')}"),
+        ("hosts", f"{cluster.num_hosts:,}", f"{counted(chip.chips_per_host, 'chip')} each"),
         ("JAX devices", f"{cluster.num_devices:,}", ""),
         ("peak", format_flops_per_s(rate * cluster.num_chips), f"{rate_dtype.value}, all chips"),
         ("HBM", format_bytes(chip.hbm_capacity * cluster.num_chips), f"{format_bytes(chip.hbm_capacity)} a chip"),

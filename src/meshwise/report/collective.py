@@ -13,6 +13,7 @@ from meshwise.explanation import Explanation
 from meshwise.hardware import Cluster
 from meshwise.report.report import Report
 from meshwise.report.table import facts
+from meshwise.report.words import counted
 from meshwise.sharding import CollectiveKind, Mesh
 from meshwise.units import format_bandwidth, format_bytes, format_time
 
@@ -125,7 +126,7 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
         assumed=(
             case.cluster.describe(),
             f"where the mesh lies: {wiring_words(case.wiring, case.fabric)}",
-            *((f"{unused:,} chips of the cluster are not used",) if unused else ()),
+            *((f"not used: {counted(unused, 'chip')} of the cluster",) if unused else ()),
             *(
                 (f"each row goes to {case.copies:.3g} distinct members, the mean of random choices",)
                 if case.copies != 1

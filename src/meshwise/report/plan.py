@@ -20,6 +20,7 @@ from meshwise.planning import Found, Plan, Planning, Rival
 from meshwise.report.formulas import explain_lower, explain_memory, explain_time, explain_upper, padding_words
 from meshwise.report.report import Report, listed
 from meshwise.report.table import table
+from meshwise.report.words import counted
 from meshwise.report.workings import collective_data, padding_data, workings_data, workings_tables
 from meshwise.sharding.layout import Layout
 from meshwise.units import (
@@ -129,7 +130,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
     lines = [cluster.describe(), *cluster.notes]
     if estimate.num_chips < cluster.num_chips:
         lines.append(
-            f"{cluster.num_chips - estimate.num_chips:,} chips are left out: the rest does better without them"
+            f"left out: {counted(cluster.num_chips - estimate.num_chips, 'chip')}; the rest does better without"
         )
     if estimate.tokens != job.batch_tokens:
         change = estimate.tokens / job.batch_tokens - 1
@@ -270,7 +271,7 @@ def _terms(row: Plan) -> RenderableType:
         (" lower bound", time.lower, f"perfect overlap, data-sheet rates; {_bound_words(row)}"),
         (" upper bound", time.upper, "no overlap"),
     )
-    peak = f"{format_flops_per_s(estimate.peak_flops_per_s)} x {estimate.num_chips:,} chips"
+    peak = f"{format_flops_per_s(estimate.peak_flops_per_s)} x {counted(estimate.num_chips, 'chip')}"
     rows.append(("step, expected", format_time(time.expected), "100.0 %", f"{format_count(estimate.tokens)} tokens"))
     rows += [(name, format_time(t), format_percent(t / time.expected), note) for name, t, note in bounds]
     rows += [
