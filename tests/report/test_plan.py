@@ -117,8 +117,8 @@ def test_without_a_token_budget_there_is_no_run():
 
 
 def test_workings_name_every_term_that_takes_time(plans):
-    report = planned(plans)
-    names = [e.name for e in report.explanations]
+    explanations = planned(plans).details().explanations
+    names = [e.name for e in explanations]
     assert {name for name, seconds in plans[0].estimate.terms.items() if seconds} < set(names)
     assert {"expected step time", "lower bound", "MFU", "memory", "days", "chip-hours", "cost"} < set(names)
-    assert all(e.formula and e.substitution and e.result and e.source for e in report.explanations)
+    assert all(e.formula and e.substitution and e.result and e.source for e in explanations)

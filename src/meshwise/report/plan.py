@@ -18,7 +18,7 @@ from meshwise.costs.workings import Workings, collectives_of, work_out
 from meshwise.explanation import Explanation
 from meshwise.planning import Found, Plan, Planning, Rival
 from meshwise.report.formulas import explain_lower, explain_memory, explain_time, explain_upper, padding_words
-from meshwise.report.report import Report, listed
+from meshwise.report.report import Details, Report, listed
 from meshwise.report.table import table
 from meshwise.report.words import counted
 from meshwise.report.workings import collective_data, padding_data, workings_data, workings_tables
@@ -52,7 +52,6 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         body.append(listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)))
     if len(search.front) > 1:
         body.append(_front(search.front))
-    workings = _work_out(best)
     counts = f"{search.strategies:,} layouts priced ({search.infeasible:,} do not fit)"
     body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
     return Report(
@@ -75,16 +74,13 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         assumed=(*_assumed(best), _headroom(planning)),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_steps(best),
-        explanations=_explanations(best, workings),
-        details=workings_tables(workings),
-        details_data={"workings": workings_data(workings)},
+        details=lambda: _details(best),
     )
 
 
 def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     """Say what one layout would do; arguments as in `plan_report`."""
     plan = planning.plans[0]
-    workings = _work_out(plan)
     fits = "" if plan.estimate.fits else "does not fit in memory: "
     return Report(
         command="estimate train",
@@ -95,15 +91,18 @@ def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
         next_steps=("the best layouts, and why others lose: meshwise plan train with the same options",),
-        explanations=_explanations(plan, workings),
-        details=workings_tables(workings),
-        details_data={"workings": workings_data(workings)},
+        details=lambda: _details(plan),
     )
 
 
-def _work_out(plan: Plan) -> Workings:
+def _details(plan: Plan) -> Details:
     """Work out what the numbers of a plan are made of."""
-    return work_out(plan.problem, plan.fabric, plan.layout)
+    workings = work_out(plan.problem, plan.fabric, plan.layout)
+    return Details(
+        explanations=_explanations(plan, workings),
+        tables=workings_tables(workings),
+        data={"workings": workings_data(workings)},
+    )
 
 
 _NOT_MODELLED = (

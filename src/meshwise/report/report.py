@@ -6,7 +6,7 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,25 @@ from rich.text import Text
 
 from meshwise.explanation import Explanation
 
-__all__ = ["SCHEMA_VERSION", "Report", "listed"]
+__all__ = ["SCHEMA_VERSION", "Details", "Report", "listed"]
 
 #: Of the JSON envelope: changes when a field changes its meaning or goes away, not when one is added.
 SCHEMA_VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """What `--explain` adds.
+
+    Args:
+        explanations: the workings of each number.
+        tables: shown before them.
+        data: further JSON fields.
+    """
+
+    explanations: tuple[Explanation, ...] = ()
+    tables: tuple[RenderableType, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +51,7 @@ class Report:
         not_modelled: what the numbers leave out.
         next_steps: commands or changes to try.
         explanations: the workings that `--explain` shows.
-        details, details_data: further tables, and JSON fields, that `--explain` adds.
+        details: works out more of them, where that takes time; called with `--explain` only.
     """
 
     command: str
@@ -48,8 +63,7 @@ class Report:
     not_modelled: tuple[str, ...] = ()
     next_steps: tuple[str, ...] = ()
     explanations: tuple[Explanation, ...] = field(default=())
-    details: tuple[RenderableType, ...] = ()
-    details_data: Mapping[str, Any] = field(default_factory=dict)
+    details: Callable[[], Details] = Details
 
     def envelope(self, *, explain: bool = False) -> dict[str, Any]:
         """Give the report as JSON values.
@@ -59,9 +73,11 @@ class Report:
         """
         head = {"schema_version": SCHEMA_VERSION, "command": self.command, "inputs": dict(self.inputs)}
         tail = {"assumed": list(self.assumed), "not_modelled": list(self.not_modelled)}
-        clash = ({*head, *tail, "answer", "explanations"}) & {*self.data, *self.details_data}
+        details = self.details() if explain else Details()
+        clash = ({*head, *tail, "answer", "explanations"}) & {*self.data, *details.data}
         assert not clash, f"{self.command}: {clash} belong to the envelope"
-        workings = {"explanations": [_as_dict(e) for e in self.explanations], **self.details_data} if explain else {}
+        every = (*self.explanations, *details.explanations)
+        workings = {"explanations": [_as_dict(e) for e in every], **details.data} if explain else {}
         return {**head, "answer": self.answer, **self.data, **tail, **workings}
 
     def renderable(self, *, explain: bool = False) -> Group:
@@ -69,8 +85,9 @@ class Report:
         parts: list[RenderableType] = [Text(self.answer, style="bold")]
         parts += [item for block in self.body for item in (Text(), block)]
         if explain:
-            parts += [item for block in self.details for item in (Text(), block)]
-            parts += _workings(self.explanations)
+            details = self.details()
+            parts += [item for block in details.tables for item in (Text(), block)]
+            parts += _workings((*self.explanations, *details.explanations))
         parts += _list("Assumed", self.assumed) + _list("Not modelled", self.not_modelled)
         parts += _list("Try next", self.next_steps)
         return Group(*parts)
