@@ -222,3 +222,17 @@ def test_padding_and_copied_heads_are_said_where_assumptions_are():
     words = padding_words(heads)
     assert words.startswith("K = 8 over 16 (tensor): each key/value head is held by 2 chips (+100 %): ")
     assert words in told(row, explain=False)["assumed"]
+
+
+def test_layers_that_do_not_divide_over_stages_are_said():
+    """26 layers over 4 stages: the slowest has 7."""
+    row = plan(model="gemma-3-1b", fsdp=(4, 4, 1), stage=(1, 1, 4), num_microbatches=4)
+    words = "26 layers over 4 stages: 7 on the slowest, 6.5 on average (+7.7 %)"
+    assert words in told(row, explain=False)["assumed"]
+    assert not any("on the slowest" in line for line in told(PLANS["pipeline"](), explain=False)["assumed"])
+
+
+def test_what_only_the_first_stage_does_is_not_in_the_slowest_stage(any_plan):
+    rows = collectives_of(any_plan.problem, any_plan.fabric, any_plan.layout)
+    assert all(c.count_per_step > 0 for c in rows)
+    assert any(c.block == "embed" for c in rows) == (any_plan.layout.stage == 1)

@@ -224,7 +224,7 @@ class Workings:
     Args:
         problem, layout: whose estimate it is.
         blocks: compute, in order of execution.
-        collectives: all that take time.
+        collectives: all that take time, on the slowest stage.
         microbatch: seconds of one microbatch on the slowest stage, exposed communication included.
         send: seconds of one send between stages; boundary_bytes, what it sends.
         optimizer_bytes: HBM traffic of the update on one chip.
@@ -335,7 +335,7 @@ def _signature(item: LocalOp, used: frozenset[str]) -> str:
 def _collectives(hidings: Iterable[Hiding], fabric: Fabric, layout: Layout) -> Iterator[CollectiveWorking]:
     """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
     wires = layout_wires(fabric, layout)
-    entries = [(h, flow, float(seconds)) for h in hidings for flow, seconds in h.flows if seconds > 0]
+    entries = [(h, flow, float(seconds)) for h in hidings if h.count for flow, seconds in h.flows if seconds > 0]
     order = list(Pass)
     used = frozenset(layout.used_axes)
     found: dict[tuple[CollectiveKind, tuple[str, ...]], Path] = {}

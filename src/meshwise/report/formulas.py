@@ -34,6 +34,7 @@ __all__ = [
     "explain_upper",
     "leg_formula",
     "padding_words",
+    "stage_words",
     "upper_parts",
 ]
 
@@ -201,6 +202,19 @@ def padding_words(padding: Padding) -> str:
         holders = f"each key/value head is held by {p.ways / p.size:.3g} chips"
         return f"{where}: {holders} (+{100 * p.waste:.3g} %): {names}"
     return f"{where}: padded to {p.padded:,}, {p.local:,} each (+{100 * p.waste:.2g} %): {names}"
+
+
+def stage_words(layers: int, stages: int) -> str:
+    """Say how layers that do not divide over the stages are counted, "" where they do.
+
+    >>> stage_words(61, 8)
+    '61 layers over 8 stages: 8 on the slowest, 7.62 on average (+4.9 %)'
+    """
+    if layers % stages == 0:
+        return ""
+    most, mean = math.ceil(layers / stages), layers / stages
+    more = f"+{100 * (most / mean - 1):.2g} %"
+    return f"{layers} layers over {stages} stages: {most} on the slowest, {mean:.3g} on average ({more})"
 
 
 def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:

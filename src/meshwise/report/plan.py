@@ -17,7 +17,14 @@ from meshwise.costs.padding import paddings
 from meshwise.costs.workings import Workings, collectives_of, work_out
 from meshwise.explanation import Explanation
 from meshwise.planning import Found, Plan, Planning, Rival
-from meshwise.report.formulas import explain_lower, explain_memory, explain_time, explain_upper, padding_words
+from meshwise.report.formulas import (
+    explain_lower,
+    explain_memory,
+    explain_time,
+    explain_upper,
+    padding_words,
+    stage_words,
+)
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.table import table
 from meshwise.report.words import counted
@@ -145,6 +152,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         "MFU counts 6 x active parameters x tokens, causal attention as computed, no recomputation",
         *problem.model.notes,
         *(padding_words(p) for p in paddings(problem, plan.layout)),
+        *filter(None, [stage_words(problem.model.num_layers, plan.layout.stage)]),
     ]
     if plan.training is not None and plan.training.cost_usd is not None:
         source = cluster.chip.price_source

@@ -33,7 +33,11 @@ def workings_tables(w: Workings) -> tuple[RenderableType, ...]:
     if others:
         parts.append(Text(f"the operations of {others}: --explain --json"))
     if w.collectives:
-        parts += [_collectives(w.collectives), listed("Rules", (f"rule {n}: {text}" for n, text in RULES.items()))]
+        title = "collective" if w.layout.stage == 1 else "collective, last stage"
+        parts += [
+            _collectives(title, w.collectives),
+            listed("Rules", (f"rule {n}: {text}" for n, text in RULES.items())),
+        ]
     return tuple(parts)
 
 
@@ -65,10 +69,10 @@ def _padded(o: OperationWorking) -> str:
     return f", {o.tile_waste:.3g} x the FLOPs with tiles padded" if o.tile_waste > 1 else ""
 
 
-def _collectives(rows: Iterable[CollectiveWorking]) -> RenderableType:
+def _collectives(title: str, rows: Iterable[CollectiveWorking]) -> RenderableType:
     """Show every collective of a chip of the slowest stage: what moves from where to where, and what of it shows."""
     return noted_table(
-        ("collective", ">bytes", ">a step", ">each", ">all", ">exposed", "rule"),
+        (title, ">bytes", ">a step", ">each", ">all", ">exposed", "rule"),
         (
             (
                 (
