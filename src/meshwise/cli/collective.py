@@ -23,9 +23,11 @@ def collective(request: CollectiveRequest, output: Output) -> None:
     an all-gather, after a reduce-scatter; with an arrow, before and after.
 
     \b
-      meshwise collective all-gather "bf16[1024, 4096_X]" --mesh X=16 --on v5e:16x16
+      meshwise collective all-gather "bf16[1024, 4096_X]" --mesh X=16 \\
+        --on v5e:16x16
       meshwise collective all-reduce "bf16[8192, 8192]" --mesh X=8 --on h100:8
-      meshwise collective all-to-all "bf16[4096_X, 8192] -> bf16[4096, 8192_X]" --mesh X=4 --on v5e:4x4
+      meshwise collective all-to-all "bf16[4096_X, 8192] -> bf16[4096, 8192_X]" \\
+        --mesh X=4 --on v5e:4x4
     """  # noqa: D301  (click's mark for lines that stay as they are)
     case = examine_collective(request)
     inputs = {

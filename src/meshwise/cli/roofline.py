@@ -24,7 +24,8 @@ def roofline(request: RooflineRequest, svg: Path | None, output: Output) -> None
 
     \b
     EXPRESSION names dtype and axes of each tensor:
-      meshwise roofline "bf16[B, D] * int8[D, F] -> bf16[B, F]" --on v5e --set D=8192,F=32Ki
+      meshwise roofline "bf16[B, D] * int8[D, F] -> bf16[B, F]" --on v5e \\
+        --set D=8192,F=32Ki
       meshwise roofline "fp32[N] + fp32[N] -> fp32[N]" --on h100 --set N=1Gi
     """  # noqa: D301  (click's mark for lines that stay as they are)
     case = examine_roofline(request)

@@ -25,7 +25,8 @@ def shard(request: ShardRequest, output: Output) -> None:
     \b
       meshwise shard "A[I, J_X] * B[J_X, K] -> C[I, K]"
       meshwise shard "A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]" --mesh X=4,Y=8
-      meshwise shard "A[I, J_X] * B[J, K] -> C[I, K]" --mesh X=4 --set I=1Ki,J=8Ki,K=8Ki --on v5e:4x4
+      meshwise shard "A[I, J_X] * B[J, K] -> C[I, K]" --mesh X=4 \\
+        --set I=1Ki,J=8Ki,K=8Ki --on v5e:4x4
     """  # noqa: D301  (click's mark for lines that stay as they are)
     product, mesh, cluster = examine_shard(request)
     inputs = {

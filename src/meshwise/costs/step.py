@@ -43,7 +43,7 @@ TERMS = {
     "recompute": "forward work done again because its results were not kept (remat)",
     "tensor": "exposed collectives over the tensor axis",
     "context": "exposed collectives over the context axis",
-    "fsdp": "exposed gathering of weights and scattering of gradients",
+    "fsdp": "exposed gathering of weights and scattering of gradients, each microbatch (with zero=2 over data too)",
     "data": "exposed reduction over the data axis, and gathering of new weights",
     "pipeline_bubble": "stages waiting while the pipeline fills and drains",
     "pipeline_send": "exposed sends between stages",

@@ -119,6 +119,9 @@ def _pipeline(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> str:
     estimate = plan.estimate
     share = estimate.memory["total"] / estimate.hbm_capacity
+    if not estimate.fits:
+        needed = format_bytes(estimate.memory["total"])
+        return f"{needed} are needed, {share:.2f} x the {format_bytes(estimate.hbm_capacity)} of HBM"
     again = "nothing is computed twice" if plan.layout.remat == "none" else f"remat={plan.layout.remat} makes room"
     held, whole = format_bytes(estimate.memory["total"]), format_bytes(estimate.hbm_capacity)
     return f"{held} of {whole} HBM ({format_percent(share)}): {again}"

@@ -97,8 +97,13 @@ def _pure(winner: Plan, whole: Fabric, axis: str) -> Rival:
     reasons += _communication_reasons(problem, whole, axis, costs)
     reasons += _placing_reasons(problem, axis, chips)
     slowdown = seconds / _seconds_per_token(winner)
-    reasons.append(f"{slowdown:.3g} x the time per token")
+    reasons.append(_slowdown_words(slowdown))
     return Rival(_NAMES[axis], "; ".join(reasons[:2]), slowdown, memory, memory <= capacity)
+
+
+def _slowdown_words(slowdown: float) -> str:
+    """Say how much slower; three digits say nothing of a rival that is as good as the winner."""
+    return "as fast, within 0.5 %" if abs(slowdown - 1) < 5e-3 else f"{slowdown:.3g} x the time per token"
 
 
 def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int) -> tuple[Costs, float]:
