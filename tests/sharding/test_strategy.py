@@ -76,7 +76,7 @@ def test_tensor_parallelism_all_reduces_twice_in_each_pass() -> None:
 
 
 def test_sequence_parallelism_makes_gathers_and_scatters_of_them() -> None:
-    """Korthikanti et al. 2022, figure 5. The backward pass gathers the inputs again for the weights' gradients (4.2.2)."""
+    """Korthikanti et al. 2022, figure 5; inputs are gathered again for the weights' gradients (section 4.2.2)."""
     p = placed("llama", tensor(sequence=True))
     assert moves(p.forward) == [
         "all-gather x.attn over tensor",
@@ -134,7 +134,7 @@ def test_fsdp_with_tensor_parallelism_gathers_only_the_own_part_of_a_weight() ->
 
 
 def test_the_vocabulary_is_split_and_the_loss_summed() -> None:
-    """Shoeybi et al. 2019, section 3: the embedding is reduced, logits are never gathered, only their loss is summed."""
+    """Shoeybi et al. 2019, section 3: the embedding is reduced, logits are never gathered, their loss is summed."""
     plain = tensor(sequence=False)
     assert moves(placed("embed", plain).forward) == ["all-reduce x over tensor"]
     assert moves(placed("embed", plain).backward) == []

@@ -30,7 +30,11 @@ _ALIASES = {
     "ga": "num_microbatches", "accumulation": "num_microbatches", "microbatches": "num_microbatches",
     "sp": "sequence_parallel", "recompute": "remat",
 }  # fmt: skip
-_LATER = {"ep": "expert", "expert": "expert", "vpp": "interleaved stages", "etp": "expert tensor"}
+_LATER = {
+    "ep": "expert parallelism", "expert": "expert parallelism", "etp": "expert tensor parallelism",
+    "vpp": "interleaving of pipeline stages",
+}  # fmt: skip
+_COUNTS = ("zero", "micro_batch", "num_microbatches")
 _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
@@ -70,17 +74,22 @@ class Layout:
     def __post_init__(self) -> None:
         for name in (*MESH_AXES, "micro_batch", "num_microbatches"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _is_whole(value) or value < 1:
                 raise LayoutError(f"layout: {name} must be a whole number of at least 1, found {value!r}")
-        if self.zero not in (0, 1, 2):
-            raise LayoutError(
-                f"layout: zero must be 0, 1 or 2, found {self.zero!r}; "
-                f"for ZeRO-3 use fsdp={self.data} instead of data={self.data}"
-            )
+        if not _is_whole(self.zero) or self.zero not in (0, 1, 2):
+            hint = f"; ZeRO-3 is the axis fsdp (fsdp={self.data}, not data={self.data})" if self.zero == 3 else ""
+            raise LayoutError(f"layout: zero must be 0, 1 or 2, found {self.zero!r}{hint}")
+        if not isinstance(self.sequence_parallel, bool):
+            raise LayoutError(f"layout: sequence_parallel must be true or false, found {self.sequence_parallel!r}")
+        if not isinstance(self.remat, str):
+            raise LayoutError(f"layout: remat must be the name of a policy, found {self.remat!r}")
         remat_policy(self.remat)
         for axis, extents in self.wires or ():
             if axis not in MESH_AXES:
                 raise UnknownNameError("mesh axis", axis, MESH_AXES)
+            if not all(_is_whole(n) and n >= 1 for n in extents):
+                found = ", ".join(map(repr, extents))
+                raise LayoutError(f"layout: wires of {axis} must be whole numbers of at least 1, found {found}")
             if math.prod(extents) != getattr(self, axis):
                 raise LayoutError(
                     f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}"
@@ -130,16 +139,31 @@ class Layout:
         """Read what `to_json` wrote.
 
         Raises:
-            LayoutError: for a field that a layout does not have, or a value it cannot have.
+            LayoutError: for what is no mapping, or a value that a field cannot have.
+            UnknownNameError: for a field that a layout does not have.
         """
+        if not isinstance(value, Mapping):
+            raise LayoutError(f"layout: expected a mapping of fields, found {value!r}")
         known = {f.name for f in fields(cls)}
         for name in value:
             if name not in known:
-                raise UnknownNameError("layout field", name, known)
+                raise UnknownNameError("layout field", str(name), known)
         changes = dict(value)
         if changes.get("wires") is not None:
-            changes["wires"] = tuple((axis, tuple(extents)) for axis, extents in changes["wires"].items())
+            changes["wires"] = _read_wires(changes["wires"])
         return cls(**changes)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether a value is an integer, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _read_wires(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Mesh axis -> extents, from JSON."""
+    if not isinstance(value, Mapping) or not all(isinstance(extents, list | tuple) for extents in value.values()):
+        raise LayoutError(f"layout: wires must map a mesh axis to a list of extents, found {value!r}")
+    return tuple((axis, tuple(extents)) for axis, extents in value.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +209,10 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
             )
         name = _ALIASES.get(match[1].lower(), match[1].lower())
         if name in _LATER:
-            raise LayoutError(
-                f"layout: {_LATER[name]} parallelism ({part}) is not supported yet; use {', '.join(MESH_AXES)}"
-            )
+            raise LayoutError(f"layout: {_LATER[name]} ({part}) is not supported yet; use {', '.join(MESH_AXES)}")
         if name in given:
             raise LayoutError(f"layout: {name} is given twice in {text!r}")
-        given[name] = _value(name, match[2])
+        given[name] = _value(name, match[2], part)
     if not given:
         raise LayoutError(f"layout: expected name=value such as fsdp=64,tensor=4, found {text!r}")
     _fill_rest(given, num_chips)
@@ -213,24 +235,30 @@ def _fill_rest(given: dict[str, Any], num_chips: int) -> None:
         raise LayoutError(f"layout: only one axis can be -1 (the rest), found {' and '.join(rest)}")
     if rest:
         others = math.prod(v for a, v in given.items() if a in MESH_AXES and a != rest[0])
-        if others < 1 or num_chips % others:
+        if num_chips % others:
             raise LayoutError(
-                f"layout: {rest[0]}=-1 cannot fill {num_chips:,} chips: the other axes multiply to {others:,}"
+                f"layout: {rest[0]}=-1 cannot fill {num_chips:,} chips: the other axes multiply to {others:,}, "
+                f"which does not divide {num_chips:,}"
             )
         given[rest[0]] = num_chips // others
 
 
-def _value(name: str, text: str) -> Any:
-    """Read a size, a switch or a word."""
+def _value(name: str, text: str, part: str) -> Any:
+    """Read a size, a switch or a word; `part` is what the user typed."""
     if name == "remat":
         return text.lower()
     if name == "sequence_parallel":
         if text.lower() not in _SWITCH:
-            raise LayoutError(f"layout: sequence_parallel is on or off, found {text!r}")
+            raise LayoutError(
+                f"layout: sequence_parallel is on or off (it uses the axis tensor), found {part!r}; "
+                "to split positions over an axis of their own use context"
+            )
         return _SWITCH[text.lower()]
-    if name not in (*MESH_AXES, "zero", "micro_batch", "num_microbatches"):
-        choices = (*MESH_AXES, "zero", "micro_batch", "num_microbatches", "remat", "sequence_parallel")
-        raise UnknownNameError("layout axis or choice", name, choices)
-    if not re.fullmatch(r"-?\d+", text):
-        raise LayoutError(f"layout: {name} must be a whole number, found {text!r}")
-    return int(text)
+    if name not in (*MESH_AXES, *_COUNTS):
+        raise UnknownNameError("layout axis or choice", name, (*MESH_AXES, *_COUNTS, "remat", "sequence_parallel"))
+    if not re.fullmatch(r"-?[0-9]+", text):
+        raise LayoutError(f"layout: {name} must be a whole number, found {part!r}")
+    size = int(text)
+    if name in MESH_AXES and size < 1 and size != -1:
+        raise LayoutError(f"layout: {name} must be at least 1, or -1 for the rest, found {part!r}")
+    return size
