@@ -17,15 +17,9 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.planning import Plan, Planning, SearchResult
-from meshwise.report.formulas import (
-    explain_lower,
-    explain_memory,
-    explain_time,
-    explain_upper,
-    leg_formula,
-    padding_words,
-    upper_parts,
-)
+from meshwise.report.bounds import explain_lower, explain_upper, upper_parts
+from meshwise.report.formulas import explain_time, leg_formula
+from meshwise.report.memory import explain_memory, padding_words
 from meshwise.report.plan import estimate_report
 from meshwise.sharding.layout import Layout
 

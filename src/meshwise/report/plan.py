@@ -14,27 +14,19 @@ from rich.text import Text
 
 from meshwise.costs.estimate import Interval
 from meshwise.costs.padding import paddings
-from meshwise.costs.workings import Workings, collectives_of, work_out
-from meshwise.explanation import Explanation
+from meshwise.costs.workings import collectives_of
 from meshwise.planning import Found, Plan, Planning, Rival
-from meshwise.report.formulas import (
-    explain_lower,
-    explain_memory,
-    explain_time,
-    explain_upper,
-    padding_words,
-    stage_words,
-)
-from meshwise.report.report import Details, Report, listed
+from meshwise.report.memory import padding_words, stage_words
+from meshwise.report.plan_details import plan_details
+from meshwise.report.report import Report, listed
 from meshwise.report.table import table
 from meshwise.report.words import counted
-from meshwise.report.workings import collective_data, padding_data, workings_data, workings_tables
+from meshwise.report.workings import collective_data, padding_data
 from meshwise.sharding.layout import Layout
 from meshwise.units import (
     format_bytes,
     format_count,
     format_duration,
-    format_flops,
     format_flops_per_s,
     format_money,
     format_percent,
@@ -81,7 +73,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         assumed=(*_assumed(best), _headroom(planning)),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_steps(best),
-        details=lambda: _details(best),
+        details=lambda: plan_details(best),
     )
 
 
@@ -98,17 +90,7 @@ def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
         next_steps=("the best layouts, and why others lose: meshwise plan train with the same options",),
-        details=lambda: _details(plan),
-    )
-
-
-def _details(plan: Plan) -> Details:
-    """Work out what the numbers of a plan are made of."""
-    workings = work_out(plan.problem, plan.fabric, plan.layout)
-    return Details(
-        explanations=_explanations(plan, workings),
-        tables=workings_tables(workings),
-        data={"workings": workings_data(workings)},
+        details=lambda: plan_details(plan),
     )
 
 
@@ -360,94 +342,3 @@ def _plan_data(row: Plan) -> dict[str, Any]:
 
 def _interval(interval: Interval) -> dict[str, float]:
     return {"lower": interval.lower, "expected": interval.expected, "upper": interval.upper}
-
-
-_RULE = "rule of the expected time, meshwise.costs.step; the book, Training"
-
-
-def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
-    """Show how the headline numbers of a plan come about."""
-    e, time = row.estimate, row.estimate.step_time
-    exposed = {name: seconds for name, seconds in e.terms.items() if seconds}
-    busy = {name: seconds for name, seconds in e.resources.items() if seconds}
-    held = {name: b for name, b in e.memory.items() if b and name != "total"}
-    active = row.problem.model.parameters.active
-    attention = (e.model_flops - 6 * active * e.tokens) / 3
-    peak = row.problem.cluster.chip.source(f"flops_per_s.{row.problem.job.formats.compute.value}")
-    return (
-        Explanation(
-            "expected step time",
-            " + ".join(exposed),
-            " + ".join(format_time(seconds) for seconds in exposed.values()),
-            format_time(time.expected),
-            _RULE,
-        ),
-        *explain_time(workings, e.terms),
-        Explanation(
-            "lower bound",
-            f"max({', '.join(busy)})",
-            f"max({', '.join(format_time(s) for s in busy.values())})",
-            format_time(time.lower),
-            "the book, All About Rooflines: the busiest resource, at data-sheet rates",
-        ),
-        *explain_lower(workings, e.resources),
-        explain_upper(workings, time.upper),
-        Explanation(
-            "model FLOPs",
-            "6 x active parameters x tokens + 3 x causal attention",
-            f"6 x {active:,} x {e.tokens:,.0f} + 3 x {format_flops(attention)}",
-            format_flops(e.model_flops),
-            "the book, Transformers; PaLM (2022), appendix B, with causal attention counted as computed",
-        ),
-        Explanation(
-            "MFU",
-            "model FLOPs / (step time x chips x peak)",
-            f"{e.model_flops:.4g} / ({time.expected:.4g} s x {e.num_chips:,} x {e.peak_flops_per_s:.4g} FLOP/s)",
-            format_percent(e.mfu),
-            f"PaLM (2022), appendix B; peak: {peak.title}, {peak.date}",
-        ),
-        Explanation(
-            "memory",
-            " + ".join(name.replace("_", " ") for name in held),
-            " + ".join(format_bytes(b) for b in held.values()),
-            format_bytes(e.memory["total"]),
-            "the fullest chip; the book, Training",
-        ),
-        *explain_memory(workings, e.memory, paddings(row.problem, row.layout)),
-        *_run_explanations(row),
-    )
-
-
-def _run_explanations(row: Plan) -> tuple[Explanation, ...]:
-    """Show how the run's numbers come about."""
-    run, e = row.training, row.estimate
-    if run is None:
-        return ()
-    rows = [
-        Explanation(
-            "days",
-            "steps x step time / 86,400 s",
-            f"{run.steps:,.0f} x {e.step_time.expected:.4g} s / 86,400 s",
-            f"{run.days.expected:.4g} days",
-            "arithmetic",
-        ),
-        Explanation(
-            "chip-hours",
-            "days x 24 x chips",
-            f"{run.days.expected:.4g} x 24 x {e.num_chips:,}",
-            f"{run.chip_hours:,.0f}",
-            "arithmetic",
-        ),
-    ]
-    if run.cost_usd is not None:
-        price = run.cost_usd / run.chip_hours
-        rows.append(
-            Explanation(
-                "cost",
-                "chip-hours x price",
-                f"{run.chip_hours:,.0f} x {format_money(price)}",
-                format_money(run.cost_usd),
-                "the catalog's price, or --price; 'meshwise chips' names its source",
-            )
-        )
-    return tuple(rows)

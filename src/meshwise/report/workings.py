@@ -1,6 +1,6 @@
 """Tables and JSON of a training estimate's workings: operations of a layer, collectives of a step.
 
-Not here: the numbers (`costs.workings`), and formulas in words (`formulas`).
+Not here: the numbers (`costs.workings`), and formulas in words (`formulas`, `bounds`, `memory`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rich.text import Text
 
 from meshwise.costs.padding import Padding
 from meshwise.costs.workings import BlockWorking, CollectiveWorking, OperationWorking, Workings
-from meshwise.report.formulas import RULES
 from meshwise.report.report import listed
+from meshwise.report.sources import RULES
 from meshwise.report.table import noted_table, table
 from meshwise.units import format_bytes, format_count, format_time
 

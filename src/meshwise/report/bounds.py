@@ -1,0 +1,112 @@
+"""The workings of a training estimate's bounds: how long each resource is busy, and what hides nothing.
+
+Not here: the expected time (`formulas`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwise.costs.traffic import Pass
+from meshwise.costs.workings import Workings
+from meshwise.explanation import Explanation
+from meshwise.report.sources import ROOFLINES, SHARDED, number, sourced
+from meshwise.units import format_bandwidth, format_bytes, format_flops, format_flops_per_s, format_time
+
+__all__ = ["explain_lower", "explain_upper", "upper_parts"]
+
+
+def explain_lower(w: Workings, resources: Mapping[str, float]) -> tuple[Explanation, ...]:
+    """Explain how long each resource is busy at data-sheet rates; the bound from below is the longest.
+
+    Args:
+        w: the workings.
+        resources: seconds by name, of the estimate.
+    """
+    return tuple(
+        {"compute": _busy_compute, "hbm": _busy_hbm}[name](w, seconds)
+        if name in ("compute", "hbm")
+        else _busy_network(w, name, seconds)
+        for name, seconds in resources.items()
+        if seconds
+    )
+
+
+def _rounds(w: Workings) -> int:
+    """Microbatches' worth of time that a step takes: idling counts, every stage is that long."""
+    return w.layout.num_microbatches + w.layout.stage - 1
+
+
+def _busy_compute(w: Workings, seconds: float) -> Explanation:
+    dtype = w.problem.job.formats.compute
+    flops = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values())
+    return Explanation(
+        "busy: compute",
+        "(microbatches + stages - 1) x FLOPs of one on the slowest stage / peak",
+        f"{_rounds(w)} x {format_flops(flops)} / {format_flops_per_s(w.problem.cluster.chip.peak(dtype))}",
+        format_time(seconds),
+        f"{ROOFLINES}; {sourced(w.problem.cluster, f'flops_per_s.{dtype.value}')}",
+    )
+
+
+def _busy_hbm(w: Workings, seconds: float) -> Explanation:
+    num_bytes = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values())
+    return Explanation(
+        "busy: hbm",
+        "((microbatches + stages - 1) x bytes of matmuls of one + bytes of the optimizer) / HBM bandwidth",
+        f"({_rounds(w)} x {format_bytes(num_bytes)} + {format_bytes(w.optimizer_bytes)}) / "
+        f"({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})",
+        format_time(seconds),
+        f"{ROOFLINES}; {sourced(w.problem.cluster, 'hbm_bandwidth')}",
+    )
+
+
+def _busy_network(w: Workings, name: str, seconds: float) -> Explanation:
+    """Every collective of the term by its bytes alone; what is in a microbatch, for idling rounds, too."""
+    counts: dict[str, float] = {}
+    for c in (c for c in w.collectives if c.term == name):
+        runs = 1 if c.when is Pass.STEP else _rounds(w)
+        one = format_time(c.num_bytes * c.path.slowest.seconds_per_byte)
+        counts[one] = counts.get(one, 0.0) + c.count_per_pass * c.copies * runs
+    return Explanation(
+        f"busy: {name} network",
+        "sum over its collectives of number x bytes / data-sheet bandwidth, hops and achieved share left out",
+        " + ".join(f"{number(n)} x {one}" for one, n in counts.items()),
+        format_time(seconds),
+        f"{SHARDED}; the collectives above name the bandwidths",
+    )
+
+
+def explain_upper(w: Workings, seconds: float) -> Explanation:
+    """Explain the bound from above: what the same work takes with nothing hidden.
+
+    Args:
+        w: the workings.
+        seconds: the bound, of the estimate.
+    """
+    parts = upper_parts(w)
+    return Explanation(
+        "upper bound",
+        " + ".join(parts),
+        " + ".join(format_time(part) for part in parts.values()),
+        format_time(seconds),
+        f"{ROOFLINES}: the sum instead of the maximum, for every operation and every collective",
+    )
+
+
+def upper_parts(w: Workings) -> dict[str, float]:
+    """Add up, nothing hidden: FLOPs and bytes of every operation, every collective, idling, sends, the update."""
+    one = sum(b.copies * float(p.serial_seconds) for b in w.blocks for p in b.passes.values())
+    moved = sum(c.count_per_pass * c.copies * c.seconds for c in w.collectives if c.when is not Pass.STEP)
+    send = 2 * w.send if w.layout.stage > 1 else 0.0
+    runs, idle = w.layout.num_microbatches, w.layout.stage - 1
+    chip, calibration = w.problem.cluster.chip, w.problem.calibration
+    parts = {
+        "FLOPs and bytes": runs * one,
+        "collectives of microbatches": runs * moved,
+        "sends": runs * send,
+        "idling": idle * (one + moved + send),
+        "collectives once a step": sum(c.seconds_per_step for c in w.collectives if c.when is Pass.STEP),
+        "optimizer": w.optimizer_bytes / (chip.hbm_bandwidth * calibration.hbm_efficiency),
+    }
+    return {name: part for name, part in parts.items() if part}

@@ -1,0 +1,117 @@
+"""The workings of a training estimate's memory, and what a layout does not divide, in words.
+
+Not here: the numbers (`costs.workings`, `costs.padding`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from meshwise.costs.padding import Padding
+from meshwise.costs.workings import ClassWorking, Workings
+from meshwise.explanation import Explanation
+from meshwise.report.sources import REMAT, SHARDED, STATE, number, sourced
+from meshwise.units import format_bytes, format_count, format_percent
+
+__all__ = ["explain_memory", "padding_words", "stage_words"]
+
+
+_CLASSES = {
+    "parameters": ("sum over blocks of copies x parameters x bytes / ways that share them", STATE),
+    "master_copies": ("sum over blocks of copies x elements of the optimizer's shard x bytes", STATE),
+    "gradients": ("sum over blocks of copies x elements of the gradients' shard x bytes", STATE),
+    "optimizer": ("sum over blocks of copies x elements of the optimizer's shard x moments x bytes", STATE),
+    "activations": ("layers of the stage x microbatches in flight x bytes that one layer keeps", REMAT),
+    "logits_and_loss": ("what the head keeps and works on: logits, their gradient, the loss", REMAT),
+    "workspace": ("the largest over blocks of the largest operation's operands and what is computed again", REMAT),
+    "gathered_weights": (
+        "the largest over blocks of two layers' weights and one's gradients as gathered, less what is stored anyway",
+        "the book, Training, Fully-Sharded Data Parallelism",
+    ),
+    "communication_buffers": ("the largest gathered or unreduced activation, less the chip's own share", SHARDED),
+}
+
+
+def explain_memory(w: Workings, memory: Mapping[str, float], paddings: Sequence[Padding]) -> tuple[Explanation, ...]:
+    """Explain every class of memory that holds anything.
+
+    Args:
+        w: the workings.
+        memory: bytes by class, of the estimate.
+        paddings: axes that do not divide, named beside the parameters.
+    """
+    classes = {c.name: c for c in w.memory}
+    return tuple(
+        _reserve(w, num_bytes) if name == "reserve" else _class(w, classes[name], num_bytes, paddings)
+        for name, num_bytes in memory.items()
+        if num_bytes and name != "total"
+    )
+
+
+def _class(w: Workings, one: ClassWorking, num_bytes: float, paddings: Sequence[Padding]) -> Explanation:
+    formula, source = _CLASSES[one.name]
+    parts = [f"{number(h.copies)} {h.block} x {format_bytes(h.num_bytes)}" for h in one.holdings]
+    text = f"max({', '.join(parts)})" if one.largest and len(parts) > 1 else " + ".join(parts)
+    if one.name == "parameters":
+        text += f"; {_shares(w)}" + "".join(f"; {padding_words(p)}" for p in paddings if p.waste)
+    if one.name == "activations":
+        text += f"; {_kept(w, one)}"
+    return Explanation(one.name.replace("_", " "), formula, text, format_bytes(num_bytes), source)
+
+
+def _shares(w: Workings) -> str:
+    """Say over how many ways the weights of each block are shared out."""
+    weight = w.problem.job.formats.weights
+    return "; ".join(
+        f"one {s.block}: {format_count(s.elements)} x {weight.bytes:g} bytes / {number(round(s.ways, 1))} ways"
+        for s in w.states
+    )
+
+
+def _kept(w: Workings, one: ClassWorking) -> str:
+    """List what one copy of each block keeps."""
+    return "; ".join(
+        f"one {h.block} keeps " + ", ".join(f"{name} {format_bytes(size)}" for name, size in w.kept[h.block])
+        for h in one.holdings
+    )
+
+
+def _reserve(w: Workings, num_bytes: float) -> Explanation:
+    chip = w.problem.cluster.chip
+    field = "hbm_reported" if chip.hbm_reported else "hbm_capacity"
+    return Explanation(
+        "reserve",
+        "a stated share of HBM: runtime, code, compiler scratch, fragmentation",
+        f"{format_percent(w.reserve_share)} x {format_bytes(chip.hbm_usable)}",
+        format_bytes(num_bytes),
+        f"estimate: about 2 GB of an 80 GB GPU; {sourced(w.problem.cluster, field)}",
+    )
+
+
+def padding_words(padding: Padding) -> str:
+    """Say what is padded, from what to what, and what it costs.
+
+    >>> padding_words(Padding("D", 8192, ("fsdp",), 2240, 4, ("w_q",)))
+    'D = 8,192 over 2,240 (fsdp): padded to 8,960, 4 each (+9.4 %): w_q'
+    """
+    p = padding
+    names = ", ".join(p.tensors[:3]) + (f" and {len(p.tensors) - 3} more" if len(p.tensors) > 3 else "")
+    where = f"{p.axis} = {p.size:,} over {p.ways:,} ({' x '.join(p.mesh_axes)})"
+    if p.repeated:
+        holders = f"each key/value head is held by {p.ways / p.size:.3g} chips"
+        return f"{where}: {holders} (+{100 * p.waste:.3g} %): {names}"
+    return f"{where}: padded to {p.padded:,}, {p.local:,} each (+{100 * p.waste:.2g} %): {names}"
+
+
+def stage_words(layers: int, stages: int) -> str:
+    """Say how layers that do not divide over the stages are counted, "" where they do.
+
+    >>> stage_words(61, 8)
+    '61 layers over 8 stages: 8 on the slowest, 7.62 on average (+4.9 %)'
+    """
+    if layers % stages == 0:
+        return ""
+    most, mean = math.ceil(layers / stages), layers / stages
+    more = f"+{100 * (most / mean - 1):.2g} %"
+    return f"{layers} layers over {stages} stages: {most} on the slowest, {mean:.3g} on average ({more})"

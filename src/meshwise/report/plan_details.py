@@ -1,0 +1,120 @@
+"""What `--explain` adds to `plan train` and `estimate train`: tables, and how each headline number comes about.
+
+Not here: terms, bounds and memory in words (`formulas`, `bounds`, `memory`).
+"""
+
+from __future__ import annotations
+
+from meshwise.costs.padding import paddings
+from meshwise.costs.workings import Workings, work_out
+from meshwise.explanation import Explanation
+from meshwise.planning import Plan
+from meshwise.report.bounds import explain_lower, explain_upper
+from meshwise.report.formulas import explain_time
+from meshwise.report.memory import explain_memory
+from meshwise.report.report import Details
+from meshwise.report.workings import workings_data, workings_tables
+from meshwise.units import format_bytes, format_flops, format_money, format_percent, format_time
+
+__all__ = ["plan_details"]
+
+
+def plan_details(plan: Plan) -> Details:
+    """Work out what the numbers of a plan are made of."""
+    workings = work_out(plan.problem, plan.fabric, plan.layout)
+    return Details(
+        explanations=_explanations(plan, workings),
+        tables=workings_tables(workings),
+        data={"workings": workings_data(workings)},
+    )
+
+
+_RULE = "rule of the expected time, meshwise.costs.step; the book, Training"
+
+
+def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
+    """Show how the headline numbers of a plan come about."""
+    e, time = row.estimate, row.estimate.step_time
+    exposed = {name: seconds for name, seconds in e.terms.items() if seconds}
+    busy = {name: seconds for name, seconds in e.resources.items() if seconds}
+    held = {name: b for name, b in e.memory.items() if b and name != "total"}
+    active = row.problem.model.parameters.active
+    attention = (e.model_flops - 6 * active * e.tokens) / 3
+    peak = row.problem.cluster.chip.source(f"flops_per_s.{row.problem.job.formats.compute.value}")
+    return (
+        Explanation(
+            "expected step time",
+            " + ".join(exposed),
+            " + ".join(format_time(seconds) for seconds in exposed.values()),
+            format_time(time.expected),
+            _RULE,
+        ),
+        *explain_time(workings, e.terms),
+        Explanation(
+            "lower bound",
+            f"max({', '.join(busy)})",
+            f"max({', '.join(format_time(s) for s in busy.values())})",
+            format_time(time.lower),
+            "the book, All About Rooflines: the busiest resource, at data-sheet rates",
+        ),
+        *explain_lower(workings, e.resources),
+        explain_upper(workings, time.upper),
+        Explanation(
+            "model FLOPs",
+            "6 x active parameters x tokens + 3 x causal attention",
+            f"6 x {active:,} x {e.tokens:,.0f} + 3 x {format_flops(attention)}",
+            format_flops(e.model_flops),
+            "the book, Transformers; PaLM (2022), appendix B, with causal attention counted as computed",
+        ),
+        Explanation(
+            "MFU",
+            "model FLOPs / (step time x chips x peak)",
+            f"{e.model_flops:.4g} / ({time.expected:.4g} s x {e.num_chips:,} x {e.peak_flops_per_s:.4g} FLOP/s)",
+            format_percent(e.mfu),
+            f"PaLM (2022), appendix B; peak: {peak.title}, {peak.date}",
+        ),
+        Explanation(
+            "memory",
+            " + ".join(name.replace("_", " ") for name in held),
+            " + ".join(format_bytes(b) for b in held.values()),
+            format_bytes(e.memory["total"]),
+            "the fullest chip; the book, Training",
+        ),
+        *explain_memory(workings, e.memory, paddings(row.problem, row.layout)),
+        *_run_explanations(row),
+    )
+
+
+def _run_explanations(row: Plan) -> tuple[Explanation, ...]:
+    """Show how the run's numbers come about."""
+    run, e = row.training, row.estimate
+    if run is None:
+        return ()
+    rows = [
+        Explanation(
+            "days",
+            "steps x step time / 86,400 s",
+            f"{run.steps:,.0f} x {e.step_time.expected:.4g} s / 86,400 s",
+            f"{run.days.expected:.4g} days",
+            "arithmetic",
+        ),
+        Explanation(
+            "chip-hours",
+            "days x 24 x chips",
+            f"{run.days.expected:.4g} x 24 x {e.num_chips:,}",
+            f"{run.chip_hours:,.0f}",
+            "arithmetic",
+        ),
+    ]
+    if run.cost_usd is not None:
+        price = run.cost_usd / run.chip_hours
+        rows.append(
+            Explanation(
+                "cost",
+                "chip-hours x price",
+                f"{run.chip_hours:,.0f} x {format_money(price)}",
+                format_money(run.cost_usd),
+                "the catalog's price, or --price; 'meshwise chips' names its source",
+            )
+        )
+    return tuple(rows)
