@@ -80,7 +80,7 @@ def factorings(draw, room, parts):
 
 @st.composite
 def layouts(draw, fabric, *, max_tensor=8, max_stage=4):
-    """A complete layout with wires: extents drawn on every dimension; axes that are too large give what they have to fsdp."""
+    """A complete layout with wires; extents are drawn, and axes that are too large give what they have to fsdp."""
     extents = dict(zip(MESH_AXES, draw(factorings(fabric.sizes, len(MESH_AXES))), strict=True))
     for axis, most in (("tensor", max_tensor), ("stage", max_stage), ("context", 16)):
         if math.prod(extents[axis]) > most:
@@ -109,7 +109,8 @@ class Case(NamedTuple):
         p = self.problem
         sizes = {k: v for k, v in p.model.sizes.items() if k in "DFNKV"} | {"L": p.model.num_layers}
         wires = {a: e for a, e in self.layout.wires or () if self.layout.sizes[a] > 1}
-        return f"<{sizes} {p.job.seq_len:.0f} {p.job.precision} {p.calibration.name} {p.cluster.name} {self.layout} {wires}>"
+        job = f"{p.job.seq_len:.0f} {p.job.precision} {p.calibration.name}"
+        return f"<{sizes} {job} {p.cluster.name} {self.layout} {wires}>"
 
 
 @st.composite

@@ -17,9 +17,10 @@ LAYER = 2 * D * NH + 2 * D * KH + 3 * D * F + 2 * D  # w_q and w_o, w_k and w_v,
 PARAMETERS = L * LAYER + 2 * V * D + D
 BF16, FP32 = 2, 4
 
-#: Elements that a layer keeps per token, after Korthikanti et al. 2022 without the T x T scores (flash attention), in a gated
-#: network with grouped queries: "none": x, its norm, q, k, v, attention's output, the middle of the residual, its norm, gate, up
-#: and their product. "matmuls": x, q, k, v, attention and its projection, gate, up. "attention": without the feed-forward part.
+#: Elements that a layer keeps per token, after Korthikanti et al. 2022 without the T x T scores (flash attention), in a
+#: gated network with grouped queries: "none": x, its norm, q, k, v, attention's output, the middle of the residual, its
+#: norm, gate, up and their product. "matmuls": x, q, k, v, attention and its projection, gate, up. "attention": without
+#: the feed-forward part.
 KEPT = {
     "none": 4 * D + 2 * NH + 2 * KH + 3 * F,
     "matmuls": D + 2 * NH + 2 * KH + D + 2 * F,
@@ -67,7 +68,12 @@ def test_tensor_over_eight(remat):
     assert m["gathered_weights"] == 0
     assert m["communication_buffers"] == 8 * T * D * BF16 * 7 / 8  # one gathered activation, besides its own shard
     alone = memory(tensor=8, remat=remat, micro_batch=8, sequence_parallel=False)
-    split = {"none": 2 * NH + 2 * KH + 3 * F, "matmuls": 2 * NH + 2 * KH + 2 * F, "attention": 2 * NH + 2 * KH, "full": 0}
+    split = {
+        "none": 2 * NH + 2 * KH + 3 * F,
+        "matmuls": 2 * NH + 2 * KH + 2 * F,
+        "attention": 2 * NH + 2 * KH,
+        "full": 0,
+    }
     whole = KEPT[remat] - split[remat]  # the residual and its norms, on every GPU without sequence parallelism
     assert alone["activations"] == L * (split[remat] / 8 + whole) * 8 * T * BF16
 
@@ -90,7 +96,7 @@ def test_zero_splits_what_it_says():
 def test_a_pipeline_holds_as_many_microbatches_as_are_in_flight(stages, microbatches, layers, in_flight):
     fsdp = 8 // stages
     m = memory(stage=stages, fsdp=fsdp, remat="none", num_microbatches=microbatches, sequences=fsdp * microbatches)
-    # The first of the 1F1B stages: its layers, the embedding, and a microbatch for every stage behind it, itself included.
+    # The first of the 1F1B stages: its layers, the embedding, a microbatch for every stage from itself on.
     assert m["activations"] == layers * in_flight * KEPT["none"] * T * BF16
     assert m["parameters"] == (layers * LAYER + V * D) / fsdp * BF16
     assert m["logits_and_loss"] == 0

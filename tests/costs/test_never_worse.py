@@ -32,8 +32,8 @@ def test_stage_one_sends_no_more_and_holds_no_more_than_stage_zero(case):
     sent = [sum(c.step.resources[n] for n in networks) for c in (one, zero)]
     if layout.tensor == 1:  # else norms are summed apart, a few kilobytes
         assert sent[0] <= sent[1] * LESS
-    # Scattered gradients hide behind the backward pass, gathered weights behind the forward pass, an AllReduce behind the
-    # backward pass alone: stage 0 gains at most the weights' gathering that the forward pass does not cover.
+    # Scattered gradients hide behind the backward pass, gathered weights behind the forward pass, an AllReduce behind
+    # the backward pass alone: stage 0 gains at most the weights' gathering that the forward pass does not cover.
     gained = one.step.expected - zero.step.expected
     assert gained <= (one.step.terms["data"] + 1e-12) * LESS
 
@@ -64,7 +64,7 @@ def test_splitting_the_residual_never_holds_more(case):
 
 @pytest.mark.parametrize("remat", REMATS)
 def test_splitting_the_residual_never_sends_more_but_for_what_it_gathers_again(remat):
-    """Per layer and token width D: an AllReduce is a scatter and a gather; inputs of matmuls are gathered again backward."""
+    """An AllReduce is a scatter and a gather; inputs of matmuls are gathered again in the backward pass."""
     model = tiny()
 
     def sent(sequence_parallel):
@@ -80,8 +80,7 @@ def test_splitting_the_residual_never_sends_more_but_for_what_it_gathers_again(r
 
     forward, backward = sent(True)
     assert forward == sent(False)[0] == 4
-    # Gathered again backward: the inputs of attention and feed-forward (Korthikanti et al. 2022, section 4.2.2). With full
-    # remat AllReduces of the forward pass are repeated where not split: one scatter and two gathers against one AllReduce.
+    # Gathered again backward: the inputs of attention and feed-forward (Korthikanti et al. 2022, section 4.2.2).
     assert backward - sent(False)[1] <= 2
 
 

@@ -37,7 +37,7 @@ class Llama:
 
     @property
     def matmul_flops(self):
-        """6 per weight and token, and causal attention: forward 2 matmuls over half the pairs, backward five halves of that."""
+        """6 per weight and token, and causal attention: 2 matmuls over half the pairs, five backward."""
         weights = 6 * (self.layers * self.layer_weights + self.d * self.v) * self.tokens
         pairs = self.tokens * (self.seq_len + 1) / 2
         return weights + self.layers * (1 + 2.5) * 4 * self.n * self.h * pairs
@@ -212,7 +212,8 @@ def test_a_smaller_batch_never_takes_longer(case, factor):
 
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.sampled_from(["gather", "gather_latency", "exchange", "exchange_latency", "send", "all_reduce"]),
-       st.sampled_from([("tensor",), ("context",), ("context", "fsdp"), ("data",), ("stage",)]), st.floats(0.0, 1.0))  # fmt: skip
+       st.sampled_from([("tensor",), ("context",), ("context", "fsdp"), ("data",), ("stage",)]),
+       st.floats(0.0, 1.0))  # fmt: skip
 def test_a_faster_wire_never_slows_a_step(case, field, group, factor):
     """The search relies on it: wires that no placement beats give a bound."""
     problem, fabric, layout = case

@@ -42,9 +42,7 @@ def layer_forward(tokens, chip):
         return max(2 * (elements + weights) / chip.hbm_bandwidth, flops / chip.vector_flops_per_s)
 
     chip_peak = max(v for k, v in chip.flops_per_s.items() if k.value == "bf16")
-    attention = max(
-        4 * NH * tokens * (T + 1) / 2 / chip_peak, 2 * tokens * (2 * NH + 2 * KH) / chip.hbm_bandwidth
-    )
+    attention = max(4 * NH * tokens * (T + 1) / 2 / chip_peak, 2 * tokens * (2 * NH + 2 * KH) / chip.hbm_bandwidth)
     norm = elementwise(2 * tokens * D, 4 * tokens * D, D)
     rope = elementwise(2 * tokens * NH, 3 * tokens * NH) + elementwise(2 * tokens * KH, 3 * tokens * KH)
     residual = elementwise(3 * tokens * D, tokens * D)
@@ -73,7 +71,7 @@ def test_fsdp_on_a_cube_of_v5p():
 
 def test_fsdp_that_sticks_out_of_a_short_microbatch():
     """256 tokens a chip: gathering takes longer than the layer."""
-    s, chip = step("v5p:4x4x4", fsdp=64, remat="none", seq_len=256, wires=(("fsdp", (4, 4, 4)),))
+    s, _chip = step("v5p:4x4x4", fsdp=64, remat="none", seq_len=256, wires=(("fsdp", (4, 4, 4)),))
     long, _ = step("v5p:4x4x4", fsdp=64, remat="none", wires=(("fsdp", (4, 4, 4)),))
     busy = s.terms["forward"] + s.terms["backward"]
     assert s.resources["fsdp"] == exactly(long.resources["fsdp"])  # weights do not care
@@ -98,8 +96,8 @@ def test_tensor_parallelism_in_one_node_of_h100():
         return max(missing * num_bytes / NVLINK, hops)
 
     residual = time(2 * T * D)
-    # Forward: two gathers and two scatters (Korthikanti et al. 2022). Backward: the same for gradients, and the two gathered
-    # inputs again for the weights' gradients.
+    # Forward: two gathers and two scatters (Korthikanti et al. 2022). Backward: the same for gradients, and the two
+    # gathered inputs again for the weights' gradients.
     layer = (2 + 2) * residual + (4 + 2) * residual
     ids = time(4 * T)
     embedding = (ids + residual) + (ids + residual)
@@ -165,7 +163,9 @@ def test_a_pipeline_idles_for_all_stages_but_one(stages, microbatches):
 
 def test_stages_share_out_the_layers():
     def flops(stage):
-        s, _ = step("h100:8", stage=stage, num_microbatches=8, remat="none", wires=(("stage", (stage,)), ("fsdp", (8 // stage,))), fsdp=8 // stage)  # fmt: skip
+        fsdp = 8 // stage
+        wires = (("stage", (stage,)), ("fsdp", (fsdp,)))
+        s, _ = step("h100:8", stage=stage, fsdp=fsdp, num_microbatches=8, remat="none", wires=wires)
         return s.flops
 
     head = 6 * 8 * T * D * V
@@ -190,7 +190,7 @@ def test_context_parallelism_gathers_keys_and_values():
 
 
 def test_bounds_of_a_compute_bound_step():
-    s, chip = step("v5p:4x4x4", fsdp=64, remat="full", wires=(("fsdp", (4, 4, 4)),))
+    s, _chip = step("v5p:4x4x4", fsdp=64, remat="full", wires=(("fsdp", (4, 4, 4)),))
     attention = 4 * NH * T * (T + 1) / 2
     forward = 2 * T * (LAYER - 2 * D) + attention
     # Full remat runs the forward pass again but for its last matmul, whose result the backward pass does not read.

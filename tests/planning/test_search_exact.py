@@ -1,7 +1,7 @@
 """The search finds what trying everything finds: each layout of small clusters priced alone, by the scalar evaluator.
 
-The enumeration here shares nothing with the search but the evaluator: meshes, cuts of the batch and placements are listed from
-their definitions. Stage 0 of ZeRO, which the search leaves out as never better, is in.
+The enumeration here shares nothing with the search but the evaluator: meshes, cuts of the batch and placements are
+listed from their definitions.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def everything(problem, fabric, *, zeros=(0, 1, 2), remats=REMATS, max_tensor, m
             yield from price(problem, fabric, mesh, rows, int(share), choices)
 
 
-def price(problem, fabric, mesh, rows, share, choices):
+def price(problem, fabric, mesh, rows, share, choices):  # noqa: PLR0917 -- what a layout is made of
     made = {}
 
     def wires(axes):
@@ -216,24 +216,17 @@ def test_the_vectorised_evaluator_equals_the_scalar_one():
         columns = {a: mesh[:, i] for i, a in enumerate(MESH_AXES)}
         by_axis = {a: [factors[:, i, d] for d in range(factors.shape[2])] for i, a in enumerate(MESH_AXES)}
         for structure in (Structure(0, False, "none"), Structure(1, True, "full"), Structure(2, True, "attention")):
-            many = evaluate(
-                problem,
-                structure,
-                Candidates(**columns, micro_batch=micro, num_microbatches=number),
-                lambda axes, by_axis=by_axis: make_wire(fabric, by_axis, tuple(sorted(axes))),
-            )
+            candidates = Candidates(**columns, micro_batch=micro, num_microbatches=number)
+            many = evaluate(problem, structure, candidates, wires_of(fabric, by_axis))
             for i, (sizes, way) in enumerate(rows):
-                one = evaluate(
-                    problem,
-                    structure,
-                    Candidates(*_ordered(sizes), micro_batch=float(micro[i]), num_microbatches=float(number[i])),
-                    lambda axes, way=way: make_wire(
-                        fabric,
-                        dict(zip(MESH_AXES, [[float(f) for f in r] for r in way], strict=True)),
-                        tuple(sorted(axes)),
-                    ),
-                )
+                alone = {a: [float(f) for f in extents] for a, extents in zip(MESH_AXES, way, strict=True)}
+                cut = {"micro_batch": float(micro[i]), "num_microbatches": float(number[i])}
+                one = evaluate(problem, structure, Candidates(*_ordered(sizes), **cut), wires_of(fabric, alone))
                 _same(many, one, i, len(rows))
+
+
+def wires_of(fabric, factors):
+    return lambda axes: make_wire(fabric, factors, tuple(sorted(axes)))
 
 
 def _ordered(sizes):

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
+from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate, place_structure
 from meshwise.costs.network import Fabric, Wire, make_wire
 from meshwise.costs.step import Ledger
 from meshwise.errors import LayoutError
 from meshwise.sharding.layout import MESH_AXES, Layout
-from meshwise.sharding.remat import remat_policy, saved_activations
 from meshwise.tensors import Attention
 
 __all__ = ["Estimate", "Interval", "TrainingRun", "estimate_training", "model_flops", "training_run"]
@@ -117,15 +116,16 @@ def model_flops(problem: TrainingProblem, tokens: float) -> float:
 
 
 def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:
-    program = problem.model.train_program()
-    sizes = program.bind(batch=layout.sequences, queries=problem.job.seq_len)
-    policy = remat_policy(layout.remat)
+    sizes = problem.model.train_program().bind(batch=layout.sequences, queries=problem.job.seq_len)
     total = 0.0
-    for block in program:
-        if block.role == "layer":
-            again = saved_activations(block, policy).recompute
-            total += block.repeat * sum(op.flops(sizes) for op in again if op.matmul)
+    for placed in place_structure(problem.model, _structure(layout)):
+        again = [op for op in placed.block.ops if op.name in placed.recomputed and op.matmul]
+        total += placed.block.repeat * sum(op.flops(sizes) for op in again)
     return float(total)
+
+
+def _structure(layout: Layout) -> Structure:
+    return Structure(layout.zero, layout.sequence_parallel, layout.remat)
 
 
 def layout_factors(fabric: Fabric, layout: Layout) -> dict[str, list[float]]:
@@ -156,7 +156,7 @@ def layout_candidate(layout: Layout) -> tuple[Structure, Candidates]:
     candidates = Candidates(
         **sizes, micro_batch=float(layout.micro_batch), num_microbatches=float(layout.num_microbatches)
     )
-    return Structure(layout.zero, layout.sequence_parallel, layout.remat), candidates
+    return _structure(layout), candidates
 
 
 def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, ledger: Ledger | None = None) -> Costs:
