@@ -67,6 +67,18 @@ def test_estimate_train_answers_as_the_command_does(capsys):
     assert dict(plan.estimate.memory) == row["estimate"]["memory_bytes"]
 
 
+def test_a_layout_that_never_fits_is_shown_in_its_leanest_way(capsys):
+    asked = {"on": "h100:8", "batch_tokens": "1Mi", "seq_len": 8192}
+    (leanest,) = meshwise.estimate_train("llama-3-8b", **asked, layout="data=8").plans
+    assert not leanest.estimate.fits
+    for choices in ("remat=none", "remat=attention", "remat=full,micro_batch=4", "remat=full,micro_batch=1"):
+        (other,) = meshwise.estimate_train("llama-3-8b", **asked, layout=f"data=8,{choices}").plans
+        assert other.estimate.memory["total"] >= leanest.estimate.memory["total"]
+    command = ["estimate", "train", "llama-3-8b", "--on", "h100:8", "--batch-tokens", "1Mi", "--seq-len", "8192"]
+    assert main([*command, "--layout", "data=8"]) == 3
+    assert "share out the training state: zero=2" in capsys.readouterr().out
+
+
 def test_numbers_and_mappings_serve_as_well_as_text():
     text = meshwise.plan_train("llama-3-8b", **TRAIN, fix="tensor=4", top=1)
     numbers = meshwise.plan_train(

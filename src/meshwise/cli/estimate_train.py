@@ -24,8 +24,8 @@ __all__ = ["train"]
 def train(request: EstimateTrainRequest, save: Path | None, output: Output) -> None:
     """Estimate what one layout would do for a training job.
 
-    What the layout leaves open (remat, microbatches, where the mesh lies) is chosen best. The exit code is 3 when the
-    layout does not fit in memory.
+    What the layout leaves open (remat, microbatches, where the mesh lies) is chosen best. When it does not fit in
+    memory in any way, the leanest is shown, and the exit code is 3.
 
     \b
       meshwise estimate train llama-3-70b --on v5p:16x20x28 \\

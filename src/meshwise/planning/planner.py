@@ -191,7 +191,7 @@ def estimate_layout(
 ) -> Planning:
     """Estimate the layout that a user wrote; what was not written (remat, microbatches, wires...) is chosen best.
 
-    A layout that does not fit in memory is estimated all the same; `Estimate.fits` says so.
+    A layout that does not fit in memory in any way is estimated in its leanest one, and `Estimate.fits` says so.
 
     Raises:
         LayoutError: the layout cannot be placed on this model, job and cluster; says which constraint and the nearest
@@ -215,13 +215,14 @@ def estimate_layout(
         "num_microbatches": choices.get("num_microbatches"),
     }
     result = search(problem, parts, SearchSpace(space.limits, **given), top=1, progress=progress)
-    if not result.best:
-        result = search(
-            problem, parts, SearchSpace(space.limits, **given, memory_share=math.inf), top=1, progress=progress
-        )
-    if not result.best:
-        raise _batch_error(problem, request)
-    best = result.best[0]
+    if result.best:
+        best = result.best[0]
+    else:  # what is missing is memory: the leanest way says by how much
+        too_large = SearchSpace(space.limits, **given, memory_share=math.inf)
+        result = search(problem, parts, too_large, top=1, progress=progress)
+        if not result.best:
+            raise _batch_error(problem, request)
+        best = result.front[-1]
     plan = Plan.of(problem, best.layout, best.fabric)
     return Planning((plan,), winner_reasons(plan, whole), (), result)
 

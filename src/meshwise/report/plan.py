@@ -89,7 +89,7 @@ def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         body=(Text(_subject(plan)), _terms(plan), _memory(plan), listed("Why", planning.reasons)),
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
-        next_steps=("the best layouts, and why others lose: meshwise plan train with the same options",),
+        next_steps=_next_of_one(plan),
         details=lambda: plan_details(plan),
     )
 
@@ -162,6 +162,14 @@ def _next_steps(plan: Plan) -> tuple[str, ...]:
         steps.append("recomputation costs time for memory: chips with more memory, or more chips, need less of it")
     if plan.problem.job.tokens is None:
         steps.append("days and dollars of a whole run: --tokens 15T")
+    return tuple(steps)
+
+
+def _next_of_one(plan: Plan) -> tuple[str, ...]:
+    """Suggest what to do about one layout."""
+    steps = ["the best layouts, and why others lose: meshwise plan train with the same options"]
+    if not plan.estimate.fits and plan.layout.data > 1 and plan.layout.zero < 2:
+        steps.insert(0, "share out the training state: zero=2 in the layout, or fsdp in place of data")
     return tuple(steps)
 
 
