@@ -184,6 +184,17 @@ def test_every_matmul_is_divided_among_all_devices(name: str) -> None:
         assert sorted(m for s in splits for m in s) == sorted(TWO_OF_EACH), item.op.name
 
 
+@every_block
+def test_weights_that_are_used_otherwise_than_stored_are_listed(name: str) -> None:
+    """An embedding table too, which the backward pass does not read."""
+    placed = make_case(name, training_strategy(zero=0, sequence=True), TWO_OF_EACH, "none").placed()
+    stored = {h.tensor.name: h.sharding for h in (*placed.weights, *placed.tied)}
+    items = [i for i in (*placed.forward, *placed.backward) if isinstance(i, LocalOp)]
+    used = {h.tensor.name: h.sharding for i in items for h in i.inputs if h.tensor.name in stored}
+    assert used.keys() == stored.keys()
+    assert {h.tensor.name: h.sharding for h in placed.gathered} == {n: s for n, s in used.items() if s != stored[n]}
+
+
 # What real models are made of can be placed.
 
 

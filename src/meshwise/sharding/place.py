@@ -282,8 +282,8 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     kept = {t.name: forward.held[t.name] for t in saved.kept}
     back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
     gathered = {
-        (h.tensor.name): h
-        for item in back.items
+        h.tensor.name: h
+        for item in (*forward.items, *back.items)
         if isinstance(item, LocalOp)
         for h in item.inputs
         if h.tensor.kind is Kind.WEIGHT and h.sharding != weights[h.tensor.name].sharding
