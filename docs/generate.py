@@ -49,7 +49,8 @@ def output_of(command: str) -> str:
                 main(words[1:])
         finally:
             os.chdir(here)
-    return out.getvalue() or err.getvalue()
+    said = err.getvalue()
+    return out.getvalue() or said[said.index("error: ") :]  # lines of progress come and go with the machine
 
 
 def stable(text: str) -> str:
