@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import cache
 from typing import NamedTuple
 
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from meshwise.sharding.layout import MESH_AXES, Layout
 REMATS = ("none", "matmuls", "attention", "full")
 
 
+@cache
 def tiny(*, layers=4, width=256, heads=8, kv_heads=4, hidden=512, vocab=1024, tied=False):
     """A Llama of a few million parameters."""
     config = {

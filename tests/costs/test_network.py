@@ -40,7 +40,7 @@ def extents_of(factors, axes):
     return [math.prod(c) for c in zip(*(factors[a] for a in axes), strict=True)]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(groups())
 def test_no_wire_beats_what_must_come_into_a_chip(group):
     fabric, factors, axes = group
@@ -62,7 +62,7 @@ def test_no_wire_beats_what_must_come_into_a_chip(group):
     assert wire_time(Kind.PERMUTE, 1.0, wire) >= 1 / fastest * near
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(groups())
 def test_no_wire_beats_the_narrowest_cut(group):
     """Half of a group must receive what the other half holds, through the links between the halves."""
@@ -87,7 +87,7 @@ def test_no_wire_beats_the_narrowest_cut(group):
         assert wire.exchange >= crossing / links * (1 - 1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(groups())
 def test_floats_and_arrays_agree(group):
     fabric, factors, axes = group
@@ -101,7 +101,7 @@ def test_floats_and_arrays_agree(group):
     assert np.broadcast_to(together.size, 3)[1] == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(groups(), st.integers(0, 3), st.floats(1.0, 8.0))
 def test_more_bandwidth_never_slows_a_wire(group, i, factor):
     fabric, factors, axes = group

@@ -19,7 +19,7 @@ from meshwise.sharding.place import Purpose, Transfer
 LESS = 1 + 1e-9
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_stage_one_sends_no_more_and_holds_no_more_than_stage_zero(case):
     """The same bytes on the wires (unless switches add them up), and a share of the state."""
@@ -52,7 +52,7 @@ def test_stage_zero_is_looked_at_because_it_can_be_faster():
     assert found[2] == found[0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_splitting_the_residual_never_holds_more(case):
     problem, fabric, layout = case
@@ -84,7 +84,7 @@ def test_splitting_the_residual_never_sends_more_but_for_what_it_gathers_again(r
     assert backward - sent(False)[1] <= 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases(), st.sampled_from([1, 2, 3]))
 def test_remat_trades_time_for_activations(case, i):
     """Each policy keeps no more than the one before it, and recomputes no less."""

@@ -50,7 +50,7 @@ def into_a_chip(fabric):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_a_step_is_never_faster_than_its_flops(case):
     problem, fabric, layout = case
@@ -59,7 +59,7 @@ def test_a_step_is_never_faster_than_its_flops(case):
     assert step.lower >= Llama(problem, layout).matmul_flops / layout.num_chips / peak * NEAR
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_a_step_is_never_faster_than_its_matmuls_bytes(case):
     """Every matmul reads both operands and writes its result, in the forward pass and twice in the backward pass."""
@@ -89,7 +89,7 @@ def test_a_step_is_never_faster_than_its_matmuls_bytes(case):
     assert step.lower >= num_bytes / problem.cluster.chip.hbm_bandwidth * NEAR
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_a_step_is_never_faster_than_its_bytes_on_the_wires(case):
     problem, fabric, layout = case
@@ -130,7 +130,7 @@ def test_a_step_is_never_faster_than_its_bytes_on_the_wires(case):
         assert sum(step.resources[u] for u in set(used) & set(step.resources)) >= num_bytes / links * NEAR, name
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     problem, fabric, layout = case
@@ -149,7 +149,7 @@ def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     assert e.memory["reserve"] == RESERVE_SHARE * problem.cluster.chip.hbm_usable
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_hidden_and_exposed_are_all_of_the_communication(case):
     """Per microbatch and step: exposed + hidden = what the collectives take, by network."""
@@ -186,7 +186,7 @@ def faster(problem, fabric, *, flops=1.0, hbm=1.0, links=1.0):
     return replace(problem, cluster=problem.cluster.replace(chip=chip)), replace(fabric, dimensions=dims)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases(), st.sampled_from(["flops", "hbm", "links"]), st.floats(1.0, 30.0))
 def test_faster_hardware_never_slows_a_plan(case, what, factor):
     problem, fabric, layout = case
@@ -196,7 +196,7 @@ def test_faster_hardware_never_slows_a_plan(case, what, factor):
         assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9), name
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases(), st.integers(2, 5))
 def test_a_smaller_batch_never_takes_longer(case, factor):
     problem, fabric, layout = case
@@ -210,7 +210,7 @@ def test_a_smaller_batch_never_takes_longer(case, factor):
         assert getattr(fewer, name) <= getattr(more, name) * (1 + 1e-9), name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(["gather", "gather_latency", "exchange", "exchange_latency", "send", "all_reduce"]),
        st.sampled_from([("tensor",), ("context",), ("context", "fsdp"), ("data",), ("stage",)]),
        st.floats(0.0, 1.0))  # fmt: skip
@@ -231,7 +231,7 @@ def test_a_faster_wire_never_slows_a_step(case, field, group, factor):
         assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9), name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_splitting_conserves_flops(case):
     """What all chips do together is what one chip would do alone, where sizes divide."""
@@ -259,7 +259,7 @@ def _alone(cluster):
     return replace(net, levels=(replace(net.levels[0], degree=1),))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_splitting_conserves_the_training_state(case):
     """Weights over everything that shares them out hold together what one chip would hold."""

@@ -95,16 +95,18 @@ def test_cost_never_takes_more_chip_seconds_than_time(cluster):
 
 
 def test_fewest_chips_for_a_deadline():
-    p = problem(cluster="h100:64", tokens="100B")
+    p = problem(
+        tiny(layers=8, width=2048, hidden=8192, heads=16), cluster="h100:32", tokens="100B", batch_tokens="512Ki"
+    )
     free = plan_training(p, top=1).plans[0]
     days = 3 * free.training.days.expected
     plan = plan_training(p, objective="chips", deadline_days=days, top=1).plans[0]
-    assert plan.estimate.num_chips < 64
+    assert plan.estimate.num_chips < 32
     assert plan.training.days.expected <= days
     tight = plan_training(p, objective="chips", deadline_days=free.training.days.expected * 1.001, top=1).plans[0]
     assert tight.estimate.num_chips > plan.estimate.num_chips
     with pytest.raises(
-        InfeasibleError, match=r"no part of h100:64 trains 1e\+11 tokens in 0\.1 days: the fastest plan"
+        InfeasibleError, match=r"no part of h100:32 trains 1e\+11 tokens in 0\.1 days: the fastest plan"
     ):
         plan_training(p, objective="chips", deadline_days=0.1)
 

@@ -91,13 +91,13 @@ PROBLEMS = {
     "v5e 4x4": lambda: problem_on(parse_cluster("v5e:4x4"), width=1024, hidden=4096, layers=2, sequences=4),
     "v5p 2x2x4": lambda: problem_on(parse_cluster("v5p:2x2x4"), width=2048, hidden=8192, layers=2, sequences=4),
     "v5e 4x4, little memory": lambda: problem_on(
-        parse_cluster("v5e:4x4"), width=1024, hidden=4096, vocab=32000, layers=4, hbm=0.19e9, seq_len=2048
+        parse_cluster("v5e:4x4"), width=1024, hidden=4096, vocab=32000, layers=4, hbm=0.19e9, seq_len=2048, sequences=4
     ),
     "8 H100": lambda: problem_on(parse_cluster("h100:8"), width=4096, hidden=16384, layers=4, vocab=32000),
     "8 H100, little memory": lambda: problem_on(
         parse_cluster("h100:8"), width=4096, hidden=16384, layers=4, vocab=32000, hbm=4e9, sequences=16
     ),
-    "16 H100": lambda: problem_on(parse_cluster("h100:16"), width=2048, hidden=8192, layers=4, sequences=8),
+    "16 H100": lambda: problem_on(parse_cluster("h100:16"), width=2048, hidden=8192, layers=4, sequences=4),
     "16 H100, switches add": lambda: problem_on(parse_cluster("h100:16+sharp"), width=2048, hidden=8192, layers=2),
     "12 chips": lambda: problem_on(torus((3, 4)), sequences=12, layers=3, width=1536, hidden=4608),
     "20 chips": lambda: problem_on(
@@ -165,7 +165,7 @@ def test_what_was_found_is_what_it_costs(searched):
 
 @pytest.mark.parametrize("objective", ["time", "cost"])
 def test_over_several_fabrics_the_objective_decides(objective):
-    problem = problem_on(parse_cluster("h100:16"), width=2048, hidden=8192, layers=2, sequences=16)
+    problem = problem_on(parse_cluster("h100:16"), width=2048, hidden=8192, layers=2, sequences=4)
     whole = Fabric.of(problem.cluster)
     half = replace(whole, dimensions=(whole.dimensions[0], replace(whole.dimensions[1], size=1)))
     limits = training_limits(problem)

@@ -65,7 +65,7 @@ def tables(draw):
     return fabric, np.array(rows, float)  # [rows, axes, dimensions]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tables())
 def test_no_placement_beats_the_ideal_wires(table):
     fabric, factors = table
@@ -82,7 +82,7 @@ def test_no_placement_beats_the_ideal_wires(table):
             assert getattr(some(group), name)[0] == getattr(best, name)[-1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(clusters, st.data())
 def test_what_is_left_undominated_holds_a_minimiser_of_every_monotone_cost(cluster, data):
     fabric = Fabric.of(cluster)
@@ -116,7 +116,7 @@ def test_several_meshes_keep_their_own_placements():
     assert len(alone[1]) < len(options[1])  # x and y are alike
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 3000), st.floats(0, 0.3), st.integers(1, 400), st.integers(1, 4))
 def test_cuts_of_the_batch_keep_to_it(sequences, slack, replicas, multiple):
     for micro, number in batch_cuts(sequences, slack, replicas, multiple):
@@ -124,7 +124,7 @@ def test_cuts_of_the_batch_keep_to_it(sequences, slack, replicas, multiple):
         assert abs(micro * number * replicas - sequences) <= sequences * slack + 1e-6 * replicas
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 2000), st.integers(1, 100))
 def test_without_slack_all_exact_cuts_are_found_and_only_they(sequences, replicas):
     share, rest = divmod(sequences, replicas)
