@@ -31,7 +31,7 @@ def estimate(*, remat="full", price=2.0, tokens="1T", calibration=IDENTITY, **la
 def test_model_flops_are_six_per_parameter_and_token_and_half_of_attention():
     problem, e = estimate()
     parameters = problem.model.parameters.active
-    # Two matmuls a head, 2 FLOPs per pair and width each; causal pairs T (T + 1) / 2; three times with the backward pass.
+    # Two matmuls a head, 2 FLOPs per pair and width each; causal pairs T (T + 1) / 2; three times with backward.
     attention = 3 * L * 2 * 2 * NH * T * (T + 1) / 2 * 8
     assert e.model_flops == pytest.approx(6 * parameters * 8 * T + attention, rel=1e-12)
     assert model_flops(problem, 16 * T) == pytest.approx(2 * e.model_flops, rel=1e-12)
