@@ -1,5 +1,6 @@
 """Plans and estimates as a user asks for them, and the words of every refusal."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -191,10 +192,17 @@ def test_fewer_chips_than_the_cluster_has():
 
 
 def test_a_layout_that_does_not_fit_is_estimated_all_the_same():
-    plan = estimate(problem("llama-3-70b"), "data=16")
+    plan = estimate(problem("llama-3-70b"), "data=16,zero=0")
     assert not plan.estimate.fits
     assert plan.estimate.memory["total"] > 10 * plan.estimate.hbm_capacity
     assert plan.layout.zero == 0
+
+
+def test_what_a_layout_leaves_open_is_chosen_best_the_zero_stage_too():
+    given = [estimate(problem("llama-3-8b"), f"data=4,tensor=4,zero={z}").estimate for z in (0, 1, 2)]
+    open_ = estimate(problem("llama-3-8b"), "data=4,tensor=4").estimate
+    fitting = [e.step_time.expected / e.tokens for e in given if e.fits] or [math.inf]
+    assert open_.step_time.expected / open_.tokens == pytest.approx(min(fitting), rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def estimate_layout(
     space = SearchSpace(training_limits(problem, request.sizes))
     given = {
         "remats": (choices["remat"],) if "remat" in choices else space.remats,
-        "zeros": (choices["zero"],) if "zero" in choices else (0,),
+        "zeros": (choices["zero"],) if "zero" in choices else space.zeros,
         "sequence_parallel": choices.get("sequence_parallel", True),
         "micro_batch": choices.get("micro_batch"),
         "num_microbatches": choices.get("num_microbatches"),
