@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from meshwise.costs.estimate import Estimate
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
@@ -116,13 +117,12 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int) 
     replicas = chips if axis in ("data", "fsdp") else 1
     job = problem.job
     found = []
+    wires = cache(lambda axes: make_wire(whole, factors, axes))
     cuts: Sequence[tuple[float, int]] = batch_cuts(job.sequences, job.batch_slack, replicas)
     for micro, number in cuts or [(job.sequences / replicas, 1)]:
         candidates = Candidates(**sizes, micro_batch=float(micro), num_microbatches=float(number))
         for remat in REMAT_POLICIES:
-            costs = evaluate(
-                problem, Structure(0, True, remat), candidates, lambda axes: make_wire(whole, factors, axes)
-            )
+            costs = evaluate(problem, Structure(0, True, remat), candidates, wires)
             # Where communication hides everything, policies tie in time: prefer the one that computes least.
             time = (round(float(costs.step.expected), 9), float(costs.step.resources["compute"]))
             over = costs.memory["total"] > problem.cluster.chip.hbm_usable
