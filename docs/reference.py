@@ -92,7 +92,7 @@ _PLAN = {
     "workings.memory[].*": "with `--explain`: each class of memory as the sum of its parts",
     "workings.kept_activations.*": "with `--explain`: what a block keeps for its backward pass",
     "workings.weights[].*": "with `--explain`: each weight and how many ways it is split",
-    "workings.microbatch_s": "with `--explain`: seconds of one microbatch on the slowest stage",
+    "workings.microbatch_s": "with `--explain`: seconds of one microbatch on a stage before the last",
     "workings.boundary_bytes": "with `--explain`: what one stage sends to the next",
     "workings.send_s": "with `--explain`: seconds of one such send",
     "workings.optimizer_bytes": "with `--explain`: training state read and written by the optimizer",

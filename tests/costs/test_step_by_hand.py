@@ -8,9 +8,10 @@ from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
+from meshwise.dtypes import DType
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.models import load_model
+from meshwise.models import load_model, read_config
 from meshwise.sharding.layout import Layout
 
 D, F, NH, KH, N, V, L, T = 4096, 14336, 4096, 1024, 32, 128256, 32, 8192
@@ -24,11 +25,12 @@ def exactly(value):
     return pytest.approx(value, rel=1e-12, abs=0)
 
 
-def step(cluster, calibration=IDENTITY, *, seq_len=T, **layout):
+def step(cluster, calibration=IDENTITY, *, seq_len=T, layers=L, **layout):
     cluster = parse_cluster(cluster)
     whole = Layout(**layout)
     job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len))
-    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, calibration)
+    config = {**load_model("llama-3-8b").config, "num_hidden_layers": layers}
+    problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, calibration)
     return evaluate_layout(problem, Fabric.of(cluster), whole).step, cluster.chip
 
 
@@ -152,11 +154,22 @@ def test_an_all_reduce_across_nodes_leaves_by_the_slower_level():
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (8, 8), (4, 1)])
 def test_a_pipeline_idles_for_all_stages_but_one(stages, microbatches):
     layout = {"stage": stages, "fsdp": 8 // stages, "wires": (("stage", (stages,)), ("fsdp", (8 // stages,)))}
-    s, _ = step("h100:8", num_microbatches=microbatches, remat="full", **layout)
+    s, chip = step("h100:8", num_microbatches=microbatches, remat="full", **layout)
     names = ("forward", "backward", "recompute", "tensor", "context", "fsdp")
     busy = sum(s.terms[n] for n in names)
-    # Narayanan et al. 2021: bubble over busy time is (stages - 1) / microbatches.
-    assert s.terms["pipeline_bubble"] == exactly(busy * (stages - 1) / microbatches)
+    # The last stage runs all microbatches without a pause. Before its first, each other stage runs one forward pass;
+    # after its last, one backward pass. They hold as many layers but no head: (stages - 1) x (its share - the head).
+    # Twice the layers adds the layers' share once more, and no head.
+    deep, _ = step("h100:8", num_microbatches=microbatches, remat="full", layers=2 * L, **layout)
+    layers = sum(deep.terms[n] for n in names) - busy
+    assert busy > 1.01 * layers
+    assert s.terms["pipeline_bubble"] == exactly(layers * (stages - 1) / microbatches)
+    # Narayanan et al. 2021: of equal stages, bubble over busy time is (stages - 1) / microbatches.
+    assert s.terms["pipeline_bubble"] < busy * (stages - 1) / microbatches
+    # The bounds wait for the same: FLOPs of all microbatches of the last stage, of one on each other.
+    other = (deep.flops - s.flops) / microbatches
+    peak = chip.peak(DType.BF16)
+    assert s.resources["compute"] == exactly((s.flops + (stages - 1) * other) / peak)
     send = max(2 * T * D / NVLINK, 600e-9)
     assert s.terms["pipeline_send"] == exactly(2 * (stages - 1) * send)
 

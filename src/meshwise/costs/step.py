@@ -10,7 +10,8 @@ collective
    out of its collective matmuls, which use other links), as far as that lasts.
 4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
    forward pass (new weights), but for one layer's worth.
-5. A pipeline (1F1B) idles for stages - 1 microbatches; its sends are hidden except while it fills and drains.
+5. A pipeline (1F1B) idles for stages - 1 microbatches, each as long as a stage before the last takes (no head); its
+   sends are hidden except while it fills and drains.
 
 *Lower* is perfect overlap at data-sheet rates: the busiest of matrix unit, memory and each network. *Upper* hides
 nothing.
@@ -123,7 +124,7 @@ class Ledger:
     Args:
         blocks: each with its copies on the slowest stage.
         hidings: every flow, once.
-        microbatch: seconds of one microbatch on the slowest stage.
+        microbatch: seconds of one microbatch on a stage before the last: what the pipeline fills and drains with.
         send: seconds of one send between stages.
         boundary_bytes, optimizer_bytes: as given to `step_time`.
         holdings: what the classes of memory are made of; `evaluate` fills it.
@@ -156,6 +157,10 @@ class _Sums:
     def total(self) -> Any:
         """All terms together."""
         return sum(self.terms.values())
+
+    def copy(self) -> _Sums:
+        """Keep what has been added so far."""
+        return replace(self, terms=dict(self.terms), hidden=dict(self.hidden), resources=dict(self.resources))
 
     def expose(self, by_term: Mapping[str, Any], cover: Any, count: Any) -> tuple[Any, Any]:
         """Hide `count` times what fits behind `cover` seconds of compute; share what sticks out over the terms.
@@ -214,30 +219,39 @@ def step_time(
         optimizer_bytes: HBM traffic of the optimizer on one chip.
         ledger: to be filled, for workings.
 
-    Source: book, Training; Narayanan et al. 2021 for the 1F1B bubble, (stages - 1) / microbatches.
+    The last stage has the head besides its layers, so it sets the pace: it runs all its microbatches without a pause.
+    Before its first the other stages run one forward pass each, after its last one backward pass each, and neither has
+    a head: num_microbatches * last + (stages - 1) * other. With no head that is the bubble of the sources.
+
+    Source: book, Training; Narayanan et al. 2021 for the 1F1B bubble, (stages - 1) / microbatches of equal stages.
     """
     layers = sum(b.block.repeat for b in blocks if b.block.role == "layer")
     share = ceil(layers / stages) / layers
     counted = [(b, _count(b, share, stages)) for b in blocks]
-    micro = _Sums()
+    micro, fill = _Sums(), None
     for block, count in counted:
+        if fill is None and block.block.role == "head":
+            fill = micro.copy()
         _add_block(micro, block, count, rates, ledger)
+    fill = fill or micro
     once = _Sums()
     _add_step_flows(once, micro, counted, rates, 1 - 1 / (layers * share), ledger=ledger)
-    idle = (stages - 1) / num_microbatches
+    idle = stages - 1
     send = _send(boundary_bytes, rates)
+    sends = 2 * send * (stages > 1)
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
     if ledger is not None:
         ledger.blocks += counted
-        ledger.microbatch, ledger.send = micro.total(), send
+        ledger.microbatch, ledger.send = fill.total(), send
         ledger.boundary_bytes, ledger.optimizer_bytes = boundary_bytes, optimizer_bytes
     terms = {name: num_microbatches * micro.terms[name] + once.terms[name] for name in micro.terms}
-    terms["pipeline_bubble"] = (stages - 1) * micro.total()
+    terms["pipeline_bubble"] = idle * fill.total()
     terms["pipeline_send"] = 2 * (stages - 1) * send
     terms["optimizer"] = optimizer / rates.calibration.hbm_efficiency
-    rounds = num_microbatches * (1 + idle)
-    resources = {n: rounds * micro.resources[n] + once.resources[n] for n in micro.resources}
-    resources["compute"] = rounds * micro.flops / peak_flops_per_s
+    resources = {
+        n: num_microbatches * micro.resources[n] + idle * fill.resources[n] + once.resources[n] for n in micro.resources
+    }
+    resources["compute"] = (num_microbatches * micro.flops + idle * fill.flops) / peak_flops_per_s
     resources["hbm"] = resources["hbm"] + optimizer
     lower: Any = 0.0
     for seconds in resources.values():
@@ -247,7 +261,10 @@ def step_time(
         hidden={n: num_microbatches * micro.hidden[n] + once.hidden[n] for n in _NETWORKS},
         lower=lower,
         expected=sum(terms[name] for name in TERMS),
-        upper=rounds * (micro.serial + 2 * send * (stages > 1)) + once.serial + terms["optimizer"],
+        upper=num_microbatches * (micro.serial + sends)
+        + idle * (fill.serial + sends)
+        + once.serial
+        + terms["optimizer"],
         resources=resources,
         flops=num_microbatches * micro.flops,
     )

@@ -24,7 +24,7 @@ from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.expression import ShardedTensor
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.place import LocalOp, Purpose, Transfer
-from meshwise.tensors import Tensor
+from meshwise.tensors import Block, Tensor
 
 __all__ = [
     "BlockWorking",
@@ -80,6 +80,7 @@ class BlockWorking:
         name: of the block.
         copies: on the slowest pipeline stage.
         num_microbatches: runs of each copy in a step.
+        waited_for: runs on other stages that the slowest one waits for while the pipeline fills and drains.
         passes: "forward", "recompute", "backward" -> sums of one run of one copy.
         operations: of all passes, in order.
     """
@@ -87,6 +88,7 @@ class BlockWorking:
     name: str
     copies: float
     num_microbatches: int
+    waited_for: int
     passes: Mapping[str, PassCompute]
     operations: tuple[OperationWorking, ...]
 
@@ -111,6 +113,7 @@ class CollectiveWorking:
         num_bytes: of one collective, as `collectives.wire_time` counts it.
         count_per_pass: in one run of one copy of the block.
         copies, runs: copies of the block on the slowest stage; runs of each in a step.
+        waited_for: runs on other stages that the slowest one waits for while the pipeline fills and drains.
         seconds: of one collective.
         latency: seconds that one takes however few its bytes; it binds where it is all of `seconds`.
         path: how the bytes go.
@@ -132,6 +135,7 @@ class CollectiveWorking:
     count_per_pass: int
     copies: float
     runs: int
+    waited_for: int
     seconds: float
     latency: float
     path: Path
@@ -225,7 +229,7 @@ class Workings:
         problem, layout: whose estimate it is.
         blocks: compute, in order of execution.
         collectives: all that take time, on the slowest stage.
-        microbatch: seconds of one microbatch on the slowest stage, exposed communication included.
+        microbatch: seconds of one microbatch on a stage before the last, exposed communication included.
         send: seconds of one send between stages; boundary_bytes, what it sends.
         optimizer_bytes: HBM traffic of the update on one chip.
         memory: classes that hold anything, without the reserve.
@@ -276,6 +280,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
                 block.block.name,
                 float(copies),
                 layout.num_microbatches,
+                _waited_for(block.block, layout),
                 {"forward": block.forward, "recompute": block.recompute, "backward": block.backward},
                 tuple(_operations(p, local, rates, used)),
             )
@@ -332,6 +337,11 @@ def _signature(item: LocalOp, used: frozenset[str]) -> str:
     return f"{inputs} -> {notation(item.output.tensor, item.output.sharding, used)}"
 
 
+def _waited_for(block: Block, layout: Layout) -> int:
+    """Runs of a block that fill and drain the pipeline: of layers, since stages before the last have no head."""
+    return layout.stage - 1 if block.role == "layer" else 0
+
+
 def _collectives(hidings: Iterable[Hiding], fabric: Fabric, layout: Layout) -> Iterator[CollectiveWorking]:
     """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
     wires = layout_wires(fabric, layout)
@@ -357,6 +367,7 @@ def _collectives(hidings: Iterable[Hiding], fabric: Fabric, layout: Layout) -> I
             count_per_pass=flow.count,
             copies=float(h.count),
             runs=1 if flow.when is Pass.STEP else layout.num_microbatches,
+            waited_for=0 if flow.when is Pass.STEP else _waited_for(h.block, layout),
             seconds=seconds / flow.count,
             latency=float(latency(flow.kind, wires(flow.mesh_axes))),
             path=found[key],

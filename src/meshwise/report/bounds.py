@@ -32,29 +32,34 @@ def explain_lower(w: Workings, resources: Mapping[str, float]) -> tuple[Explanat
     )
 
 
-def _rounds(w: Workings) -> int:
-    """Microbatches' worth of time that a step takes: idling counts, every stage is that long."""
-    return w.layout.num_microbatches + w.layout.stage - 1
+def _rounds(w: Workings, last: str, other: str) -> str:
+    """Write what all microbatches of the last stage and those that fill and drain the pipeline add up to."""
+    idle = w.layout.stage - 1
+    return f"{w.layout.num_microbatches} x {last}" + (f" + {idle} x {other}" if idle else "")
 
 
 def _busy_compute(w: Workings, seconds: float) -> Explanation:
     dtype = w.problem.job.formats.compute
-    flops = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values())
+    last = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values())
+    other = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values() if b.waited_for)
     return Explanation(
         "busy: compute",
-        "(microbatches + stages - 1) x FLOPs of one on the slowest stage / peak",
-        f"{_rounds(w)} x {format_flops(flops)} / {format_flops_per_s(w.problem.cluster.chip.peak(dtype))}",
+        "(microbatches x FLOPs of one on the last stage + (stages - 1) x FLOPs of one on another) / peak",
+        f"({_rounds(w, format_flops(last), format_flops(other))}) / "
+        f"{format_flops_per_s(w.problem.cluster.chip.peak(dtype))}",
         format_time(seconds),
         f"{ROOFLINES}; {sourced(w.problem.cluster, f'flops_per_s.{dtype.value}')}",
     )
 
 
 def _busy_hbm(w: Workings, seconds: float) -> Explanation:
-    num_bytes = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values())
+    last = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values())
+    other = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values() if b.waited_for)
     return Explanation(
         "busy: hbm",
-        "((microbatches + stages - 1) x bytes of matmuls of one + bytes of the optimizer) / HBM bandwidth",
-        f"({_rounds(w)} x {format_bytes(num_bytes)} + {format_bytes(w.optimizer_bytes)}) / "
+        "(microbatches x bytes of matmuls of one on the last stage + (stages - 1) x those on another + bytes of the "
+        "optimizer) / HBM bandwidth",
+        f"({_rounds(w, format_bytes(last), format_bytes(other))} + {format_bytes(w.optimizer_bytes)}) / "
         f"({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})",
         format_time(seconds),
         f"{ROOFLINES}; {sourced(w.problem.cluster, 'hbm_bandwidth')}",
@@ -65,9 +70,8 @@ def _busy_network(w: Workings, name: str, seconds: float) -> Explanation:
     """Every collective of the term by its bytes alone; what is in a microbatch, for idling rounds, too."""
     counts: dict[str, float] = {}
     for c in (c for c in w.collectives if c.term == name):
-        runs = 1 if c.when is Pass.STEP else _rounds(w)
         one = format_time(c.num_bytes * c.path.slowest.seconds_per_byte)
-        counts[one] = counts.get(one, 0.0) + c.count_per_pass * c.copies * runs
+        counts[one] = counts.get(one, 0.0) + c.count_per_pass * c.copies * (c.runs + c.waited_for)
     return Explanation(
         f"busy: {name} network",
         "sum over its collectives of number x bytes / data-sheet bandwidth, hops and achieved share left out",
@@ -96,16 +100,18 @@ def explain_upper(w: Workings, seconds: float) -> Explanation:
 
 def upper_parts(w: Workings) -> dict[str, float]:
     """Add up, nothing hidden: FLOPs and bytes of every operation, every collective, idling, sends, the update."""
-    one = sum(b.copies * float(p.serial_seconds) for b in w.blocks for p in b.passes.values())
-    moved = sum(c.count_per_pass * c.copies * c.seconds for c in w.collectives if c.when is not Pass.STEP)
+    passes = [(b, b.copies * float(p.serial_seconds)) for b in w.blocks for p in b.passes.values()]
+    moves = [(c, c.count_per_pass * c.copies * c.seconds) for c in w.collectives if c.when is not Pass.STEP]
     send = 2 * w.send if w.layout.stage > 1 else 0.0
     runs, idle = w.layout.num_microbatches, w.layout.stage - 1
     chip, calibration = w.problem.cluster.chip, w.problem.calibration
     parts = {
-        "FLOPs and bytes": runs * one,
-        "collectives of microbatches": runs * moved,
+        "FLOPs and bytes": runs * sum(seconds for _, seconds in passes),
+        "collectives of microbatches": runs * sum(seconds for _, seconds in moves),
         "sends": runs * send,
-        "idling": idle * (one + moved + send),
+        "idling": sum(b.waited_for * seconds for b, seconds in passes)
+        + sum(c.waited_for * seconds for c, seconds in moves)
+        + idle * send,
         "collectives once a step": sum(c.seconds_per_step for c in w.collectives if c.when is Pass.STEP),
         "optimizer": w.optimizer_bytes / (chip.hbm_bandwidth * calibration.hbm_efficiency),
     }

@@ -190,8 +190,8 @@ def _bubble(w: Workings, seconds: float) -> Explanation:
     stages, microbatches = w.layout.stage, w.layout.num_microbatches
     return Explanation(
         "pipeline_bubble",
-        "(stages - 1) x seconds of one microbatch on the slowest stage",
-        f"({stages} - 1) x {format_time(w.microbatch)} (with {microbatches} microbatches: "
+        "(stages - 1) x seconds of one microbatch on a stage before the last",
+        f"({stages} - 1) x {format_time(w.microbatch)} (with {microbatches} microbatches of equal stages: "
         f"{format_percent((stages - 1) / microbatches)} of the work)",
         format_time(seconds),
         f"{RULE.format(5)}; the book, Training, Pipelining; Narayanan et al. 2021, (stages - 1) / microbatches",
