@@ -9,7 +9,7 @@ from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.costs.network import Fabric
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.models import load_model
+from meshwise.models import load_model, read_config
 from meshwise.sharding.layout import Layout
 
 D, F, NH, KH, V, L, T = 4096, 14336, 4096, 1024, 128256, 32, 4096
@@ -29,10 +29,11 @@ KEPT = {
 }
 
 
-def memory(*, precision="bf16", sequences=8, **layout):
+def memory(*, precision="bf16", sequences=8, tied=False, **layout):
     cluster = parse_cluster("h100:8")
     job = TrainingJob(batch_tokens=str(sequences * T), seq_len=str(T), precision=precision)
-    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, IDENTITY)
+    config = {**load_model("llama-3-8b").config, "tie_word_embeddings": tied}
+    problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, IDENTITY)
     wires = tuple((a, (n,)) for a, n in layout.items() if a in ("data", "fsdp", "tensor", "stage", "context"))
     return estimate_training(problem, Fabric.of(cluster), Layout(**layout, wires=wires)).memory
 
@@ -108,6 +109,19 @@ def test_the_last_stage_counts_where_it_is_fuller():
     assert m["logits_and_loss"] == T * (3 * D + 2 * V) * BF16
     assert m["activations"] == 4 * D * T * BF16
     assert m["parameters"] == (4 * LAYER + V * D + D) * BF16
+
+
+def test_the_last_stage_holds_a_tied_table_and_what_adds_up_to_its_gradient():
+    m = memory(stage=2, fsdp=4, remat="full", num_microbatches=2, precision="mixed", tied=True)
+    # The head multiplies by a copy of the embedding's table and accumulates a gradient of it over all microbatches.
+    # Once a step the first stage adds that to its own and updates the table; its moments are there alone.
+    assert m["logits_and_loss"] > 0
+    assert m["parameters"] == (16 * LAYER + V * D + D) / 4 * BF16
+    assert m["gradients"] == (16 * LAYER + V * D + D) / 4 * FP32
+    assert m["optimizer"] == (16 * LAYER + D) / 4 * 2 * FP32
+    # One stage holds both once.
+    whole = memory(fsdp=8, remat="full", precision="mixed", tied=True)
+    assert whole["parameters"] * FP32 == whole["gradients"] * BF16
 
 
 def test_layers_that_do_not_divide_make_one_stage_longer():

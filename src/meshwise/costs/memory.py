@@ -56,6 +56,7 @@ class MemoryPlan:
 
     Args:
         parameters, tied, gradients: the training state as stored; `tied` belongs to another block.
+        tied_gradients: accumulated here for that block, which adds them to its own once a step.
         states: elements (not bytes) of the optimizer's shard.
         kept: activations held for the backward pass.
         remade: activations computed again.
@@ -67,6 +68,7 @@ class MemoryPlan:
     parameters: WeightedSum
     tied: WeightedSum
     gradients: WeightedSum
+    tied_gradients: WeightedSum
     states: WeightedSum
     kept: WeightedSum
     remade: WeightedSum
@@ -86,6 +88,7 @@ def memory_plan(placed: PlacedBlock, precision: Precision) -> MemoryPlan:
         parameters=held_bytes(placed.weights, precision),
         tied=held_bytes(placed.tied, precision),
         gradients=held_bytes(placed.gradients, precision),
+        tied_gradients=held_bytes(placed.tied_gradients, precision),
         states=weighted_sum((held_key(h), 1.0) for h in placed.optimizer),
         kept=held_bytes(placed.kept, precision),
         remade=held_bytes(placed.workspace, precision),
@@ -218,7 +221,8 @@ class End:
     Args:
         counts: role -> copies there of each block's `repeat`.
         in_flight: microbatches whose activations are held.
-        several_stages: 1 where there are several stages, so that tied weights are held twice, else 0.
+        several_stages: 1 where there are several stages, so that tied weights and their gradients are held twice, else
+            0.
     """
 
     counts: Mapping[str, Any]
@@ -243,6 +247,7 @@ def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, optimi
         "parameters": extents.weighted(plan.parameters),
         "tied": extents.weighted(plan.tied),
         "gradients": extents.weighted(plan.gradients),
+        "tied_gradients": extents.weighted(plan.tied_gradients),
         "master_copies": states * (precision.master.bytes if precision.master else 0.0),
         "optimizer": states * (optimizer.moments * precision.moments.bytes),
         "stored": extents.weighted(plan.stored),
@@ -274,6 +279,7 @@ def _stage_classes(
         for name in ("parameters", "master_copies", "gradients", "optimizer"):
             add(name, block, n, held[name])
         add("parameters", block, end.several_stages * n, held["tied"])
+        add("gradients", block, end.several_stages * n, held["tied_gradients"])
         if block.role == "head":
             add("logits_and_loss", block, n, local.kept + local.workspace)
         else:
