@@ -132,6 +132,22 @@ def test_svg_without_matplotlib_says_how_to_install_it(run, tmp_path, monkeypatc
     assert not (tmp_path / "roof.svg").exists()
 
 
+def test_svg_into_a_folder_that_is_not_there(run, tmp_path):
+    done = run("roofline", MATMUL, "--on", "v5e", "--svg", str(tmp_path / "no" / "roof.svg"))
+    assert done.code == 2
+    assert done.err == f"error: --svg {tmp_path / 'no' / 'roof.svg'}: No such file or directory\n"
+
+
+def test_what_a_model_suggests_can_be_run(run, tmp_path):
+    assert run("model", "gpt2").out.endswith("--batch-tokens 4Mi --seq-len 1024\n")
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(__import__("json").dumps(config), encoding="utf-8")
+    tip = " ".join(run("model", str(folder)).out.split("Try next:")[1].split())
+    assert f"meshwise plan train '{folder}' --on" in tip
+
+
 def test_padding_can_be_left_out(run):
     def told(*more: str):
         return run("roofline", MATMUL, "--on", "v5e", "--set", "B=1,D=8Ki,F=8Ki", "--json", *more).json

@@ -160,8 +160,9 @@ def test_families_name_what_they_do_not_understand(config: dict[str, Any], words
         ("null", ["JSON object", "null"]),
         ('{"hidden_size": 1, "hidden_size": 2}', ["'hidden_size'", "twice"]),
         ("[" * 100_000, ["nested too deeply"]),
+        ('{"hidden_size": ' + "9" * 5000 + "}", ["thousands of digits"]),
     ],
-    ids=["torn", "empty", "list", "null", "twice", "deep"],
+    ids=["torn", "empty", "list", "null", "twice", "deep", "digits"],
 )
 def test_what_is_no_configuration_is_said(text: str, words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
@@ -177,6 +178,9 @@ def test_what_is_no_configuration_is_said(text: str, words: list[str], tmp_path:
 def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_model(str(tmp_path / "missing.json"))
+    for text in ("/nonexistent/model", "./nonexistent", "../nonexistent", "nonexistent/"):
+        with pytest.raises(ConfigError, match="no such file"):
+            load_model(text)
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load_model(str(tmp_path))
     with pytest.raises(UnknownNameError, match="llama-3-70b") as e:
@@ -186,6 +190,12 @@ def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read as text"):
         load_model(str(binary))
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"model_type": "llama"}')
+    assert load_model(str(file)).family == "llama"
 
 
 @pytest.mark.parametrize("text", ["", " ", "x" * 5000, "a\x00b", "~nobody/model", "meta-llama/Unheard-Of-1B", "..\n"])

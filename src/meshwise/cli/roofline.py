@@ -9,6 +9,7 @@ import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
+from meshwise.errors import MeshwiseError
 from meshwise.report.roofline import RooflineCase, roofline_report, roofline_svg
 from meshwise.verbs.roofline import RooflineRequest, examine_roofline
 
@@ -30,7 +31,11 @@ def roofline(request: RooflineRequest, svg: Path | None, output: Output) -> None
     """  # noqa: D301  (click's mark for lines that stay as they are)
     case = examine_roofline(request)
     if svg is not None:
-        svg.write_text(roofline_svg(case), encoding="utf-8")
+        picture = roofline_svg(case)
+        try:
+            svg.write_text(picture, encoding="utf-8")
+        except OSError as error:
+            raise MeshwiseError(f"--svg {svg}: {error.strerror}") from None
     output.show(roofline_report(case, _echo(request, case)))
 
 

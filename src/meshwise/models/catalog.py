@@ -93,7 +93,7 @@ def load_model(text: str) -> Model:
     path = Path(text)
     if text.strip() and _exists(path):
         return _from_file(path)
-    if path.suffix == ".json":
+    if path.suffix == ".json" or text.startswith(("/", "./", "../")) or text.endswith("/"):
         raise ConfigError(f"model {text!r}: there is no such file; {_TORN}")
     raise UnknownNameError("model", text, model_names(), hint=f"Otherwise {_TORN}.")
 
@@ -112,7 +112,7 @@ def _from_file(path: Path) -> Model:
     if not file.is_file():
         raise ConfigError(f"model {str(path)!r}: the folder holds no config.json")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the text
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file}: cannot be read as text: {e}") from None
     name = (

@@ -41,6 +41,10 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}; is the file complete?"
         ) from None
+    except ConfigError:
+        raise
+    except ValueError:  # Python's limit on the digits of a whole number
+        raise ConfigError(f"{where}: not a configuration: a number has thousands of digits") from None
     except RecursionError:
         raise ConfigError(f"{where}: not a configuration: nested too deeply") from None
     if not isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -88,9 +89,15 @@ def model_report(model: Model, *, seq_len: int, kv_dtype: DType, inputs: Mapping
             *model.notes,
         ),
         not_modelled=("element-wise work (norms, activations, softmax) in FLOPs",),
-        next_steps=("meshwise plan train " + model.name + " --on v5p:8x8x8 --batch-tokens 4Mi --seq-len 4096",),
+        next_steps=(_suggestion(model, str(inputs["model"])),),
         explanations=_explanations(model, seq_len, kv_dtype, forward, cache.bytes_per_token(kv_dtype)),
     )
+
+
+def _suggestion(model: Model, asked: str) -> str:
+    """A plan of the model as it was asked for, at a length that it can read."""
+    length = min(4096, model.max_seq_len or 4096)
+    return f"meshwise plan train {shlex.quote(asked)} --on v5p:8x8x8 --batch-tokens 4Mi --seq-len {length}"
 
 
 def _facts(model: Model, seq_len: int, kv_dtype: DType) -> list[tuple[str, str, str]]:
