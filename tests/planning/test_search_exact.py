@@ -18,8 +18,7 @@ from meshwise.costs.evaluate import Candidates, Structure, TrainingProblem, eval
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.planning import SearchSpace, search, training_limits
-from meshwise.planning.search import FRONT_SPAN
+from meshwise.planning import FRONT_SPAN, SearchSpace, search, training_limits
 from meshwise.sharding.layout import MESH_AXES
 
 TOP = 6

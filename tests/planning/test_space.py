@@ -10,7 +10,7 @@ from small_problems import CLUSTERS, all_factorings, all_placements, clusters, f
 
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.hardware import parse_cluster
-from meshwise.planning.search import batch_cuts
+from meshwise.planning.rows import batch_cuts
 from meshwise.planning.space import IdealWires, Limits, WireTable, meshes, parts_of, placements, shrunken, undominated
 from meshwise.sharding.layout import MESH_AXES
 

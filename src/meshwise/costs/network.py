@@ -14,7 +14,7 @@ from typing import Any
 from meshwise.costs.arithmetic import ceil, log2, maximum, where
 from meshwise.hardware import Cluster, Torus, Tree
 
-__all__ = ["Dimension", "Fabric", "Wire", "make_wire"]
+__all__ = ["NO_WIRE", "Dimension", "Fabric", "Wire", "make_wire"]
 
 #: Gain of an AllReduce that switches add up themselves. Source: book, GPUs, "in-network reductions": about 30 % in
 #: practice where the ideal would be nearly twofold.
@@ -116,6 +116,10 @@ class Wire:
     send: Any
     send_latency: Any
     all_reduce: Any
+
+
+#: A wire that takes no time.
+NO_WIRE = Wire(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...]) -> Wire:

@@ -1,11 +1,13 @@
 """The search for the best plan, and the reasons it gives."""
 
+from meshwise.planning.front import FRONT_SPAN, Found
 from meshwise.planning.plan import Plan
 from meshwise.planning.planner import MAX_MEMORY, Planning, estimate_layout, plan_training, training_limits
 from meshwise.planning.rivals import Rival, rivals
-from meshwise.planning.search import OBJECTIVES, Found, SearchResult, SearchSpace, search
+from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, search
 
 __all__ = [
+    "FRONT_SPAN",
     "MAX_MEMORY",
     "OBJECTIVES",
     "Found",

@@ -16,7 +16,7 @@ from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProble
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.planning.plan import Plan
 from meshwise.planning.reasons import critical_tokens_per_chip
-from meshwise.planning.search import batch_cuts
+from meshwise.planning.rows import batch_cuts
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.remat import REMAT_POLICIES
 from meshwise.units import format_bytes, format_percent, format_time

@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.costs.evaluate import (
-    Candidates,
     Costs,
     LocalBlock,
     Structure,
     TrainingProblem,
     evaluate,
-    evaluate_local,
+    evaluate_compute,
     place_structure,
 )
 from meshwise.costs.network import Fabric
-from meshwise.jobs import TrainingJob
+from meshwise.planning.front import Found, Front
+from meshwise.planning.rows import Rows, candidate_rows
 from meshwise.planning.space import IdealWires, Limits, WireTable, meshes, placements, undominated
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.place import Transfer
@@ -37,7 +37,7 @@ from meshwise.sharding.remat import REMAT_POLICIES
 __all__ = ["OBJECTIVES", "Found", "SearchResult", "SearchSpace", "search"]
 
 Array = NDArray[np.float64]
-Rows = NDArray[np.int64]
+Index = NDArray[np.int64]
 
 #: Objective -> what is minimised, from seconds per token and chips used.
 OBJECTIVES: dict[str, Callable[[Any, Any], Any]] = {
@@ -49,8 +49,8 @@ OBJECTIVES: dict[str, Callable[[Any, Any], Any]] = {
 #: ranking shows the best of each kind, because a list of near copies says nothing.
 _KIND = [MESH_AXES.index(a) for a in ("tensor", "context", "stage")]
 
-#: How much slower than the best plan the front of time against memory reaches.
-FRONT_SPAN = 2.0
+#: Rows priced in full before anything is cut.
+_FIRST = 512
 
 #: Rows evaluated at a time: arrays stay in the cache.
 _CHUNK = 8192
@@ -81,17 +81,6 @@ class SearchSpace:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One layout that was priced."""
-
-    layout: Layout
-    fabric: Fabric
-    score: float
-    seconds_per_token: float
-    memory_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
 class SearchResult:
     """What a search found.
 
@@ -113,50 +102,6 @@ class SearchResult:
     infeasible: int
     least_memory: float
     cpu_s: float
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Candidates before wires: parallel columns.
-
-    Args:
-        meshes: [meshes, axes] sizes; shared, not a column.
-        mesh_id: number of the row's mesh.
-        micro_batch, num_microbatches: how the batch is cut.
-        local: index into the table of distinct (micro_batch, context, tensor).
-        structure: index into the structures.
-        bound: lower bound of the seconds per token.
-        memory: bytes per chip.
-    """
-
-    meshes: Array
-    mesh_id: Rows
-    micro_batch: Array
-    num_microbatches: Array
-    local: Rows
-    structure: Rows
-    bound: Array
-    memory: Array
-
-    def __len__(self) -> int:
-        return len(self.mesh_id)
-
-    def take(self, index: Any) -> _Rows:
-        return _Rows(self.meshes, *(getattr(self, f.name)[index] for f in fields(self)[1:]))
-
-    @property
-    def mesh(self) -> Array:
-        """[rows, axes] sizes."""
-        return self.meshes[self.mesh_id]
-
-    def candidates(self) -> Candidates:
-        columns = {a: self.meshes[:, i][self.mesh_id] for i, a in enumerate(MESH_AXES)}
-        return Candidates(**columns, micro_batch=self.micro_batch, num_microbatches=self.num_microbatches)
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
-        columns = (np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)[1:])
-        return cls(parts[0].meshes, *columns)
 
 
 def search(
@@ -210,7 +155,7 @@ class _State:
         self.groups = _wire_groups(problem, self.structures)
         self.best: dict[tuple[int, ...], Found] = {}
         self.cut = math.inf
-        self.front = _Front()
+        self.front = Front()
         self.front_on: Fabric | None = None
         self.strategies = self.covered = self.infeasible = 0
         self.least_memory = math.inf
@@ -218,6 +163,13 @@ class _State:
     def incumbent(self) -> float:
         """Score that a layout must not exceed to enter the ranking."""
         return self.cut
+
+    def may_matter(self, fabric: Fabric, seconds_per_token: Array) -> NDArray[np.bool_]:
+        """Which lower bounds still allow a place in the ranking, or on the front."""
+        matters = self.score(seconds_per_token, float(math.prod(fabric.sizes))) <= self.cut
+        if fabric is self.front_on:
+            matters |= seconds_per_token <= self.front.reach
+        return np.asarray(matters)
 
     def enter(self, key: tuple[int, ...], found: Found) -> None:
         """Put a layout in the ranking, as the best of its kind."""
@@ -244,32 +196,6 @@ def _rank(found: Found) -> tuple[Any, ...]:
     return (found.score, found.memory_bytes, len(found.layout.used_axes), str(found.layout))
 
 
-class _Front:
-    """Layouts that nothing undercuts in both time per token and memory."""
-
-    def __init__(self) -> None:
-        self.found: list[Found] = []
-
-    def dominated(self, seconds: Array, memory: Array) -> NDArray[np.bool_]:
-        """Which (time, memory) pairs some member undercuts or equals."""
-        if not self.found:
-            return np.zeros(len(seconds), bool)
-        times = np.array([f.seconds_per_token for f in self.found])  # ascending, memory descending
-        sizes = np.array([f.memory_bytes for f in self.found])
-        at = np.searchsorted(times, seconds, side="right") - 1
-        return (at >= 0) & (sizes[np.maximum(at, 0)] <= memory)
-
-    def add(self, candidates: Iterable[Found]) -> None:
-        kept: list[Found] = []
-        for f in sorted([*self.found, *candidates], key=lambda f: (f.seconds_per_token, f.memory_bytes, str(f.layout))):
-            if not kept or f.memory_bytes < kept[-1].memory_bytes:
-                kept.append(f)
-        self.found = kept
-
-    def members(self) -> tuple[Found, ...]:
-        return tuple(f for f in self.found if f.seconds_per_token <= FRONT_SPAN * self.found[0].seconds_per_token)
-
-
 def _wire_groups(problem: TrainingProblem, structures: Iterable[Structure]) -> tuple[tuple[str, ...], ...]:
     """Every group of mesh axes that some collective of some structure runs over."""
     groups = set()
@@ -282,17 +208,35 @@ def _wire_groups(problem: TrainingProblem, structures: Iterable[Structure]) -> t
 
 
 def _search_fabric(state: _State, fabric: Fabric) -> None:
-    """Search one network: bound everything, then expand what could still matter, best bound first."""
+    """Search one network, with bounds that cost more as they cut less.
+
+    Bounds by compute alone order the rows; a first few are priced in full, which gives a cut. What the cut leaves is
+    bounded with wires that no placement beats, and priced best bound first until no bound is left below the cut.
+    """
     table = meshes(math.prod(fabric.sizes), state.space.limits)
-    parts, local = _all_rows(state, table)
+    space = state.space
+    parts, local = candidate_rows(
+        state.problem,
+        state.structures,
+        table,
+        micro_batch=space.micro_batch,
+        num_microbatches=space.num_microbatches,
+    )
     if not any(map(len, parts)):
         return
     ideal = IdealWires(fabric, {a: table[:, k].astype(float) for k, a in enumerate(MESH_AXES)})
-    rows = _bounded(state, ideal, parts, local)
-    rows = rows.take(np.argsort(rows.bound, kind="stable"))
     expand = _Expansion(state, fabric, local)
+    for part, structure, own in zip(parts, state.structures, local, strict=True):
+        part.bound = _compute_bound(state, structure, part, own)
+    few, others = _promising(parts)
+    first = _bounded(state, ideal, few, local)
+    first = first.take(np.argsort(first.bound, kind="stable"))
+    expand(first.take(slice(0, _FIRST)))
+    left = [part.take(np.flatnonzero(state.may_matter(fabric, part.bound))) for part in others]
+    rows = Rows.joined([first.take(slice(_FIRST, None)), _bounded(state, ideal, left, local)])
+    rows = rows.take(np.argsort(rows.bound, kind="stable"))
     scores = state.score(rows.bound, float(math.prod(fabric.sizes)))
-    begin, size = 0, 512
+    begin, size = 0, _FIRST
     while begin < len(rows) and scores[begin] < state.incumbent():
         end = min(begin + size, len(rows))
         expand(rows.take(slice(begin, end)))
@@ -301,13 +245,32 @@ def _search_fabric(state: _State, fabric: Fabric) -> None:
         _search_front(state, rows.take(slice(begin, len(rows))), expand)
 
 
-def _search_front(state: _State, rows: _Rows, expand: _Expansion) -> None:
+def _compute_bound(state: _State, structure: Structure, rows: Rows, local: tuple[LocalBlock, ...]) -> Array:
+    """Seconds per token of a row's own arithmetic, pipeline bubble included, were the network infinitely fast."""
+    if not len(rows):
+        return rows.bound
+    own = tuple(block.take(rows.local) for block in local)
+    candidates = rows.candidates()
+    seconds = evaluate_compute(state.problem, structure, candidates, own)
+    return np.asarray(seconds / (candidates.sequences * state.problem.job.seq_len))
+
+
+def _promising(parts: list[Rows]) -> tuple[list[Rows], list[Rows]]:
+    """The rows of least bound, several times as many as are expanded first because some do not fit; and the others."""
+    bounds = np.concatenate([part.bound for part in parts])
+    count = min(len(bounds), 8 * _FIRST)
+    limit = np.partition(bounds, count - 1)[count - 1]
+    few = [part.bound <= limit for part in parts]
+    chosen = [part.take(np.flatnonzero(mask)) for part, mask in zip(parts, few, strict=True)]
+    return chosen, [part.take(np.flatnonzero(~mask)) for part, mask in zip(parts, few, strict=True)]
+
+
+def _search_front(state: _State, rows: Rows, expand: _Expansion) -> None:
     """Price what could still enter the front: each round the rows that no other row bounds in both time and memory.
 
     `rows` are sorted by their bound. The front ends at twice the best time: nobody trades more than that for memory.
     """
-    fastest = min((f.seconds_per_token for f in state.front.found), default=math.inf)
-    rows = rows.take(slice(0, int(np.searchsorted(rows.bound, FRONT_SPAN * fastest))))
+    rows = rows.take(slice(0, int(np.searchsorted(rows.bound, state.front.reach))))
     while len(rows):
         chosen = np.zeros(len(rows), bool)
         while chosen.sum() < 256 and not chosen.all():
@@ -319,36 +282,10 @@ def _search_front(state: _State, rows: _Rows, expand: _Expansion) -> None:
         rows = rows.take(np.flatnonzero(~state.front.dominated(rows.bound, rows.memory)))
 
 
-def _all_rows(state: _State, table: Rows) -> tuple[list[_Rows], list[tuple[LocalBlock, ...]]]:
-    """Every cut of the batch on the meshes of `table`, and what devices do on their own; both for each structure."""
-    job = state.problem.job
-    replicas = table[:, MESH_AXES.index("fsdp")] * table[:, MESH_AXES.index("data")]
-    distinct, which = np.unique(replicas, return_inverse=True)
-    cuts = [np.array(_cuts(state.space, job, int(r)), float).reshape(-1, 2) for r in distinct]
-    number = np.array([len(c) for c in cuts], int)[which] if len(table) else np.zeros(0, int)
-    mesh_id = np.repeat(np.arange(len(table)), number)
-    cut = np.concatenate([cuts[w] for w in which]) if len(table) else np.zeros((0, 2))
-    context, tensor, data = (table[:, MESH_AXES.index(a)][mesh_id] for a in ("context", "tensor", "data"))
-    # One number for each distinct combination: rows are found faster than columns are compared.
-    keys = (cut[:, 0] * (context.max(initial=0) + 1) + context) * (tensor.max(initial=0) + 1) + tensor
-    _, first, index = np.unique(keys, return_index=True, return_inverse=True)
-    own = {"micro_batch": cut[first, 0], "context": context[first].astype(float), "tensor": tensor[first].astype(float)}
-    blank = np.zeros(len(mesh_id))
-    base = _Rows(table.astype(float), mesh_id, cut[:, 0], cut[:, 1], index, np.zeros(len(mesh_id), int), blank, blank)
-    parts, local = [], []
-    for s, structure in enumerate(state.structures):
-        # Without replicas the ZeRO stage means nothing: one of them stands for all.
-        part = base.take(np.flatnonzero((data > 1) | (structure.zero == min(state.space.zeros))))
-        part.structure = np.full(len(part), s)
-        parts.append(part)
-        local.append(evaluate_local(state.problem, structure, **own) if len(part) else ())
-    return parts, local
-
-
-def _bounded(state: _State, ideal: IdealWires, parts: list[_Rows], local: list[tuple[LocalBlock, ...]]) -> _Rows:
+def _bounded(state: _State, ideal: IdealWires, parts: list[Rows], local: list[tuple[LocalBlock, ...]]) -> Rows:
     """Those of the rows that fit in memory, with a lower bound of their time."""
     capacity = state.problem.cluster.chip.hbm_usable * state.space.memory_share
-    kept = []
+    kept = [parts[0].take(slice(0, 0))]
     for s, (structure, mine) in enumerate(zip(state.structures, parts, strict=True)):
         for i in range(0, len(mine), _CHUNK):
             chunk = mine.take(slice(i, i + _CHUNK))
@@ -360,52 +297,16 @@ def _bounded(state: _State, ideal: IdealWires, parts: list[_Rows], local: list[t
             state.infeasible += int((~fits).sum())
             state.least_memory = min(state.least_memory, float(chunk.memory.min()))
             kept.append(chunk if fits.all() else chunk.take(np.flatnonzero(fits)))
-    return _Rows.joined(kept)
+    return Rows.joined(kept)
 
 
-def _evaluate(state: _State, structure: Structure, rows: _Rows, wires: Any, local: tuple[LocalBlock, ...]) -> Costs:
+def _evaluate(state: _State, structure: Structure, rows: Rows, wires: Any, local: tuple[LocalBlock, ...]) -> Costs:
     own = tuple(block.take(rows.local) for block in local)
     return evaluate(state.problem, structure, rows.candidates(), wires, own)
 
 
-def _seconds_per_token(state: _State, rows: _Rows, costs: Costs) -> Array:
+def _seconds_per_token(state: _State, rows: Rows, costs: Costs) -> Array:
     return np.asarray(costs.step.expected / (rows.candidates().sequences * state.problem.job.seq_len))
-
-
-def _cuts(space: SearchSpace, job: TrainingJob, replicas: int) -> list[tuple[int, int]]:
-    """Cuts of the batch that agree with what the user fixed."""
-    b, n = space.micro_batch, space.num_microbatches
-    if b is not None and n is not None:
-        within = abs(b * n * replicas - job.sequences) <= job.sequences * job.batch_slack + 1e-9
-        return [(b, n)] if within else []
-    unit = b or n or 1
-    cuts = batch_cuts(job.sequences, job.batch_slack, replicas, unit)
-    return [c for c in cuts if b in (None, c[0]) and n in (None, c[1])]
-
-
-def batch_cuts(sequences: float, slack: float, replicas: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Ways to cut a batch over `replicas`: (sequences per microbatch, microbatches).
-
-    The batch may be rounded within `slack`. For each power of two, the nearest batch whose share per replica it
-    divides is tried, so that shares without divisors do not rule out accumulation or pipelines; all shares are a
-    multiple of `multiple`.
-
-    >>> batch_cuts(1024, 0.1, 1120), batch_cuts(16, 0, 4), batch_cuts(1024, 0, 1120)
-    ([(1, 1)], [(1, 4), (2, 2), (4, 1)], [])
-    """
-    low, high = sequences * (1 - slack) / replicas, sequences * (1 + slack) / replicas
-    shares = set()
-    for unit in (multiple * p for p in (1, 2, 4, 8, 16, 32, 64)):
-        nearest = max(1, round(sequences / replicas / unit)) * unit
-        if low - 1e-9 <= nearest <= high + 1e-9:
-            shares.add(nearest)
-    return sorted({(b, share // b) for share in shares for b in _divisors(share)})
-
-
-def _divisors(number: int) -> set[int]:
-    """All divisors."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return {*small, *(number // d for d in small)}
 
 
 class _Expansion:
@@ -418,8 +319,10 @@ class _Expansion:
         self.worthy: dict[int, Array] = {}  # mesh -> its undominated placements
         self.counts: dict[int, int] = {}
 
-    def __call__(self, rows: _Rows) -> None:
+    def __call__(self, rows: Rows) -> None:
         """Price every undominated placement of `rows`."""
+        if not len(rows):
+            return
         ids, inverse = np.unique(rows.mesh_id, return_inverse=True)
         self._prepare(ids, rows.meshes[ids])
         options = [self.worthy[int(i)] for i in ids]
@@ -437,7 +340,7 @@ class _Expansion:
                 part = slice(i, i + _CHUNK)
                 self._price(s, structure, rows.take(row[part]), factors[placement[part]])
 
-    def _prepare(self, ids: Rows, mesh: Array) -> None:
+    def _prepare(self, ids: Index, mesh: Array) -> None:
         """List the placements of meshes not seen before, and drop the dominated ones."""
         new = [(int(i), tuple(int(v) for v in m)) for i, m in zip(ids, mesh, strict=True) if int(i) not in self.worthy]
         if not new:
@@ -452,7 +355,7 @@ class _Expansion:
             self.worthy[i] = factors[kept[_span(owner, k)]]
             self.counts[i] = int(counts[k])
 
-    def _price(self, s: int, structure: Structure, rows: _Rows, factors: Array) -> None:
+    def _price(self, s: int, structure: Structure, rows: Rows, factors: Array) -> None:
         """Evaluate one chunk of complete layouts and remember the best."""
         state = self.state
         costs = _evaluate(state, structure, rows, WireTable(self.fabric, factors), self.local[s])
@@ -473,7 +376,7 @@ class _Expansion:
             lowest = np.minimum.accumulate(rows.memory[order])
             state.front.add(found(int(i)) for i in order[np.r_[True, lowest[1:] < lowest[:-1]]])
 
-    def _rank(self, rows: _Rows, scores: Array, found: Callable[[int], Found]) -> None:
+    def _rank(self, rows: Rows, scores: Array, found: Callable[[int], Found]) -> None:
         """Let the best layout of each kind enter the ranking."""
         state, chips = self.state, math.prod(self.fabric.sizes)
         promising = np.flatnonzero(scores <= state.incumbent())
@@ -487,12 +390,12 @@ class _Expansion:
                 state.enter(key, candidate)
 
 
-def _span(owner: Rows, k: int) -> slice:
+def _span(owner: Index, k: int) -> slice:
     """Where `k` stands in the sorted `owner`."""
     return slice(int(np.searchsorted(owner, k)), int(np.searchsorted(owner, k, side="right")))
 
 
-def _layout(rows: _Rows, i: int, structure: Structure, factors: Array) -> Layout:
+def _layout(rows: Rows, i: int, structure: Structure, factors: Array) -> Layout:
     sizes = {a: int(n) for a, n in zip(MESH_AXES, rows.meshes[rows.mesh_id[i]], strict=True)}
     wires = tuple((a, tuple(int(e) for e in factors[k])) for k, a in enumerate(MESH_AXES))
     return Layout(

@@ -6,7 +6,7 @@ Not here: costs of a step (`costs.evaluate`), or choosing (`search`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 
@@ -84,18 +84,14 @@ def placements(room: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
     On a torus axis, mesh axes nest in the order of MESH_AXES (tensor innermost); on a switch their order makes no
     difference.
     """
-    ways = list(_assignments(room, sizes))
-    return np.array(ways, float).reshape(len(ways), len(sizes), len(room))
-
-
-def _assignments(room: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    if not sizes:
-        yield ()
-        return
-    for extents in _extents(sizes[0], room):
-        left = tuple(r // e for r, e in zip(room, extents, strict=True))
-        for rest in _assignments(left, sizes[1:]):
-            yield (extents, *rest)
+    left = np.array([room])
+    chosen = np.ones((1, 0, len(room)), int)
+    for size in sizes:
+        extents = np.array(_extents(size, room), int).reshape(-1, len(room))
+        i, j = np.nonzero((left[:, None, :] % extents[None, :, :] == 0).all(axis=2))
+        chosen = np.concatenate([chosen[i], extents[j][:, None, :]], axis=1)
+        left = left[i] // extents[j]
+    return chosen.astype(float)
 
 
 class WireTable:
