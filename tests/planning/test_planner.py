@@ -112,6 +112,17 @@ def test_fewest_chips_for_a_deadline():
         plan_training(p, objective="chips", deadline_days=0.1)
 
 
+def test_fewest_chips_keep_hosts_whole():
+    p = problem(
+        tiny(layers=8, width=2048, hidden=8192, heads=16), cluster="h100:128", tokens="100B", batch_tokens="512Ki"
+    )
+    small = problem(p.model, cluster="h100:32", tokens="100B", batch_tokens="512Ki")
+    days = 1.001 * plan_training(small, top=1).plans[0].training.days.expected
+    plan = plan_training(p, objective="chips", deadline_days=days, top=1).plans[0]
+    assert plan.fabric.sizes[0] == 8
+    assert plan.estimate.num_chips <= 32
+
+
 @pytest.mark.parametrize(("tokens", "days"), [("100B", None), (None, 3.0)])
 def test_a_deadline_needs_tokens_and_days(tokens, days):
     with pytest.raises(

@@ -142,16 +142,27 @@ def _parts(whole: Fabric) -> Iterator[Fabric]:
     fabric = whole
     while True:
         for part in (fabric, *shrunken(fabric)):
-            if part.sizes not in seen:
+            if part.sizes not in seen and _hosts_whole(part, whole):
                 seen.add(part.sizes)
                 yield part
         smaller = [f for f in shrunken(fabric) if math.prod(f.sizes) <= math.prod(fabric.sizes) / 2]
         if not smaller:
             return
-        # The most even shape: the outermost switch level, or the longest torus axis, is cut first.
+        # The most even shape of a torus; of switches the outermost level is cut first, so that hosts stay whole.
+        torus = fabric.dimensions[0].torus
         fabric = min(
-            smaller, key=lambda f: (-math.prod(f.sizes), max(f.sizes[:-1], default=0) if f.dimensions[0].torus else 0)
+            smaller,
+            key=lambda f: (
+                -math.prod(f.sizes),
+                (max(f.sizes[:-1], default=0),) if torus else tuple(-s for s in f.sizes),
+            ),
         )
+
+
+def _hosts_whole(part: Fabric, whole: Fabric) -> bool:
+    """Whether a part uses all chips of its hosts (nobody rents half of each), or lies within one host."""
+    torus = whole.dimensions[0].torus
+    return torus or part.sizes[0] == whole.sizes[0] or math.prod(part.sizes[1:]) == 1
 
 
 def _fewest_chips(
