@@ -71,6 +71,14 @@ def test_fsdp_on_a_cube_of_v5p():
     assert s.terms["tensor"] == s.terms["data"] == s.terms["context"] == s.terms["pipeline_bubble"] == 0
 
 
+def test_padding_of_uneven_shards_travels():
+    """4,096 rows over 24 chips: shards of 171, so that 24 x 171 = 4,104 rows are gathered and scattered."""
+    s, _chip = step("h100:24", fsdp=24, remat="none", wires=(("fsdp", (8, 3)),))
+    per_byte = max(7 / 8 / NVLINK, 2 / 3 / 8 / LEAF) * 4104 / 4096
+    weights = L * 3 * LAYER + 3 * (V * D + D) + 2 * V * D
+    assert s.resources["fsdp"] == exactly(2 * weights * per_byte)
+
+
 def test_fsdp_that_sticks_out_of_a_short_microbatch():
     """256 tokens a chip: gathering takes longer than the layer."""
     s, _chip = step("v5p:4x4x4", fsdp=64, remat="none", seq_len=256, wires=(("fsdp", (4, 4, 4)),))

@@ -101,11 +101,13 @@ def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> 
     # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a
     # bucket.
     total = weighted_sum(pair for t in (items[:1] if alike else items) for pair in _bytes_of(t, precision))
+    # Shards of weights are padded alike, and the padding travels: what is gathered is one shard times the group.
+    by_shard = not alike and kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     names = list(dict.fromkeys(t.tensor.name for t in items))
     far = {
         m
         for t in items
-        for a, split in zip(t.tensor.axes, _whole(t).splits, strict=True)
+        for a, split in zip(t.tensor.axes, _counted(t).splits, strict=True)
         if a not in "BC"
         for m in split
     }
@@ -117,7 +119,7 @@ def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> 
         mesh_axes=mesh_axes,
         count=len(items) if alike else 1,
         num_bytes=total,
-        scaled_by=mesh_axes if kind is CollectiveKind.ALL_TO_ALL else (),
+        scaled_by=mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else (),
         local=not far & {"data", "fsdp"},
         transfers=tuple(items),
     )
@@ -125,10 +127,13 @@ def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> 
 
 def _bytes_of(t: Transfer, precision: Precision) -> WeightedSum:
     """Bytes of the local block that the collective is counted by."""
-    return ((volume_key(t.tensor.axes, _whole(t).splits), element_bytes(t.tensor, precision)),)
+    return ((volume_key(t.tensor.axes, _counted(t).splits), element_bytes(t.tensor, precision)),)
 
 
-def _whole(t: Transfer) -> Sharding:
-    """The sharding whose local block is the array that the collective is counted by."""
+def _counted(t: Transfer) -> Sharding:
+    """The sharding whose local block the collective is counted by: the whole array, or one shard of a weight."""
     c = t.collective
-    return c.after if c.kind is CollectiveKind.ALL_GATHER else c.before
+    gathers = c.kind is CollectiveKind.ALL_GATHER
+    if t.purpose is not Purpose.ACTIVATIONS and (gathers or c.kind is CollectiveKind.REDUCE_SCATTER):
+        return c.before if gathers else c.after
+    return c.after if gathers else c.before
