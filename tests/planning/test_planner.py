@@ -1,5 +1,6 @@
 """Plans and estimates as a user asks for them, and the words of every refusal."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -11,7 +12,7 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.memory import RESERVE_SHARE
-from meshwise.errors import ConfigError, InfeasibleError, LayoutError, UnknownNameError
+from meshwise.errors import ConfigError, InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
@@ -290,6 +291,31 @@ def test_a_plan_on_a_part_of_the_network_is_reproduced():
 def test_torn_plans_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("schema_version",), "2", "schema_version: expected '1', found '2'"),
+        (("job",), None, "a value was changed"),
+        (("job", "seq_len"), "x", "seq_len"),
+        (("model", "hub_names"), 3, "a value was changed"),
+        (("cluster",), 3, "expected a cluster name"),
+        (("layout", "wires"), None, r"layout\.wires: expected"),
+        (("layout", "data"), [], "whole number"),
+        (("fabric", 0, "size"), 1e400, "a value was changed"),
+        (("fabric", 0), None, "a value was changed"),
+    ],
+    ids=str,
+)
+def test_plans_with_a_changed_value_are_refused(planned, path, value, words):
+    changed = json.loads(planned.plans[0].to_json())
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(MeshwiseError, match=words):
+        Plan.from_json(json.dumps(changed))
 
 
 def test_a_plan_of_another_network_is_refused(planned):

@@ -14,7 +14,7 @@ from meshwise.costs.calibration import find_calibration
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Dimension, Fabric
-from meshwise.errors import ConfigError
+from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
@@ -88,14 +88,23 @@ class Plan:
         if not isinstance(value, Mapping) or set(value) != _KEYS:
             found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
             raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS))}; found {found}")
-        cluster = _cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
-        problem = TrainingProblem(
-            Model.from_json(json.dumps(value["model"])),
-            TrainingJob(**value["job"]),
-            cluster,
-            find_calibration(value["calibration"], cluster.chip),
-        )
-        return cls.of(problem, Layout.from_json(value["layout"]), _fabric(cluster, value["fabric"]))
+        if value["schema_version"] != "1":
+            raise ConfigError(f"plan JSON: schema_version: expected '1', found {value['schema_version']!r}")
+        try:
+            if value["layout"]["wires"] is None:
+                raise ConfigError("plan JSON: layout.wires: expected where each mesh axis lies, found null")
+            cluster = _cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
+            problem = TrainingProblem(
+                Model.from_json(json.dumps(value["model"])),
+                TrainingJob(**value["job"]),
+                cluster,
+                find_calibration(value["calibration"], cluster.chip),
+            )
+            return cls.of(problem, Layout.from_json(value["layout"]), _fabric(cluster, value["fabric"]))
+        except MeshwiseError:
+            raise
+        except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+            raise ConfigError(f"plan JSON: expected what to_json writes; a value was changed: {error}") from error
 
 
 def _cluster(name: str, document: str, price: float | None) -> Cluster:
