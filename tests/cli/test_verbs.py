@@ -132,6 +132,14 @@ def test_svg_without_matplotlib_says_how_to_install_it(run, tmp_path, monkeypatc
     assert not (tmp_path / "roof.svg").exists()
 
 
+def test_a_size_of_an_axis_that_the_expression_lacks_is_refused(run):
+    done = run("shard", "A[I_X, J] -> A[I, J]", "--mesh", "X=2", "--set", "Q=3")
+    assert (done.code, done.err) == (
+        2,
+        "error: unknown axis 'Q'. Known: I, J. Axes are the names in the expression.\n",
+    )
+
+
 def test_svg_into_a_folder_that_is_not_there(run, tmp_path):
     done = run("roofline", MATMUL, "--on", "v5e", "--svg", str(tmp_path / "no" / "roof.svg"))
     assert done.code == 2

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from meshwise.costs.product import Product, price_product
 from meshwise.dtypes import DType
+from meshwise.errors import UnknownNameError
 from meshwise.hardware import Cluster
 from meshwise.sharding import Mesh, parse_expression, parse_mesh
 from meshwise.verbs.pairs import parse_sizes
@@ -46,6 +47,10 @@ def examine_shard(request: ShardRequest) -> tuple[Product, Mesh | None, Cluster 
     """
     mesh = parse_mesh(request.mesh) if request.mesh else None
     expression = parse_expression(request.expression, mesh)
+    known = dict.fromkeys(a for t in expression.tensors for a in t.axes if isinstance(a, str))
+    for name in request.sizes:
+        if name not in known:
+            raise UnknownNameError("axis", name, known, hint="Axes are the names in the expression.")
     cluster = request.find()
     product = price_product(
         expression, mesh=mesh, sizes=request.sizes, dtype=request.dtype, cluster=cluster, wires=request.wires
