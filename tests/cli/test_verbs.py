@@ -140,6 +140,13 @@ def test_a_size_of_an_axis_that_the_expression_lacks_is_refused(run):
     )
 
 
+def test_a_deadline_that_nothing_heeds_is_refused(run):
+    job = ("--on", "v5e:2x2", "--batch-tokens", "64Ki", "--seq-len", "1024", "--tokens", "1B")
+    done = run("plan", "train", "gpt2", *job, "--deadline", "1d")
+    assert done.code == 2
+    assert done.err.startswith("error: --deadline is for --objective chips, found objective 'time'")
+
+
 def test_svg_into_a_folder_that_is_not_there(run, tmp_path):
     done = run("roofline", MATMUL, "--on", "v5e", "--svg", str(tmp_path / "no" / "roof.svg"))
     assert done.code == 2

@@ -6,6 +6,7 @@ missing, 130 interrupted. Errors go to stderr as `error: ...`; with `--json` as 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -83,7 +84,7 @@ class _Failure:
     exit_code: int
 
 
-def _failure(error: BaseException) -> _Failure:
+def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each kind of error)
     """Turn anything that was raised into words and an exit code."""
     match error:
         case MeshwiseError():
@@ -97,6 +98,8 @@ def _failure(error: BaseException) -> _Failure:
             return _Failure(type(error).__name__, error.format_message(), 2)
         case KeyboardInterrupt() | click.Abort():
             return _Failure("Interrupted", "interrupted", INTERRUPTED)
+        case OSError(errno=errno.ENOSPC):
+            return _Failure("OutputError", "the answer cannot be written: no space left on the device", 2)
         case _:
             if os.environ.get("MESHWISE_DEBUG") == "1":
                 traceback.print_exception(error)

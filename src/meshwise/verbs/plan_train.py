@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from meshwise.costs.evaluate import TrainingProblem
-from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.errors import LayoutError, MeshwiseError, UnknownNameError
 from meshwise.planning import MAX_MEMORY, Planning, plan_training
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.units import Quantity, format_duration, format_percent, parse_duration, parse_fraction
@@ -56,8 +56,13 @@ def find_plans(
 
     Raises:
         LayoutError: fixed axes that exceed the cluster.
+        MeshwiseError: a deadline that the objective does not heed.
         InfeasibleError: nothing fits, or nothing keeps the deadline.
     """
+    if request.deadline is not None and request.objective != "chips":
+        raise MeshwiseError(
+            f"--deadline is for --objective chips, found objective {request.objective!r}; change that, or leave it out"
+        )
     needed, there = math.prod(request.fix.values()), problem.cluster.num_chips
     if needed > there:
         raise LayoutError(f"--fix: these axes need {needed:,} chips, {problem.cluster.name} has {there:,}")
