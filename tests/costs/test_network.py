@@ -187,3 +187,17 @@ def test_every_fabric_has_the_clusters_chips():
     for make in CLUSTERS.values():
         cluster = make()
         assert math.prod(Fabric.of(cluster).sizes) == cluster.num_chips
+
+
+def test_a_flat_ring_carries_what_all_members_lack_across_every_boundary():
+    # 2 nodes of 8: level by level half of V enters a node through 8 NICs; a ring of 16 carries 15/16 of it.
+    cluster = parse_cluster("h100:16")
+    levels, ring = Fabric.of(cluster), Fabric.of(cluster, flat_rings=True)
+    factors = {"X": [8.0, 2.0]}
+    nic = cluster.network.levels[1].bandwidth_per_chip_one_way
+    assert make_wire(levels, factors, ("X",)).scheduled == make_wire(levels, factors, ("X",)).gather
+    wire = make_wire(ring, factors, ("X",))
+    assert wire.gather == pytest.approx(max(7 / 8 / 450e9, 1 / 2 / (8 * nic)))  # the bound stays
+    assert wire.scheduled == pytest.approx(15 / 16 / (8 * nic))
+    inside = make_wire(ring, {"X": [8.0, 1.0]}, ("X",))
+    assert inside.scheduled == inside.gather == pytest.approx(7 / 8 / 450e9)

@@ -25,6 +25,8 @@ class Calibration:
         collective_matmul: whether collectives over the tensor axis run as collective matmuls, hidden behind the
             matmul that needs them as far as that lasts. XLA does so on TPUs (Wang et al. 2023, "Overlap communication
             with dependent computation via decomposition"); NCCL calls on GPUs stand on the critical path.
+        flat_rings: whether AllGather and ReduceScatter cross levels of switches as flat rings (NCCL, RCCL) rather than
+            level by level, which is what the bound assumes.
         source: the measurements behind the numbers.
     """
 
@@ -33,6 +35,7 @@ class Calibration:
     hbm_efficiency: float
     link_efficiency: float
     collective_matmul: bool
+    flat_rings: bool
     source: str
 
     def __post_init__(self) -> None:
@@ -41,7 +44,7 @@ class Calibration:
 
 
 #: Every rate of the data sheet achieved, nothing overlapped but weights and gradients.
-IDENTITY = Calibration("none", 1.0, 1.0, 1.0, False, "data-sheet rates, nothing measured")
+IDENTITY = Calibration("none", 1.0, 1.0, 1.0, False, False, "data-sheet rates, nothing measured")
 
 _GEMM = "median of eight bf16 matmuls with all sizes >= 4096, NVIDIA AIConfigurator database, TensorRT-LLM 1.0 (2025)"
 _NCCL = "NCCL AllGather of 512 MiB in one NVLink domain (same database)"
@@ -52,12 +55,12 @@ CALIBRATIONS = {
     c.name: c
     for c in (
         IDENTITY,
-        Calibration("ampere", 0.84, 0.77, 0.68, False, f"A100: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("hopper", 0.80, 0.89, 0.74, False, f"H100: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("blackwell", 0.66, 0.89, 0.68, False, f"B200: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("cdna", 0.51, 0.85, 0.74, False,
+        Calibration("ampere", 0.84, 0.77, 0.68, False, True, f"A100: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("hopper", 0.80, 0.89, 0.74, False, True, f"H100: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("blackwell", 0.66, 0.89, 0.68, False, True, f"B200: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("cdna", 0.51, 0.85, 0.74, False, True,
                     "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs"),
-        Calibration("tpu", 0.90, 0.85, 0.97, True,
+        Calibration("tpu", 0.90, 0.85, 0.97, True, False,
                     "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGather of 400 MB, "
                     "accelerator-microbenchmarks in tpu-recipes (2025)"),
     )

@@ -11,7 +11,7 @@ from meshwise.costs.arithmetic import maximum
 from meshwise.costs.network import Wire
 from meshwise.sharding import CollectiveKind
 
-__all__ = ["collective_time", "wire_time"]
+__all__ = ["collective_time", "scheduled_time", "wire_time"]
 
 
 def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: float = 1.0) -> Any:
@@ -40,6 +40,13 @@ def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: f
             return num_bytes * 0.0
 
 
+def scheduled_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: float = 1.0) -> Any:
+    """Seconds by bandwidth of the schedule that is really run; args as `wire_time`, which no schedule beats."""
+    if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
+        return num_bytes * (wire.scheduled / efficiency)
+    return wire_time(kind, num_bytes, wire, efficiency=efficiency)
+
+
 def latency(kind: CollectiveKind, wire: Wire) -> Any:
     """Seconds that the collective takes however few its bytes."""
     match kind:
@@ -60,4 +67,4 @@ def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficie
 
     Args, source: as `wire_time`; book, Sharded matrices, "when latency-bound".
     """
-    return maximum(latency(kind, wire), wire_time(kind, num_bytes, wire, efficiency=efficiency))
+    return maximum(latency(kind, wire), scheduled_time(kind, num_bytes, wire, efficiency=efficiency))

@@ -44,14 +44,26 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """The dimensions of a cluster, innermost first; their sizes multiply to its number of chips."""
+    """The dimensions of a cluster, innermost first; their sizes multiply to its number of chips.
+
+    Args:
+        dimensions: of the network.
+        in_network_reduction: switches add.
+        flat_rings: AllGather and ReduceScatter run as flat rings over all members, not level by level.
+    """
 
     dimensions: tuple[Dimension, ...]
     in_network_reduction: bool = False
+    flat_rings: bool = False
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Fabric:
-        """Read the network of `cluster`; several slices add a level of data-center network on top."""
+    def of(cls, cluster: Cluster, *, flat_rings: bool = False) -> Fabric:
+        """Read the network of `cluster`; several slices add a level of data-center network on top.
+
+        Args:
+            cluster: chips and their network.
+            flat_rings: whether switches are crossed by flat rings, as NCCL does; see `Wire.scheduled`.
+        """
         net = cluster.network
         if isinstance(net, Torus):
             dims = [
@@ -66,7 +78,7 @@ class Fabric:
             bandwidth = cluster.dcn_bandwidth_per_chip_one_way
             assert bandwidth, "Cluster checks that several slices have a network between them"
             dims.append(Dimension("dcn", cluster.num_slices, False, False, bandwidth, cluster.dcn_latency))
-        return cls(tuple(dims), reduction)
+        return cls(tuple(dims), reduction, flat_rings)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -106,6 +118,9 @@ class Wire:
         send: seconds per byte that every chip sends to its neighbour in the group.
         send_latency: seconds that a send takes however small.
         all_reduce: seconds per byte of an AllReduce: twice an AllGather, or less where the switches add.
+        scheduled: as `gather`, but by the schedule that is really run. Level by level, a child of a level lacks
+            (d-1)/d of the bytes; a flat ring over n members carries (n-1)/n of them across every boundary, whatever
+            the level. NCCL gathers and scatters by flat rings; it reduces by trees, level by level.
     """
 
     size: Any
@@ -116,10 +131,11 @@ class Wire:
     send: Any
     send_latency: Any
     all_reduce: Any
+    scheduled: Any
 
 
 #: A wire that takes no time.
-NO_WIRE = Wire(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_WIRE = Wire(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...]) -> Wire:
@@ -143,6 +159,7 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
     size: Any = 1.0
     switch_gather: Any = 0.0
     switch_reduce: Any = 0.0
+    boundary: Any = 0.0  # seconds per byte that crosses the narrowest boundary between children
     gather_latency: Any = 0.0
     exchange_parts: list[tuple[Any, Any]] = []  # (seconds per local byte sent outside, members below)
     exchange_latency: Any = 0.0
@@ -160,6 +177,7 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
             missing = 1 - 1 / extent
             share = seconds / size
             switch_gather = maximum(switch_gather, missing * share)
+            boundary = maximum(boundary, where(used, share, 0.0))
             switch_reduce = maximum(switch_reduce, _all_reduce_share(missing, used, fabric) * share)
             exchange_parts.append((where(used, seconds, 0.0), size))
             steps = ceil(log2(extent))
@@ -171,15 +189,17 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
     exchange = ring.exchange / size
     for seconds, below in exchange_parts:
         exchange = maximum(exchange, seconds * (1 - below / size) / size)
+    gather = maximum(ring.gather(), switch_gather)
     return Wire(
         size=size,
-        gather=maximum(ring.gather(), switch_gather),
+        gather=gather,
         gather_latency=gather_latency + ring.latency,
         exchange=exchange,
         exchange_latency=maximum(exchange_latency, ring.latency),
         send=send,
         send_latency=send_latency,
         all_reduce=maximum(2 * ring.gather(), switch_reduce),
+        scheduled=maximum(gather, boundary * (1 - 1 / size)) if fabric.flat_rings else gather,
     )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.costs.collectives import wire_time
+from meshwise.costs.collectives import scheduled_time
 from meshwise.costs.estimate import layout_factors
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.sharding import CollectiveKind
@@ -64,12 +64,14 @@ class Path:
         size: chips of the group.
         legs: those that it crosses, innermost first.
         in_network_reduction: whether switches add.
+        flat_ring: whether switches are crossed by a flat ring.
     """
 
     kind: CollectiveKind
     size: int
     legs: tuple[Leg, ...]
     in_network_reduction: bool
+    flat_ring: bool
 
     @property
     def slowest(self) -> Leg:
@@ -106,7 +108,8 @@ def paths(kind: CollectiveKind, fabric: Fabric, layout: Layout, mesh_axes: tuple
         below = math.prod(extents[: part[0]])
         name = "torus" if first.torus else first.name
         legs.append(Leg(name, first.bandwidth_one_way, lanes, extents[part[0]], below, seconds))
-    return Path(kind, math.prod(extents), tuple(legs), fabric.in_network_reduction)
+    gathers = kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+    return Path(kind, math.prod(extents), tuple(legs), fabric.in_network_reduction, gathers and fabric.flat_rings)
 
 
 def _alone(
@@ -114,7 +117,7 @@ def _alone(
 ) -> float:
     """Price a byte with every dimension but `part` infinitely fast."""
     dims = tuple(d if i in part else replace(d, bandwidth_one_way=math.inf) for i, d in enumerate(fabric.dimensions))
-    return float(wire_time(kind, 1.0, make_wire(replace(fabric, dimensions=dims), factors, axes)))
+    return float(scheduled_time(kind, 1.0, make_wire(replace(fabric, dimensions=dims), factors, axes)))
 
 
 def _lane(
@@ -123,4 +126,4 @@ def _lane(
     """Price a gathered byte on one torus axis, were it the whole network; AllToAll and sends as they are."""
     simple = kind if kind in (CollectiveKind.ALL_TO_ALL, CollectiveKind.PERMUTE) else CollectiveKind.ALL_GATHER
     wire = make_wire(Fabric((fabric.dimensions[i],)), {a: [f[i]] for a, f in factors.items()}, axes)
-    return float(wire_time(simple, 1.0, wire))
+    return float(scheduled_time(simple, 1.0, wire))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.costs.calibration import find_calibration
@@ -100,7 +100,11 @@ class Plan:
                 cluster,
                 find_calibration(value["calibration"], cluster.chip),
             )
-            return cls.of(problem, Layout.from_json(value["layout"]), _fabric(cluster, value["fabric"]))
+            return cls.of(
+                problem,
+                Layout.from_json(value["layout"]),
+                _fabric(cluster, value["fabric"], flat_rings=problem.calibration.flat_rings),
+            )
         except MeshwiseError:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
@@ -115,9 +119,9 @@ def _cluster(name: str, document: str, price: float | None) -> Cluster:
     return cluster if price is None else cluster.replace(chip=cluster.chip.replace(price_per_chip_hour=price))
 
 
-def _fabric(cluster: Cluster, used: list[Mapping[str, Any]]) -> Fabric:
+def _fabric(cluster: Cluster, used: list[Mapping[str, Any]], *, flat_rings: bool) -> Fabric:
     """The part of the cluster's network that a plan used."""
-    whole = Fabric.of(cluster)
+    whole = Fabric.of(cluster, flat_rings=flat_rings)
     if [d.get("name") for d in used] != [d.name for d in whole.dimensions]:
         raise ConfigError(
             f"plan JSON: fabric names {[d.get('name') for d in used]}, "
@@ -127,4 +131,4 @@ def _fabric(cluster: Cluster, used: list[Mapping[str, Any]]) -> Fabric:
         Dimension(d.name, int(u["size"]), d.torus, bool(u["wraps"]), d.bandwidth_one_way, d.latency)
         for d, u in zip(whole.dimensions, used, strict=True)
     )
-    return Fabric(tuple(dims), whole.in_network_reduction)
+    return replace(whole, dimensions=tuple(dims))

@@ -92,7 +92,7 @@ def plan_training(
     """
     _check_wishes(objective, fixed or {})
     limits = training_limits(problem, fixed)
-    whole = Fabric.of(problem.cluster)
+    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     space = SearchSpace(limits, memory_share=max_memory)
     if objective == "chips":
         fabric = _fewest_chips(problem, space, whole, deadline_days, progress)
@@ -209,7 +209,7 @@ def estimate_layout(
             that can.
     """
     check_request(problem, request)
-    whole = Fabric.of(problem.cluster)
+    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     parts = [whole] if request.num_chips == problem.cluster.num_chips else parts_of(whole, request.num_chips)
     if not parts:
         raise LayoutError(

@@ -175,6 +175,7 @@ def undominated(
     for group in groups:
         w = wires(group)
         columns += [w.gather, w.gather_latency, w.exchange, w.exchange_latency]
+        columns += [w.scheduled] if fabric.flat_rings else []  # else the gather, which is there
         columns += [w.all_reduce] if fabric.in_network_reduction else []  # else twice the gather, which is there
     columns += [wires(("stage",)).send, wires(("stage",)).send_latency]
     costs = np.column_stack([_rounded(np.broadcast_to(c, len(factors))) for c in columns])

@@ -54,6 +54,8 @@ def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:
         links = f"{twice * (1 - 1 / size) / leg.seconds_per_byte / leg.bandwidth_one_way:.4g} x {bandwidth}"
         return f"{volume} x {size - 1}/{size} / ({links})"
     share = f"{volume} x {leg.extent - 1}/{leg.extent}"
+    if path.flat_ring:
+        share = f"{volume} x {path.size - 1}/{path.size}"
     if kind is CollectiveKind.ALL_REDUCE and path.in_network_reduction:
         factor = leg.seconds_per_byte * leg.below * leg.bandwidth_one_way
         share = f"V x {factor:.4g}"  # switches add: less than twice (d-1)/d, never less than the sum itself
@@ -149,6 +151,8 @@ def _wire_words(path: Path) -> str:
         return "V / (W x achieved share))"
     if path.slowest.lanes:
         return f"{twice}V / (W x links x achieved share)): 2 links a torus axis that is a ring, n/(n-1) on a line"
+    if path.flat_ring:
+        return "V x (n-1)/n / (m x W x achieved share)): a flat ring over n chips, m members below the level"
     return f"{twice}V x (d-1)/d / (m x W x achieved share)): d children of the level, m members in each"
 
 
