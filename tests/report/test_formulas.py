@@ -161,7 +161,7 @@ def test_exposed_shares_follow_from_what_covers_them():
 
 
 def told(row: Plan, *, explain: bool):
-    found = Planning(plans=(row,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 0, 1.0, 0.0))
+    found = Planning(plans=(row,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 1, 0, 1.0, 0.0))
     return estimate_report(found, {}).envelope(explain=explain)
 
 
@@ -193,7 +193,7 @@ def test_json_has_the_collectives_of_every_plan_and_workings_on_demand(any_plan)
 
 def test_tables_fit_80_columns_and_name_operations_and_moves(any_plan):
     console = Console(file=io.StringIO(), width=80, markup=False, highlight=False, color_system=None)
-    found = Planning(plans=(any_plan,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 0, 1.0, 0.0))
+    found = Planning(plans=(any_plan,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 1, 0, 1.0, 0.0))
     console.print(estimate_report(found, {}).renderable(explain=True))
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80

@@ -44,7 +44,7 @@ def planning(plans) -> Planning:
         Found(p.layout, p.fabric, 1.0, p.estimate.step_time.expected / p.estimate.tokens, p.estimate.memory["total"])
         for p in plans
     )
-    search = SearchResult(found, found, 123456, 234567, 1000, 1e9, 0.61)
+    search = SearchResult(found, found, 123456, 65432, 234567, 1000, 1e9, 0.61)
     rivals = (Rival("FSDP alone", REASON, 1.5, 2e10, True), Rival("nothing", "cannot run", float("inf"), 9e99, False))
     return Planning(plans=tuple(plans), reasons=("it has enough tokens per chip",), rejected=rivals, search=search)
 
@@ -76,7 +76,7 @@ def test_reasons_memory_terms_wires_and_search_are_shown(plans):
         "llama-3-8b on 64 x TPU v5p, 15T tokens",
         "- it has enough tokens per chip",
         "v5p:4x4x4 -> 64 x TPU v5p, 4x4x4 torus (all axes wrap), 16 hosts",
-        "123,456 layouts priced (1,000 do not fit) in 0.61 CPU-seconds",
+        "123,456 layouts examined, 65,432 priced (1,000 do not fit) in 0.61 CPU-seconds",
         "on x 4 x y 4 x z 4",
         "of 459 TFLOP/s x 64 chips",
         "remat=full 1x4 seq",

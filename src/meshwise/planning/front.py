@@ -19,7 +19,7 @@ __all__ = ["FRONT_SPAN", "Found", "Front"]
 Array = NDArray[np.float64]
 
 #: How much slower than the best plan the front of time against memory reaches.
-FRONT_SPAN = 2.0
+FRONT_SPAN = 1.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,8 @@ class SearchResult:
         best: best layout of each of the best kinds (tensor, context and stage sizes on so many chips), best first.
         front: layouts on the first network that no other undercuts in both time per token and memory, fastest first;
             none slower than FRONT_SPAN times the fastest.
-        strategies: layouts evaluated (time and memory).
+        strategies: layouts examined: their arithmetic evaluated, which rules most of them out, or priced in full.
+        priced: layouts priced in full, in time and memory.
         covered: layouts in the space, counting those ruled out by a bound.
         infeasible: layouts that did not fit in memory.
         least_memory: smallest memory of any layout, bytes; what would be needed when nothing fits.
@@ -98,6 +99,7 @@ class SearchResult:
     best: tuple[Found, ...]
     front: tuple[Found, ...]
     strategies: int
+    priced: int
     covered: int
     infeasible: int
     least_memory: float
@@ -129,6 +131,8 @@ def search(
     ideal = _ideal_chip_seconds_per_token(problem)
     for fabric in fabrics:
         chips = math.prod(fabric.sizes)
+        if not state.best and math.isfinite(state.least_memory):
+            break  # what does not fit on all chips does not fit on some of them: each would hold more
         if state.score(ideal / chips, chips) < state.cut:
             state.front_on = state.front_on or fabric
             progress(f"searching {chips:,} chips: {state.strategies:,} layouts so far")
@@ -157,7 +161,7 @@ class _State:
         self.cut = math.inf
         self.front = Front()
         self.front_on: Fabric | None = None
-        self.strategies = self.covered = self.infeasible = 0
+        self.strategies = self.priced = self.covered = self.infeasible = 0
         self.least_memory = math.inf
 
     def incumbent(self) -> float:
@@ -184,6 +188,7 @@ class _State:
             tuple(ranked),
             self.front.members(),
             self.strategies,
+            self.priced,
             self.covered,
             self.infeasible,
             self.least_memory,
@@ -226,6 +231,7 @@ def _search_fabric(state: _State, fabric: Fabric) -> None:
         return
     ideal = IdealWires(fabric, {a: table[:, k].astype(float) for k, a in enumerate(MESH_AXES)})
     expand = _Expansion(state, fabric, local)
+    state.strategies += sum(map(len, parts))
     for part, structure, own in zip(parts, state.structures, local, strict=True):
         part.bound = _compute_bound(state, structure, part, own)
     few, others = _promising(parts)
@@ -268,7 +274,7 @@ def _promising(parts: list[Rows]) -> tuple[list[Rows], list[Rows]]:
 def _search_front(state: _State, rows: Rows, expand: _Expansion) -> None:
     """Price what could still enter the front: each round the rows that no other row bounds in both time and memory.
 
-    `rows` are sorted by their bound. The front ends at twice the best time: nobody trades more than that for memory.
+    `rows` are sorted by their bound. The front ends at FRONT_SPAN times the best time: nobody trades more than that for memory.
     """
     rows = rows.take(slice(0, int(np.searchsorted(rows.bound, state.front.reach))))
     while len(rows):
@@ -293,7 +299,7 @@ def _bounded(state: _State, ideal: IdealWires, parts: list[Rows], local: list[tu
             chunk.bound = _seconds_per_token(state, chunk, costs)
             chunk.memory = np.broadcast_to(costs.memory["total"], len(chunk))
             fits = chunk.memory <= capacity
-            state.strategies += len(chunk)
+            state.priced += len(chunk)
             state.infeasible += int((~fits).sum())
             state.least_memory = min(state.least_memory, float(chunk.memory.min()))
             kept.append(chunk if fits.all() else chunk.take(np.flatnonzero(fits)))
@@ -362,6 +368,7 @@ class _Expansion:
         seconds = _seconds_per_token(state, rows, costs)
         scores = np.asarray(state.score(seconds, float(math.prod(self.fabric.sizes))))
         state.strategies += len(seconds)
+        state.priced += len(seconds)
 
         def found(i: int) -> Found:
             layout = _layout(rows, i, structure, factors[i])

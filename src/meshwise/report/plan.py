@@ -51,7 +51,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         body.append(listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)))
     if len(search.front) > 1:
         body.append(_front(search.front))
-    counts = f"{search.strategies:,} layouts priced ({search.infeasible:,} do not fit)"
+    counts = f"{search.strategies:,} layouts examined, {search.priced:,} priced ({search.infeasible:,} do not fit)"
     body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
     return Report(
         command="plan train",
@@ -64,6 +64,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
             "pareto_front": [_found_data(found) for found in search.front],
             "search": {
                 "strategies": search.strategies,
+                "priced": search.priced,
                 "covered": search.covered,
                 "infeasible": search.infeasible,
                 "cpu_s": search.cpu_s,
