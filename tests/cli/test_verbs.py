@@ -311,6 +311,20 @@ def test_what_plan_found_is_what_estimate_says(run):
     assert best["training"] is None
 
 
+@pytest.mark.parametrize(
+    ("words", "share", "sentence"),
+    [
+        ([], 0.9, "plans fill at most 90.0 % of the HBM (--max-memory), because activations"),
+        (["--max-memory", "90%"], 0.9, "plans fill at most 90.0 % of the HBM, as --max-memory asks; activations"),
+        (["--max-memory", "100%"], 1.0, "plans fill at most 100.0 % of the HBM, as --max-memory asks; activations"),
+    ],
+)
+def test_what_memory_may_be_filled_is_echoed(run, words, share, sentence):
+    told = run("plan", "train", *TRAIN, "--top", "1", *words, "--json").json
+    assert told["inputs"]["max_memory"] == share
+    assert sum(line.startswith(sentence) for line in told["assumed"]) == 1
+
+
 def test_fixed_axes_are_kept(run):
     for plan in run("plan", "train", *TRAIN, "--fix", "tensor=2,stage=2", "--json").json["plans"]:
         assert (plan["layout"]["tensor"], plan["layout"]["stage"]) == (2, 2)
@@ -334,6 +348,7 @@ def test_fixed_axes_are_kept(run):
         (["plan", "train", *TRAIN, "--batch-tokens", "1"], 2, "batch_tokens 1 is less than one sequence of seq_len 4,096"),
         (["plan", "train", *TRAIN, "--top", "0"], 2, "--top: expected at least 1, found '0'"),
         (["plan", "train", "llama-3-70b", "--on", "v5e", "--batch-tokens", "64Ki", "--seq-len", "4096"], 3, "llama-3-70b does not fit on v5e"),
+        (["plan", "train", *TRAIN, "--max-memory", "1%"], 3, "llama-3-8b does not fit on v5p:4x4x4 in 1.0 % of the HBM (--max-memory): the leanest of"),
         (["plan", "serve", *TRAIN], 2, "unknown command 'serve'"),
         (["estimate", "train", *TRAIN], 2, "--layout is missing"),
         (["estimate", "train", *TRAIN, "--layout", "fsdp"], 2, "layout: expected name=value"),

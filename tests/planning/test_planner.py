@@ -108,9 +108,9 @@ def test_fewest_chips_for_a_deadline():
     tight = plan_training(p, objective="chips", deadline_days=free.training.days.expected * 1.001, top=1).plans[0]
     assert tight.estimate.num_chips > plan.estimate.num_chips
     with pytest.raises(
-        InfeasibleError, match=r"no part of h100:32 trains 1e\+11 tokens in 0\.1 days: the fastest plan"
+        InfeasibleError, match=r"no part of h100:32 trains 100B tokens in 3 hours: the fastest plan takes [\d.]+ hours;"
     ):
-        plan_training(p, objective="chips", deadline_days=0.1)
+        plan_training(p, objective="chips", deadline_days=0.125)
 
 
 def test_fewest_chips_keep_hosts_whole():
@@ -149,9 +149,46 @@ def test_memory_that_is_short_is_used_whole_before_giving_up():
     chip = p.cluster.chip
     need = plan_training(p).search.least_memory - RESERVE_SHARE * chip.hbm_usable
     chip = replace(chip, hbm_capacity=need / 0.95, hbm_reported=None)
-    found = plan_training(replace(p, cluster=p.cluster.replace(chip=chip)))
-    assert found.memory_share == 1.0
-    assert found.plans[0].estimate.fits
+    short = replace(p, cluster=p.cluster.replace(chip=chip))
+    for more in ({}, {"objective": "chips", "deadline_days": 1e6}):
+        found = plan_training(short, **more)
+        assert (found.memory_share, found.memory_asked) == (1.0, False)
+        assert found.plans[0].estimate.fits
+        with pytest.raises(InfeasibleError, match=r"does not fit on h100:8 in 90\.0 % of the HBM \(--max-memory\)"):
+            plan_training(short, max_memory=0.9, **more)
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "chips"])
+def test_a_memory_that_is_asked_for_is_never_exceeded(objective):
+    p = problem(tiny(layers=4, width=1024, hidden=4096), "h100:8", batch_tokens="64Ki", seq_len="2048")
+    more = {"objective": objective, "top": 2} | ({"deadline_days": 1e6} if objective == "chips" else {})
+    usable = p.cluster.chip.hbm_usable
+    leanest = plan_training(p, **more).search.least_memory / usable
+    found = plan_training(p, max_memory=1.02 * leanest, **more)
+    assert found.memory_asked
+    assert all(plan.estimate.memory["total"] <= 1.02 * leanest * usable for plan in found.plans)
+    with pytest.raises(InfeasibleError, match=r"the leanest of [\d,]+ layouts needs [\d.]+ GiB per chip") as e:
+        plan_training(p, max_memory=0.5 * leanest, **more)
+    named = float(re.search(r"raise --max-memory to ([\d.]+)% or more", str(e.value))[1]) / 100
+    assert plan_training(p, max_memory=named, **more).plans[0].estimate.fits
+    with pytest.raises(InfeasibleError, match="--max-memory"):
+        plan_training(p, max_memory=named - 1.001e-3, **more)
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, 90, math.nan])
+def test_a_share_of_memory_is_a_share(share):
+    with pytest.raises(MeshwiseError, match="max_memory: expected a share above 0 and up to 1, found"):
+        plan_training(problem(), max_memory=share)
+
+
+def test_the_chips_that_are_tried_are_told():
+    p = problem(tiny(layers=4, width=1024, hidden=4096), "h100:8", tokens="1B", batch_tokens="64Ki", seq_len="2048")
+    lines: list[str] = []
+    best = plan_training(p, objective="chips", deadline_days=1e6, top=1, progress=lines.append).plans[0]
+    assert best.estimate.num_chips == 1
+    assert lines[0] == "trying 8 chips"
+    assert "trying 4 chips; 6 keep the deadline" in lines
+    assert "trying 1 chip; 2 keep the deadline" in lines
 
 
 def test_a_batch_that_no_layout_can_cut_is_said():

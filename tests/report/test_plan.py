@@ -109,6 +109,11 @@ def test_the_promised_names(plans):
     assert told["search"]["cpu_s"] == 0.61
 
 
+def test_all_of_the_memory_is_filled_where_nothing_fits_in_less(plans):
+    assert planning(plans).memory_share == 1.0
+    assert "plans may fill all of the HBM: none was found in 90.0 % of it" in " ".join(planned(plans).assumed)
+
+
 def test_without_a_token_budget_there_is_no_run():
     told = estimate_report(planning([make(4, 16, tokens=None)]), {}).envelope(explain=True)
     assert told["command"] == "estimate train"

@@ -108,6 +108,8 @@ def test_the_catalogs():
         (lambda: meshwise.plan_train("llama-3-8b", **{**TRAIN, "on": 3}), "on: "),
         (lambda: meshwise.plan_train("llama-3-8b", **{**TRAIN, "on": "v5x:4"}), "unknown"),
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, top=0), "top: expected at least 1, found 0"),
+        (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, max_memory=1.5), "max_memory: expected at most 1"),
+        (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, max_memory="0%"), "max_memory: expected more than 0"),
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, objective="speed"), "objective: "),
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, fix={"tensors": 4}), "fix: unknown mesh axis"),
         (lambda: meshwise.plan_train(3, **TRAIN), "model: "),

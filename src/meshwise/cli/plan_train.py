@@ -41,7 +41,7 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
         "objective": request.objective,
         "deadline_s": request.deadline,
         "fix": dict(request.fix),
-        "max_memory": request.max_memory,
+        "max_memory": planning.memory_share,
         "top": request.top,
     }
     output.show(plan_report(planning, inputs))

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
-from meshwise.errors import InfeasibleError, LayoutError, UnknownNameError
+from meshwise.errors import InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.planning.plan import Plan
 from meshwise.planning.reasons import winner_reasons
 from meshwise.planning.rivals import Rival, rivals
 from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.planning.space import Limits, parts_of, shrunken
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
-from meshwise.units import format_bytes
+from meshwise.units import format_bytes, format_count, format_duration, format_percent
 
 __all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits"]
 
@@ -41,6 +41,7 @@ class Planning:
         rejected: well-known alternatives and why they lose.
         search: counts, and the front of time against memory.
         memory_share: share of HBM that plans were allowed to fill.
+        memory_asked: whether the user set that share; else it is MAX_MEMORY, or 1 where that found nothing.
     """
 
     plans: tuple[Plan, ...]
@@ -48,6 +49,7 @@ class Planning:
     rejected: tuple[Rival, ...]
     search: SearchResult
     memory_share: float = 1.0
+    memory_asked: bool = False
 
 
 def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
@@ -72,7 +74,7 @@ def plan_training(
     top: int = 5,
     deadline_days: float | None = None,
     fixed: Mapping[str, int] | None = None,
-    max_memory: float = MAX_MEMORY,
+    max_memory: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Planning:
     """Find the best training plans.
@@ -83,35 +85,45 @@ def plan_training(
         top: how many plans to return.
         deadline_days: with "chips": days that the whole token budget may take.
         fixed: mesh axis -> size; the others are searched.
-        max_memory: share of a chip's HBM that a plan may fill; where nothing fits in it, all of it is tried.
+        max_memory: share of a chip's HBM that no plan may exceed, above 0 and up to 1; None for MAX_MEMORY, and for
+            all of it where that finds nothing.
         progress: told a line now and then.
 
     Raises:
         InfeasibleError: nothing can be placed, nothing fits, or no part of the cluster keeps the deadline.
+        MeshwiseError: a share that is none.
         UnknownNameError: an objective or a mesh axis that does not exist.
     """
-    _check_wishes(objective, fixed or {})
+    _check_wishes(objective, fixed or {}, max_memory)
     limits = training_limits(problem, fixed)
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    space = SearchSpace(limits, memory_share=max_memory)
-    if objective == "chips":
-        fabric = _fewest_chips(problem, space, whole, deadline_days, progress)
-        result = search(problem, [fabric], space, top=top, progress=progress)
-    else:
-        result = _search_parts(problem, space, whole, objective, top=top, progress=progress)
-        if not result.best and max_memory < 1:
-            space = SearchSpace(limits)
+    for share in (MAX_MEMORY, 1.0) if max_memory is None else (max_memory,):
+        space = SearchSpace(limits, memory_share=share)
+        if objective == "chips":
+            result = _search_fewest(problem, space, whole, deadline_days, top=top, progress=progress)
+        else:
             result = _search_parts(problem, space, whole, objective, top=top, progress=progress)
+        if result.best:
+            break
+    if objective == "chips" and result.front and not result.best:
+        raise _too_slow(problem, result, deadline_days)
     if not result.best:
-        raise _nothing_found(problem, result, fixed or {})
+        raise _nothing_found(problem, result, fixed or {}, share)
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
     return Planning(
-        plans, winner_reasons(plans[0], whole), rivals(plans[0], plans, whole), result, memory_share=space.memory_share
+        plans,
+        winner_reasons(plans[0], whole),
+        rivals(plans[0], plans, whole),
+        result,
+        memory_share=share,
+        memory_asked=max_memory is not None,
     )
 
 
-def _check_wishes(objective: str, fixed: Mapping[str, int]) -> None:
-    """Refuse names that do not exist."""
+def _check_wishes(objective: str, fixed: Mapping[str, int], max_memory: float | None) -> None:
+    """Refuse names that do not exist, and what is no share."""
+    if max_memory is not None and not 0 < max_memory <= 1:
+        raise MeshwiseError(f"max_memory: expected a share above 0 and up to 1, found {max_memory!r}")
     if objective not in (*OBJECTIVES, "chips"):
         raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
     for axis in fixed:
@@ -165,36 +177,50 @@ def _hosts_whole(part: Fabric, whole: Fabric) -> bool:
     return torus or part.sizes[0] == whole.sizes[0] or math.prod(part.sizes[1:]) == 1
 
 
-def _fewest_chips(
+def _search_fewest(
     problem: TrainingProblem,
     space: SearchSpace,
     whole: Fabric,
     deadline_days: float | None,
+    *,
+    top: int,
     progress: Callable[[str], None],
-) -> Fabric:
-    """The smallest part of the network on which some layout keeps the deadline."""
+) -> SearchResult:
+    """Search the smallest part of the network on which some layout keeps the deadline.
+
+    Where no part keeps it nothing is `best`, and the front is that of the fastest part.
+    """
     if deadline_days is None or problem.job.tokens is None:
         raise LayoutError(
             "objective chips: expected a deadline and the tokens of the run (--deadline 30d --tokens 15T)"
         )
-    kept, fastest = None, math.inf
+    kept: Fabric | None = None
+    tried: list[SearchResult] = []
     for fabric in _parts(whole):
-        if kept is not None and math.prod(fabric.sizes) >= math.prod(kept.sizes):
+        chips = math.prod(fabric.sizes)
+        if kept is not None and chips >= math.prod(kept.sizes):
             continue
-        result = search(problem, [fabric], space, top=1, progress=progress)
-        if result.best:
-            days = result.best[0].seconds_per_token * problem.job.tokens / 86400
-            fastest = min(fastest, days)
-            if days <= deadline_days:
-                kept = fabric
-    if kept is None:
-        found = f"the fastest plan takes {fastest:.1f} days" if math.isfinite(fastest) else "no layout fits"
-        raise InfeasibleError(
-            f"no part of {problem.cluster.name} trains {problem.job.tokens:.3g} tokens "
-            f"in {deadline_days:g} days: {found}; "
-            "give more chips or a later deadline"
-        )
-    return kept
+        known = f"; {math.prod(kept.sizes):,} keep the deadline" if kept else ""
+        progress(f"trying {chips:,} {'chip' if chips == 1 else 'chips'}{known}")
+        result = search(problem, [fabric], space, top=1)
+        tried.append(result)
+        if result.best and _days(problem, result) <= deadline_days:
+            kept = fabric
+    if kept is not None:
+        return search(problem, [kept], space, top=top, progress=progress)
+    fastest = min(tried, key=lambda r: _days(problem, r))
+    return replace(
+        fastest,
+        best=(),
+        strategies=sum(r.strategies for r in tried),
+        least_memory=min(r.least_memory for r in tried),
+    )
+
+
+def _days(problem: TrainingProblem, result: SearchResult) -> float:
+    """Days that the best layout found takes for the whole run, infinite where there is none."""
+    seconds = min((f.seconds_per_token for f in (*result.best, *result.front)), default=math.inf)
+    return seconds * (problem.job.tokens or 0.0) / 86400
 
 
 def estimate_layout(
@@ -274,8 +300,20 @@ def _batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutErro
     )
 
 
-def _nothing_found(problem: TrainingProblem, result: SearchResult, fixed: Mapping[str, int]) -> InfeasibleError:
-    """Say what stands in the way: the batch or what was fixed, or memory."""
+def _too_slow(problem: TrainingProblem, result: SearchResult, deadline_days: float | None) -> InfeasibleError:
+    """Say how long the fastest plan takes, where none keeps the deadline."""
+    deadline = format_duration(86400 * (deadline_days or 0.0))
+    return InfeasibleError(
+        f"no part of {problem.cluster.name} trains {format_count(problem.job.tokens or 0.0)} tokens in {deadline}: "
+        f"the fastest plan takes {format_duration(86400 * _days(problem, result))}; "
+        "give more chips or a later deadline"
+    )
+
+
+def _nothing_found(
+    problem: TrainingProblem, result: SearchResult, fixed: Mapping[str, int], share: float
+) -> InfeasibleError:
+    """Say what stands in the way: the batch or what was fixed, or memory, of which `share` may be filled."""
     job, chip = problem.job, problem.cluster.chip
     if not math.isfinite(result.least_memory):
         wishes = f" with {','.join(f'{a}={n}' for a, n in fixed.items())}" if fixed else ""
@@ -284,11 +322,17 @@ def _nothing_found(problem: TrainingProblem, result: SearchResult, fixed: Mappin
             f"{job.sequences:,.10g} sequences of {job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); "
             f"raise --batch-tokens or --batch-slack, {'fix less, ' if fixed else ''}or use fewer chips"
         )
-    factor = result.least_memory / chip.hbm_usable
+    limit = chip.hbm_usable * share
+    needed = result.least_memory / chip.hbm_usable
+    where, of, remedy = problem.cluster.name, f"the {format_bytes(limit)}", ""
+    if share < 1:
+        where += f" in {format_percent(share)} of the HBM (--max-memory)"
+        of += " that this allows"
+        remedy = f"raise --max-memory to {math.ceil(1000 * needed) / 10:g}% or more, " if needed <= 1 else ""
     return InfeasibleError(
-        f"{problem.model.name} does not fit on {problem.cluster.name}: "
+        f"{problem.model.name} does not fit on {where}: "
         f"the leanest of {result.strategies:,} layouts needs "
         f"{format_bytes(result.least_memory)} per chip, "
-        f"{factor:.2f} x the {format_bytes(chip.hbm_usable)} of a {chip.title}; "
-        "use more chips, chips with more memory, or a smaller batch"
+        f"{result.least_memory / limit:.2f} x {of} of a {chip.title}; "
+        f"{remedy}use more chips, chips with more memory, or a smaller batch"
     )

@@ -15,7 +15,7 @@ from rich.text import Text
 from meshwise.costs.estimate import Interval
 from meshwise.costs.padding import paddings
 from meshwise.costs.workings import collectives_of
-from meshwise.planning import Found, Plan, Planning, Rival
+from meshwise.planning import MAX_MEMORY, Found, Plan, Planning, Rival
 from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.plan_details import plan_details
 from meshwise.report.report import Report, listed
@@ -148,9 +148,12 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
 
 def _headroom(planning: Planning) -> str:
     """Say how full plans may fill a chip."""
-    if planning.memory_share >= 1:
-        return "plans may fill all of the HBM (nothing fits in less, or --max-memory asked for it)"
     share = format_percent(planning.memory_share)
+    if planning.memory_asked:
+        return f"plans fill at most {share} of the HBM, as --max-memory asks; activations are known to about 15 %"
+    if planning.memory_share >= 1:
+        usual = format_percent(MAX_MEMORY)
+        return f"plans may fill all of the HBM: none was found in {usual} of it; activations are known to about 15 %"
     return f"plans fill at most {share} of the HBM (--max-memory), because activations are known to about 15 %"
 
 

@@ -43,8 +43,12 @@ class PlanTrainRequest(TrainRequest):
         description=f"Fix mesh axes ({', '.join(MESH_AXES)}): tensor=8,stage=16; the others are searched.",
         json_schema_extra={"metavar": "AXIS=SIZE"},
     )
-    max_memory: Annotated[float, Quantity("share", parse_fraction, format_percent, "90%")] = Field(
-        default=MAX_MEMORY, gt=0, description="Share of a chip's HBM that plans may fill; all of it where nothing fits."
+    max_memory: Annotated[float | None, Quantity("share", parse_fraction, format_percent, "80%")] = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of a chip's HBM that no plan may exceed; "
+        f"unless given, {MAX_MEMORY:.0%}, and all of it where that finds nothing.",
     )
     top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
 
@@ -93,7 +97,7 @@ def plan_train(
     objective: Literal["time", "cost", "chips"] = "time",
     deadline: str | float | None = None,
     fix: str | Mapping[str, int] | None = None,
-    max_memory: str | float = MAX_MEMORY,
+    max_memory: str | float | None = None,
     top: int = 5,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Planning:
@@ -120,7 +124,8 @@ def plan_train(
         objective: least "time", least "cost", or fewest "chips" for the deadline.
         deadline: for objective "chips": "30d", or seconds.
         fix: mesh axes that are not searched, "tensor=8,stage=16" or a mapping.
-        max_memory: share of a chip's HBM that plans may fill; all of it where nothing fits.
+        max_memory: share of a chip's HBM that no plan may exceed; unless given, 90 %, and all of it where that finds
+            nothing.
         top: how many plans to return.
         progress: told a line now and then.
 
