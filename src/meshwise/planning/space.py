@@ -190,15 +190,17 @@ def _rounded(values: Array) -> Array:
 
 
 def _front(costs: Array) -> NDArray[np.int64]:
-    """Indices of the rows that no other row undercuts or equals in every column; the first of equal rows."""
-    if len(costs) == 1:
-        return np.array([0])
-    unique, first = np.unique(costs, axis=0, return_index=True)
-    alive = np.ones(len(unique), bool)
-    for i in range(len(unique)):  # rows are sorted, so only an earlier row can dominate a later one
-        if alive[i]:
-            alive[i + 1 :] &= ~(unique[i] <= unique[i + 1 :]).all(axis=1)
-    return np.sort(first[alive])
+    """Indices of rows that no other row undercuts or equals in every column; one of equal rows.
+
+    A row that undercuts another has no larger sum, so that taking rows by their sum finds the front from its good end.
+    """
+    left = np.argsort(costs.sum(axis=1), kind="stable")
+    kept = []
+    while len(left):
+        best, left = left[0], left[1:]
+        kept.append(best)
+        left = left[(costs[left] < costs[best]).any(axis=1)]
+    return np.sort(np.array(kept))
 
 
 def shrunken(fabric: Fabric) -> list[Fabric]:
