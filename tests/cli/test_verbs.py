@@ -153,6 +153,30 @@ def test_svg_into_a_folder_that_is_not_there(run, tmp_path):
     assert done.err == f"error: --svg {tmp_path / 'no' / 'roof.svg'}: No such file or directory\n"
 
 
+def test_sequences_longer_than_the_model_was_made_for_are_said(run):
+    words = "are longer than the 8,192 that llama-3-8b was made for"
+    assert (
+        f"sequences of 16,384 tokens {words}"
+        in run("model", "llama-3-8b", "--seq-len", "16Ki", "--json").json["assumed"]
+    )
+    where = ("llama-3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--layout", "fsdp=64")
+    told = run("estimate", "train", *where, "--seq-len", "16Ki", "--json").json["assumed"]
+    assert f"sequences of 16,384 tokens {words}" in told
+    assert words not in " ".join(run("estimate", "train", *where, "--seq-len", "8Ki", "--json").json["assumed"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "train", "gpt2", "--on", "v5e", "--batch-tokens", "64Ki", "--seq-len", "8192"], "gpt2 has learned positions for 1,024 tokens, found 8,192; use 1,024 or less"),
+        (["model", "opt-6.7b", "--seq-len", "2049"], "opt-6.7b has learned positions for 2,048 tokens, found 2,049; use 2,048 or less"),
+    ],
+)  # fmt: skip
+def test_sequences_that_the_model_cannot_read_are_refused(run, words, message):
+    done = run(*words)
+    assert (done.code, done.out, done.err) == (2, "", f"error: seq_len: {message}\n")
+
+
 def test_what_a_model_suggests_can_be_run(run, tmp_path):
     assert run("model", "gpt2").out.endswith("--batch-tokens 4Mi --seq-len 1024\n")
     folder = tmp_path / "my model"

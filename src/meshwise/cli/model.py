@@ -13,6 +13,7 @@ from meshwise.dtypes import DType
 from meshwise.models import load_model
 from meshwise.report.model import model_report
 from meshwise.units import Quantity, format_count, parse_count
+from meshwise.verbs.lengths import check_length
 
 __all__ = ["ModelRequest", "model"]
 
@@ -45,5 +46,6 @@ def model(request: ModelRequest, output: Output) -> None:
     """
     loaded = load_model(request.model)
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, loaded.max_seq_len or DEFAULT_SEQ_LEN)
+    check_length(loaded, seq_len)
     inputs = {"model": request.model, "seq_len_tokens": seq_len, "kv_dtype": request.kv_dtype.value}
     output.show(model_report(loaded, seq_len=seq_len, kv_dtype=request.kv_dtype, inputs=inputs))

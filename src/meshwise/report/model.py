@@ -11,6 +11,7 @@ from meshwise.explanation import Explanation
 from meshwise.models import Model
 from meshwise.report.report import Report
 from meshwise.report.table import facts, table
+from meshwise.report.words import length_words
 from meshwise.units import format_bytes, format_count, format_flops, format_percent
 
 __all__ = ["model_report", "models_report"]
@@ -86,6 +87,7 @@ def model_report(model: Model, *, seq_len: int, kv_dtype: DType, inputs: Mapping
             f"FLOPs: matrix products only, a sequence of {seq_len:,} tokens, causal and windowed attention as computed",
             "training: three times forward, recomputation not counted (the convention of MFU)",
             f"KV cache in {kv_dtype.value}, no window full yet",
+            *length_words(model, seq_len),
             *model.notes,
         ),
         not_modelled=("element-wise work (norms, activations, softmax) in FLOPs",),

@@ -20,7 +20,7 @@ from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.plan_details import plan_details
 from meshwise.report.report import Report, listed
 from meshwise.report.table import table
-from meshwise.report.words import counted
+from meshwise.report.words import counted, length_words
 from meshwise.report.workings import collective_data, padding_data
 from meshwise.sharding.layout import Layout
 from meshwise.units import (
@@ -133,6 +133,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
         "MFU counts 6 x active parameters x tokens, causal attention as computed, no recomputation",
+        *length_words(problem.model, job.seq_len),
         *problem.model.notes,
         *(padding_words(p) for p in paddings(problem, plan.layout)),
         *filter(None, [stage_words(problem.model.num_layers, plan.layout.stage)]),

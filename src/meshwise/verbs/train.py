@@ -16,6 +16,7 @@ from meshwise.errors import MeshwiseError
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.planning import Plan
+from meshwise.verbs.lengths import check_length
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
 __all__ = ["TRAIN_FLAGS", "TrainRequest", "save_plan"]
@@ -39,12 +40,12 @@ class TrainRequest(PricedWhere, TrainingJob):
         """Resolve the names.
 
         Raises:
-            MeshwiseError: a model, cluster or calibration that cannot be found.
+            MeshwiseError: a model, cluster or calibration that cannot be found; sequences that the model cannot read.
         """
         cluster = self.must_find()
-        return TrainingProblem(
-            load_model(self.model), self.job(), cluster, find_calibration(self.calibration, cluster.chip)
-        )
+        model = load_model(self.model)
+        check_length(model, self.seq_len)
+        return TrainingProblem(model, self.job(), cluster, find_calibration(self.calibration, cluster.chip))
 
     def echo_training(self, problem: TrainingProblem) -> dict[str, Any]:
         """Give the inputs with defaults, for JSON; units in the names."""
