@@ -53,7 +53,7 @@ def test_models_outside_the_tables_have_their_published_size(name: str, total: i
 
 
 def test_folders_and_files_are_read(tmp_path: Path) -> None:
-    config = {"model_type": "qwen3", "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+    config = {**load_model("qwen3-8b").config, "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
     folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

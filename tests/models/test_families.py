@@ -9,7 +9,7 @@ from meshwise.models import families
 from meshwise.models.families import FAMILIES, NOT_YET
 from meshwise.models.families.irrelevant import IRRELEVANT
 
-NO_FAMILIES = {"base", "decoder", "irrelevant", "not_yet"}
+NO_FAMILIES = {"activations", "base", "decoder", "irrelevant", "keys", "not_yet"}
 
 
 def test_every_reader_is_in_the_table() -> None:

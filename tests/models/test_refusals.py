@@ -23,6 +23,20 @@ LLAMA: dict[str, Any] = {
 }
 
 
+SIZES = {k: LLAMA[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
+BASICS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2, "n_head": 4, "vocab_size": 100},
+    "gemma3": {},
+    "smollm3": {**SIZES, "num_hidden_layers": 36},
+    "gpt_neo": {"hidden_size": 64, "num_layers": 24, "num_heads": 4, "vocab_size": 100},
+    "dbrx": {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 100},
+    "qwen3": {**SIZES, "num_hidden_layers": 32, "num_key_value_heads": 4},
+    "mixtral": {**SIZES, "num_key_value_heads": 4},
+    "gpt_oss": {**SIZES, "num_key_value_heads": 4},
+    "minimax_m2": {**SIZES, "num_key_value_heads": 4},
+}
+
+
 def refusal(config: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as e:
         read_config(config, name="x")
@@ -50,28 +64,28 @@ def test_the_plain_configuration_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_size": -64}, ["'hidden_size'", "greater than 0", "-64"]),
-        ({"hidden_size": 0}, ["'hidden_size'", "greater than 0", "a number 0"]),
-        ({"hidden_size": 10**12}, ["'hidden_size'", "less than or equal to 10000000"]),
-        ({"hidden_size": "64"}, ["'hidden_size'", "expected integer", 'a string "64"']),
-        ({"hidden_size": 64.5}, ["'hidden_size'", "integer", "64.5"]),
-        ({"hidden_size": True}, ["'hidden_size'", "integer", "a boolean true"]),
-        ({"hidden_size": None}, ["'hidden_size'", "integer", "null"]),
-        ({"hidden_size": float("nan")}, ["'hidden_size'", "integer", "NaN"]),
-        ({"hidden_size": [64]}, ["'hidden_size'", "integer", "a list"]),
+        ({"hidden_size": -64}, ["'hidden_size': expected more than 0, found -64"]),
+        ({"hidden_size": 0}, ["'hidden_size': expected more than 0, found 0"]),
+        ({"hidden_size": 10**12}, ["'hidden_size': expected at most 10,000,000, found 1000000000000"]),
+        ({"hidden_size": "64"}, ["'hidden_size': expected a whole number, found \"64\""]),
+        ({"hidden_size": 64.5}, ["'hidden_size': expected a whole number, found 64.5"]),
+        ({"hidden_size": True}, ["'hidden_size': expected a whole number, found true"]),
+        ({"hidden_size": None}, ["'hidden_size': expected a whole number, found null"]),
+        ({"hidden_size": float("nan")}, ["'hidden_size': expected a whole number, found NaN"]),
+        ({"hidden_size": [64]}, ["'hidden_size': expected a whole number, found a list"]),
         ({"hidden_size": 66}, ["'hidden_size'", "multiple of num_attention_heads (4)", "found 66"]),
-        ({"num_hidden_layers": 0}, ["'num_hidden_layers'", "greater than 0"]),
+        ({"num_hidden_layers": 0}, ["'num_hidden_layers': expected more than 0"]),
         ({"num_key_value_heads": 3}, ["'num_attention_heads'", "multiple of num_key_value_heads (3)", "found 4"]),
-        ({"tie_word_embeddings": "yes"}, ["'tie_word_embeddings'", "boolean", 'a string "yes"']),
-        ({"rope_scaling": "linear"}, ["'rope_scaling'", "dictionary", 'a string "linear"']),
+        ({"tie_word_embeddings": "yes"}, ["'tie_word_embeddings': expected true or false, found \"yes\""]),
+        ({"rope_scaling": "linear"}, ["'rope_scaling': expected an object, found \"linear\""]),
         ({"sparse_indexer_heads": 4}, ["'sparse_indexer_heads'", "not understood", "'llama'"]),
         ({"vision_config": {"hidden_size": 3}}, ["'vision_config'", "not understood"]),
         ({"sliding_window": 128}, ["'sliding_window'", "not understood", "'llama'"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["'architectures'", "LlamaForCausalLM"]),
-        ({"add_cross_attention": True}, ["'add_cross_attention'", "a boolean true"]),
+        ({"add_cross_attention": True}, ["'add_cross_attention': expected false, found true"]),
         ({"model_type": "lama"}, ["model_type 'lama'", "not understood", "nearest: ", "llama"]),
         ({"model_type": "zzzz"}, ["model_type 'zzzz'", "not understood", "known: ", "qwen3"]),
-        ({"model_type": 7}, ["'model_type'", "a number 7"]),
+        ({"model_type": 7}, ["'model_type'", "found 7"]),
         ({"model_type": "qwen3_next"}, ["model_type 'qwen3_next'", "not supported yet", "linear-attention"]),
     ],
     ids=lambda v: next(iter(v.items())).__repr__() if isinstance(v, dict) else "",
@@ -115,7 +129,7 @@ def test_keys_of_no_consequence_change_no_count(change: dict[str, Any]) -> None:
     ("config", "words"),
     [
         (
-            {"model_type": "gpt2", "n_embd": 64, "hidden_size": 32, "n_head": 4},
+            {"model_type": "gpt2", "n_embd": 64, "hidden_size": 32},
             ["disagree", "n_embd = 64", "hidden_size = 32"],
         ),
         ({"model_type": "gemma3"}, ["'text_config' is missing"]),
@@ -130,7 +144,7 @@ def test_keys_of_no_consequence_change_no_count(change: dict[str, Any]) -> None:
             ["'layer_types.0'", "'full_attention'", "linear_attention"],
         ),
         ({"model_type": "gpt_neo", "attention_types": [[["globe"], 24]]}, ["'attention_types'", "globe"]),
-        ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, ["'moe_layer_freq'", "expected 1", "a number 2"]),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, ["'moe_layer_freq'", "expected 1, found 2"]),
         (
             {"model_type": "minimax_m2", "num_hidden_layers": 1, "attn_type_list": [0]},
             ["'attn_type_list.0'", "expected 1"],
@@ -146,7 +160,7 @@ def test_keys_of_no_consequence_change_no_count(change: dict[str, Any]) -> None:
     ids=lambda v: v["model_type"] if isinstance(v, dict) else "",
 )
 def test_families_name_what_they_do_not_understand(config: dict[str, Any], words: list[str]) -> None:
-    message = refusal(config)
+    message = refusal({**BASICS.get(config["model_type"], SIZES), **config})
     for word in words:
         assert word in message
 
@@ -194,7 +208,7 @@ def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_bytes(b"\xef\xbb\xbf" + b'{"model_type": "llama"}')
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(LLAMA).encode())
     assert load_model(str(file)).family == "llama"
 
 

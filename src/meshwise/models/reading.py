@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -48,31 +50,28 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{where}: not a configuration: nested too deeply") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: expected a JSON object with keys such as 'model_type', found {_json_name(value)}")
+        raise ConfigError(f"{where}: expected a JSON object with keys such as 'model_type', found {_found(value)}")
     return value
 
 
-def _json_name(value: Any) -> str:
-    """Give what JSON calls this value, with the value when it is short."""
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
-    name = names.get(type(value), type(value).__name__)
-    text = json.dumps(value) if not isinstance(value, (list, dict, type(None))) else ""
-    return f"{name} {text[:60]}".rstrip()
+def _found(value: Any) -> str:
+    """Give a value as JSON writes it, or what JSON calls it when it is not short.
+
+    >>> _found(-4), _found("yes"), _found(None), _found([1])
+    ('-4', '"yes"', 'null', 'a list')
+    """
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return json.dumps(value, ensure_ascii=False)[:60]
+    return type(value).__name__
 
 
 def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
     """Give the family that reads this configuration."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        found = "no such key" if "model_type" not in config else _json_name(kind)
+        found = "no such key" if "model_type" not in config else _found(kind)
         foreign = next((k for k in config if "ssm" in k or "mamba" in k), None)
         if foreign is not None:
             raise ConfigError(
@@ -88,16 +87,74 @@ def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
     return FAMILIES[kind]
 
 
+#: Kind of error of the validator -> what was expected.
+_EXPECTED = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+    "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
+    "model_type": "an object", "model_attributes_type": "an object",
+    "greater_than": "more than {gt:,}", "greater_than_equal": "at least {ge:,}",
+    "less_than": "less than {lt:,}", "less_than_equal": "at most {le:,}",
+    "too_long": "none",
+}  # fmt: skip
+
+
 def _explain(error: ValidationError, where: str) -> ConfigError:
-    """Give the first complaint of the validator, in our words."""
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(p) for p in first["loc"] if not str(p).startswith("function-"))
-    if first["type"] == "missing":
-        return ConfigError(f"{where}: key {key!r} is missing; it has no default for this model_type")
+    """Give what the validator says, in our words: every key that is missing, or else the first complaint."""
+    errors = error.errors(include_url=False)
+    missing = [repr(_path(e["loc"])) for e in errors if e["type"] == "missing"]
+    if missing:
+        keys = f"key {missing[0]} is missing" if len(missing) == 1 else f"keys {', '.join(missing)} are missing"
+        return ConfigError(f"{where}: {keys}; sizes are not guessed: is the file complete?")
+    first = errors[0]
     if first["type"] == "value_error":
         return ConfigError(f"{where}: {first['msg'].removeprefix('Value error, ')}")
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return ConfigError(f"{where}: key {key!r}: expected {expected}, found {_json_name(first['input'])}")
+    if first["type"] == "literal_error":  # written by Python; JSON has other words
+        first["msg"] = first["msg"].replace("True", "true").replace("False", "false")
+    words = _EXPECTED.get(first["type"])
+    expected = words.format(**first.get("ctx", {})) if words else first["msg"].removeprefix("Input should be ")
+    return ConfigError(f"{where}: key {_path(first['loc'])!r}: expected {expected}, found {_found(first['input'])}")
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    """Give the keys that lead to an error, with dots."""
+    return ".".join(str(step) for step in steps if not str(step).startswith("function-"))
+
+
+def _refuse_endless(config: Mapping[str, Any]) -> None:
+    """Refuse NaN and infinities, however deep they stand."""
+    todo: list[tuple[str, Any]] = list(config.items())
+    while todo:
+        key, value = todo.pop()
+        if isinstance(value, dict):
+            todo += [(f"{key}.{k}", v) for k, v in value.items()]
+        elif isinstance(value, list):
+            todo += [(f"{key}.{i}", v) for i, v in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"key {key!r}: expected a finite number, found {_found(value)}")
+
+
+def _taken(defaults: Mapping[str, Any], family: str) -> str:
+    """Say what the file left to the defaults of its family."""
+    said = ", ".join(f"{key} = {_value(value)}" for key, value in defaults.items())
+    return f"taken from the defaults of model_type {family!r}, because config.json does not say: {said}"
+
+
+def _value(value: Any) -> str:
+    """Give a default as a note shows it; an object counts layers of each kind."""
+    if isinstance(value, dict):
+        return " and ".join(f"{number} {kind}" for kind, number in value.items())
+    return json.dumps(value)
+
+
+def _architecture(read: FamilyConfig) -> Architecture:
+    """Build the architecture, with a note of every default that took part."""
+    try:
+        spec = read.architecture()
+    except ConfigError as e:
+        blamed = {k: v for k, v in read.defaulted().items() if k in str(e)}
+        raise ConfigError(f"{e}; {_taken(blamed, read.model_type)}" if blamed else str(e)) from None
+    defaults = read.defaulted()
+    return replace(spec, notes=(*spec.notes, _taken(defaults, read.model_type))) if defaults else spec
 
 
 #: Spellings of "how many experts a token visits".
@@ -137,8 +194,10 @@ def read_config(
     try:
         values = family.unwrap(dict(config))
         read = family.model_validate(values)
+        _refuse_endless(config)
         read.refuse_unknown(values)
-        spec = read.architecture()
+        spec = _architecture(read)
+        read.refuse_activations(values, (group.layer for group in spec.groups))
         _refuse_impossible(spec, values)
     except ValidationError as e:
         raise _explain(e, where) from None

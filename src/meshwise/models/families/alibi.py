@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from meshwise.errors import ConfigError
 from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.gpt import PlainDecoder
+from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Embedding, Layer, Mlp, Norm
 
 __all__ = ["FAMILIES"]
@@ -25,11 +26,10 @@ class Bloom(PlainDecoder):
         {"apply_residual_connection_post_layernorm", "offset_alibi", "slow_but_exact", "hidden_dropout"}
     )
 
-    hidden_size: Size = Field(default=64, validation_alias=AliasChoices("n_embed", "hidden_size"))
+    hidden_size: Size = Field(validation_alias=AliasChoices("n_embed", "hidden_size"))
     intermediate_size: Size | None = Field(default=None, validation_alias=AliasChoices("n_inner"))
-    num_hidden_layers: Layers = Field(default=2, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
-    num_attention_heads: Count = Field(default=8, validation_alias=AliasChoices("n_head", "num_attention_heads"))
-    vocab_size: Size = 250880
+    num_hidden_layers: Layers = Field(validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
+    num_attention_heads: Count = Field(validation_alias=AliasChoices("n_head", "num_attention_heads"))
     tie_word_embeddings: bool = True
 
     def rope(self, index: int) -> bool:
@@ -54,16 +54,11 @@ class Falcon(PlainDecoder):
 
     model_types: ClassVar[tuple[str, ...]] = ("falcon",)
     classes: ClassVar[tuple[str, ...]] = ("FalconForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"apply_residual_connection_post_layernorm", "activation", "ff_factor"}
-    )
+    ignored: ClassVar[frozenset[str]] = frozenset({"apply_residual_connection_post_layernorm", "ff_factor"})
 
-    hidden_size: Size = Field(default=4544, validation_alias=AliasChoices("n_embed", "hidden_size"))
+    hidden_size: Size = Field(validation_alias=AliasChoices("n_embed", "hidden_size"))
     intermediate_size: Size | None = Field(default=None, validation_alias=AliasChoices("ffn_hidden_size"))
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Count = 71
     num_key_value_heads: Count | None = Field(default=None, validation_alias=AliasChoices("num_kv_heads"))
-    vocab_size: Size = 65024
     max_position_embeddings: Positions | None = 2048
     tie_word_embeddings: bool = True
     num_ln_in_parallel_attn: Literal[1, 2] | None = None
@@ -99,10 +94,10 @@ class Falcon(PlainDecoder):
         return Layer(self.attention(index), self.ffn(index), self.norm, pre_mlp=second, parallel=self.parallel_attn)
 
 
-class MptAttention(BaseModel):
+class MptAttention(Keys):
     """MPT's `attn_config`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid")
 
     attn_type: Literal["multihead_attention"] = "multihead_attention"
     attn_pdrop: float = 0
@@ -138,15 +133,14 @@ class Mpt(PlainDecoder):
         ]
     )
 
-    hidden_size: Size = Field(default=2048, validation_alias=AliasChoices("d_model", "hidden_size"))
-    num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("n_layers", "num_hidden_layers"))
-    num_attention_heads: Count = Field(default=16, validation_alias=AliasChoices("n_heads", "num_attention_heads"))
+    hidden_size: Size = Field(validation_alias=AliasChoices("d_model", "hidden_size"))
+    num_hidden_layers: Layers = Field(validation_alias=AliasChoices("n_layers", "num_hidden_layers"))
+    num_attention_heads: Count = Field(validation_alias=AliasChoices("n_heads", "num_attention_heads"))
     max_position_embeddings: Positions | None = Field(default=2048, validation_alias=AliasChoices("max_seq_len"))
-    vocab_size: Size = 50368
     expansion_ratio: Literal[4] = 4
     no_bias: Literal[True] | None = True
     tie_word_embeddings: bool = True
-    attn_config: MptAttention = MptAttention()
+    attn_config: MptAttention = Field(default_factory=MptAttention)
 
     def bias(self) -> bool:
         """Never."""

@@ -6,15 +6,17 @@ whose `architecture` says what they mean. Not here: any family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from meshwise.dtypes import DType, parse_dtype
 from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.models.families.activations import ACTIVATION_KEYS, check_activation
 from meshwise.models.families.irrelevant import IRRELEVANT
-from meshwise.models.spec import Architecture
+from meshwise.models.families.keys import Keys
+from meshwise.models.spec import Architecture, Layer
 
 __all__ = ["Count", "FamilyConfig", "Index", "Layers", "Off", "Positions", "Size", "divide"]
 
@@ -35,12 +37,10 @@ def divide(total: int, parts: int, total_key: str, parts_key: str) -> int:
     return total // parts
 
 
-class FamilyConfig(BaseModel):
+class FamilyConfig(Keys):
     """One family's configuration. Fields are keys; what is not a field and not irrelevant is refused."""
 
-    model_config = ConfigDict(
-        extra="allow", strict=True, frozen=True, protected_namespaces=(), populate_by_name=True, defer_build=True
-    )
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
 
     #: Values of `model_type` that it reads, and names that `architectures` may hold.
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -76,7 +76,7 @@ class FamilyConfig(BaseModel):
     def refuse_unknown(self, config: Mapping[str, Any]) -> None:
         """Refuse the first key that is neither used nor known to be of no consequence."""
         self._refuse_disagreement(config)
-        known = self.known_keys() | IRRELEVANT | self.ignored
+        known = self.known_keys() | IRRELEVANT | ACTIVATION_KEYS | self.ignored
         for key, value in config.items():
             if key not in known and value is not None:  # null means that the key is not set
                 raise ConfigError(
@@ -89,6 +89,12 @@ class FamilyConfig(BaseModel):
                     f"key 'architectures': expected {' or '.join(self.classes)} for model_type {self.model_type!r}, "
                     f"found {name!r}"
                 )
+
+    def refuse_activations(self, config: Mapping[str, Any], layers: Iterable[Layer]) -> None:
+        """Refuse an activation that is not known, or does not fit the layers."""
+        gated = all(layer.ffn.gated for layer in layers)
+        for key in sorted(ACTIVATION_KEYS & set(config)):
+            check_activation(key, config[key], gated=gated)
 
     def _refuse_disagreement(self, config: Mapping[str, Any]) -> None:
         """Refuse two spellings of one key with two values."""

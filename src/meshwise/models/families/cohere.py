@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.models.families.base import Count, Layers, Off, Positions, Size
+from meshwise.models.families.base import Count, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Head, Layer, Norm, QkNorm
 
@@ -27,11 +27,7 @@ class Cohere(_Parallel):
     model_types: ClassVar[tuple[str, ...]] = ("cohere",)
     classes: ClassVar[tuple[str, ...]] = ("CohereForCausalLM",)
 
-    hidden_size: Size = 8192
     intermediate_size: Size | None = 22528
-    num_hidden_layers: Layers = 40
-    num_attention_heads: Count = 64
-    vocab_size: Size = 256000
     max_position_embeddings: Positions | None = 8192
     tie_word_embeddings: bool = True
     attention_bias: bool = False

@@ -7,6 +7,7 @@ Not here: the families; nor the shapes of weights, which `build` knows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from meshwise.errors import ConfigError
@@ -54,7 +55,9 @@ class Decoder(FamilyConfig):
 
     @property
     def width(self) -> int:
-        """Hidden width of the feed-forward part: four times the residual's where it may be left out."""
+        """Hidden width of the feed-forward part: four times the residual's in families where that is the rule."""
+        if self.intermediate_size is None and type(self).model_fields["intermediate_size"].default is not None:
+            raise ConfigError(f"key {self.spelling('intermediate_size')!r}: expected a whole number, found null")
         return self.intermediate_size or 4 * self.hidden_size
 
     def bias(self) -> bool:
@@ -129,6 +132,12 @@ class Decoder(FamilyConfig):
             **self.extras(),
         )
 
+    def defaulted(self, prefix: str = "") -> Mapping[str, Any]:
+        """Leave out what would be the same by convention: as many key/value heads, heads that share the width."""
+        heads = self.num_attention_heads
+        conventions = {"num_key_value_heads": heads, "head_dim": self.hidden_size / heads}
+        return {k: v for k, v in super().defaulted(prefix).items() if conventions.get(k) != v}
+
     def per_layer(self, key: str, values: list[Any]) -> list[Any]:
         """Check that a list has one entry a layer."""
         if len(values) != self.num_hidden_layers:
@@ -140,6 +149,9 @@ class Decoder(FamilyConfig):
 
 class PatternMixin(Decoder):
     """Decoders whose `layer_types` say which layers see a window only."""
+
+    #: Whether no key says which layers do, when `layer_types` is missing.
+    fixed_pattern: ClassVar[bool] = False
 
     sliding_window: Positions | None = None
     layer_types: list[LayerType] | None = None
@@ -154,6 +166,14 @@ class PatternMixin(Decoder):
             return self.default_type(index)
         kind: LayerType = self.per_layer("layer_types", self.layer_types)[index]
         return kind
+
+    def defaulted(self, prefix: str = "") -> Mapping[str, Any]:
+        """Tell also the pattern that the family has when nothing is said."""
+        found = super().defaulted(prefix)
+        if not self.fixed_pattern or self.layer_types is not None:
+            return found
+        kinds = [self.default_type(i) for i in range(self.num_hidden_layers)]
+        return {**found, "layer_types": {kind: kinds.count(kind) for kind in sorted(set(kinds))}}
 
     def window(self, index: int) -> int | None:
         """Say the window of a sliding layer, which must be given."""

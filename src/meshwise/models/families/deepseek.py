@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.models.families.base import Count, Index, Layers, Positions, Size
+from meshwise.models.families.base import Count, Index, Positions, Size
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
@@ -66,6 +66,7 @@ class Deepseek(LeadingDense):
     classes: ClassVar[tuple[str, ...]] = ("DeepseekForCausalLM",)
     correction: ClassVar[bool] = False
 
+    intermediate_size: Size
     attention_bias: bool = False
 
 
@@ -77,11 +78,7 @@ class DeepseekV2(LeadingDense):
     correction: ClassVar[bool] = False
     ignored: ClassVar[frozenset[str]] = frozenset({"qk_head_dim"})
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 11008
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Count = 32
-    vocab_size: Size = 102400
     max_position_embeddings: Positions | None = 2048
     attention_bias: bool = False
     mlp_bias: Literal[False] | None = None
@@ -117,11 +114,7 @@ class DeepseekV3(DeepseekV2):
     classes: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
     correction: ClassVar[bool] = True
 
-    hidden_size: Size = 7168
     intermediate_size: Size | None = 18432
-    num_hidden_layers: Layers = 61
-    num_attention_heads: Count = 128
-    vocab_size: Size = 129280
     max_position_embeddings: Positions | None = 4096
     moe_intermediate_size: Size = 2048
     num_experts_per_tok: Count = 8
@@ -138,12 +131,8 @@ class Glm4Moe(LeadingDense):
     model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
     classes: ClassVar[tuple[str, ...]] = ("Glm4MoeForCausalLM",)
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 10944
-    num_hidden_layers: Layers = 46
-    num_attention_heads: Count = 96
     num_key_value_heads: Count | None = 8
-    vocab_size: Size = 151552
     max_position_embeddings: Positions | None = 131072
     attention_bias: bool = False
     use_qk_norm: bool = False
@@ -169,13 +158,9 @@ class Glm(Decoder):
     model_types: ClassVar[tuple[str, ...]] = ("glm",)
     classes: ClassVar[tuple[str, ...]] = ("GlmForCausalLM",)
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 13696
-    num_hidden_layers: Layers = 40
-    num_attention_heads: Count = 32
     num_key_value_heads: Count | None = 2
     head_dim: Size | None = 128
-    vocab_size: Size = 151552
     max_position_embeddings: Positions | None = 131072
     attention_bias: bool = True
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import AliasChoices, Field
 
-from meshwise.models.families.base import Count, Index, Layers, Off, Positions, Size
+from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import LAYER_NORM, LayerType, PatternMixin
 from meshwise.models.families.deepseek import LeadingDense
 from meshwise.models.families.gpt import PlainDecoder
@@ -25,7 +25,6 @@ class Arcee(Llama):
     model_types: ClassVar[tuple[str, ...]] = ("arcee",)
     classes: ClassVar[tuple[str, ...]] = ("ArceeForCausalLM",)
 
-    hidden_size: Size = 2560
     intermediate_size: Size = 18432
     max_position_embeddings: Positions | None = 4096
 
@@ -42,10 +41,7 @@ class Nemotron(Arcee):
     norm: ClassVar[Norm] = LAYER_NORM
     ignored: ClassVar[frozenset[str]] = frozenset({"rope_percent", "partial_rotary_percent"})
 
-    hidden_size: Size = 6144
     intermediate_size: Size = 24576
-    num_attention_heads: Count = 48
-    vocab_size: Size = 256000
 
 
 class Persimmon(PlainDecoder):
@@ -54,11 +50,7 @@ class Persimmon(PlainDecoder):
     model_types: ClassVar[tuple[str, ...]] = ("persimmon",)
     classes: ClassVar[tuple[str, ...]] = ("PersimmonForCausalLM",)
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 16384
-    num_hidden_layers: Layers = 36
-    num_attention_heads: Count = 64
-    vocab_size: Size = 262144
     max_position_embeddings: Positions | None = 16384
     qk_layernorm: bool = True
 
@@ -74,11 +66,8 @@ class SeedOss(Llama):
     classes: ClassVar[tuple[str, ...]] = ("SeedOssForCausalLM",)
 
     intermediate_size: Size = 27648
-    num_hidden_layers: Layers = 64
-    num_attention_heads: Count = 80
     num_key_value_heads: Count | None = 8
     head_dim: Size | None = 128
-    vocab_size: Size = 155136
     max_position_embeddings: Positions | None = 524288
     attention_bias: bool = True
     attention_out_bias: bool = False
@@ -106,7 +95,6 @@ class HunyuanDense(Llama):
     model_types: ClassVar[tuple[str, ...]] = ("hunyuan_v1_dense",)
     classes: ClassVar[tuple[str, ...]] = ("HunYuanDenseV1ForCausalLM",)
 
-    vocab_size: Size = 290943
     mlp_bias: Off = None  # type: ignore[assignment]
 
     def qk_norm(self) -> QkNorm | None:
@@ -122,7 +110,6 @@ class Exaone4(Olmo2, PatternMixin):
 
     intermediate_size: Size | None = 16384
     num_key_value_heads: Count | None = 32
-    vocab_size: Size = 102400
     attention_bias: Off = None  # type: ignore[assignment]
     sliding_window: Positions | None = 4096
     sliding_window_pattern: Count | None = 4
@@ -147,12 +134,8 @@ class Dots1(LeadingDense, PatternMixin):
     model_types: ClassVar[tuple[str, ...]] = ("dots1",)
     classes: ClassVar[tuple[str, ...]] = ("Dots1ForCausalLM",)
 
-    hidden_size: Size = 4608
     intermediate_size: Size | None = 10944
-    num_hidden_layers: Layers = 62
-    num_attention_heads: Count = 32
     num_key_value_heads: Count | None = 32
-    vocab_size: Size = 152064
     max_position_embeddings: Positions | None = 2048
     attention_bias: bool = False
     moe_intermediate_size: Size = 1408

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import AliasChoices, Field
 
 from meshwise.errors import ConfigError
-from meshwise.models.families.base import Count, Layers, Off, Positions, Size
+from meshwise.models.families.base import Count, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Layer, QkNorm
 
@@ -39,13 +39,9 @@ class Gemma(Decoder):
     model_types: ClassVar[tuple[str, ...]] = ("gemma",)
     classes: ClassVar[tuple[str, ...]] = ("GemmaForCausalLM",)
 
-    hidden_size: Size = 3072
     intermediate_size: Size | None = 24576
-    num_hidden_layers: Layers = 28
-    num_attention_heads: Count = 16
     num_key_value_heads: Count | None = 16
     head_dim: Size | None = 256
-    vocab_size: Size = 256000
     max_position_embeddings: Positions | None = 8192
     tie_word_embeddings: bool = True
     attention_bias: bool = False
@@ -62,11 +58,9 @@ class Gemma2(Gemma, PatternMixin):
     model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
     classes: ClassVar[tuple[str, ...]] = ("Gemma2ForCausalLM",)
     ignored: ClassVar[frozenset[str]] = frozenset({"attn_logit_softcapping"})
+    fixed_pattern: ClassVar[bool] = True
 
-    hidden_size: Size = 2304
     intermediate_size: Size | None = 9216
-    num_hidden_layers: Layers = 26
-    num_attention_heads: Count = 8
     num_key_value_heads: Count | None = 4
     sliding_window: Positions | None = 4096
     sliding_window_size: Positions | None = None
@@ -96,8 +90,8 @@ class Gemma3Text(Gemma2):
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
     classes: ClassVar[tuple[str, ...]] = ("Gemma3ForCausalLM", "Gemma3TextModel")
+    fixed_pattern: ClassVar[bool] = False
 
-    vocab_size: Size = 262_208
     max_position_embeddings: Positions | None = 131_072
     final_logit_softcapping: float | None = None
     sliding_window_pattern: Count = Field(
@@ -114,7 +108,10 @@ class Gemma3Text(Gemma2):
 
 
 class Gemma3(Gemma3Text):
-    """Gemma 3 with a vision tower, of which the language model is read."""
+    """Gemma 3 with a vision tower, of which the language model is read.
+
+    Published files, that of the 4B for one, leave out even basic sizes.
+    """
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
     classes: ClassVar[tuple[str, ...]] = ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM")
@@ -122,6 +119,9 @@ class Gemma3(Gemma3Text):
         *Gemma2.ignored, "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id", "boi_token_id",
         "eoi_token_id", "mm_tokens_per_image",
     })  # fmt: skip
+
+    num_attention_heads: Count = 8
+    vocab_size: Size = 262_208
 
     @classmethod
     def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:

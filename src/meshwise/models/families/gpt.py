@@ -36,11 +36,10 @@ class Gpt2(PlainDecoder):
     model_types: ClassVar[tuple[str, ...]] = ("gpt2",)
     classes: ClassVar[tuple[str, ...]] = ("GPT2LMHeadModel",)
 
-    hidden_size: Size = Field(default=768, validation_alias=AliasChoices("n_embd", "hidden_size"))
+    hidden_size: Size = Field(validation_alias=AliasChoices("n_embd", "hidden_size"))
     intermediate_size: Size | None = Field(default=None, validation_alias=AliasChoices("n_inner"))
-    num_hidden_layers: Layers = Field(default=12, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
-    num_attention_heads: Count = Field(default=12, validation_alias=AliasChoices("n_head", "num_attention_heads"))
-    vocab_size: Size = 50257
+    num_hidden_layers: Layers = Field(validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
+    num_attention_heads: Count = Field(validation_alias=AliasChoices("n_head", "num_attention_heads"))
     max_position_embeddings: Positions = Field(
         default=1024, validation_alias=AliasChoices("n_positions", "max_position_embeddings")
     )
@@ -88,10 +87,6 @@ class GptJ(Gpt2):
     classes: ClassVar[tuple[str, ...]] = ("GPTJForCausalLM",)
     ignored: ClassVar[frozenset[str]] = frozenset({"rotary"})
 
-    hidden_size: Size = Field(default=4096, validation_alias=AliasChoices("n_embd", "hidden_size"))
-    num_hidden_layers: Layers = Field(default=28, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
-    num_attention_heads: Count = Field(default=16, validation_alias=AliasChoices("n_head", "num_attention_heads"))
-    vocab_size: Size = 50400
     max_position_embeddings: Positions = Field(
         default=2048, validation_alias=AliasChoices("n_positions", "max_position_embeddings")
     )
@@ -125,14 +120,12 @@ class GptNeo(PlainDecoder):
     classes: ClassVar[tuple[str, ...]] = ("GPTNeoForCausalLM",)
     ignored: ClassVar[frozenset[str]] = frozenset({"resid_dropout", "embed_dropout"})
 
-    hidden_size: Size = 2048
-    num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("num_layers", "num_hidden_layers"))
-    num_attention_heads: Count = Field(default=16, validation_alias=AliasChoices("num_heads", "num_attention_heads"))
-    vocab_size: Size = 50257
+    num_hidden_layers: Layers = Field(validation_alias=AliasChoices("num_layers", "num_hidden_layers"))
+    num_attention_heads: Count = Field(validation_alias=AliasChoices("num_heads", "num_attention_heads"))
     max_position_embeddings: Positions = 2048
     tie_word_embeddings: bool = True
     window_size: Positions = 256
-    attention_types: list[Any] | None = None
+    attention_types: list[Any] = Field(default_factory=lambda: [[["global", "local"], 12]])
     attention_layers: list[Literal["global", "local"]] | None = None
 
     def bias(self) -> bool:
@@ -157,11 +150,7 @@ class GptNeo(PlainDecoder):
     def _kinds(self) -> list[Any]:
         """Expand `[[["global", "local"], 12]]`, which means that the pattern comes twelve times."""
         try:
-            kinds = [
-                kind
-                for pattern, times in self.attention_types or [(["global", "local"], 12)]
-                for kind in pattern * times
-            ]
+            kinds = [kind for pattern, times in self.attention_types for kind in pattern * times]
         except (TypeError, ValueError):
             kinds = [None]
         if not set(kinds) <= {"global", "local"}:
@@ -182,11 +171,7 @@ class GptNeoX(PlainDecoder):
     model_types: ClassVar[tuple[str, ...]] = ("gpt_neox",)
     classes: ClassVar[tuple[str, ...]] = ("GPTNeoXForCausalLM",)
 
-    hidden_size: Size = 6144
     intermediate_size: Size = 24576
-    num_hidden_layers: Layers = 44
-    num_attention_heads: Count = 64
-    vocab_size: Size = 50432
     max_position_embeddings: Positions | None = 2048
     attention_bias: bool = True
     use_parallel_residual: bool = True
@@ -208,11 +193,7 @@ class Opt(PlainDecoder):
     model_types: ClassVar[tuple[str, ...]] = ("opt",)
     classes: ClassVar[tuple[str, ...]] = ("OPTForCausalLM",)
 
-    hidden_size: Size = 768
     intermediate_size: Size = Field(default=3072, validation_alias=AliasChoices("ffn_dim"))
-    num_hidden_layers: Layers = 12
-    num_attention_heads: Count = 12
-    vocab_size: Size = 50272
     max_position_embeddings: Positions = 2048
     tie_word_embeddings: bool = True
     do_layer_norm_before: bool = True

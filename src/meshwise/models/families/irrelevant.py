@@ -45,7 +45,7 @@ quantization_bit model_max_length neuron use_fast_kernels kv_cache_scheme
 """
 
 _NUMERICS = """
-hidden_act hidden_activation activation_function activation_type rms_norm_eps layer_norm_eps layer_norm_epsilon
+rms_norm_eps layer_norm_eps layer_norm_epsilon
 norm_eps norm_epsilon layernorm_epsilon rope_theta rope_theta_base rotary_emb_base rotary_base rotary_pct
 rotary_percent rotary_emb_fraction rotary_emb_interleaved partial_rotary_factor rope_pct rotary_dim
 rope_local_base_freq rope_interleaved rope_interleave rope_ratio rope_type original_max_position_embeddings

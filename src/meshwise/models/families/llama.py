@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import AliasChoices, Field
 
 from meshwise.errors import ConfigError
-from meshwise.models.families.base import Count, Index, Layers, Off, Positions, Size
+from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Mixture, Mlp
 
@@ -22,11 +22,7 @@ class Llama(Decoder):
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
     classes: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "LLaMAForCausalLM")
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 11008
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Count = 32
-    vocab_size: Size = 32000
     max_position_embeddings: Positions | None = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -39,12 +35,8 @@ class Mistral(PatternMixin):
     classes: ClassVar[tuple[str, ...]] = ("MistralForCausalLM",)
     ignored: ClassVar[frozenset[str]] = frozenset({"attention_sink_size"})
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 14336
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Count = 32
     num_key_value_heads: Count | None = 8
-    vocab_size: Size = 32000
     max_position_embeddings: Positions | None = 4096 * 32
     sliding_window: Positions | None = Field(
         default=4096, validation_alias=AliasChoices("sliding_window", "sliding_window_size")
@@ -70,9 +62,7 @@ class Ministral3(Mistral):
     model_types: ClassVar[tuple[str, ...]] = ("ministral3",)
     classes: ClassVar[tuple[str, ...]] = ("Ministral3ForCausalLM",)
 
-    num_hidden_layers: Layers = 34
     head_dim: Size | None = 128
-    vocab_size: Size = 131072
     max_position_embeddings: Positions | None = 262144
     sliding_window: Positions | None = None
 
@@ -99,12 +89,8 @@ class SmolLM3(PatternMixin):
     classes: ClassVar[tuple[str, ...]] = ("SmolLM3ForCausalLM",)
     ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
 
-    hidden_size: Size = 2048
     intermediate_size: Size | None = 11008
-    num_hidden_layers: Layers = 36
-    num_attention_heads: Count = 16
     num_key_value_heads: Count | None = 4
-    vocab_size: Size = 128256
     max_position_embeddings: Positions | None = 32768
     tie_word_embeddings: bool = True
     attention_bias: bool = False
@@ -134,11 +120,7 @@ class Granite(Decoder):
         {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
     )
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 11008
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Count = 32
-    vocab_size: Size = 32000
     max_position_embeddings: Positions | None = 2048
     attention_bias: bool = False
     mlp_bias: bool = False

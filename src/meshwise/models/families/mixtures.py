@@ -6,21 +6,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from meshwise.errors import ConfigError
+from meshwise.models.families.activations import check_activation
 from meshwise.models.families.base import Count, Index, Layers, Positions, Size, divide
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.families.gemma import TOWERS, unwrap_text
+from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Head, LatentAttention, Mixture, Mlp, Norm, QkNorm, SelfAttention
 
 __all__ = ["FAMILIES"]
 
 
-class DbrxAttention(BaseModel):
+class DbrxAttention(Keys):
     """DBRX's `attn_config`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid")
 
     kv_n_heads: Count = 1
     attn_pdrop: float = 0
@@ -29,10 +31,10 @@ class DbrxAttention(BaseModel):
     model_type: str = ""
 
 
-class DbrxFfn(BaseModel):
+class DbrxFfn(Keys):
     """DBRX's `ffn_config`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid")
 
     ffn_hidden_size: Size = 3584
     moe_num_experts: Count = 4
@@ -52,14 +54,13 @@ class Dbrx(Decoder):
     model_types: ClassVar[tuple[str, ...]] = ("dbrx",)
     classes: ClassVar[tuple[str, ...]] = ("DbrxForCausalLM",)
 
-    hidden_size: Size = Field(default=2048, validation_alias=AliasChoices("d_model", "hidden_size"))
-    num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("n_layers", "num_hidden_layers"))
-    num_attention_heads: Count = Field(default=16, validation_alias=AliasChoices("n_heads", "num_attention_heads"))
+    hidden_size: Size = Field(validation_alias=AliasChoices("d_model", "hidden_size"))
+    num_hidden_layers: Layers = Field(validation_alias=AliasChoices("n_layers", "num_hidden_layers"))
+    num_attention_heads: Count = Field(validation_alias=AliasChoices("n_heads", "num_attention_heads"))
     max_position_embeddings: Positions | None = Field(default=2048, validation_alias=AliasChoices("max_seq_len"))
-    vocab_size: Size = 32000
     tie_word_embeddings: Literal[False] = False
-    attn_config: DbrxAttention = DbrxAttention()
-    ffn_config: DbrxFfn = DbrxFfn()
+    attn_config: DbrxAttention = Field(default_factory=DbrxAttention)
+    ffn_config: DbrxFfn = Field(default_factory=DbrxFfn)
 
     def heads(self) -> tuple[int, int, int]:
         """Key/value heads are nested."""
@@ -69,6 +70,8 @@ class Dbrx(Decoder):
 
     def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""
+        activation = (self.ffn_config.ffn_act_fn or {}).get("name")
+        check_activation("ffn_config.ffn_act_fn.name", activation, gated=True)
         return Mixture(self.ffn_config.moe_num_experts, self.ffn_config.moe_top_k, self.ffn_config.ffn_hidden_size)
 
 
@@ -88,13 +91,9 @@ class MiniMaxM2(Decoder):
         }
     )
 
-    hidden_size: Size = 3072
     intermediate_size: Size | None = 1536
-    num_hidden_layers: Layers = 62
-    num_attention_heads: Count = 48
     num_key_value_heads: Count | None = 8
     head_dim: Size | None = 128
-    vocab_size: Size = 200064
     max_position_embeddings: Positions | None = 196608
     num_experts_per_tok: Count = 8
     num_local_experts: Count = Field(default=256, validation_alias=AliasChoices("num_local_experts", "num_experts"))
@@ -127,14 +126,11 @@ class GptOss(PatternMixin):
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
     classes: ClassVar[tuple[str, ...]] = ("GptOssForCausalLM",)
     ignored: ClassVar[frozenset[str]] = frozenset({"swiglu_limit", "swiglu_alpha"})
+    fixed_pattern: ClassVar[bool] = True
 
-    hidden_size: Size = 2880
     intermediate_size: Size | None = 2880
-    num_hidden_layers: Layers = 36
-    num_attention_heads: Count = 64
     num_key_value_heads: Count | None = 8
     head_dim: Size | None = 64
-    vocab_size: Size = 201088
     max_position_embeddings: Positions | None = 131072
     sliding_window: Positions | None = 128
     attention_bias: bool = True
@@ -167,14 +163,10 @@ class Llama4Text(PatternMixin):
         {"attn_temperature_tuning", "floor_scale", "attn_scale", "for_llm_compressor"}
     )
 
-    hidden_size: Size = 5120
     intermediate_size: Size | None = 8192
     intermediate_size_mlp: Size = 16384
-    num_hidden_layers: Layers = 48
-    num_attention_heads: Count = 40
     num_key_value_heads: Count | None = 8
     head_dim: Size | None = 128
-    vocab_size: Size = 202048
     max_position_embeddings: Positions | None = 131072
     num_experts_per_tok: Count = 1
     num_local_experts: Count = 16
@@ -241,13 +233,9 @@ class Ernie45(Decoder):
     model_types: ClassVar[tuple[str, ...]] = ("ernie4_5",)
     classes: ClassVar[tuple[str, ...]] = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
 
-    hidden_size: Size = 1024
     intermediate_size: Size | None = 3072
-    num_hidden_layers: Layers = 18
-    num_attention_heads: Count = 16
     num_key_value_heads: Count | None = 2
     head_dim: Size | None = 128
-    vocab_size: Size = 103424
     max_position_embeddings: Positions | None = 131072
     tie_word_embeddings: bool = True
     use_bias: bool = False
@@ -268,10 +256,7 @@ class Ernie45Moe(Ernie45):
     classes: ClassVar[tuple[str, ...]] = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM")
     ignored: ClassVar[frozenset[str]] = frozenset({"moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"})
 
-    hidden_size: Size = 2560
     intermediate_size: Size | None = 12288
-    num_hidden_layers: Layers = 28
-    num_attention_heads: Count = 20
     num_key_value_heads: Count | None = 4
     head_dim: Size | None = None
     moe_intermediate_size: Size = 1536

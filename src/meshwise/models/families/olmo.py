@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from meshwise.models.families.base import Count, Layers, Positions, Size
+from meshwise.models.families.base import Count, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Layer, Mixture, Mlp, Norm, QkNorm
 
@@ -21,11 +21,7 @@ class Olmo(Decoder):
     norm: ClassVar[Norm] = Norm(weight=False)
     ignored: ClassVar[frozenset[str]] = frozenset({"clip_qkv"})
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 11008
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Count = 32
-    vocab_size: Size = 50304
     max_position_embeddings: Positions | None = 2048
     attention_bias: bool = False
 
@@ -53,6 +49,7 @@ class Olmo3(Olmo2, PatternMixin):
 
     model_types: ClassVar[tuple[str, ...]] = ("olmo3",)
     classes: ClassVar[tuple[str, ...]] = ("Olmo3ForCausalLM",)
+    fixed_pattern: ClassVar[bool] = True
 
     sliding_window: Positions | None = 4096
 
@@ -68,10 +65,7 @@ class Olmoe(Olmo):
     classes: ClassVar[tuple[str, ...]] = ("OlmoeForCausalLM",)
     norm: ClassVar[Norm] = Norm()
 
-    hidden_size: Size = 2048
     intermediate_size: Size | None = 2048
-    num_hidden_layers: Layers = 16
-    num_attention_heads: Count = 16
     max_position_embeddings: Positions | None = 4096
     num_experts_per_tok: Count = 8
     num_experts: Count = 64

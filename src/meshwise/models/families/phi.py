@@ -23,11 +23,7 @@ class Phi(Decoder):
     classes: ClassVar[tuple[str, ...]] = ("PhiForCausalLM",)
     norm: ClassVar[Norm] = LAYER_NORM
 
-    hidden_size: Size = 2048
     intermediate_size: Size | None = 8192
-    num_hidden_layers: Layers = 24
-    num_attention_heads: Count = 32
-    vocab_size: Size = 51200
     max_position_embeddings: Positions | None = 2048
     qk_layernorm: bool = False
 
@@ -58,10 +54,10 @@ class PhiMsft(Phi):
     model_types: ClassVar[tuple[str, ...]] = ("phi-msft",)
     ignored: ClassVar[frozenset[str]] = frozenset({"flash_attn", "flash_rotary", "fused_dense", "rotary_dim"})
 
-    hidden_size: Size = Field(default=2048, validation_alias=AliasChoices("n_embd", "hidden_size"))
+    hidden_size: Size = Field(validation_alias=AliasChoices("n_embd", "hidden_size"))
     intermediate_size: Size | None = Field(default=None, validation_alias=AliasChoices("n_inner"))
-    num_hidden_layers: Layers = Field(default=24, validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
-    num_attention_heads: Count = Field(default=32, validation_alias=AliasChoices("n_head", "num_attention_heads"))
+    num_hidden_layers: Layers = Field(validation_alias=AliasChoices("n_layer", "num_hidden_layers"))
+    num_attention_heads: Count = Field(validation_alias=AliasChoices("n_head", "num_attention_heads"))
     num_key_value_heads: Count | None = Field(default=None, validation_alias=AliasChoices("n_head_kv"))
     max_position_embeddings: Positions | None = Field(default=2048, validation_alias=AliasChoices("n_positions"))
 
@@ -73,10 +69,8 @@ class Phi3(Mistral):
     classes: ClassVar[tuple[str, ...]] = ("Phi3ForCausalLM",)
     ignored: ClassVar[frozenset[str]] = frozenset({"interpolate_factor"})
 
-    hidden_size: Size = 3072
     intermediate_size: Size | None = 8192
     num_key_value_heads: Count | None = None
-    vocab_size: Size = 32064
     max_position_embeddings: Positions | None = 4096
     sliding_window: Positions | None = None
     lm_head_bias: Off = None
@@ -91,7 +85,6 @@ class Phimoe(Mistral):
     norm: ClassVar[Norm] = LAYER_NORM
 
     intermediate_size: Size | None = 6400
-    vocab_size: Size = 32064
     sliding_window: Positions | None = None
     attention_bias: bool = False  # type: ignore[assignment]
     num_experts_per_tok: Count = 2
@@ -115,12 +108,8 @@ class StableLm(Decoder):
     norm: ClassVar[Norm] = LAYER_NORM
     ignored: ClassVar[frozenset[str]] = frozenset({"rotary_scaling_factor"})
 
-    hidden_size: Size = 2560
     intermediate_size: Size | None = 6912
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Count = 32
     num_key_value_heads: Count | None = 32
-    vocab_size: Size = 50304
     max_position_embeddings: Positions | None = 4096
     use_qkv_bias: bool = False
     qk_layernorm: bool = False
@@ -152,12 +141,8 @@ class Starcoder2(Mistral):
     classes: ClassVar[tuple[str, ...]] = ("Starcoder2ForCausalLM",)
     norm: ClassVar[Norm] = LAYER_NORM
 
-    hidden_size: Size = 3072
     intermediate_size: Size | None = 12288
-    num_hidden_layers: Layers = 30
-    num_attention_heads: Count = 24
     num_key_value_heads: Count | None = 2
-    vocab_size: Size = 49152
     max_position_embeddings: Positions | None = 4096
     sliding_window: Positions | None = None
     tie_word_embeddings: bool = True

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.models.families.base import Count, Index, Layers, Off, Positions, Size
+from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Mixture, Mlp, QkNorm
 
@@ -22,12 +22,8 @@ class Qwen2(PatternMixin):
     classes: ClassVar[tuple[str, ...]] = ("Qwen2ForCausalLM",)
     ignored: ClassVar[frozenset[str]] = frozenset({"use_mrope"})
 
-    hidden_size: Size = 4096
     intermediate_size: Size | None = 22016
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Count = 32
     num_key_value_heads: Count | None = 32
-    vocab_size: Size = 151936
     max_position_embeddings: Positions | None = 32768
     use_sliding_window: bool = False
     sliding_window: Positions | None = 4096
@@ -101,10 +97,7 @@ class Qwen2Moe(Qwen2, _SparseMixin):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_moe",)
     classes: ClassVar[tuple[str, ...]] = ("Qwen2MoeForCausalLM",)
 
-    hidden_size: Size = 2048
     intermediate_size: Size | None = 5632
-    num_hidden_layers: Layers = 24
-    num_attention_heads: Count = 16
     num_key_value_heads: Count | None = 16
     moe_intermediate_size: Size = 1408
     shared_expert_intermediate_size: Size = 5632
@@ -132,9 +125,7 @@ class Qwen3Moe(Qwen3, _SparseMixin):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     classes: ClassVar[tuple[str, ...]] = ("Qwen3MoeForCausalLM",)
 
-    hidden_size: Size = 2048
     intermediate_size: Size | None = 6144
-    num_hidden_layers: Layers = 24
     num_key_value_heads: Count | None = 4
     head_dim: Size | None = None
     qkv_bias: Off = None  # type: ignore[assignment]
