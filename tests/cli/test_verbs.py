@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from meshwise.cli import plan_train
 from meshwise.planning import Plan
 
 MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
@@ -325,6 +326,22 @@ def test_plan_answers_and_its_json_has_the_promised_names(run, tmp_path):
     assert told["inputs"]["calibration"] == "tpu"
     saved = Plan.from_json((tmp_path / "p.json").read_text(encoding="utf-8"))
     assert saved.estimate.step_time.expected == pytest.approx(time["expected"], rel=1e-12)
+
+
+def test_a_folder_to_save_in_is_looked_for_before_the_search(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_train, "find_plans", lambda *_, **__: pytest.fail("searched"))
+    file = tmp_path / "no" / "x.json"
+    done = run("plan", "train", *TRAIN, "--save", str(file))
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: --save {file}: there is no folder {str(file.parent)!r}; make it first\n"
+
+
+def test_an_answer_that_cannot_be_saved_is_shown(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_train, "check_save", lambda _: None)
+    done = run("plan", "train", *TRAIN, "--top", "1", "--save", str(tmp_path / "no" / "x.json"))
+    assert done.code == 2
+    assert done.first_line.startswith("Best: ")
+    assert done.err.endswith("x.json: No such file or directory\n")
 
 
 def test_what_plan_found_is_what_estimate_says(run):

@@ -11,7 +11,7 @@ from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
 from meshwise.report.plan import plan_report
 from meshwise.verbs.plan_train import PlanTrainRequest, find_plans
-from meshwise.verbs.train import TRAIN_FLAGS, save_plan
+from meshwise.verbs.train import TRAIN_FLAGS, check_save, save_plan
 
 __all__ = ["train"]
 
@@ -32,10 +32,10 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
         --batch-tokens 2Mi --seq-len 8192
     """  # noqa: D301  (click's mark for lines that stay as they are)
     problem = request.problem()
+    if save is not None:
+        check_save(save)
     with Progress() as progress:
         planning = find_plans(request, problem, progress=progress)
-    if save is not None:
-        save_plan(planning.plans[0], save)
     inputs = {
         **request.echo_training(problem),
         "objective": request.objective,
@@ -45,3 +45,5 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
         "top": request.top,
     }
     output.show(plan_report(planning, inputs))
+    if save is not None:  # last: an answer that cannot be saved is shown all the same
+        save_plan(planning.plans[0], save)

@@ -19,7 +19,7 @@ from meshwise.planning import Plan
 from meshwise.verbs.lengths import check_length
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
-__all__ = ["TRAIN_FLAGS", "TrainRequest", "save_plan"]
+__all__ = ["TRAIN_FLAGS", "TrainRequest", "check_save", "save_plan"]
 
 TRAIN_FLAGS = WHERE_FLAGS
 
@@ -62,6 +62,16 @@ class TrainRequest(PricedWhere, TrainingJob):
             "optimizer": job.optimizer,
             "calibration": problem.calibration.name,
         }
+
+
+def check_save(file: Path) -> None:
+    """Refuse, before a search, a file that could not be written after it.
+
+    Raises:
+        MeshwiseError: its folder does not exist, or is none.
+    """
+    if not file.parent.is_dir():
+        raise MeshwiseError(f"--save {file}: there is no folder {str(file.parent)!r}; make it first")
 
 
 def save_plan(plan: Plan, file: Path) -> None:
