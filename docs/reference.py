@@ -79,6 +79,7 @@ _PLAN = {
     "plans[].estimate.collectives[].exposed_s": "a step",
     "plans[].estimate.collectives[].hidden_s": "a step",
     "plans[].estimate.padding[]": "axes that do not divide evenly, and what they are padded to",
+    "plans[].cost_usd_per_billion_tokens": "expected; null where no price is known",
     "plans[].training.steps": "steps of the whole run; `training` is null without `--tokens`",
     "plans[].training.days": "expected",
     "plans[].training.days_interval.*": "lower, expected, upper",

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from meshwise.models import load_model
 from meshwise.planning import Found, Plan, Planning, Rival, SearchResult
 from meshwise.report.plan import estimate_report, plan_report
 from meshwise.sharding.layout import Layout
+from meshwise.units import format_count, format_money
 
 REASON = "468 tokens per chip is under the 850 this network needs"
 
@@ -107,6 +109,31 @@ def test_the_promised_names(plans):
     assert told["rejected"][1]["slowdown"] is None  # JSON has no infinity
     assert told["search"]["strategies"] == 123456
     assert told["search"]["cpu_s"] == 0.61
+
+
+def test_the_least_cost_is_said_without_a_token_budget():
+    row = make(4, 16, tokens=None)
+    price = row.problem.cluster.price_per_chip_hour
+    seconds = 1e9 / row.estimate.tokens * row.estimate.step_time.expected
+    dollars = 64 * price * seconds / 3600
+    told = plan_report(planning([row]), {"objective": "cost"}).envelope()
+    assert told["plans"][0]["cost_usd_per_billion_tokens"] == pytest.approx(dollars, rel=1e-12)
+    assert told["answer"].endswith(f", {format_money(dollars)} a billion tokens")
+    assert any(line.startswith(f"{format_money(price)} a chip-hour: ") for line in told["assumed"])
+    assert "a billion tokens" not in plan_report(planning([row]), {"objective": "time"}).answer
+    run = make(4, 16)
+    assert run.training.cost_usd == pytest.approx(15e12 / 1e9 * run.cost_usd_per_billion_tokens, rel=1e-12)
+
+
+def test_without_a_price_cost_is_said_in_chip_hours():
+    row = make(4, 16, tokens=None)
+    cluster = row.problem.cluster
+    free = cluster.replace(chip=cluster.chip.replace(price_per_chip_hour=None))
+    row = Plan.of(replace(row.problem, cluster=free), row.layout, row.fabric)
+    told = plan_report(planning([row]), {"objective": "cost"}).envelope()
+    assert told["plans"][0]["cost_usd_per_billion_tokens"] is None
+    hours = 64 * row.estimate.step_time.expected / row.estimate.tokens * 1e9 / 3600
+    assert told["answer"].endswith(f", {format_count(hours)} chip-hours a billion tokens")
 
 
 def test_all_of_the_memory_is_filled_where_nothing_fits_in_less(plans):

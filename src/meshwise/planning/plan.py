@@ -59,6 +59,18 @@ class Plan:
         estimate = estimate_training(problem, fabric, layout)
         return cls(problem, layout, fabric, estimate, training_run(problem, estimate))
 
+    @property
+    def chip_hours_per_billion_tokens(self) -> float:
+        """Expected chip-hours of training on 1e9 tokens."""
+        e = self.estimate
+        return 1e9 * e.num_chips * e.step_time.expected / e.tokens / 3600
+
+    @property
+    def cost_usd_per_billion_tokens(self) -> float | None:
+        """Expected dollars of training on 1e9 tokens, None where no price is known."""
+        price = self.problem.cluster.price_per_chip_hour
+        return None if price is None else price * self.chip_hours_per_billion_tokens
+
     def to_json(self) -> str:
         """The inputs verbatim; `from_json` computes the rest again."""
         value = {

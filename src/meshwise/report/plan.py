@@ -45,6 +45,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     """
     plans, search = planning.plans, planning.search
     best = plans[0]
+    cost_matters = inputs.get("objective") == "cost" and best.training is None
     body: list[RenderableType] = [Text(_subject(best)), _ranking(plans), _terms(best), _memory(best)]
     body.append(listed("Why", planning.reasons))
     if planning.rejected:
@@ -56,7 +57,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     return Report(
         command="plan train",
         inputs=inputs,
-        answer=f"Best: {_answer(best)}",
+        answer=f"Best: {_answer(best)}" + (f", {_cost_of_tokens(best)}" if cost_matters else ""),
         data={
             "plans": [_plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
@@ -71,7 +72,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
             },
         },
         body=tuple(body),
-        assumed=(*_assumed(best), _headroom(planning)),
+        assumed=(*_assumed(best), *(_price(best) if cost_matters else ()), _headroom(planning)),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_steps(best),
         details=lambda: plan_details(best),
@@ -138,13 +139,19 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         *(padding_words(p) for p in paddings(problem, plan.layout)),
         *filter(None, [stage_words(problem.model.num_layers, plan.layout.stage)]),
     ]
-    if plan.training is not None and plan.training.cost_usd is not None:
-        source = cluster.chip.price_source
-        lines.append(
-            f"{format_money(cluster.price_per_chip_hour or 0.0)} a chip-hour"
-            + (f": {source.title}{', ' + source.date if source.date else ''}" if source else "")
-        )
+    if plan.training is not None:
+        lines += _price(plan)
     return tuple(lines)
+
+
+def _price(plan: Plan) -> tuple[str, ...]:
+    """Say what a chip-hour costs and by whom, where that is known."""
+    cluster = plan.problem.cluster
+    if cluster.price_per_chip_hour is None:
+        return ()
+    source = cluster.chip.price_source
+    by = f": {source.title}{', ' + source.date if source.date else ''}" if source else ""
+    return (f"{format_money(cluster.price_per_chip_hour)} a chip-hour{by}",)
 
 
 def _headroom(planning: Planning) -> str:
@@ -237,6 +244,15 @@ def _answer(row: Plan) -> str:
         if row.training.cost_usd is not None:
             parts.append(format_money(row.training.cost_usd))
     return ", ".join(parts)
+
+
+def _cost_of_tokens(row: Plan) -> str:
+    """Say what a billion tokens cost, in dollars or else in chip-hours."""
+    dollars = row.cost_usd_per_billion_tokens
+    amount = (
+        f"{format_count(row.chip_hours_per_billion_tokens)} chip-hours" if dollars is None else format_money(dollars)
+    )
+    return f"{amount} a billion tokens"
 
 
 def _ranking(rows: Sequence[Plan]) -> RenderableType:
@@ -340,6 +356,7 @@ def _plan_data(row: Plan) -> dict[str, Any]:
             "collectives": [collective_data(c) for c in collectives_of(row.problem, row.fabric, row.layout)],
             "padding": [padding_data(p) for p in paddings(row.problem, row.layout)],
         },
+        "cost_usd_per_billion_tokens": row.cost_usd_per_billion_tokens,
         "training": None
         if run is None
         else {
