@@ -154,6 +154,16 @@ def test_a_closed_pipe_is_not_an_error():
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
 
 
+def test_a_closed_stdout_is_no_bug():
+    done = subprocess.run(  # noqa: S603
+        ["bash", "-c", f"{sys.executable} -m meshwise chips >&-"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "error: the answer cannot be written: stdout is closed\n")
+
+
 def test_a_poor_encoding_is_not_an_error():
     done = subprocess.run(  # noqa: S603
         [sys.executable, "-m", "meshwise", "roofline", MATMUL, "--on", "v5e"],

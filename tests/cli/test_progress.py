@@ -1,6 +1,7 @@
 """Progress on stderr."""
 
 import io
+import sys
 
 import pytest
 
@@ -30,6 +31,15 @@ def test_then_a_line_now_and_then():
 
 def test_a_terminal_shows_one_line_and_wipes_it():
     assert told(Terminal(), [1.1, 1.7]) == "\r\x1b[Kline 0\r\x1b[Kline 1\r\x1b[K"
+
+
+def test_a_closed_stderr_is_not_written_to(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    clock = iter([0.0, 1.1, 1.7])
+    with Progress(clock=lambda: next(clock)) as progress:
+        progress("line 0")
+        progress("line 1")
+    assert not progress.shown
 
 
 def test_errors_pass():

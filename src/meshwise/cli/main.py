@@ -60,6 +60,10 @@ def main(args: Sequence[str] | None = None) -> int:
         args: the words after `meshwise` (default: of this process).
     """
     words = list(sys.argv[1:] if args is None else args)
+    if sys.stdout is None:  # the shell's >&-
+        failure = _Failure("OutputError", "the answer cannot be written: stdout is closed", 2)
+        _say(failure, as_json="--json" in words)
+        return failure.exit_code
     for stream in (sys.stdout, sys.stderr):
         _replace_what_cannot_be_encoded(stream)
     try:

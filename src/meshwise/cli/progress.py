@@ -18,12 +18,12 @@ class Progress:
     """A context manager that is told lines: on a terminal one line that changes, elsewhere lines below each other.
 
     Args:
-        stream: where to write (default: stderr).
+        stream: where to write (default: stderr; where that is closed, nothing is told).
         clock: seconds; tests pass their own.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.stream = stream or sys.stderr
+        self.stream: TextIO | None = stream or sys.stderr
         self.clock = clock
         self.begun = self.last = clock()
         self.shown = False
@@ -35,14 +35,14 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wipe the line on a terminal."""
-        if self.shown and self.stream.isatty():
+        if self.shown and self.stream is not None and self.stream.isatty():
             self.stream.write("\r\x1b[K")
             self.stream.flush()
 
     def __call__(self, line: str) -> None:
         """Tell what is being done; most lines are swallowed."""
         now = self.clock()
-        if now - self.begun < PATIENCE or now - self.last < PACE:
+        if self.stream is None or now - self.begun < PATIENCE or now - self.last < PACE:
             return
         self.last, self.shown = now, True
         self.stream.write(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n")
