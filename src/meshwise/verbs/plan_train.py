@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -11,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.errors import LayoutError, MeshwiseError, UnknownNameError
 from meshwise.planning import MAX_MEMORY, Planning, plan_training
-from meshwise.sharding.layout import MESH_AXES
+from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.units import Quantity, format_duration, format_percent, parse_duration, parse_fraction
 from meshwise.verbs.pairs import parse_sizes
 from meshwise.verbs.requests import PARAMETERS, validated
@@ -20,13 +21,23 @@ from meshwise.verbs.train import TrainRequest
 __all__ = ["PlanTrainRequest", "find_plans", "plan_train"]
 
 
+#: What a layout has besides its mesh axes.
+_CHOICES = {f.name for f in fields(Layout)} - {*MESH_AXES, "wires"}
+
+
 def _mesh_axes(value: Any) -> Any:
     """Read sizes of mesh axes, and only of those."""
-    sizes = parse_sizes(value)
-    for name in sizes:
-        if name not in MESH_AXES:
-            raise UnknownNameError("mesh axis", name, MESH_AXES)
-    return sizes
+    return parse_sizes(value, example="tensor=8", check_name=_check_axis)
+
+
+def _check_axis(name: str) -> None:
+    if name in _CHOICES:
+        raise LayoutError(
+            f"{name} is no mesh axis but a choice, which is searched; "
+            f"fix {', '.join(MESH_AXES)}, or give all of a layout to 'meshwise estimate train --layout'"
+        )
+    if name not in MESH_AXES:
+        raise UnknownNameError("mesh axis", name, MESH_AXES)
 
 
 class PlanTrainRequest(TrainRequest):
