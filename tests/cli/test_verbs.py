@@ -182,7 +182,8 @@ def test_what_a_model_suggests_can_be_run(run, tmp_path):
     assert run("model", "gpt2").out.endswith("--batch-tokens 4Mi --seq-len 1024\n")
     folder = tmp_path / "my model"
     folder.mkdir()
-    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    config = {"model_type": "llama", **sizes}
     (folder / "config.json").write_text(__import__("json").dumps(config), encoding="utf-8")
     tip = " ".join(run("model", str(folder)).out.split("Try next:")[1].split())
     assert f"meshwise plan train '{folder}' --on" in tip
