@@ -126,7 +126,8 @@ def cases(draw):
         hidden=draw(st.sampled_from((512, 1000, 16384))),
         tied=draw(st.booleans()),
     )
-    fabric = Fabric.of(cluster)
+    calibration = CALIBRATIONS[draw(st.sampled_from(sorted(CALIBRATIONS)))]
+    fabric = Fabric.of(cluster, flat_rings=calibration.flat_rings)
     layout = draw(layouts(fabric))
     seq_len = draw(st.sampled_from((1920, 8192, 32768)))
     job = TrainingJob(
@@ -134,8 +135,7 @@ def cases(draw):
         seq_len=str(seq_len),
         precision=draw(st.sampled_from(("bf16", "mixed"))),
     )
-    calibration = draw(st.sampled_from(sorted(CALIBRATIONS)))
-    return Case(TrainingProblem(model, job, cluster, CALIBRATIONS[calibration]), fabric, layout)
+    return Case(TrainingProblem(model, job, cluster, calibration), fabric, layout)
 
 
 def structure_of(layout):

@@ -109,7 +109,7 @@ PROBLEMS = {
 @pytest.fixture(scope="module", params=sorted(PROBLEMS))
 def searched(request):
     problem = PROBLEMS[request.param]()
-    fabric = Fabric.of(problem.cluster)
+    fabric = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     limits = training_limits(problem)
     sizes = problem.model.sizes
     points = list(everything(problem, fabric, max_tensor=sizes["N"], max_stage=problem.model.num_layers))
