@@ -92,11 +92,8 @@ def test_ranks_must_match():
         reshard(s("X|"), s("X"))
 
 
-def test_dimensions_of_a_step():
+def test_words_of_a_step():
     (move,) = reshard(s("X|"), s("|X"))
-    assert (move.source_dimension, move.target_dimension) == (0, 1)
-    (total,) = reshard(s("|", "X"), s("|"))
-    assert (total.source_dimension, total.target_dimension) == (None, None)
     assert str(move) == "all-to-all over X: [X, ] -> [, X]"
 
 

@@ -75,19 +75,3 @@ class Collective:
                 return self.before.local_bytes(shape, mesh, dtype)
             case _:
                 return self.before.local_bytes(shape, mesh, dtype) * others
-
-    @property
-    def source_dimension(self) -> int | None:
-        """The dimension that loses mesh axes (ALL_GATHER, ALL_TO_ALL), else None."""
-        return self._dimension(self.before, self.after)
-
-    @property
-    def target_dimension(self) -> int | None:
-        """The dimension that gains mesh axes (SLICE, REDUCE_SCATTER, ALL_TO_ALL), else None."""
-        return self._dimension(self.after, self.before)
-
-    @staticmethod
-    def _dimension(holds: Sharding, lacks: Sharding) -> int | None:
-        """Find the dimension that has more axes in `holds` than in `lacks`."""
-        pairs = enumerate(zip(holds.splits, lacks.splits, strict=True))
-        return next((d for d, (more, less) in pairs if len(more) > len(less)), None)

@@ -138,10 +138,6 @@ class Sharding:
         """Every mesh axis named: splitting or still to be summed over."""
         return frozenset(axis for split in self.splits for axis in split) | self.unreduced
 
-    def dimension_of(self, mesh_axis: str) -> int | None:
-        """Find the dimension that `mesh_axis` splits, or None."""
-        return next((d for d, split in enumerate(self.splits) if mesh_axis in split), None)
-
     def replace(
         self, *, splits: tuple[tuple[str, ...], ...] | None = None, unreduced: Iterable[str] | None = None
     ) -> Sharding:
