@@ -82,7 +82,7 @@ def test_expert_threshold_is_where_both_exchanges_take_as_long_as_the_experts(c,
 
 @given(st.integers(1, 16), WAYS)
 def test_the_estimate_of_expert_traffic_is_never_under_the_exact_share(k, Z):
-    assert 0 < rules.expert_traffic(k, Z) <= rules.expert_traffic(k, Z, exact=False) * (1 + 1e-9) <= 1
+    assert 0 < rules.expert_traffic(k, Z) <= rules.expert_traffic_at_most(k, Z) * (1 + 1e-9) <= 1
 
 
 @given(st.integers(1, 10**5), st.floats(0, 1))

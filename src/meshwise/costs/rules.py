@@ -28,6 +28,7 @@ __all__ = [
     "distinct_destinations",
     "expert_parallel_critical_d_ff",
     "expert_traffic",
+    "expert_traffic_at_most",
     "hybrid_critical_tokens_per_slice",
     "mixed_critical_tokens_per_chip",
     "mixed_fsdp_optimum",
@@ -302,18 +303,28 @@ def distinct_destinations(choices: float, ways: float) -> float:
 
 
 @positive_arguments
-def expert_traffic(experts_per_token: float, ways: float, *, exact: bool = True) -> float:
-    """Share of its bytes that a ragged AllToAll sends when tokens go to k experts on Z ways.
+def expert_traffic(experts_per_token: float, ways: float) -> float:
+    """Share of its bytes that a ragged AllToAll sends when tokens go to k random experts on Z ways.
 
-    Of B bytes, Z copies of every token counted, in a node it takes this share of B / (Z W) seconds.
-    Exact for experts drawn at random, (1 - ((Z - 1) / Z)^k) (Z - 1) / Z; else estimated as min(k / Z, 1) (Z - 1) / Z.
+    (1 - ((Z - 1) / Z)^k) (Z - 1) / Z. Of B bytes, Z copies of every token counted, in a node it takes this share of
+    B / (Z W) seconds. Source: book, GPUs, "AllToAll", "expert parallelism".
+
+    >>> round(expert_traffic(8, 64), 4)
+    0.1165
+    """
+    return distinct_destinations(experts_per_token, ways) / ways * (ways - 1) / ways
+
+
+@positive_arguments
+def expert_traffic_at_most(experts_per_token: float, ways: float) -> float:
+    """The same were all k experts of a token on ways of their own: min(k / Z, 1) (Z - 1) / Z.
+
     Source: book, GPUs, "AllToAll", "expert parallelism".
 
-    >>> round(expert_traffic(8, 64), 4), round(expert_traffic(8, 64, exact=False), 4)
-    (0.1165, 0.123)
+    >>> round(expert_traffic_at_most(8, 64), 4)
+    0.123
     """
-    reached = distinct_destinations(experts_per_token, ways) / ways if exact else min(experts_per_token / ways, 1)
-    return reached * (ways - 1) / ways
+    return min(experts_per_token / ways, 1) * (ways - 1) / ways
 
 
 @positive_arguments
