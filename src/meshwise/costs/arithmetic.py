@@ -1,6 +1,6 @@
 """The few functions that must work alike on a float and on an array of candidates, without NumPy's cost for a float.
 
-Everything else in the cost model is plain `+ - * /`, which already does.
+Everything else in the cost model is plain `+ - * /`, which already does. Not here: any quantity.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What share of its data sheet a chip achieves: the few constants that turn a bound into an expectation.
 
-The identity leaves bounds as they are. Each constant carries the measurements it came from.
+The identity leaves bounds as they are. Each constant carries the measurements it came from. Not here: the data sheets
+(`hardware`), and what overlaps with what (`step`).
 """
 
 from __future__ import annotations

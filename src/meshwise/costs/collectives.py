@@ -11,7 +11,7 @@ from meshwise.costs.arithmetic import maximum
 from meshwise.costs.network import Wire
 from meshwise.sharding import CollectiveKind
 
-__all__ = ["collective_time", "scheduled_time", "wire_time"]
+__all__ = ["collective_time", "latency", "scheduled_time", "wire_time"]
 
 
 def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: float = 1.0) -> Any:
@@ -41,7 +41,7 @@ def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: f
 
 
 def scheduled_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: float = 1.0) -> Any:
-    """Seconds by bandwidth of the schedule that is really run; args as `wire_time`, which no schedule beats."""
+    """Seconds by bandwidth of the schedule that is really run; arguments as in `wire_time`, which no schedule beats."""
     if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
         return num_bytes * (wire.scheduled / efficiency)
     return wire_time(kind, num_bytes, wire, efficiency=efficiency)
@@ -65,6 +65,6 @@ def latency(kind: CollectiveKind, wire: Wire) -> Any:
 def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: float = 1.0) -> Any:
     """Seconds: hops of at least their latency each, or the bytes through the links, whichever is longer.
 
-    Args, source: as `wire_time`; book, Sharded matrices, "when latency-bound".
+    Arguments as in `wire_time`. Source: book, Sharded matrices, "when latency-bound".
     """
     return maximum(latency(kind, wire), scheduled_time(kind, num_bytes, wire, efficiency=efficiency))

@@ -17,7 +17,18 @@ from meshwise.errors import LayoutError
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.tensors import Attention
 
-__all__ = ["Estimate", "Interval", "TrainingRun", "estimate_training", "model_flops", "training_run"]
+__all__ = [
+    "Estimate",
+    "Interval",
+    "TrainingRun",
+    "estimate_training",
+    "evaluate_layout",
+    "layout_candidate",
+    "layout_factors",
+    "layout_wires",
+    "model_flops",
+    "training_run",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
-__all__ = ["TERMS", "BlockTime", "Hiding", "Ledger", "Rates", "StepTime", "step_time"]
+__all__ = ["TERMS", "BlockTime", "Hiding", "Ledger", "Rates", "StepTime", "step_time", "term_of"]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {

@@ -1,4 +1,7 @@
-"""The search for the best plan, and the reasons it gives."""
+"""The search for the best plan, and the reasons it gives.
+
+Not here: what one layout costs (`costs`), and how an answer looks (`report`).
+"""
 
 from meshwise.planning.front import FRONT_SPAN, Found
 from meshwise.planning.plan import Plan

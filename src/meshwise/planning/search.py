@@ -274,7 +274,8 @@ def _promising(parts: list[Rows]) -> tuple[list[Rows], list[Rows]]:
 def _search_front(state: _State, rows: Rows, expand: _Expansion) -> None:
     """Price what could still enter the front: each round the rows that no other row bounds in both time and memory.
 
-    `rows` are sorted by their bound. The front ends at FRONT_SPAN times the best time: nobody trades more than that for memory.
+    `rows` are sorted by their bound. The front ends at FRONT_SPAN times the best time: nobody trades more than that
+    for memory.
     """
     rows = rows.take(slice(0, int(np.searchsorted(rows.bound, state.front.reach))))
     while len(rows):
