@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 _NUMBER = re.compile(
-    r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf|infinity)\b)\s*(.*?)\s*$", re.IGNORECASE
+    r"\s*([+-]?(?:[0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:nan|inf|infinity)\b)\s*(.*?)\s*$",
+    re.IGNORECASE,
 )
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
@@ -60,7 +61,9 @@ def _split(text: str, what: str, example: str) -> tuple[float, str]:
     """Split "16 GB" into (16.0, "GB"), refusing what is not a finite number."""
     match = _NUMBER.match(text) if isinstance(text, str) else None
     if match is None:
-        raise UnitError(f"{what}: expected a number such as {example}, found {text!r}")
+        foreign = isinstance(text, str) and any(c.isdecimal() and not c.isascii() for c in text)
+        hint = "; write it in the digits 0 to 9" if foreign else ""
+        raise UnitError(f"{what}: expected a number such as {example}, found {text!r}{hint}")
     value = float(match[1].replace("_", "").replace(",", ""))
     if not math.isfinite(value):
         raise UnitError(f"{what}: expected a finite number such as {example}, found {text!r}")

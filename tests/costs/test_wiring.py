@@ -53,6 +53,7 @@ def test_given_wires_are_read():
         ("X=4x1", "wires: expected AXIS=xxyxz in numbers"),
         ("Z=4x1x1", "wires: expected AXIS=xxyxz in numbers"),
         ("X=ax1x1", "wires: expected AXIS=xxyxz in numbers"),
+        ("X=٤x1x1", "wires: expected AXIS=xxyxz in numbers"),
         ("X=4x1x1", "wires: the extents of Y must multiply to 8, found None"),
         ("X=2x1x1,Y=1x1x8", r"wires: the extents of X must multiply to 4, found \(2, 1, 1\)"),
         ("X=4x1x1,Y=8x1x1", "wires: 32 on x do not divide its 4"),

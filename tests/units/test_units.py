@@ -129,6 +129,8 @@ def test_what_users_write(read, text, value):
         (parse_flops_per_s, "989", "hbm: '989' has no unit; write it as 989TFLOP/s"),
         (parse_duration, "30", "hbm: '30' has no unit; write it as 30d, 12h, 5ms or 1us"),
         (parse_count, "4 apples", "hbm: unknown unit 'apples' in '4 apples'; write it as 4096, 4M (4,000,000) or 4Mi (4,194,304)"),
+        (parse_count, "\u0664Mi", "hbm: expected a number such as 4096, 4M (4,000,000) or 4Mi (4,194,304), found '\u0664Mi'; write it in the digits 0 to 9"),
+        (parse_count, "4\u0664Mi", "hbm: unknown unit '\u0664Mi' in"),
         (parse_count, "-4", "hbm: expected more than zero, found '-4'"),
         (parse_count, "4m", "hbm: unknown unit 'm' in '4m'; write it as"),
         (parse_money, "free", "hbm: expected a number such as 4.20, $4.20 or 5M$, found 'free'"),

@@ -91,7 +91,11 @@ def parse_wiring(text: str, mesh: Mesh, fabric: Fabric) -> Wiring:
     for part in text.split(","):
         name, _, extents = part.strip().partition("=")
         numbers = extents.lower().split("x")
-        if name not in mesh.sizes or len(numbers) != len(fabric.dimensions) or not all(n.isdecimal() for n in numbers):
+        if (
+            name not in mesh.sizes
+            or len(numbers) != len(fabric.dimensions)
+            or not all(n.isascii() and n.isdecimal() for n in numbers)
+        ):
             form = "x".join(d.name for d in fabric.dimensions)
             raise ClusterError(f"wires: expected AXIS={form} in numbers, with an axis of {mesh}; found {part!r}")
         given[name] = tuple(int(n) for n in numbers)
