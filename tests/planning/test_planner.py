@@ -200,6 +200,20 @@ def test_a_batch_that_no_layout_can_cut_is_said():
         plan_training(p, fixed={"data": 16})
 
 
+def test_a_batch_of_no_whole_sequences_is_said_with_the_nearest_that_is():
+    p = problem(cluster="h100:64", batch_tokens="1000001", seq_len="4096", batch_slack="0%")
+    tokens = "a batch of 1,000,001 tokens, which is no whole number of sequences of 4,096 tokens"
+    with pytest.raises(
+        InfeasibleError, match=rf"{tokens} \(within 0%\); the nearest that is: --batch-tokens 999,424; or raise"
+    ):
+        plan_training(p)
+    assert 999_424 == 244 * 4096
+    with pytest.raises(
+        LayoutError, match="a batch of 1,000,001 tokens, which is no whole number of sequences does not"
+    ):
+        estimate(p, "fsdp=64")
+
+
 def test_odd_real_numbers():
     """LLaMA-3-70B, 4Mi tokens of 4,096, on a whole v5p pod of 8,960 chips: 1,024 sequences do not divide."""
     p = problem("llama-3-70b", "v5p:16x20x28", batch_tokens="4Mi", seq_len="4096", tokens="15T")
@@ -262,6 +276,7 @@ def test_what_a_layout_leaves_open_is_chosen_best_the_zero_stage_too():
         ("stage=64", r"stage=64 is more than the model's 32 layers; use stage=32 or less"),
         ("context=3", r"context=3 does not divide sequences of 8192 tokens; use context=2"),
         ("context=48", r"context=48 does not divide sequences of 8192 tokens; use context=32"),
+        ("fsdp=\u0664", r"layout: fsdp must be a whole number, found 'fsdp=\u0664'"),
         ("fsdp=11", r"layout of 11 chips: no box of 8 x 8 has that many; use all 64 chips"),
         ("fsdp=64,tensor=2", r"needs 128 chips, the cluster has 64"),
     ],

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
 from meshwise.errors import InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
+from meshwise.jobs import TrainingJob
 from meshwise.planning.plan import Plan
 from meshwise.planning.reasons import winner_reasons
 from meshwise.planning.rivals import Rival, rivals
@@ -294,10 +295,24 @@ def _batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutErro
     unit = replicas * request.choices.get("micro_batch", 1) * request.choices.get("num_microbatches", 1)
     nearest = max(1, round(job.sequences / unit)) * unit
     return LayoutError(
-        f"layout: a batch of {job.sequences:,.10g} sequences does not divide over data x fsdp = {replicas:,} "
+        f"layout: a batch of {_batch(job)} does not divide over data x fsdp = {replicas:,} "
         f"(in units of {unit:,} sequences) within {job.batch_slack:.0%}; "
         f"use --batch-tokens {nearest * job.seq_len:,.0f}, or give more of the chips to context, tensor or stage"
     )
+
+
+def _batch(job: TrainingJob) -> str:
+    """Say how large a batch is, in sequences where it is whole ones."""
+    if job.sequences == int(job.sequences):
+        return f"{job.sequences:,.0f} sequences"
+    return f"{job.batch_tokens:,.0f} tokens, which is no whole number of sequences"
+
+
+def _whole_batch(job: TrainingJob) -> str:
+    """Name the nearest batch of whole sequences, "" where the batch is one."""
+    if job.sequences == int(job.sequences):
+        return ""
+    return f"the nearest that is: --batch-tokens {max(1, round(job.sequences)) * job.seq_len:,.0f}; or "
 
 
 def _too_slow(problem: TrainingProblem, result: SearchResult, deadline_days: float | None) -> InfeasibleError:
@@ -318,8 +333,8 @@ def _nothing_found(
     if not math.isfinite(result.least_memory):
         wishes = f" with {','.join(f'{a}={n}' for a, n in fixed.items())}" if fixed else ""
         return InfeasibleError(
-            f"no layout of {problem.cluster.num_chips:,} chips{wishes} can cut a batch of "
-            f"{job.sequences:,.10g} sequences of {job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); "
+            f"no layout of {problem.cluster.num_chips:,} chips{wishes} can cut a batch of {_batch(job)} "
+            f"of {job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); {_whole_batch(job)}"
             f"raise --batch-tokens or --batch-slack, {'fix less, ' if fixed else ''}or use fewer chips"
         )
     limit = chip.hbm_usable * share

@@ -159,7 +159,9 @@ def _placing_reasons(problem: TrainingProblem, axis: str, chips: int) -> list[st
     """What keeps the strategy from being placed at all."""
     job, sizes = problem.job, problem.model.sizes
     if axis in ("data", "fsdp") and not batch_cuts(job.sequences, job.batch_slack, chips):
-        return [f"{job.sequences:,.10g} sequences do not divide over {chips:,} chips"]
+        whole = job.sequences == int(job.sequences)
+        batch = f"{job.sequences:,.0f} sequences" if whole else f"{job.batch_tokens:,.0f} tokens"
+        return [f"{batch} do not divide over {chips:,} chips"]
     heads = int(max((v for k, v in sizes.items() if k.partition(".")[0] == "N"), default=0))
     if axis == "tensor" and heads and chips > heads:
         return [f"{heads} heads cannot be split over {chips:,} chips"]
