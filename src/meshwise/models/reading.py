@@ -63,7 +63,7 @@ def _found(value: Any) -> str:
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     if value is None or isinstance(value, (bool, int, float, str)):
-        return json.dumps(value, ensure_ascii=False)[:60]
+        return json.dumps(value)[:60]
     return type(value).__name__
 
 
@@ -94,7 +94,7 @@ _EXPECTED = {
     "model_type": "an object", "model_attributes_type": "an object",
     "greater_than": "more than {gt:,}", "greater_than_equal": "at least {ge:,}",
     "less_than": "less than {lt:,}", "less_than_equal": "at most {le:,}",
-    "too_long": "none",
+    "too_long": "an empty object",
 }  # fmt: skip
 
 
