@@ -4,8 +4,7 @@ The rule for the *expected* time, stated once:
 
 1. An operation takes the longer of its FLOPs and its bytes, at the calibration's achieved rates.
 2. Collectives on activations stand on the critical path, except that on TPUs those over the tensor axis run as
-collective
-   matmuls: they hide behind the compute of their own block and pass, as far as that lasts.
+   collective matmuls: they hide behind the compute of their own block and pass, as far as that lasts.
 3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
    out of its collective matmuls, which use other links), as far as that lasts.
 4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
