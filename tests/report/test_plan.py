@@ -111,6 +111,20 @@ def test_the_promised_names(plans):
     assert told["search"]["cpu_s"] == 0.61
 
 
+def test_what_is_assumed_of_context_and_left_out_of_the_model_is_said(plans):
+    words = "causal attention is dealt out evenly over the context shards"
+    row = plans[0]
+    wires = (("context", (1, 1, 4)), ("fsdp", (4, 4, 1)))
+    layout = Layout(context=4, fsdp=16, micro_batch=16, wires=wires)
+    cut = Plan.of(row.problem, layout, row.fabric)
+    for report in (plan_report, estimate_report):
+        assert sum(line.startswith(words) for line in report(planning([cut]), {}).assumed) == 1
+        assert not any(line.startswith(words) for line in report(planning([row]), {}).assumed)
+        left_out = report(planning([row]), {}).not_modelled
+        assert "mesh axes that wait for each other where they share links" in left_out
+        assert any(line.startswith("uneven pipeline stages: ") for line in left_out)
+
+
 def test_the_least_cost_is_said_without_a_token_budget():
     row = make(4, 16, tokens=None)
     price = row.problem.cluster.price_per_chip_hour

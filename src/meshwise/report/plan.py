@@ -96,8 +96,12 @@ def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     )
 
 
+_DEALT_OUT = "causal attention is dealt out evenly over the context shards, early and late positions to each (zig-zag)"
+
 _NOT_MODELLED = (
     "input pipeline, checkpoints, failures and restarts, stragglers, other users of the network",
+    "mesh axes that wait for each other where they share links",
+    "uneven pipeline stages: the last is given as many layers as the others, and the head besides",
     "expert parallelism, interleaved pipeline schedules, ring attention",
     "energy of hosts and cooling",
 )
@@ -134,6 +138,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
         "MFU counts 6 x active parameters x tokens, causal attention as computed, no recomputation",
+        *([_DEALT_OUT] if plan.layout.context > 1 else []),
         *length_words(problem.model, job.seq_len),
         *problem.model.notes,
         *(padding_words(p) for p in paddings(problem, plan.layout)),
