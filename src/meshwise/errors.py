@@ -54,14 +54,18 @@ class NotationError(MeshwiseError):
 
 
 class UnknownNameError(MeshwiseError):
-    """A name that no catalog holds. `choices` are the valid names; the nearest are suggested."""
+    """A name that no catalog holds. `choices` are the valid names; the nearest are suggested, or all are listed.
 
-    def __init__(self, what: str, name: str, choices: Iterable[str], hint: str = "") -> None:
+    With `list_all` all are listed beside the nearest, too: where they are few, and the nearest may mislead.
+    """
+
+    def __init__(self, what: str, name: str, choices: Iterable[str], hint: str = "", *, list_all: bool = False) -> None:
         self.name = name
         self.choices = sorted(choices)
         near = difflib.get_close_matches(name.lower(), self.choices, n=3, cutoff=0.5)
-        known = f"Nearest: {', '.join(near)}." if near else f"Known: {', '.join(self.choices)}."
-        super().__init__(f"unknown {what} {name!r}. {known}{' ' + hint if hint else ''}")
+        nearest = [f"Nearest: {', '.join(near)}."] if near else []
+        known = [f"Known: {', '.join(self.choices)}."] if list_all or not near else []
+        super().__init__(" ".join([f"unknown {what} {name!r}.", *nearest, *known, *([hint] if hint else [])]))
 
 
 class ConfigError(MeshwiseError):

@@ -72,7 +72,7 @@ def test_help_shows_description_example_bounds_and_default():
         (["--batch-tokens", "5P"], MeshwiseError, "--batch-tokens: expected at most 1,000,000,000,000, found '5P'"),
         (["--part", "-1"], MeshwiseError, "--part: expected at least 0, found '-1'"),
         (["--part", "1"], MeshwiseError, "--part: expected less than 1, found '1'"),
-        (["--part", "x"], MeshwiseError, "--part: input should be a valid number, unable to parse"),
+        (["--part", "x"], MeshwiseError, "--part: expected a number, found 'x'"),
     ],
 )
 def test_errors_name_the_flag(words, kind, message):

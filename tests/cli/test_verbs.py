@@ -6,7 +6,9 @@ import math
 import pytest
 
 from meshwise.cli import plan_train
+from meshwise.hardware import load_chip
 from meshwise.planning import Plan
+from meshwise.units import format_bytes
 
 MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 
@@ -67,7 +69,7 @@ def test_model_kv_dtype_halves_the_cache(run):
         (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4"], "on which cluster? --on v5e:4x8, --on h100:64, or --cluster my.toml"),
         (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--on", "v5e", "--cluster", "a.toml"], "--on v5e and --cluster a.toml: give one of them"),
         (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--cluster", "missing.toml"], "cluster file 'missing.toml' does not exist"),
-        (["collective", "gather", "bf16[1024, 4096_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "KIND: input should be 'all-gather'"),
+        (["collective", "gather", "bf16[1024, 4096_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "KIND: expected 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all' or 'permute', found 'gather'"),
         (["collective", "all-gather", "bf16[8_X] -> bf16[8_X]", "--mesh", "X=4", "--on", "v5e:4x4"], "bf16[8_X] -> bf16[8_X]: this is not one all-gather but nothing that moves data"),
         (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--on", "v5e:4x4", "--wires", "X=3x1"], "wires: the extents of X must multiply to 4, found (3, 1)"),
         (["collective", "all-gather", "bf16[8_X]", "--mesh", "X=4", "--on", "v5e:4x4", "--wires", "X=4"], "wires: expected AXIS=xxy in numbers, with an axis of X=4; found 'X=4'"),
@@ -92,6 +94,24 @@ def test_one_chip_by_an_alias(run):
 
 def test_cluster_resolution_is_echoed(run):
     assert run("clusters", "v5p-128").first_line == "v5p-128 -> 64 x TPU v5p, 4x4x4 torus (all axes wrap), 16 hosts"
+
+
+def test_the_memory_of_a_cluster_is_what_programs_see(run):
+    out = run("clusters", "h100-sxm:8").out
+    chip = load_chip("h100-sxm")
+    assert chip.hbm_usable != chip.hbm_capacity
+    (line,) = [line for line in out.splitlines() if line.startswith("HBM ")]
+    seen = (format_bytes(8 * chip.hbm_usable), format_bytes(chip.hbm_usable))
+    assert line.split("  ")[-1] == f"{seen[1]} a chip, as programs see it"
+    assert seen[0] in line
+
+
+def test_in_a_group_of_one_nothing_moves(run):
+    words = ("collective", "all-gather", "bf16[1024, 4096_X]", "--mesh", "X=1", "--on", "v5e:4x4")
+    done = run(*words)
+    assert done.first_line == "all-gather bf16[1024, 4096_X] over X: nothing moves, the group is one chip"
+    told = run(*words, "--json").json
+    assert (told["time_s"], told["bound"]) == (0, "nothing")
 
 
 def test_roofline_answers_in_the_first_line(run):
@@ -391,6 +411,8 @@ def test_fixed_axes_are_kept(run):
         (["plan", "train", *TRAIN, "--price", "-3"], 2, "--price: expected more than zero, found '-3'"),
         (["plan", "train", *TRAIN, "--fix", "fsdp=128"], 2, "--fix: these axes need 128 chips, v5p:4x4x4 has 64"),
         (["plan", "train", *TRAIN, "--batch-tokens", "1"], 2, "batch_tokens 1 is less than one sequence of seq_len 4,096"),
+        (["plan", "train", *TRAIN, "--top", "x"], 2, "--top: expected a whole number, found 'x'"),
+        (["plan", "train", *TRAIN, "--top", "1.5"], 2, "--top: expected a whole number, found '1.5'"),
         (["plan", "train", *TRAIN, "--top", "0"], 2, "--top: expected at least 1, found '0'"),
         (["plan", "train", "llama-3-70b", "--on", "v5e", "--batch-tokens", "64Ki", "--seq-len", "4096"], 3, "llama-3-70b does not fit on v5e"),
         (["plan", "train", *TRAIN, "--max-memory", "1%"], 3, "llama-3-8b does not fit on v5p:4x4x4 in 1.0 % of the HBM (--max-memory): the leanest of"),

@@ -66,7 +66,8 @@ def parse_precision(text: str) -> Precision:
     first, *others = (p.strip() for p in text.split(","))
     preset = "bf16" if "=" in first else first
     if preset not in PRECISIONS:
-        raise UnknownNameError("precision", preset, PRECISIONS)
+        hint = "Other formats are given by role after one of these: bf16,compute=fp8."
+        raise UnknownNameError("precision", preset, PRECISIONS, hint, list_all=True)
     base = PRECISIONS[preset]
     changes: dict[str, DType | None] = {}
     for part in others if preset == first else [first, *others]:

@@ -120,7 +120,11 @@ def cluster_report(cluster: Cluster, inputs: Mapping[str, Any]) -> Report:
         ("hosts", f"{cluster.num_hosts:,}", f"{counted(chip.chips_per_host, 'chip')} each"),
         ("JAX devices", f"{cluster.num_devices:,}", ""),
         ("peak", format_flops_per_s(rate * cluster.num_chips), f"{rate_dtype.value}, all chips"),
-        ("HBM", format_bytes(chip.hbm_capacity * cluster.num_chips), f"{format_bytes(chip.hbm_capacity)} a chip"),
+        (
+            "HBM",
+            format_bytes(chip.hbm_usable * cluster.num_chips),
+            f"{format_bytes(chip.hbm_usable)} a chip, as programs see it",
+        ),
     ]
     if cluster.price_per_chip_hour is not None:
         total = cluster.price_per_chip_hour * cluster.num_chips

@@ -69,7 +69,9 @@ class CollectiveCase:
 
     @property
     def bound(self) -> str:
-        """What binds."""
+        """What binds; "nothing" where nothing moves."""
+        if not self.time:
+            return "nothing"
         return "latency" if self.latency_time > self.bandwidth_time else "bandwidth"
 
     @property
@@ -101,11 +103,11 @@ def wiring_words(wiring: Wiring, fabric: Fabric) -> str:
 def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report:
     """Say how long a collective takes."""
     unused = case.cluster.num_chips - case.mesh.num_devices
+    time = f"{format_time(case.time)}, {case.bound}-bound" if case.time else "nothing moves, the group is one chip"
     return Report(
         command="collective",
         inputs=inputs,
-        answer=f"{case.kind.value} {case.text} over {','.join(case.mesh_axes)}: "
-        f"{format_time(case.time)}, {case.bound}-bound",
+        answer=f"{case.kind.value} {case.text} over {','.join(case.mesh_axes)}: {time}",
         data={
             "kind": case.kind.value,
             "mesh_axes": list(case.mesh_axes),

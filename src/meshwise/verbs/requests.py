@@ -28,6 +28,20 @@ _BOUND_WORDS = {
 }
 
 
+#: Kind of error -> what was expected.
+_KIND_WORDS = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
+
+
 def validated(model: type[M], values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> M:
     """Build a `model` from what a user gave.
 
@@ -63,9 +77,8 @@ def _words(problem: ErrorDetails, names: Mapping[str, str], values: Mapping[str,
     name = names.get(root, field)
     context = problem.get("ctx", {})
     found = f"found {values.get(field, problem['input'])!r}"  # as typed, not as parsed
-    if problem["type"] in _BOUND_WORDS:
-        key, words = _BOUND_WORDS[problem["type"]]
-        return f"{name}: expected {words} {format_bound(context[key])}, {found}"
+    if expected := _expected(problem):
+        return f"{name}: expected {expected}, {found}"
     if problem["type"] == "missing":
         return f"{name} is missing"
     if problem["type"] == "extra_forbidden":
@@ -75,6 +88,17 @@ def _words(problem: ErrorDetails, names: Mapping[str, str], values: Mapping[str,
     if "error" in context:
         return f"{name}: {str(context['error']).removeprefix(f'{root}: ').removeprefix(f'{name}: ')}"
     return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, {found}"
+
+
+def _expected(problem: ErrorDetails) -> str:
+    """Say what was expected, where pydantic's kind of error tells; else ""."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind in _BOUND_WORDS:
+        key, words = _BOUND_WORDS[kind]
+        return f"{words} {format_bound(context[key])}"
+    if kind in ("literal_error", "enum"):
+        return str(context["expected"])
+    return _KIND_WORDS.get(kind, "")
 
 
 def mesh_text(mesh: str | Mapping[str, int] | None) -> str | None:
