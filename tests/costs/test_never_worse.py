@@ -31,7 +31,8 @@ def test_stage_one_sends_no_more_and_holds_no_more_than_stage_zero(case):
     # What is stored in uneven shards is padded, and the padding travels; whole copies have none.
     ways = {"data", "fsdp", "context"}
     assume(not any(ways & set(p.mesh_axes) for p in paddings(problem, layout.replace(zero=1))))
-    assert one.step.upper <= zero.step.upper * LESS
+    if not fabric.flat_rings:  # else the schedule of an AllReduce, level by level, beats those of its two halves
+        assert one.step.upper <= zero.step.upper * LESS
     networks = ("tensor", "context", "fsdp", "data")
     sent = [sum(c.step.resources[n] for n in networks) for c in (one, zero)]
     if layout.tensor == 1:  # else norms are summed apart, a few kilobytes
