@@ -137,7 +137,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "rejected[].reason": "why it loses, with its number",
             "rejected[].slowdown": "expected time per token over the best plan's; null where it cannot be priced",
             "rejected[].memory_bytes": "of its fullest chip",
-            "rejected[].fits": "whether that fits",
+            "rejected[].fits": "whether that fits in what plans may fill",
             "pareto_front[].layout.*": "layouts that no other undercuts in both time and memory, fastest first",
             "pareto_front[].layout_text": "the same as text",
             "pareto_front[].num_chips": "chips it uses",

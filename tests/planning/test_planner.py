@@ -382,7 +382,24 @@ def test_rivals_are_priced(planned):
     for rival in planned.rejected:
         assert rival.reason
         assert rival.slowdown >= 1 - 1e-9 or not rival.fits
-        assert rival.fits == (rival.memory_bytes <= planned.plans[0].estimate.hbm_capacity)
+        limit = planned.memory_share * planned.plans[0].estimate.hbm_capacity
+        assert rival.fits == (rival.memory_bytes <= limit)
+
+
+def test_rivals_are_held_to_the_same_memory():
+    p = problem(cluster="v5p:4x4x4", seq_len="4096")
+    short, enough = (_fsdp_alone(plan_training(p, max_memory=share, top=1)) for share in (0.1, 0.12))
+    assert (
+        0.1 < short.memory_bytes / p.cluster.chip.hbm_usable == enough.memory_bytes / p.cluster.chip.hbm_usable < 0.12
+    )
+    assert not short.fits
+    assert re.match(r"needs 10 GiB per chip; plans may fill 9\.50 GiB; ", short.reason)
+    assert enough.fits
+    assert enough.slowdown > 1
+
+
+def _fsdp_alone(planning):
+    return next(r for r in planning.rejected if r.name == "FSDP alone")
 
 
 def test_data_parallelism_alone_is_told_what_it_lacks():

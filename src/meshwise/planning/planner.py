@@ -114,7 +114,7 @@ def plan_training(
     return Planning(
         plans,
         winner_reasons(plans[0], whole),
-        rivals(plans[0], plans, whole),
+        rivals(plans[0], plans, whole, memory_share=share),
         result,
         memory_share=share,
         memory_asked=max_memory is not None,

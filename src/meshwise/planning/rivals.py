@@ -41,7 +41,7 @@ class Rival:
         reason: why it loses, with its number.
         slowdown: its expected time per token over the winner's.
         memory_bytes: of its fullest chip.
-        fits: whether that fits.
+        fits: whether that fits in what plans may fill.
     """
 
     name: str
@@ -51,9 +51,13 @@ class Rival:
     fits: bool
 
 
-def rivals(winner: Plan, ranked: tuple[Plan, ...], whole: Fabric) -> tuple[Rival, ...]:
-    """Price the pure strategies on the whole network, and the best plan of another kind than the winner's."""
-    pure = [_pure(winner, whole, axis) for axis in ("data", "fsdp", "tensor") if math.prod(whole.sizes) > 1]
+def rivals(winner: Plan, ranked: tuple[Plan, ...], whole: Fabric, *, memory_share: float = 1.0) -> tuple[Rival, ...]:
+    """Price the pure strategies on the whole network, and the best plan of another kind than the winner's.
+
+    `memory_share` of a chip's HBM is what plans may fill.
+    """
+    limit = winner.problem.cluster.chip.hbm_usable * memory_share
+    pure = [_pure(winner, whole, axis, limit) for axis in ("data", "fsdp", "tensor") if math.prod(whole.sizes) > 1]
     used = {a for a in MESH_AXES if winner.layout.sizes[a] > 1}
     lost = [r for axis, r in zip(("data", "fsdp", "tensor"), pure, strict=False) if used != {axis}]
     other = next((p for p in ranked[1:] if set(p.layout.used_axes) != set(winner.layout.used_axes)), None)
@@ -86,20 +90,19 @@ def _per_token(estimate: Estimate) -> dict[str, float]:
     return {name: seconds / estimate.tokens for name, seconds in estimate.terms.items()}
 
 
-def _pure(winner: Plan, whole: Fabric, axis: str) -> Rival:
-    """All chips on one axis."""
+def _pure(winner: Plan, whole: Fabric, axis: str, limit: float) -> Rival:
+    """All chips on one axis, with `limit` bytes to fill."""
     problem = winner.problem
     chips = math.prod(whole.sizes)
-    costs, sequences = _best_remat(problem, whole, axis, chips)
+    costs, sequences = _best_remat(problem, whole, axis, chips, limit)
     seconds = float(costs.step.expected) / (sequences * problem.job.seq_len)
     memory = float(costs.memory["total"])
-    capacity = problem.cluster.chip.hbm_usable
-    reasons = [_memory_reason(costs, memory, capacity)] if memory > capacity else []
+    reasons = [_memory_reason(costs, memory, problem.cluster.chip.hbm_usable, limit)] if memory > limit else []
     reasons += _communication_reasons(problem, whole, axis, costs)
     reasons += _placing_reasons(problem, axis, chips)
     slowdown = seconds / _seconds_per_token(winner)
     reasons.append(_slowdown_words(slowdown))
-    return Rival(_NAMES[axis], "; ".join(reasons[:2]), slowdown, memory, memory <= capacity)
+    return Rival(_NAMES[axis], "; ".join(reasons[:2]), slowdown, memory, memory <= limit)
 
 
 def _slowdown_words(slowdown: float) -> str:
@@ -107,7 +110,7 @@ def _slowdown_words(slowdown: float) -> str:
     return "as fast, within 0.5 %" if abs(slowdown - 1) < 5e-3 else f"{slowdown:.3g} x the time per token"
 
 
-def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int) -> tuple[Costs, float]:
+def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, limit: float) -> tuple[Costs, float]:
     """Price one axis over all chips with the fastest cut of the batch and remat policy that fit, or the leanest.
 
     A batch that does not divide is cut by the token.
@@ -125,17 +128,18 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int) 
             costs = evaluate(problem, Structure(0, True, remat), candidates, wires)
             # Where communication hides everything, policies tie in time: prefer the one that computes least.
             time = (round(float(costs.step.expected), 9), float(costs.step.resources["compute"]))
-            over = costs.memory["total"] > problem.cluster.chip.hbm_usable
+            over = costs.memory["total"] > limit
             found.append((over, time, float(candidates.sequences), costs))
     leanest = min(found, key=lambda f: float(f[3].memory["total"]))
     best = min((f for f in found if not f[0]), key=lambda f: (f[1][0] / f[2], f[1][1] / f[2]), default=leanest)
     return best[3], best[2]
 
 
-def _memory_reason(costs: Costs, memory: float, capacity: float) -> str:
+def _memory_reason(costs: Costs, memory: float, capacity: float, limit: float) -> str:
     state = sum(float(costs.memory[n]) for n in ("parameters", "gradients", "master_copies", "optimizer"))
+    there = f"a chip has {format_bytes(capacity)}" if memory > capacity else f"plans may fill {format_bytes(limit)}"
     whole = f", {format_bytes(state)} of it training state" if state > capacity / 2 else ""
-    return f"needs {format_bytes(memory)} per chip{whole}; a chip has {format_bytes(capacity)}"
+    return f"needs {format_bytes(memory)} per chip{whole}; {there}"
 
 
 def _communication_reasons(problem: TrainingProblem, whole: Fabric, axis: str, costs: Costs) -> list[str]:
