@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.costs.arithmetic import maximum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
 from meshwise.costs.extents import Extents, held_bytes
 from meshwise.costs.memory import LocalMemory, MemoryPlan, local_memory, memory_plan, training_memory
 from meshwise.costs.network import NO_WIRE, Wire
+from meshwise.costs.pipeline import stage_shares
 from meshwise.costs.step import BlockTime, Ledger, Rates, StepTime, step_time
 from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.hardware import Cluster
@@ -276,12 +278,17 @@ def _residual(structure: Structure) -> Held:
 def _optimizer_bytes(
     planned: tuple[PlannedBlock, ...], extents: Extents, formats: Precision, optimizer: Optimizer, stages: Any
 ) -> Any:
-    """HBM traffic of the update on one chip: gradients and old values read, moments and weights read and written."""
+    """HBM traffic of the update on a chip of the fuller end of the pipeline, which the other stages wait for.
+
+    Gradients and old values are read, moments and weights read and written.
+    """
+    blocks = [p.placed.block for p in planned]
     states: Any = 0.0
-    for p in planned:
-        block = p.placed.block
-        share = 1 / stages if block.role == "layer" else 1.0
-        states = states + extents.weighted(p.memory.states) * (block.repeat * share)
+    for shares in stage_shares(blocks, stages):
+        held: Any = 0.0
+        for block, p in zip(blocks, planned, strict=True):
+            held = held + extents.weighted(p.memory.states) * (block.repeat * shares[block.role])
+        states = maximum(states, held)
     master = formats.master.bytes if formats.master else 0.0
     per_state = (
         2 * optimizer.moments * formats.moments.bytes + 2 * master + 2 * formats.weights.bytes + formats.gradients.bytes

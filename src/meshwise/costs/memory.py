@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.costs.arithmetic import ceil, maximum, minimum, where
+from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.extents import Extents, WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
+from meshwise.costs.pipeline import stage_shares
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
@@ -232,12 +233,10 @@ class End:
 
 def pipeline_ends(blocks: Iterable[Block], stages: Any, num_microbatches: Any) -> tuple[End, End]:
     """Say what the first and the last stage hold."""
-    layers = sum(block.repeat for block in blocks if block.role == "layer")
-    share = ceil(layers / stages) / layers
-    single = (stages == 1) * 1.0
-    whole = {"embed": single, "head": single, "layer": share}
-    first = where(single > 0, 1.0, minimum(stages, num_microbatches))
-    return End(whole | {"embed": 1.0}, first, 1 - single), End(whole | {"head": 1.0}, 1.0, 1 - single)
+    first, last = stage_shares(blocks, stages)
+    several = (stages > 1) * 1.0
+    in_flight = where(several > 0, minimum(stages, num_microbatches), 1.0)
+    return End(first, in_flight, several), End(last, 1.0, several)
 
 
 def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, optimizer: Optimizer) -> dict[str, Any]:

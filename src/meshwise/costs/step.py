@@ -22,12 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwise.costs.arithmetic import ceil, maximum, minimum
+from meshwise.costs.arithmetic import maximum, minimum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.memory import Holding
 from meshwise.costs.network import Wire
+from meshwise.costs.pipeline import num_layers, stage_shares
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.hardware import Chip
 from meshwise.sharding import CollectiveKind
@@ -224,9 +225,9 @@ def step_time(
 
     Source: book, Training; Narayanan et al. 2021 for the 1F1B bubble, (stages - 1) / microbatches of equal stages.
     """
-    layers = sum(b.block.repeat for b in blocks if b.block.role == "layer")
-    share = ceil(layers / stages) / layers
-    counted = [(b, _count(b, share, stages)) for b in blocks]
+    program = [b.block for b in blocks]
+    _, last = stage_shares(program, stages)
+    counted = [(b, b.block.repeat * last[b.block.role]) for b in blocks]
     micro, fill = _Sums(), None
     for block, count in counted:
         if fill is None and block.block.role == "head":
@@ -234,7 +235,7 @@ def step_time(
         _add_block(micro, block, count, rates, ledger)
     fill = fill or micro
     once = _Sums()
-    _add_step_flows(once, micro, counted, rates, 1 - 1 / (layers * share), ledger=ledger)
+    _add_step_flows(once, micro, counted, rates, 1 - 1 / (num_layers(program) * last["layer"]), ledger=ledger)
     idle = stages - 1
     send = _send(boundary_bytes, rates)
     sends = 2 * send * (stages > 1)
@@ -267,17 +268,6 @@ def step_time(
         resources=resources,
         flops=num_microbatches * micro.flops,
     )
-
-
-def _count(b: BlockTime, share: Any, stages: Any) -> Any:
-    """How many copies of a block the slowest stage runs: its share of the layers, and the head.
-
-    With one stage the embedding is there too; with several it sits on the first stage, which has no head.
-    """
-    role, repeat = b.block.role, b.block.repeat
-    if role == "layer":
-        return repeat * share
-    return repeat * (1.0 if role == "head" else (stages == 1) * 1.0)
 
 
 def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: Rates, ledger: Ledger | None) -> None:
