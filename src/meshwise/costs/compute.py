@@ -13,7 +13,16 @@ from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.extents import Extents, Volume, WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
+from meshwise.costs.extents import (
+    Extents,
+    Split,
+    Volume,
+    WeightedSum,
+    element_bytes,
+    held_bytes,
+    held_key,
+    weighted_sum,
+)
 from meshwise.hardware import Chip
 from meshwise.jobs import Precision
 from meshwise.sharding.place import LocalOp, PlacedBlock
@@ -29,8 +38,6 @@ __all__ = [
     "pass_compute",
     "pass_work",
 ]
-
-Split = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

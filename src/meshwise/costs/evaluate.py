@@ -19,7 +19,7 @@ from meshwise.costs.extents import Extents, held_bytes
 from meshwise.costs.memory import LocalMemory, MemoryPlan, local_memory, memory_plan, training_memory
 from meshwise.costs.network import NO_WIRE, Wire
 from meshwise.costs.pipeline import stage_shares
-from meshwise.costs.step import BlockTime, Ledger, Rates, StepTime, step_time
+from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime, step_time
 from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.hardware import Cluster
 from meshwise.jobs import Optimizer, Precision, TrainingJob
@@ -217,7 +217,7 @@ def evaluate(
     extents = whole_extents(problem, c)
     step = step_time(
         [_block_time(p, own, extents) for p, own in zip(planned, local, strict=True)],
-        Rates(chip, problem.calibration, wires),
+        StepRates(chip, problem.calibration, wires),
         peak_flops_per_s=chip.peak(formats.compute),
         stages=c.stage,
         num_microbatches=c.num_microbatches,
@@ -250,7 +250,7 @@ def evaluate_compute(
             BlockTime(p.placed.block, **own.passes, flows=())
             for p, own in zip(plan_structure(problem, structure), local, strict=True)
         ],
-        Rates(problem.cluster.chip, problem.calibration, lambda _: NO_WIRE),
+        StepRates(problem.cluster.chip, problem.calibration, lambda _: NO_WIRE),
         peak_flops_per_s=problem.cluster.chip.peak(problem.job.formats.compute),
         stages=candidates.stage,
         num_microbatches=candidates.num_microbatches,

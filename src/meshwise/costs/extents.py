@@ -1,7 +1,7 @@
 """Local lengths: how much of each axis a device holds, once for every (axis, split) that a placement mentions.
 
 Sizes may be floats or arrays of candidates. Axes that do not divide are padded, as XLA pads them: the ceiling is the
-waste.
+waste. Not here: what holds or moves them (`memory`, `traffic`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from meshwise.tensors import Kind, Tensor
 __all__ = [
     "NEVER_PADDED",
     "Extents",
+    "Split",
     "Volume",
     "WeightedSum",
     "element_bytes",
@@ -27,6 +28,7 @@ __all__ = [
     "weighted_sum",
 ]
 
+#: The mesh axes that split an axis, major to minor.
 Split = tuple[str, ...]
 Volume = tuple[tuple[str, Split], ...]  # (axis, split), sorted
 WeightedSum = tuple[tuple[Volume, float], ...]

@@ -197,9 +197,9 @@ def _ways(setting: _Setting, wires: tuple[Fabric, Wiring] | None) -> tuple[Price
     unnamed = [t for t in expression.tensors if not all(isinstance(a, str) for a in t.axes)]
     if unnamed:
         raise ShardingError(f"{unnamed[0]}: a product needs names for its axes; give their sizes apart (--set J=4096)")
-    named = [tuple(str(a) for a in t.axes) for t in expression.tensors]
-    indices = Indices(tuple(named[:-1]), named[-1])
-    placements = alternatives(indices, tuple(t.sharding for t in expression.inputs), expression.output.sharding)
+    placements = alternatives(
+        Indices.of(expression), tuple(t.sharding for t in expression.inputs), expression.output.sharding
+    )
     ways = [setting.way(p, wires) for p in placements]
     if all(w.time is not None for w in ways):
         return tuple(sorted(ways, key=lambda w: w.time or 0.0))

@@ -35,7 +35,7 @@ from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
-__all__ = ["TERMS", "BlockTime", "Hiding", "Ledger", "Rates", "StepTime", "step_time", "term_of"]
+__all__ = ["TERMS", "BlockTime", "Hiding", "Ledger", "StepRates", "StepTime", "step_time", "term_of"]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
@@ -180,7 +180,7 @@ class _Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class StepRates:
     """What every function here needs: the chip, what it achieves, and the wires of the mesh."""
 
     chip: Chip
@@ -199,7 +199,7 @@ class Rates:
 
 def step_time(
     blocks: Sequence[BlockTime],
-    rates: Rates,
+    rates: StepRates,
     *,
     peak_flops_per_s: float,
     stages: Any,
@@ -270,7 +270,7 @@ def step_time(
     )
 
 
-def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: Rates, ledger: Ledger | None) -> None:
+def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:
     """Add `count` runs of a block: compute, exposed activations, and what sticks out of weights and gradients."""
     for name, work in (("forward", b.forward), ("recompute", b.recompute), ("backward", b.backward)):
         sums.terms[name] = sums.terms[name] + count * work.seconds
@@ -323,7 +323,7 @@ def _add_step_flows(
     once: _Sums,
     micro: _Sums,
     counted: Sequence[tuple[BlockTime, Any]],
-    rates: Rates,
+    rates: StepRates,
     cover_share: Any,
     *,
     ledger: Ledger | None,
@@ -352,7 +352,7 @@ def _add_step_flows(
             ledger.hidings += [replace(e, cover=cover, exposed_share=exposed_share) for e in own]
 
 
-def _send(boundary_bytes: Any, rates: Rates) -> Any:
+def _send(boundary_bytes: Any, rates: StepRates) -> Any:
     """Seconds of one send between neighbouring stages."""
     efficiency = rates.calibration.link_efficiency
     return collective_time(CollectiveKind.PERMUTE, boundary_bytes, rates.wires(("stage",)), efficiency=efficiency)

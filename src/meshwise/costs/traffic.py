@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from meshwise.costs.extents import Extents, WeightedSum, element_bytes, volume_key, weighted_sum
+from meshwise.costs.extents import Extents, Split, WeightedSum, element_bytes, volume_key, weighted_sum
 from meshwise.jobs import Precision
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.place import PlacedBlock, Purpose, Transfer
 
 __all__ = ["Flow", "FlowPlan", "Pass", "flow_plans"]
-
-Split = tuple[str, ...]
 
 
 class Pass(StrEnum):

@@ -206,9 +206,8 @@ def _front(costs: Array) -> NDArray[np.int64]:
 def shrunken(fabric: Fabric) -> list[Fabric]:
     """Smaller parts of a network worth a look: one dimension cut to a rounder size; most chips first.
 
-    Sizes tried: the two largest powers of two, and three times a power of two, below the dimension's. A cut torus
-        axis keeps
-    its wraparound only where a slice of that shape has one: in a 3D torus, in whole cubes of four.
+    Sizes tried: the two largest powers of two, and three times a power of two, below the dimension's. A cut torus axis
+    keeps its wraparound only where a slice of that shape has one: in a 3D torus, in whole cubes of four.
     """
     out = []
     for i, dim in enumerate(fabric.dimensions):
