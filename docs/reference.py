@@ -145,7 +145,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "pareto_front[].memory_bytes": "of its fullest chip",
             "search.strategies": "layouts examined: their arithmetic evaluated, or priced in full",
             "search.priced": "layouts priced in full, in time and memory",
-            "search.covered": "layouts in the space, those ruled out by a bound included",
+            "search.covered": "complete layouts that were laid out on the network, also placements that another beats",
             "search.infeasible": "of the priced ones, those that do not fit",
             "search.cpu_s": "CPU seconds",
         },

@@ -90,7 +90,7 @@ class SearchResult:
             none slower than FRONT_SPAN times the fastest.
         strategies: layouts examined: their arithmetic evaluated, which rules most of them out, or priced in full.
         priced: layouts priced in full, in time and memory.
-        covered: layouts in the space, counting those ruled out by a bound.
+        covered: complete layouts of the rows that were laid out on the network, counting placements that another beats.
         infeasible: layouts that did not fit in memory.
         least_memory: smallest memory of any layout, bytes; what would be needed when nothing fits.
         cpu_s: CPU seconds spent.
