@@ -1,5 +1,6 @@
 """What holds for every module: its examples run, its public list is right, its docstring says what it is."""
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -30,6 +31,17 @@ def test_public_names_exist_and_are_documented(name):
         value = getattr(module, public)
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), f"{name}.{public} says nothing"
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if ".families." not in m])  # families build on one another
+def test_what_is_imported_from_another_module_is_public_there(name):
+    tree = ast.parse(inspect.getsource(importlib.import_module(name)))
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "") in MODULES:
+            home = importlib.import_module(statement.module)
+            inner = {m.rpartition(".")[2] for m in MODULES if m.rpartition(".")[0] == statement.module}
+            private = {a.name for a in statement.names} - set(home.__all__) - inner
+            assert not private, f"{statement.module} does not list {private}"
 
 
 @pytest.mark.parametrize("name", MODULES)
