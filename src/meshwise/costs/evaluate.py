@@ -127,6 +127,9 @@ class LocalBlock:
         return LocalBlock(passes, {i: pick(v) for i, v in self.flows.items()}, pick_all(self.memory))
 
 
+#: Placements kept at a time: a few models with all their structures; a long-lived process then starts over.
+_KEPT = 4096
+
 _PLACED: dict[tuple[int, Structure], tuple[Block, PlacedBlock]] = {}
 _PLANNED: dict[tuple[int, Precision], tuple[PlacedBlock, PlannedBlock]] = {}
 
@@ -137,6 +140,8 @@ def place_structure(model: Model, structure: Structure) -> tuple[PlacedBlock, ..
     strategy = training_strategy(zero=structure.zero, sequence=structure.sequence_parallel)
     for block in model.train_program():
         key = (id(block), structure)
+        if len(_PLACED) > _KEPT:
+            _PLACED.clear()
         if key not in _PLACED:  # the block is kept beside its placement, so that its id stays its own
             policy = remat_policy("none" if block.role != "layer" else structure.remat)
             _PLACED[key] = (block, place_block(block, strategy, policy))
@@ -150,6 +155,8 @@ def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[Plan
     formats = problem.job.formats
     for placed in place_structure(problem.model, structure):
         key = (id(placed), formats)
+        if len(_PLANNED) > _KEPT:
+            _PLANNED.clear()
         if key not in _PLANNED:
             block = PlannedBlock(
                 placed, pass_work(placed, formats), flow_plans(placed, formats), memory_plan(placed, formats)

@@ -99,13 +99,11 @@ class Optimizer:
     Args:
         name: what users type.
         moments: values of the `moments` format per parameter.
-        flops_per_parameter: vector operations of one update.
         meaning: one line for help.
     """
 
     name: str
     moments: int
-    flops_per_parameter: float
     meaning: str
 
 
@@ -113,10 +111,10 @@ class Optimizer:
 OPTIMIZERS = {
     o.name: o
     for o in (
-        Optimizer("adamw", 2, 14, "Adam with decoupled weight decay: two moments"),
-        Optimizer("lion", 1, 8, "Lion: one moment"),
-        Optimizer("momentum", 1, 4, "SGD with momentum: one moment"),
-        Optimizer("sgd", 0, 2, "plain SGD: no state"),
+        Optimizer("adamw", 2, "Adam with decoupled weight decay: two moments"),
+        Optimizer("lion", 1, "Lion: one moment"),
+        Optimizer("momentum", 1, "SGD with momentum: one moment"),
+        Optimizer("sgd", 0, "plain SGD: no state"),
     )
 }
 

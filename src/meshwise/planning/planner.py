@@ -214,6 +214,10 @@ def _search_fewest(
         fastest,
         best=(),
         strategies=sum(r.strategies for r in tried),
+        priced=sum(r.priced for r in tried),
+        covered=sum(r.covered for r in tried),
+        infeasible=sum(r.infeasible for r in tried),
+        cpu_s=sum(r.cpu_s for r in tried),
         least_memory=min(r.least_memory for r in tried),
     )
 
