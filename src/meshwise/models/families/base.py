@@ -107,7 +107,7 @@ class FamilyConfig(Keys):
 
     def architecture(self) -> Architecture:
         """Say what the keys mean."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} must say what its keys mean")
 
     def weight_dtype(self) -> DType | None:
         """Format of the published weights, or None when the configuration does not say one that is known."""
