@@ -69,14 +69,21 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code = app.main(args=words, prog_name="meshwise", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has gone: not an error; keep the interpreter's last flush quiet
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, less) has gone: not an error
+        _discard_output()
         return 0
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the boundary: what no error of ours explains is a bug)
         failure = _failure(error)
+        if failure.kind == "OutputError":
+            _discard_output()
         _say(failure, as_json="--json" in words)
         return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere: the interpreter flushes it once more at its end, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @dataclass(frozen=True, slots=True)
