@@ -117,7 +117,10 @@ class Chip:
         for candidate in (dtype, *_WIDER.get(dtype, ())):
             if candidate in self.flops_per_s:
                 return self.flops_per_s[candidate]
-        hint = f"{self.title} has no {dtype.value} matrix unit, and meshwise does not narrow numbers by itself."
+        hint = (
+            f"{self.title} has no {dtype.value} matrix unit, and meshwise does not narrow numbers by itself: "
+            "choose a format that it has."
+        )
         raise UnknownNameError(f"matmul dtype on {self.name}", dtype.value, [d.value for d in self.flops_per_s], hint)
 
     def source(self, field_name: str) -> Source:
