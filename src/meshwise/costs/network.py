@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, log2, maximum, where
+from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster, Torus, Tree
 
 __all__ = ["NO_WIRE", "Dimension", "Fabric", "Wire", "make_wire"]
@@ -121,6 +122,8 @@ class Wire:
         scheduled: as `gather`, but by the schedule that is really run. Level by level, a child of a level lacks
             (d-1)/d of the bytes; a flat ring over n members carries (n-1)/n of them across every boundary, whatever
             the level. NCCL gathers and scatters by flat rings; it reduces by trees, level by level.
+        routed: seconds per byte of all slots (top_k copies of every token, over all chips of the group) for a dispatch
+            or combine of a mixture that sends one copy to each different destination; as `exchange` without routing.
     """
 
     size: Any
@@ -132,13 +135,21 @@ class Wire:
     send_latency: Any
     all_reduce: Any
     scheduled: Any
+    routed: Any
+
+    @property
+    def dispatched(self) -> Any:
+        """As `routed`, were every slot sent on its own: the seconds per byte of a plain AllToAll."""
+        return self.exchange
 
 
 #: A wire that takes no time.
-NO_WIRE = Wire(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_WIRE = Wire(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...]) -> Wire:
+def make_wire(
+    fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...], *, routing: Routing | None = None
+) -> Wire:
     """Price the group of chips along mesh `axes`.
 
     On a torus axis of length s, a group of extent F whose members are `stride` apart forms a ring when it spans the
@@ -152,6 +163,7 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
         factors: mesh axis -> its extent on each dimension; axes in the order in which they nest on a torus axis,
             inner first.
         axes: the mesh axes of the group.
+        routing: of a mixture whose experts are spread over the group, for `Wire.routed`.
 
     Returns: the wire; arrays where a factor is an array.
     """
@@ -161,7 +173,7 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
     switch_reduce: Any = 0.0
     boundary: Any = 0.0  # seconds per byte that crosses the narrowest boundary between children
     gather_latency: Any = 0.0
-    exchange_parts: list[tuple[Any, Any]] = []  # (seconds per local byte sent outside, members below)
+    crossings: list[_Crossing] = []
     exchange_latency: Any = 0.0
     send: Any = 0.0
     send_latency: Any = 0.0
@@ -179,7 +191,7 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
             switch_gather = maximum(switch_gather, missing * share)
             boundary = maximum(boundary, where(used, share, 0.0))
             switch_reduce = maximum(switch_reduce, _all_reduce_share(missing, used, fabric) * share)
-            exchange_parts.append((where(used, seconds, 0.0), size))
+            crossings.append(_Crossing(where(used, seconds, 0.0), size, extent))
             steps = ceil(log2(extent))
             gather_latency = gather_latency + steps * dim.latency
             exchange_latency = maximum(exchange_latency, where(used, dim.latency, 0.0))
@@ -187,8 +199,8 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
             send_latency = where(used, dim.latency, send_latency)
         size = size * extent
     exchange = ring.exchange / size
-    for seconds, below in exchange_parts:
-        exchange = maximum(exchange, seconds * (1 - below / size) / size)
+    for c in crossings:
+        exchange = maximum(exchange, c.seconds * (1 - c.below / size) / size)
     gather = maximum(ring.gather(), switch_gather)
     return Wire(
         size=size,
@@ -200,7 +212,46 @@ def make_wire(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[
         send_latency=send_latency,
         all_reduce=maximum(2 * ring.gather(), switch_reduce),
         scheduled=maximum(gather, boundary * (1 - 1 / size)) if fabric.flat_rings else gather,
+        routed=exchange
+        if routing is None
+        else _routed(routing, ring.exchange if fabric.dimensions[0].torus else None, crossings, size),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """A level of switches that a group crosses: seconds per byte of a chip, members in a child, children."""
+
+    seconds: Any
+    below: Any
+    extent: Any
+
+
+def _routed(routing: Routing, torus: Any | None, crossings: Sequence[_Crossing], size: Any) -> Any:
+    """Seconds per byte of all slots, when a token is sent once to each destination instead of once for each expert.
+
+    Chips next to each other (the torus, or the innermost switch) forward to one another: a token crosses into each of
+    the other domains that hold any of its experts once, to the chip in the place of its own, and there goes once to
+    each chip that holds any. (DeepEP's kernels do so with InfiniBand and NVLink.) Domains further out do not forward.
+
+    Args:
+        routing: of tokens over the experts of the group.
+        torus: seconds per local byte of a plain exchange on the torus, None where there is none.
+        crossings: of levels of switches, innermost first.
+        size: chips of the group.
+    """
+    chips = routing.distinct(size)  # that a token goes to; as many bytes per byte of a token
+    tokens = 1 / (routing.top_k * size)  # one chip's tokens, per byte of all slots
+    slowest = torus
+    outer = crossings
+    if slowest is None:
+        inner, outer = crossings[0], crossings[1:]
+        slowest = inner.seconds * (1 - 1 / inner.extent)
+    slowest = slowest * chips
+    for c in outer:
+        domains = size / outer[0].below
+        slowest = maximum(slowest, c.seconds * (1 - c.below / size) * routing.distinct(domains))
+    return slowest * tokens
 
 
 def _all_reduce_share(missing: Any, used: Any, fabric: Fabric) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.costs.network import Fabric, Wire, make_wire
+from meshwise.costs.routing import Routing
 from meshwise.sharding.layout import MESH_AXES
 
 __all__ = ["IdealWires", "Limits", "WireTable", "meshes", "parts_of", "placements", "shrunken", "undominated"]
@@ -100,10 +101,12 @@ class WireTable:
     Args:
         fabric: the network.
         factors: [placements, axes, dimensions].
+        routing: of a mixture, for groups that hold its experts.
     """
 
-    def __init__(self, fabric: Fabric, factors: Array) -> None:
+    def __init__(self, fabric: Fabric, factors: Array, routing: Routing | None = None) -> None:
         self.fabric = fabric
+        self.routing = routing
         self.by_axis = {a: [factors[:, i, d] for d in range(factors.shape[2])] for i, a in enumerate(MESH_AXES)}
         self.made: dict[tuple[str, ...], Wire] = {}
 
@@ -111,8 +114,13 @@ class WireTable:
         """Look up the wire of the group along `axes`, in any order."""
         key = tuple(sorted(axes))
         if key not in self.made:
-            self.made[key] = make_wire(self.fabric, self.by_axis, key)
+            self.made[key] = make_wire(self.fabric, self.by_axis, key, routing=_routing_of(key, self.routing))
         return self.made[key]
+
+
+def _routing_of(axes: tuple[str, ...], routing: Routing | None) -> Routing | None:
+    """Experts are spread over groups along the expert axis."""
+    return routing if "expert" in axes else None
 
 
 class IdealWires:
@@ -121,10 +129,12 @@ class IdealWires:
     Args:
         fabric: the network.
         sizes: mesh axis -> [rows] sizes.
+        routing: of a mixture, for groups that hold its experts.
     """
 
-    def __init__(self, fabric: Fabric, sizes: Mapping[str, Array]) -> None:
+    def __init__(self, fabric: Fabric, sizes: Mapping[str, Array], routing: Routing | None = None) -> None:
         self.fabric = fabric
+        self.routing = routing
         self.sizes = sizes
         self.made: dict[tuple[str, ...], Wire] = {}
 
@@ -134,7 +144,8 @@ class IdealWires:
         if key not in self.made:
             total = np.prod([self.sizes[a] for a in key], axis=0)
             unique, inverse = np.unique(total, return_inverse=True)
-            best = [_best_wire(self.fabric, int(n)) for n in unique]
+            routing = _routing_of(key, self.routing)
+            best = [_best_wire(self.fabric, int(n), routing) for n in unique]
             columns = (np.array(column)[inverse] for column in zip(*best, strict=True))
             self.made[key] = Wire(total, *columns)
         return self.made[key]
@@ -150,15 +161,19 @@ class IdealWires:
 
 
 @lru_cache(maxsize=65536)
-def _best_wire(fabric: Fabric, size: int) -> tuple[float, ...]:
+def _best_wire(fabric: Fabric, size: int, routing: Routing | None) -> tuple[float, ...]:
     """The smallest of each of a wire's numbers over all ways to lay out one group of `size` chips."""
     extents = _extents(size, fabric.sizes)
-    wires = [make_wire(fabric, {"x": [float(e) for e in way]}, ("x",)) for way in extents]
+    wires = [make_wire(fabric, {"x": [float(e) for e in way]}, ("x",), routing=routing) for way in extents]
     return tuple(min(float(getattr(w, n)) for w in wires) for n in _PRICES)
 
 
 def undominated(
-    fabric: Fabric, factors: Array, starts: NDArray[np.int64], groups: Iterable[tuple[str, ...]]
+    fabric: Fabric,
+    factors: Array,
+    starts: NDArray[np.int64],
+    groups: Iterable[tuple[str, ...]],
+    routing: Routing | None = None,
 ) -> NDArray[np.int64]:
     """Indices of placements for which no other of the same mesh has every wire at least as fast.
 
@@ -169,14 +184,16 @@ def undominated(
         factors: [placements, axes, dimensions], those of one mesh adjacent.
         starts: where each mesh's placements begin.
         groups: the groups of mesh axes that a step communicates over, besides the sends between stages.
+        routing: of a mixture, for groups that hold its experts.
     """
-    wires = WireTable(fabric, factors)
+    wires = WireTable(fabric, factors, routing)
     columns = []
     for group in groups:
         w = wires(group)
         columns += [w.gather, w.gather_latency, w.exchange, w.exchange_latency]
         columns += [w.scheduled] if fabric.flat_rings else []  # else the gather, which is there
         columns += [w.all_reduce] if fabric.in_network_reduction else []  # else twice the gather, which is there
+        columns += [w.routed] if _routing_of(group, routing) else []  # else the exchange, which is there
     columns += [wires(("stage",)).send, wires(("stage",)).send_latency]
     costs = np.column_stack([_rounded(np.broadcast_to(c, len(factors))) for c in columns])
     ends = np.append(starts[1:], len(factors))
