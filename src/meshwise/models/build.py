@@ -6,8 +6,18 @@ Every count is read from what is built here. Not here: bytes and seconds (`costs
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from meshwise.models.operations import (
+    ACT_FLOPS,
+    LOSS_FLOPS,
+    ROPE_FLOPS,
+    SOFTMAX_FLOPS,
+    TOKENS,
+    Axes,
+    Ops,
+    weight,
+)
 from meshwise.models.spec import (
     Architecture,
     Embedding,
@@ -20,114 +30,12 @@ from meshwise.models.spec import (
     QkNorm,
     SelfAttention,
 )
-from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
+from meshwise.tensors import Block, Kind, Op, Program, Tensor
 
 __all__ = ["build_mtp", "build_train"]
 
-#: Vector FLOPs per element, from counting the operations of each formula; they matter for rooflines only.
-NORM_FLOPS, ROPE_FLOPS, ACT_FLOPS, SOFTMAX_FLOPS, LOSS_FLOPS = 4.0, 3.0, 5.0, 5.0, 5.0
-TOKENS = ("B", "T")
 
-
-@dataclass
-class _Axes:
-    """Names of axes by their size: a second size of the same letter gets a suffix (`F`, then `F.1`)."""
-
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    def __call__(self, letter: str, size: int) -> str:
-        name, suffix = letter, 0
-        while self.sizes.setdefault(name, size) != size:
-            suffix += 1
-            name = f"{letter}.{suffix}"
-        return name
-
-
-@dataclass
-class _Ops:
-    """Operations of one block, collected in order; each method adds one and returns its output."""
-
-    ops: list[Op] = field(default_factory=list)
-
-    def _add(self, op: Op) -> Tensor:
-        self.ops.append(op)
-        return op.output
-
-    def einsum(self, name: str, x: Tensor, weight: Tensor, axes: tuple[str, ...], output: str | None = None) -> Tensor:
-        return self._add(Einsum(name=name, inputs=(x, weight), output=Tensor(output or name, axes)))
-
-    def elementwise(
-        self,
-        name: str,
-        *inputs: Tensor,
-        output: str,
-        flops: float = 1.0,
-        linear: bool = False,
-        reduced: tuple[str, ...] = (),
-        axes: tuple[str, ...] | None = None,
-        counted: tuple[str, ...] | None = None,
-    ) -> Tensor:
-        return self._add(
-            Elementwise(
-                name=name,
-                inputs=inputs,
-                output=Tensor(output, inputs[0].axes if axes is None else axes),
-                flops_per_element=flops,
-                linear=linear,
-                reduced=reduced,
-                counted=counted,
-            )
-        )
-
-    def norm(
-        self, name: str, x: Tensor, norm: Norm, output: str, *, over: tuple[str, ...], own: tuple[str, ...]
-    ) -> Tensor:
-        """Normalise `x` over the axes `over`, with parameters of the axes `own`."""
-        weights = [weight(name, *own)] if norm.weight else []
-        weights += [weight(f"{name}.bias", *own)] if norm.bias else []
-        return self.elementwise(name, x, *weights, output=output, flops=NORM_FLOPS, reduced=over)
-
-    def residual_norm(self, name: str, x: Tensor, norm: Norm | None, output: str) -> Tensor:
-        """Give a norm over the residual width, or `x` itself when there is none."""
-        if norm is None:
-            return x
-        return self.norm(name, x, norm, output, over=x.axes[-1:], own=x.axes[-1:])
-
-    def bias(self, name: str, x: Tensor, present: bool) -> Tensor:
-        """Add a bias of the axes of `x` that are no tokens (and no slots)."""
-        if not present:
-            return x
-        own = tuple(a for a in x.axes if a not in ("B", "T", "C"))
-        return self.elementwise(f"bias.{name}", x, weight(f"b_{name}", *own), output=f"{x.name}.bias", linear=True)
-
-    def route(self, name: str, inputs: tuple[Tensor, ...], output: Tensor, *, combine: bool) -> Tensor:
-        return self._add(Route(name=name, inputs=inputs, output=output, combine=combine))
-
-    def lookup(self, name: str, index: Tensor, table: Tensor, output: Tensor) -> Tensor:
-        return self._add(Lookup(name=name, inputs=(index, table), output=output))
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, chunk: int | None = None) -> Tensor:
-        """Causal attention; keys and values are read along S, which is T by position."""
-        keys, values = (Tensor(t.name, tuple("S" if a == "T" else a for a in t.axes)) for t in (k, v))
-        return self._add(
-            Attention(
-                name="attention",
-                inputs=(q, keys, values),
-                output=Tensor("attention", (*q.axes[:-1], v.axes[-1])),
-                heads_axis=q.axes[2],
-                kv_heads_axis=k.axes[2],
-                window=window,
-                chunk=chunk,
-            )
-        )
-
-
-def weight(name: str, *axes: str) -> Tensor:
-    """Give a weight tensor."""
-    return Tensor(name, axes, Kind.WEIGHT)
-
-
-def _self_attention(spec: SelfAttention, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     n, k, h = axes("N", spec.heads), axes("K", spec.kv_heads), axes("H", spec.head_dim)
 
     def project(letter: str, heads: str) -> Tensor:
@@ -150,13 +58,13 @@ def _self_attention(spec: SelfAttention, x: Tensor, axes: _Axes, ops: _Ops) -> T
     return ops.bias("o", ops.einsum("o", out, weight("w_o", n, h, "D"), (*TOKENS, "D")), spec.bias_out)
 
 
-def _qk_norm(spec: QkNorm, letter: str, t: Tensor, heads: tuple[str, str], ops: _Ops) -> Tensor:
+def _qk_norm(spec: QkNorm, letter: str, t: Tensor, heads: tuple[str, str], ops: Ops) -> Tensor:
     over = heads if spec.span == "heads" else heads[1:]
     own = heads[1:] if spec.shared else heads
     return ops.norm(f"norm.{letter}", t, spec.norm, f"{letter}.norm", over=over, own=own)
 
 
-def _latent_attention(spec: LatentAttention, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+def _latent_attention(spec: LatentAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     n, nope, rope = axes("N", spec.heads), axes("Hn", spec.nope_dim), axes("Hr", spec.rope_dim)
     hqk, hv, rank = axes("Hqk", spec.nope_dim + spec.rope_dim), axes("Hv", spec.v_dim), axes("Rkv", spec.kv_rank)
     if spec.q_rank is None:
@@ -179,7 +87,7 @@ def _latent_attention(spec: LatentAttention, x: Tensor, axes: _Axes, ops: _Ops) 
     return ops.bias("o", ops.einsum("o", out, weight("w_o", n, hv, "D"), (*TOKENS, "D")), spec.bias)
 
 
-def _mlp(spec: Mlp, x: Tensor, axes: _Axes, ops: _Ops, *, letter: str = "F", prefix: str = "") -> Tensor:
+def _mlp(spec: Mlp, x: Tensor, axes: Axes, ops: Ops, *, letter: str = "F", prefix: str = "") -> Tensor:
     """Give a feed-forward network; `prefix` is "shared." for the experts that every token visits."""
     f = axes(letter, spec.hidden)
 
@@ -193,7 +101,7 @@ def _mlp(spec: Mlp, x: Tensor, axes: _Axes, ops: _Ops, *, letter: str = "F", pre
     return ops.bias(f"{prefix}down", down, spec.bias_out)
 
 
-def _mixture(spec: Mixture, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     e, f, chosen = axes("E", spec.experts), axes("Fe", spec.hidden), axes("top_k", spec.top_k)
     logits = ops.einsum("router", x, weight("w_router", "D", e), (*TOKENS, e))
     logits = ops.bias("router", logits, spec.router_bias)
@@ -223,7 +131,7 @@ def _mixture(spec: Mixture, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
     return _shared_experts(spec, x, out, axes, ops) if spec.shared else out
 
 
-def _shared_experts(spec: Mixture, x: Tensor, routed: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+def _shared_experts(spec: Mixture, x: Tensor, routed: Tensor, axes: Axes, ops: Ops) -> Tensor:
     """Experts that every token visits, beside the routed ones."""
     mlp = Mlp(spec.shared, gated=spec.gated, bias=spec.shared_bias, bias_out=spec.shared_bias)
     shared = _mlp(mlp, x, axes, ops, letter="Fs", prefix="shared.")
@@ -233,16 +141,16 @@ def _shared_experts(spec: Mixture, x: Tensor, routed: Tensor, axes: _Axes, ops: 
     return ops.elementwise("shared.add", routed, shared, output="mixture", linear=True)
 
 
-def _ffn(spec: Mlp | Mixture, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+def _ffn(spec: Mlp | Mixture, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     return _mlp(spec, x, axes, ops) if isinstance(spec, Mlp) else _mixture(spec, x, axes, ops)
 
 
-def _attend(spec: SelfAttention | LatentAttention, x: Tensor, axes: _Axes, ops: _Ops) -> Tensor:
+def _attend(spec: SelfAttention | LatentAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     build: Callable[..., Tensor] = _self_attention if isinstance(spec, SelfAttention) else _latent_attention
     return build(spec, x, axes, ops)
 
 
-def _layer(spec: Layer, axes: _Axes, ops: _Ops) -> None:
+def _layer(spec: Layer, axes: Axes, ops: Ops) -> None:
     """Add one layer, from `x` to `x_out`."""
     x = Tensor("x", (*TOKENS, "D"))
     normed = ops.residual_norm("norm.attn", x, spec.pre_attn, "x.attn")
@@ -262,7 +170,7 @@ def _layer(spec: Layer, axes: _Axes, ops: _Ops) -> None:
     ops.residual_norm("norm.residual.mlp", x, after, "x_out")
 
 
-def _rename_output(ops: _Ops, name: str) -> tuple[Op, ...]:
+def _rename_output(ops: Ops, name: str) -> tuple[Op, ...]:
     """Give the operations, the last one's output renamed."""
     last = ops.ops[-1]
     return (*ops.ops[:-1], _with_output(last, Tensor(name, last.output.axes)))
@@ -272,9 +180,9 @@ def _with_output(op: Op, output: Tensor) -> Op:
     return replace(op, output=output)
 
 
-def _embed(spec: Embedding, axes: _Axes) -> Block:
+def _embed(spec: Embedding, axes: Axes) -> Block:
     """From token ids to the residual stream."""
-    ops = _Ops()
+    ops = Ops()
     width = "D" if spec.width is None else axes("Dw", spec.width)
     x = ops.lookup(
         "embed", Tensor("tokens", TOKENS, Kind.INDEX), weight("w_embed", "V", width), Tensor("embed", (*TOKENS, width))
@@ -295,9 +203,9 @@ def _embed(spec: Embedding, axes: _Axes) -> Block:
     return Block(name="embed", ops=_rename_output(ops, "x"), role="embed", inputs=inputs, outputs=("x",))
 
 
-def _head(spec: Head, axes: _Axes) -> Block:
+def _head(spec: Head, axes: Axes) -> Block:
     """From the residual stream to the loss of every token."""
-    ops = _Ops()
+    ops = Ops()
     x = ops.residual_norm("norm.final", Tensor("x", (*TOKENS, "D")), spec.norm, "x.final")
     width = "D"
     if spec.width is not None:
@@ -313,15 +221,15 @@ def _head(spec: Head, axes: _Axes) -> Block:
     return Block(name="head", ops=tuple(ops.ops), role="head", tied=tied, inputs=("x", "labels"), outputs=("loss",))
 
 
-def _layer_block(name: str, spec: Layer, repeat: int, axes: _Axes) -> Block:
-    ops = _Ops()
+def _layer_block(name: str, spec: Layer, repeat: int, axes: Axes) -> Block:
+    ops = Ops()
     _layer(spec, axes, ops)
     return Block(name=name, ops=tuple(ops.ops), repeat=repeat)
 
 
 def build_train(spec: Architecture) -> Program:
     """Give the forward pass of a training step: blocks "embed", the layer groups, "head"."""
-    axes = _Axes({"D": spec.d_model, "V": spec.vocab})
+    axes = Axes({"D": spec.d_model, "V": spec.vocab})
     embed = _embed(spec.embedding, axes)
     layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
     blocks = (embed, *layers, _head(spec.head, axes))
@@ -336,7 +244,7 @@ def build_mtp(spec: Architecture) -> Program | None:
     """
     if spec.mtp is None:
         return None
-    axes, ops = _Axes({"D": spec.d_model, "V": spec.vocab}), _Ops()
+    axes, ops = Axes({"D": spec.d_model, "V": spec.vocab}), Ops()
     stream, token = Tensor("stream", (*TOKENS, "D")), Tensor("token", (*TOKENS, "D"))
     stream = ops.residual_norm("norm.stream", stream, Norm(), "stream.norm")
     token = ops.residual_norm("norm.token", token, Norm(), "token.norm")
