@@ -139,7 +139,7 @@ def cases(draw):
 
 
 def structure_of(layout):
-    return Structure(layout.zero, layout.sequence_parallel, layout.remat)
+    return Structure.of(layout)
 
 
 def all_factorings(n, parts):

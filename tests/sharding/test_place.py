@@ -27,6 +27,7 @@ from meshwise.tensors import Attention, Einsum, Op
 
 CASES_PER_BLOCK = 14
 TWO_OF_EACH = {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
+ALL_AXES = {**TWO_OF_EACH, "ulysses": 1, "expert": 1}
 every_block = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -73,7 +74,7 @@ def test_every_combination_of_strategies(label: str, strategy: Strategy, mesh: d
 @pytest.mark.parametrize("policy", REMAT_POLICIES)
 @every_block
 def test_every_remat_policy_gives_the_same_numbers(name: str, policy: str) -> None:
-    prove(make_case(name, training_strategy(zero=1, sequence=True), {**TWO_OF_EACH, "data": 1}, policy))
+    prove(make_case(name, training_strategy(zero=1, sequence=True), {**ALL_AXES, "data": 1}, policy))
 
 
 # The referee itself: its numbers on one device are those of the function and its true gradient.
@@ -145,7 +146,7 @@ def prove_none_is_useless(case: Case, sample: int | None = None) -> None:
 
 @every_block
 def test_no_transfer_can_be_dropped(name: str) -> None:
-    prove_none_is_useless(make_case(name, training_strategy(zero=1, sequence=True), TWO_OF_EACH, "full"), sample=8)
+    prove_none_is_useless(make_case(name, training_strategy(zero=1, sequence=True), ALL_AXES, "full"), sample=8)
 
 
 @pytest.mark.slow
@@ -153,7 +154,7 @@ def test_no_transfer_can_be_dropped(name: str) -> None:
 @every_block
 def test_no_transfer_can_be_dropped_of_all(name: str, zero: int, policy: str, sequence: bool) -> None:
     """Slow because each of 2,500 transfers is left out in a run of its own: not one of them is superfluous."""
-    prove_none_is_useless(make_case(name, training_strategy(zero=zero, sequence=sequence), TWO_OF_EACH, policy))
+    prove_none_is_useless(make_case(name, training_strategy(zero=zero, sequence=sequence), ALL_AXES, policy))
 
 
 def test_the_referee_refuses_what_a_device_does_not_hold() -> None:
@@ -174,20 +175,20 @@ def is_repeated_index(op: Op, axis: str) -> bool:
 
 @pytest.mark.parametrize("name", [*LAYERS, "head", "head tied"])
 def test_every_matmul_is_divided_among_all_devices(name: str) -> None:
-    case = make_case(name, training_strategy(zero=0, sequence=True), TWO_OF_EACH, "full")
+    case = make_case(name, training_strategy(zero=0, sequence=True), ALL_AXES, "full")
     placed = case.placed()
     items = [i for i in (*placed.forward, *placed.backward) if isinstance(i, LocalOp)]
     matmuls = [i for i in items if isinstance(i.op, Einsum | Attention)]
     assert len(matmuls) > len([op for op in case.block.ops if isinstance(op, Einsum)])
     for item in matmuls:
         splits = [s for a, s in item.splits if not is_repeated_index(item.op, a)]
-        assert sorted(m for s in splits for m in s) == sorted(TWO_OF_EACH), item.op.name
+        assert sorted(m for s in splits for m in s) == sorted(ALL_AXES), item.op.name
 
 
 @every_block
 def test_weights_that_are_used_otherwise_than_stored_are_listed(name: str) -> None:
     """An embedding table too, which the backward pass does not read."""
-    placed = make_case(name, training_strategy(zero=0, sequence=True), TWO_OF_EACH, "none").placed()
+    placed = make_case(name, training_strategy(zero=0, sequence=True), ALL_AXES, "none").placed()
     stored = {h.tensor.name: h.sharding for h in (*placed.weights, *placed.tied)}
     items = [i for i in (*placed.forward, *placed.backward) if isinstance(i, LocalOp)]
     used = {h.tensor.name: h.sharding for i in items for h in i.inputs if h.tensor.name in stored}

@@ -94,12 +94,14 @@ class PassCompute:
         matmul_bytes: HBM traffic of matmuls, attention and lookups: what no fusion removes.
         seconds: expected: per operation the longer of its FLOPs (tiles padded) and its bytes, at achieved rates.
         serial_seconds: the same with nothing overlapped: FLOPs and bytes added up.
+        attention_seconds: of `seconds`, those of attention itself, which a ring's sends hide behind.
     """
 
     flops: Any = 0.0
     matmul_bytes: Any = 0.0
     seconds: Any = 0.0
     serial_seconds: Any = 0.0
+    attention_seconds: Any = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,8 @@ def pass_compute(works: Iterable[OpWork], extents: Extents, rates: ComputeRates)
             total.matmul_bytes = total.matmul_bytes + one.num_bytes
         total.seconds = total.seconds + one.seconds
         total.serial_seconds = total.serial_seconds + one.compute + one.memory
+        if work.attention is not None:
+            total.attention_seconds = total.attention_seconds + one.seconds
     return total
 
 

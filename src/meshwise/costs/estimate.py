@@ -129,14 +129,10 @@ def model_flops(problem: TrainingProblem, tokens: float) -> float:
 def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:
     sizes = problem.model.train_program().bind(batch=layout.sequences, queries=problem.job.seq_len)
     total = 0.0
-    for placed in place_structure(problem.model, _structure(layout)):
+    for placed in place_structure(problem.model, Structure.of(layout)):
         again = [op for op in placed.block.ops if op.name in placed.recomputed and op.matmul]
         total += placed.block.repeat * sum(op.flops(sizes) for op in again)
     return float(total)
-
-
-def _structure(layout: Layout) -> Structure:
-    return Structure(layout.zero, layout.sequence_parallel, layout.remat)
 
 
 def layout_factors(fabric: Fabric, layout: Layout) -> dict[str, list[float]]:
@@ -167,7 +163,7 @@ def layout_candidate(layout: Layout) -> tuple[Structure, Candidates]:
     candidates = Candidates(
         **sizes, micro_batch=float(layout.micro_batch), num_microbatches=float(layout.num_microbatches)
     )
-    return _structure(layout), candidates
+    return Structure.of(layout), candidates
 
 
 def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, ledger: Ledger | None = None) -> Costs:

@@ -15,6 +15,7 @@ import numpy as np
 from meshwise.costs.arithmetic import maximum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
+from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, held_bytes
 from meshwise.costs.memory import LocalMemory, MemoryPlan, local_memory, memory_plan, training_memory
 from meshwise.costs.network import NO_WIRE, Wire
@@ -24,15 +25,17 @@ from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.hardware import Cluster
 from meshwise.jobs import Optimizer, Precision, TrainingJob
 from meshwise.models import Model
+from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.place import Held, PlacedBlock, place_block
 from meshwise.sharding.remat import remat_policy
-from meshwise.sharding.strategy import training_strategy
+from meshwise.sharding.strategy import Strategy, training_strategy
 from meshwise.tensors import Block, Tensor
 
 __all__ = [
     "Candidates",
     "Costs",
     "LocalBlock",
+    "LocalSizes",
     "PlannedBlock",
     "Structure",
     "TrainingProblem",
@@ -58,11 +61,46 @@ class TrainingProblem:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What placing depends on: the choices of a layout that are not sizes."""
+    """The choices of a layout that are not sizes. Placing depends on nothing else.
+
+    Args:
+        zero, sequence_parallel, remat, fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
+        exchanges: whether experts live on several devices of the axis `expert`, so that tokens leave for them from where
+            the residual stream has them; else they are gathered first, once for all their experts.
+    """
 
     zero: int
     sequence_parallel: bool
     remat: str
+    fully_sharded: bool = True
+    expert_tensor_parallel: bool = True
+    context_method: str = "gather"
+    exchanges: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout) -> Structure:
+        """Read the choices of a layout."""
+        own = {f.name: getattr(layout, f.name) for f in fields(cls) if f.name != "exchanges"}
+        return cls(**own, exchanges=layout.expert > 1)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The rule tables."""
+        return training_strategy(
+            zero=self.zero,
+            sequence=self.sequence_parallel,
+            fully_sharded=self.fully_sharded,
+            experts=self._experts,
+            ring=self.context_method == "ring",
+        )
+
+
+    @property
+    def _experts(self) -> tuple[str, ...]:
+        """What the tensor axis splits of a mixture, as `strategy.tensor` takes it."""
+        if not self.expert_tensor_parallel:
+            return ("E", "C")
+        return ("Fe", "C") if self.exchanges and self.sequence_parallel else ("Fe",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +114,39 @@ class Candidates:
     stage: Any
     micro_batch: Any
     num_microbatches: Any
+    expert: Any = 1.0
+    ulysses: Any = 1.0
 
     @property
     def mesh(self) -> Mapping[str, Any]:
         """Mesh axis -> size."""
-        return {a: getattr(self, a) for a in ("data", "fsdp", "context", "tensor", "stage")}
+        return {a: getattr(self, a) for a in MESH_AXES}
+
+    @property
+    def replicas(self) -> Any:
+        """Groups of devices that see different sequences."""
+        return self.data * self.fsdp * self.expert
 
     @property
     def sequences(self) -> Any:
         """Sequences per step."""
-        return self.micro_batch * self.num_microbatches * self.data * self.fsdp
+        return self.micro_batch * self.num_microbatches * self.replicas
+
+    @property
+    def local(self) -> LocalSizes:
+        """What one device's own work depends on."""
+        return LocalSizes(**{f.name: getattr(self, f.name) for f in fields(LocalSizes)})
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSizes:
+    """The sizes that one device's work on one microbatch depends on: floats, or arrays of one length."""
+
+    micro_batch: Any
+    context: Any = 1.0
+    ulysses: Any = 1.0
+    expert: Any = 1.0
+    tensor: Any = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +169,7 @@ class PlannedBlock:
 
 @dataclass(frozen=True, slots=True)
 class LocalBlock:
-    """What depends only on the microbatch, context and tensor sizes."""
+    """What depends only on the sizes in `LocalSizes`."""
 
     passes: Mapping[str, PassCompute]
     flows: Mapping[int, Any]  # index of the flow plan -> bytes
@@ -137,7 +198,7 @@ _PLANNED: dict[tuple[int, Precision], tuple[PlacedBlock, PlannedBlock]] = {}
 def place_structure(model: Model, structure: Structure) -> tuple[PlacedBlock, ...]:
     """Place every block of the model's training program; each (block, structure) once in a process."""
     placed = []
-    strategy = training_strategy(zero=structure.zero, sequence=structure.sequence_parallel)
+    strategy = structure.strategy
     for block in model.train_program():
         key = (id(block), structure)
         if len(_PLACED) > _KEPT:
@@ -166,14 +227,12 @@ def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[Plan
     return tuple(planned)
 
 
-def evaluate_local(
-    problem: TrainingProblem, structure: Structure, *, micro_batch: Any, context: Any, tensor: Any
-) -> tuple[LocalBlock, ...]:
+def evaluate_local(problem: TrainingProblem, structure: Structure, sizes: LocalSizes) -> tuple[LocalBlock, ...]:
     """Price what one device does on its own: operations, activations, and the bytes of most collectives.
 
-    A search calls it once for the few distinct sizes there are. Args as in `Candidates`.
+    A search calls it once for the few distinct sizes there are.
     """
-    extents = local_extents(problem, micro_batch=micro_batch, context=context, tensor=tensor)
+    extents = local_extents(problem, structure, sizes)
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
     return tuple(
         LocalBlock(
@@ -185,16 +244,29 @@ def evaluate_local(
     )
 
 
-def local_extents(problem: TrainingProblem, *, micro_batch: Any, context: Any, tensor: Any) -> Extents:
+def local_extents(problem: TrainingProblem, structure: Structure, sizes: LocalSizes) -> Extents:
     """Lengths of one microbatch on one device, where no weight is split over data and fsdp."""
-    mesh = {"data": 1.0, "fsdp": 1.0, "context": context, "tensor": tensor}
-    return Extents(problem.model.train_program().bind(batch=micro_batch, queries=problem.job.seq_len), mesh)
+    mesh = {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name != "micro_batch"}
+    return Extents(
+        _bound(problem, structure, sizes, sizes.micro_batch * sizes.expert), {"data": 1.0, "fsdp": 1.0, **mesh}
+    )
 
 
-def whole_extents(problem: TrainingProblem, c: Candidates) -> Extents:
+def whole_extents(problem: TrainingProblem, structure: Structure, c: Candidates) -> Extents:
     """Lengths on the whole mesh: B is the sequences of one microbatch over all devices."""
+    return Extents(_bound(problem, structure, c.local, c.micro_batch * c.replicas), c.mesh)
+
+
+def _bound(problem: TrainingProblem, structure: Structure, sizes: LocalSizes, sequences: Any) -> dict[str, Any]:
+    """Sizes of all axes for so many sequences; slots of experts are those of the busiest device."""
     program = problem.model.train_program()
-    return Extents(program.bind(batch=c.micro_batch * c.data * c.fsdp, queries=problem.job.seq_len), c.mesh)
+    bound = program.bind(batch=sequences, queries=problem.job.seq_len)
+    if "C" in bound:
+        devices = sizes.expert if structure.expert_tensor_parallel else sizes.expert * sizes.tensor
+        shards = sizes.context * sizes.ulysses * (devices / sizes.expert)
+        tokens = sizes.micro_batch * problem.job.seq_len / shards
+        bound["C"] = bound["C"] * expert_load(problem.job, tokens * bound["top_k"], devices)
+    return bound
 
 
 def evaluate(
@@ -210,7 +282,7 @@ def evaluate(
 
     Args:
         problem: model, job, cluster, calibration.
-        structure: zero stage, sequence parallelism, remat.
+        structure: the choices that are not sizes.
         candidates: sizes.
         wires: mesh axes -> wire of the group along them, of the same shape as the candidates.
         local: from `evaluate_local`, where it was computed before.
@@ -220,8 +292,8 @@ def evaluate(
     formats = job.formats
     planned = plan_structure(problem, structure)
     if local is None:
-        local = evaluate_local(problem, structure, micro_batch=c.micro_batch, context=c.context, tensor=c.tensor)
-    extents = whole_extents(problem, c)
+        local = evaluate_local(problem, structure, c.local)
+    extents = whole_extents(problem, structure, c)
     step = step_time(
         [_block_time(p, own, extents) for p, own in zip(planned, local, strict=True)],
         StepRates(chip, problem.calibration, wires),
@@ -278,8 +350,7 @@ def _block_time(planned: PlannedBlock, local: LocalBlock, extents: Extents) -> B
 def _residual(structure: Structure) -> Held:
     """The residual stream as it stands between blocks, which is what stages send each other."""
     x = Tensor("x", ("B", "T", "D"))
-    strategy = training_strategy(zero=structure.zero, sequence=structure.sequence_parallel)
-    return Held(x, strategy.home(x.axes))
+    return Held(x, structure.strategy.home(x.axes))
 
 
 def _optimizer_bytes(

@@ -118,16 +118,21 @@ def _operations(placed: PlacedBlock, precision: Precision) -> tuple[WeightedSum,
 def _buffers(placed: PlacedBlock, precision: Precision) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
     found = set()
     for item in (*placed.forward, *placed.backward):
-        if isinstance(item, Transfer) and item.purpose is Purpose.ACTIVATIONS:
-            c = item.collective
-            side = c.after if c.kind is CollectiveKind.ALL_GATHER else c.before
-            found.add((held_bytes((Held(item.tensor, side),), precision), c.mesh_axes))
+        if not isinstance(item, Transfer):
+            continue
+        c = item.collective
+        gathers = c.kind is CollectiveKind.ALL_GATHER
+        if item.purpose is Purpose.ACTIVATIONS:
+            found.add((held_bytes((Held(item.tensor, c.after if gathers else c.before),), precision), c.mesh_axes))
+        elif item.purpose is Purpose.RING:  # one block at work, the next on its way
+            shard = Held(item.tensor, c.before if gathers else c.after)
+            found.add((held_bytes((shard, shard), precision), c.mesh_axes))
     return tuple(sorted(found))
 
 
 @dataclass(slots=True)
 class LocalMemory:
-    """What depends only on the microbatch, context and tensor sizes: bytes (floats or arrays)."""
+    """What depends only on the sizes of one device's own work: bytes (floats or arrays)."""
 
     kept: Any
     workspace: Any

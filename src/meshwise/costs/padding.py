@@ -61,7 +61,7 @@ def paddings(problem: TrainingProblem, layout: Layout) -> tuple[Padding, ...]:
         layout: sizes and choices.
     """
     structure, candidate = layout_candidate(layout)
-    extents = whole_extents(problem, candidate)
+    extents = whole_extents(problem, structure, candidate)
     sizes = layout.sizes
     found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for block in place_structure(problem.model, structure):

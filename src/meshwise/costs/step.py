@@ -3,8 +3,9 @@
 The rule for the *expected* time, stated once:
 
 1. An operation takes the longer of its FLOPs and its bytes, at the calibration's achieved rates.
-2. Collectives on activations stand on the critical path, except that on TPUs those over the tensor axis run as
-   collective matmuls: they hide behind the compute of their own block and pass, as far as that lasts.
+2. Collectives on activations stand on the critical path, with two exceptions. On TPUs those over the tensor axis run
+   as collective matmuls: they hide behind the compute of their own block and pass, as far as that lasts. The keys and
+   values of ring attention hide behind the attention of their own block and pass.
 3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
    out of its collective matmuls, which use other links), as far as that lasts.
 4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
@@ -43,7 +44,8 @@ TERMS = {
     "backward": "the same of the backward pass",
     "recompute": "forward work done again because its results were not kept (remat)",
     "tensor": "exposed collectives over the tensor axis",
-    "context": "exposed collectives over the context axis",
+    "context": "exposed collectives over the context and ulysses axes",
+    "expert": "exposed exchange of tokens with the experts they chose",
     "fsdp": "exposed gathering of weights and scattering of gradients, each microbatch (with zero=2 over data too)",
     "data": "exposed reduction over the data axis, and gathering of new weights",
     "pipeline_bubble": "stages waiting while the pipeline fills and drains",
@@ -89,10 +91,13 @@ class StepTime:
 def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
     """The term (and network use) that a flow counts under."""
     if purpose is Purpose.ACTIVATIONS:
-        return "context" if "context" in mesh_axes else "tensor" if "tensor" in mesh_axes else "data"
-    if "fsdp" in mesh_axes or "context" in mesh_axes:
-        return "fsdp"
-    return "data" if "data" in mesh_axes else "tensor"
+        uses = {"expert": "expert", "context": "context", "ulysses": "context", "tensor": "tensor"}
+        return next((use for axis, use in uses.items() if axis in mesh_axes), "data")
+    if purpose is Purpose.RING:
+        return "context"
+    if "data" in mesh_axes and "fsdp" not in mesh_axes:
+        return "data"
+    return "fsdp" if {"fsdp", "context", "ulysses", "expert"} & set(mesh_axes) else "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,7 @@ class Ledger:
     holdings: list[Holding] = field(default_factory=list)
 
 
-_NETWORKS = ("tensor", "context", "fsdp", "data")
+_NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 _COMPUTE = ("forward", "backward", "recompute")
 
 
@@ -279,13 +284,16 @@ def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: StepRates, ledger: 
         sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
     hideable: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
     fused: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
+    circling: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
     for f in b.flows:
         if f.when is Pass.STEP:
             continue
         term, seconds = term_of(f.mesh_axes, f.purpose), rates.flow_seconds(f)
         sums.resources[term] = sums.resources[term] + count * rates.flow_bound(f)
         sums.serial = sums.serial + count * seconds
-        if f.purpose is not Purpose.ACTIVATIONS:
+        if f.purpose is Purpose.RING:
+            circling[f.when].append((f, seconds))
+        elif f.purpose is not Purpose.ACTIVATIONS:
             hideable[f.when].append((f, seconds))
         elif term == "tensor" and rates.calibration.collective_matmul:
             fused[f.when].append((f, seconds))
@@ -295,7 +303,12 @@ def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: StepRates, ledger: 
                 ledger.hidings.append(Hiding(2, b.block, f.when, ((f, seconds),), 0.0, 1.0, count))
     compute = {Pass.FORWARD: b.forward.seconds, Pass.BACKWARD: b.recompute.seconds + b.backward.seconds}
     purposes = {Pass.FORWARD: Purpose.WEIGHTS, Pass.BACKWARD: Purpose.GRADIENTS}
+    attention = {
+        Pass.FORWARD: b.forward.attention_seconds,
+        Pass.BACKWARD: b.recompute.attention_seconds + b.backward.attention_seconds,
+    }
     for when, cover in compute.items():
+        _hide(sums, Hiding(2, b.block, when, tuple(circling[when]), attention[when], 0.0, count), ledger)
         _hide(sums, Hiding(2, b.block, when, tuple(fused[when]), cover, 0.0, count), ledger)
         # Collective matmuls use the links of the tensor axis, weights those of fsdp: what sticks out covers weights,
         # too.

@@ -35,6 +35,7 @@ class Flow:
         when, purpose, kind, mesh_axes: what it is.
         num_bytes: of each collective, in the convention of `collectives.wire_time` (float or array).
         count: how many of them in a pass.
+        routed: whether tokens leave for the experts they chose, or come back.
         transfers: what moves, as placed.
     """
 
@@ -45,6 +46,7 @@ class Flow:
     mesh_axes: tuple[str, ...]
     num_bytes: Any
     count: int
+    routed: bool = False
     transfers: tuple[Transfer, ...] = ()
 
 
@@ -53,10 +55,10 @@ class FlowPlan:
     """A flow before sizes are known.
 
     Args:
-        name, when, purpose, kind, mesh_axes, count, transfers: as in `Flow`.
+        name, when, purpose, kind, mesh_axes, count, routed, transfers: as in `Flow`.
         num_bytes: bytes of the local block, as a sum still to be given sizes.
         scaled_by: mesh axes over which the bytes are counted together (AllToAll).
-        local: whether they depend only on the microbatch, context and tensor sizes, not on data and fsdp.
+        local: whether they depend only on the sizes of one device's own work, not on data and fsdp.
     """
 
     name: str
@@ -68,6 +70,7 @@ class FlowPlan:
     num_bytes: WeightedSum
     scaled_by: Split
     local: bool
+    routed: bool
     transfers: tuple[Transfer, ...]
 
     def flow(self, extents: Extents) -> Flow:
@@ -77,8 +80,20 @@ class FlowPlan:
     def sized(self, num_bytes: Any) -> Flow:
         """Give it bytes that are known already."""
         return Flow(
-            self.name, self.when, self.purpose, self.kind, self.mesh_axes, num_bytes, self.count, self.transfers
+            name=self.name,
+            when=self.when,
+            purpose=self.purpose,
+            kind=self.kind,
+            mesh_axes=self.mesh_axes,
+            num_bytes=num_bytes,
+            count=self.count,
+            routed=self.routed,
+            transfers=self.transfers,
         )
+
+
+#: Purposes whose tensors travel one by one; the others share a bucket.
+_ONE_BY_ONE = (Purpose.ACTIVATIONS, Purpose.RING)
 
 
 def flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...]:
@@ -88,14 +103,14 @@ def flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...
         for item in items:
             if isinstance(item, Transfer):
                 c = item.collective
-                alike = (_bytes_of(item, precision),) if item.purpose is Purpose.ACTIVATIONS else ()
+                alike = (_bytes_of(item, precision),) if item.purpose in _ONE_BY_ONE else ()
                 groups.setdefault((when, item.purpose, c.kind, c.mesh_axes, *alike), []).append(item)
     return tuple(_plan(key, items, precision) for key, items in groups.items())
 
 
 def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> FlowPlan:
     when, purpose, kind, mesh_axes = key[:4]
-    alike = purpose is Purpose.ACTIVATIONS
+    alike = purpose in _ONE_BY_ONE
     # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a
     # bucket.
     total = weighted_sum(pair for t in (items[:1] if alike else items) for pair in _bytes_of(t, precision))
@@ -106,7 +121,7 @@ def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> 
         m
         for t in items
         for a, split in zip(t.tensor.axes, _counted(t).splits, strict=True)
-        if a not in "BC"
+        if a not in ("B", "C")
         for m in split
     }
     return FlowPlan(
@@ -119,6 +134,7 @@ def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> 
         num_bytes=total,
         scaled_by=mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else (),
         local=not far & {"data", "fsdp"},
+        routed=kind is CollectiveKind.ALL_TO_ALL and any(a.partition(".")[0] == "E" for a in items[0].tensor.axes),
         transfers=tuple(items),
     )
 
@@ -132,6 +148,6 @@ def _counted(t: Transfer) -> Sharding:
     """The sharding whose local block the collective is counted by: the whole array, or one shard of a weight."""
     c = t.collective
     gathers = c.kind is CollectiveKind.ALL_GATHER
-    if t.purpose is not Purpose.ACTIVATIONS and (gathers or c.kind is CollectiveKind.REDUCE_SCATTER):
+    if t.purpose not in _ONE_BY_ONE and (gathers or c.kind is CollectiveKind.REDUCE_SCATTER):
         return c.before if gathers else c.after
     return c.after if gathers else c.before

@@ -266,11 +266,9 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
     evaluate_layout(problem, fabric, layout, ledger)
     structure, candidate = layout_candidate(layout)
     planned = plan_structure(problem, structure)
-    local = local_extents(
-        problem, micro_batch=candidate.micro_batch, context=candidate.context, tensor=candidate.tensor
-    )
+    local = local_extents(problem, structure, candidate.local)
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
-    whole = whole_extents(problem, candidate)
+    whole = whole_extents(problem, structure, candidate)
     used = frozenset(layout.used_axes)
     return Workings(
         problem=problem,

@@ -44,6 +44,18 @@ class TrainingJob(BaseModel):
         default="bf16",
         description="Number formats: bf16, mixed, fp16, fp32, or roles such as bf16,master=fp32,gradients=fp32.",
     )
+    expert_imbalance: float | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="Load of the busiest device's experts over the mean; unless given, that of balanced random routing.",
+    )
+    capacity_factor: float | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="Slots of an expert over the mean, all of them sent and multiplied; unless given, none are padded.",
+    )
     optimizer: str = Field(default="adamw", description="Optimizer: adamw, lion, momentum, sgd.")
 
     @field_validator("precision")

@@ -103,18 +103,20 @@ def _mlp(spec: Mlp, x: Tensor, axes: Axes, ops: Ops, *, letter: str = "F", prefi
 
 def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     e, f, chosen = axes("E", spec.experts), axes("Fe", spec.hidden), axes("top_k", spec.top_k)
-    logits = ops.einsum("router", x, weight("w_router", "D", e), (*TOKENS, e))
+    # The router's logits have an axis of their own: every device scores all experts for its tokens, wherever they live.
+    scored = axes("Er", spec.experts)
+    logits = ops.einsum("router", x, weight("w_router", "D", scored), (*TOKENS, scored))
     logits = ops.bias("router", logits, spec.router_bias)
-    correction = [weight("b_router.correction", e)] if spec.correction_bias else []
+    correction = [weight("b_router.correction", scored)] if spec.correction_bias else []
     gates = ops.elementwise(
         "top_k",
         logits,
         *correction,
         output="gates",
         flops=SOFTMAX_FLOPS,
-        reduced=(e,),
+        reduced=(scored,),
         axes=(*TOKENS, chosen),
-        counted=(*TOKENS, e),
+        counted=(*TOKENS, scored),
     )
     choice = Tensor(gates.name, gates.axes, Kind.INDEX)
     slots = ops.route("dispatch", (x, choice), Tensor("slots", (e, "C", "D")), combine=False)

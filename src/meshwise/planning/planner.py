@@ -57,15 +57,18 @@ def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = 
     """What meshes make sense: tensor up to the query heads, context down to one tile, stages up to the layers."""
     sizes, job = problem.model.sizes, problem.job
     heads = max((int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1)
+    experts = min((int(v) for k, v in sizes.items() if k.partition(".")[0] == "E"), default=1)
     unbounded = problem.cluster.num_chips
     largest = {
         "tensor": heads,
         "context": max(1, int(job.seq_len) // _MIN_POSITIONS),
+        "ulysses": heads,
+        "expert": experts,
         "fsdp": unbounded,
         "data": unbounded,
         "stage": problem.model.num_layers,
     }
-    return Limits(largest, job.sequences * (1 + job.batch_slack), {"context": int(job.seq_len)}, dict(fixed or {}))
+    return Limits(largest, job.sequences * (1 + job.batch_slack), {"context": int(job.seq_len), "expert": experts}, dict(fixed or {}))
 
 
 def plan_training(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import Candidates, LocalBlock, Structure, TrainingProblem, evaluate_local
+from meshwise.costs.evaluate import Candidates, LocalBlock, LocalSizes, Structure, TrainingProblem, evaluate_local
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import MESH_AXES
 
@@ -31,7 +31,7 @@ class Rows:
         meshes: [meshes, axes] sizes; shared, not a column.
         mesh_id: number of the row's mesh.
         micro_batch, num_microbatches: how the batch is cut.
-        local: index into the table of distinct (micro_batch, context, tensor).
+        local: index into the table of distinct `LocalSizes`.
         structure: index into the structures.
         bound: lower bound of the seconds per token.
         memory: bytes per chip.
@@ -86,18 +86,22 @@ def candidate_rows(
         table: [meshes, axes] sizes.
         micro_batch, num_microbatches: what the user fixed, or None.
     """
-    replicas = table[:, MESH_AXES.index("fsdp")] * table[:, MESH_AXES.index("data")]
+    replicas = np.prod([table[:, MESH_AXES.index(a)] for a in ("fsdp", "data", "expert")], axis=0)
     distinct, which = np.unique(replicas, return_inverse=True)
     chosen = (_chosen_cuts(problem.job, int(r), micro_batch, num_microbatches) for r in distinct)
     cuts = [np.array(c, float).reshape(-1, 2) for c in chosen]
     number = np.array([len(c) for c in cuts], int)[which] if len(table) else np.zeros(0, int)
     mesh_id = np.repeat(np.arange(len(table)), number)
     cut = np.concatenate([cuts[w] for w in which]) if len(table) else np.zeros((0, 2))
-    context, tensor, data = (table[:, MESH_AXES.index(a)][mesh_id] for a in ("context", "tensor", "data"))
+    data = table[:, MESH_AXES.index("data")][mesh_id]
     # One number for each distinct combination: rows are found faster than columns are compared.
-    keys = (cut[:, 0] * (context.max(initial=0) + 1) + context) * (tensor.max(initial=0) + 1) + tensor
+    names = [f.name for f in fields(LocalSizes) if f.name in MESH_AXES]
+    columns = {a: table[:, MESH_AXES.index(a)][mesh_id] for a in names}
+    keys = cut[:, 0]
+    for column in columns.values():
+        keys = keys * (column.max(initial=0) + 1) + column
     _, first, index = np.unique(keys, return_index=True, return_inverse=True)
-    own = {"micro_batch": cut[first, 0], "context": context[first].astype(float), "tensor": tensor[first].astype(float)}
+    own = LocalSizes(cut[first, 0], **{a: column[first].astype(float) for a, column in columns.items()})
     blank = np.zeros(len(mesh_id))
     base = Rows(table.astype(float), mesh_id, cut[:, 0], cut[:, 1], index, np.zeros(len(mesh_id), int), blank, blank)
     parts, local = [], []
@@ -106,7 +110,7 @@ def candidate_rows(
         part = base.take(np.flatnonzero((data > 1) | (structure.zero == min(s.zero for s in structures))))
         part.structure = np.full(len(part), s)
         parts.append(part)
-        local.append(evaluate_local(problem, structure, **own) if len(part) else ())
+        local.append(evaluate_local(problem, structure, own) if len(part) else ())
     return parts, local
 
 

@@ -15,26 +15,43 @@ from typing import Any
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.sharding.remat import remat_policy
 
-__all__ = ["MESH_AXES", "Layout", "LayoutRequest", "parse_layout"]
+__all__ = [
+    "CONTEXT_METHODS",
+    "MESH_AXES",
+    "OFFLOADABLE",
+    "SCHEDULES",
+    "Layout",
+    "LayoutRequest",
+    "parse_layout",
+]
 
 #: Mesh axes in the order in which they nest in the hardware unless told otherwise: innermost (fastest wires) first.
-MESH_AXES = ("tensor", "context", "fsdp", "data", "stage")
+MESH_AXES = ("tensor", "ulysses", "context", "expert", "fsdp", "data", "stage")
+
+#: How keys and values of other positions reach attention over the context axis.
+CONTEXT_METHODS = ("gather", "ring")
+
+#: Orders in which pipeline stages work through microbatches; `costs.pipeline` prices them.
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+
+#: What can live in the host's memory.
+OFFLOADABLE = ("optimizer", "parameters", "activations")
 
 _ALIASES = {
     "dp": "data", "data_parallel": "data", "replica": "data",
     "zero3": "fsdp", "fully_sharded": "fsdp",
     "cp": "context", "context_parallel": "context",
+    "ep": "expert", "expert_parallel": "expert", "cp_ulysses": "ulysses", "ulysses_parallel": "ulysses",
     "tp": "tensor", "mp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
     "pp": "stage", "pipeline": "stage", "stages": "stage",
     "mbs": "micro_batch", "microbatch": "micro_batch",
     "ga": "num_microbatches", "accumulation": "num_microbatches", "microbatches": "num_microbatches",
-    "sp": "sequence_parallel", "recompute": "remat",
+    "sp": "sequence_parallel", "recompute": "remat", "etp": "expert_tensor_parallel",
+    "vpp": "virtual_stages", "pipeline_schedule": "schedule",
 }  # fmt: skip
-_LATER = {
-    "ep": "expert parallelism", "expert": "expert parallelism", "etp": "expert tensor parallelism",
-    "vpp": "interleaving of pipeline stages",
-}  # fmt: skip
-_COUNTS = ("zero", "micro_batch", "num_microbatches")
+_COUNTS = ("zero", "micro_batch", "num_microbatches", "virtual_stages", "remat_layers")
+_SWITCHES = ("sequence_parallel", "expert_tensor_parallel", "fully_sharded")
+_WORDS = ("remat", "context_method", "schedule")
 _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
@@ -45,12 +62,22 @@ class Layout:
     Args:
         data: replicas that see different sequences and keep whole weights (see `zero`).
         fsdp: fully sharded data parallelism (ZeRO-3).
-        context: the positions of a sequence.
+        expert: the experts of mixtures; to all other weights it is one more axis of replicas that see other sequences.
+        context: the positions of a sequence; attention needs the keys and values of all (`context_method`).
+        ulysses: the positions of a sequence too, exchanged for heads around attention (DeepSpeed-Ulysses).
         tensor: heads, feed-forward width, vocabulary.
-        stage: pipeline stages (1F1B).
+        stage: pipeline stages.
         zero: what `data` replicas share out: 0 nothing, 1 optimizer state, 2 also gradients.
+        fully_sharded: whether `context`, `ulysses` and `expert` share out the weights that all their devices use, as
+            `fsdp` does; else they keep them whole and follow `zero`, as `data` does.
         sequence_parallel: split the residual stream's positions over `tensor` between matmuls.
+        expert_tensor_parallel: whether `tensor` splits the width of an expert; else it splits their number, as `expert`
+            does.
+        context_method: one of CONTEXT_METHODS.
+        schedule, virtual_stages: of the pipeline, one of SCHEDULES; pieces of the model that each stage holds.
         remat: what is computed again in the backward pass; see `sharding.remat`.
+        remat_layers: how many layers do so, the others keep everything; None for all.
+        offload: which of OFFLOADABLE live in the host's memory.
         micro_batch: sequences that one (data, fsdp) device group works on at a time.
         num_microbatches: microbatches per step: in flight in a pipeline, accumulated otherwise.
         wires: mesh axis -> its extent on each physical dimension of the network, or None to choose the best.
@@ -61,29 +88,46 @@ class Layout:
 
     data: int = 1
     fsdp: int = 1
+    expert: int = 1
     context: int = 1
+    ulysses: int = 1
     tensor: int = 1
     stage: int = 1
     zero: int = 0
+    fully_sharded: bool = True
     sequence_parallel: bool = True
+    expert_tensor_parallel: bool = True
+    context_method: str = "gather"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
     remat: str = "full"
+    remat_layers: int | None = None
+    offload: tuple[str, ...] = ()
     micro_batch: int = 1
     num_microbatches: int = 1
     wires: tuple[tuple[str, tuple[int, ...]], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in (*MESH_AXES, "micro_batch", "num_microbatches"):
+        counts = ["micro_batch", "num_microbatches", "virtual_stages"]
+        counts += ["remat_layers"] if self.remat_layers is not None else []
+        for name in (*MESH_AXES, *counts):
             value = getattr(self, name)
             if not _is_whole(value) or value < 1:
                 raise LayoutError(f"layout: {name} must be a whole number of at least 1, found {value!r}")
         if not _is_whole(self.zero) or self.zero not in (0, 1, 2):
             hint = f"; ZeRO-3 is the axis fsdp (fsdp={self.data}, not data={self.data})" if self.zero == 3 else ""
             raise LayoutError(f"layout: zero must be 0, 1 or 2, found {self.zero!r}{hint}")
-        if not isinstance(self.sequence_parallel, bool):
-            raise LayoutError(f"layout: sequence_parallel must be true or false, found {self.sequence_parallel!r}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise LayoutError(f"layout: {name} must be true or false, found {getattr(self, name)!r}")
         if not isinstance(self.remat, str):
             raise LayoutError(f"layout: remat must be the name of a policy, found {self.remat!r}")
         remat_policy(self.remat)
+        _check_word("context method", self.context_method, CONTEXT_METHODS)
+        _check_word("pipeline schedule", self.schedule, SCHEDULES)
+        for place in self.offload:
+            _check_word("part to offload", place, OFFLOADABLE)
+        self._check_combination()
         for axis, extents in self.wires or ():
             if axis not in MESH_AXES:
                 raise UnknownNameError("mesh axis", axis, MESH_AXES)
@@ -94,6 +138,19 @@ class Layout:
                 raise LayoutError(
                     f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}"
                 )
+
+    def _check_combination(self) -> None:
+        """Refuse choices that contradict each other, whatever the model."""
+        if self.virtual_stages > 1 and self.schedule != "interleaved":
+            raise LayoutError(
+                f"layout: virtual_stages={self.virtual_stages} is for schedule=interleaved, found {self.schedule}; "
+                "write schedule=interleaved, or leave virtual_stages out"
+            )
+        if self.tensor > 1 and not self.sequence_parallel and not self.expert_tensor_parallel:
+            raise LayoutError(
+                "layout: expert_tensor_parallel=off deals the positions of the residual stream to whole experts, which "
+                "needs sequence_parallel=on"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -108,7 +165,7 @@ class Layout:
     @property
     def sequences(self) -> int:
         """Sequences per step."""
-        return self.data * self.fsdp * self.micro_batch * self.num_microbatches
+        return self.data * self.fsdp * self.expert * self.micro_batch * self.num_microbatches
 
     @cached_property
     def used_axes(self) -> tuple[str, ...]:
@@ -117,11 +174,26 @@ class Layout:
 
     def __str__(self) -> str:
         parts = [f"{a}={self.sizes[a]}" for a in self.used_axes] or ["data=1"]
-        if self.zero and self.data > 1:
+        replicas = self.data > 1 or (not self.fully_sharded and self.context * self.ulysses * self.expert > 1)
+        if self.zero and replicas:
             parts.append(f"zero={self.zero}")
+        if not self.fully_sharded and self.context * self.ulysses * self.expert > 1:
+            parts.append("fully_sharded=off")
         if self.tensor > 1 and not self.sequence_parallel:
             parts.append("sequence_parallel=off")
+        if self.tensor > 1 and not self.expert_tensor_parallel:
+            parts.append("expert_tensor_parallel=off")
+        if self.context > 1 and self.context_method != "gather":
+            parts.append(f"context_method={self.context_method}")
+        if self.stage > 1 and self.schedule != "1f1b":
+            parts.append(f"schedule={self.schedule}")
+        if self.virtual_stages > 1:
+            parts.append(f"virtual_stages={self.virtual_stages}")
         parts += [f"micro_batch={self.micro_batch}", f"num_microbatches={self.num_microbatches}", f"remat={self.remat}"]
+        if self.remat_layers is not None:
+            parts.append(f"remat_layers={self.remat_layers}")
+        if self.offload:
+            parts.append(f"offload={'+'.join(self.offload)}")
         return ",".join(parts)
 
     def replace(self, **changes: Any) -> Layout:
@@ -131,6 +203,7 @@ class Layout:
     def to_json(self) -> dict[str, Any]:
         """All fields, wires as a mapping; `from_json` reads it back."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["offload"] = list(self.offload)
         out["wires"] = None if self.wires is None else {axis: list(extents) for axis, extents in self.wires}
         return out
 
@@ -149,9 +222,16 @@ class Layout:
             if name not in known:
                 raise UnknownNameError("layout field", str(name), known)
         changes = dict(value)
+        if isinstance(changes.get("offload"), list):
+            changes["offload"] = tuple(changes["offload"])
         if changes.get("wires") is not None:
             changes["wires"] = _read_wires(changes["wires"])
         return cls(**changes)
+
+
+def _check_word(what: str, word: object, known: tuple[str, ...]) -> None:
+    if word not in known:
+        raise UnknownNameError(what, str(word), known)
 
 
 def _is_whole(value: object) -> bool:
@@ -172,7 +252,7 @@ class LayoutRequest:
 
     Args:
         sizes: mesh axis -> size; axes that were not written have size 1.
-        choices: zero, sequence_parallel, remat, micro_batch, num_microbatches, where written.
+        choices: the other fields of `Layout` (zero, remat, micro_batch, schedule, ...), where written.
     """
 
     sizes: Mapping[str, int]
@@ -192,7 +272,7 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
     (8, 4, {'remat': 'full'})
 
     Args:
-        text: `axis=size` and `choice=value`, separated by commas; the usual short names (dp fsdp tp sp cp pp) are
+        text: `axis=size` and `choice=value`, separated by commas; the usual short names (dp fsdp tp sp cp ep pp) are
             accepted.
         num_chips: of the cluster; what `-1` fills up to.
 
@@ -208,8 +288,6 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
                 f"layout: expected name=value (such as fsdp=64 or remat=full), found {part!r} in {text!r}"
             )
         name = _ALIASES.get(match[1].lower(), match[1].lower())
-        if name in _LATER:
-            raise LayoutError(f"layout: {_LATER[name]} ({part}) is not supported yet; use {', '.join(MESH_AXES)}")
         if name in given:
             raise LayoutError(f"layout: {name} is given twice in {text!r}")
         given[name] = _value(name, match[2], part)
@@ -245,17 +323,18 @@ def _fill_rest(given: dict[str, Any], num_chips: int) -> None:
 
 def _value(name: str, text: str, part: str) -> Any:
     """Read a size, a switch or a word; `part` is what the user typed."""
-    if name == "remat":
+    if name in _WORDS:
         return text.lower()
-    if name == "sequence_parallel":
+    if name == "offload":
+        return tuple(word for word in text.lower().split("+") if word != "none")
+    if name in _SWITCHES:
         if text.lower() not in _SWITCH:
-            raise LayoutError(
-                f"layout: sequence_parallel is on or off (it uses the axis tensor), found {part!r}; "
-                "to split positions over an axis of their own use context"
-            )
+            hint = "; to split positions over an axis of their own use context" if name == "sequence_parallel" else ""
+            raise LayoutError(f"layout: {name} is on or off, found {part!r}{hint}")
         return _SWITCH[text.lower()]
     if name not in (*MESH_AXES, *_COUNTS):
-        raise UnknownNameError("layout axis or choice", name, (*MESH_AXES, *_COUNTS, "remat", "sequence_parallel"))
+        known = (*MESH_AXES, *_COUNTS, *_WORDS, *_SWITCHES, "offload")
+        raise UnknownNameError("layout axis or choice", name, known)
     if not re.fullmatch(r"-?[0-9]+", text):
         raise LayoutError(f"layout: {name} must be a whole number, found {part!r}")
     size = int(text)

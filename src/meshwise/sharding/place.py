@@ -33,12 +33,14 @@ __all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "place_block
 class Purpose(StrEnum):
     """Why data moves.
 
-    Weights and gradients of one block can be moved beside another block's compute; activations cannot.
+    Weights and gradients of one block can be moved beside another block's compute, keys and values of a ring beside
+    their own attention; other activations cannot.
     """
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
+    RING = "ring"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class _Placer:
         self.strategy = strategy
         self.held = held
         self.copies: dict[tuple[str, Sharding], Sharding] = {}
+        self.circling: set[str] = set()  # keys, values and their gradients, in ring attention
         self.items: list[LocalOp | Transfer] = []
 
     def run(self, op: Op) -> None:
@@ -131,37 +134,60 @@ class _Placer:
             self._run_on_partial_sums(op)
             return
         op = self._add_parts_first(op)
+        if self.strategy.ring:
+            self.circling |= _circling(op)
         splits = iteration_space(self.strategy, op)
-        inputs = tuple(Held(t, self.bring(t, Sharding.of(t.axes, splits), op.name)) for t in op.inputs)
-        output = Held(op.output, self._output_sharding(op, splits))
+        passed = self._bring_routed(op, splits) if isinstance(op, Route) else frozenset[str]()
+        brought = op.inputs[1:] if isinstance(op, Route) else op.inputs
+        inputs = tuple(Held(t, self.bring(t, Sharding.of(t.axes, splits), op.name)) for t in brought)
+        if isinstance(op, Route):
+            source = op.inputs[0]
+            inputs = (Held(source, Sharding.of(source.axes, splits, unreduced=passed)), *inputs)
+        output = Held(op.output, self._output_sharding(op, splits, passed))
         self._append(op, inputs, output, splits)
+
+    def _bring_routed(self, op: Route, splits: dict[str, tuple[str, ...]]) -> frozenset[str]:
+        """Bring what is routed to where the tokens, or their slots, stand.
+
+        Routing is linear: partial sums over mesh axes that split neither are routed as they are, and added afterwards,
+        when there is one value a token again; over others they are scattered on the way.
+
+        Returns: the mesh axes that it stays unreduced over.
+        """
+        source = op.inputs[0]
+        held = self.held[source.name]
+        used = {m for split in splits.values() for m in split}
+        passed = frozenset(held.sharding.unreduced - used)
+        wanted = Sharding.of(source.axes, splits, unreduced=passed)
+        if not held.sharding.unreduced:
+            self.bring(source, wanted, op.name)
+        elif held.sharding != wanted and (source.name, wanted) not in self.copies:
+            self._move(held, wanted, op.name)
+            self.copies[source.name, wanted] = wanted
+        return passed
 
     def _append(self, op: Op, inputs: tuple[Held, ...], output: Held, splits: dict[str, tuple[str, ...]]) -> None:
         self.items.append(LocalOp(op, inputs, output, tuple(splits.items())))
         self.held[op.output.name] = output
 
-    def _output_sharding(self, op: Op, splits: dict[str, tuple[str, ...]]) -> Sharding:
+    def _output_sharding(self, op: Op, splits: dict[str, tuple[str, ...]], passed: frozenset[str]) -> Sharding:
         if isinstance(op, AttentionGradient):
             # Written for all key positions; a partial sum over the devices that hold other queries.
             positions = op.source.query_axis
             own = {a: s for a, s in splits.items() if a != positions}
             return Sharding.of(op.output.axes, own, unreduced=splits.get(positions, ()))
+        if isinstance(op, Route):  # slots carry the split of the tokens they came from
+            return Sharding.of(op.output.axes, splits, unreduced=passed)
         out_axes = {a for split in (splits.get(x, ()) for x in op.output.axes) for a in split}
         pending = {a for x in op.axes for a in splits.get(x, ())} - out_axes
-        if isinstance(op, Route):  # slots carry the split of the tokens they came from
-            pending = set()
         return Sharding.of(op.output.axes, splits, unreduced=pending)
 
     def _passes_partial_sums(self, op: Op) -> bool:
         """Whether `op` is linear and its moving inputs are partial sums in the same way, so that it may run on them."""
-        linear = isinstance(op, Route) or (isinstance(op, Elementwise) and op.linear)
+        linear = isinstance(op, Elementwise) and op.linear
         moving = [self.held[t.name] for t in op.inputs if t.kind is Kind.ACTIVATION]
-        if isinstance(op, Route):
-            moving = moving[:1]
         if not linear or not moving or not moving[0].sharding.unreduced:
             return False
-        if isinstance(op, Route):
-            return True
         same = all(h.sharding == moving[0].sharding and h.tensor.axes == moving[0].tensor.axes for h in moving)
         return same and len(moving) == len(op.inputs) and op.output.axes == moving[0].tensor.axes
 
@@ -190,16 +216,6 @@ class _Placer:
         return op
 
     def _run_on_partial_sums(self, op: Op) -> None:
-        pending = self.held[op.inputs[0].name].sharding.unreduced
-        if isinstance(op, Route):
-            splits = {a: tuple(m for m in s if m not in pending) for a, s in iteration_space(self.strategy, op).items()}
-            source = op.inputs[0]
-            first = Held(source, Sharding.of(source.axes, splits, unreduced=pending))
-            assert self.held[source.name].sharding == first.sharding, "parts of slots stand where their tokens stand"
-            rest = tuple(Held(t, self.bring(t, Sharding.of(t.axes, splits), op.name)) for t in op.inputs[1:])
-            output = Held(op.output, Sharding.of(op.output.axes, splits, unreduced=pending))
-            self._append(op, (first, *rest), output, splits)
-            return
         sharding = self.held[op.inputs[0].name].sharding
         inputs = tuple(Held(t, sharding) for t in op.inputs)
         self._append(op, inputs, Held(op.output, sharding), _splits_of(op.output, sharding))
@@ -224,7 +240,23 @@ class _Placer:
 
     def _move(self, held: Held, target: Sharding, reader: str) -> None:
         purposes = {Kind.WEIGHT: Purpose.WEIGHTS, Kind.GRADIENT: Purpose.GRADIENTS}
-        self.items += _transfers(held, target, purposes.get(held.tensor.kind, Purpose.ACTIVATIONS), reader)
+        purpose = purposes.get(held.tensor.kind, Purpose.ACTIVATIONS)
+        for transfer in _transfers(held, target, purpose, reader):
+            circles = held.tensor.name in self.circling and transfer.collective.kind in _CIRCLED
+            self.items.append(replace(transfer, purpose=Purpose.RING) if circles else transfer)
+
+
+#: What a ring of attention replaces: keys and values gathered before, their gradients scattered after.
+_CIRCLED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+
+
+def _circling(op: Op) -> set[str]:
+    """Names of the tensors that ring attention sends round: keys and values read, their gradients written."""
+    if isinstance(op, Attention):
+        return {t.name for t in op.inputs[1:3]}
+    if isinstance(op, AttentionGradient):
+        return {op.output.name, *(t.name for t in op.inputs if op.source.key_axis in t.axes)}
+    return set()
 
 
 def _splits_of(t: Tensor, sharding: Sharding) -> dict[str, tuple[str, ...]]:
@@ -241,22 +273,31 @@ def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
     if isinstance(op, Attention | AttentionGradient):
         attention = op.source if isinstance(op, AttentionGradient) else op
         heads, kv_heads = attention.heads_axis, attention.kv_heads_axis
-        splits = strategy.splits([a for a in op.axes if a == heads or a != kv_heads])
+        splits = strategy.attention_splits([a for a in op.axes if a == heads or a != kv_heads])
         if heads in splits:  # N = K x G: a group of query heads goes with its key/value head
             splits[kv_heads] = splits[heads]
         return splits
     if isinstance(op, Route):
-        return strategy.splits(op.axes, sequence=False) | _slots(strategy, op)
+        tokens = [a for a in op.axes if _base(a) not in ("E", "C")]
+        return strategy.splits(tokens, sequence=strategy.routes_sequence_shards) | {"C": _slots(strategy)}
     if isinstance(op, Elementwise):
         return strategy.splits([a for a in op.axes if a not in op.reduced])
     return strategy.splits(op.axes)
 
 
-def _slots(strategy: Strategy, op: Route) -> dict[str, tuple[str, ...]]:
-    """B, T and C of a routing operation: the slots of a device are filled from its own tokens."""
-    tokens = strategy.splits([a for a in op.axes if a in ("B", "T")], sequence=False)
-    slots = strategy.splits(["C"], sequence=False)
-    return {**tokens, **slots}
+def _base(axis: str) -> str:
+    """The axis without its variant suffix."""
+    return axis.partition(".")[0]
+
+
+def _slots(strategy: Strategy) -> tuple[str, ...]:
+    """Mesh axes of the slots that a device fills from its own tokens.
+
+    Those that split the experts come last: what leaves for them is a suffix, which one AllToAll moves.
+    """
+    slots = strategy.splits(["C"], sequence=False).get("C", ())
+    experts = strategy.splits(["E"], sequence=False).get("E", ())
+    return (*(m for m in slots if m not in experts), *(m for m in experts if m in slots))
 
 
 def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> PlacedBlock:

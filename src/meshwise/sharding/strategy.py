@@ -7,18 +7,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from meshwise.sharding.mesh import Sharding
 
-__all__ = ["Rule", "Strategy", "apply_rules", "context", "data", "fsdp", "tensor", "training_strategy"]
+__all__ = [
+    "Rule",
+    "Strategy",
+    "apply_rules",
+    "context",
+    "data",
+    "expert",
+    "fsdp",
+    "tensor",
+    "training_strategy",
+    "ulysses",
+]
 
 #: The axes of a weight that storage-only splits (FSDP, ZeRO) use, in order of preference; the residual width comes
 #: first because nearly every weight has it. A weight with none of them (a bias of heads) is small and stays whole.
 _STORAGE_AXES = ("D", "Dw", "Rq", "Rkv", "P")
 
-#: The axes that tensor parallelism splits: query heads, key/value heads, every feed-forward width, the vocabulary.
-_TENSOR_AXES = ("N", "K", "F", "Fe", "Fs", "V")
+#: The axes that tensor parallelism splits: query heads, key/value heads, feed-forward widths but those of experts (Fe),
+#: the vocabulary.
+_TENSOR_AXES = ("N", "K", "F", "Fs", "V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,9 @@ class Strategy:
             tensor-parallel rules of `compute` first and adds its own.
         fallback: for what `compute` leaves whole: used where no rule of it has taken the mesh axis (the positions of
             the residual stream, in sequence parallelism).
+        attention: rules that attention itself follows first (heads instead of positions, in Ulysses).
+        ring: whether keys and values go round a ring while attention works on those that are there, instead of being
+            gathered before.
     """
 
     compute: tuple[Rule, ...] = ()
@@ -49,9 +64,13 @@ class Strategy:
     gradients: tuple[Rule, ...] = ()
     optimizer: tuple[Rule, ...] = ()
     fallback: tuple[Rule, ...] = ()
+    attention: tuple[Rule, ...] = ()
+    ring: bool = False
 
     def __or__(self, other: Strategy) -> Strategy:
-        return Strategy(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        tables = (f.name for f in fields(self) if f.name != "ring")
+        both = {name: getattr(self, name) + getattr(other, name) for name in tables}
+        return Strategy(**both, ring=self.ring or other.ring)
 
     def splits(self, axes: Iterable[str], *, sequence: bool = True) -> dict[str, tuple[str, ...]]:
         """Find the sharding of an iteration space (or activation) with these axes.
@@ -63,6 +82,16 @@ class Strategy:
         Returns: axis name -> mesh axes, major to minor; each mesh axis at most once.
         """
         return apply_rules((*self.compute, *(self.fallback if sequence else ())), tuple(axes))
+
+    def attention_splits(self, axes: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Find the sharding of attention's iteration space; arguments and result as in `splits`."""
+        return apply_rules((*self.attention, *self.compute, *self.fallback), tuple(axes))
+
+    @property
+    def routes_sequence_shards(self) -> bool:
+        """Whether tokens go to experts from where the residual stream has them, split over the fallback's axes too."""
+        split = {rule.mesh_axis for rule in self.fallback}
+        return any("C" in rule.axes and rule.mesh_axis in split for rule in self.compute)
 
     def home(self, axes: tuple[str, ...]) -> Sharding:
         """Where an activation lives between the operations that use it."""
@@ -113,28 +142,88 @@ def fsdp(axis: str = "fsdp") -> Strategy:
     return Strategy(compute=(Rule(("B", "C"), axis),), weights=split, gradients=split, optimizer=split)
 
 
-def context(axis: str = "context") -> Strategy:
-    """Split the positions of a sequence; attention gathers keys and values. The training state is stored as in FSDP."""
+def _replicas(axis: str, compute: Rule, *, sharded: bool, zero: int) -> Strategy:
+    """An axis whose devices use the same weights: they share them out as FSDP does, or keep them and follow ZeRO."""
     split = (Rule(_STORAGE_AXES, axis),)
-    return Strategy(compute=(Rule(("T", "C"), axis),), weights=split, gradients=split, optimizer=split)
+    return Strategy(
+        compute=(compute,),
+        weights=split if sharded else (),
+        gradients=split if sharded or zero >= 2 else (),
+        optimizer=split if sharded or zero >= 1 else (),
+    )
 
 
-def tensor(axis: str = "tensor", *, sequence: bool = True) -> Strategy:
+def context(axis: str = "context", *, sharded: bool = True, zero: int = 0, ring: bool = False) -> Strategy:
+    """Split the positions of a sequence; attention needs the keys and values of all of them.
+
+    Args:
+        axis: the mesh axis.
+        sharded: whether its devices share out the training state, as in FSDP; else they follow `zero`, as in `data`.
+        zero: see `data`.
+        ring: keys and values go round a ring (Liu et al. 2023, Ring Attention) instead of being gathered.
+    """
+    return replace(_replicas(axis, Rule(("T", "C"), axis), sharded=sharded, zero=zero), ring=ring)
+
+
+def ulysses(axis: str = "ulysses", *, sharded: bool = True, zero: int = 0) -> Strategy:
+    """Split the positions of a sequence, but heads within attention: AllToAlls before and after it.
+
+    Source: Jacobs et al. 2023, DeepSpeed Ulysses. Args: as in `context`.
+    """
+    # Heads are split over the tensor axis first: what the projections made stays where it is.
+    whole = _replicas(axis, Rule(("T", "C"), axis), sharded=sharded, zero=zero)
+    return replace(whole, attention=(Rule(("N",), axis),))
+
+
+def expert(axis: str = "expert", *, sharded: bool = True, zero: int = 0) -> Strategy:
+    """Split the experts of mixtures; for all else the axis is one more axis of replicas that see other sequences.
+
+    Tokens leave for the experts they chose, and come back: AllToAlls. The gradients of experts are reduced over the
+    other axes of replicas only. Args: as in `context`.
+
+    Source: Lepikhin et al. 2020, GShard; book, Training, "expert parallelism".
+    """
+    return _replicas(axis, Rule(("B", "E", "C"), axis), sharded=sharded, zero=zero)
+
+
+def tensor(axis: str = "tensor", *, sequence: bool = True, experts: tuple[str, ...] = ("Fe",)) -> Strategy:
     """Tensor (Megatron) parallelism over heads, feed-forward width and vocabulary.
 
     Args:
         axis: the mesh axis.
         sequence: split the residual stream's positions over the same axis between the sharded matmuls, so that an
             AllReduce becomes a ReduceScatter and an AllGather and norms are not repeated (Korthikanti et al. 2022).
+        experts: what it splits of a mixture. ("Fe",): the width of every expert. ("Fe", "C"): that too, but tokens leave
+            for their experts from where the residual stream has them, and are gathered there: fewer bytes where experts
+            live on other devices. ("E", "C"): the experts, each whole on a device. The last two need `sequence`.
     """
     # N and K never meet in one tensor; in attention's iteration space they are one axis, N = K x G: `place` knows.
     return Strategy(
-        compute=tuple(Rule((a,), axis) for a in _TENSOR_AXES),
+        compute=(*(Rule((a,), axis) for a in _TENSOR_AXES), Rule(experts, axis)),
         fallback=(Rule(("T",), axis),) if sequence else (),
+        attention=(Rule(("N",), axis),),
     )
 
 
-def training_strategy(*, zero: int, sequence: bool) -> Strategy:
-    """Compose all training strategies, over the mesh axes `fsdp`, `context`, `data`, `tensor` (size 1: not used)."""
-    # On weights `data` stays minor-most, so that ZeRO's AllGather of new weights is over a suffix.
-    return fsdp() | context() | data(zero=zero) | tensor(sequence=sequence)
+def training_strategy(
+    *,
+    zero: int = 0,
+    sequence: bool = True,
+    fully_sharded: bool = True,
+    experts: tuple[str, ...] = ("Fe",),
+    ring: bool = False,
+) -> Strategy:
+    """Compose all training strategies, over the mesh axes of a layout (size 1: not used).
+
+    Args:
+        zero: of the replicas that keep whole weights; see `data`.
+        sequence, experts: see `tensor`.
+        fully_sharded: whether context, ulysses and expert axes share out weights as fsdp does.
+        ring: see `context`.
+    """
+    shared = {"sharded": fully_sharded, "zero": zero}
+    # On weights `data` stays minor-most, so that ZeRO's AllGather of new weights is over a suffix; heads are split over
+    # `tensor` before `ulysses`, so that attention's AllToAll moves a suffix.
+    heads = Strategy(attention=tensor().attention)
+    around = context(**shared, ring=ring) | heads | ulysses(**shared) | expert(**shared)
+    return fsdp() | around | data(zero=zero) | tensor(sequence=sequence, experts=experts)
