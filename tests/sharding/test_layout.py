@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from meshwise.errors import LayoutError, MeshwiseError, UnknownNameError
-from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest, parse_layout
+from meshwise.sharding.layout import (
+    CONTEXT_METHODS,
+    MESH_AXES,
+    OFFLOADABLE,
+    SCHEDULES,
+    Layout,
+    LayoutRequest,
+    parse_layout,
+)
 from meshwise.sharding.remat import REMAT_POLICIES
 
 
@@ -18,12 +26,24 @@ def read(text: str, num_chips: int = 64) -> LayoutRequest:
 
 
 def random_layout(choose: random.Random) -> Layout:
+    """Choices that mean nothing without the axis they are about are left as usual: they are not printed."""
     sizes = {axis: choose.choice([1, 1, 2, 3, 4]) for axis in MESH_AXES}
+    use_same_weights = sizes["context"] * sizes["ulysses"] * sizes["expert"] > 1
+    fully_sharded = choose.random() < 0.5 or not use_same_weights
+    sequence_parallel = choose.random() < 0.5 or sizes["tensor"] == 1
+    schedule = choose.choice(SCHEDULES) if sizes["stage"] > 1 else "1f1b"
     return Layout(
         **sizes,
-        zero=choose.randrange(3) if sizes["data"] > 1 else 0,  # without replicas or tensor axis these mean nothing
-        sequence_parallel=choose.random() < 0.5 or sizes["tensor"] == 1,
+        zero=choose.randrange(3) if sizes["data"] > 1 or not fully_sharded else 0,
+        fully_sharded=fully_sharded,
+        sequence_parallel=sequence_parallel,
+        expert_tensor_parallel=choose.random() < 0.5 or sizes["tensor"] == 1 or not sequence_parallel,
+        context_method=choose.choice(CONTEXT_METHODS) if sizes["context"] > 1 else "gather",
+        schedule=schedule,
+        virtual_stages=choose.randint(1, 4) if schedule == "interleaved" else 1,
         remat=choose.choice([*REMAT_POLICIES]),
+        remat_layers=choose.choice([None, 1, 7]),
+        offload=tuple(choose.sample(OFFLOADABLE, choose.randrange(4))),
         micro_batch=choose.randint(1, 9),
         num_microbatches=choose.randint(1, 9),
     )
@@ -51,8 +71,10 @@ def test_a_layout_goes_through_json() -> None:
 def test_json_has_every_field_by_name() -> None:
     layout = Layout(data=2, fsdp=4, tensor=2, zero=1, remat="none", wires=(("fsdp", (2, 2)), ("tensor", (2,))))
     assert layout.to_json() == {
-        "data": 2, "fsdp": 4, "context": 1, "tensor": 2, "stage": 1,
-        "zero": 1, "sequence_parallel": True, "remat": "none", "micro_batch": 1, "num_microbatches": 1,
+        "data": 2, "fsdp": 4, "expert": 1, "context": 1, "ulysses": 1, "tensor": 2, "stage": 1,
+        "zero": 1, "fully_sharded": True, "sequence_parallel": True, "expert_tensor_parallel": True,
+        "context_method": "gather", "schedule": "1f1b", "virtual_stages": 1,
+        "remat": "none", "remat_layers": None, "offload": [], "micro_batch": 1, "num_microbatches": 1,
         "wires": {"fsdp": [2, 2], "tensor": [2]},
     }  # fmt: skip
 
@@ -70,6 +92,29 @@ def test_json_may_leave_out_what_is_as_usual() -> None:
             Layout(stage=2, data=4, zero=1, tensor=8, sequence_parallel=False, micro_batch=2, num_microbatches=8),
             "stage=2,data=4,tensor=8,zero=1,sequence_parallel=off,micro_batch=2,num_microbatches=8,remat=full",
         ),
+        (
+            Layout(
+                stage=4,
+                data=2,
+                expert=8,
+                context=2,
+                ulysses=2,
+                tensor=2,
+                zero=1,
+                fully_sharded=False,
+                expert_tensor_parallel=False,
+                context_method="ring",
+                schedule="interleaved",
+                virtual_stages=2,
+                remat_layers=3,
+                offload=("optimizer", "activations"),
+            ),
+            (
+                "stage=4,data=2,expert=8,context=2,ulysses=2,tensor=2,zero=1,fully_sharded=off,expert_tensor_parallel=off,"
+                "context_method=ring,schedule=interleaved,virtual_stages=2,micro_batch=1,num_microbatches=1,remat=full,"
+                "remat_layers=3,offload=optimizer+activations"
+            ),
+        ),
     ],
 )
 def test_a_layout_prints_what_it_uses_outermost_first(layout: Layout, text: str) -> None:
@@ -80,11 +125,13 @@ def test_a_layout_prints_what_it_uses_outermost_first(layout: Layout, text: str)
 
 
 def test_chips_and_sequences_are_products() -> None:
-    layout = Layout(data=2, fsdp=3, context=5, tensor=7, stage=11, micro_batch=13, num_microbatches=17)
-    assert layout.num_chips == 2 * 3 * 5 * 7 * 11
-    assert layout.sequences == 2 * 3 * 13 * 17  # the other axes share a sequence
-    assert layout.used_axes == ("stage", "data", "fsdp", "context", "tensor")
-    assert layout.sizes == {"tensor": 7, "context": 5, "fsdp": 3, "data": 2, "stage": 11}
+    mesh = {"tensor": 7, "ulysses": 23, "context": 5, "expert": 19, "fsdp": 3, "data": 2, "stage": 11}
+    layout = Layout(**mesh, micro_batch=13, num_microbatches=17)
+    assert layout.num_chips == 2 * 3 * 5 * 7 * 11 * 19 * 23
+    assert layout.sequences == 2 * 3 * 19 * 13 * 17  # the other axes share a sequence
+    assert layout.used_axes == ("stage", "data", "fsdp", "expert", "context", "ulysses", "tensor")
+    assert layout.sizes == mesh
+    assert list(layout.sizes) == list(mesh)  # innermost first
 
 
 def test_a_layout_is_a_value() -> None:
@@ -100,8 +147,9 @@ def test_a_layout_is_a_value() -> None:
 @pytest.mark.parametrize(
     ("short", "axis"),
     [
-        ("dp", "data"), ("replica", "data"), ("zero3", "fsdp"), ("fully_sharded", "fsdp"), ("cp", "context"),
-        ("tp", "tensor"), ("mp", "tensor"), ("model", "tensor"), ("pp", "stage"), ("pipeline", "stage"),
+        ("dp", "data"), ("replica", "data"), ("zero3", "fsdp"), ("cp", "context"), ("ep", "expert"),
+        ("expert_parallel", "expert"), ("ulysses_parallel", "ulysses"), ("tp", "tensor"), ("mp", "tensor"),
+        ("model", "tensor"), ("pp", "stage"), ("pipeline", "stage"),
         ("TP", "tensor"), ("Fsdp", "fsdp"),
     ],
 )  # fmt: skip
@@ -114,6 +162,11 @@ def test_only_choices_that_were_written_are_choices() -> None:
     assert read("fsdp = 8 , zero: 1, mbs=2,ga=4,sp=off,recompute=Full").choices == {
         "zero": 1, "micro_batch": 2, "num_microbatches": 4, "sequence_parallel": False, "remat": "full",
     }  # fmt: skip
+    assert read("pp=4,pipeline_schedule=Interleaved,vpp=2,etp=off,fully_sharded=off,offload=optimizer").choices == {
+        "schedule": "interleaved", "virtual_stages": 2, "expert_tensor_parallel": False, "fully_sharded": False,
+        "offload": ("optimizer",),
+    }  # fmt: skip
+    assert read("offload=none").choices == {"offload": ()}
 
 
 @pytest.mark.parametrize(("text", "rest"), [("fsdp=-1", 64), ("tp=4,fsdp=-1", 16), ("tp=4,pp=2,dp=2,fsdp=-1", 4)])
@@ -161,14 +214,26 @@ def test_a_layout_may_leave_chips_idle() -> None:
                 "to let it take the rest"
             ),
         ),
-        ("ep=2", "layout: expert parallelism (ep=2) is not supported yet; use tensor, context, fsdp, data, stage"),
         (
             "vpp=2",
             (
-                "layout: interleaving of pipeline stages (vpp=2) is not supported yet; use tensor, context, fsdp, "
-                "data, stage"
+                "layout: virtual_stages=2 is for schedule=interleaved, found 1f1b; write schedule=interleaved, or "
+                "leave virtual_stages out"
             ),
         ),
+        (
+            "tp=2,sp=off,etp=off",
+            (
+                "layout: expert_tensor_parallel=off deals the positions of the residual stream to whole experts, which "
+                "needs sequence_parallel=on"
+            ),
+        ),
+        ("etp=2", "layout: expert_tensor_parallel is on or off, found 'etp=2'"),
+        (
+            "fully_sharded=8",
+            "layout: fully_sharded is on or off, found 'fully_sharded=8'; the axis of that name is fsdp",
+        ),
+        ("remat_layers=0", "layout: remat_layers must be a whole number of at least 1, found 0"),
         ("zero=-1", "layout: zero must be 0, 1 or 2, found -1"),
         ("dp=4,zero=3", "layout: zero must be 0, 1 or 2, found 3; ZeRO-3 is the axis fsdp (fsdp=4, not data=4)"),
         ("mbs=0", "layout: micro_batch must be a whole number of at least 1, found 0"),
@@ -176,7 +241,7 @@ def test_a_layout_may_leave_chips_idle() -> None:
         (
             "sp=8",
             (
-                "layout: sequence_parallel is on or off (it uses the axis tensor), found 'sp=8'; to split positions "
+                "layout: sequence_parallel is on or off, found 'sp=8'; to split positions "
                 "over an axis of their own use context"
             ),
         ),
@@ -195,10 +260,14 @@ def test_words_for_a_layout_that_cannot_be(text: str, words: str) -> None:
         (
             "wires=3",
             (
-                "unknown layout axis or choice 'wires'. Known: context, data, fsdp, micro_batch, num_microbatches, "
-                "remat, sequence_parallel, stage, tensor, zero."
+                "unknown layout axis or choice 'wires'. Known: context, context_method, data, expert, "
+                "expert_tensor_parallel, fsdp, fully_sharded, micro_batch, num_microbatches, offload, remat, "
+                "remat_layers, schedule, sequence_parallel, stage, tensor, ulysses, virtual_stages, zero."
             ),
         ),
+        ("cp=2,context_method=rings", "unknown context method 'rings'. Nearest: ring."),
+        ("pp=2,schedule=zbv", "unknown pipeline schedule 'zbv'. Nearest: zb-v, zb-h1."),
+        ("offload=optimiser", "unknown part to offload 'optimiser'. Nearest: optimizer."),
         ("remat=ful", "unknown remat policy 'ful'. Nearest: full."),
         ("remat=selective", "unknown remat policy 'selective'. Known: attention, full, matmuls, none."),
     ],
@@ -222,7 +291,10 @@ def test_words_for_names_that_do_not_exist(text: str, words: str) -> None:
         ({"sequence_parallel": "off"}, "layout: sequence_parallel must be true or false, found 'off'"),
         ({"remat": None}, "layout: remat must be the name of a policy, found None"),
         ({"remat": ["full"]}, "layout: remat must be the name of a policy, found ['full']"),
-        ({"wires": {"ring": [2]}}, "unknown mesh axis 'ring'. Known: context, data, fsdp, stage, tensor."),
+        (
+            {"wires": {"ring": [2]}},
+            "unknown mesh axis 'ring'. Known: context, data, expert, fsdp, stage, tensor, ulysses.",
+        ),
         ({"fsdp": 4, "wires": {"fsdp": [2]}}, "layout: wires of fsdp multiply to 2, but fsdp is 4"),
         ({"fsdp": 2, "wires": {"fsdp": [2.0]}}, "layout: wires of fsdp must be whole numbers of at least 1, found 2.0"),
         (

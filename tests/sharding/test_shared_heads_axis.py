@@ -13,7 +13,7 @@ def test_latent_attention_is_split_by_heads_and_moves_nothing_itself():
     assert attention.heads_axis == attention.kv_heads_axis
     strategy = training_strategy(zero=1, sequence=True)
     space = iteration_space(strategy, attention)
-    assert space[attention.heads_axis] == ("tensor",)
+    assert space[attention.heads_axis] == ("tensor", "ulysses")
     assert "tensor" not in space[attention.query_axis]
     placed = place_block(block, strategy, remat_policy("full"))
     local = {t.name for t in (*attention.inputs, attention.output)}

@@ -193,26 +193,54 @@ def test_composing_keeps_the_order_and_nothing_is_the_neutral_element() -> None:
 
 def test_activations_live_where_tokens_are_and_split_positions_only_where_nothing_else_is() -> None:
     s = training_strategy(zero=0, sequence=True)
-    assert s.home(("B", "T", "D")) == Sharding((("fsdp", "data"), ("context", "tensor"), ()))
-    assert s.home(("B", "T", "F")) == Sharding((("fsdp", "data"), ("context",), ("tensor",)))
-    assert s.home(("B", "T", "N", "H")) == Sharding((("fsdp", "data"), ("context",), ("tensor",), ()))
+    batch, positions = ("fsdp", "expert", "data"), ("context", "ulysses")
+    assert s.home(("B", "T", "D")) == Sharding((batch, (*positions, "tensor"), ()))
+    assert s.home(("B", "T", "F")) == Sharding((batch, positions, ("tensor",)))
+    assert s.home(("B", "T", "N", "H")) == Sharding((batch, positions, ("tensor",), ()))
     plain = training_strategy(zero=0, sequence=False)
-    assert plain.home(("B", "T", "D")) == Sharding((("fsdp", "data"), ("context",), ()))
+    assert plain.home(("B", "T", "D")) == Sharding((batch, positions, ()))
+
+
+SHARED = ("fsdp", "context", "ulysses", "expert")
 
 
 @pytest.mark.parametrize(
     ("zero", "gradients", "optimizer"),
     [
-        (0, ("fsdp", "context"), ("fsdp", "context")),
-        (1, ("fsdp", "context"), ("fsdp", "context", "data")),
-        (2, ("fsdp", "context", "data"), ("fsdp", "context", "data")),
+        (0, SHARED, SHARED),
+        (1, SHARED, (*SHARED, "data")),
+        (2, (*SHARED, "data"), (*SHARED, "data")),
     ],
 )
 def test_what_zero_shares_out(zero: int, gradients: tuple[str, ...], optimizer: tuple[str, ...]) -> None:
     s = training_strategy(zero=zero, sequence=True)
-    assert s.stored(("D", "F"), "weights") == Sharding((("fsdp", "context"), ("tensor",)))
+    assert s.stored(("D", "F"), "weights") == Sharding((SHARED, ("tensor",)))
     assert s.stored(("D", "F"), "gradients") == Sharding((gradients, ("tensor",)))
     assert s.stored(("D", "F"), "optimizer") == Sharding((optimizer, ("tensor",)))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_axes_that_are_not_fully_sharded_follow_zero_as_data_does(zero: int) -> None:
+    s = training_strategy(zero=zero, fully_sharded=False)
+    everything = (*SHARED, "data")
+    assert s.stored(("D", "F"), "weights") == Sharding((("fsdp",), ("tensor",)))
+    assert s.stored(("D", "F"), "gradients") == Sharding((everything if zero == 2 else ("fsdp",), ("tensor",)))
+    assert s.stored(("D", "F"), "optimizer") == Sharding((everything if zero else ("fsdp",), ("tensor",)))
+
+
+@pytest.mark.parametrize(
+    ("experts", "split"),
+    [
+        (("Fe",), (("expert",), ("fsdp", "context", "ulysses"), ("tensor",))),
+        (("Fe", "C"), (("expert",), ("fsdp", "context", "ulysses"), ("tensor",))),
+        (("E", "C"), (("expert", "tensor"), ("fsdp", "context", "ulysses"), ())),
+    ],
+)
+def test_experts_are_dealt_out_and_shared_by_the_other_replicas(
+    experts: tuple[str, ...], split: tuple[tuple[str, ...], ...]
+) -> None:
+    """Expert data parallelism: all replicas but those along the axis of the experts themselves."""
+    assert training_strategy(experts=experts).stored(("E", "D", "Fe"), "weights") == Sharding(split)
 
 
 def test_a_mesh_axis_may_have_any_name() -> None:

@@ -39,7 +39,7 @@ OFFLOADABLE = ("optimizer", "parameters", "activations")
 
 _ALIASES = {
     "dp": "data", "data_parallel": "data", "replica": "data",
-    "zero3": "fsdp", "fully_sharded": "fsdp",
+    "zero3": "fsdp",
     "cp": "context", "context_parallel": "context",
     "ep": "expert", "expert_parallel": "expert", "cp_ulysses": "ulysses", "ulysses_parallel": "ulysses",
     "tp": "tensor", "mp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
@@ -52,6 +52,11 @@ _ALIASES = {
 _COUNTS = ("zero", "micro_batch", "num_microbatches", "virtual_stages", "remat_layers")
 _SWITCHES = ("sequence_parallel", "expert_tensor_parallel", "fully_sharded")
 _WORDS = ("remat", "context_method", "schedule")
+#: What to say when a switch is given a size.
+_NOT_AN_AXIS = {
+    "sequence_parallel": "; to split positions over an axis of their own use context",
+    "fully_sharded": "; the axis of that name is fsdp",
+}
 _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
@@ -329,8 +334,7 @@ def _value(name: str, text: str, part: str) -> Any:
         return tuple(word for word in text.lower().split("+") if word != "none")
     if name in _SWITCHES:
         if text.lower() not in _SWITCH:
-            hint = "; to split positions over an axis of their own use context" if name == "sequence_parallel" else ""
-            raise LayoutError(f"layout: {name} is on or off, found {part!r}{hint}")
+            raise LayoutError(f"layout: {name} is on or off, found {part!r}{_NOT_AN_AXIS.get(name, '')}")
         return _SWITCH[text.lower()]
     if name not in (*MESH_AXES, *_COUNTS):
         known = (*MESH_AXES, *_COUNTS, *_WORDS, *_SWITCHES, "offload")

@@ -193,9 +193,10 @@ def tensor(axis: str = "tensor", *, sequence: bool = True, experts: tuple[str, .
         axis: the mesh axis.
         sequence: split the residual stream's positions over the same axis between the sharded matmuls, so that an
             AllReduce becomes a ReduceScatter and an AllGather and norms are not repeated (Korthikanti et al. 2022).
-        experts: what it splits of a mixture. ("Fe",): the width of every expert. ("Fe", "C"): that too, but tokens leave
-            for their experts from where the residual stream has them, and are gathered there: fewer bytes where experts
-            live on other devices. ("E", "C"): the experts, each whole on a device. The last two need `sequence`.
+        experts: what it splits of a mixture. ("Fe",): the width of every expert. ("Fe", "C"): that too, but tokens
+            leave for their experts from where the residual stream has them, and are gathered there: fewer bytes where
+            experts live on other devices. ("E", "C"): the experts, each whole on a device. The last two need
+            `sequence`.
     """
     # N and K never meet in one tensor; in attention's iteration space they are one axis, N = K x G: `place` knows.
     return Strategy(
