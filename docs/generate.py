@@ -29,7 +29,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 
 #: Pages with examples or generated tables; reference.md is written as a whole.
-PAGES = (ROOT / "README.md", DOCS / "planning.md", DOCS / "worked-plans.md", DOCS / "reference.md")
+PAGES = (ROOT / "README.md", DOCS / "planning.md", DOCS / "precision.md", DOCS / "worked-plans.md", DOCS / "reference.md")
 
 _BLOCK = re.compile(r"(?:<!-- shown: (?P<shown>[^\n]*?) -->\n)?```console\n(?P<body>.*?)```\n", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->\n", re.DOTALL)

@@ -20,6 +20,7 @@ from meshwise.costs.memory import MEMORY_CLASSES
 from meshwise.costs.step import TERMS
 from meshwise.dtypes import DType
 from meshwise.hardware import Chip, Fabric, SliceRules, chips, machines, networks
+from meshwise.jobs import OPTIMIZERS, PRECISIONS, Precision
 from meshwise.models import catalog, load_model
 from meshwise.sharding.remat import REMAT_POLICIES
 
@@ -97,6 +98,7 @@ _PLAN = {
     "workings.boundary_bytes": "with `--explain`: what one stage sends to the next",
     "workings.send_s": "with `--explain`: seconds of one such send",
     "workings.optimizer_bytes": "with `--explain`: training state read and written by the optimizer",
+    "workings.optimizer_matmul_s": "with `--explain`: matmuls of the optimizer at the data-sheet rate",
 }
 
 #: Verb -> the words that produce its JSON, and what each field means.
@@ -284,6 +286,20 @@ def _shares(c: Calibration) -> tuple[float, ...]:
     return (c.matmul_efficiency, c.hbm_efficiency, c.link_efficiency)
 
 
+def _precision_table() -> str:
+    head = ("precision", "weights", "gradients", "master", "moments", "narrow matmuls", "what it is")
+
+    def row(p: Precision) -> tuple[str, ...]:
+        weights = p.weights.value
+        if p.recipe is not None and p.recipe.weights is not None:
+            weights = f"{p.recipe.weights.dtype.value}, {weights}"
+        master = "-" if p.master is None else p.master.value
+        narrow = "-" if p.recipe is None else p.compute.value
+        return (_code(p.name), weights, p.gradients.value, master, p.moments.value, narrow, p.meaning)
+
+    return _table(head, (row(p) for p in PRECISIONS.values()))
+
+
 def _calibration_table() -> str:
     return _table(
         ("name", "of peak in matmuls", "of HBM bandwidth", "of link bandwidth", "from"),
@@ -298,6 +314,8 @@ def tables() -> Mapping[str, str]:
         "memory": _table(("class", "what it holds"), ((_code(k), v) for k, v in MEMORY_CLASSES.items())),
         "remat": _table(("policy", "what is kept"), ((_code(k), _meaning(k)) for k in REMAT_POLICIES)),
         "calibrations": _calibration_table(),
+        "precisions": _precision_table(),
+        "optimizers": _table(("optimizer", "what it is"), ((_code(k), o.meaning) for k, o in OPTIMIZERS.items())),
         "chips": _chip_table(),
         "networks": _network_table(),
         "machines": _machine_table(),

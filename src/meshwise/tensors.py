@@ -18,8 +18,10 @@ __all__ = [
     "Attention",
     "AttentionGradient",
     "Block",
+    "Convert",
     "Einsum",
     "Elementwise",
+    "Format",
     "Kind",
     "Lookup",
     "Op",
@@ -28,6 +30,7 @@ __all__ = [
     "Sizes",
     "Tensor",
     "backward",
+    "convert",
 ]
 
 #: Axis name -> size. A size is a float, or a NumPy array with one entry per candidate.
@@ -53,12 +56,16 @@ class Tensor:
         axes: one name per dimension, e.g. `("B", "T", "D")`; sizes live elsewhere.
         kind: what it is for.
         dtype: overrides the precision policy's choice for `kind` (fp32 router logits, say).
+        scale_bytes: of the scales of its blocks, per element, besides `dtype` (narrow formats).
+        frozen: not trained: it has no gradient.
     """
 
     name: str
     axes: tuple[str, ...]
     kind: Kind = Kind.ACTIVATION
     dtype: DType | None = None
+    scale_bytes: float = 0.0
+    frozen: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}[{', '.join(self.axes)}]"
@@ -66,6 +73,27 @@ class Tensor:
     def elements(self, sizes: Sizes) -> Any:
         """Count its elements (float or array)."""
         return math.prod(sizes[a] for a in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A narrow number format whose blocks share a scale, and how a tensor is brought into it.
+
+    Args:
+        dtype: of the elements.
+        scale_bytes: of the scales, per element.
+        reads: times the wide tensor is read (2 where its largest value must be known first).
+        writes: copies that are written (2 where the backward pass needs another layout or other blocks).
+    """
+
+    dtype: DType
+    scale_bytes: float = 0.0
+    reads: int = 1
+    writes: int = 1
+
+    def of(self, t: Tensor) -> Tensor:
+        """Give `t` in this format."""
+        return replace(t, name=f"{self.dtype.value}.{t.name}", dtype=self.dtype, scale_bytes=self.scale_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +136,14 @@ class Einsum(Op):
     >>> up = Einsum.parse("up", "x[B, T, D] * w_up[D, F] -> h[B, T, F]", weights=("w_up",))
     >>> up.contracted, up.flops({"B": 1, "T": 2, "D": 4, "F": 8})
     (('D',), 128)
+
+    Args:
+        narrow: whether it runs at the rate of the precision's narrow format, where there is one.
+        format: to which the gradient of its output is converted before the backward pass multiplies it.
     """
+
+    narrow: bool = False
+    format: Format | None = None
 
     @classmethod
     def parse(cls, name: str, text: str, weights: tuple[str, ...] = ()) -> Einsum:
@@ -227,6 +262,21 @@ class Elementwise(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Convert(Elementwise):
+    """The same tensor in another number format; the gradient passes through it unchanged.
+
+    Args:
+        reads, writes: times the input is read, copies that are written.
+        lasting: whether what it makes may be kept for the backward pass; else it is made again (a stored weight that is
+            widened for one multiplication).
+    """
+
+    reads: int = 1
+    writes: int = 1
+    lasting: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(Op):
     """Rows of a table picked by index: `tokens[B, T]`, `table[V, D]` -> `x[B, T, D]`. No FLOPs, one row per index.
 
@@ -250,9 +300,11 @@ class Route(Op):
 
     Args:
         combine: from slots back to tokens (weighted by the router's gates), else dispatch.
+        format: in which the gradients of a combination travel to the experts (None: as they come).
     """
 
     combine: bool = False
+    format: Format | None = None
 
     def flops(self, sizes: Sizes) -> Any:
         """None."""
@@ -347,7 +399,7 @@ def backward(block: Block) -> tuple[Op, ...]:
 
     def gradient_of(t: Tensor) -> Tensor:
         kind = Kind.GRADIENT if t.kind is Kind.WEIGHT else t.kind
-        return replace(t, name=f"d_{t.name}", kind=kind)
+        return replace(t, name=f"d_{t.name}", kind=kind, dtype=None, scale_bytes=0.0)
 
     def collect(t: Tensor) -> Tensor:
         """Give the whole gradient of `t`: the sum of what its readers contributed."""
@@ -362,9 +414,11 @@ def backward(block: Block) -> tuple[Op, ...]:
             return whole
         return grads[0] if grads else total
 
-    def contribute(t: Tensor, op_name: str) -> Tensor:
-        """Name the contribution of one reader to the gradient of `t`."""
+    def contribute(t: Tensor, op_name: str, like: Tensor | None = None) -> Tensor:
+        """Name the contribution of one reader to the gradient of `t`, in the format of `like`."""
         g = gradient_of(t)
+        if like is not None:
+            g = replace(g, dtype=like.dtype, scale_bytes=like.scale_bytes)
         readers = sum(t.name == i.name for op in block.ops for i in op.inputs)
         part = g if readers == 1 and t.name not in block.outputs else replace(g, name=f"{g.name}.{op_name}")
         parts.setdefault(t.name, []).append(part)
@@ -372,7 +426,12 @@ def backward(block: Block) -> tuple[Op, ...]:
 
     for op in reversed(block.ops):
         grad = collect(op.output)
-        ops.extend(_backward_of(op, grad, contribute))
+        if isinstance(op, Convert):  # the gradient passes through
+            parts |= {t.name: [*parts.get(t.name, ()), grad] for t in _trained(op)}
+            continue
+        narrow = _narrow_gradient(op, grad)
+        ops.extend(narrow)
+        ops.extend(_backward_of(op, narrow[-1].output if narrow else grad, contribute))
     for name in dict.fromkeys(t.name for op in block.ops for t in op.inputs):
         source = next(t for op in block.ops for t in op.inputs if t.name == name)
         if name not in produced and len(parts.get(name, [])) > 1:
@@ -380,14 +439,31 @@ def backward(block: Block) -> tuple[Op, ...]:
     return tuple(ops)
 
 
+def convert(name: str, t: Tensor, into: Format) -> Convert:
+    """Bring `t` into a narrow format."""
+    return Convert(name=name, inputs=(t,), output=into.of(t), reads=into.reads, writes=into.writes)
+
+
+def _narrow_gradient(op: Op, grad: Tensor) -> list[Op]:
+    """Give the conversion of the output's gradient that `op` asks for, if it is needed."""
+    if not isinstance(op, Einsum | Route) or op.format is None or grad.dtype == op.format.dtype:
+        return []
+    return [convert(f"convert.d{op.name}", grad, op.format)]
+
+
+def _trained(op: Op) -> list[Tensor]:
+    """The inputs that have a gradient."""
+    return [t for t in op.inputs if t.kind is not Kind.INDEX and not t.frozen]
+
+
 def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
     """Give the operations that turn the gradient of `op.output` into gradients of its inputs."""
-    differentiable = [t for t in op.inputs if t.kind is not Kind.INDEX]
+    differentiable = _trained(op)
     if isinstance(op, Einsum):
         out: list[Op] = []
         for t in differentiable:
             others = tuple(o for o in op.inputs if o is not t)
-            out.append(Einsum(name=f"d{op.name}.{t.name}", inputs=(grad, *others), output=contribute(t, op.name)))
+            out.append(replace(op, name=f"d{op.name}.{t.name}", inputs=(grad, *others), output=contribute(t, op.name)))
         return out
     if isinstance(op, Attention):
         q, k, v = op.inputs
@@ -406,7 +482,7 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
     if isinstance(op, Route):
         source, *gates = op.inputs
         out = [
-            replace(op, name=f"d{op.name}", inputs=(grad, *gates), output=contribute(source, op.name),
+            replace(op, name=f"d{op.name}", inputs=(grad, *gates), output=contribute(source, op.name, grad),
                     combine=not op.combine)
         ]  # fmt: skip
         # The gates that weigh a combination: each is the product of a slot with the gradient of its token.
@@ -417,8 +493,9 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
         ]
         return out
     if isinstance(op, Lookup):
-        index, table = op.inputs
-        return [Lookup(name=f"d{op.name}", inputs=(index, grad), output=contribute(table, op.name), scatter=True)]
+        index, _ = op.inputs
+        made = [contribute(t, op.name) for t in differentiable]
+        return [Lookup(name=f"d{op.name}", inputs=(index, grad), output=t, scatter=True) for t in made]
     assert isinstance(op, Elementwise), f"no backward rule for {type(op).__name__}"
     return [
         Elementwise(

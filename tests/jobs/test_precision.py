@@ -60,7 +60,11 @@ def test_what_it_prints_parses_back():
     ("text", "words"),
     [
         ("bf8", r"unknown precision 'bf8'"),
-        ("fp8", r"unknown precision 'fp8'\. .*Known: bf16, fp16, fp32, mixed\. Other formats .*: bf16,compute=fp8\.$"),
+        (
+            "fp4",
+            r"unknown precision 'fp4'\. .*Known: bf16, .*fp32, fp8, .*nvfp4\. Other formats .*: bf16,compute=fp8\.$",
+        ),
+        ("fp8,compute=bf16", r"fp8 decides compute itself, found 'compute=bf16'; leave it out"),
         ("", r"unknown precision ''"),
         ("master=fp32,bf16", r"unknown precision 'bf16'.*Roles are changed by role=dtype after the preset"),
         ("mixed,fp16", r"unknown precision 'fp16'.*Roles are changed"),

@@ -23,16 +23,18 @@ from meshwise.costs.extents import (
     held_key,
     weighted_sum,
 )
+from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import Precision
 from meshwise.sharding.place import LocalOp, PlacedBlock
-from meshwise.tensors import Attention, AttentionGradient, Einsum, Elementwise, Lookup
+from meshwise.tensors import Attention, AttentionGradient, Convert, Einsum, Elementwise, Lookup
 
 __all__ = [
     "ComputeRates",
     "OpCompute",
     "OpWork",
     "PassCompute",
+    "check_precision",
     "operation_compute",
     "operation_work",
     "pass_compute",
@@ -51,6 +53,7 @@ class OpWork:
         vector: FLOPs on the vector unit, as a weighted sum.
         num_bytes: HBM bytes.
         fused: whether a fusion could remove the bytes (elementwise operations).
+        narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.
         placed: the operation.
     """
 
@@ -60,6 +63,7 @@ class OpWork:
     vector: WeightedSum
     num_bytes: WeightedSum
     fused: bool
+    narrow: bool
     placed: LocalOp
 
 
@@ -69,12 +73,14 @@ class OpCompute:
 
     Args:
         flops: on the matrix unit.
+        busy: seconds of those at the data-sheet rate of their format.
         num_bytes: HBM traffic.
         compute: seconds of its FLOPs (tiles padded) at achieved rates, on whichever unit does them.
         memory: seconds of its bytes.
     """
 
     flops: Any
+    busy: Any
     num_bytes: Any
     compute: Any
     memory: Any
@@ -91,6 +97,7 @@ class PassCompute:
 
     Args:
         flops: on the matrix unit, padding of uneven shards included.
+        busy: seconds of those at the data-sheet rates of their formats.
         matmul_bytes: HBM traffic of matmuls, attention and lookups: what no fusion removes.
         seconds: expected: per operation the longer of its FLOPs (tiles padded) and its bytes, at achieved rates.
         serial_seconds: the same with nothing overlapped: FLOPs and bytes added up.
@@ -98,6 +105,7 @@ class PassCompute:
     """
 
     flops: Any = 0.0
+    busy: Any = 0.0
     matmul_bytes: Any = 0.0
     seconds: Any = 0.0
     serial_seconds: Any = 0.0
@@ -106,21 +114,63 @@ class PassCompute:
 
 @dataclass(frozen=True, slots=True)
 class ComputeRates:
-    """Seconds per FLOP and per byte at achieved rates, and the tiles of the matrix unit."""
+    """Seconds per FLOP and per byte at achieved rates, and the tiles of the matrix unit.
+
+    Args:
+        tile: rows, depth, columns.
+        matmul, other_matmul: of matmuls in the precision's `compute` and `other_compute`.
+        matmul_sheet, other_matmul_sheet: the same at data-sheet rates.
+        vector: of the vector unit.
+        byte: of HBM.
+    """
 
     tile: tuple[int, int, int]
     matmul: float
+    other_matmul: float
+    matmul_sheet: float
+    other_matmul_sheet: float
     vector: float
     byte: float
 
     @classmethod
     def of(cls, chip: Chip, precision: Precision, calibration: Calibration) -> ComputeRates:
-        """Derive from the data sheet and what is achieved of it."""
+        """Derive from the data sheet and what is achieved of it.
+
+        Raises:
+            MeshwiseError: a format that the chip cannot multiply.
+        """
+        check_precision(chip, precision)
+        narrow, other = 1 / chip.peak(precision.compute), 1 / chip.peak(precision.other_compute)
         return cls(
             tile=chip.matmul_tile,
-            matmul=1 / (chip.peak(precision.compute) * calibration.matmul_efficiency),
+            matmul=narrow / calibration.matmul_efficiency,
+            other_matmul=other / calibration.matmul_efficiency,
+            matmul_sheet=narrow,
+            other_matmul_sheet=other,
             vector=1 / chip.vector_flops_per_s,
             byte=1 / (chip.hbm_bandwidth * calibration.hbm_efficiency),
+        )
+
+
+def check_precision(chip: Chip, precision: Precision) -> None:
+    """Refuse a recipe on a chip without matrix units for its format: widened operands only cost more than bf16.
+
+    Raises:
+        MeshwiseError: names the precision, the chip and the formats it has.
+    """
+    recipe = precision.recipe
+    if recipe is None:
+        return
+    missing = [d.value for d in recipe.needs if d not in chip.flops_per_s]
+    if missing:
+        has = ", ".join(d.value for d in chip.flops_per_s)
+        raise MeshwiseError(
+            f"precision {precision.name}: needs {' and '.join(missing)} matrix units, {chip.title} has {has}; "
+            "use another precision, or chips that have them"
+        )
+    if recipe.vendor and chip.vendor != recipe.vendor:
+        raise MeshwiseError(
+            f"precision {precision.name}: a format of {recipe.vendor} chips, found {chip.title}; use another precision"
         )
 
 
@@ -156,12 +206,15 @@ def operation_work(item: LocalOp, precision: Precision) -> OpWork:
     elif isinstance(op, Elementwise):
         vector = ((volume(op.counted or op.axes), op.flops_per_element),)
     fused = not (op.matmul or isinstance(op, Lookup))
-    return OpWork(matmul, tiles, attention, vector, _operation_bytes(item, precision), fused, item)
+    narrow = isinstance(op, Einsum) and op.narrow
+    return OpWork(matmul, tiles, attention, vector, _operation_bytes(item, precision), fused, narrow, item)
 
 
 def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
     """HBM bytes: inputs read once, output written once; a lookup touches only the rows it picks."""
     op = item.op
+    if isinstance(op, Convert):
+        return held_bytes((*item.inputs * op.reads, *(item.output,) * op.writes), precision)
     if isinstance(op, AttentionGradient):  # its inputs were read by the kernel's first output
         return held_bytes((item.output,), precision)
     if isinstance(op, Lookup):
@@ -182,6 +235,7 @@ def pass_compute(works: Iterable[OpWork], extents: Extents, rates: ComputeRates)
     for work in works:
         one = operation_compute(work, extents, rates)
         total.flops = total.flops + one.flops
+        total.busy = total.busy + one.busy
         if not work.fused:
             total.matmul_bytes = total.matmul_bytes + one.num_bytes
         total.seconds = total.seconds + one.seconds
@@ -194,17 +248,22 @@ def pass_compute(works: Iterable[OpWork], extents: Extents, rates: ComputeRates)
 def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> OpCompute:
     """Price one operation; arguments as in `pass_compute`."""
     flops: Any = 0.0
+    busy: Any = 0.0
     compute: Any = 0.0
     if work.matmul is not None and work.tiles is not None:
         flops = 2 * extents.volume(work.matmul)
-        compute = flops * rates.matmul * _tile_waste(work.tiles, extents, rates.tile)
+        busy = flops * (rates.matmul_sheet if work.narrow else rates.other_matmul_sheet)
+        compute = (
+            flops * (rates.matmul if work.narrow else rates.other_matmul) * _tile_waste(work.tiles, extents, rates.tile)
+        )
     elif work.attention is not None:
         flops = _attention_flops(*work.attention, extents)
-        compute = flops * rates.matmul
+        busy = flops * rates.other_matmul_sheet
+        compute = flops * rates.other_matmul
     elif work.vector:
         compute = extents.weighted(work.vector) * rates.vector
     num_bytes = extents.weighted(work.num_bytes)
-    return OpCompute(flops, num_bytes, compute, num_bytes * rates.byte)
+    return OpCompute(flops, busy, num_bytes, compute, num_bytes * rates.byte)
 
 
 def _attention_flops(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Any:

@@ -127,9 +127,9 @@ def model_flops(problem: TrainingProblem, tokens: float) -> float:
 
 
 def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:
-    sizes = problem.model.train_program().bind(batch=layout.sequences, queries=problem.job.seq_len)
+    sizes = problem.train_program().bind(batch=layout.sequences, queries=problem.job.seq_len)
     total = 0.0
-    for placed in place_structure(problem.model, Structure.of(layout)):
+    for placed in place_structure(problem, Structure.of(layout)):
         again = [op for op in placed.block.ops if op.name in placed.recomputed and op.matmul]
         total += placed.block.repeat * sum(op.flops(sizes) for op in again)
     return float(total)

@@ -22,14 +22,15 @@ from meshwise.costs.network import NO_WIRE, Wire
 from meshwise.costs.pipeline import stage_shares
 from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime, step_time
 from meshwise.costs.traffic import FlowPlan, flow_plans
+from meshwise.costs.update import UpdatePlan, update_plan
 from meshwise.hardware import Cluster
-from meshwise.jobs import Optimizer, Precision, TrainingJob
+from meshwise.jobs import Optimizer, Precision, TrainingJob, narrowed
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.place import Held, PlacedBlock, place_block
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.strategy import Strategy, training_strategy
-from meshwise.tensors import Block, Tensor
+from meshwise.tensors import Block, Program, Tensor
 
 __all__ = [
     "Candidates",
@@ -57,6 +58,15 @@ class TrainingProblem:
     job: TrainingJob
     cluster: Cluster
     calibration: Calibration
+
+    def train_program(self) -> Program:
+        """Give the model's program as the job trains it: conversions to narrow formats are operations of it."""
+        return _job_program(self.model, self.job.formats)
+
+
+@cache
+def _job_program(model: Model, formats: Precision) -> Program:
+    return narrowed(model.train_program(), formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,6 @@ class Structure:
             experts=self._experts,
             ring=self.context_method == "ring",
         )
-
 
     @property
     def _experts(self) -> tuple[str, ...]:
@@ -165,6 +174,7 @@ class PlannedBlock:
     works: Mapping[str, tuple[OpWork, ...]]
     flows: tuple[FlowPlan, ...]
     memory: MemoryPlan
+    update: UpdatePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +202,14 @@ class LocalBlock:
 _KEPT = 4096
 
 _PLACED: dict[tuple[int, Structure], tuple[Block, PlacedBlock]] = {}
-_PLANNED: dict[tuple[int, Precision], tuple[PlacedBlock, PlannedBlock]] = {}
+_PLANNED: dict[tuple[int, Precision, Optimizer], tuple[PlacedBlock, PlannedBlock]] = {}
 
 
-def place_structure(model: Model, structure: Structure) -> tuple[PlacedBlock, ...]:
-    """Place every block of the model's training program; each (block, structure) once in a process."""
+def place_structure(problem: TrainingProblem | Model, structure: Structure) -> tuple[PlacedBlock, ...]:
+    """Place every block of a training program; each (block, structure) once in a process."""
     placed = []
     strategy = structure.strategy
-    for block in model.train_program():
+    for block in problem.train_program():
         key = (id(block), structure)
         if len(_PLACED) > _KEPT:
             _PLACED.clear()
@@ -213,14 +223,18 @@ def place_structure(model: Model, structure: Structure) -> tuple[PlacedBlock, ..
 def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[PlannedBlock, ...]:
     """Place every block and work out what its costs are sums of; once in a process."""
     planned = []
-    formats = problem.job.formats
-    for placed in place_structure(problem.model, structure):
-        key = (id(placed), formats)
+    formats, optimizer = problem.job.formats, problem.job.optimizer_kind
+    for placed in place_structure(problem, structure):
+        key = (id(placed), formats, optimizer)
         if len(_PLANNED) > _KEPT:
             _PLANNED.clear()
         if key not in _PLANNED:
             block = PlannedBlock(
-                placed, pass_work(placed, formats), flow_plans(placed, formats), memory_plan(placed, formats)
+                placed,
+                pass_work(placed, formats),
+                flow_plans(placed, formats, optimizer),
+                memory_plan(placed, formats, optimizer),
+                update_plan(placed, formats, optimizer),
             )
             _PLANNED[key] = (placed, block)
         planned.append(_PLANNED[key][1])
@@ -259,7 +273,7 @@ def whole_extents(problem: TrainingProblem, structure: Structure, c: Candidates)
 
 def _bound(problem: TrainingProblem, structure: Structure, sizes: LocalSizes, sequences: Any) -> dict[str, Any]:
     """Sizes of all axes for so many sequences; slots of experts are those of the busiest device."""
-    program = problem.model.train_program()
+    program = problem.train_program()
     bound = program.bind(batch=sequences, queries=problem.job.seq_len)
     if "C" in bound:
         devices = sizes.expert if structure.expert_tensor_parallel else sizes.expert * sizes.tensor
@@ -288,8 +302,7 @@ def evaluate(
         local: from `evaluate_local`, where it was computed before.
         ledger: filled with what the time's terms are sums of, for workings.
     """
-    c, job, chip = candidates, problem.job, problem.cluster.chip
-    formats = job.formats
+    c, chip, formats = candidates, problem.cluster.chip, problem.job.formats
     planned = plan_structure(problem, structure)
     if local is None:
         local = evaluate_local(problem, structure, c.local)
@@ -297,18 +310,17 @@ def evaluate(
     step = step_time(
         [_block_time(p, own, extents) for p, own in zip(planned, local, strict=True)],
         StepRates(chip, problem.calibration, wires),
-        peak_flops_per_s=chip.peak(formats.compute),
         stages=c.stage,
         num_microbatches=c.num_microbatches,
         boundary_bytes=extents.weighted(held_bytes((_residual(structure),), formats)),
-        optimizer_bytes=_optimizer_bytes(planned, extents, formats, job.optimizer_kind, c.stage),
+        optimizer_bytes=_update(planned, extents, c.stage, lambda plan: extents.weighted(plan.traffic)),
+        optimizer_matmul=_orthogonal_seconds(planned, extents, c.stage, chip.peak(formats.other_compute)),
         ledger=ledger,
     )
     memory = training_memory(
         [(p.placed.block, p.memory, own.memory) for p, own in zip(planned, local, strict=True)],
         extents,
         formats,
-        job.optimizer_kind,
         hbm_capacity=chip.hbm_usable,
         stages=c.stage,
         num_microbatches=c.num_microbatches,
@@ -330,7 +342,6 @@ def evaluate_compute(
             for p, own in zip(plan_structure(problem, structure), local, strict=True)
         ],
         StepRates(problem.cluster.chip, problem.calibration, lambda _: NO_WIRE),
-        peak_flops_per_s=problem.cluster.chip.peak(problem.job.formats.compute),
         stages=candidates.stage,
         num_microbatches=candidates.num_microbatches,
         boundary_bytes=0.0,
@@ -353,22 +364,23 @@ def _residual(structure: Structure) -> Held:
     return Held(x, structure.strategy.home(x.axes))
 
 
-def _optimizer_bytes(
-    planned: tuple[PlannedBlock, ...], extents: Extents, formats: Precision, optimizer: Optimizer, stages: Any
+def _update(
+    planned: tuple[PlannedBlock, ...], extents: Extents, stages: Any, amount: Callable[[UpdatePlan], Any]
 ) -> Any:
-    """HBM traffic of the update on a chip of the fuller end of the pipeline, which the other stages wait for.
-
-    Gradients and old values are read, moments and weights read and written.
-    """
+    """What the update takes on a chip of the fuller end of the pipeline, which the other stages wait for."""
     blocks = [p.placed.block for p in planned]
-    states: Any = 0.0
+    most: Any = 0.0
     for shares in stage_shares(blocks, stages):
-        held: Any = 0.0
+        total: Any = 0.0
         for block, p in zip(blocks, planned, strict=True):
-            held = held + extents.weighted(p.memory.states) * (block.repeat * shares[block.role])
-        states = maximum(states, held)
-    master = formats.master.bytes if formats.master else 0.0
-    per_state = (
-        2 * optimizer.moments * formats.moments.bytes + 2 * master + 2 * formats.weights.bytes + formats.gradients.bytes
-    )
-    return states * per_state
+            total = total + amount(p.update) * (block.repeat * shares[block.role])
+        most = maximum(most, total)
+    return most
+
+
+def _orthogonal_seconds(planned: tuple[PlannedBlock, ...], extents: Extents, stages: Any, peak: float) -> Any:
+    """Seconds, at the data-sheet rate, of matmuls that make matrices orthogonal: at least those of the largest."""
+    largest = max(p.update.largest(extents) for p in planned)
+    if not largest:
+        return 0.0
+    return maximum(_update(planned, extents, stages, lambda plan: plan.flops(extents)), largest) / peak

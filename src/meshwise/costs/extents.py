@@ -112,9 +112,9 @@ def held_bytes(held: Iterable[Held], precision: Precision) -> WeightedSum:
 
 
 def element_bytes(tensor: Tensor, precision: Precision) -> float:
-    """Bytes of one element: the tensor's own format, else what the precision policy gives its kind."""
+    """Bytes of one element: the tensor's own format with its scales, else what the precision policy gives its kind."""
     if tensor.dtype is not None:
-        return tensor.dtype.bytes
+        return tensor.dtype.bytes + tensor.scale_bytes
     by_kind = {
         Kind.WEIGHT: precision.weights,
         Kind.ACTIVATION: precision.activations,

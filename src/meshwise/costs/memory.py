@@ -12,6 +12,7 @@ from typing import Any
 from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.extents import Extents, WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
 from meshwise.costs.pipeline import stage_shares
+from meshwise.costs.update import moment_bytes, weight_bytes
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
@@ -59,6 +60,7 @@ class MemoryPlan:
         parameters, tied, gradients: the training state as stored; `tied` belongs to another block.
         tied_gradients: accumulated here for that block, which adds them to its own once a step.
         states: elements (not bytes) of the optimizer's shard.
+        moments: bytes of the optimizer's state.
         kept: activations held for the backward pass.
         remade: activations computed again.
         operations: what each operation of the backward pass holds besides these; the largest counts.
@@ -71,6 +73,7 @@ class MemoryPlan:
     gradients: WeightedSum
     tied_gradients: WeightedSum
     states: WeightedSum
+    moments: WeightedSum
     kept: WeightedSum
     remade: WeightedSum
     operations: tuple[WeightedSum, ...]
@@ -79,18 +82,22 @@ class MemoryPlan:
     buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
 
 
-def memory_plan(placed: PlacedBlock, precision: Precision) -> MemoryPlan:
+def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> MemoryPlan:
     """Read from a placed block what it holds."""
     stored = {h.tensor.name: h for h in (*placed.weights, *placed.tied)}
     # Where the copy is larger than what is stored: one layer at work, one on its way, and the gradient of the whole
     # before it is scattered.
-    alive = [(h, 2 * element_bytes(h.tensor, precision) + precision.gradients.bytes) for h in placed.gathered]
+    alive = [
+        (h, 2 * element_bytes(h.tensor, precision) + (0.0 if h.tensor.frozen else precision.gradients.bytes))
+        for h in placed.gathered
+    ]
     return MemoryPlan(
-        parameters=held_bytes(placed.weights, precision),
+        parameters=weighted_sum((held_key(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
         tied=held_bytes(placed.tied, precision),
         gradients=held_bytes(placed.gradients, precision),
         tied_gradients=held_bytes(placed.tied_gradients, precision),
         states=weighted_sum((held_key(h), 1.0) for h in placed.optimizer),
+        moments=moment_bytes(placed, precision, optimizer),
         kept=held_bytes(placed.kept, precision),
         remade=held_bytes(placed.workspace, precision),
         operations=_operations(placed, precision),
@@ -161,7 +168,6 @@ def training_memory(
     blocks: Sequence[tuple[Block, MemoryPlan, LocalMemory]],
     extents: Extents,
     precision: Precision,
-    optimizer: Optimizer,
     *,
     hbm_capacity: float,
     stages: Any,
@@ -175,7 +181,7 @@ def training_memory(
     Args:
         blocks: all blocks; each layer group's `repeat` is spread over the stages, rounded up.
         extents: local sizes of the training state.
-        precision, optimizer: bytes per element, values per parameter.
+        precision: bytes per element.
         hbm_capacity: bytes; the reserve is a share of it.
         stages, num_microbatches: floats or arrays.
         holdings: filled with what the classes of the fuller stage are made of (floats only).
@@ -183,7 +189,7 @@ def training_memory(
     Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti
         et al. 2022.
     """
-    state = [state_bytes(plan, extents, precision, optimizer) for _, plan, _ in blocks]
+    state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
     written: tuple[list[Holding] | None, ...] = (None, None) if holdings is None else ([], [])
     both = pipeline_ends((block for block, _, _ in blocks), stages, num_microbatches)
     ends = [_stage_classes(blocks, state, end, notes) for end, notes in zip(both, written, strict=True)]
@@ -244,7 +250,7 @@ def pipeline_ends(blocks: Iterable[Block], stages: Any, num_microbatches: Any) -
     return End(first, in_flight, several), End(last, 1.0, several)
 
 
-def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, optimizer: Optimizer) -> dict[str, Any]:
+def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dict[str, Any]:
     """The training state of one copy of a block."""
     states = extents.weighted(plan.states)
     return {
@@ -253,7 +259,7 @@ def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision, optimi
         "gradients": extents.weighted(plan.gradients),
         "tied_gradients": extents.weighted(plan.tied_gradients),
         "master_copies": states * (precision.master.bytes if precision.master else 0.0),
-        "optimizer": states * (optimizer.moments * precision.moments.bytes),
+        "optimizer": extents.weighted(plan.moments),
         "stored": extents.weighted(plan.stored),
     }
 

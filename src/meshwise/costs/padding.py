@@ -64,7 +64,7 @@ def paddings(problem: TrainingProblem, layout: Layout) -> tuple[Padding, ...]:
     extents = whole_extents(problem, structure, candidate)
     sizes = layout.sizes
     found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
-    for block in place_structure(problem.model, structure):
+    for block in place_structure(problem, structure):
         for held in _held(block):
             for axis, split in zip(held.tensor.axes, held.sharding.splits, strict=True):
                 used = tuple(a for a in split if sizes[a] > 1)

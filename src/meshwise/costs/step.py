@@ -131,7 +131,7 @@ class Ledger:
         hidings: every flow, once.
         microbatch: seconds of one microbatch on a stage before the last: what the pipeline fills and drains with.
         send: seconds of one send between stages.
-        boundary_bytes, optimizer_bytes: as given to `step_time`.
+        boundary_bytes, optimizer_bytes, optimizer_matmul: as given to `step_time`.
         holdings: what the classes of memory are made of; `evaluate` fills it.
     """
 
@@ -141,6 +141,7 @@ class Ledger:
     send: Any = 0.0
     boundary_bytes: Any = 0.0
     optimizer_bytes: Any = 0.0
+    optimizer_matmul: Any = 0.0
     holdings: list[Holding] = field(default_factory=list)
 
 
@@ -158,6 +159,7 @@ class _Sums:
     cover: dict[Purpose, Any] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
     serial: Any = 0.0
     flops: Any = 0.0
+    busy: Any = 0.0
 
     def total(self) -> Any:
         """All terms together."""
@@ -206,11 +208,11 @@ def step_time(
     blocks: Sequence[BlockTime],
     rates: StepRates,
     *,
-    peak_flops_per_s: float,
     stages: Any,
     num_microbatches: Any,
     boundary_bytes: Any,
     optimizer_bytes: Any,
+    optimizer_matmul: Any = 0.0,
     ledger: Ledger | None = None,
 ) -> StepTime:
     """Put the blocks together.
@@ -218,10 +220,10 @@ def step_time(
     Args:
         blocks: the program, priced block by block.
         rates: chip, calibration, wires.
-        peak_flops_per_s: of one chip in the compute format.
         stages, num_microbatches: of the 1F1B pipeline (1 stage: gradient accumulation).
         boundary_bytes: what one chip sends to the next stage per microbatch and direction.
         optimizer_bytes: HBM traffic of the optimizer on one chip.
+        optimizer_matmul: seconds of its matmuls at the data-sheet rate.
         ledger: to be filled, for workings.
 
     The last stage has the head besides its layers, so it sets the pace: it runs all its microbatches without a pause.
@@ -249,14 +251,17 @@ def step_time(
         ledger.blocks += counted
         ledger.microbatch, ledger.send = fill.total(), send
         ledger.boundary_bytes, ledger.optimizer_bytes = boundary_bytes, optimizer_bytes
+        ledger.optimizer_matmul = optimizer_matmul
     terms = {name: num_microbatches * micro.terms[name] + once.terms[name] for name in micro.terms}
     terms["pipeline_bubble"] = idle * fill.total()
     terms["pipeline_send"] = 2 * (stages - 1) * send
-    terms["optimizer"] = optimizer / rates.calibration.hbm_efficiency
+    terms["optimizer"] = (
+        optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
+    )
     resources = {
         n: num_microbatches * micro.resources[n] + idle * fill.resources[n] + once.resources[n] for n in micro.resources
     }
-    resources["compute"] = (num_microbatches * micro.flops + idle * fill.flops) / peak_flops_per_s
+    resources["compute"] = num_microbatches * micro.busy + idle * fill.busy + optimizer_matmul
     resources["hbm"] = resources["hbm"] + optimizer
     lower: Any = 0.0
     for seconds in resources.values():
@@ -281,6 +286,7 @@ def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: StepRates, ledger: 
         sums.terms[name] = sums.terms[name] + count * work.seconds
         sums.serial = sums.serial + count * work.serial_seconds
         sums.flops = sums.flops + count * work.flops
+        sums.busy = sums.busy + count * work.busy
         sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
     hideable: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
     fused: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}

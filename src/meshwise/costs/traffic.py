@@ -6,12 +6,13 @@ Weights and gradients of one block travel together (one bucket a pass); activati
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from meshwise.costs.extents import Extents, Split, WeightedSum, element_bytes, volume_key, weighted_sum
-from meshwise.jobs import Precision
+from meshwise.costs.update import update_transfers
+from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.place import PlacedBlock, Purpose, Transfer
 
@@ -96,8 +97,11 @@ class FlowPlan:
 _ONE_BY_ONE = (Purpose.ACTIVATIONS, Purpose.RING)
 
 
-def flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...]:
-    """Group the transfers of a block: weights and gradients by pass, equal activations counted."""
+def flow_plans(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> tuple[FlowPlan, ...]:
+    """Group the transfers of a block: weights and gradients by pass, equal activations counted.
+
+    An optimizer that works on whole matrices adds an exchange of their shards, there and back, once a step.
+    """
     groups: dict[tuple[Any, ...], list[Transfer]] = {}
     for when, items in ((Pass.FORWARD, placed.forward), (Pass.BACKWARD, placed.backward), (Pass.STEP, placed.step)):
         for item in items:
@@ -105,7 +109,16 @@ def flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...
                 c = item.collective
                 alike = (_bytes_of(item, precision),) if item.purpose in _ONE_BY_ONE else ()
                 groups.setdefault((when, item.purpose, c.kind, c.mesh_axes, *alike), []).append(item)
-    return tuple(_plan(key, items, precision) for key, items in groups.items())
+    exchanged: dict[tuple[str, ...], list[Transfer]] = {}
+    for _, item in update_transfers(placed, optimizer):
+        exchanged.setdefault(item.collective.mesh_axes, []).append(item)
+    return (
+        *(_plan(key, items, precision) for key, items in groups.items()),
+        *(
+            replace(_plan((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes), items, precision), count=2)
+            for axes, items in exchanged.items()
+        ),
+    )
 
 
 def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> FlowPlan:
@@ -141,7 +154,9 @@ def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> 
 
 def _bytes_of(t: Transfer, precision: Precision) -> WeightedSum:
     """Bytes of the local block that the collective is counted by."""
-    return ((volume_key(t.tensor.axes, _counted(t).splits), element_bytes(t.tensor, precision)),)
+    gradient = t.purpose is Purpose.GRADIENTS
+    one = precision.reductions.bytes if gradient else element_bytes(t.tensor, precision)
+    return ((volume_key(t.tensor.axes, _counted(t).splits), one),)
 
 
 def _counted(t: Transfer) -> Sharding:

@@ -232,6 +232,7 @@ class Workings:
         microbatch: seconds of one microbatch on a stage before the last, exposed communication included.
         send: seconds of one send between stages; boundary_bytes, what it sends.
         optimizer_bytes: HBM traffic of the update on one chip.
+        optimizer_matmul: seconds of its matmuls at the data-sheet rate.
         memory: classes that hold anything, without the reserve.
         reserve_share: of HBM.
         states: weights as stored.
@@ -247,6 +248,7 @@ class Workings:
     send: float
     boundary_bytes: float
     optimizer_bytes: float
+    optimizer_matmul: float
     memory: tuple[ClassWorking, ...]
     reserve_share: float
     states: tuple[StateWorking, ...]
@@ -289,6 +291,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
         send=float(ledger.send),
         boundary_bytes=float(ledger.boundary_bytes),
         optimizer_bytes=float(ledger.optimizer_bytes),
+        optimizer_matmul=float(ledger.optimizer_matmul),
         memory=_memory(ledger),
         reserve_share=RESERVE_SHARE,
         states=tuple(_states(planned, whole)),
@@ -316,7 +319,7 @@ def _operations(
     for when, works in planned.works.items():
         for work in works:
             one = operation_compute(work, extents, rates)
-            real = one.flops * rates.matmul
+            real = one.flops * (rates.matmul if work.narrow else rates.other_matmul)
             yield OperationWorking(
                 when=when,
                 name=work.placed.op.name,

@@ -1,13 +1,8 @@
 """What is wanted: a training job, its precision and optimizer. Serving loads come with serving."""
 
-from meshwise.jobs.precision import (
-    OPTIMIZERS,
-    PRECISIONS,
-    Optimizer,
-    Precision,
-    parse_optimizer,
-    parse_precision,
-)
+from meshwise.jobs.narrowing import narrowed
+from meshwise.jobs.optimizer import OPTIMIZERS, Optimizer, newton_schulz_flops, parse_optimizer
+from meshwise.jobs.precision import PRECISIONS, Precision, Recipe, parse_precision
 from meshwise.jobs.training import TrainingJob
 
 __all__ = [
@@ -15,7 +10,10 @@ __all__ = [
     "PRECISIONS",
     "Optimizer",
     "Precision",
+    "Recipe",
     "TrainingJob",
+    "narrowed",
+    "newton_schulz_flops",
     "parse_optimizer",
     "parse_precision",
 ]

@@ -1,13 +1,43 @@
-"""Which number format plays which role, and what an optimizer keeps. Not here: sizes of anything."""
+"""Which number format plays which role in training. Not here: optimizers (`optimizer`), sizes of anything."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.dtypes import DType, parse_dtype
 from meshwise.errors import MeshwiseError, UnknownNameError
+from meshwise.tensors import Format
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "Optimizer", "Precision", "parse_optimizer", "parse_precision"]
+__all__ = ["PRECISIONS", "Precision", "Recipe", "parse_precision"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the operands of matmuls with weights are brought into a narrow format.
+
+    Such are the projections of attention and of feed-forward parts, and the experts, in both passes: activations,
+    weights and gradients of activations. Attention scores, router, embedding, logits, norms and the reduction of
+    gradients stay as the precision's roles say.
+
+    Args:
+        activations: format of activations and their gradients, which is kept for the backward pass, and gathered over
+            the tensor axis.
+        weights: format in which these weights are stored and gathered, or None: as the role `weights`, converted by
+            the matmul as it reads them.
+        weight_copies: of a stored weight (2 where the backward pass needs other blocks than the forward pass).
+        dispatches: whether tokens travel to their experts in it, and gradients likewise; what comes back does not.
+        needs: rates that a chip must have of its own; a recipe makes no sense on widened operands.
+        vendor: whose chips alone have it, or "".
+        accumulates: in what products are added up, in words.
+    """
+
+    activations: Format
+    weights: Format | None
+    weight_copies: int
+    dispatches: bool
+    needs: tuple[DType, ...]
+    vendor: str
+    accumulates: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,52 +46,167 @@ class Precision:
 
     Args:
         name: what users type.
-        weights: as stored between steps, gathered and multiplied.
-        activations: as multiplied, kept and sent.
-        gradients: of weights, as accumulated and as reduced over devices.
+        weights: as stored between steps, gathered and multiplied (but for those that `recipe` makes narrow).
+        activations: as multiplied, kept and sent (likewise).
+        gradients: of weights, as accumulated over microbatches.
+        reductions: of gradients, as sent over devices.
         master: an extra high-precision copy of the weights that the optimizer updates, or None.
         moments: the optimizer's state.
-        compute: the rate at which matmuls run.
+        compute: the rate of matmuls with the weights of layers, but for the router.
+        other_compute: the rate of all others: attention, router, logits.
         meaning: one line for help and reports.
+        recipe: what brings operands into a format narrower than `activations`, or None.
     """
 
     name: str
     weights: DType
     activations: DType
     gradients: DType
+    reductions: DType
     master: DType | None
     moments: DType
     compute: DType
+    other_compute: DType
     meaning: str
+    recipe: Recipe | None = None
+
+    @property
+    def gathered_weight_bytes(self) -> float:
+        """Bytes of one element of a layer's weight as it is sent."""
+        if self.recipe is None or self.recipe.weights is None:
+            return self.weights.bytes
+        return self.recipe.weights.dtype.bytes + self.recipe.weights.scale_bytes
 
 
 def _precision(name: str, half: DType, gradients: DType, master: DType | None, meaning: str) -> Precision:
-    return Precision(name, half, half, gradients, master, DType.FP32, half, meaning)
+    return Precision(name, half, half, gradients, gradients, master, DType.FP32, half, half, meaning)
 
+
+_MIXED = _precision("mixed", DType.BF16, DType.FP32, DType.FP32, "bf16 matmuls; fp32 gradients, master, moments")
+
+
+def _narrow(name: str, recipe: Recipe, meaning: str, moments: DType = DType.FP32) -> Precision:
+    """Mixed precision whose matmuls with weights run in the recipe's format."""
+    compute = recipe.activations.dtype
+    return replace(_MIXED, name=name, compute=compute, moments=moments, meaning=meaning, recipe=recipe)
+
+
+_BLOCKS_OF_128 = 4 / 128  # one fp32 scale
+_BLOCKS_OF_32 = 1 / 32  # one e8m0 scale
+_BLOCKS_OF_16 = 1 / 16  # one e4m3 scale
+#: NVIDIA's fp8 matmuls of Hopper read both operands along the summed axis, and block scales follow it everywhere: the
+#: weight gradient needs activations in a second layout.
+_LAYOUTS = 2
 
 _PRECISIONS = (
     _precision("bf16", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)"),
-    _precision("mixed", DType.BF16, DType.FP32, DType.FP32, "bf16 matmuls; fp32 gradients, master, moments"),
+    _MIXED,
     _precision("fp16", DType.FP16, DType.FP32, DType.FP32, "fp16 matmuls; fp32 gradients, master weights, moments"),
     _precision("fp32", DType.FP32, DType.FP32, None, "everything in fp32"),
+    _narrow(
+        "fp8",
+        Recipe(
+            activations=Format(DType.FP8, writes=_LAYOUTS),
+            weights=Format(DType.FP8),
+            weight_copies=1,
+            dispatches=False,
+            needs=(DType.FP8,),
+            vendor="",
+            accumulates="fp32 (14 bits of it inside Hopper's tensor cores)",
+        ),
+        "fp8 weights and operands, one delayed scale a tensor; fp32 gradients, master, moments",
+    ),
+    _narrow(
+        "fp8-current",
+        Recipe(
+            activations=Format(DType.FP8, reads=2, writes=_LAYOUTS),
+            weights=Format(DType.FP8),
+            weight_copies=1,
+            dispatches=False,
+            needs=(DType.FP8,),
+            vendor="",
+            accumulates="fp32 (14 bits of it inside Hopper's tensor cores)",
+        ),
+        "as fp8, each tensor scaled by its own largest value, which is read first",
+    ),
+    _narrow(
+        "fp8-block",
+        Recipe(
+            activations=Format(DType.FP8, _BLOCKS_OF_128, writes=_LAYOUTS),
+            weights=Format(DType.FP8, 4 / 128**2),
+            weight_copies=1,
+            dispatches=True,
+            needs=(DType.FP8,),
+            vendor="",
+            accumulates="fp32, partial sums of 128 products promoted to the vector units, beside the next product",
+        ),
+        "DeepSeek-V3: fp8 by 1 x 128 (activations) and 128 x 128 (weights), fp8 dispatch; bf16 moments, fp32 master",
+        moments=DType.BF16,
+    ),
+    _narrow(
+        "mxfp8",
+        Recipe(
+            activations=Format(DType.FP8, _BLOCKS_OF_32, writes=_LAYOUTS),
+            weights=Format(DType.FP8, _BLOCKS_OF_32),
+            weight_copies=2,
+            dispatches=False,
+            needs=(DType.FP8, DType.FP4),
+            vendor="",
+            accumulates="fp32, block scales applied by the matrix unit",
+        ),
+        "fp8 by blocks of 32 with power-of-two scales, weights stored both ways; fp32 gradients, master, moments",
+    ),
+    _narrow(
+        "nvfp4",
+        Recipe(
+            activations=Format(DType.FP4, _BLOCKS_OF_16, reads=2, writes=_LAYOUTS),
+            weights=Format(DType.FP4, 1 / 16),
+            weight_copies=1,
+            dispatches=False,
+            needs=(DType.FP4,),
+            vendor="nvidia",
+            accumulates="fp32, block scales applied by the matrix unit",
+        ),
+        "fp4 by blocks of 16 with fp8 scales (weights 16 x 16) and one scale a tensor; fp32 gradients, master, moments",
+    ),
+    _narrow(
+        "int8",
+        Recipe(
+            activations=Format(DType.INT8, reads=2),
+            weights=None,
+            weight_copies=1,
+            dispatches=False,
+            needs=(DType.INT8,),
+            vendor="",
+            accumulates="int32",
+        ),
+        "int8 operands quantised as they are used (AQT), bf16 weights; fp32 gradients, master, moments",
+    ),
 )
 
 #: Presets by name.
 PRECISIONS = {p.name: p for p in _PRECISIONS}
 
-_ROLES = ("weights", "activations", "gradients", "master", "moments", "compute")
+_ROLES = ("weights", "activations", "gradients", "reductions", "master", "moments", "compute", "other_compute")
 _ROLE_ALIASES = {"act": "activations", "grads": "gradients", "weight": "weights", "optimizer": "moments"}
+#: Roles that a recipe decides.
+_OF_RECIPES = ("compute",)
 
 
 def parse_precision(text: str) -> Precision:
-    """Read a preset, roles, or a preset with changed roles: "mixed", "bf16,gradients=fp32", "weights=bf16,compute=fp8".
+    """Read a preset, roles, or a preset with changed roles: "mixed", "bf16,gradients=fp32", "fp8-block,moments=fp32".
+
+    Gradients are reduced as they are accumulated, and all matmuls run in a `compute` of 16 bits or more, unless the
+    roles `reductions` and `other_compute` say otherwise.
 
     >>> parse_precision("bf16,master=fp32").master
     <DType.FP32: 'fp32'>
+    >>> parse_precision("bf16,compute=fp8").other_compute
+    <DType.BF16: 'bf16'>
 
     Raises:
         UnknownNameError: for an unknown preset, role or dtype.
-        MeshwiseError: for a role that is given twice.
+        MeshwiseError: for a role that is given twice, or that the preset's recipe decides.
     """
     first, *others = (p.strip() for p in text.split(","))
     preset = "bf16" if "=" in first else first
@@ -74,11 +219,19 @@ def parse_precision(text: str) -> Precision:
         role, value = _change(part)
         if role in changes:
             raise MeshwiseError(f"precision: {role} is given twice in {text!r}")
+        if base.recipe is not None and role in _OF_RECIPES:
+            raise MeshwiseError(f"precision: {preset} decides {role} itself, found {part!r}; leave it out")
         changes[role] = value
     if not changes:
         return base
     values = {r: changes.get(r, getattr(base, r)) for r in _ROLES}
-    return Precision(name=text, meaning=f"{base.name} with {', '.join(changes)} changed", **values)
+    if "gradients" in changes and "reductions" not in changes:
+        values["reductions"] = values["gradients"]
+    compute = changes.get("compute")
+    if compute is not None and compute.bits >= DType.BF16.bits and "other_compute" not in changes:
+        values["other_compute"] = compute
+    meaning = f"{base.name} with {', '.join(changes)} changed"
+    return Precision(name=text, meaning=meaning, recipe=base.recipe, **values)
 
 
 def _change(part: str) -> tuple[str, DType | None]:
@@ -90,42 +243,3 @@ def _change(part: str) -> tuple[str, DType | None]:
     if role not in _ROLES:
         raise UnknownNameError("precision role", role, _ROLES)
     return role, None if role == "master" and value == "none" else parse_dtype(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Optimizer:
-    """What an optimizer keeps per parameter.
-
-    Args:
-        name: what users type.
-        moments: values of the `moments` format per parameter.
-        meaning: one line for help.
-    """
-
-    name: str
-    moments: int
-    meaning: str
-
-
-#: Optimizers by name.
-OPTIMIZERS = {
-    o.name: o
-    for o in (
-        Optimizer("adamw", 2, "Adam with decoupled weight decay: two moments"),
-        Optimizer("lion", 1, "Lion: one moment"),
-        Optimizer("momentum", 1, "SGD with momentum: one moment"),
-        Optimizer("sgd", 0, "plain SGD: no state"),
-    )
-}
-
-
-def parse_optimizer(text: str) -> Optimizer:
-    """Find an optimizer.
-
-    Raises:
-        UnknownNameError: with the names there are.
-    """
-    key = {"adam": "adamw"}.get(text.strip().lower(), text.strip().lower())
-    if key not in OPTIMIZERS:
-        raise UnknownNameError("optimizer", text, OPTIMIZERS)
-    return OPTIMIZERS[key]

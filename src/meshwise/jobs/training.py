@@ -8,7 +8,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from meshwise.errors import MeshwiseError
-from meshwise.jobs.precision import Optimizer, Precision, parse_optimizer, parse_precision
+from meshwise.jobs.optimizer import OPTIMIZERS, Optimizer, parse_optimizer
+from meshwise.jobs.precision import PRECISIONS, Precision, parse_precision
 from meshwise.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 
 __all__ = ["TrainingJob"]
@@ -42,7 +43,7 @@ class TrainingJob(BaseModel):
     )
     precision: str = Field(
         default="bf16",
-        description="Number formats: bf16, mixed, fp16, fp32, or roles such as bf16,master=fp32,gradients=fp32.",
+        description=f"Number formats: {', '.join(PRECISIONS)}, or roles such as bf16,master=fp32,gradients=fp32.",
     )
     expert_imbalance: float | None = Field(
         default=None,
@@ -56,7 +57,7 @@ class TrainingJob(BaseModel):
         le=100,
         description="Slots of an expert over the mean, all of them sent and multiplied; unless given, none are padded.",
     )
-    optimizer: str = Field(default="adamw", description="Optimizer: adamw, lion, momentum, sgd.")
+    optimizer: str = Field(default="adamw", description=f"Optimizer: {', '.join(OPTIMIZERS)}.")
 
     @field_validator("precision")
     @classmethod

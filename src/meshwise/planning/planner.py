@@ -68,7 +68,12 @@ def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = 
         "data": unbounded,
         "stage": problem.model.num_layers,
     }
-    return Limits(largest, job.sequences * (1 + job.batch_slack), {"context": int(job.seq_len), "expert": experts}, dict(fixed or {}))
+    return Limits(
+        largest,
+        job.sequences * (1 + job.batch_slack),
+        {"context": int(job.seq_len), "expert": experts},
+        dict(fixed or {}),
+    )
 
 
 def plan_training(

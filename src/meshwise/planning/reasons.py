@@ -59,7 +59,9 @@ def critical_tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:
     """
     wire = make_wire(whole, {"fsdp": [float(d.size) for d in whole.dimensions]}, ("fsdp",))
     formats = problem.job.formats
-    bandwidth = 2 / (float(wire.gather) * formats.weights.bytes)  # of two-byte values, which the rule is stated for
+    bandwidth = 2 / (
+        float(wire.gather) * formats.gathered_weight_bytes
+    )  # of two-byte values, which the rule is stated for
     peak = problem.cluster.chip.peak(formats.compute)
     sparsity = problem.model.parameters.total / problem.model.parameters.active
     return data_parallel_critical_tokens_per_chip(peak, bandwidth) * sparsity

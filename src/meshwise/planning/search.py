@@ -143,8 +143,9 @@ def search(
 def _ideal_chip_seconds_per_token(problem: TrainingProblem) -> float:
     """Chip-seconds of one token if every chip only multiplied matrices, at its achieved rate."""
     flops = problem.model.train_flops_per_token(int(problem.job.seq_len))
-    rate = problem.cluster.chip.peak(problem.job.formats.compute) * problem.calibration.matmul_efficiency
-    return flops / rate
+    formats, chip = problem.job.formats, problem.cluster.chip
+    peak = max(chip.peak(formats.compute), chip.peak(formats.other_compute))
+    return flops / (peak * problem.calibration.matmul_efficiency)
 
 
 class _State:
@@ -205,7 +206,7 @@ def _wire_groups(problem: TrainingProblem, structures: Iterable[Structure]) -> t
     """Every group of mesh axes that some collective of some structure runs over."""
     groups = set()
     for structure in structures:
-        for placed in place_structure(problem.model, structure):
+        for placed in place_structure(problem, structure):
             for item in (*placed.forward, *placed.backward, *placed.step):
                 if isinstance(item, Transfer):
                     groups.add(tuple(sorted(item.collective.mesh_axes)))

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from meshwise.costs.traffic import Pass
 from meshwise.costs.workings import Workings
 from meshwise.explanation import Explanation
+from meshwise.report.formats import peak_fields, peak_words
 from meshwise.report.sources import ROOFLINES, SHARDED, number, sourced
-from meshwise.units import format_bandwidth, format_bytes, format_flops, format_flops_per_s, format_time
+from meshwise.units import format_bandwidth, format_bytes, format_flops, format_time
 
 __all__ = ["explain_lower", "explain_upper", "upper_parts"]
 
@@ -39,16 +40,18 @@ def _rounds(w: Workings, last: str, other: str) -> str:
 
 
 def _busy_compute(w: Workings, seconds: float) -> Explanation:
-    dtype = w.problem.job.formats.compute
+    formats = w.problem.job.formats
     last = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values())
     other = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values() if b.waited_for)
+    update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
     return Explanation(
         "busy: compute",
-        "(microbatches x FLOPs of one on the last stage + (stages - 1) x FLOPs of one on another) / peak",
+        "(microbatches x FLOPs of one on the last stage + (stages - 1) x FLOPs of one on another) / peak"
+        + (" + matmuls of the optimizer" if update else ""),
         f"({_rounds(w, format_flops(last), format_flops(other))}) / "
-        f"{format_flops_per_s(w.problem.cluster.chip.peak(dtype))}",
+        f"{peak_words(w.problem.cluster.chip, formats, brackets=True)}{update}",
         format_time(seconds),
-        f"{ROOFLINES}; {sourced(w.problem.cluster, f'flops_per_s.{dtype.value}')}",
+        f"{ROOFLINES}; {sourced(w.problem.cluster, *peak_fields(formats))}",
     )
 
 
@@ -113,6 +116,7 @@ def upper_parts(w: Workings) -> dict[str, float]:
         + sum(c.waited_for * seconds for c, seconds in moves)
         + idle * send,
         "collectives once a step": sum(c.seconds_per_step for c in w.collectives if c.when is Pass.STEP),
-        "optimizer": w.optimizer_bytes / (chip.hbm_bandwidth * calibration.hbm_efficiency),
+        "optimizer": w.optimizer_bytes / (chip.hbm_bandwidth * calibration.hbm_efficiency)
+        + w.optimizer_matmul / calibration.matmul_efficiency,
     }
     return {name: part for name, part in parts.items() if part}

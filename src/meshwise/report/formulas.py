@@ -14,7 +14,9 @@ from meshwise.costs.traffic import Pass
 from meshwise.costs.workings import BlockWorking, CollectiveWorking, Workings
 from meshwise.explanation import Explanation
 from meshwise.hardware import Cluster
+from meshwise.report.formats import peak_fields, peak_words
 from meshwise.report.sources import GPUS, OVERLAP, ROOFLINES, RULE, SHARDED, number, sourced
+from meshwise.report.words import counted
 from meshwise.sharding import CollectiveKind
 from meshwise.units import format_bandwidth, format_bytes, format_flops, format_flops_per_s, format_percent, format_time
 
@@ -73,7 +75,7 @@ def _compute(w: Workings, name: str, seconds: float) -> Explanation:
     job, calibration = w.problem.job, w.problem.calibration
     chip = w.problem.cluster.chip
     runs = [b for b in w.blocks if b.seconds(name)]
-    peak = f"{format_flops_per_s(chip.peak(job.formats.compute))} x {format_percent(calibration.matmul_efficiency)}"
+    peak = f"{peak_words(chip, job.formats)} x {format_percent(calibration.matmul_efficiency)}"
     hbm = f"{format_bandwidth(chip.hbm_bandwidth)} x {format_percent(calibration.hbm_efficiency)}"
     return Explanation(
         name,
@@ -82,7 +84,7 @@ def _compute(w: Workings, name: str, seconds: float) -> Explanation:
         " + ".join(_run(b, name) for b in runs),
         format_time(seconds),
         f"{RULE.format(1)}; {ROOFLINES}; "
-        + sourced(w.problem.cluster, f"flops_per_s.{job.formats.compute.value}", "hbm_bandwidth")
+        + sourced(w.problem.cluster, *peak_fields(job.formats), "hbm_bandwidth")
         + f"; calibration {calibration.name}, whose measurements are named under what is assumed",
     )
 
@@ -214,13 +216,26 @@ def _send(w: Workings, seconds: float) -> Explanation:
 
 def _optimizer(w: Workings, seconds: float) -> Explanation:
     chip, calibration = w.problem.cluster.chip, w.problem.calibration
-    kind = w.problem.job.optimizer_kind
-    return Explanation(
-        "optimizer",
+    kind, formats = w.problem.job.optimizer_kind, w.problem.job.formats
+    formula = (
         "bytes / (HBM bandwidth x achieved share); bytes: gradients and old values read, "
-        f"{kind.moments} moment{'s' * (kind.moments != 1)} and weights read and written",
-        f"{format_bytes(w.optimizer_bytes)} / ({format_bandwidth(chip.hbm_bandwidth)} x "
-        f"{format_percent(calibration.hbm_efficiency)})",
-        format_time(seconds),
-        f"{ROOFLINES}; {sourced(w.problem.cluster, 'hbm_bandwidth')}",
+        f"{'sums of the second moment' if kind.factored else counted(kind.moments, 'moment')} "
+        "and weights read and written"
     )
+    substitution = (
+        f"{format_bytes(w.optimizer_bytes)} / ({format_bandwidth(chip.hbm_bandwidth)} x "
+        f"{format_percent(calibration.hbm_efficiency)})"
+    )
+    source = f"{ROOFLINES}; {sourced(w.problem.cluster, 'hbm_bandwidth')}"
+    if w.optimizer_matmul:
+        peak = chip.peak(formats.other_compute)
+        formula += (
+            f"; and FLOPs of {kind.orthogonal_iterations} Newton-Schulz iterations, 4 m^2 n + 2 m^3 for each m x n "
+            "matrix, dealt out over the chips that share its state / (FLOP/s x achieved share)"
+        )
+        substitution += (
+            f" + {format_flops(w.optimizer_matmul * peak)} / ({format_flops_per_s(peak)} x "
+            f"{format_percent(calibration.matmul_efficiency)})"
+        )
+        source += "; Jordan et al. 2024, Muon"
+    return Explanation("optimizer", formula, substitution, format_time(seconds), source)

@@ -21,7 +21,7 @@ _CLASSES = {
     "parameters": ("sum over blocks of copies x parameters x bytes / ways that share them", STATE),
     "master_copies": ("sum over blocks of copies x elements of the optimizer's shard x bytes", STATE),
     "gradients": ("sum over blocks of copies x elements of the gradients' shard x bytes", STATE),
-    "optimizer": ("sum over blocks of copies x elements of the optimizer's shard x moments x bytes", STATE),
+    "optimizer": ("sum over blocks of copies x elements of the optimizer's shard x bytes of its state", STATE),
     "activations": ("layers of the stage x microbatches in flight x bytes that one layer keeps", REMAT),
     "logits_and_loss": ("what the head keeps and works on: logits, their gradient, the loss", REMAT),
     "workspace": ("the largest over blocks of the largest operation's operands and what is computed again", REMAT),
@@ -62,10 +62,13 @@ def _class(w: Workings, one: ClassWorking, num_bytes: float, paddings: Sequence[
 
 def _shares(w: Workings) -> str:
     """Say over how many ways the weights of each block are shared out."""
-    weight = w.problem.job.formats.weights
+    formats = w.problem.job.formats
+    narrow = formats.gathered_weight_bytes
+    each = f"{formats.weights.bytes:g} bytes"
+    if narrow != formats.weights.bytes:
+        each = f"{narrow:.4g} bytes (projections and experts; {each} others)"
     return "; ".join(
-        f"one {s.block}: {format_count(s.elements)} x {weight.bytes:g} bytes / {number(round(s.ways, 1))} ways"
-        for s in w.states
+        f"one {s.block}: {format_count(s.elements)} x {each} / {number(round(s.ways, 1))} ways" for s in w.states
     )
 
 

@@ -10,6 +10,7 @@ from meshwise.costs.workings import Workings, work_out
 from meshwise.explanation import Explanation
 from meshwise.planning import Plan
 from meshwise.report.bounds import explain_lower, explain_upper
+from meshwise.report.formats import explain_formats
 from meshwise.report.formulas import explain_time
 from meshwise.report.memory import explain_memory
 from meshwise.report.report import Details
@@ -49,6 +50,7 @@ def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
             format_time(time.expected),
             _RULE,
         ),
+        *explain_formats(row.problem.job.formats, row.problem.job.optimizer_kind),
         *explain_time(workings, e.terms),
         Explanation(
             "lower bound",

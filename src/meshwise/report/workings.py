@@ -165,6 +165,7 @@ def workings_data(w: Workings) -> dict[str, Any]:
         "send_s": w.send,
         "boundary_bytes": w.boundary_bytes,
         "optimizer_bytes": w.optimizer_bytes,
+        "optimizer_matmul_s": w.optimizer_matmul,
     }
 
 

@@ -19,6 +19,7 @@ from meshwise.tensors import (
     Attention,
     AttentionGradient,
     Block,
+    Convert,
     Elementwise,
     Kind,
     Op,
@@ -330,14 +331,15 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         if h.tensor.kind is Kind.WEIGHT and h.sharding != weights[h.tensor.name].sharding
     }
     own = {t.name: weights[t.name] for t in block.weights}
-    optimizer = tuple(Held(h.tensor, strategy.stored(h.tensor.axes, "optimizer")) for h in own.values())
+    trained = [h.tensor for h in own.values() if not h.tensor.frozen]
+    optimizer = tuple(Held(t, strategy.stored(t.axes, "optimizer")) for t in trained)
     return PlacedBlock(
         block=block,
         forward=tuple(forward.items),
         backward=tuple(back.items),
         recomputed=recomputed,
         kept=tuple(kept.values()),
-        workspace=tuple(back.held[t.name] for t in saved.recomputed),
+        workspace=tuple(back.held[op.output.name] for op in saved.recompute if not _passing(op)),
         weights=tuple(own.values()),
         tied=tuple(h for n, h in weights.items() if n not in own),
         tied_gradients=tuple(h for n, h in gradients.items() if n not in own),
@@ -346,6 +348,11 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         gathered=tuple(gathered.values()),
         step=_step_transfers(own, gradients, optimizer),
     )
+
+
+def _passing(op: Op) -> bool:
+    """Whether what `op` makes is used up by the next operation: a weight widened for one multiplication."""
+    return isinstance(op, Convert) and not op.lasting
 
 
 def _all_weights(block: Block) -> Iterable[Tensor]:

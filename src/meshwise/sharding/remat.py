@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwise.errors import UnknownNameError
-from meshwise.tensors import Attention, Block, Einsum, Kind, Op, Tensor, backward
+from meshwise.tensors import Attention, Block, Convert, Einsum, Kind, Op, Tensor, backward
 
 __all__ = ["REMAT_POLICIES", "RematPolicy", "Saved", "remat_policy", "saved_activations"]
 
@@ -88,7 +88,10 @@ def saved_activations(block: Block, policy: RematPolicy) -> Saved:
     tensors |= {op.output.name: op.output for op in block.ops}  # the maker's axes (T), not a reader's (S)
 
     def is_kept(name: str) -> bool:
-        return name not in makers or policy.keeps(makers[name])
+        if name not in makers:
+            return True
+        maker = makers[name]
+        return policy.keeps(maker) and not (isinstance(maker, Convert) and not maker.lasting)
 
     wanted = [t.name for op in backward(block) for t in op.inputs if _is_activation(tensors.get(t.name))]
     kept: dict[str, Tensor] = {}

@@ -70,8 +70,8 @@ def estimate_train(
         seq_len: tokens per sequence.
         tokens: tokens of the whole run; without it there are no days and dollars.
         batch_slack: share by which the batch may be rounded to what divides; 0 for exact.
-        precision: number formats, "bf16", "mixed", or by role.
-        optimizer: "adamw", "lion", "momentum", "sgd".
+        precision: number formats, "bf16", "mixed", "fp8-block", ..., or by role.
+        optimizer: "adamw", "muon", "adafactor", "adamw-8bit", ...
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
         calibration: achieved rates: "default", "none", or a family by name.

@@ -1,0 +1,169 @@
+"""What the optimizer holds, moves and computes: per tensor of a placed block, as sums still to be given sizes.
+
+Not here: what optimizers there are (`jobs.optimizer`), and seconds (`step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from meshwise.costs.extents import (
+    Extents,
+    Split,
+    Volume,
+    WeightedSum,
+    element_bytes,
+    held_key,
+    volume_key,
+    weighted_sum,
+)
+from meshwise.dtypes import DType
+from meshwise.jobs import Optimizer, Precision, newton_schulz_flops
+from meshwise.sharding import Collective, CollectiveKind, Sharding
+from meshwise.sharding.place import Held, PlacedBlock, Purpose, Transfer
+from meshwise.tensors import Block, Einsum, Kind, Lookup, Tensor
+
+__all__ = ["Matrix", "UpdatePlan", "matrices", "moment_bytes", "update_plan", "update_transfers", "weight_bytes"]
+
+#: Muon's matrices travel and are multiplied in bf16 (Liu et al. 2025, Moonlight, algorithm 1).
+_MUON_FORMAT = DType.BF16
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight as optimizers see it: so many matrices (of experts) of rows and columns, by its axes."""
+
+    stack: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+def matrices(block: Block) -> dict[str, Matrix]:
+    """The weights of `block` that are matrices, by name: those that an einsum sums over, and tables.
+
+    What stands in weight, input and output alike is no part of a matrix but tells several apart (experts).
+    """
+    found: dict[str, Matrix] = {}
+    for op in block.ops:
+        for t in op.inputs:
+            if t.kind is not Kind.WEIGHT or t.name in found:
+                continue
+            if isinstance(op, Lookup) and len(t.axes) > 1:
+                found[t.name] = Matrix((), t.axes[:1], t.axes[1:])
+            elif isinstance(op, Einsum):
+                others = {a for o in op.inputs if o is not t for a in o.axes}
+                rows = tuple(a for a in t.axes if a not in op.output.axes)
+                columns = tuple(a for a in t.axes if a in op.output.axes and a not in others)
+                stack = tuple(a for a in t.axes if a in op.output.axes and a in others)
+                if rows and columns:
+                    found[t.name] = Matrix(stack, rows, columns)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """The update of one copy of a block before sizes are known.
+
+    Args:
+        traffic: HBM bytes on one chip.
+        orthogonal: matrices that are made orthogonal, each with the mesh axes over which its work is dealt out.
+        iterations: of Newton-Schulz on each.
+    """
+
+    traffic: WeightedSum
+    orthogonal: tuple[tuple[Matrix, Split], ...]
+    iterations: int
+
+    def flops(self, extents: Extents) -> Any:
+        """FLOPs on the matrix unit of one chip: whole matrices are dealt out evenly."""
+        total: Any = 0.0
+        for matrix, split in self.orthogonal:
+            stack = prod(extents.sizes[a] for a in matrix.stack)
+            total = total + stack * self._of_one(matrix, extents) / extents.devices(split)
+        return total
+
+    def largest(self, extents: Extents) -> float:
+        """FLOPs of the largest matrix, which no two chips share."""
+        return max((self._of_one(m, extents) for m, _ in self.orthogonal), default=0.0)
+
+    def _of_one(self, matrix: Matrix, extents: Extents) -> float:
+        rows, columns = (prod(extents.sizes[a] for a in axes) for axes in (matrix.rows, matrix.columns))
+        return float(newton_schulz_flops(rows, columns, self.iterations))
+
+
+def update_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> UpdatePlan:
+    """Read from a placed block what its update moves and computes.
+
+    Gradients and old values are read (by factored moments twice), moments, master copies and weights read and written;
+    a matrix that is made orthogonal is written for that and read back.
+    """
+    master = precision.master.bytes if precision.master else 0.0
+    terms: list[tuple[Volume, float]] = []
+    for held in placed.optimizer:
+        gradient = precision.gradients.bytes * (2 if optimizer.factored else 1)
+        weight = element_bytes(held.tensor, precision)
+        per_element = gradient + 2 * master + weight + weight_bytes(held.tensor, precision)
+        if _orthogonal(held, placed.block, optimizer):
+            per_element += 2 * _MUON_FORMAT.bytes
+        terms.append((held_key(held), per_element))
+        terms += [(key, 2 * num_bytes) for key, num_bytes in _moments(held, placed.block, precision, optimizer)]
+    return UpdatePlan(weighted_sum(terms), tuple(_orthogonal_work(placed, optimizer)), optimizer.orthogonal_iterations)
+
+
+def moment_bytes(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> WeightedSum:
+    """Bytes of the optimizer's state of one copy of a block."""
+    return weighted_sum(pair for h in placed.optimizer for pair in _moments(h, placed.block, precision, optimizer))
+
+
+def weight_bytes(tensor: Tensor, precision: Precision) -> float:
+    """Bytes of one element of a weight as stored between steps, with all its copies."""
+    recipe = precision.recipe
+    narrow = recipe is not None and recipe.weights is not None and tensor.dtype == recipe.weights.dtype
+    copies = recipe.weight_copies if recipe is not None and narrow and not tensor.frozen else 1
+    return copies * element_bytes(tensor, precision)
+
+
+def update_transfers(placed: PlacedBlock, optimizer: Optimizer) -> Iterator[tuple[str, Transfer]]:
+    """Where matrices are made orthogonal: name and AllToAll of each, which brings it to one chip, whole, and back."""
+    for held, split in _dealt(placed, optimizer):
+        if split:
+            t = Tensor(f"momentum.{held.tensor.name}", held.tensor.axes, Kind.WEIGHT, _MUON_FORMAT)
+            whole = Sharding(((),) * len(t.axes))
+            exchange = Collective(CollectiveKind.ALL_TO_ALL, split, held.sharding, whole)
+            yield held.tensor.name, Transfer(t, exchange, Purpose.WEIGHTS, "")
+
+
+def _orthogonal(held: Held, block: Block, optimizer: Optimizer) -> bool:
+    return bool(optimizer.orthogonal_iterations) and block.role == "layer" and held.tensor.name in matrices(block)
+
+
+def _dealt(placed: PlacedBlock, optimizer: Optimizer) -> Iterator[tuple[Held, Split]]:
+    """Matrices to be made orthogonal, with the mesh axes that share out their state."""
+    if optimizer.orthogonal_iterations:
+        for held in placed.optimizer:
+            if _orthogonal(held, placed.block, optimizer):
+                yield held, tuple(sorted(a for split in held.sharding.splits for a in split))
+
+
+def _orthogonal_work(placed: PlacedBlock, optimizer: Optimizer) -> Iterator[tuple[Matrix, Split]]:
+    found = matrices(placed.block) if optimizer.orthogonal_iterations else {}
+    for held, split in _dealt(placed, optimizer):
+        yield found[held.tensor.name], split
+
+
+def _moments(held: Held, block: Block, precision: Precision, optimizer: Optimizer) -> Iterable[tuple[Volume, float]]:
+    """Parts of the state of one tensor, with bytes per element."""
+    one = precision.moments.bytes if not optimizer.block_scaled else 1 + 4 / optimizer.block_scaled
+    whole = optimizer.moments
+    if optimizer.orthogonal_iterations and not _orthogonal(held, block, optimizer):
+        whole = optimizer.other_moments
+    parts = [(held_key(held), whole * one)] if whole else []
+    if optimizer.factored:
+        matrix = matrices(block).get(held.tensor.name)
+        splits: Mapping[str, Split] = dict(zip(held.tensor.axes, held.sharding.splits, strict=True))
+        sums = [held.tensor.axes] if matrix is None else [matrix.stack + matrix.rows, matrix.stack + matrix.columns]
+        parts += [(volume_key(axes, [splits[a] for a in axes]), one) for axes in sums]
+    return parts

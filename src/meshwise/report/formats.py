@@ -1,0 +1,90 @@
+"""What is computed, stored and sent in which number format, in words. Not here: the formats (`jobs.precision`)."""
+
+from __future__ import annotations
+
+from meshwise.explanation import Explanation
+from meshwise.hardware import Chip
+from meshwise.jobs import Optimizer, Precision
+from meshwise.tensors import Format
+from meshwise.units import format_flops_per_s
+
+__all__ = ["explain_formats", "peak_fields", "peak_words"]
+
+_RECIPES = (
+    "Micikevicius et al. 2018 (mixed precision) and 2022 (fp8); DeepSeek-V3, section 3.3; OCP Microscaling 1.0; "
+    "NVIDIA 2025, NVFP4"
+)
+
+
+def peak_words(chip: Chip, formats: Precision, *, brackets: bool = False) -> str:
+    """Write the rate, or the two rates, of matmuls."""
+    rate = format_flops_per_s(chip.peak(formats.compute))
+    if formats.compute == formats.other_compute:
+        return rate
+    other = format_flops_per_s(chip.peak(formats.other_compute))
+    text = f"{rate} {formats.compute.value}, else {other} {formats.other_compute.value}"
+    return f"({text})" if brackets else f"[{text}]"
+
+
+def peak_fields(formats: Precision) -> tuple[str, ...]:
+    """Name the chip's numbers that `peak_words` shows."""
+    both = dict.fromkeys((formats.compute, formats.other_compute))
+    return tuple(f"flops_per_s.{d.value}" for d in both)
+
+
+def explain_formats(formats: Precision, optimizer: Optimizer) -> tuple[Explanation, ...]:
+    """Say what is computed, stored and sent in what."""
+    return (
+        Explanation("computed in", "matmuls with weights of layers; all other matmuls", *_computed(formats)),
+        Explanation(
+            "stored in", "weights; activations for the backward pass; training state", *_stored(formats, optimizer)
+        ),
+        Explanation("sent in", "weights; activations; gradients", *_sent(formats)),
+    )
+
+
+def _computed(p: Precision) -> tuple[str, str, str]:
+    if p.recipe is None:
+        same = p.compute == p.other_compute
+        text = f"all in {p.compute.value}" if same else f"{p.compute.value}; {p.other_compute.value}"
+        return text, p.name, _RECIPES
+    text = (
+        f"projections and experts, forward and backward, in {p.compute.value}, added up in {p.recipe.accumulates}; "
+        f"attention scores, router, embedding and logits in {p.other_compute.value}; each operand is converted in a "
+        f"pass of its own ({_passes(p.recipe.activations, p.activations.value)})"
+    )
+    return text, p.name, _RECIPES
+
+
+def _passes(into: Format, wide: str) -> str:
+    times = "once" if into.reads == 1 else "twice, first for its largest value"
+    copies = "one copy" if into.writes == 1 else "two layouts"
+    return f"read {times} in {wide}, {copies} written in {into.dtype.value}"
+
+
+def _stored(p: Precision, optimizer: Optimizer) -> tuple[str, str, str]:
+    weights, kept = f"weights {p.weights.value}", f"activations {p.activations.value}"
+    if p.recipe is not None:
+        if p.recipe.weights is not None:
+            copies = " in two block directions" if p.recipe.weight_copies == 2 else ""
+            weights = f"projections and experts {_format(p.recipe.weights)}{copies}, other weights {p.weights.value}"
+        kept = f"inputs of those matmuls {_format(p.recipe.activations)}, other activations {p.activations.value}"
+    master = "no master copy" if p.master is None else f"master weights {p.master.value}"
+    moments = f"int8 by blocks of {optimizer.block_scaled}" if optimizer.block_scaled else p.moments.value
+    return f"{weights}; {kept}; gradients {p.gradients.value}, {master}, moments {moments}", p.name, _RECIPES
+
+
+def _format(f: Format) -> str:
+    scales = f" + {f.scale_bytes:.4g} bytes of scales an element" if f.scale_bytes else ""
+    return f"{f.dtype.value}{scales}"
+
+
+def _sent(p: Precision) -> tuple[str, str, str]:
+    weights, activations = p.weights.value, p.activations.value
+    if p.recipe is not None:
+        if p.recipe.weights is not None:
+            weights = f"projections and experts {p.recipe.weights.dtype.value}, other weights {p.weights.value}"
+        narrow = p.recipe.activations.dtype.value
+        dispatch = f", tokens to their experts {narrow}" if p.recipe.dispatches else ""
+        activations = f"gathered inputs of those matmuls {narrow}{dispatch}, all others {p.activations.value}"
+    return f"{weights}; {activations}; gradients reduced in {p.reductions.value}", p.name, _RECIPES
