@@ -1,0 +1,281 @@
+"""Pipeline schedules: in which order stages work on microbatches, what that idles, holds and sends, and what it needs.
+
+The numbers are closed forms on floats or arrays of candidates. Not here: the order of work itself (`simulation`), or
+how layers are spread over stages (`pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.costs.arithmetic import maximum, minimum, where
+from meshwise.costs.makespans import (
+    PipelineShape,
+    PipelineTimes,
+    StageTimes,
+    dualpipe,
+    dualpipe_v,
+    interleaved,
+    one_after_another,
+    together,
+    zb_h1,
+    zb_v,
+)
+from meshwise.errors import UnknownNameError
+
+__all__ = ["SCHEDULES", "Need", "PipelineShape", "PipelineTimes", "Schedule", "StageTimes", "find_schedule"]
+
+#: Sizes of a pipeline -> a number, or whether something holds.
+Count = Callable[[PipelineShape], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A condition on stages p, microbatches M and virtual stages v, and what to say where it fails."""
+
+    holds: Count
+    reason: str
+
+    def why_not(self, s: PipelineShape) -> str | None:
+        """The reason, with the numbers, or None where it holds."""
+        sizes = {"p": s.stages, "M": s.num_microbatches, "v": s.virtual_stages, "twice": 2 * s.stages}
+        return None if self.holds(s) else self.reason.format(**sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a pipeline orders its work.
+
+    Args:
+        name: as users write it.
+        meaning: what it does, in a line.
+        source: who described it.
+        needs: what it asks of stages, microbatches and chunks.
+        chunks: of the model on a device: 1, 2, or None where the layout says how many (`virtual_stages`).
+        copies: of the parameters.
+        splits_backward: whether gradients of weights are a pass of their own.
+        overlaps: whether a forward pass runs together with another microbatch's backward pass, each computing while
+            the other communicates.
+        folded: whether the first device also has the end of the model: its head.
+        makespan: seconds of all microbatches; see `makespans`.
+        held_first, held_last: chunks' activations that the first and the last device hold at most.
+        held_head: microbatches whose logits are held at once.
+    """
+
+    name: str
+    meaning: str
+    source: str
+    needs: tuple[Need, ...]
+    chunks: int | None
+    copies: int
+    splits_backward: bool
+    overlaps: bool
+    folded: bool
+    makespan: Callable[[PipelineShape, PipelineTimes], Any]
+    held_first: Count
+    held_last: Count
+    held_head: Count
+
+    def why_not(self, shape: PipelineShape) -> str | None:
+        """Say why the schedule cannot run so, or None where it can.
+
+        >>> find_schedule("interleaved").why_not(PipelineShape(4, 6, 2))
+        'interleaved needs microbatches in whole rounds of the stages: 6 microbatches do not divide by 4 stages'
+        """
+        for need in self.needs:
+            reason = need.why_not(shape)
+            if reason is not None:
+                return f"{self.name} needs {reason}"
+        return None
+
+    def allows(self, shape: PipelineShape) -> Any:
+        """Whether it can run so (bools or arrays)."""
+        allowed: Any = True
+        for need in self.needs:
+            allowed = allowed & need.holds(shape)
+        return allowed
+
+    def chunks_of(self, shape: PipelineShape) -> Any:
+        """Chunks of the model on a device."""
+        return shape.virtual_stages if self.chunks is None else self.chunks
+
+    def num_chunks(self, shape: PipelineShape) -> Any:
+        """Chunks that the model is cut into."""
+        return shape.stages * self.chunks_of(shape)
+
+    def pairs(self, shape: PipelineShape) -> Any:
+        """Forward passes of a chunk that run together with a backward pass, on the longest path through the step."""
+        if not self.overlaps:
+            return 0.0
+        chunks = self.chunks_of(shape)
+        return together(chunks * shape.num_microbatches, chunks * shape.stages / 2)
+
+    def work(self, shape: PipelineShape, times: PipelineTimes) -> Any:
+        """Seconds that the busiest device works: of the first, the last and one between."""
+        M, chunks = shape.num_microbatches, self.chunks_of(shape)
+        if self.folded:
+            pairs = self.pairs(shape)
+            between = M * chunks * times.middle.total - pairs * times.middle.saved
+            ends = M * chunks * times.ends.total - pairs * times.ends.saved
+            return maximum(ends, where(self.num_chunks(shape) > 2, between, 0.0))
+        others = (chunks - 1) * times.middle.total
+        between = where(shape.stages > 2, M * chunks * times.middle.total, 0.0)
+        return maximum(M * (times.last.total + others), M * (times.first.total + others), between)
+
+    def idle(self, shape: PipelineShape, times: PipelineTimes) -> Any:
+        """Seconds that the busiest device waits in a step: the bubble.
+
+        >>> t = StageTimes(1.0, 1.0, 1.0)
+        >>> [find_schedule(n).idle(PipelineShape(4, 8), PipelineTimes(t, t, t)) for n in ("1f1b", "zb-h1")]
+        [9.0, 3.0]
+        """
+        return self.makespan(shape, times) - self.work(shape, times)
+
+    def in_flight(self, shape: PipelineShape) -> tuple[Any, Any]:
+        """Microbatches whose activations the first and the last device hold at most, in units of a device's layers.
+
+        >>> find_schedule("1f1b").in_flight(PipelineShape(4, 8))
+        (4.0, 1.0)
+        >>> find_schedule("interleaved").in_flight(PipelineShape(4, 8, 2))
+        (5.5, 2.5)
+        """
+        chunks = self.chunks_of(shape)
+        return self.held_first(shape) / chunks, self.held_last(shape) / chunks
+
+    def hops(self, shape: PipelineShape) -> Any:
+        """Sends from device to device that a microbatch makes on its way forward."""
+        # Where the model is folded, its two halves meet on the last device.
+        return self.chunks_of(shape) * (shape.stages - 1) if self.folded else self.num_chunks(shape) - 1
+
+    def sends(self, shape: PipelineShape) -> Any:
+        """Sends of one device in a step, forward and backward: a middle one, which sends most."""
+        return 2 * shape.num_microbatches * self.chunks_of(shape) * (shape.stages > 1)
+
+
+_STAGES = Need(lambda s: s.stages >= 2, "two stages or more: found {p}")
+_PLAIN = Need(lambda s: s.virtual_stages == 1, "one virtual stage a device: found {v}")
+_FOLD = Need(lambda s: s.virtual_stages == 2, "two virtual stages a device, which make the V: found {v}")
+_TWICE = Need(
+    lambda s: s.num_microbatches >= 2 * s.stages,
+    "twice as many microbatches as stages: {M} are fewer than {twice}",
+)
+
+_SCHEDULES = (
+    Schedule(
+        name="gpipe",
+        meaning="all forward passes, then all backward passes",
+        source="Huang et al. 2019, GPipe",
+        needs=(_PLAIN,),
+        chunks=1, copies=1, splits_backward=False, overlaps=False, folded=False,
+        makespan=one_after_another,
+        held_first=lambda s: where(s.stages > 1, s.num_microbatches, 1),
+        held_last=lambda s: where(s.stages > 1, s.num_microbatches, 1),
+        held_head=lambda s: where(s.stages > 1, s.num_microbatches, 1),
+    ),
+    Schedule(
+        name="1f1b",
+        meaning="one forward, one backward pass: few microbatches in flight",
+        source="Narayanan et al. 2019, PipeDream; 2021, Megatron-LM (the flushed schedule)",
+        needs=(_PLAIN,),
+        chunks=1, copies=1, splits_backward=False, overlaps=False, folded=False,
+        makespan=one_after_another,
+        held_first=lambda s: minimum(s.stages, s.num_microbatches),
+        held_last=lambda _: 1,
+        held_head=lambda _: 1,
+    ),
+    Schedule(
+        name="interleaved",
+        meaning="1F1B with several chunks of the model a device: it fills and drains faster, and sends more often",
+        source="Narayanan et al. 2021, Megatron-LM, section 2.2.2",
+        needs=(
+            _STAGES,
+            Need(lambda s: s.virtual_stages >= 2, "two virtual stages or more: found {v}"),
+            Need(
+                lambda s: s.num_microbatches % s.stages == 0,
+                "microbatches in whole rounds of the stages: {M} microbatches do not divide by {p} stages",
+            ),
+        ),
+        chunks=None, copies=1, splits_backward=False, overlaps=False, folded=False,
+        makespan=interleaved,
+        held_first=lambda s: minimum(
+            s.num_microbatches * s.virtual_stages, (s.virtual_stages + 1) * s.stages - 1
+        ),
+        held_last=lambda s: (s.virtual_stages - 1) * s.stages + 1,
+        held_head=lambda _: 1,
+    ),
+    Schedule(
+        name="zb-h1",
+        meaning="1F1B whose gradients of weights wait, and fill the drain",
+        source="Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-H1)",
+        needs=(
+            _STAGES,
+            _PLAIN,
+            Need(lambda s: s.num_microbatches >= s.stages, "as many microbatches as stages: {M} are fewer than {p}"),
+        ),
+        chunks=1, copies=1, splits_backward=True, overlaps=False, folded=False,
+        makespan=zb_h1,
+        held_first=lambda s: s.stages,
+        held_last=lambda s: s.stages,
+        held_head=lambda s: s.stages,
+    ),
+    Schedule(
+        name="zb-v",
+        meaning="two chunks a device, laid out as a V, gradients of weights apart: next to no bubble",
+        source="Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-V)",
+        needs=(
+            _STAGES,
+            _FOLD,
+            Need(lambda s: s.num_microbatches >= 2 * s.stages - 1,
+                "twice as many microbatches as stages, less one: {M} are fewer than {twice} - 1",
+            ),
+        ),
+        chunks=2, copies=1, splits_backward=True, overlaps=False, folded=True,
+        makespan=zb_v,
+        held_first=lambda s: 2 * s.stages,
+        held_last=lambda s: 2 * s.stages,
+        held_head=lambda _: 1,
+    ),
+    Schedule(
+        name="dualpipe",
+        meaning="microbatches from both ends, forward and backward passes overlapped, two copies of the parameters",
+        source="DeepSeek-AI 2024, DeepSeek-V3 report, section 3.2.1, and the DualPipe repository",
+        needs=(
+            Need(lambda s: s.stages % 2 == 0, "an even number of stages: found {p}"),
+            _PLAIN,
+            Need(lambda s: s.num_microbatches % 2 == 0, "an even number of microbatches: found {M}"),
+            _TWICE,
+        ),
+        chunks=1, copies=2, splits_backward=True, overlaps=True, folded=True,
+        makespan=dualpipe,
+        held_first=lambda s: s.stages + 1,
+        held_last=lambda s: s.stages + 1,
+        held_head=lambda _: 1,
+    ),
+    Schedule(
+        name="dualpipe-v",
+        meaning="DualPipe cut in half: a V of two chunks a device, forward and backward passes overlapped, one copy",
+        source="DualPipe repository, DualPipeV; Qi et al. 2025, cut-in-half",
+        needs=(_STAGES, _FOLD, _TWICE),
+        chunks=2, copies=1, splits_backward=True, overlaps=True, folded=True,
+        makespan=dualpipe_v,
+        held_first=lambda s: 2 * s.stages + 1,
+        held_last=lambda s: 2 * s.stages + 1,
+        held_head=lambda _: 1,
+    ),
+)  # fmt: skip
+
+#: Name -> schedule, plain ones first.
+SCHEDULES = {schedule.name: schedule for schedule in _SCHEDULES}
+
+
+def find_schedule(name: str) -> Schedule:
+    """Look up a schedule.
+
+    Raises:
+        UnknownNameError: for a name that is none.
+    """
+    if name not in SCHEDULES:
+        raise UnknownNameError("pipeline schedule", name, SCHEDULES)
+    return SCHEDULES[name]

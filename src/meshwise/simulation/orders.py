@@ -1,0 +1,239 @@
+"""The order of work of every pipeline schedule: for each device, what it runs one after another.
+
+As the papers draw them, with nothing left to a runtime to decide. Not here: when anything runs (`events`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwise.costs.schedules import PipelineShape, find_schedule
+from meshwise.errors import LayoutError
+
+__all__ = ["Task", "Work", "work_orders"]
+
+
+class Task(StrEnum):
+    """What is done with one microbatch in one chunk of the model."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # gradients of activations and of weights in one pass
+    ACTIVATIONS = "activation gradients"
+    WEIGHTS = "weight gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One task of one microbatch.
+
+    Args:
+        task: what is done.
+        microbatch: 0, 1, ...
+        chunk: of the model, in its order: 0 has the embedding.
+        upwards: whether the microbatch entered at the last device and goes towards the first (DualPipe).
+    """
+
+    task: Task
+    microbatch: int
+    chunk: int
+    upwards: bool = False
+
+
+#: What one device runs: each entry is one task, or a forward and a backward task run together.
+Order = tuple[tuple[Work, ...], ...]
+
+
+def work_orders(schedule: str, shape: PipelineShape) -> tuple[Order, ...]:
+    """The order of work of every device.
+
+    >>> orders = work_orders("1f1b", PipelineShape(2, 2))
+    >>> [[f"{run[0].task[0]}{run[0].microbatch}" for run in order] for order in orders]
+    [['f0', 'f1', 'b0', 'b1'], ['f0', 'b0', 'f1', 'b1']]
+
+    Args:
+        schedule: a key of `costs.schedules.SCHEDULES`.
+        shape: stages, microbatches, virtual stages: whole numbers.
+
+    Raises:
+        LayoutError: where the schedule cannot run so.
+        UnknownNameError: for an unknown schedule.
+    """
+    reason = find_schedule(schedule).why_not(shape)
+    if reason is not None:
+        raise LayoutError(reason)
+    order = _ORDERS[schedule]
+    return tuple(tuple(order(d, shape)) for d in range(shape.stages))
+
+
+def _gpipe(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    M = shape.num_microbatches
+    for task in (Task.FORWARD, Task.BACKWARD):
+        yield from ((Work(task, m, d),) for m in range(M))
+
+
+def _1f1b(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    p, M = shape.stages, shape.num_microbatches
+    ahead = min(M, p - 1 - d)
+    forward = ((Work(Task.FORWARD, m, d),) for m in range(M))
+    backward = ((Work(Task.BACKWARD, m, d),) for m in range(M))
+    yield from _take(forward, ahead)
+    for work in forward:
+        yield work
+        yield next(backward)
+    yield from backward
+
+
+def _interleaved(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    """Rounds of p microbatches through the first chunk, then through the second, ...; backward from the last."""
+    p, M, v = shape.stages, shape.num_microbatches, shape.virtual_stages
+
+    def rounds(task: Task, chunks: range) -> Iterator[tuple[Work, ...]]:
+        for begin in range(0, M, p):
+            for chunk in chunks:
+                yield from ((Work(task, m, chunk * p + d),) for m in range(begin, begin + p))
+
+    forward, backward = rounds(Task.FORWARD, range(v)), rounds(Task.BACKWARD, range(v - 1, -1, -1))
+    yield from _take(forward, 2 * (p - 1 - d) + (v - 1) * p)
+    for work in forward:
+        yield work
+        yield next(backward)
+    yield from backward
+
+
+def _zb_h1(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    """The device d delays d gradients of weights, so that every device holds p microbatches."""
+    p, M = shape.stages, shape.num_microbatches
+    forward, activations, weights = (
+        iter([(Work(task, m, d),) for m in range(M)]) for task in (Task.FORWARD, Task.ACTIVATIONS, Task.WEIGHTS)
+    )
+    yield from _take(forward, p - 1 - d)
+    for m in range(M):
+        yield from _take(forward, 1)
+        yield from _take(activations, 1)
+        if m >= d:
+            yield from _take(weights, 1)
+    yield from weights
+
+
+class _Fold:
+    """The two chunks of a device, and how many microbatches each of them has had."""
+
+    def __init__(
+        self, chunks: tuple[int, int], upwards: tuple[bool, bool] = (False, False), begin: tuple[int, int] = (0, 0)
+    ) -> None:
+        self.chunks = chunks
+        self.upwards = upwards
+        self.begin = begin
+        self._next = {(task, k): begin[k] for task in (Task.FORWARD, Task.BACKWARD, Task.WEIGHTS) for k in (0, 1)}
+
+    def done(self, task: Task, k: int) -> int:
+        """Microbatches that had the task in chunk `k`."""
+        return self._next[task, k] - self.begin[k]
+
+    def work(self, task: Task, k: int) -> Work:
+        """The task for the next microbatch in chunk `k`."""
+        counted = Task.BACKWARD if task is Task.ACTIVATIONS else task  # whole or not, one after another
+        m = self._next[counted, k]
+        self._next[counted, k] = m + 1
+        return Work(task, m, self.chunks[k], self.upwards[k])
+
+
+def _zb_v(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    p, M = shape.stages, shape.num_microbatches
+    fold = _Fold((d, 2 * p - 1 - d))
+    F, A, W = Task.FORWARD, Task.ACTIVATIONS, Task.WEIGHTS
+
+    def run(*what: tuple[Task, int]) -> Iterator[tuple[Work, ...]]:
+        yield from ((fold.work(task, k),) for task, k in what)
+
+    yield from run(*[(F, 0)] * (2 * (p - d) - 1))
+    yield from run(*[(F, 1), (F, 0)] * d)
+    yield from run(*[(F, 1), (A, 1), (W, 1)] * (p - d))
+    while fold.done(F, 1) < M:
+        if fold.done(F, 0) < M:
+            yield from run((F, 0))
+        yield from run((A, 0), (W, 0), (F, 1), (A, 1), (W, 1))
+    yield from run(*[(A, 0), (A, 1)] * d)
+    yield from run(*[(A, 0), (W, 0)] * (p - d))
+    yield from run(*[(W, 1)] * (M - fold.done(W, 1)), *[(W, 0)] * (M - fold.done(W, 0)))
+
+
+def _dualpipe(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    """Half of the microbatches enter at the first device, half at the last; a device has a stage of both ways."""
+    p, M = shape.stages, shape.num_microbatches
+    upper = d >= p // 2
+    stages, begin = (d, p - 1 - d), (0, M // 2)
+    near = (1, 0) if upper else (0, 1)  # the direction whose entry is nearer comes first
+    fold = _Fold((stages[near[0]], stages[near[1]]), (near[0] == 1, near[1] == 1), (begin[near[0]], begin[near[1]]))
+    return _bidirectional(fold, min(d, p - 1 - d), p // 2, M // 2)
+
+
+def _dualpipe_v(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    p, M = shape.stages, shape.num_microbatches
+    return _bidirectional(_Fold((d, 2 * p - 1 - d)), d, p, M)
+
+
+def _bidirectional(fold: _Fold, d: int, half: int, n: int) -> Iterator[tuple[Work, ...]]:
+    """The order of a device `d` from the nearer end, where `half` devices lie between an end and the middle.
+
+    Args:
+        fold: its chunks: 0 is the one that microbatches of the nearer end reach first.
+        d, half: as above.
+        n: microbatches of either chunk.
+    """
+    F, B, A, W = Task.FORWARD, Task.BACKWARD, Task.ACTIVATIONS, Task.WEIGHTS
+    delayed: list[Work] = []
+
+    def one(task: Task, k: int) -> tuple[Work, ...]:
+        work = fold.work(task, k)
+        if task is A:
+            delayed.append(Work(W, work.microbatch, work.chunk, work.upwards))
+        return (work,)
+
+    def pair(forward: int, backward: int) -> tuple[Work, ...]:
+        return fold.work(F, forward), fold.work(B, backward)
+
+    inner = half - d - 1
+    yield from (one(F, 0) for _ in range(2 * inner))
+    for _ in range(d + 1):
+        yield one(F, 0)
+        yield one(F, 1)
+    for _ in range(inner):
+        yield one(A, 1)
+        yield (delayed.pop(0),)
+        yield one(F, 1)
+    for i in range(n - 2 * half + d + 1):
+        if i == 0 and inner == 0:  # in the middle these two wait less when they run apart
+            yield one(F, 0)
+            yield one(B, 1)
+        else:
+            yield pair(0, 1)
+        yield pair(1, 0)
+    for _ in range(inner):
+        yield one(B, 1)
+        yield pair(1, 0)
+    # From the second half of what is left, gradients of weights wait.
+    for i in range(2 * (d + 1)):
+        yield one(A if i >= d + 1 else B, 1 - i % 2)
+    for _ in range(inner):
+        yield (delayed.pop(0),)
+        yield one(A, 0)
+    yield from ((work,) for work in delayed)
+
+
+def _take(works: Iterator[tuple[Work, ...]], count: int) -> Iterator[tuple[Work, ...]]:
+    for _, work in zip(range(count), works, strict=False):
+        yield work
+
+
+_ORDERS: dict[str, Callable[[int, PipelineShape], Iterator[tuple[Work, ...]]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "interleaved": _interleaved,
+    "zb-h1": _zb_h1,
+    "zb-v": _zb_v,
+    "dualpipe": _dualpipe,
+    "dualpipe-v": _dualpipe_v,
+}
