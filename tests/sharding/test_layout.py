@@ -18,7 +18,7 @@ from meshwise.sharding.layout import (
     LayoutRequest,
     parse_layout,
 )
-from meshwise.sharding.remat import REMAT_POLICIES
+from meshwise.sharding.remat import FURTHER_POLICIES, REMAT_POLICIES
 
 
 def read(text: str, num_chips: int = 64) -> LayoutRequest:
@@ -32,6 +32,7 @@ def random_layout(choose: random.Random) -> Layout:
     fully_sharded = choose.random() < 0.5 or not use_same_weights
     sequence_parallel = choose.random() < 0.5 or sizes["tensor"] == 1
     schedule = choose.choice(SCHEDULES) if sizes["stage"] > 1 else "1f1b"
+    remat = choose.choice([*REMAT_POLICIES, *FURTHER_POLICIES, "save:q+attention", "recompute:act"])
     return Layout(
         **sizes,
         zero=choose.randrange(3) if sizes["data"] > 1 or not fully_sharded else 0,
@@ -41,8 +42,8 @@ def random_layout(choose: random.Random) -> Layout:
         context_method=choose.choice(CONTEXT_METHODS) if sizes["context"] > 1 else "gather",
         schedule=schedule,
         virtual_stages=choose.randint(1, 4) if schedule == "interleaved" else 1,
-        remat=choose.choice([*REMAT_POLICIES]),
-        remat_layers=choose.choice([None, 1, 7]),
+        remat=remat,
+        remat_layers=choose.choice([None, 1, 7]) if remat != "none" else None,
         offload=tuple(choose.sample(OFFLOADABLE, choose.randrange(4))),
         micro_batch=choose.randint(1, 9),
         num_microbatches=choose.randint(1, 9),

@@ -14,7 +14,9 @@ from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProble
 from meshwise.costs.network import Fabric, Wire, make_wire
 from meshwise.costs.step import Ledger
 from meshwise.errors import LayoutError
+from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
+from meshwise.sharding.remat import check_remat
 from meshwise.tensors import Attention
 
 __all__ = [
@@ -128,11 +130,12 @@ def model_flops(problem: TrainingProblem, tokens: float) -> float:
 
 def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:
     sizes = problem.train_program().bind(batch=layout.sequences, queries=problem.job.seq_len)
+    structure, candidates = layout_candidate(problem.model, layout)
     total = 0.0
-    for placed in place_structure(problem, Structure.of(layout)):
+    for placed in place_structure(problem, structure):
         again = [op for op in placed.block.ops if op.name in placed.recomputed and op.matmul]
         total += placed.block.repeat * sum(op.flops(sizes) for op in again)
-    return float(total)
+    return float(total * candidates.remat_share)
 
 
 def layout_factors(fabric: Fabric, layout: Layout) -> dict[str, list[float]]:
@@ -157,18 +160,32 @@ def layout_wires(fabric: Fabric, layout: Layout) -> Any:
     return wires
 
 
-def layout_candidate(layout: Layout) -> tuple[Structure, Candidates]:
-    """Give a layout as the evaluator takes it: its structure and its sizes."""
-    sizes = {a: float(s) for a, s in layout.sizes.items()}
+def layout_candidate(model: Model, layout: Layout) -> tuple[Structure, Candidates]:
+    """Give a layout as the evaluator takes it: its structure and its sizes.
+
+    Raises:
+        LayoutError: the model has fewer layers than are to be recomputed.
+        UnknownNameError: its layers have no such operations as the remat policy lists.
+    """
+    check_remat(layout.remat, model.train_program())
+    layers = model.num_layers
+    if (layout.remat_layers or 0) > layers:
+        raise LayoutError(
+            f"layout: remat_layers={layout.remat_layers} is more than the {layers} layers of {model.name}; "
+            f"use {layers} or less, or leave it out for all"
+        )
     candidates = Candidates(
-        **sizes, micro_batch=float(layout.micro_batch), num_microbatches=float(layout.num_microbatches)
+        **{a: float(s) for a, s in layout.sizes.items()},
+        micro_batch=float(layout.micro_batch),
+        num_microbatches=float(layout.num_microbatches),
+        remat_share=1.0 if layout.remat_layers is None else layout.remat_layers / layers,
     )
     return Structure.of(layout), candidates
 
 
 def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, ledger: Ledger | None = None) -> Costs:
     """Evaluate one layout with the evaluator of the search; `ledger` is filled with what its terms are sums of."""
-    structure, candidates = layout_candidate(layout)
+    structure, candidates = layout_candidate(problem.model, layout)
     return evaluate(problem, structure, candidates, layout_wires(fabric, layout), ledger=ledger)
 
 

@@ -5,8 +5,8 @@ A single estimate and a whole search run this same code. Not here: which candida
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, held_bytes
 from meshwise.costs.memory import LocalMemory, MemoryPlan, local_memory, memory_plan, training_memory
 from meshwise.costs.network import NO_WIRE, Wire
-from meshwise.costs.pipeline import stage_shares
+from meshwise.costs.pipeline import Part, program_of, stage_shares
 from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime, step_time
 from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.costs.update import UpdatePlan, update_plan
@@ -75,6 +75,7 @@ class Structure:
 
     Args:
         zero, sequence_parallel, remat, fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
+        partial_remat: whether only `Candidates.remat_share` of the layers follow `remat`; the others keep everything.
         exchanges: whether experts live on several devices of the axis `expert`, so that tokens leave for them from where
             the residual stream has them; else they are gathered first, once for all their experts.
     """
@@ -86,12 +87,13 @@ class Structure:
     expert_tensor_parallel: bool = True
     context_method: str = "gather"
     exchanges: bool = False
+    partial_remat: bool = False
 
     @classmethod
     def of(cls, layout: Layout) -> Structure:
         """Read the choices of a layout."""
-        own = {f.name: getattr(layout, f.name) for f in fields(cls) if f.name != "exchanges"}
-        return cls(**own, exchanges=layout.expert > 1)
+        own = {f.name: getattr(layout, f.name) for f in fields(cls) if f.name not in ("exchanges", "partial_remat")}
+        return cls(**own, exchanges=layout.expert > 1, partial_remat=layout.remat_layers is not None)
 
     @property
     def strategy(self) -> Strategy:
@@ -114,7 +116,11 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Sizes of layouts that share a structure: floats, or arrays of one length."""
+    """Sizes of layouts that share a structure: floats, or arrays of one length.
+
+    `remat_share` is the share of layers that follow the remat policy, above 0 and up to 1, where the structure is
+    `partial_remat`; on every stage alike, of fractions of a layer where it comes to that.
+    """
 
     data: Any
     fsdp: Any
@@ -125,6 +131,7 @@ class Candidates:
     num_microbatches: Any
     expert: Any = 1.0
     ulysses: Any = 1.0
+    remat_share: Any = 1.0
 
     @property
     def mesh(self) -> Mapping[str, Any]:
@@ -176,6 +183,15 @@ class PlannedBlock:
     memory: MemoryPlan
     update: UpdatePlan
 
+    def part(self, structure: Structure, candidates: Candidates) -> Part:
+        """Which copies of its block it stands for."""
+        block = self.placed.block
+        if not structure.partial_remat or block.role != "layer":
+            return Part(block)
+        if block.name.endswith(_REST):
+            return Part(block, 1 - candidates.remat_share, rest=True)
+        return Part(block, candidates.remat_share)
+
 
 @dataclass(frozen=True, slots=True)
 class LocalBlock:
@@ -201,23 +217,36 @@ class LocalBlock:
 #: Placements kept at a time: a few models with all their structures; a long-lived process then starts over.
 _KEPT = 4096
 
-_PLACED: dict[tuple[int, Structure], tuple[Block, PlacedBlock]] = {}
+#: Ends the name of the copies of a layer that a partial remat policy leaves out.
+_REST = ", all kept"
+
+_PLACED: dict[tuple[int, Structure, bool], tuple[Block, PlacedBlock]] = {}
 _PLANNED: dict[tuple[int, Precision, Optimizer], tuple[PlacedBlock, PlannedBlock]] = {}
 
 
 def place_structure(problem: TrainingProblem | Model, structure: Structure) -> tuple[PlacedBlock, ...]:
-    """Place every block of a training program; each (block, structure) once in a process."""
+    """Place every block of a training program; each (block, structure) once in a process.
+
+    Where only some layers follow the remat policy, a layer is placed twice: as the policy says, then keeping all.
+    """
     placed = []
-    strategy = structure.strategy
+    whole = replace(structure, partial_remat=False)
     for block in problem.train_program():
-        key = (id(block), structure)
-        if len(_PLACED) > _KEPT:
-            _PLACED.clear()
-        if key not in _PLACED:  # the block is kept beside its placement, so that its id stays its own
-            policy = remat_policy("none" if block.role != "layer" else structure.remat)
-            _PLACED[key] = (block, place_block(block, strategy, policy))
-        placed.append(_PLACED[key][1])
+        placed.append(_placed(block, whole if block.role == "layer" else replace(whole, remat="none")))
+        if structure.partial_remat and block.role == "layer":
+            placed.append(_placed(block, replace(whole, remat="none"), rest=True))
     return tuple(placed)
+
+
+def _placed(block: Block, structure: Structure, *, rest: bool = False) -> PlacedBlock:
+    """Place one block, or find where it was placed before; `rest` marks copies that a policy leaves out."""
+    key = (id(block), structure, rest)
+    if len(_PLACED) > _KEPT:
+        _PLACED.clear()
+    if key not in _PLACED:  # the block is kept beside its placement, so that its id stays its own
+        named = replace(block, name=block.name + _REST) if rest else block
+        _PLACED[key] = (block, place_block(named, structure.strategy, remat_policy(structure.remat)))
+    return _PLACED[key][1]
 
 
 def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[PlannedBlock, ...]:
@@ -307,18 +336,19 @@ def evaluate(
     if local is None:
         local = evaluate_local(problem, structure, c.local)
     extents = whole_extents(problem, structure, c)
+    parts = [p.part(structure, c) for p in planned]
     step = step_time(
-        [_block_time(p, own, extents) for p, own in zip(planned, local, strict=True)],
+        [_block_time(p, part, own, extents) for p, part, own in zip(planned, parts, local, strict=True)],
         StepRates(chip, problem.calibration, wires),
         stages=c.stage,
         num_microbatches=c.num_microbatches,
         boundary_bytes=extents.weighted(held_bytes((_residual(structure),), formats)),
-        optimizer_bytes=_update(planned, extents, c.stage, lambda plan: extents.weighted(plan.traffic)),
-        optimizer_matmul=_orthogonal_seconds(planned, extents, c.stage, chip.peak(formats.other_compute)),
+        optimizer_bytes=_update(planned, parts, extents, c.stage, lambda plan: extents.weighted(plan.traffic)),
+        optimizer_matmul=_orthogonal_seconds(planned, parts, extents, c.stage, chip.peak(formats.other_compute)),
         ledger=ledger,
     )
     memory = training_memory(
-        [(p.placed.block, p.memory, own.memory) for p, own in zip(planned, local, strict=True)],
+        [(part, p.memory, own.memory) for p, part, own in zip(planned, parts, local, strict=True)],
         extents,
         formats,
         hbm_capacity=chip.hbm_usable,
@@ -338,7 +368,7 @@ def evaluate_compute(
     """
     step = step_time(
         [
-            BlockTime(p.placed.block, **own.passes, flows=())
+            BlockTime(p.part(structure, candidates), **own.passes, flows=())
             for p, own in zip(plan_structure(problem, structure), local, strict=True)
         ],
         StepRates(problem.cluster.chip, problem.calibration, lambda _: NO_WIRE),
@@ -350,11 +380,11 @@ def evaluate_compute(
     return step.expected
 
 
-def _block_time(planned: PlannedBlock, local: LocalBlock, extents: Extents) -> BlockTime:
+def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: Extents) -> BlockTime:
     flows = tuple(
         plan.sized(local.flows[i]) if i in local.flows else plan.flow(extents) for i, plan in enumerate(planned.flows)
     )
-    return BlockTime(planned.placed.block, **local.passes, flows=flows)
+    return BlockTime(part, **local.passes, flows=flows)
 
 
 @cache
@@ -365,22 +395,27 @@ def _residual(structure: Structure) -> Held:
 
 
 def _update(
-    planned: tuple[PlannedBlock, ...], extents: Extents, stages: Any, amount: Callable[[UpdatePlan], Any]
+    planned: tuple[PlannedBlock, ...],
+    parts: Sequence[Part],
+    extents: Extents,
+    stages: Any,
+    amount: Callable[[UpdatePlan], Any],
 ) -> Any:
     """What the update takes on a chip of the fuller end of the pipeline, which the other stages wait for."""
-    blocks = [p.placed.block for p in planned]
     most: Any = 0.0
-    for shares in stage_shares(blocks, stages):
+    for shares in stage_shares(program_of(parts), stages):
         total: Any = 0.0
-        for block, p in zip(blocks, planned, strict=True):
-            total = total + amount(p.update) * (block.repeat * shares[block.role])
+        for part, p in zip(parts, planned, strict=True):
+            total = total + amount(p.update) * (part.block.repeat * shares[part.block.role] * part.share)
         most = maximum(most, total)
     return most
 
 
-def _orthogonal_seconds(planned: tuple[PlannedBlock, ...], extents: Extents, stages: Any, peak: float) -> Any:
+def _orthogonal_seconds(
+    planned: tuple[PlannedBlock, ...], parts: Sequence[Part], extents: Extents, stages: Any, peak: float
+) -> Any:
     """Seconds, at the data-sheet rate, of matmuls that make matrices orthogonal: at least those of the largest."""
     largest = max(p.update.largest(extents) for p in planned)
     if not largest:
         return 0.0
-    return maximum(_update(planned, extents, stages, lambda plan: plan.flops(extents)), largest) / peak
+    return maximum(_update(planned, parts, extents, stages, lambda plan: plan.flops(extents)), largest) / peak

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.extents import Extents, WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
-from meshwise.costs.pipeline import stage_shares
+from meshwise.costs.pipeline import Part, program_of, stage_shares
 from meshwise.costs.update import moment_bytes, weight_bytes
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
@@ -165,7 +165,7 @@ def local_memory(plan: MemoryPlan, extents: Extents) -> LocalMemory:
 
 
 def training_memory(
-    blocks: Sequence[tuple[Block, MemoryPlan, LocalMemory]],
+    blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
     extents: Extents,
     precision: Precision,
     *,
@@ -191,7 +191,7 @@ def training_memory(
     """
     state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
     written: tuple[list[Holding] | None, ...] = (None, None) if holdings is None else ([], [])
-    both = pipeline_ends((block for block, _, _ in blocks), stages, num_microbatches)
+    both = pipeline_ends(program_of(part for part, _, _ in blocks), stages, num_microbatches)
     ends = [_stage_classes(blocks, state, end, notes) for end, notes in zip(both, written, strict=True)]
     totals = [sum(classes.values()) for classes in ends]
     first = totals[0] > totals[1]
@@ -265,7 +265,7 @@ def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dic
 
 
 def _stage_classes(
-    blocks: Sequence[tuple[Block, MemoryPlan, LocalMemory]],
+    blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
     state: Sequence[Mapping[str, Any]],
     end: End,
     holdings: list[Holding] | None,
@@ -283,9 +283,10 @@ def _stage_classes(
         if holdings is not None:
             holdings.append(Holding(name, block, present, num_bytes))
 
-    for (block, _, local), held in zip(blocks, state, strict=True):
-        n = end.counts[block.role] * block.repeat
-        present = (end.counts[block.role] > 0) * 1.0
+    for (part, _, local), held in zip(blocks, state, strict=True):
+        block = part.block
+        n = end.counts[block.role] * block.repeat * part.share
+        present = (end.counts[block.role] > 0) * (part.share > 0) * 1.0
         for name in ("parameters", "master_copies", "gradients", "optimizer"):
             add(name, block, n, held[name])
         add("parameters", block, end.several_stages * n, held["tied"])

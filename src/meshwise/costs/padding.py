@@ -60,7 +60,7 @@ def paddings(problem: TrainingProblem, layout: Layout) -> tuple[Padding, ...]:
         problem: model, job, cluster, calibration.
         layout: sizes and choices.
     """
-    structure, candidate = layout_candidate(layout)
+    structure, candidate = layout_candidate(problem.model, layout)
     extents = whole_extents(problem, structure, candidate)
     sizes = layout.sizes
     found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}

@@ -6,12 +6,33 @@ The one place that knows it. Not here: seconds (`step`) and bytes (`memory`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil
 from meshwise.tensors import Block
 
-__all__ = ["num_layers", "stage_shares"]
+__all__ = ["Part", "num_layers", "program_of", "stage_shares"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Copies of a block that follow one remat policy.
+
+    Args:
+        block: whose copies they are.
+        share: of all its copies (float or array).
+        rest: whether they are what another part of the same copies leaves.
+    """
+
+    block: Block
+    share: Any = 1.0
+    rest: bool = False
+
+
+def program_of(parts: Iterable[Part]) -> tuple[Block, ...]:
+    """The blocks that parts were made of, each once."""
+    return tuple(part.block for part in parts if not part.rest)
 
 
 def num_layers(blocks: Iterable[Block]) -> int:

@@ -29,7 +29,7 @@ from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.memory import Holding
 from meshwise.costs.network import Wire
-from meshwise.costs.pipeline import num_layers, stage_shares
+from meshwise.costs.pipeline import Part, num_layers, program_of, stage_shares
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.hardware import Chip
 from meshwise.sharding import CollectiveKind
@@ -60,11 +60,16 @@ Wires = Callable[[tuple[str, ...]], Wire]
 class BlockTime:
     """One copy of a block, one microbatch, on one chip (floats or arrays, seconds)."""
 
-    block: Block
+    part: Part
     forward: PassCompute
     recompute: PassCompute
     backward: PassCompute
     flows: tuple[Flow, ...]
+
+    @property
+    def block(self) -> Block:
+        """Whose copy it is."""
+        return self.part.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +237,9 @@ def step_time(
 
     Source: book, Training; Narayanan et al. 2021 for the 1F1B bubble, (stages - 1) / microbatches of equal stages.
     """
-    program = [b.block for b in blocks]
+    program = program_of(b.part for b in blocks)
     _, last = stage_shares(program, stages)
-    counted = [(b, b.block.repeat * last[b.block.role]) for b in blocks]
+    counted = [(b, b.part.share * (b.block.repeat * last[b.block.role])) for b in blocks]
     micro, fill = _Sums(), None
     for block, count in counted:
         if fill is None and block.block.role == "head":

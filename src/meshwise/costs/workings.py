@@ -266,7 +266,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
     """
     ledger = Ledger()
     evaluate_layout(problem, fabric, layout, ledger)
-    structure, candidate = layout_candidate(layout)
+    structure, candidate = layout_candidate(problem.model, layout)
     planned = plan_structure(problem, structure)
     local = local_extents(problem, structure, candidate.local)
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)

@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.sharding.remat import remat_policy
+from meshwise.sharding.remat_names import RematRequest, parse_remat
 
 __all__ = [
     "CONTEXT_METHODS",
@@ -146,6 +147,13 @@ class Layout:
 
     def _check_combination(self) -> None:
         """Refuse choices that contradict each other, whatever the model."""
+        if self.remat == "none" and self.remat_layers is not None:
+            raise LayoutError(
+                f"layout: remat_layers={self.remat_layers} of remat=none recompute nothing; write remat=full, or another "
+                "policy, or leave remat_layers out"
+            )
+        if len(set(self.offload)) < len(self.offload):
+            raise LayoutError(f"layout: offload names a part twice: {'+'.join(self.offload)}")
         if self.virtual_stages > 1 and self.schedule != "interleaved":
             raise LayoutError(
                 f"layout: virtual_stages={self.virtual_stages} is for schedule=interleaved, found {self.schedule}; "
@@ -286,8 +294,9 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
         UnknownNameError: an axis or choice that does not exist.
     """
     given: dict[str, Any] = {}
-    for part in (p.strip() for p in text.split(",") if p.strip()):
-        match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S+)", part)
+    remat: RematRequest | None = None
+    for part in _parts(text):
+        match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S.*)", part)
         if match is None:
             raise LayoutError(
                 f"layout: expected name=value (such as fsdp=64 or remat=full), found {part!r} in {text!r}"
@@ -295,10 +304,14 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
         name = _ALIASES.get(match[1].lower(), match[1].lower())
         if name in given:
             raise LayoutError(f"layout: {name} is given twice in {text!r}")
-        given[name] = _value(name, match[2], part)
+        if name == "remat":
+            remat = parse_remat(match[2])
+        given[name] = _value(name, match[2], part) if remat is None or name != "remat" else remat.policy
     if not given:
         raise LayoutError(f"layout: expected name=value such as fsdp=64,tensor=4, found {text!r}")
     _fill_rest(given, num_chips)
+    if remat is not None:
+        _add_remat(given, remat, text)
     sizes = {a: given.get(a, 1) for a in MESH_AXES}
     choices = {name: value for name, value in given.items() if name not in MESH_AXES}
     Layout(**sizes, **choices)  # checks every value
@@ -309,6 +322,28 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
             "lower an axis, or write -1 for one to let it take the rest"
         )
     return request
+
+
+def _parts(text: str) -> list[str]:
+    """Split at commas, but not at those within brackets or within the list of a remat policy."""
+    parts: list[str] = []
+    for part in (p.strip() for p in re.split(r",(?![^()]*\))", text) if p.strip()):
+        if parts and re.match(r"(remat|recompute)\s*[=:]\s*\w+:", parts[-1].lower()) and not set("=:") & set(part):
+            parts[-1] += f"+{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
+def _add_remat(given: dict[str, Any], remat: RematRequest, text: str) -> None:
+    """Add what a remat policy says besides its name: how many layers follow it, whether what is kept is offloaded."""
+    if remat.layers is not None:
+        if "remat_layers" in given:
+            raise LayoutError(f"layout: remat_layers is given twice in {text!r}")
+        pieces = given.get("stage", 1) * given.get("virtual_stages", 1) if remat.of_each_stage else 1
+        given["remat_layers"] = remat.layers * pieces
+    if remat.offloads:
+        given["offload"] = tuple(dict.fromkeys((*given.get("offload", ()), "activations")))
 
 
 def _fill_rest(given: dict[str, Any], num_chips: int) -> None:

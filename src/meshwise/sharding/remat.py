@@ -5,13 +5,23 @@ A policy is a predicate on the operation that makes a tensor. Not here: bytes or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
-from meshwise.errors import UnknownNameError
+from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.tensors import Attention, Block, Convert, Einsum, Kind, Op, Tensor, backward
 
-__all__ = ["REMAT_POLICIES", "RematPolicy", "Saved", "remat_policy", "saved_activations"]
+__all__ = [
+    "FURTHER_POLICIES",
+    "MODULES",
+    "REMAT_POLICIES",
+    "RematPolicy",
+    "Saved",
+    "check_remat",
+    "remat_policy",
+    "saved_activations",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +61,122 @@ _POLICIES = (
     ),
 )
 
-#: Every policy by the name that users type, from least to most recomputation.
+#: Every policy that a search tries by the name that users type, from least to most recomputation.
 REMAT_POLICIES = {p.name: p for p in _POLICIES}
 
 
+def _is_projection(op: Op) -> bool:
+    """Whether an operation multiplies by a weight that all batches share: a "dot with no batch dimensions"."""
+    weights = [t for t in op.inputs if t.kind is Kind.WEIGHT]
+    if not isinstance(op, Einsum) or len(weights) != 1:
+        return False
+    (other,) = (t for t in op.inputs if t.kind is not Kind.WEIGHT)
+    return not set(weights[0].axes) & set(other.axes) & set(op.output.axes)
+
+
+#: Policies that are asked for by name: others of `REMAT_POLICIES` recompute as much and keep less, or keep as much and
+#: recompute less.
+FURTHER_POLICIES = {
+    p.name: p
+    for p in (
+        RematPolicy(
+            "selective",
+            lambda op: not isinstance(op, Attention),
+            "repeat attention itself, keep the rest; fused attention never keeps its scores, so little is saved",
+            "save_any_names_but_these('attention')",
+        ),
+        RematPolicy(
+            "projections",
+            _is_projection,
+            "keep the products with weights, repeat attention, experts and the elementwise rest",
+            "dots_with_no_batch_dims_saveable",
+        ),
+    )
+}
+
+#: Part of a layer, by Megatron-LM's name for it -> whether an operation is of it.
+MODULES: dict[str, Callable[[Op], bool]] = {
+    "core_attn": lambda op: isinstance(op, Attention),
+    "layernorm": lambda op: op.name in ("norm.attn", "norm.mlp"),
+    "mla_up_proj": lambda op: op.name in ("rope.q", "rope.k") or _reads_latent(op),
+    "mlp": lambda op: op.name.removeprefix("bias.") in ("gate", "up", "act", "down"),
+    "moe_act": lambda op: op.name == "expert.act",
+    "moe": lambda op: op.name.startswith(("expert.", "shared.")) or op.name in ("router", "top_k", "dispatch", "combine"),
+    "shared_experts": lambda op: op.name.startswith("shared."),
+}
+
+#: What makes a module one of the model's: rotary embeddings alone are no projections out of a latent.
+_NEEDED = {"mla_up_proj": lambda op: _reads_latent(op), "moe": lambda op: op.name == "router"}
+
+
+def _reads_latent(op: Op) -> bool:
+    return isinstance(op, Einsum) and any(t.name.startswith(("q_a", "kv_a")) for t in op.inputs)
+
+
 def remat_policy(name: str) -> RematPolicy:
-    """Find a policy.
+    """Find a policy, or make one of a list of operations.
+
+    >>> remat_policy("save:attention+o").jax_name
+    "save_only_these_names('attention', 'o')"
+
+    Args:
+        name: of `REMAT_POLICIES` or `FURTHER_POLICIES`; or "save:" or "recompute:" and names, joined by "+", of
+            operations, of the tensors that they make, or of `MODULES`: only these are kept, or all but these.
 
     Raises:
+        LayoutError: a list without names, or with one twice.
         UnknownNameError: with the names there are.
     """
-    if name not in REMAT_POLICIES:
-        raise UnknownNameError("remat policy", name, REMAT_POLICIES)
-    return REMAT_POLICIES[name]
+    verb, colon, listed = name.partition(":")
+    if colon and verb in ("save", "recompute"):
+        return _list_policy(verb, tuple(listed.split("+")))
+    known = REMAT_POLICIES | FURTHER_POLICIES
+    if name not in known:
+        raise UnknownNameError("remat policy", name, (*known, "save:...", "recompute:..."))
+    return known[name]
+
+
+@cache
+def _list_policy(verb: str, names: tuple[str, ...]) -> RematPolicy:
+    text = f"{verb}:{'+'.join(names)}"
+    if not all(names):
+        raise LayoutError(f"layout: expected names of operations, as in {verb}:attention+o, found {text!r}")
+    if len(set(names)) < len(names):
+        raise LayoutError(f"layout: {text!r} names an operation twice")
+    quoted = ", ".join(map(repr, names))
+    if verb == "save":
+        return RematPolicy(
+            text, lambda op: _is_any(op, names), f"keep {', '.join(names)}", f"save_only_these_names({quoted})"
+        )
+    return RematPolicy(
+        text, lambda op: not _is_any(op, names), f"repeat {', '.join(names)}", f"save_any_names_but_these({quoted})"
+    )
+
+
+def _is_any(op: Op, names: Iterable[str]) -> bool:
+    return any(name in (op.name, op.output.name) or (name in MODULES and MODULES[name](op)) for name in names)
+
+
+def check_remat(name: str, blocks: Iterable[Block]) -> None:
+    """Refuse a policy that lists what no layer has.
+
+    Args:
+        name: as for `remat_policy`.
+        blocks: of the program.
+
+    Raises:
+        UnknownNameError: with the operations and modules of the layers.
+    """
+    verb, _, listed = name.partition(":")
+    if verb not in ("save", "recompute"):
+        return
+    ops = [op for block in blocks if block.role == "layer" for op in block.ops]
+    found = dict.fromkeys(op.name for op in ops)
+    modules = [m for m, is_of in MODULES.items() if any(_NEEDED.get(m, is_of)(op) for op in ops)]
+    tensors = {op.output.name for op in ops}
+    for one in listed.split("+"):
+        if one not in found and one not in modules and one not in tensors:
+            raise UnknownNameError("operation of a layer (remat)", one, (*found, *modules))
 
 
 @dataclass(frozen=True, slots=True)
