@@ -43,7 +43,9 @@ def test_times_and_memory_are_linear_in_the_layers_that_recompute(policy):
             assert some.memory[name] == pytest.approx(mean, **CLOSE), name
         assert some.recompute_flops == pytest.approx(share * all_of_them.recompute_flops, **CLOSE)
         # The largest counts: a layer that recomputes needs room to do so as long as there is one.
-        assert some.memory["workspace"] == max(all_of_them.memory["workspace"], 0 if layers == 8 else none.memory["workspace"])
+        assert some.memory["workspace"] == max(
+            all_of_them.memory["workspace"], 0 if layers == 8 else none.memory["workspace"]
+        )
 
 
 def test_what_a_layer_keeps_by_hand():
@@ -98,9 +100,7 @@ def test_an_array_of_shares_is_what_each_share_is():
     structure, candidate = layout_candidate(problem.model, layout)
     shares = np.array([0.125, 0.5, 1.0])
     sizes = {n: np.full(3, getattr(candidate, n)) for n in ("data", "fsdp", "tensor", "stage", "micro_batch")}
-    many = type(candidate)(
-        **sizes, context=1.0, num_microbatches=candidate.num_microbatches, remat_share=shares
-    )
+    many = type(candidate)(**sizes, context=1.0, num_microbatches=candidate.num_microbatches, remat_share=shares)
     costs = evaluate(problem, structure, many, layout_wires(fabric, layout))
     for i, layers in enumerate((1, 4, 8)):
         one = evaluate_layout(problem, fabric, layout.replace(remat_layers=layers))

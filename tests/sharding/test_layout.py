@@ -270,7 +270,11 @@ def test_words_for_a_layout_that_cannot_be(text: str, words: str) -> None:
         ("pp=2,schedule=zbv", "unknown pipeline schedule 'zbv'. Nearest: zb-v, zb-h1."),
         ("offload=optimiser", "unknown part to offload 'optimiser'. Nearest: optimizer."),
         ("remat=ful", "unknown remat policy 'ful'. Nearest: full."),
-        ("remat=selective", "unknown remat policy 'selective'. Known: attention, full, matmuls, none."),
+        (
+            "remat=everything",
+            "unknown remat policy 'everything'. Known: attention, full, matmuls, none, "  # noqa: ISC004
+            "projections, recompute:..., save:..., selective.",
+        ),
     ],
 )
 def test_words_for_names_that_do_not_exist(text: str, words: str) -> None:

@@ -7,8 +7,8 @@ import random
 import pytest
 from tiny_models import BLOCKS, Shape, tiny_block
 
-from meshwise.errors import UnknownNameError
-from meshwise.sharding.remat import REMAT_POLICIES, Saved, remat_policy, saved_activations
+from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.sharding.remat import REMAT_POLICIES, Saved, check_remat, remat_policy, saved_activations
 from meshwise.tensors import Attention, Block, Einsum, Kind, backward
 
 POLICIES = ["none", "matmuls", "attention", "full"]
@@ -122,4 +122,78 @@ def test_an_unknown_policy_names_the_known() -> None:
     assert str(caught.value) == "unknown remat policy 'fulll'. Nearest: full."
     with pytest.raises(UnknownNameError) as caught:
         remat_policy("")
-    assert str(caught.value) == "unknown remat policy ''. Known: attention, full, matmuls, none."
+    assert str(caught.value) == (
+        "unknown remat policy ''. "
+        "Known: attention, full, matmuls, none, projections, recompute:..., save:..., selective."
+    )
+
+
+def test_selective_repeats_attention_alone() -> None:
+    assert again("llama", "selective") == ["attention"]
+    assert kept("llama", "selective") == kept("llama", "none") - {"attention"}
+
+
+def test_projections_keep_what_weights_make() -> None:
+    """A dot with no batch dimensions: not attention, and not experts, whose weights differ along E."""
+    assert kept("llama", "projections") == {"x", "q", "k", "v", "o", "gate", "up"}
+    assert "attention" in again("llama", "projections")
+    assert {"expert.gate", "expert.down"} <= set(again("mixtral", "projections"))
+    assert "router" not in again("mixtral", "projections")
+
+
+@pytest.mark.parametrize(
+    ("policy", "ops"),
+    [
+        ("recompute:layernorm", ["norm.attn", "norm.mlp"]),
+        ("recompute:core_attn", ["attention"]),
+        ("recompute:mlp", ["gate", "up", "act"]),  # nothing reads the result of the last product
+        ("recompute:act+norm.mlp", ["norm.mlp", "act"]),
+        ("recompute:x.mlp", ["norm.mlp"]),  # by the tensor that it makes
+        ("save:q+k+v+attention+o", again("llama", "attention")),
+        ("save:q+k+v+attention+o+gate+up", again("llama", "matmuls")),
+    ],
+)
+def test_lists_of_operations(policy: str, ops: list[str]) -> None:
+    assert again("llama", policy) == ops
+
+
+def test_modules_of_a_mixture_and_of_latent_attention() -> None:
+    assert again("mixtral", "recompute:moe_act") == ["expert.act"]
+    assert again("mixtral", "recompute:moe")[0] == "router"
+    latent = next(name for name in BLOCKS if "q_a" in {op.name for op in block_of(name).ops})
+    assert again(latent, "recompute:mla_up_proj") == ["q", "k", "v", "rope.q", "rope.k"]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_backward_pass_finds_all_it_reads_whatever_is_listed(name: str) -> None:
+    block = block_of(name)
+    choose = random.Random(name)  # noqa: S311 - a seed, no secret
+    names = [op.name for op in block.ops]
+    for verb in ("save", "recompute"):
+        listed = "+".join(choose.sample(names, min(3, len(names))))
+        s = saved_activations(block, remat_policy(f"{verb}:{listed}"))
+        outside = {t.name for op in block.ops for t in op.inputs if t.kind is not Kind.ACTIVATION}
+        known = outside | {t.name for t in s.kept} | {f"d_{n}" for n in block.outputs}
+        for op in (*s.recompute, *backward(block)):
+            assert {t.name for t in op.inputs} <= known, f"{op.name} reads what is not there"
+            known.add(op.output.name)
+
+
+def test_operations_that_no_layer_has_are_refused() -> None:
+    layer = Block("layer", block_of("llama").ops, role="layer")
+    check_remat("save:q+attention", [layer])
+    check_remat("full", [layer])
+    for policy, name in (
+        ("save:qq", "qq"),
+        ("recompute:act+moe_act", "moe_act"),
+        ("recompute:mla_up_proj", "mla_up_proj"),
+    ):
+        with pytest.raises(UnknownNameError, match=rf"unknown operation of a layer \(remat\) '{name}'"):
+            check_remat(policy, [layer])
+
+
+def test_lists_that_say_nothing_are_refused() -> None:
+    with pytest.raises(LayoutError, match="expected names of operations, as in save:attention"):
+        remat_policy("save:")
+    with pytest.raises(LayoutError, match="names an operation twice"):
+        remat_policy("recompute:act+act")

@@ -76,8 +76,8 @@ class Structure:
     Args:
         zero, sequence_parallel, remat, fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
         partial_remat: whether only `Candidates.remat_share` of the layers follow `remat`; the others keep everything.
-        exchanges: whether experts live on several devices of the axis `expert`, so that tokens leave for them from where
-            the residual stream has them; else they are gathered first, once for all their experts.
+        exchanges: whether experts live on several devices of the axis `expert`, so that tokens leave for them from
+            where the residual stream has them; else they are gathered first, once for all their experts.
     """
 
     zero: int
@@ -343,7 +343,7 @@ def evaluate(
         stages=c.stage,
         num_microbatches=c.num_microbatches,
         boundary_bytes=extents.weighted(held_bytes((_residual(structure),), formats)),
-        optimizer_bytes=_update(planned, parts, extents, c.stage, lambda plan: extents.weighted(plan.traffic)),
+        optimizer_bytes=_update(planned, parts, c.stage, lambda plan: extents.weighted(plan.traffic)),
         optimizer_matmul=_orthogonal_seconds(planned, parts, extents, c.stage, chip.peak(formats.other_compute)),
         ledger=ledger,
     )
@@ -397,7 +397,6 @@ def _residual(structure: Structure) -> Held:
 def _update(
     planned: tuple[PlannedBlock, ...],
     parts: Sequence[Part],
-    extents: Extents,
     stages: Any,
     amount: Callable[[UpdatePlan], Any],
 ) -> Any:
@@ -418,4 +417,4 @@ def _orthogonal_seconds(
     largest = max(p.update.largest(extents) for p in planned)
     if not largest:
         return 0.0
-    return maximum(_update(planned, parts, extents, stages, lambda plan: plan.flops(extents)), largest) / peak
+    return maximum(_update(planned, parts, stages, lambda plan: plan.flops(extents)), largest) / peak

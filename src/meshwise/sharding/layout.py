@@ -149,8 +149,8 @@ class Layout:
         """Refuse choices that contradict each other, whatever the model."""
         if self.remat == "none" and self.remat_layers is not None:
             raise LayoutError(
-                f"layout: remat_layers={self.remat_layers} of remat=none recompute nothing; write remat=full, or another "
-                "policy, or leave remat_layers out"
+                f"layout: remat_layers={self.remat_layers} of remat=none recompute nothing; write remat=full, "
+                "or another policy, or leave remat_layers out"
             )
         if len(set(self.offload)) < len(self.offload):
             raise LayoutError(f"layout: offload names a part twice: {'+'.join(self.offload)}")
@@ -296,7 +296,7 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
     given: dict[str, Any] = {}
     remat: RematRequest | None = None
     for part in _parts(text):
-        match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S.*)", part)
+        match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S+)", part)
         if match is None:
             raise LayoutError(
                 f"layout: expected name=value (such as fsdp=64 or remat=full), found {part!r} in {text!r}"
@@ -327,7 +327,9 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
 def _parts(text: str) -> list[str]:
     """Split at commas, but not at those within brackets or within the list of a remat policy."""
     parts: list[str] = []
-    for part in (p.strip() for p in re.split(r",(?![^()]*\))", text) if p.strip()):
+    outside_brackets = r",(?![^()]*\))"
+    for written in (p.strip() for p in re.split(outside_brackets, text) if p.strip()):
+        part = re.sub(r"\s", "", written) if "(" in written else written
         if parts and re.match(r"(remat|recompute)\s*[=:]\s*\w+:", parts[-1].lower()) and not set("=:") & set(part):
             parts[-1] += f"+{part}"
         else:

@@ -94,6 +94,11 @@ FURTHER_POLICIES = {
     )
 }
 
+
+def _reads_latent(op: Op) -> bool:
+    return isinstance(op, Einsum) and any(t.name.startswith(("q_a", "kv_a")) for t in op.inputs)
+
+
 #: Part of a layer, by Megatron-LM's name for it -> whether an operation is of it.
 MODULES: dict[str, Callable[[Op], bool]] = {
     "core_attn": lambda op: isinstance(op, Attention),
@@ -101,16 +106,14 @@ MODULES: dict[str, Callable[[Op], bool]] = {
     "mla_up_proj": lambda op: op.name in ("rope.q", "rope.k") or _reads_latent(op),
     "mlp": lambda op: op.name.removeprefix("bias.") in ("gate", "up", "act", "down"),
     "moe_act": lambda op: op.name == "expert.act",
-    "moe": lambda op: op.name.startswith(("expert.", "shared.")) or op.name in ("router", "top_k", "dispatch", "combine"),
+    "moe": lambda op: (
+        op.name.startswith(("expert.", "shared.")) or op.name in ("router", "top_k", "dispatch", "combine")
+    ),
     "shared_experts": lambda op: op.name.startswith("shared."),
 }
 
 #: What makes a module one of the model's: rotary embeddings alone are no projections out of a latent.
-_NEEDED = {"mla_up_proj": lambda op: _reads_latent(op), "moe": lambda op: op.name == "router"}
-
-
-def _reads_latent(op: Op) -> bool:
-    return isinstance(op, Einsum) and any(t.name.startswith(("q_a", "kv_a")) for t in op.inputs)
+_NEEDED: dict[str, Callable[[Op], bool]] = {"mla_up_proj": _reads_latent, "moe": lambda op: op.name == "router"}
 
 
 def remat_policy(name: str) -> RematPolicy:

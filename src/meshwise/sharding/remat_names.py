@@ -89,9 +89,7 @@ def parse_remat(text: str) -> RematRequest:
         )
     if name == "block" and count is None:
         raise LayoutError("layout: remat=block needs the layers of each stage that are recomputed, as in remat=block:4")
-    return _request(
-        REMAT_ALIASES.get(name, name), None if name == "uniform" else count, of_each_stage=name == "block"
-    )
+    return _request(REMAT_ALIASES.get(name, name), None if name == "uniform" else count, of_each_stage=name == "block")
 
 
 def _request(policy: str, count: str | None, **how: bool) -> RematRequest:
