@@ -249,12 +249,14 @@ class Elementwise(Op):
         reduced: axes over which it normalises or chooses; they must be whole on a device (the D of a norm). A plain sum
             over an axis that the output lacks is not among them: a device leaves its part of the sum.
         counted: the index space, where it is not the product of every axis (parts of a concatenation, a choice of E).
+        joins: whether it adds up parts of one matmul (a frozen weight's and its adapter's), whose output it makes.
     """
 
     flops_per_element: float = 1.0
     linear: bool = False
     reduced: tuple[str, ...] = ()
     counted: tuple[str, ...] | None = None
+    joins: bool = False
 
     def flops(self, sizes: Sizes) -> Any:
         """Vector operations."""

@@ -217,7 +217,7 @@ def test_tokens_travel_to_experts_narrow_and_back_wide():
     by_name = {op.name: op for op in layer.ops}
     assert by_name["dispatch"].output.dtype == "fp8"
     assert by_name["combine"].output.dtype is None
-    structure, _ = layout_candidate(layout(fsdp=8, remat="full"))
+    structure, _ = layout_candidate(p.model, layout(fsdp=8, remat="full"))
     placed = next(b for b in plan_structure(p, structure) if b.placed.block is layer).placed
     back = {i.op.name: i.op for i in placed.backward if hasattr(i, "op")}
     assert back["dcombine"].output.dtype == "fp8"

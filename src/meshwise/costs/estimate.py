@@ -17,7 +17,7 @@ from meshwise.errors import LayoutError
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.remat import check_remat
-from meshwise.tensors import Attention
+from meshwise.tensors import Attention, Einsum, Op, Sizes
 
 __all__ = [
     "Estimate",
@@ -120,12 +120,24 @@ class TrainingRun:
 
 
 def model_flops(problem: TrainingProblem, tokens: float) -> float:
-    """FLOPs that training on `tokens` needs by the convention of MFU; causal attention counts what is computed."""
-    program = problem.model.train_program()
+    """FLOPs that training on `tokens` needs by the convention of MFU; causal attention counts what is computed.
+
+    6 per active parameter and token; where weights are frozen, 4 of theirs and of what stays wide, 6 of the adapters'.
+    """
+    program = problem.train_program()
     seq_len = problem.job.seq_len
     sizes = program.bind(batch=tokens / seq_len, queries=seq_len)
+    if not problem.job.tuning.full:
+        return float(sum(b.repeat * _trained_flops(op, sizes) for b in program for op in b.ops))
     attention = sum(b.repeat * op.flops(sizes) for b in program for op in b.ops if isinstance(op, Attention))
     return float(6 * problem.model.parameters.active * tokens + 3 * attention)
+
+
+def _trained_flops(op: Op, sizes: Sizes) -> Any:
+    """FLOPs of a matmul forward, and backward for each input that has a gradient."""
+    if isinstance(op, Einsum):
+        return op.flops(sizes) * (1 + sum(not t.frozen for t in op.inputs))
+    return 3 * op.flops(sizes) if isinstance(op, Attention) else 0.0
 
 
 def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:

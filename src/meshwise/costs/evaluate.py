@@ -24,7 +24,7 @@ from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime, step_tim
 from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.costs.update import UpdatePlan, update_plan
 from meshwise.hardware import Cluster
-from meshwise.jobs import Optimizer, Precision, TrainingJob, narrowed
+from meshwise.jobs import FineTuning, Optimizer, Precision, TrainingJob, narrowed, with_adapters
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.place import Held, PlacedBlock, place_block
@@ -60,13 +60,13 @@ class TrainingProblem:
     calibration: Calibration
 
     def train_program(self) -> Program:
-        """Give the model's program as the job trains it: conversions to narrow formats are operations of it."""
-        return _job_program(self.model, self.job.formats)
+        """Give the model's program as the job trains it: with conversions to narrow formats, and with adapters."""
+        return _job_program(self.model, self.job.formats, self.job.tuning)
 
 
 @cache
-def _job_program(model: Model, formats: Precision) -> Program:
-    return narrowed(model.train_program(), formats)
+def _job_program(model: Model, formats: Precision, tuning: FineTuning) -> Program:
+    return with_adapters(narrowed(model.train_program(), formats), tuning)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from meshwise.errors import MeshwiseError
+from meshwise.jobs.fine_tuning import FineTuning, parse_fine_tuning
 from meshwise.jobs.optimizer import OPTIMIZERS, Optimizer, parse_optimizer
 from meshwise.jobs.precision import PRECISIONS, Precision, parse_precision
 from meshwise.units import Quantity, format_count, format_percent, parse_count, parse_fraction
@@ -58,11 +59,22 @@ class TrainingJob(BaseModel):
         description="Slots of an expert over the mean, all of them sent and multiplied; unless given, none are padded.",
     )
     optimizer: str = Field(default="adamw", description=f"Optimizer: {', '.join(OPTIMIZERS)}.")
+    fine_tune: str = Field(
+        default="full",
+        description="What is trained: full, lora or qlora, such as lora:rank=16,targets=attention+mlp "
+        "(all, attention, mlp, experts, shared, q, k, v, o, gate, up, down) or qlora:rank=64,storage=nf4 (or int4).",
+    )
 
     @field_validator("precision")
     @classmethod
     def _precision_is_known(cls, text: str) -> str:
         parse_precision(text)
+        return text
+
+    @field_validator("fine_tune")
+    @classmethod
+    def _fine_tuning_is_known(cls, text: str) -> str:
+        parse_fine_tuning(text)
         return text
 
     @field_validator("optimizer")
@@ -93,6 +105,15 @@ class TrainingJob(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _adapters_are_wide(self) -> TrainingJob:
+        if self.formats.recipe is not None and not self.tuning.full:
+            raise MeshwiseError(
+                f"fine_tune {self.fine_tune!r}: frozen weights are multiplied in a 16-bit format or wider, "
+                f"found precision {self.precision!r}; use bf16 or mixed"
+            )
+        return self
+
     @property
     def sequences(self) -> float:
         """Sequences per step; not whole when `seq_len` does not divide `batch_tokens`."""
@@ -107,3 +128,8 @@ class TrainingJob(BaseModel):
     def optimizer_kind(self) -> Optimizer:
         """The parsed `optimizer`."""
         return parse_optimizer(self.optimizer)
+
+    @cached_property
+    def tuning(self) -> FineTuning:
+        """The parsed `fine_tune`."""
+        return parse_fine_tuning(self.fine_tune)

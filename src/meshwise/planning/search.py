@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.costs.estimate import model_flops
 from meshwise.costs.evaluate import (
     Costs,
     LocalBlock,
@@ -142,7 +143,9 @@ def search(
 
 def _ideal_chip_seconds_per_token(problem: TrainingProblem) -> float:
     """Chip-seconds of one token if every chip only multiplied matrices, at its achieved rate."""
-    flops = problem.model.train_flops_per_token(int(problem.job.seq_len))
+    length = int(problem.job.seq_len)
+    full = problem.job.tuning.full
+    flops = problem.model.train_flops_per_token(length) if full else model_flops(problem, length) / length
     formats, chip = problem.job.formats, problem.cluster.chip
     peak = max(chip.peak(formats.compute), chip.peak(formats.other_compute))
     return flops / (peak * problem.calibration.matmul_efficiency)

@@ -13,8 +13,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.costs.estimate import Interval
+from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.padding import paddings
 from meshwise.costs.workings import collectives_of
+from meshwise.jobs import trainable_parameters
 from meshwise.planning import MAX_MEMORY, Found, Plan, Planning, Rival
 from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.plan_details import plan_details
@@ -117,6 +119,22 @@ def _subject(plan: Plan) -> str:
     )
 
 
+#: What MFU counts, by whether everything is trained.
+_COUNTED = {
+    True: "6 x active parameters x tokens",
+    False: "matmuls forward and for each gradient needed (of a token, 4 FLOPs a frozen parameter, 6 a trained one)",
+}
+
+
+def _tuning(problem: TrainingProblem) -> tuple[str, ...]:
+    """Say what is trained, where that is not everything."""
+    if problem.job.tuning.full:
+        return ()
+    trained = trainable_parameters(problem.train_program())
+    share = format_percent(trained / problem.model.parameters.total)
+    return (f"fine-tuning: {problem.job.tuning.meaning}; {trained:,} trainable parameters, {share} of the model's",)
+
+
 def _assumed(plan: Plan) -> tuple[str, ...]:
     """Say what was taken for granted, and what was changed."""
     problem, estimate = plan.problem, plan.estimate
@@ -136,8 +154,9 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
     achieved = ", ".join(f"{format_percent(getattr(calibration, name))} of {what}" for what, name in shares.items())
     lines += [
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
+        *_tuning(problem),
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
-        "MFU counts 6 x active parameters x tokens, causal attention as computed, no recomputation",
+        f"MFU counts {_COUNTED[job.tuning.full]}, causal attention as computed, no recomputation",
         *([_DEALT_OUT] if plan.layout.context > 1 else []),
         *length_words(problem.model, job.seq_len),
         *problem.model.notes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from meshwise.costs.padding import paddings
 from meshwise.costs.workings import Workings, work_out
 from meshwise.explanation import Explanation
+from meshwise.jobs import trainable_parameters
 from meshwise.planning import Plan
 from meshwise.report.bounds import explain_lower, explain_upper
 from meshwise.report.formats import explain_formats
@@ -39,8 +40,6 @@ def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
     exposed = {name: seconds for name, seconds in e.terms.items() if seconds}
     busy = {name: seconds for name, seconds in e.resources.items() if seconds}
     held = {name: b for name, b in e.memory.items() if b and name != "total"}
-    active = row.problem.model.parameters.active
-    attention = (e.model_flops - 6 * active * e.tokens) / 3
     peak = row.problem.cluster.chip.source(f"flops_per_s.{row.problem.job.formats.compute.value}")
     return (
         Explanation(
@@ -61,13 +60,7 @@ def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
         ),
         *explain_lower(workings, e.resources),
         explain_upper(workings, time.upper),
-        Explanation(
-            "model FLOPs",
-            "6 x active parameters x tokens + 3 x causal attention",
-            f"6 x {active:,} x {e.tokens:,.0f} + 3 x {format_flops(attention)}",
-            format_flops(e.model_flops),
-            "the book, Transformers; PaLM (2022), appendix B, with causal attention counted as computed",
-        ),
+        _model_flops(row),
         Explanation(
             "MFU",
             "model FLOPs / (step time x chips x peak)",
@@ -120,3 +113,19 @@ def _run_explanations(row: Plan) -> tuple[Explanation, ...]:
             )
         )
     return tuple(rows)
+
+
+def _model_flops(row: Plan) -> Explanation:
+    e, model = row.estimate, row.problem.model
+    source = "the book, Transformers; PaLM (2022), appendix B, with causal attention counted as computed"
+    if row.problem.job.tuning.full:
+        active = model.parameters.active
+        attention = (e.model_flops - 6 * active * e.tokens) / 3
+        formula = "6 x active parameters x tokens + 3 x causal attention"
+        substitution = f"6 x {active:,} x {e.tokens:,.0f} + 3 x {format_flops(attention)}"
+    else:
+        formula = "sum over matmuls of FLOPs x (1 forward + 1 for each input that has a gradient); attention thrice"
+        trained = trainable_parameters(row.problem.train_program())
+        substitution = f"{model.parameters.total:,} frozen parameters, {trained:,} trained ones"
+        source += "; Hu et al. 2021, LoRA"
+    return Explanation("model FLOPs", formula, substitution, format_flops(e.model_flops), source)

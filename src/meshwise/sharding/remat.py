@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshwise.errors import LayoutError, UnknownNameError
-from meshwise.tensors import Attention, Block, Convert, Einsum, Kind, Op, Tensor, backward
+from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Op, Tensor, backward
 
 __all__ = [
     "FURTHER_POLICIES",
@@ -42,7 +42,7 @@ class RematPolicy:
 
 
 def _is_matmul(op: Op) -> bool:
-    return isinstance(op, Einsum | Attention)
+    return isinstance(op, Einsum | Attention) or (isinstance(op, Elementwise) and op.joins)
 
 
 _POLICIES = (

@@ -48,6 +48,7 @@ def estimate_train(
     batch_slack: str | float = 0.1,
     precision: str = "bf16",
     optimizer: str = "adamw",
+    fine_tune: str = "full",
     cluster: str | None = None,
     price: str | float | None = None,
     calibration: str = "default",
@@ -72,6 +73,7 @@ def estimate_train(
         batch_slack: share by which the batch may be rounded to what divides; 0 for exact.
         precision: number formats, "bf16", "mixed", "fp8-block", ..., or by role.
         optimizer: "adamw", "muon", "adafactor", "adamw-8bit", ...
+        fine_tune: what is trained: "full", "lora:rank=16,targets=all", "qlora:rank=64".
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
         calibration: achieved rates: "default", "none", or a family by name.
@@ -92,6 +94,7 @@ def estimate_train(
         "batch_slack": batch_slack,
         "precision": precision,
         "optimizer": optimizer,
+        "fine_tune": fine_tune,
         "cluster_file": cluster,
         "price": price,
         "calibration": calibration,

@@ -60,6 +60,7 @@ class TrainRequest(PricedWhere, TrainingJob):
             "batch_slack": job.batch_slack,
             "precision": job.precision,
             "optimizer": job.optimizer,
+            "fine_tune": job.fine_tune,
             "calibration": problem.calibration.name,
         }
 
