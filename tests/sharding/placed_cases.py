@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
 from operator import or_
+from typing import TypedDict
 
 import numpy as np
 from formulas import Routing
@@ -20,10 +21,21 @@ from tiny_models import Shape, fixed_routing, random_values, tiny_block
 from meshwise.sharding import Mesh
 from meshwise.sharding.place import PlacedBlock, place_block
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
-from meshwise.sharding.strategy import Strategy, context, data, fsdp, tensor
+from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, ulysses
 from meshwise.tensors import Block
 
 MAX_DEVICES = 16
+AXES = ("data", "fsdp", "context", "ulysses", "expert", "tensor")
+
+#: The three ways in which tensor parallelism treats experts; the last two need sequence parallelism.
+EXPERTS_OF_TENSOR = (("Fe",), ("Fe", "C"), ("E", "C"))
+
+
+class Shared(TypedDict):
+    """How the devices of an axis share out the weights that they all use."""
+
+    sharded: bool
+    zero: int
 
 
 @dataclass(frozen=True)
@@ -55,21 +67,28 @@ def make_case(
 ) -> Case:
     """The block of that name, its sizes chosen so that every axis divides by the mesh."""
     numbers = np.random.default_rng(seed)
-    parts = {a: mesh.get(a, 1) for a in ("fsdp", "context", "data", "tensor")}
+    n = {a: mesh.get(a, 1) for a in AXES}
     choose = random.Random(seed)  # noqa: S311 - a seed, no secret
-    shape = Shape(parts["fsdp"] * parts["context"] * parts["data"], parts["tensor"], choose)
-    batch, queries = parts["data"] * parts["fsdp"] * 2, parts["context"] * parts["tensor"] * 2
+    shape = Shape(
+        stored=prod(n.values()) // n["tensor"],
+        tensor=n["tensor"],
+        heads=n["tensor"] * n["ulysses"],
+        experts=n["expert"] * n["tensor"],
+        choose=choose,
+    )
+    batch, queries = n["data"] * n["fsdp"] * n["expert"] * 2, n["context"] * n["ulysses"] * n["tensor"] * 2
     block, sizes = tiny_block(name, shape, batch=batch, queries=queries)
     weights, batches = random_values(block, sizes, numbers, microbatches)
     on = Mesh.of(mesh)
-    return Case(block, sizes, on, strategy, policy, weights, tuple(batches), fixed_routing(strategy, on, sizes))
+    routing = fixed_routing(block, strategy, on, sizes)
+    return Case(block, sizes, on, strategy, policy, weights, tuple(batches), routing)
 
 
 def random_case(name: str, seed: int) -> Case:
-    """One to three devices along each of four axes; every strategy, all in any order; one or two microbatches."""
+    """One to three devices along each of six axes; every strategy, all in any order; one or two microbatches."""
     choose = random.Random(f"{name} {seed}")  # noqa: S311 - a seed, no secret
     while True:
-        mesh = {axis: choose.choice([1, 2, 2, 3]) for axis in choose.sample(["data", "fsdp", "context", "tensor"], 4)}
+        mesh = {axis: choose.choice([1, 2, 2, 3]) for axis in choose.sample(AXES, len(AXES))}
         if prod(mesh.values()) <= MAX_DEVICES:
             break
     policy, microbatches = choose.choice([*REMAT_POLICIES]), choose.choice([1, 1, 2])
@@ -78,5 +97,14 @@ def random_case(name: str, seed: int) -> Case:
 
 def random_strategy(choose: random.Random) -> Strategy:
     """Some or all of the strategies, mostly all, joined in any order."""
-    parts = [data(zero=choose.randrange(3)), fsdp(), context(), tensor(sequence=choose.random() < 0.6)]
-    return reduce(or_, choose.sample(parts, choose.choice([1, 2, 3, 4, 4, 4, 4])))
+    sequence = choose.random() < 0.6
+    shared: Shared = {"sharded": choose.random() < 0.5, "zero": choose.randrange(3)}
+    parts = [
+        data(zero=shared["zero"]),
+        fsdp(),
+        context(**shared, ring=choose.random() < 0.5),
+        ulysses(**shared),
+        expert(**shared),
+        tensor(sequence=sequence, experts=choose.choice(EXPERTS_OF_TENSOR) if sequence else EXPERTS_OF_TENSOR[0]),
+    ]
+    return reduce(or_, choose.sample(parts, choose.choice([1, 2, 3, 4, 5, 6, 6, 6, 6])))

@@ -7,27 +7,36 @@ missing, superfluous or over the wrong devices shows.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
+from itertools import combinations as subsets
 from itertools import product
 from operator import or_
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from placed_cases import Case, make_case, random_case
+from placed_cases import AXES, EXPERTS_OF_TENSOR, Case, make_case, random_case
 from programs import Arrays, Results, differences
-from tiny_models import BLOCKS, LAYERS
+from tiny_models import BLOCKS, LAYERS, MIXTURES
 
 from meshwise.models import load_model, model_names
 from meshwise.sharding.place import LocalOp, PlacedBlock, Transfer, place_block
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
-from meshwise.sharding.strategy import Strategy, context, data, fsdp, tensor, training_strategy
+from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, training_strategy, ulysses
 from meshwise.tensors import Attention, Einsum, Op
 
-CASES_PER_BLOCK = 14
-TWO_OF_EACH = {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
-ALL_AXES = {**TWO_OF_EACH, "ulysses": 1, "expert": 1}
+CASES_PER_BLOCK = 8
+TWO_OF_EACH = dict.fromkeys(AXES, 2)
+ONE_OF_EACH = dict.fromkeys(AXES, 1)
+
+#: Meshes of 16 devices that together have every axis, and the two around attention and the two around experts at once.
+SMALL_MESHES = (
+    {**ONE_OF_EACH, "data": 2, "fsdp": 2, "context": 2, "tensor": 2},
+    {**ONE_OF_EACH, "fsdp": 2, "context": 2, "ulysses": 2, "tensor": 2},
+    {**ONE_OF_EACH, "data": 2, "ulysses": 2, "expert": 2, "tensor": 2},
+)
 every_block = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -45,36 +54,72 @@ def test_random_placements_compute_what_one_device_computes(name: str) -> None:
 @pytest.mark.slow
 @every_block
 def test_many_random_placements_compute_what_one_device_computes(name: str) -> None:
-    """Slow because it runs 1,300 placed blocks: rare meetings of mesh order, strategy order and policy."""
+    """Slow because it runs 1,400 placed blocks: rare meetings of mesh order, strategy order and policy."""
     for seed in range(CASES_PER_BLOCK, 60):
         prove(random_case(name, seed))
 
 
-def combinations() -> Iterator[tuple[str, Strategy, dict[str, int]]]:
-    replicas = [None, *(data(zero=z) for z in (0, 1, 2))]
-    split = [None, tensor(sequence=True), tensor(sequence=False)]
-    for parts in product(replicas, [None, fsdp()], [None, context()], split):
-        chosen = [p for p in parts if p is not None]
-        mesh = {a: 2 for a, p in zip(("data", "fsdp", "context", "tensor"), parts, strict=True) if p is not None}
-        words = [*(["data"] if parts[0] else []), *(a for a in mesh if a != "data")]
-        zero = replicas.index(parts[0]) - 1
-        label = "+".join(words) + (f",zero={zero}" if zero > 0 else "") + (",plain" if parts[3] is split[2] else "")
-        yield label or "nothing", reduce(or_, chosen, Strategy()), mesh
+class Choices(NamedTuple):
+    """What the strategies of a combination can be told."""
+
+    zero: int = 0
+    sharded: bool = True
+    ring: bool = False
+    sequence: bool = True
+    experts: tuple[str, ...] = ("Fe",)
 
 
-COMBINATIONS = list(combinations())
+#: Every value of every choice, and the pairs of them that meet in one rule table.
+CHOICES = (
+    Choices(),
+    Choices(zero=1, experts=("E", "C")),
+    Choices(zero=2, experts=("Fe", "C"), ring=True),
+    Choices(zero=0, sharded=False, experts=("Fe", "C")),
+    Choices(zero=1, sharded=False, sequence=False),
+    Choices(zero=2, sharded=False, experts=("E", "C")),
+)
 
 
-@pytest.mark.parametrize(("label", "strategy", "mesh"), COMBINATIONS, ids=[c[0] for c in COMBINATIONS])
-def test_every_combination_of_strategies(label: str, strategy: Strategy, mesh: dict[str, int]) -> None:
+def joined(axes: Iterable[str], c: Choices) -> Strategy:
+    """The strategies of these axes, in the order in which training joins them where the order counts."""
+    parts = {
+        "fsdp": fsdp(),
+        "context": context(sharded=c.sharded, zero=c.zero, ring=c.ring),
+        "expert": expert(sharded=c.sharded, zero=c.zero),
+        "data": data(zero=c.zero),
+        "tensor": tensor(sequence=c.sequence, experts=c.experts),
+        "ulysses": ulysses(sharded=c.sharded, zero=c.zero),
+    }
+    return reduce(or_, (part for axis, part in parts.items() if axis in axes), Strategy())
+
+
+#: Every set of strategies that 16 devices can be two of each for.
+SETS = [s for size in range(5) for s in subsets(AXES, size)]
+
+
+@pytest.mark.parametrize("axes", SETS, ids="+".join)
+def test_every_combination_of_strategies(axes: tuple[str, ...]) -> None:
+    """On a mixture where there are experts to split, and with other choices for each set."""
+    number = SETS.index(axes)
+    name = "mixtral" if "expert" in axes else ("llama", "gpt-2", "deepseek-v3")[number % 3]
+    prove(make_case(name, joined(axes, CHOICES[number % len(CHOICES)]), dict.fromkeys(axes, 2), "matmuls"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize("axes", SETS, ids="+".join)
+def test_every_combination_of_strategies_with_every_choice(axes: tuple[str, ...], choices: Choices) -> None:
+    """Slow because it runs 1,000 placed blocks: every set of strategies with all choices, dense and mixed."""
     for name in ("llama", "gpt-2", "deepseek-v3"):
-        prove(make_case(name, strategy, mesh, "matmuls"))
+        prove(make_case(name, joined(axes, choices), dict.fromkeys(axes, 2), "matmuls"))
 
 
 @pytest.mark.parametrize("policy", REMAT_POLICIES)
 @every_block
 def test_every_remat_policy_gives_the_same_numbers(name: str, policy: str) -> None:
-    prove(make_case(name, training_strategy(zero=1, sequence=True), {**ALL_AXES, "data": 1}, policy))
+    strategy = training_strategy(zero=1, experts=("Fe", "C"), ring=True)
+    mesh = {**ONE_OF_EACH, "context": 2, "expert" if name in MIXTURES else "fsdp": 2, "tensor": 2}
+    prove(make_case(name, strategy, mesh, policy))
 
 
 # The referee itself: its numbers on one device are those of the function and its true gradient.
@@ -136,7 +181,9 @@ def is_missed(case: Case, placed: PlacedBlock, expected: Results) -> bool:
 
 def prove_none_is_useless(case: Case, sample: int | None = None) -> None:
     expected = case.run_on_one_device()
-    candidates = list(without_one_transfer(case.placed()))
+    candidates = [
+        (t, rest) for t, rest in without_one_transfer(case.placed()) if t.collective.group_size(case.mesh) > 1
+    ]
     assert candidates
     choose = random.Random(0)  # noqa: S311 - a seed, no secret
     chosen = choose.sample(candidates, min(sample or len(candidates), len(candidates)))
@@ -144,17 +191,22 @@ def prove_none_is_useless(case: Case, sample: int | None = None) -> None:
         assert is_missed(case, rest, expected), f"{item.tensor}: {item.collective} for {item.waits!r} is not needed"
 
 
+@pytest.mark.parametrize("mesh", SMALL_MESHES, ids=lambda mesh: "+".join(a for a in mesh if mesh[a] > 1))
 @every_block
-def test_no_transfer_can_be_dropped(name: str) -> None:
-    prove_none_is_useless(make_case(name, training_strategy(zero=1, sequence=True), ALL_AXES, "full"), sample=8)
+def test_no_transfer_can_be_dropped(name: str, mesh: dict[str, int]) -> None:
+    strategy = training_strategy(zero=1, experts=("Fe", "C"), ring=True)
+    prove_none_is_useless(make_case(name, strategy, mesh, "full"), sample=3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero", "policy", "sequence"), [(1, "full", True), (2, "none", False)])
+@pytest.mark.parametrize("mesh", SMALL_MESHES, ids=lambda mesh: "+".join(a for a in mesh if mesh[a] > 1))
+@pytest.mark.parametrize(
+    ("choices", "policy"), [(CHOICES[1], "full"), (CHOICES[2], "full"), (CHOICES[4], "none"), (CHOICES[5], "none")]
+)
 @every_block
-def test_no_transfer_can_be_dropped_of_all(name: str, zero: int, policy: str, sequence: bool) -> None:
-    """Slow because each of 2,500 transfers is left out in a run of its own: not one of them is superfluous."""
-    prove_none_is_useless(make_case(name, training_strategy(zero=zero, sequence=sequence), ALL_AXES, policy))
+def test_no_transfer_can_be_dropped_of_all(name: str, choices: Choices, policy: str, mesh: dict[str, int]) -> None:
+    """Slow because each of 10,000 transfers is left out in a run of its own: not one of them is superfluous."""
+    prove_none_is_useless(make_case(name, joined(AXES, choices), mesh, policy))
 
 
 def test_the_referee_refuses_what_a_device_does_not_hold() -> None:
@@ -173,22 +225,22 @@ def is_repeated_index(op: Op, axis: str) -> bool:
     return isinstance(op, Attention) and axis == op.kv_heads_axis != op.heads_axis
 
 
+@pytest.mark.parametrize("experts", EXPERTS_OF_TENSOR, ids="+".join)
 @pytest.mark.parametrize("name", [*LAYERS, "head", "head tied"])
-def test_every_matmul_is_divided_among_all_devices(name: str) -> None:
-    case = make_case(name, training_strategy(zero=0, sequence=True), ALL_AXES, "full")
-    placed = case.placed()
+def test_every_matmul_is_divided_among_all_devices(name: str, experts: tuple[str, ...]) -> None:
+    placed = make_case(name, training_strategy(zero=0, experts=experts), TWO_OF_EACH, "full").placed()
     items = [i for i in (*placed.forward, *placed.backward) if isinstance(i, LocalOp)]
     matmuls = [i for i in items if isinstance(i.op, Einsum | Attention)]
-    assert len(matmuls) > len([op for op in case.block.ops if isinstance(op, Einsum)])
+    assert len(matmuls) > len([op for op in placed.block.ops if isinstance(op, Einsum)])
     for item in matmuls:
         splits = [s for a, s in item.splits if not is_repeated_index(item.op, a)]
-        assert sorted(m for s in splits for m in s) == sorted(ALL_AXES), item.op.name
+        assert sorted(m for s in splits for m in s) == sorted(AXES), item.op.name
 
 
 @every_block
 def test_weights_that_are_used_otherwise_than_stored_are_listed(name: str) -> None:
     """An embedding table too, which the backward pass does not read."""
-    placed = make_case(name, training_strategy(zero=0, sequence=True), ALL_AXES, "none").placed()
+    placed = make_case(name, training_strategy(zero=0, sequence=True), TWO_OF_EACH, "none").placed()
     stored = {h.tensor.name: h.sharding for h in (*placed.weights, *placed.tied)}
     items = [i for i in (*placed.forward, *placed.backward) if isinstance(i, LocalOp)]
     used = {h.tensor.name: h.sharding for i in items for h in i.inputs if h.tensor.name in stored}

@@ -15,7 +15,7 @@ POLICIES = ["none", "matmuls", "attention", "full"]
 
 
 def block_of(name: str) -> Block:
-    shape = Shape(1, 1, random.Random(0))  # noqa: S311 - a seed, no secret
+    shape = Shape(stored=1, tensor=1, heads=1, experts=1, choose=random.Random(0))  # noqa: S311 - a seed, no secret
     return tiny_block(name, shape, batch=2, queries=2)[0]
 
 

@@ -8,9 +8,20 @@ from placed_cases import make_case
 from meshwise.models import load_model, model_names
 from meshwise.sharding import Sharding
 from meshwise.sharding.place import LocalOp, PlacedBlock, Purpose, Transfer
-from meshwise.sharding.strategy import Rule, Strategy, apply_rules, context, data, fsdp, tensor, training_strategy
+from meshwise.sharding.strategy import (
+    Rule,
+    Strategy,
+    apply_rules,
+    context,
+    data,
+    expert,
+    fsdp,
+    tensor,
+    training_strategy,
+    ulysses,
+)
 
-AXES = {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
+AXES = {"data": 2, "fsdp": 2, "context": 2, "ulysses": 2, "expert": 2, "tensor": 2}
 MATRICES = ["w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down"]
 WEIGHTS = ["norm.attn", *MATRICES[:4], "norm.mlp", *MATRICES[4:]]
 
@@ -112,6 +123,84 @@ def test_context_parallelism_gathers_keys_and_values() -> None:
         *each("reduce-scatter", ["d_k.rope", "d_v"], "context"),
     ]
     assert moves(p.forward, Purpose.WEIGHTS) == each("all-gather", WEIGHTS, "context")  # stored as in FSDP
+
+
+def test_a_ring_moves_the_same_keys_and_values_beside_attention() -> None:
+    """Liu et al. 2023, Ring Attention, section 3: blocks of K and V go round; in the backward pass, gradients too."""
+    gathered, ring = placed("llama", context()), placed("llama", context(ring=True))
+    assert moves(ring.forward, Purpose.RING) == moves(gathered.forward, Purpose.ACTIVATIONS)
+    assert moves(ring.backward, Purpose.RING) == moves(gathered.backward, Purpose.ACTIVATIONS)
+    assert moves(ring.forward, Purpose.ACTIVATIONS) == moves(ring.backward, Purpose.ACTIVATIONS) == []
+
+
+def test_ulysses_exchanges_positions_for_heads_four_times_a_pass() -> None:
+    """Jacobs et al. 2023, DeepSpeed Ulysses, section 3.2: q, k and v before attention, its output after.
+
+    What attention read is kept as it read it; its output as it wrote it, and w_o's gradient fetches that once more.
+    """
+    p = placed("llama", ulysses())
+    before, after = ["q.rope", "k.rope", "v"], ["attention"]
+    assert moves(p.forward, Purpose.ACTIVATIONS) == each("all-to-all", [*before, *after], "ulysses")
+    assert moves(p.backward, Purpose.ACTIVATIONS) == [
+        *each("all-to-all", after, "ulysses"),
+        *each("all-to-all", ["attention", "k.rope", "q.rope", "v"], "ulysses", "d_"),
+    ]
+
+
+def test_ulysses_before_context_parallelism_exchanges_and_then_gathers_fewer_heads() -> None:
+    """Fang and Zhao 2024, USP, section 3: AllToAlls around a ring of the heads that are here."""
+    p = placed("llama", context(ring=True) | ulysses())
+    (gather,) = (t for t in p.forward if isinstance(t, Transfer) and t.purpose is Purpose.RING and t.tensor.name == "v")
+    assert gather.collective.before == Sharding(((), ("context",), ("ulysses",), ()))
+    assert gather.collective.after == Sharding(((), (), ("ulysses",), ()))
+
+
+def test_expert_parallelism_sends_tokens_to_their_experts_and_back_in_each_pass() -> None:
+    """Lepikhin et al. 2020, GShard, section 3.2: two AllToAlls, and two for their gradients. Slots are kept there."""
+    p = placed("mixtral", expert())
+    assert moves(p.forward, Purpose.ACTIVATIONS) == each("all-to-all", ["slots", "expert.down"], "expert")
+    assert moves(p.backward, Purpose.ACTIVATIONS) == each("all-to-all", ["expert.down", "slots"], "expert", "d_")
+
+
+def test_experts_of_which_tensor_parallelism_has_parts_gather_slots_where_they_are() -> None:
+    """Megatron-LM's dispatcher: AllToAll over experts, AllGather over tensor; ReduceScatter and AllToAll back."""
+    p = placed("mixtral", expert() | tensor(experts=("Fe", "C")))
+    there, back = (
+        ["all-to-all {} over expert", "all-gather {} over tensor"],
+        [
+            "reduce-scatter {} over tensor",
+            "all-to-all {} over expert",
+        ],
+    )
+
+    def routed(items: tuple[LocalOp | Transfer, ...]) -> list[str]:
+        return [m for m in moves(items, Purpose.ACTIVATIONS) if "slots" in m or "expert" in m.partition(" over ")[0]]
+
+    assert routed(p.forward) == [m.format("slots") for m in there] + [m.format("expert.down") for m in back]
+    assert routed(p.backward) == [
+        *(m.format("d_expert.down") for m in there),
+        "all-gather slots over tensor",  # as sequence parallelism gathers again what a weight's gradient reads
+        *(m.format("d_slots") for m in back),
+    ]
+
+
+def test_whole_experts_dealt_over_tensor_too_need_one_exchange_over_both() -> None:
+    """Megatron-LM with expert-tensor-parallel size 1: the tensor group's devices hold other experts."""
+    p = placed("mixtral", expert() | tensor(experts=("E", "C")))
+    both = [m for m in moves(p.forward, Purpose.ACTIVATIONS) if "expert,tensor" in m]
+    assert both == each("all-to-all", ["slots", "expert.down"], "expert,tensor")
+    back = [m for m in moves(p.backward, Purpose.ACTIVATIONS) if "expert,tensor" in m]
+    assert back == each("all-to-all", ["expert.down", "slots"], "expert,tensor", "d_")
+
+
+def test_gradients_of_experts_are_reduced_over_the_replicas_of_each_expert_only() -> None:
+    """Expert data parallelism: the axis of the experts takes no part, as all its devices' tokens came to them."""
+    p = placed("mixtral", data() | expert(sharded=False))
+    experts = ["w_expert.gate", "w_expert.up", "w_expert.down"]
+    others = ["norm.attn", *MATRICES[:4], "norm.mlp", "w_router"]
+    assert sorted(moves(p.step)) == sorted(
+        [*each("all-reduce", experts, "data", "d_"), *each("all-reduce", others, "data,expert", "d_")]
+    )
 
 
 def test_hybrid_sharding_scatters_inside_and_all_reduces_the_shards_once_a_step() -> None:

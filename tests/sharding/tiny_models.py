@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 
 import numpy as np
 from devices import all_coordinates, part_of
@@ -30,8 +31,12 @@ from meshwise.models.spec import (
     SelfAttention,
 )
 from meshwise.sharding import Mesh
+from meshwise.sharding.place import iteration_space
 from meshwise.sharding.strategy import Strategy
-from meshwise.tensors import Block, Kind, Tensor
+from meshwise.tensors import Block, Kind, Route, Tensor
+
+#: Tokens of one device where there are no experts: a cut of the batch by a cut of the positions, 2 each.
+TOKENS_OF_A_DEVICE = 4
 
 LAYER_NORM = Norm(bias=True)
 BARE_NORM = Norm(weight=False)
@@ -42,12 +47,17 @@ class Shape:
     """Sizes of a tiny model, each a multiple of what a layout may split it by.
 
     Args:
-        stored: devices that share the stored weights; tensor: devices that share heads and widths.
+        stored: devices that share the stored weights.
+        tensor: devices that share widths.
+        heads: devices that share the heads of attention.
+        experts: devices that share the experts.
         choose: for how large the multiples are.
     """
 
     stored: int
     tensor: int
+    heads: int
+    experts: int
     choose: random.Random
 
     def width(self) -> int:
@@ -56,20 +66,26 @@ class Shape:
     def split(self) -> int:
         return self.tensor * self.choose.choice([1, 2])
 
+    def split_heads(self) -> int:
+        return self.heads * self.choose.choice([1, 2])
+
 
 def self_attention(s: Shape, **options: object) -> SelfAttention:
     """Grouped heads, mostly."""
-    kv = s.split()
+    kv = s.split_heads()
     return SelfAttention(heads=kv * s.choose.choice([1, 2]), kv_heads=kv, head_dim=2, **options)  # type: ignore[arg-type]
 
 
 def latent_attention(s: Shape, *, low_rank_queries: bool) -> LatentAttention:
     q_rank = s.width() if low_rank_queries else None
-    return LatentAttention(s.split(), q_rank, kv_rank=s.width(), nope_dim=2, rope_dim=2, v_dim=3, bias=low_rank_queries)
+    return LatentAttention(
+        s.split_heads(), q_rank, kv_rank=s.width(), nope_dim=2, rope_dim=2, v_dim=3, bias=low_rank_queries
+    )
 
 
 def mixture(s: Shape, **options: object) -> Mixture:
-    return Mixture(experts=s.choose.choice([2, 4]), top_k=s.choose.choice([1, 2]), hidden=s.split(), **options)  # type: ignore[arg-type]
+    experts = s.experts * s.choose.choice([1, 2] if s.experts > 1 else [2, 4])
+    return Mixture(experts=experts, top_k=s.choose.choice([1, 2]), hidden=s.split(), **options)  # type: ignore[arg-type]
 
 
 #: Name -> a layer of that family's kind.
@@ -123,6 +139,9 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
     "qwen-2 moe": lambda s: Layer(self_attention(s), mixture(s, shared=s.split(), shared_gate=True)),
 }
 
+#: The layers that have experts.
+MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3", "qwen-2 moe")
+
 EMBEDDINGS: dict[str, Callable[[Shape, int], Embedding]] = {
     "embed": lambda _, __: Embedding(),
     "embed gpt-2": lambda _, positions: Embedding(positions=positions),
@@ -143,7 +162,12 @@ BLOCKS = (*LAYERS, *EMBEDDINGS, *HEADS, "mtp")
 
 
 def tiny_block(name: str, shape: Shape, *, batch: int, queries: int) -> tuple[Block, dict[str, int]]:
-    """The block of that name in a model of this shape, and the sizes of all its axes."""
+    """The block of that name in a model of this shape, and the sizes of all its axes.
+
+    Args:
+        name, shape: of the block.
+        batch, queries: at least so many sequences and positions; more sequences where experts need more tokens.
+    """
     layer = LAYERS[name](shape) if name in LAYERS else LAYERS["llama"](shape)
     spec = Architecture(
         d_model=shape.width(),
@@ -158,6 +182,9 @@ def tiny_block(name: str, shape: Shape, *, batch: int, queries: int) -> tuple[Bl
     assert program is not None
     role = "layer" if name in LAYERS or name == "mtp" else name.partition(" ")[0]
     block = next(b for b in program if b.role == role)
+    if "E" in program.sizes:  # every device's own tokens fill a slot of every expert
+        experts, chosen = int(program.sizes["E"]), int(program.sizes["top_k"])
+        batch *= experts // gcd(experts, chosen * TOKENS_OF_A_DEVICE)
     return block, {a: int(n) for a, n in program.bind(batch=batch, queries=queries).items()}
 
 
@@ -189,17 +216,16 @@ def indices(t: Tensor, sizes: Mapping[str, int], numbers: np.random.Generator) -
     return numbers.permutation(shape[0]) if t.name == "position_ids" else numbers.integers(sizes["V"], size=shape)
 
 
-def fixed_routing(strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -> Routing | None:
+def fixed_routing(block: Block, strategy: Strategy, mesh: Mesh, sizes: Mapping[str, int]) -> Routing | None:
     """Each token's experts and slots; a device's tokens fill that device's slots, evenly."""
-    if "E" not in sizes:
+    dispatch = next((op for op in block.ops if isinstance(op, Route)), None)
+    if dispatch is None:
         return None
     batch, queries, experts, chosen = (sizes[a] for a in ("B", "T", "E", "top_k"))
     expert, slot = (np.full((batch, queries, chosen), -1) for _ in range(2))
-    tokens, slots = (strategy.splits(axes, sequence=False) for axes in (["B", "T"], ["C"]))
+    splits = iteration_space(strategy, dispatch)
     for device in all_coordinates(mesh):
-        (b, nb), (t, nt), (c, nc) = (
-            part_of(mesh, device, s) for s in (tokens.get("B", ()), tokens.get("T", ()), slots.get("C", ()))
-        )
+        (b, nb), (t, nt), (c, nc) = (part_of(mesh, device, splits.get(a, ())) for a in ("B", "T", "C"))
         rows, columns, width = batch // nb, queries // nt, sizes["C"] // nc
         assert rows * columns * chosen == width * experts, "choose sizes for which every expert gets as many tokens"
         for number, (i, j, choice) in enumerate(product(range(rows), range(columns), range(chosen))):

@@ -13,7 +13,7 @@ from enum import StrEnum
 from meshwise.sharding.collectives import Collective, CollectiveKind
 from meshwise.sharding.mesh import Sharding
 from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
-from meshwise.sharding.reshard import reshard
+from meshwise.sharding.reshard import nominal_bytes_sent, reshard
 from meshwise.sharding.strategy import Strategy
 from meshwise.tensors import (
     Attention,
@@ -127,6 +127,8 @@ class _Placer:
         self.held = held
         self.copies: dict[tuple[str, Sharding], Sharding] = {}
         self.circling: set[str] = set()  # keys, values and their gradients, in ring attention
+        self.forms: dict[str, list[Sharding]] = {}  # what each tensor became on its ways
+        self.wanted: dict[str, set[Sharding]] = {}  # as what each tensor was read
         self.items: list[LocalOp | Transfer] = []
 
     def run(self, op: Op) -> None:
@@ -160,6 +162,7 @@ class _Placer:
         used = {m for split in splits.values() for m in split}
         passed = frozenset(held.sharding.unreduced - used)
         wanted = Sharding.of(source.axes, splits, unreduced=passed)
+        self.wanted.setdefault(source.name, set()).add(wanted)
         if not held.sharding.unreduced:
             self.bring(source, wanted, op.name)
         elif held.sharding != wanted and (source.name, wanted) not in self.copies:
@@ -224,6 +227,7 @@ class _Placer:
     def bring(self, t: Tensor, wanted: Sharding, reader: str) -> Sharding:
         """Move tensor `t` to `wanted` for `reader`, reusing a copy that was made before."""
         held = self.held[t.name]
+        self.wanted.setdefault(t.name, set()).add(wanted)
         if held.sharding.unreduced:
             held = self.settle(held, reader)
         if held.sharding != wanted and (t.name, wanted) not in self.copies:
@@ -242,6 +246,7 @@ class _Placer:
     def _move(self, held: Held, target: Sharding, reader: str) -> None:
         purposes = {Kind.WEIGHT: Purpose.WEIGHTS, Kind.GRADIENT: Purpose.GRADIENTS}
         purpose = purposes.get(held.tensor.kind, Purpose.ACTIVATIONS)
+        self.forms.setdefault(held.tensor.name, []).extend(c.after for c in reshard(held.sharding, target))
         for transfer in _transfers(held, target, purpose, reader):
             circles = held.tensor.name in self.circling and transfer.collective.kind in _CIRCLED
             self.items.append(replace(transfer, purpose=Purpose.RING) if circles else transfer)
@@ -321,8 +326,11 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         if forward.held[name].sharding.unreduced:
             forward.settle(forward.held[name], "")
     saved = saved_activations(block, policy)
-    kept = {t.name: forward.held[t.name] for t in saved.kept}
-    back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
+    made = {t.name: forward.held[t.name] for t in saved.kept}
+    back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **made})
+    kept = _as_read_again(made, forward.forms, back.wanted)
+    if kept != made:
+        back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
     gathered = {
         h.tensor.name: h
         for item in (*forward.items, *back.items)
@@ -364,6 +372,40 @@ def _entries(block: Block, strategy: Strategy) -> dict[str, Held]:
     made = {op.output.name for op in block.ops}
     outside = (t for op in block.ops for t in op.inputs if t.kind is not Kind.WEIGHT and t.name not in made)
     return {t.name: Held(t, strategy.home(t.axes)) for t in outside}
+
+
+def _as_read_again(
+    made: dict[str, Held], forms: dict[str, list[Sharding]], wanted: dict[str, set[Sharding]]
+) -> dict[str, Held]:
+    """Choose as what each activation is kept: of the forms that are no larger, that with the least to move afterwards.
+
+    Slots are kept where their experts are, keys and values as Ulysses attention read them. What was gathered is larger:
+    it is gathered again.
+
+    Args:
+        made: activations as operations left them.
+        forms: what each became on its ways in the forward pass.
+        wanted: as what the backward pass reads each.
+    """
+
+    def chosen(own: Held) -> Held:
+        name = own.tensor.name
+        small = [own.sharding, *(f for f in forms.get(name, ()) if _splitting(f) >= _splitting(own.sharding))]
+        targets = wanted.get(name, ())
+        return Held(own.tensor, min(small, key=lambda form: sum(_bytes_to_move(form, target) for target in targets)))
+
+    return {name: chosen(own) for name, own in made.items()}
+
+
+def _splitting(sharding: Sharding) -> frozenset[str]:
+    return sharding.mesh_axes - sharding.unreduced
+
+
+def _bytes_to_move(source: Sharding, target: Sharding) -> float:
+    """What each device would send, in units of the whole tensor; see `reshard`."""
+    if not target.unreduced <= source.unreduced:  # read as partial sums, because it was held as such
+        target = replace(target, unreduced=target.unreduced & source.unreduced)
+    return sum(nominal_bytes_sent(step) for step in reshard(source, target))
 
 
 def _place_backward(

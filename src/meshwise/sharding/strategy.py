@@ -222,9 +222,9 @@ def training_strategy(
         fully_sharded: whether context, ulysses and expert axes share out weights as fsdp does.
         ring: see `context`.
     """
-    shared = {"sharded": fully_sharded, "zero": zero}
     # On weights `data` stays minor-most, so that ZeRO's AllGather of new weights is over a suffix; heads are split over
     # `tensor` before `ulysses`, so that attention's AllToAll moves a suffix.
     heads = Strategy(attention=tensor().attention)
-    around = context(**shared, ring=ring) | heads | ulysses(**shared) | expert(**shared)
+    positions = context(sharded=fully_sharded, zero=zero, ring=ring) | heads | ulysses(sharded=fully_sharded, zero=zero)
+    around = positions | expert(sharded=fully_sharded, zero=zero)
     return fsdp() | around | data(zero=zero) | tensor(sequence=sequence, experts=experts)
