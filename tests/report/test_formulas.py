@@ -32,13 +32,17 @@ UNITS = {
 }  # fmt: skip
 
 
-def plan(on="v5p:4x4x4", model="llama-3-8b", *, calibrated=True, seq_len=4096, precision="bf16", **layout) -> Plan:
+def plan(
+    on="v5p:4x4x4", model="llama-3-8b", *, calibrated=True, seq_len=4096, precision="bf16", changes=None, **layout
+) -> Plan:
     """A layout along the dimensions of a network: `tensor=(1, 1, 4)` gives the extents."""
     wires = tuple((axis, value) for axis, value in layout.items() if isinstance(value, tuple))
     sizes = {axis: math.prod(extents) for axis, extents in wires}
     choices = {name: value for name, value in layout.items() if not isinstance(value, tuple)}
     whole = Layout(**sizes, **choices, wires=wires)
-    job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len), precision=precision)
+    job = TrainingJob(
+        batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len), precision=precision, **(changes or {})
+    )
     cluster = parse_cluster(on)
     calibration = default_calibration(cluster.chip) if calibrated else IDENTITY
     return Plan.of(TrainingProblem(load_model(model), job, cluster, calibration), whole, Fabric.of(cluster))
@@ -56,6 +60,11 @@ PLANS = {
     "switches": lambda: plan("h100:64", tensor=(4, 2), fsdp=(2, 4), seq_len=8192),
     "switches that add": lambda: plan("h100:64+sharp", data=(2, 8), tensor=(4, 1)),
     "heads": lambda: plan("h100:16", tensor=(8, 2), calibrated=False),
+    "fp8 and Muon": lambda: plan(
+        "h100:8", fsdp=(4,), tensor=(2,), remat="matmuls", precision="fp8-block", changes={"optimizer": "muon"}
+    ),
+    "fp8 in a pipeline": lambda: plan("h100:8", stage=(4,), fsdp=(2,), num_microbatches=8, precision="fp8"),
+    "QLoRA": lambda: plan("h100:8", fsdp=(8,), remat="full", changes={"fine_tune": "qlora", "optimizer": "adafactor"}),
 }  # fmt: skip
 
 

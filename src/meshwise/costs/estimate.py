@@ -17,7 +17,7 @@ from meshwise.errors import LayoutError
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.remat import check_remat
-from meshwise.tensors import Attention, Einsum, Op, Sizes
+from meshwise.tensors import Attention, Einsum
 
 __all__ = [
     "Estimate",
@@ -29,6 +29,7 @@ __all__ = [
     "layout_factors",
     "layout_wires",
     "model_flops",
+    "tuned_flops",
     "training_run",
 ]
 
@@ -124,20 +125,34 @@ def model_flops(problem: TrainingProblem, tokens: float) -> float:
 
     6 per active parameter and token; where weights are frozen, 4 of theirs and of what stays wide, 6 of the adapters'.
     """
-    program = problem.train_program()
+    if not problem.job.tuning.full:
+        frozen, trained, attention = tuned_flops(problem, tokens)
+        return 2 * frozen + 3 * trained + 3 * attention
+    program = problem.model.train_program()
     seq_len = problem.job.seq_len
     sizes = program.bind(batch=tokens / seq_len, queries=seq_len)
-    if not problem.job.tuning.full:
-        return float(sum(b.repeat * _trained_flops(op, sizes) for b in program for op in b.ops))
     attention = sum(b.repeat * op.flops(sizes) for b in program for op in b.ops if isinstance(op, Attention))
     return float(6 * problem.model.parameters.active * tokens + 3 * attention)
 
 
-def _trained_flops(op: Op, sizes: Sizes) -> Any:
-    """FLOPs of a matmul forward, and backward for each input that has a gradient."""
-    if isinstance(op, Einsum):
-        return op.flops(sizes) * (1 + sum(not t.frozen for t in op.inputs))
-    return 3 * op.flops(sizes) if isinstance(op, Attention) else 0.0
+def tuned_flops(problem: TrainingProblem, tokens: float) -> tuple[float, float, float]:
+    """FLOPs of one forward pass where weights are frozen: of frozen weights, of adapters, of attention.
+
+    Backward, a frozen weight costs as much again (the gradient of its input), an adapter twice as much.
+    """
+    program, seq_len = problem.train_program(), problem.job.seq_len
+    sizes = program.bind(batch=tokens / seq_len, queries=seq_len)
+    frozen = trained = attention = 0.0
+    for block in program:
+        for op in block.ops:
+            flops = float(block.repeat * op.flops(sizes))
+            if isinstance(op, Attention):
+                attention += flops
+            elif isinstance(op, Einsum) and any(t.frozen for t in op.inputs):
+                frozen += flops
+            elif isinstance(op, Einsum):
+                trained += flops
+    return frozen, trained, attention
 
 
 def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:

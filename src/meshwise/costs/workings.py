@@ -179,11 +179,13 @@ class StateWorking:
         block: its name.
         elements: of the whole weights.
         stored: of one chip's share, padding included.
+        bytes_each: of an element, on average; with scales and copies.
     """
 
     block: str
     elements: float
     stored: float
+    bytes_each: float
 
     @property
     def ways(self) -> float:
@@ -401,7 +403,8 @@ def _states(planned: Sequence[PlannedBlock], extents: Extents) -> Iterator[State
         elements = sum(math.prod(extents.sizes[a] for a in h.tensor.axes) for h in held)
         stored = sum(extents.volume(held_key(h)) for h in held)
         if held:
-            yield StateWorking(p.placed.block.name, float(elements), float(stored))
+            num_bytes = float(extents.weighted(p.memory.parameters))
+            yield StateWorking(p.placed.block.name, float(elements), float(stored), num_bytes / float(stored))
 
 
 def _kept(

@@ -41,6 +41,8 @@ def _rounds(w: Workings, last: str, other: str) -> str:
 
 def _busy_compute(w: Workings, seconds: float) -> Explanation:
     formats = w.problem.job.formats
+    if formats.compute != formats.other_compute:
+        return _busy_two_rates(w, seconds)
     last = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values())
     other = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values() if b.waited_for)
     update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
@@ -49,7 +51,23 @@ def _busy_compute(w: Workings, seconds: float) -> Explanation:
         "(microbatches x FLOPs of one on the last stage + (stages - 1) x FLOPs of one on another) / peak"
         + (" + matmuls of the optimizer" if update else ""),
         f"({_rounds(w, format_flops(last), format_flops(other))}) / "
-        f"{peak_words(w.problem.cluster.chip, formats, brackets=True)}{update}",
+        f"{peak_words(w.problem.cluster.chip, formats)}{update}",
+        format_time(seconds),
+        f"{ROOFLINES}; {sourced(w.problem.cluster, *peak_fields(formats))}",
+    )
+
+
+def _busy_two_rates(w: Workings, seconds: float) -> Explanation:
+    """Where some matmuls run in a narrow format: seconds of each at its own rate."""
+    formats = w.problem.job.formats
+    last = sum(b.copies * float(p.busy) for b in w.blocks for p in b.passes.values())
+    other = sum(b.copies * float(p.busy) for b in w.blocks for p in b.passes.values() if b.waited_for)
+    update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
+    return Explanation(
+        "busy: compute",
+        "microbatches x seconds of the matmuls of one on the last stage + (stages - 1) x of one on another, each at "
+        f"its peak, {peak_words(w.problem.cluster.chip, formats)}" + (" + matmuls of the optimizer" if update else ""),
+        f"{_rounds(w, format_time(last), format_time(other))}{update}",
         format_time(seconds),
         f"{ROOFLINES}; {sourced(w.problem.cluster, *peak_fields(formats))}",
     )

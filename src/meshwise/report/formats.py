@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from meshwise.explanation import Explanation
 from meshwise.hardware import Chip
-from meshwise.jobs import Optimizer, Precision
+from meshwise.jobs import Optimizer, Precision, TrainingJob
+from meshwise.report.words import counted
 from meshwise.tensors import Format
 from meshwise.units import format_flops_per_s
 
-__all__ = ["explain_formats", "peak_fields", "peak_words"]
+__all__ = ["explain_formats", "peak_fields", "peak_words", "state_words"]
 
 _RECIPES = (
     "Micikevicius et al. 2018 (mixed precision) and 2022 (fp8); DeepSeek-V3, section 3.3; OCP Microscaling 1.0; "
@@ -16,14 +17,13 @@ _RECIPES = (
 )
 
 
-def peak_words(chip: Chip, formats: Precision, *, brackets: bool = False) -> str:
+def peak_words(chip: Chip, formats: Precision) -> str:
     """Write the rate, or the two rates, of matmuls."""
     rate = format_flops_per_s(chip.peak(formats.compute))
     if formats.compute == formats.other_compute:
         return rate
     other = format_flops_per_s(chip.peak(formats.other_compute))
-    text = f"{rate} {formats.compute.value}, else {other} {formats.other_compute.value}"
-    return f"({text})" if brackets else f"[{text}]"
+    return f"({rate} {formats.compute.value}, else {other} {formats.other_compute.value})"
 
 
 def peak_fields(formats: Precision) -> tuple[str, ...]:
@@ -32,15 +32,30 @@ def peak_fields(formats: Precision) -> tuple[str, ...]:
     return tuple(f"flops_per_s.{d.value}" for d in both)
 
 
-def explain_formats(formats: Precision, optimizer: Optimizer) -> tuple[Explanation, ...]:
+def explain_formats(job: TrainingJob) -> tuple[Explanation, ...]:
     """Say what is computed, stored and sent in what."""
+    formats = job.formats
     return (
         Explanation("computed in", "matmuls with weights of layers; all other matmuls", *_computed(formats)),
-        Explanation(
-            "stored in", "weights; activations for the backward pass; training state", *_stored(formats, optimizer)
-        ),
-        Explanation("sent in", "weights; activations; gradients", *_sent(formats)),
+        Explanation("stored in", "weights; activations for the backward pass; training state", *_stored(formats, job)),
+        Explanation("sent in", "weights; activations; gradients", *_sent(formats, job)),
     )
+
+
+def state_words(optimizer: Optimizer, formats: Precision) -> str:
+    """Write the bytes of an optimizer's state per parameter.
+
+    >>> from meshwise.jobs import parse_optimizer, parse_precision
+    >>> state_words(parse_optimizer("adamw-8bit"), parse_precision("bf16"))
+    '2 moments x (1 + 4 / 256) bytes'
+    """
+    one = f"(1 + 4 / {optimizer.block_scaled})" if optimizer.block_scaled else f"{formats.moments.bytes:g}"
+    text = f"{counted(optimizer.moments, 'moment')} x {one} bytes"
+    if optimizer.factored:
+        return f"{one} bytes of each row and column of a matrix, and of each element of a vector"
+    if optimizer.orthogonal_iterations:
+        return f"{text} of the layers' matrices, {counted(optimizer.other_moments, 'moment')} of others"
+    return text
 
 
 def _computed(p: Precision) -> tuple[str, str, str]:
@@ -62,13 +77,18 @@ def _passes(into: Format, wide: str) -> str:
     return f"read {times} in {wide}, {copies} written in {into.dtype.value}"
 
 
-def _stored(p: Precision, optimizer: Optimizer) -> tuple[str, str, str]:
+def _stored(p: Precision, job: TrainingJob) -> tuple[str, str, str]:
     weights, kept = f"weights {p.weights.value}", f"activations {p.activations.value}"
     if p.recipe is not None:
         if p.recipe.weights is not None:
             copies = " in two block directions" if p.recipe.weight_copies == 2 else ""
             weights = f"projections and experts {_format(p.recipe.weights)}{copies}, other weights {p.weights.value}"
         kept = f"inputs of those matmuls {_format(p.recipe.activations)}, other activations {p.activations.value}"
+    if job.tuning.stored is not None:
+        weights = (
+            f"frozen projections {job.tuning.storage}, {_format(job.tuning.stored)}, other weights {p.weights.value}"
+        )
+    optimizer = job.optimizer_kind
     master = "no master copy" if p.master is None else f"master weights {p.master.value}"
     moments = f"int8 by blocks of {optimizer.block_scaled}" if optimizer.block_scaled else p.moments.value
     return f"{weights}; {kept}; gradients {p.gradients.value}, {master}, moments {moments}", p.name, _RECIPES
@@ -79,8 +99,10 @@ def _format(f: Format) -> str:
     return f"{f.dtype.value}{scales}"
 
 
-def _sent(p: Precision) -> tuple[str, str, str]:
+def _sent(p: Precision, job: TrainingJob) -> tuple[str, str, str]:
     weights, activations = p.weights.value, p.activations.value
+    if job.tuning.stored is not None:
+        weights = f"frozen projections {job.tuning.storage}, other weights {p.weights.value}"
     if p.recipe is not None:
         if p.recipe.weights is not None:
             weights = f"projections and experts {p.recipe.weights.dtype.value}, other weights {p.weights.value}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from meshwise.costs.padding import Padding
 from meshwise.costs.workings import ClassWorking, Workings
 from meshwise.explanation import Explanation
+from meshwise.report.formats import state_words
 from meshwise.report.sources import REMAT, SHARDED, STATE, number, sourced
 from meshwise.units import format_bytes, format_count, format_percent
 
@@ -55,6 +56,8 @@ def _class(w: Workings, one: ClassWorking, num_bytes: float, paddings: Sequence[
     text = f"max({', '.join(parts)})" if one.largest and len(parts) > 1 else " + ".join(parts)
     if one.name == "parameters":
         text += f"; {_shares(w)}" + "".join(f"; {padding_words(p)}" for p in paddings if p.waste)
+    if one.name == "optimizer":
+        text += f"; {state_words(w.problem.job.optimizer_kind, w.problem.job.formats)} an element"
     if one.name == "activations":
         text += f"; {_kept(w, one)}"
     return Explanation(one.name.replace("_", " "), formula, text, format_bytes(num_bytes), source)
@@ -62,13 +65,9 @@ def _class(w: Workings, one: ClassWorking, num_bytes: float, paddings: Sequence[
 
 def _shares(w: Workings) -> str:
     """Say over how many ways the weights of each block are shared out."""
-    formats = w.problem.job.formats
-    narrow = formats.gathered_weight_bytes
-    each = f"{formats.weights.bytes:g} bytes"
-    if narrow != formats.weights.bytes:
-        each = f"{narrow:.4g} bytes (projections and experts; {each} others)"
     return "; ".join(
-        f"one {s.block}: {format_count(s.elements)} x {each} / {number(round(s.ways, 1))} ways" for s in w.states
+        f"one {s.block}: {format_count(s.elements)} x {s.bytes_each:.4g} bytes / {number(round(s.ways, 1))} ways"
+        for s in w.states
     )
 
 

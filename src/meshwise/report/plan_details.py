@@ -5,10 +5,10 @@ Not here: terms, bounds and memory in words (`formulas`, `bounds`, `memory`).
 
 from __future__ import annotations
 
+from meshwise.costs.estimate import tuned_flops
 from meshwise.costs.padding import paddings
 from meshwise.costs.workings import Workings, work_out
 from meshwise.explanation import Explanation
-from meshwise.jobs import trainable_parameters
 from meshwise.planning import Plan
 from meshwise.report.bounds import explain_lower, explain_upper
 from meshwise.report.formats import explain_formats
@@ -49,7 +49,7 @@ def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
             format_time(time.expected),
             _RULE,
         ),
-        *explain_formats(row.problem.job.formats, row.problem.job.optimizer_kind),
+        *explain_formats(row.problem.job),
         *explain_time(workings, e.terms),
         Explanation(
             "lower bound",
@@ -124,8 +124,8 @@ def _model_flops(row: Plan) -> Explanation:
         formula = "6 x active parameters x tokens + 3 x causal attention"
         substitution = f"6 x {active:,} x {e.tokens:,.0f} + 3 x {format_flops(attention)}"
     else:
-        formula = "sum over matmuls of FLOPs x (1 forward + 1 for each input that has a gradient); attention thrice"
-        trained = trainable_parameters(row.problem.train_program())
-        substitution = f"{model.parameters.total:,} frozen parameters, {trained:,} trained ones"
+        one_pass = [format_flops(f) for f in tuned_flops(row.problem, e.tokens)]
+        formula = "2 x matmuls with frozen weights + 3 x those with adapters + 3 x causal attention, each of one pass"
+        substitution = f"2 x {one_pass[0]} + 3 x {one_pass[1]} + 3 x {one_pass[2]}"
         source += "; Hu et al. 2021, LoRA"
     return Explanation("model FLOPs", formula, substitution, format_flops(e.model_flops), source)
