@@ -1,7 +1,7 @@
 """Wires: never faster than the links into a chip, equal on floats and arrays, and the book's numbers."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from small_problems import CLUSTERS, clusters, factorings, torus
 
 from meshwise.costs.collectives import collective_time, wire_time
-from meshwise.costs.network import IN_NETWORK_GAIN, Fabric, make_wire
+from meshwise.costs.links import Links
+from meshwise.costs.network import IN_NETWORK_GAIN, Fabric, Wire, make_wire
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind as Kind
 from meshwise.sharding.layout import MESH_AXES
 
-FIELDS = ("size", "gather", "gather_latency", "exchange", "exchange_latency", "send", "send_latency", "all_reduce")
+FIELDS = tuple(f.name for f in fields(Wire))
 GROUPS = [("tensor",), ("context",), ("fsdp",), ("data",), ("stage",), ("context", "fsdp"), ("context", "data", "fsdp")]
 
 
@@ -123,7 +124,7 @@ def test_a_collective_takes_its_hops_or_its_bytes_whichever_is_longer(group, kin
     time = collective_time(kind, num_bytes, wire)
     assert time >= wire_time(kind, num_bytes, wire)
     assert collective_time(kind, 2 * num_bytes, wire) >= time
-    assert collective_time(kind, num_bytes, wire, efficiency=0.5) >= time
+    assert collective_time(kind, num_bytes, wire, links=Links(0.5, overlapped=True)) >= time
 
 
 def test_rings_and_lines_of_the_book():
@@ -175,12 +176,13 @@ def test_levels_of_switches():
 def test_switches_that_add_gain_but_an_array_must_come_out_once():
     fabric = Fabric.of(parse_cluster("h100:64+sharp"))
     assert fabric.in_network_reduction
-    plain = replace(fabric, in_network_reduction=False)
-    for factors, gain in (((8, 1), IN_NETWORK_GAIN), ((2, 1), 1.0), ((1, 2), 1.0), ((1, 8), IN_NETWORK_GAIN)):
-        with_sum, without = (
-            wire_time(Kind.ALL_REDUCE, 1.0, make_wire(f, {"data": factors}, ("data",))) for f in (fabric, plain)
-        )
-        assert without / with_sum == pytest.approx(gain)
+    plain = replace(fabric, dimensions=tuple(replace(d, adds=False) for d in fabric.dimensions))
+    nccl = replace(fabric, flat_rings=True)
+    for factors, ideal, gain in (((8, 1), 7 / 4, IN_NETWORK_GAIN), ((2, 1), 1, 1), ((1, 2), 1, 1), ((1, 8), 7 / 4, 1.3)):
+        with_sum, without, seen = (make_wire(f, {"data": factors}, ("data",)) for f in (fabric, plain, nccl))
+        bounds = [wire_time(Kind.ALL_REDUCE, 1.0, w) for w in (with_sum, without)]
+        assert bounds[1] / bounds[0] == pytest.approx(ideal)
+        assert seen.tree == pytest.approx(bounds[1] / gain)
 
 
 def test_every_fabric_has_the_clusters_chips():

@@ -77,11 +77,12 @@ def test_memory_classes_are_made_of_their_holdings(drawn):
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_each_collective_takes_its_latency_or_its_bytes_on_the_slowest_leg(drawn):
-    efficiency = drawn.problem.calibration.link_efficiency
+    links = drawn.problem.calibration.links
     for c in collectives_of(*drawn):
         assert c.path.size == math.prod(drawn.layout.sizes[a] for a in c.mesh_axes) > 1
-        on_the_wire = c.num_bytes * c.path.slowest.seconds_per_byte / efficiency
-        assert c.seconds == pytest.approx(max(c.latency, on_the_wire), **EXACTLY)
+        on_the_wire = c.num_bytes * c.path.slowest.seconds_per_byte
+        assert c.seconds == pytest.approx(links.seconds(c.latency - links.startup, on_the_wire, True), **EXACTLY)
+        assert c.latency <= c.seconds * (1 + 1e-12)
         assert 0 <= c.exposed_share <= 1
         assert c.exposed + c.hidden == pytest.approx(c.seconds_per_step, **EXACTLY)
         assert c.rule == (4 if c.when is Pass.STEP else 2 if c.purpose == "activations" else 3)

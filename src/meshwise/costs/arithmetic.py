@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ceil", "log2", "maximum", "minimum", "where"]
+__all__ = ["ceil", "floor", "log2", "maximum", "minimum", "where"]
 
 
 def maximum(first: Any, *rest: Any) -> Any:
@@ -35,6 +35,11 @@ def ceil(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return np.ceil(value - 1e-9)
     return float(math.ceil(value - 1e-9))
+
+
+def floor(value: Any) -> Any:
+    """Round down."""
+    return np.floor(value) if isinstance(value, np.ndarray) else float(math.floor(value))
 
 
 def log2(value: Any) -> Any:

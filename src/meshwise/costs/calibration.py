@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.errors import UnknownNameError
 from meshwise.hardware import Chip
 
@@ -22,33 +23,39 @@ class Calibration:
         name: what users type.
         matmul_efficiency: of the dense FLOP/s, for large matmuls.
         hbm_efficiency: of the HBM bandwidth, for streaming.
-        link_efficiency: of the link bandwidth, for large messages.
+        links: of the link bandwidth, by size of message.
         collective_matmul: whether collectives over the tensor axis run as collective matmuls, hidden behind the
             matmul that needs them as far as that lasts. XLA does so on TPUs (Wang et al. 2023, "Overlap communication
             with dependent computation via decomposition"); NCCL calls on GPUs stand on the critical path.
-        flat_rings: whether AllGather and ReduceScatter cross levels of switches as flat rings (NCCL, RCCL) rather than
-            level by level, which is what the bound assumes.
+        flat_rings: whether the algorithms are those of NCCL and RCCL: AllGather and ReduceScatter as flat rings, an
+            AllReduce as a ring, along trees, or by NVLink switches that add; rather than level by level, which is what
+            the bound assumes.
         source: the measurements behind the numbers.
     """
 
     name: str
     matmul_efficiency: float
     hbm_efficiency: float
-    link_efficiency: float
+    links: Links
     collective_matmul: bool
     flat_rings: bool
     source: str
 
     def __post_init__(self) -> None:
-        for field in ("matmul_efficiency", "hbm_efficiency", "link_efficiency"):
+        for field in ("matmul_efficiency", "hbm_efficiency"):
             assert 0 < getattr(self, field) <= 1, f"{self.name}: {field} is a share"
+
+    @property
+    def link_efficiency(self) -> float:
+        """Achieved share of the link bandwidth, for large messages."""
+        return self.links.efficiency
 
 
 #: Every rate of the data sheet achieved, nothing overlapped but weights and gradients.
-IDENTITY = Calibration("none", 1.0, 1.0, 1.0, False, False, "data-sheet rates, nothing measured")
+IDENTITY = Calibration("none", 1.0, 1.0, IDEAL_LINKS, False, False, "data-sheet rates, nothing measured")
 
 _GEMM = "median of eight bf16 matmuls with all sizes >= 4096, NVIDIA AIConfigurator database, TensorRT-LLM 1.0 (2025)"
-_NCCL = "NCCL AllGather of 512 MiB in one NVLink domain (same database)"
+_NCCL = "NCCL collectives of 1 KiB to 512 MiB in one NVLink domain (same database)"
 _KV = "largest key/value reads of generation attention (same database)"
 
 #: By family. A chip of no family inherits the one named for it in `default_calibration`.
@@ -56,13 +63,13 @@ CALIBRATIONS = {
     c.name: c
     for c in (
         IDENTITY,
-        Calibration("ampere", 0.84, 0.77, 0.68, False, True, f"A100: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("hopper", 0.80, 0.89, 0.74, False, True, f"H100: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("blackwell", 0.66, 0.89, 0.68, False, True, f"B200: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("cdna", 0.51, 0.85, 0.74, False, True,
+        Calibration("ampere", 0.84, 0.77, Links(0.68, 10e-6, 19e-6, 0.40), False, True, f"A100: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("hopper", 0.80, 0.89, Links(0.74, 8e-6, 19e-6, 0.35), False, True, f"H100: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True, f"B200: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("cdna", 0.51, 0.85, Links(0.74, 8e-6, 19e-6, 0.35), False, True,
                     "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs"),
-        Calibration("tpu", 0.90, 0.85, 0.97, True, False,
-                    "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGather of 400 MB, "
+        Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False,
+                    "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGathers of 1.6 to 400 MB, "
                     "accelerator-microbenchmarks in tpu-recipes (2025)"),
     )
 }  # fmt: skip

@@ -1,20 +1,22 @@
-"""Time of a collective: bytes through a wire, or hops when the bytes are few. Not here: which collectives a plan needs.
+"""Time of a collective: by the fastest algorithm there is, or by the fastest that the software offers.
 
-All times are of the array's bytes as the book counts them; `Wire` holds what the network contributes.
+All times are of the array's bytes as the book counts them; `Wire` holds what the network contributes, `Links` what the
+software achieves of it. Not here: which collectives a plan needs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum
+from meshwise.costs.arithmetic import minimum
+from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.costs.network import Wire
 from meshwise.sharding import CollectiveKind
 
-__all__ = ["collective_time", "latency", "scheduled_time", "wire_time"]
+__all__ = ["collective_time", "latency", "scheduled_time", "schedules", "wire_time"]
 
 
-def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: float = 1.0) -> Any:
+def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
     """Seconds by bandwidth alone: what no schedule on this wire can beat by more than its hops allow.
 
     Args:
@@ -22,49 +24,64 @@ def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: f
         num_bytes: of the whole array of one group: AllGather, as gathered; ReduceScatter and AllReduce, as each chip
             holds it before; AllToAll, all chips together; permute, what one chip sends.
         wire: of the group.
-        efficiency: achieved share of the link bandwidth.
 
     Source: book, Sharded matrices, "summary": AllGather and ReduceScatter V/W, AllReduce twice that, AllToAll a
         quarter.
     """
     match kind:
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
-            return num_bytes * (wire.gather / efficiency)
+            return num_bytes * wire.gather
         case CollectiveKind.ALL_REDUCE:
-            return num_bytes * (wire.all_reduce / efficiency)
+            return num_bytes * wire.all_reduce
         case CollectiveKind.ALL_TO_ALL:
-            return num_bytes * (wire.exchange / efficiency)
+            return num_bytes * wire.exchange
         case CollectiveKind.PERMUTE:
-            return num_bytes * (wire.send / efficiency)
+            return num_bytes * wire.send
         case CollectiveKind.SLICE:
             return num_bytes * 0.0
 
 
-def scheduled_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: float = 1.0) -> Any:
-    """Seconds by bandwidth of the schedule that is really run; arguments as in `wire_time`, which no schedule beats."""
-    if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
-        return num_bytes * (wire.scheduled / efficiency)
-    return wire_time(kind, num_bytes, wire, efficiency=efficiency)
+def schedules(kind: CollectiveKind, wire: Wire) -> tuple[tuple[Any, Any], ...]:
+    """Give the algorithms that the software offers: (seconds per byte at full bandwidth, seconds of hops) of each.
+
+    One, but for AllReduces: a ring (ReduceScatter and AllGather), or trees and switches that add.
+    """
+    match kind:
+        case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
+            return ((wire.scheduled, wire.scheduled_latency),)
+        case CollectiveKind.ALL_REDUCE:
+            trees = (wire.tree, wire.tree_latency)
+            if wire.tree is wire.all_reduce:  # level by level: a ring of the same cannot be faster
+                return (trees,)
+            return (2 * wire.scheduled, 2 * wire.scheduled_latency), trees
+        case CollectiveKind.ALL_TO_ALL:
+            return ((wire.exchange, wire.exchange_latency),)
+        case CollectiveKind.PERMUTE:
+            return ((wire.send, wire.send_latency),)
+        case CollectiveKind.SLICE:
+            return ((0.0, 0.0),)
+
+
+def scheduled_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
+    """Seconds by bandwidth of the schedules that are really run; arguments as in `wire_time`, which none beats."""
+    first, *others = (num_bytes * per_byte for per_byte, _ in schedules(kind, wire))
+    return minimum(first, others[0]) if others else first
 
 
 def latency(kind: CollectiveKind, wire: Wire) -> Any:
-    """Seconds that the collective takes however few its bytes."""
-    match kind:
-        case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
-            return wire.gather_latency
-        case CollectiveKind.ALL_REDUCE:
-            return 2 * wire.gather_latency
-        case CollectiveKind.ALL_TO_ALL:
-            return wire.exchange_latency
-        case CollectiveKind.PERMUTE:
-            return wire.send_latency
-        case CollectiveKind.SLICE:
-            return 0.0
+    """Seconds of hops that the collective takes however few its bytes."""
+    first, *others = (hops for _, hops in schedules(kind, wire))
+    return minimum(first, others[0]) if others else first
 
 
-def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, efficiency: float = 1.0) -> Any:
-    """Seconds: hops of at least their latency each, or the bytes through the links, whichever is longer.
+def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, links: Links = IDEAL_LINKS) -> Any:
+    """Expected seconds: of the algorithms that the software offers, the fastest for so many bytes.
 
-    Arguments as in `wire_time`. Source: book, Sharded matrices, "when latency-bound".
+    On ideal links hops of at least their latency each, or the bytes through the links, whichever is longer (book,
+    Sharded matrices, "when latency-bound"). Arguments as in `wire_time`, and what the software achieves.
     """
-    return maximum(latency(kind, wire), scheduled_time(kind, num_bytes, wire, efficiency=efficiency))
+    if kind is CollectiveKind.SLICE:
+        return num_bytes * 0.0
+    busy = wire.size > 1
+    first, *others = (links.seconds(hops, num_bytes * per_byte, busy) for per_byte, hops in schedules(kind, wire))
+    return minimum(first, others[0]) if others else first

@@ -11,15 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.costs.arithmetic import ceil, log2, maximum, where
+from meshwise.costs.arithmetic import ceil, floor, log2, maximum, where
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster, Torus, Tree
 
-__all__ = ["NO_WIRE", "Dimension", "Fabric", "Wire", "make_wire"]
+__all__ = ["NO_WIRE", "Dimension", "Fabric", "Wire", "make_wire", "twisted_distance"]
 
-#: Gain of an AllReduce that switches add up themselves. Source: book, GPUs, "in-network reductions": about 30 % in
-#: practice where the ideal would be nearly twofold.
+#: Gain that an AllReduce which switches add up themselves is seen to have. Source: book, GPUs, "in-network reductions":
+#: about 30 % in practice where the ideal would be nearly twofold. Bounds take the ideal.
 IN_NETWORK_GAIN = 1.3
+
+
+#: Stands below a division for the rate of a group that sends nothing.
+_NO_RATE = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Dimension:
         wraps: a torus axis whose ends are joined.
         bandwidth_one_way: of one link (torus), or of one chip into this level (switch), bytes/s.
         latency: of one hop, or of crossing the level, seconds.
+        twisted: the ends of this torus axis are joined half the long axes further on (twisted torus).
+        adds: the switches of this level add up what they are sent, and copy what they send on.
     """
 
     name: str
@@ -41,6 +47,8 @@ class Dimension:
     wraps: bool
     bandwidth_one_way: float
     latency: float
+    twisted: bool = False
+    adds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +57,11 @@ class Fabric:
 
     Args:
         dimensions: of the network.
-        in_network_reduction: switches add.
-        flat_rings: AllGather and ReduceScatter run as flat rings over all members, not level by level.
+        flat_rings: collectives run as NCCL runs them: AllGather and ReduceScatter as flat rings over all members,
+            AllReduces as flat rings or along trees; not level by level.
     """
 
     dimensions: tuple[Dimension, ...]
-    in_network_reduction: bool = False
     flat_rings: bool = False
 
     @classmethod
@@ -63,23 +70,31 @@ class Fabric:
 
         Args:
             cluster: chips and their network.
-            flat_rings: whether switches are crossed by flat rings, as NCCL does; see `Wire.scheduled`.
+            flat_rings: whether the software is NCCL or its like; see `Wire.scheduled`. It lets switches of the
+                innermost level add where they can (NVLS), asked for or not.
         """
         net = cluster.network
         if isinstance(net, Torus):
+            short = min(net.shape)
             dims = [
-                Dimension(name, a.size, True, a.wraps, net.link_bandwidth_one_way, net.hop_latency)
+                Dimension(
+                    name, a.size, True, a.wraps, net.link_bandwidth_one_way, net.hop_latency,
+                    twisted=net.twisted and a.size == short,
+                )
                 for name, a in zip("xyz", net.axes, strict=False)
-            ]
-            reduction = False
+            ]  # fmt: skip
         else:
-            dims = _switch_dimensions(net)
-            reduction = net.in_network_reduction
+            dims = _switch_dimensions(net, flat_rings)
         if cluster.num_slices > 1:
             bandwidth = cluster.dcn_bandwidth_per_chip_one_way
             assert bandwidth, "Cluster checks that several slices have a network between them"
             dims.append(Dimension("dcn", cluster.num_slices, False, False, bandwidth, cluster.dcn_latency))
-        return cls(tuple(dims), reduction, flat_rings)
+        return cls(tuple(dims), flat_rings)
+
+    @property
+    def in_network_reduction(self) -> bool:
+        """Whether the switches of some level add."""
+        return any(d.adds for d in self.dimensions)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -87,7 +102,7 @@ class Fabric:
         return tuple(d.size for d in self.dimensions)
 
 
-def _switch_dimensions(net: Tree) -> list[Dimension]:
+def _switch_dimensions(net: Tree, nccl: bool) -> list[Dimension]:
     """Levels as dimensions; levels of the same bandwidth per chip are one switch to a collective (a fat tree)."""
     dims: list[Dimension] = []
     for v in net.levels:
@@ -99,10 +114,16 @@ def _switch_dimensions(net: Tree) -> list[Dimension]:
                     name=f"{inner.name}+{v.name}",
                     size=inner.size * v.degree,
                     latency=max(inner.latency, v.latency),
+                    adds=inner.adds and net.in_network_reduction,
                 )
             )
         else:
-            dims.append(Dimension(v.name, v.degree, False, False, v.bandwidth_per_chip_one_way, v.latency))
+            dims.append(
+                Dimension(
+                    v.name, v.degree, False, False, v.bandwidth_per_chip_one_way, v.latency,
+                    adds=net.in_network_reduction or (nccl and v.switches_add),
+                )
+            )  # fmt: skip
     return dims
 
 
@@ -118,10 +139,14 @@ class Wire:
         exchange_latency: seconds that an AllToAll takes however small.
         send: seconds per byte that every chip sends to its neighbour in the group.
         send_latency: seconds that a send takes however small.
-        all_reduce: seconds per byte of an AllReduce: twice an AllGather, or less where the switches add.
+        all_reduce: seconds per byte of an AllReduce, level by level: twice an AllGather, or once the array where the
+            switches add.
         scheduled: as `gather`, but by the schedule that is really run. Level by level, a child of a level lacks
             (d-1)/d of the bytes; a flat ring over n members carries (n-1)/n of them across every boundary, whatever
-            the level. NCCL gathers and scatters by flat rings; it reduces by trees, level by level.
+            the level. NCCL gathers and scatters by flat rings.
+        scheduled_latency: as `gather_latency`, by that schedule: a flat ring takes n - 1 hops.
+        tree: seconds per byte of an AllReduce along trees (switches that add included), as NCCL's that is no ring.
+        tree_latency: seconds that it takes however small.
         routed: seconds per byte of all slots (top_k copies of every token, over all chips of the group) for a dispatch
             or combine of a mixture that sends one copy to each different destination; as `exchange` without routing.
     """
@@ -135,6 +160,9 @@ class Wire:
     send_latency: Any
     all_reduce: Any
     scheduled: Any
+    scheduled_latency: Any
+    tree: Any
+    tree_latency: Any
     routed: Any
 
     @property
@@ -144,7 +172,7 @@ class Wire:
 
 
 #: A wire that takes no time.
-NO_WIRE = Wire(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_WIRE = Wire(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def make_wire(
@@ -154,9 +182,10 @@ def make_wire(
 
     On a torus axis of length s, a group of extent F whose members are `stride` apart forms a ring when it spans the
     whole of an axis that wraps, else a line; `stride` groups share each link. An AllGather takes floor(F/2) hops on a
-    ring, F - 1 on a line, each carrying one shard (book, Sharded matrices); several torus axes share the bytes. On a
-    level of switches with d children and m members of the group in each, every chip takes its share of the (d-1)/d
-    that comes from the other children (book, GPUs, collectives across levels); the slowest level decides.
+    ring, F - 1 on a line, each carrying one shard (book, Sharded matrices); several torus axes share the bytes. The
+    short axes of a twisted torus close only for groups that span its long ones whole. On a level of switches with d
+    children and m members of the group in each, every chip takes its share of the (d-1)/d that comes from the other
+    children (book, GPUs, collectives across levels); the slowest level decides.
 
     Args:
         fabric: the network.
@@ -167,55 +196,63 @@ def make_wire(
 
     Returns: the wire; arrays where a factor is an array.
     """
-    ring = _TorusSums()
+    spans = [_extent_and_stride(factors, axes, i) for i in range(len(fabric.dimensions))]
+    ring = _TorusSums(_twist_of(fabric, spans))
+    tree = _TreeSums(fabric.flat_rings)
     size: Any = 1.0
-    switch_gather: Any = 0.0
-    switch_reduce: Any = 0.0
-    boundary: Any = 0.0  # seconds per byte that crosses the narrowest boundary between children
-    gather_latency: Any = 0.0
-    crossings: list[_Crossing] = []
-    exchange_latency: Any = 0.0
     send: Any = 0.0
     send_latency: Any = 0.0
-    for i, dim in enumerate(fabric.dimensions):
-        extent, stride = _extent_and_stride(factors, axes, i)
+    for dim, (extent, stride) in zip(fabric.dimensions, spans, strict=True):
         used = extent > 1
         if dim.torus:
             ring.add(dim, extent, stride)
             send = maximum(send, where(used, stride / dim.bandwidth_one_way, 0.0))
             send_latency = maximum(send_latency, where(used, stride * dim.latency, 0.0))
         else:
-            seconds = 1 / dim.bandwidth_one_way
-            missing = 1 - 1 / extent
-            share = seconds / size
-            switch_gather = maximum(switch_gather, missing * share)
-            boundary = maximum(boundary, where(used, share, 0.0))
-            switch_reduce = maximum(switch_reduce, _all_reduce_share(missing, used, fabric) * share)
-            crossings.append(_Crossing(where(used, seconds, 0.0), size, extent))
-            steps = ceil(log2(extent))
-            gather_latency = gather_latency + steps * dim.latency
-            exchange_latency = maximum(exchange_latency, where(used, dim.latency, 0.0))
-            send = where(used, seconds, send)
+            tree.add(dim, extent, size)
+            send = where(used, 1 / dim.bandwidth_one_way, send)
             send_latency = where(used, dim.latency, send_latency)
         size = size * extent
     exchange = ring.exchange / size
-    for c in crossings:
-        exchange = maximum(exchange, c.seconds * (1 - c.below / size) / size)
-    gather = maximum(ring.gather(), switch_gather)
+    for i, c in enumerate(tree.crossings):
+        # Chips of the innermost level hand on what goes to others' places in other domains (PXN); ports further out
+        # carry all that leaves their child, however far it goes.
+        lacking = 1 - 1 / c.extent if i == 0 and not fabric.dimensions[0].torus else 1 - c.below / size
+        exchange = maximum(exchange, c.seconds * lacking / size)
+    torus_gather = ring.gather()
+    gather, all_reduce, gather_latency = torus_gather, 2 * torus_gather, ring.latency
+    if tree.crossings:
+        gather, all_reduce = maximum(torus_gather, tree.gather), maximum(all_reduce, tree.all_reduce)
+        gather_latency = gather_latency + tree.latency
+    flat = fabric.flat_rings
     return Wire(
         size=size,
         gather=gather,
-        gather_latency=gather_latency + ring.latency,
+        gather_latency=gather_latency,
         exchange=exchange,
-        exchange_latency=maximum(exchange_latency, ring.latency),
+        exchange_latency=maximum(tree.exchange_latency, ring.latency),
         send=send,
         send_latency=send_latency,
-        all_reduce=maximum(2 * ring.gather(), switch_reduce),
-        scheduled=maximum(gather, boundary * (1 - 1 / size)) if fabric.flat_rings else gather,
+        all_reduce=all_reduce,
+        scheduled=maximum(gather, tree.boundary * (1 - 1 / size)) if flat else gather,
+        scheduled_latency=_flat_ring_latency(fabric, spans, size) + ring.latency if flat else gather_latency,
+        tree=maximum(2 * torus_gather, tree.by_trees) if flat else all_reduce,
+        tree_latency=tree.tree_latency + 2 * ring.latency if flat else 2 * gather_latency,
         routed=exchange
         if routing is None
-        else _routed(routing, ring.exchange if fabric.dimensions[0].torus else None, crossings, size),
+        else _routed(routing, ring.exchange if fabric.dimensions[0].torus else None, tree.crossings, size),
     )
+
+
+def _flat_ring_latency(fabric: Fabric, spans: Sequence[tuple[Any, Any]], size: Any) -> Any:
+    """Seconds of the n - 1 hops of a ring over all members of a group; most stay inside the innermost level."""
+    latency: Any = 0.0
+    units = size
+    for dim, (extent, _) in zip(fabric.dimensions, spans, strict=True):
+        if not dim.torus:
+            latency = latency + (units - units / extent) * dim.latency
+        units = units / extent
+    return latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,30 +291,107 @@ def _routed(routing: Routing, torus: Any | None, crossings: Sequence[_Crossing],
     return slowest * tokens
 
 
-def _all_reduce_share(missing: Any, used: Any, fabric: Fabric) -> Any:
-    """Bytes into a chip per byte reduced on one level: twice what is missing; switches that add send the sum once."""
-    if not fabric.in_network_reduction:
-        return 2 * missing
-    return maximum(2 * missing / IN_NETWORK_GAIN, where(used, 1.0, 0.0))
-
-
 def _extent_and_stride(factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...], i: int) -> tuple[Any, Any]:
-    """Extent of the group on dimension `i`, and the distance of its members: the product of what nests inside it."""
+    """Extent of the group on dimension `i`, and the distance of its members: the product of what nests inside it.
+
+    Where other axes nest between those of the group, its members are not equally far apart, but links are shared by as
+    many groups as if they were: the product of all that nests inside the group's outermost axis and is not of it.
+    """
+    last = max((n for n, axis in enumerate(factors) if axis in axes), default=-1)
+    alone = len(axes) == 1
     extent: Any = 1.0
     inside: Any = 1.0
     stride: Any = 1.0
-    for axis, factor in factors.items():
+    for n, (axis, factor) in enumerate(factors.items()):
         if axis in axes:
-            stride = where((extent == 1.0) & (factor[i] > 1), inside, stride)
-            extent = extent * factor[i]
+            stride = inside if alone else where(factor[i] > 1, inside / extent, stride)
+            extent = factor[i] if alone else extent * factor[i]
+        if n >= last:
+            break
         inside = inside * factor[i]
     return extent, stride
 
 
-class _TorusSums:
-    """Sums over the torus axes of one group."""
+def _twist_of(fabric: Fabric, spans: Sequence[tuple[Any, Any]]) -> _Twist | None:
+    """Say how far a group can use the twist of a torus; None where there is none."""
+    torus = [(d, extent) for d, (extent, _) in zip(fabric.dimensions, spans, strict=True) if d.torus]
+    if not any(d.twisted for d, _ in torus):
+        return None
+    closes: Any = True
+    whole: Any = True
+    for d, extent in torus:
+        closes = closes & ((extent == d.size) | d.twisted)
+        whole = whole & (extent == d.size)
+    short = min(d.size for d, _ in torus)
+    doubled = sum(d.size > short for d, _ in torus)
+    return _Twist(closes, whole, twisted_distance(short, doubled))
 
-    def __init__(self) -> None:
+
+def twisted_distance(short: int, doubled: int) -> float:
+    """Mean distance in hops of two chips of a twisted torus with `doubled` axes twice as long as the `short` others.
+
+    Shortest ways use all its links alike. 7k/8 - 1/4k with one long axis, 35k/32 - 1/4k with two; without the twist
+    they are k and 5k/4, and the long axes are the busiest. A test walks all ways of several tori.
+
+    >>> round(8 / 8 / (twisted_distance(4, 1) / 6), 2), round(8 / 8 / (twisted_distance(4, 2) / 6), 2)  # AllToAll
+    (1.75, 1.39)
+    """
+    return {1: 7 / 8, 2: 35 / 32}[doubled] * short - 1 / (4 * short)
+
+
+@dataclass(frozen=True, slots=True)
+class _Twist:
+    """Whether a group's rings close on the short axes, whether it is the whole torus, mean hops between its chips."""
+
+    closes: Any
+    whole: Any
+    distance: float
+
+
+class _TreeSums:
+    """Sums over the levels of switches of one group; `nccl`: the schedules of `Wire.tree`, too."""
+
+    def __init__(self, nccl: bool) -> None:
+        self.nccl = nccl
+        self.crossings: list[_Crossing] = []
+        self.gather: Any = 0.0
+        self.all_reduce: Any = 0.0
+        self.by_trees: Any = 0.0
+        self.boundary: Any = 0.0  # seconds per byte that crosses the narrowest boundary between children
+        self.latency: Any = 0.0
+        self.tree_latency: Any = 0.0
+        self.exchange_latency: Any = 0.0
+
+    def add(self, dim: Dimension, extent: Any, below: Any) -> None:
+        """Add a level on which the group has `extent` children of `below` members each."""
+        used = extent > 1
+        seconds = 1 / dim.bandwidth_one_way
+        missing = 1 - 1 / extent
+        share = seconds / below
+        steps = ceil(log2(extent))
+        self.crossings.append(_Crossing(where(used, seconds, 0.0), below, extent))
+        self.gather = maximum(self.gather, missing * share)
+        self.boundary = maximum(self.boundary, where(used, share, 0.0))
+        # Switches that add send each chip the sum, and take from it its own array: once each way (book, GPUs).
+        self.all_reduce = maximum(self.all_reduce, where(used, share, 0.0) if dim.adds else 2 * missing * share)
+        self.latency = self.latency + steps * dim.latency
+        self.exchange_latency = maximum(self.exchange_latency, where(used, dim.latency, 0.0))
+        if self.nccl and dim.adds:
+            self.by_trees = maximum(self.by_trees, maximum(2 * missing / IN_NETWORK_GAIN, where(used, 1.0, 0.0)) * share)
+            self.tree_latency = self.tree_latency + 2 * steps * dim.latency
+        elif self.nccl:
+            # Two trees carry half of the array each, up and down; a node is inside one of them and a leaf of the other.
+            # Of two children each is the root of one. In the innermost level the tree is a chain.
+            self.by_trees = maximum(self.by_trees, where(extent > 2, 2.0, 2 * missing) * share)
+            hops = extent - 1 if len(self.crossings) == 1 else steps
+            self.tree_latency = self.tree_latency + 2 * hops * dim.latency
+
+
+class _TorusSums:
+    """Sums over the torus axes of one group. Where a group does not use an axis, everything is 0 times something."""
+
+    def __init__(self, twist: _Twist | None) -> None:
+        self.twist = twist
         self.size: Any = 1.0
         self.rate: Any = 0.0  # bytes/s of the hop-by-hop schedule, axes together
         self.ingress: Any = 0.0  # bytes/s that the worst-placed chip can receive
@@ -286,19 +400,27 @@ class _TorusSums:
 
     def add(self, dim: Dimension, extent: Any, stride: Any) -> None:
         used = extent > 1
-        ring = (extent * stride == dim.size) & dim.wraps
-        hops = where(ring, extent // 2, extent - 1)
-        link = dim.bandwidth_one_way / stride
-        ways = where(ring, 2.0, 1.0)
-        self.rate = self.rate + where(used, extent * link / maximum(hops, 1.0), 0.0)
-        self.ingress = self.ingress + where(used, ways * link, 0.0)
-        self.latency = self.latency + where(used, hops * stride * dim.latency, 0.0)
+        span = extent * stride
+        ring: Any = False
+        if dim.wraps:
+            ring = span == dim.size
+            if dim.twisted and self.twist is not None:
+                ring = ring & self.twist.closes
+        hops = where(ring, floor(extent / 2), extent - 1)
+        ways = ring + 1.0
+        link = used / stride * dim.bandwidth_one_way
+        self.rate = self.rate + extent * link / maximum(hops, 1.0)
+        self.ingress = self.ingress + ways * link
+        self.latency = self.latency + hops * dim.latency * stride
         # Book, Sharded matrices: V F / (4 N W) with W both ways round a ring, half of that on a line.
-        self.exchange = maximum(self.exchange, where(used, extent / (4 * ways * link), 0.0))
+        self.exchange = maximum(self.exchange, span * used / (ways * (4 * dim.bandwidth_one_way)))
+        if self.twist is not None:  # all three axes are in use alike, each with a link either way
+            whole = self.twist.distance / (6 * dim.bandwidth_one_way)
+            self.exchange = where(self.twist.whole, whole, self.exchange)
         self.size = self.size * extent
 
     def gather(self) -> Any:
         """Seconds per gathered byte: the schedule's, but never less than the missing bytes through the chip's links."""
-        rate = where(self.rate > 0, self.rate, 1.0)
-        ingress = where(self.ingress > 0, self.ingress, 1.0)
-        return where(self.size > 1, maximum(1 / rate, (1 - 1 / self.size) / ingress), 0.0)
+        return maximum(
+            (self.size > 1) / maximum(self.rate, _NO_RATE), (1 - 1 / self.size) / maximum(self.ingress, _NO_RATE)
+        )

@@ -9,13 +9,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.costs.collectives import scheduled_time
+from meshwise.costs.algorithms import offered
+from meshwise.costs.collectives import scheduled_time, schedules
 from meshwise.costs.estimate import layout_factors
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
 
 __all__ = ["Lane", "Leg", "Path", "paths"]
+
+
+#: Bytes/s of a part of the network that is left out of account.
+_AT_ONCE = 1e250
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Leg:
         lanes: torus only.
         extent: switches only: children of the level that hold members of the group.
         below: switches only: members in each child.
+        adds: its switches add.
         seconds_per_byte: what a byte of the collective would take if the rest of the network were infinitely fast.
     """
 
@@ -52,6 +58,7 @@ class Leg:
     lanes: tuple[Lane, ...]
     extent: int
     below: int
+    adds: bool
     seconds_per_byte: float
 
 
@@ -63,15 +70,18 @@ class Path:
         kind: of the collective.
         size: chips of the group.
         legs: those that it crosses, innermost first.
-        in_network_reduction: whether switches add.
-        flat_ring: whether switches are crossed by a flat ring.
+        algorithm: its name, one of `algorithms.offered`.
     """
 
     kind: CollectiveKind
     size: int
     legs: tuple[Leg, ...]
-    in_network_reduction: bool
-    flat_ring: bool
+    algorithm: str
+
+    @property
+    def flat_ring(self) -> bool:
+        """Whether switches are crossed by a flat ring."""
+        return self.algorithm == "flat ring"
 
     @property
     def slowest(self) -> Leg:
@@ -79,7 +89,9 @@ class Path:
         return max(self.legs, key=lambda leg: leg.seconds_per_byte)
 
 
-def paths(kind: CollectiveKind, fabric: Fabric, layout: Layout, mesh_axes: tuple[str, ...]) -> Path:
+def paths(
+    kind: CollectiveKind, fabric: Fabric, layout: Layout, mesh_axes: tuple[str, ...], *, algorithm: int = 0
+) -> Path:
     """Find the legs of a collective.
 
     Args:
@@ -87,6 +99,7 @@ def paths(kind: CollectiveKind, fabric: Fabric, layout: Layout, mesh_axes: tuple
         fabric: the network.
         layout: with wires.
         mesh_axes: of the group, of more than one chip.
+        algorithm: which of those that `collectives.schedules` gives.
     """
     factors = layout_factors(fabric, layout)
     key = tuple(sorted(mesh_axes))
@@ -98,7 +111,7 @@ def paths(kind: CollectiveKind, fabric: Fabric, layout: Layout, mesh_axes: tuple
         if math.prod(extents[i] for i in part) == 1:
             continue
         first = fabric.dimensions[part[0]]
-        seconds = _alone(kind, fabric, factors, key, part)
+        seconds = _alone(kind, fabric, factors, key, part, algorithm)
         lanes = tuple(
             Lane(d.name, extents[i], 1 / (_lane(kind, fabric, factors, key, i) * d.bandwidth_one_way))
             for i in part
@@ -107,17 +120,22 @@ def paths(kind: CollectiveKind, fabric: Fabric, layout: Layout, mesh_axes: tuple
         )
         below = math.prod(extents[: part[0]])
         name = "torus" if first.torus else first.name
-        legs.append(Leg(name, first.bandwidth_one_way, lanes, extents[part[0]], below, seconds))
-    gathers = kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-    return Path(kind, math.prod(extents), tuple(legs), fabric.in_network_reduction, gathers and fabric.flat_rings)
+        legs.append(Leg(name, first.bandwidth_one_way, lanes, extents[part[0]], below, first.adds, seconds))
+    return Path(kind, math.prod(extents), tuple(legs), offered(kind, fabric)[algorithm])
 
 
 def _alone(
-    kind: CollectiveKind, fabric: Fabric, factors: dict[str, list[float]], axes: tuple[str, ...], part: Sequence[int]
+    kind: CollectiveKind,
+    fabric: Fabric,
+    factors: dict[str, list[float]],
+    axes: tuple[str, ...],
+    part: Sequence[int],
+    algorithm: int,
 ) -> float:
     """Price a byte with every dimension but `part` infinitely fast."""
-    dims = tuple(d if i in part else replace(d, bandwidth_one_way=math.inf) for i, d in enumerate(fabric.dimensions))
-    return float(scheduled_time(kind, 1.0, make_wire(replace(fabric, dimensions=dims), factors, axes)))
+    dims = tuple(d if i in part else replace(d, bandwidth_one_way=_AT_ONCE) for i, d in enumerate(fabric.dimensions))
+    wire = make_wire(replace(fabric, dimensions=dims), factors, axes)
+    return float(schedules(kind, wire)[algorithm][0])
 
 
 def _lane(
@@ -125,5 +143,10 @@ def _lane(
 ) -> float:
     """Price a gathered byte on one torus axis, were it the whole network; AllToAll and sends as they are."""
     simple = kind if kind in (CollectiveKind.ALL_TO_ALL, CollectiveKind.PERMUTE) else CollectiveKind.ALL_GATHER
-    wire = make_wire(Fabric((fabric.dimensions[i],)), {a: [f[i]] for a, f in factors.items()}, axes)
+    dim = fabric.dimensions[i]
+    if dim.twisted:  # a ring only where the group spans the long axes whole
+        long = [n for n, d in enumerate(fabric.dimensions) if d.torus and not d.twisted]
+        whole = all(math.prod(factors[a][n] for a in axes) == fabric.dimensions[n].size for n in long)
+        dim = replace(dim, twisted=False, wraps=whole)
+    wire = make_wire(Fabric((dim,)), {a: [f[i]] for a, f in factors.items()}, axes)
     return float(scheduled_time(simple, 1.0, wire))

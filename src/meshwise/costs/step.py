@@ -201,8 +201,8 @@ class StepRates:
 
     def flow_seconds(self, f: Flow) -> Any:
         """Expected seconds of all collectives of a flow in one pass."""
-        efficiency = self.calibration.link_efficiency
-        return f.count * collective_time(f.kind, f.num_bytes, self.wires(f.mesh_axes), efficiency=efficiency)
+        links = self.calibration.links
+        return f.count * collective_time(f.kind, f.num_bytes, self.wires(f.mesh_axes), links=links)
 
     def flow_bound(self, f: Flow) -> Any:
         """The same by data-sheet bandwidth alone."""
@@ -378,5 +378,5 @@ def _add_step_flows(
 
 def _send(boundary_bytes: Any, rates: StepRates) -> Any:
     """Seconds of one send between neighbouring stages."""
-    efficiency = rates.calibration.link_efficiency
-    return collective_time(CollectiveKind.PERMUTE, boundary_bytes, rates.wires(("stage",)), efficiency=efficiency)
+    links = rates.calibration.links
+    return collective_time(CollectiveKind.PERMUTE, boundary_bytes, rates.wires(("stage",)), links=links)

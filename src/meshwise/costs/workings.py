@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.costs.collectives import latency
+from meshwise.costs.collectives import schedules
 from meshwise.costs.compute import ComputeRates, PassCompute, operation_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import PlannedBlock, TrainingProblem, local_extents, plan_structure, whole_extents
@@ -115,7 +115,8 @@ class CollectiveWorking:
         copies, runs: copies of the block on the slowest stage; runs of each in a step.
         waited_for: runs on other stages that the slowest one waits for while the pipeline fills and drains.
         seconds: of one collective.
-        latency: seconds that one takes however few its bytes; it binds where it is all of `seconds`.
+        latency: seconds that one takes however few its bytes: start-up and hops.
+        latency_binds: whether it is what `seconds` are, or more than half of them where bytes come on top.
         path: how the bytes go.
         rule: number of the rule of `costs.step` that says what hides it.
         cover: seconds of compute that it may hide behind, together with others; 0 on the critical path.
@@ -138,6 +139,7 @@ class CollectiveWorking:
     waited_for: int
     seconds: float
     latency: float
+    latency_binds: bool
     path: Path
     rule: int
     cover: float
@@ -288,7 +290,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
             )
             for p, (block, copies) in zip(planned, ledger.blocks, strict=True)
         ),
-        collectives=tuple(_collectives(ledger.hidings, fabric, layout)),
+        collectives=tuple(_collectives(ledger.hidings, problem, fabric, layout)),
         microbatch=float(ledger.microbatch),
         send=float(ledger.send),
         boundary_bytes=float(ledger.boundary_bytes),
@@ -306,7 +308,7 @@ def collectives_of(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> 
     """Find the collectives alone, as `work_out` does."""
     ledger = Ledger()
     evaluate_layout(problem, fabric, layout, ledger)
-    return tuple(_collectives(ledger.hidings, fabric, layout))
+    return tuple(_collectives(ledger.hidings, problem, fabric, layout))
 
 
 def notation(tensor: Tensor, sharding: Sharding, used: frozenset[str]) -> str:
@@ -345,17 +347,23 @@ def _waited_for(block: Block, layout: Layout) -> int:
     return layout.stage - 1 if block.role == "layer" else 0
 
 
-def _collectives(hidings: Iterable[Hiding], fabric: Fabric, layout: Layout) -> Iterator[CollectiveWorking]:
+def _collectives(
+    hidings: Iterable[Hiding], problem: TrainingProblem, fabric: Fabric, layout: Layout
+) -> Iterator[CollectiveWorking]:
     """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
-    wires = layout_wires(fabric, layout)
+    wires, links = layout_wires(fabric, layout), problem.calibration.links
     entries = [(h, flow, float(seconds)) for h in hidings if h.count for flow, seconds in h.flows if seconds > 0]
     order = list(Pass)
     used = frozenset(layout.used_axes)
-    found: dict[tuple[CollectiveKind, tuple[str, ...]], Path] = {}
+    found: dict[tuple[CollectiveKind, tuple[str, ...], int], Path] = {}
     for h, flow, seconds in sorted(entries, key=lambda e: order.index(e[0].when)):
-        key = (flow.kind, flow.mesh_axes)
+        ways = schedules(flow.kind, wires(flow.mesh_axes))
+        times = [float(links.seconds(hops, flow.num_bytes * per_byte, True)) for per_byte, hops in ways]
+        algorithm = times.index(min(times))
+        key = (flow.kind, flow.mesh_axes, algorithm)
         if key not in found:
-            found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes)
+            found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes, algorithm=algorithm)
+        each, latency = seconds / flow.count, links.startup + float(ways[algorithm][1])
         yield CollectiveWorking(
             block=h.block.name,
             when=flow.when,
@@ -371,8 +379,9 @@ def _collectives(hidings: Iterable[Hiding], fabric: Fabric, layout: Layout) -> I
             copies=float(h.count),
             runs=1 if flow.when is Pass.STEP else layout.num_microbatches,
             waited_for=0 if flow.when is Pass.STEP else _waited_for(h.block, layout),
-            seconds=seconds / flow.count,
-            latency=float(latency(flow.kind, wires(flow.mesh_axes))),
+            seconds=each,
+            latency=latency,
+            latency_binds=latency >= (each if links.overlapped else each / 2),
             path=found[key],
             rule=h.rule,
             cover=float(h.cover),

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from meshwise.errors import ClusterError
 
-__all__ = ["Level", "Torus", "TorusAxis", "Tree"]
+__all__ = ["Level", "Torus", "TorusAxis", "Tree", "can_twist"]
+
+
+def can_twist(shape: tuple[int, ...]) -> bool:
+    """Say whether a torus of `shape` can be twisted: k x k x 2k or k x 2k x 2k, in any order.
+
+    >>> can_twist((4, 4, 8)), can_twist((8, 4, 8)), can_twist((4, 4, 4)), can_twist((4, 4, 12))
+    (True, True, False, False)
+    """
+    return len(shape) == 3 and {size / min(shape) for size in shape} == {1, 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +32,25 @@ class TorusAxis:
 
 @dataclass(frozen=True, slots=True)
 class Torus:
-    """Chips on a grid, each linked to its two neighbours on every axis. Bandwidth of one link, one way, in bytes/s."""
+    """Chips on a grid, each linked to its two neighbours on every axis. Bandwidth of one link, one way, in bytes/s.
+
+    `twisted`: going round a short axis leads half way round the long ones, in a torus of k x k x 2k or k x 2k x 2k;
+    it shortens the ways between chips.
+    """
 
     axes: tuple[TorusAxis, ...]
     link_bandwidth_one_way: float
     hop_latency: float
+    twisted: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a twist where there is nothing to twist."""
+        if self.twisted and not (can_twist(self.shape) and all(axis.wraps for axis in self.axes)):
+            shape = "x".join(map(str, self.shape))
+            raise ClusterError(
+                f"a torus is twisted only when two axes are equal, the third is half or twice as long, and all wrap; "
+                f"found {shape}"
+            )
 
     @property
     def num_chips(self) -> int:
@@ -52,6 +75,8 @@ class Torus:
             return "no network"
         if not wrapping:
             return f"{shape} mesh (no axis wraps)"
+        if self.twisted:
+            return f"{shape} twisted torus (all axes wrap)"
         if len(wrapping) == len(self.axes):
             return f"{shape} torus (all axes wrap)"
         sizes = " and ".join(str(axis.size) for axis in wrapping)
@@ -65,12 +90,14 @@ class Level:
 
     `bandwidth_per_chip_one_way` is what each chip gets into this level in bytes/s when all its chips send at once, so
     an oversubscribed level has less of it. `latency` is the seconds one message takes to cross the level.
+    `switches_add`: its switches can add up what they are sent, and software does so unasked (NVLS).
     """
 
     name: str
     degree: int
     bandwidth_per_chip_one_way: float
     latency: float
+    switches_add: bool = False
 
 
 @dataclass(frozen=True, slots=True)

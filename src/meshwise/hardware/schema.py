@@ -81,16 +81,20 @@ def find_source(ref: SourceRef, known: Mapping[str, SourceRow]) -> Source:
 
 
 class LevelRow(_Row):
-    """One level of a tree: degree children, bandwidth of one chip one way with all chips sending, latency."""
+    """One level of a tree: degree children, bandwidth of one chip one way with all chips sending, latency.
+
+    `switches_add`: its switches add up what they are sent, without being asked (NVLS).
+    """
 
     name: str
     degree: Count
     bandwidth_per_chip_one_way: Bandwidth
     latency: Seconds
+    switches_add: bool = False
 
     def build(self) -> Level:
         """Make the value."""
-        return Level(self.name, self.degree, self.bandwidth_per_chip_one_way, self.latency)
+        return Level(self.name, self.degree, self.bandwidth_per_chip_one_way, self.latency, self.switches_add)
 
 
 class PriceRow(_Row):

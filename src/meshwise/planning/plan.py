@@ -13,7 +13,7 @@ from typing import Any
 from meshwise.costs.calibration import find_calibration
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
 from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Dimension, Fabric
+from meshwise.costs.network import Fabric
 from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import TrainingJob
@@ -139,8 +139,9 @@ def _fabric(cluster: Cluster, used: list[Mapping[str, Any]], *, flat_rings: bool
             f"plan JSON: fabric names {[d.get('name') for d in used]}, "
             f"the cluster has {[d.name for d in whole.dimensions]}"
         )
+    all_of_it = all(d.size == int(u["size"]) for d, u in zip(whole.dimensions, used, strict=True))
     dims = (
-        Dimension(d.name, int(u["size"]), d.torus, bool(u["wraps"]), d.bandwidth_one_way, d.latency)
+        replace(d, size=int(u["size"]), wraps=bool(u["wraps"]), twisted=d.twisted and all_of_it)
         for d, u in zip(whole.dimensions, used, strict=True)
     )
     return replace(whole, dimensions=tuple(dims))

@@ -191,7 +191,8 @@ def undominated(
     for group in groups:
         w = wires(group)
         columns += [w.gather, w.gather_latency, w.exchange, w.exchange_latency]
-        columns += [w.scheduled] if fabric.flat_rings else []  # else the gather, which is there
+        # Without flat rings, those are the gather's and twice the gather's, which are there.
+        columns += [w.scheduled, w.scheduled_latency, w.tree, w.tree_latency] if fabric.flat_rings else []
         columns += [w.all_reduce] if fabric.in_network_reduction else []  # else twice the gather, which is there
         columns += [w.routed] if _routing_of(group, routing) else []  # else the exchange, which is there
     columns += [wires(("stage",)).send, wires(("stage",)).send_latency]
@@ -260,7 +261,7 @@ def _cut(fabric: Fabric, sizes: tuple[int, ...]) -> Fabric:
         s % 4 == 0 for s, d in zip(sizes, fabric.dimensions, strict=True) if d.torus
     )
     dims = (
-        replace(d, size=s, wraps=d.wraps and (s == d.size or cubes))
+        replace(d, size=s, wraps=d.wraps and (s == d.size or cubes), twisted=d.twisted and sizes == fabric.sizes)
         for s, d in zip(sizes, fabric.dimensions, strict=True)
     )
     return replace(fabric, dimensions=tuple(dims))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from meshwise.costs.links import Links
 from meshwise.costs.paths import Leg, Path
 from meshwise.costs.traffic import Pass
 from meshwise.costs.workings import BlockWorking, CollectiveWorking, Workings
@@ -58,9 +59,9 @@ def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:
     share = f"{volume} x {leg.extent - 1}/{leg.extent}"
     if path.flat_ring:
         share = f"{volume} x {path.size - 1}/{path.size}"
-    if kind is CollectiveKind.ALL_REDUCE and path.in_network_reduction:
+    if kind is CollectiveKind.ALL_REDUCE and path.algorithm in ("trees", "switches add"):
         factor = leg.seconds_per_byte * leg.below * leg.bandwidth_one_way
-        share = f"V x {factor:.4g}"  # switches add: less than twice (d-1)/d, never less than the sum itself
+        share = f"V x {factor:.4g}"  # along trees up to twice; switches that add: never less than the sum itself
     return f"{share} / ({leg.below} x {bandwidth})"
 
 
@@ -119,11 +120,11 @@ def _exposed(w: Workings, name: str, seconds: float) -> Explanation:
 def _collectives(w: Workings) -> Iterator[Explanation]:
     """Explain the seconds of each kind of collective over each mesh axis, with what it carries."""
 
-    def key(c: CollectiveWorking) -> tuple[str, tuple[str, ...]]:
-        return (c.kind.value, c.mesh_axes)
+    def key(c: CollectiveWorking) -> tuple[str, tuple[str, ...], str]:
+        return (c.kind.value, c.mesh_axes, c.path.algorithm)
 
-    efficiency = w.problem.calibration.link_efficiency
-    for (kind, axes), group in groupby(sorted(w.collectives, key=key), key):
+    links = w.problem.calibration.links
+    for (kind, axes, _), group in groupby(sorted(w.collectives, key=key), key):
         rows = list(group)
         path = rows[0].path
         legs = [(leg.name, leg_formula(path.kind, leg, path)) for leg in path.legs]
@@ -131,17 +132,28 @@ def _collectives(w: Workings) -> Iterator[Explanation]:
         slowest = f"; slowest: {path.slowest.name}" if len(legs) > 1 else ""
         carried = ", ".join(dict.fromkeys(_carried(c) for c in sorted(rows, key=lambda c: -c.num_bytes)))
         yield Explanation(
-            f"{kind} over {' x '.join(axes)} ({path.size:,} chips)",
-            f"max(latency, {_wire_words(path)}; V: bytes, as in the table; W: of one link or chip, one way",
-            f"{ways}{slowest}; latency {format_time(rows[0].latency)}; achieved {format_percent(efficiency)}",
+            f"{kind} over {' x '.join(axes)} ({path.size:,} chips), {path.algorithm}",
+            f"{'max(latency, ' if links.overlapped else 'latency + ('}{_wire_words(path)}; "
+            f"V: bytes, as in the table; W: of one link or chip, one way{_small_words(links)}",
+            f"{ways}{slowest}; latency {format_time(rows[0].latency)}; achieved {format_percent(links.efficiency)}",
             carried,
             _wire_source(w.problem.cluster, path),
         )
 
 
 def _carried(c: CollectiveWorking) -> str:
-    bound = " (latency)" if c.seconds == c.latency else ""
+    bound = " (latency)" if c.latency_binds else ""
     return f"{format_bytes(c.num_bytes)}: {format_time(c.seconds)}{bound}"
+
+
+def _small_words(links: Links) -> str:
+    """Say what small messages achieve, where that differs."""
+    if links.small_efficiency is None:
+        return ""
+    return (
+        f"; messages for which {format_percent(links.small_efficiency)} of the bandwidth at once is faster than "
+        f"{format_percent(links.efficiency)} after {format_time(links.bulk_startup)} more take the former"
+    )
 
 
 def _wire_words(path: Path) -> str:
@@ -154,7 +166,11 @@ def _wire_words(path: Path) -> str:
     if path.slowest.lanes:
         return f"{twice}V / (W x links x achieved share)): 2 links a torus axis that is a ring, n/(n-1) on a line"
     if path.flat_ring:
-        return "V x (n-1)/n / (m x W x achieved share)): a flat ring over n chips, m members below the level"
+        return f"{twice}V x (n-1)/n / (m x W x achieved share)): a flat ring over n chips, m members below the level"
+    if path.algorithm == "trees":
+        return "2 x V / (m x W x achieved share)): two trees, half of V up and down each; V where d is 2"
+    if path.algorithm == "switches add":
+        return "2 x V x (d-1)/d / (1.3 x m x W x achieved share)): switches add, 1.3 times as fast; not less than V / (m x W)"
     return f"{twice}V x (d-1)/d / (m x W x achieved share)): d children of the level, m members in each"
 
 
