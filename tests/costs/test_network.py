@@ -178,7 +178,12 @@ def test_switches_that_add_gain_but_an_array_must_come_out_once():
     assert fabric.in_network_reduction
     plain = replace(fabric, dimensions=tuple(replace(d, adds=False) for d in fabric.dimensions))
     nccl = replace(fabric, flat_rings=True)
-    for factors, ideal, gain in (((8, 1), 7 / 4, IN_NETWORK_GAIN), ((2, 1), 1, 1), ((1, 2), 1, 1), ((1, 8), 7 / 4, 1.3)):
+    for factors, ideal, gain in (
+        ((8, 1), 7 / 4, IN_NETWORK_GAIN),
+        ((2, 1), 1, 1),
+        ((1, 2), 1, 1),
+        ((1, 8), 7 / 4, 1.3),
+    ):
         with_sum, without, seen = (make_wire(f, {"data": factors}, ("data",)) for f in (fabric, plain, nccl))
         bounds = [wire_time(Kind.ALL_REDUCE, 1.0, w) for w in (with_sum, without)]
         assert bounds[1] / bounds[0] == pytest.approx(ideal)

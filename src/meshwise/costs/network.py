@@ -377,7 +377,9 @@ class _TreeSums:
         self.latency = self.latency + steps * dim.latency
         self.exchange_latency = maximum(self.exchange_latency, where(used, dim.latency, 0.0))
         if self.nccl and dim.adds:
-            self.by_trees = maximum(self.by_trees, maximum(2 * missing / IN_NETWORK_GAIN, where(used, 1.0, 0.0)) * share)
+            self.by_trees = maximum(
+                self.by_trees, maximum(2 * missing / IN_NETWORK_GAIN, where(used, 1.0, 0.0)) * share
+            )
             self.tree_latency = self.tree_latency + 2 * steps * dim.latency
         elif self.nccl:
             # Two trees carry half of the array each, up and down; a node is inside one of them and a leaf of the other.
