@@ -56,6 +56,7 @@ def algorithms(
     fabric: Fabric,
     factors: Mapping[str, Sequence[float]],
     axes: tuple[str, ...],
+    *,
     links: Links,
 ) -> tuple[Algorithm, ...]:
     """Price every algorithm, those that the software does not offer included; the offered ones first.

@@ -63,9 +63,12 @@ CALIBRATIONS = {
     c.name: c
     for c in (
         IDENTITY,
-        Calibration("ampere", 0.84, 0.77, Links(0.68, 10e-6, 19e-6, 0.40), False, True, f"A100: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("hopper", 0.80, 0.89, Links(0.74, 8e-6, 19e-6, 0.35), False, True, f"H100: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True, f"B200: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("ampere", 0.84, 0.77, Links(0.68, 10e-6, 19e-6, 0.40), False, True,
+                    f"A100: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("hopper", 0.80, 0.89, Links(0.74, 8e-6, 19e-6, 0.35), False, True,
+                    f"H100: {_GEMM}; {_KV}; {_NCCL}"),
+        Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True,
+                    f"B200: {_GEMM}; {_KV}; {_NCCL}"),
         Calibration("cdna", 0.51, 0.85, Links(0.74, 8e-6, 19e-6, 0.35), False, True,
                     "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs"),
         Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False,

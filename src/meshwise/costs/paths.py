@@ -111,7 +111,7 @@ def paths(
         if math.prod(extents[i] for i in part) == 1:
             continue
         first = fabric.dimensions[part[0]]
-        seconds = _alone(kind, fabric, factors, key, part, algorithm)
+        seconds = _alone(kind, fabric, factors, key, part=part, algorithm=algorithm)
         lanes = tuple(
             Lane(d.name, extents[i], 1 / (_lane(kind, fabric, factors, key, i) * d.bandwidth_one_way))
             for i in part
@@ -129,6 +129,7 @@ def _alone(
     fabric: Fabric,
     factors: dict[str, list[float]],
     axes: tuple[str, ...],
+    *,
     part: Sequence[int],
     algorithm: int,
 ) -> float:

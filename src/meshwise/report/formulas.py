@@ -165,13 +165,13 @@ def _wire_words(path: Path) -> str:
         return "V / (W x achieved share))"
     if path.slowest.lanes:
         return f"{twice}V / (W x links x achieved share)): 2 links a torus axis that is a ring, n/(n-1) on a line"
-    if path.flat_ring:
-        return f"{twice}V x (n-1)/n / (m x W x achieved share)): a flat ring over n chips, m members below the level"
-    if path.algorithm == "trees":
-        return "2 x V / (m x W x achieved share)): two trees, half of V up and down each; V where d is 2"
-    if path.algorithm == "switches add":
-        return "2 x V x (d-1)/d / (1.3 x m x W x achieved share)): switches add, 1.3 times as fast; not less than V / (m x W)"
-    return f"{twice}V x (d-1)/d / (m x W x achieved share)): d children of the level, m members in each"
+    words = {
+        "flat ring": "V x (n-1)/n / (m x W x achieved share)): a flat ring over n chips, m members below the level",
+        "trees": "V / (m x W x achieved share)): two trees carry half of V each, up and down; half of that where d is 2",
+        "switches add": "V x (d-1)/d / (1.3 x m x W x achieved share)): switches add, 1.3 times as fast; V at least",
+    }
+    plain = "V x (d-1)/d / (m x W x achieved share)): d children of the level, m members in each"
+    return twice + words.get(path.algorithm, plain)
 
 
 def _wire_source(cluster: Cluster, path: Path) -> str:
