@@ -324,6 +324,8 @@ class Block:
         role: "embed" (first stage), "layer" (spread over the stages) or "head" (last stage).
         tied: names of weights that live in another block (a tied head) and are counted there.
         inputs, outputs: names of the activations that enter and leave.
+        idle: weights that are held and trained with the rest, though no operation of this program reads them (a vision
+            tower in a step on text).
     """
 
     name: str
@@ -333,12 +335,13 @@ class Block:
     tied: frozenset[str] = frozenset()
     inputs: tuple[str, ...] = ("x",)
     outputs: tuple[str, ...] = ("x_out",)
+    idle: tuple[Tensor, ...] = ()
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """The weights of one copy, tied ones left out, each once."""
         seen = {t.name: t for op in self.ops for t in op.inputs if t.kind is Kind.WEIGHT and t.name not in self.tied}
-        return tuple(seen.values())
+        return (*seen.values(), *self.idle)
 
     def parameters(self, sizes: Sizes) -> Any:
         """Elements of the weights of one copy."""

@@ -109,3 +109,10 @@ def test_a_narrow_precision_is_refused():
         ValidationError, match=r"fine_tune 'lora': frozen weights .* found precision 'fp8'; use bf16 or"
     ):
         TrainingJob(batch_tokens="4Mi", seq_len="4096", precision="fp8", fine_tune="lora")
+
+
+def test_a_tower_is_frozen_beside_adapters() -> None:
+    program = with_adapters(load_model("qwen3-vl-8b").train_program(), parse_fine_tuning("lora:rank=4"))
+    towers = [t for block in program for t in block.idle]
+    assert towers
+    assert all(t.frozen for t in towers)

@@ -36,7 +36,7 @@ LEFT_OPEN = {
     "gemma-3-4b": "num_attention_heads = 8, num_key_value_heads = 4, head_dim = 256, vocab_size = 262208, "
     "max_position_embeddings = 131072, tie_word_embeddings = true, sliding_window_pattern = 6",
     "gemma-3-27b": "vocab_size = 262208, max_position_embeddings = 131072, tie_word_embeddings = true, "
-    "sliding_window_pattern = 6",
+    "sliding_window_pattern = 6, vision_config.num_channels = 3",
     "gpt-3-175b": "tie_word_embeddings = true",
     "gpt-neox-20b": "attention_bias = true, use_parallel_residual = true",
     "gpt2": "tie_word_embeddings = true",

@@ -25,7 +25,7 @@ from meshwise.models import load_model, model_names
 from meshwise.sharding.place import LocalOp, PlacedBlock, Transfer, place_block
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, training_strategy, ulysses
-from meshwise.tensors import Attention, Einsum, Op
+from meshwise.tensors import Attention, Block, Einsum, Kind, Op, Tensor
 
 CASES_PER_BLOCK = 8
 TWO_OF_EACH = dict.fromkeys(AXES, 2)
@@ -261,3 +261,20 @@ def test_every_model_in_the_catalog_can_be_placed(name: str) -> None:
             assert {h.tensor.name for h in placed.optimizer} == {t.name for t in block.weights}
             assert {h.tensor.name for h in placed.tied} == block.tied
             assert {h.tensor.name for h in placed.tied_gradients} == {f"d_{n}" for n in block.tied}
+
+
+@pytest.mark.parametrize("zero", range(3))
+def test_idle_weights_are_held_as_others_are_and_never_moved(zero: int) -> None:
+    weight = Tensor("w", ("D", "F"), Kind.WEIGHT)
+    strategy = training_strategy(zero=zero, sequence=True)
+    run = Block(
+        "layer",
+        (Einsum(name="up", inputs=(Tensor("x", ("B", "T", "D")), weight), output=Tensor("x_out", ("B", "T", "F"))),),
+    )
+    idle = Block("vision", (), role="embed", inputs=(), outputs=(), idle=(weight,))
+    placed, like = (place_block(b, strategy, remat_policy("none")) for b in (idle, run))
+    assert (placed.weights, placed.optimizer) == (like.weights, like.optimizer)
+    assert [h.tensor for h in placed.gradients] == [h.tensor for h in like.gradients]
+    assert [h.sharding.splits for h in placed.gradients] == [h.sharding.splits for h in like.gradients]
+    assert not any(h.sharding.unreduced for h in placed.gradients)
+    assert placed.forward == placed.backward == placed.step == placed.kept == placed.gathered == ()

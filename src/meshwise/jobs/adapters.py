@@ -26,7 +26,9 @@ def with_adapters(program: Program, tuning: FineTuning) -> Program:
     if tuning.full:
         return program
     assert RANK not in program.sizes, "the axis of the rank is taken"
-    blocks = tuple(replace(b, ops=tuple(_adapt(b, tuning))) for b in program)
+    blocks = tuple(
+        replace(b, ops=tuple(_adapt(b, tuning)), idle=tuple(replace(t, frozen=True) for t in b.idle)) for b in program
+    )
     adapted = replace(program, blocks=blocks, sizes={**program.sizes, RANK: tuning.rank})
     if not trainable_parameters(adapted):
         raise MeshwiseError(

@@ -20,6 +20,7 @@ from meshwise.models.operations import (
 )
 from meshwise.models.spec import (
     Architecture,
+    BlockIndexer,
     Embedding,
     Head,
     LatentAttention,
@@ -30,6 +31,7 @@ from meshwise.models.spec import (
     QkNorm,
     SelfAttention,
 )
+from meshwise.models.towers import Tower
 from meshwise.tensors import Block, Kind, Op, Program, Tensor
 
 __all__ = ["build_mtp", "build_train"]
@@ -37,9 +39,10 @@ __all__ = ["build_mtp", "build_train"]
 
 def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     n, k, h = axes("N", spec.heads), axes("K", spec.kv_heads), axes("H", spec.head_dim)
+    hv = h if spec.value_dim in (None, spec.head_dim) else axes("Hv", spec.value_dim or 0)
 
-    def project(letter: str, heads: str) -> Tensor:
-        t = ops.einsum(letter, x, weight(f"w_{letter}", "D", heads, h), (*TOKENS, heads, h))
+    def project(letter: str, heads: str, width: str = h) -> Tensor:
+        t = ops.einsum(letter, x, weight(f"w_{letter}", "D", heads, width), (*TOKENS, heads, width))
         return ops.bias(letter, t, spec.bias)
 
     def position(letter: str, t: Tensor, heads: str) -> Tensor:
@@ -51,11 +54,39 @@ def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Ten
             else t
         )
 
-    query, key, value = project("q", n), project("k", k), project("v", k)
-    out = ops.attention(position("q", query, n), position("k", key, k), value, spec.window, spec.chunk)
+    query = position("q", project("q", n), n)
+    if spec.kv == "earlier":
+        key, value = (_earlier(letter, (*TOKENS, k, width), ops) for letter, width in (("k", h), ("v", hv)))
+    else:
+        raw = project("k", k)
+        value = project("v", k, hv) if spec.kv == "own" else raw
+        key = position("k", raw, k)
+    if spec.indexer is not None:
+        query = _choose_blocks(spec.indexer, x, query, axes, ops)
+    out = ops.attention(query, key, value, spec.window, spec.chunk, causal=spec.causal)
     if spec.sinks:  # one more logit in each softmax only rescales what comes out of it
         out = ops.elementwise("sinks", out, weight("sinks", n), output="attention.sinks", flops=2)
-    return ops.bias("o", ops.einsum("o", out, weight("w_o", n, h, "D"), (*TOKENS, "D")), spec.bias_out)
+    if spec.head_gate:
+        gate = ops.einsum("attention.gate", x, weight("w_attention.gate", "D", n), (*TOKENS, n))
+        out = ops.elementwise("attention.scale", out, gate, output="attention.scaled", flops=2)
+    return ops.bias("o", ops.einsum("o", out, weight("w_o", n, hv, "D"), (*TOKENS, "D")), spec.bias_out)
+
+
+def _choose_blocks(spec: BlockIndexer, x: Tensor, query: Tensor, axes: Axes, ops: Ops) -> Tensor:
+    """Project what the choice of blocks is made from; the choice itself costs no matrix work here."""
+    heads, width = axes("Ni", spec.heads), axes("Hi", spec.head_dim)
+    q = ops.einsum("index.q", x, weight("w_index.q", "D", heads, width), (*TOKENS, heads, width))
+    k = ops.einsum("index.k", x, weight("w_index.k", "D", width), (*TOKENS, width))
+    q = ops.norm("norm.index.q", q, Norm(), "index.q.norm", over=(width,), own=(width,))
+    k = ops.norm("norm.index.k", k, Norm(), "index.k.norm", over=(width,), own=(width,))
+    return ops.elementwise(
+        "index.choose", query, q, k, output="q.chosen", reduced=(heads, width), counted=(*TOKENS, query.axes[2])
+    )
+
+
+def _earlier(letter: str, axes: tuple[str, ...], ops: Ops) -> Tensor:
+    """Keys or values of an earlier layer, read again."""
+    return ops.elementwise(f"reuse.{letter}", Tensor(f"earlier.{letter}", axes), output=letter, flops=0, linear=True)
 
 
 def _qk_norm(spec: QkNorm, letter: str, t: Tensor, heads: tuple[str, str], ops: Ops) -> Tensor:
@@ -101,13 +132,15 @@ def _mlp(spec: Mlp, x: Tensor, axes: Axes, ops: Ops, *, letter: str = "F", prefi
     return ops.bias(f"{prefix}down", down, spec.bias_out)
 
 
-def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
+def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops, routed_by: Tensor | None = None) -> Tensor:
+    """Give routed and shared experts; the router reads `routed_by` where that is not what the experts read."""
     e, f, chosen = axes("E", spec.experts), axes("Fe", spec.hidden), axes("top_k", spec.top_k)
     # The router's logits have an axis of their own: every device scores all experts for its tokens, wherever they live.
     scored = axes("Er", spec.experts)
-    logits = ops.einsum("router", x, weight("w_router", "D", scored), (*TOKENS, scored))
+    logits = ops.einsum("router", routed_by or x, weight("w_router", "D", scored), (*TOKENS, scored))
     logits = ops.bias("router", logits, spec.router_bias)
     correction = [weight("b_router.correction", scored)] if spec.correction_bias else []
+    correction += [weight("w_router.scale", scored)] if spec.beside else []
     gates = ops.elementwise(
         "top_k",
         logits,
@@ -143,6 +176,28 @@ def _shared_experts(spec: Mixture, x: Tensor, routed: Tensor, axes: Axes, ops: O
     return ops.elementwise("shared.add", routed, shared, output="mixture", linear=True)
 
 
+def _dense_beside_mixture(spec: Mixture, dense: Mlp, stream: Tensor, axes: Axes, ops: Ops) -> Tensor:
+    """A feed-forward and a mixture that both read the residual stream, each between norms of its own (Gemma 4)."""
+    first = _mlp(dense, ops.residual_norm("norm.mlp", stream, Norm(), "x.mlp"), axes, ops)
+    first = ops.residual_norm("norm.dense_out", first, Norm(), "dense_out.norm")
+    routed_by = ops.norm("router.norm", stream, Norm(), "x.router", over=("D",), own=("D",))
+    second = ops.residual_norm("norm.experts", stream, Norm(), "x.experts")
+    second = _mixture(spec, second, axes, ops, routed_by)
+    second = ops.residual_norm("norm.experts_out", second, Norm(), "experts_out.norm")
+    return ops.elementwise("add.experts", first, second, output="ffn", linear=True)
+
+
+def _layer_token(width: int, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
+    """Join the layer's own embedding of the token: a gate from the stream, and a projection back (Gemma 3n)."""
+    p = axes("Dw", width)
+    gate = ops.einsum("token.gate", x, weight("w_token.gate", "D", p), (*TOKENS, p))
+    own = Tensor("layer_tokens", (*TOKENS, p))
+    joined = ops.elementwise("token.act", gate, own, output="token.act", flops=ACT_FLOPS)
+    out = ops.einsum("token.out", joined, weight("w_token.out", p, "D"), (*TOKENS, "D"))
+    out = ops.residual_norm("norm.token", out, Norm(), "token_out.norm")
+    return ops.elementwise("residual.token", x, out, output="x_out", linear=True)
+
+
 def _ffn(spec: Mlp | Mixture, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     return _mlp(spec, x, axes, ops) if isinstance(spec, Mlp) else _mixture(spec, x, axes, ops)
 
@@ -166,10 +221,16 @@ def _layer(spec: Layer, axes: Axes, ops: Ops) -> None:
     after = spec.residual_norm
     x = ops.elementwise("residual.attn", x, attended, output="x.mid", linear=True)
     x = ops.residual_norm("norm.residual.attn", x, after, "x.mid.norm")
-    hidden = _ffn(spec.ffn, ops.residual_norm("norm.mlp", x, spec.pre_mlp, "x.mlp"), axes, ops)
+    if isinstance(spec.ffn, Mixture) and spec.ffn.beside is not None:
+        hidden = _dense_beside_mixture(spec.ffn, spec.ffn.beside, x, axes, ops)
+    else:
+        hidden = _ffn(spec.ffn, ops.residual_norm("norm.mlp", x, spec.pre_mlp, "x.mlp"), axes, ops)
     hidden = ops.residual_norm("norm.mlp_out", hidden, spec.post_mlp, "mlp_out.norm")
-    x = ops.elementwise("residual.mlp", x, hidden, output="x_out" if after is None else "x.sum", linear=True)
-    ops.residual_norm("norm.residual.mlp", x, after, "x_out")
+    last = after is None and spec.token_width is None
+    x = ops.elementwise("residual.mlp", x, hidden, output="x_out" if last else "x.sum", linear=True)
+    x = ops.residual_norm("norm.residual.mlp", x, after, "x_out")
+    if spec.token_width is not None:
+        _layer_token(spec.token_width, x, axes, ops)
 
 
 def _rename_output(ops: Ops, name: str) -> tuple[Op, ...]:
@@ -182,7 +243,18 @@ def _with_output(op: Op, output: Tensor) -> Op:
     return replace(op, output=output)
 
 
-def _embed(spec: Embedding, axes: Axes) -> Block:
+def _layer_tokens(table: tuple[str, str, str], x: Tensor) -> list[Op]:
+    """Each layer's own embedding of the tokens: a table, and what the stream's embedding says of them (Gemma 3n)."""
+    ops, own = Ops(), (*TOKENS, *table[1:])
+    index = Tensor("tokens", TOKENS, Kind.INDEX)
+    rows = ops.lookup("layer_embed", index, weight("w_embed.layers", *table), Tensor("rows", own))
+    said = ops.einsum("layer_project", x, weight("w_embed.project", "D", *table[1:]), own)
+    said = ops.norm("norm.layer_tokens", said, Norm(), "said.norm", over=table[2:], own=table[2:])
+    ops.elementwise("add.layer_tokens", rows, said, output="layer_tokens", flops=2, linear=True)
+    return ops.ops
+
+
+def _embed(spec: Embedding, axes: Axes, layers: int, token_width: int | None) -> Block:
     """From token ids to the residual stream."""
     ops = Ops()
     width = "D" if spec.width is None else axes("Dw", spec.width)
@@ -202,7 +274,12 @@ def _embed(spec: Embedding, axes: Axes) -> Block:
         x = ops.elementwise("add.positions", x, rows, output="embed.positions", linear=True)
         inputs = ("tokens", "position_ids")
     ops.residual_norm("norm.embed", x, spec.norm, "embed.norm")
-    return Block(name="embed", ops=_rename_output(ops, "x"), role="embed", inputs=inputs, outputs=("x",))
+    made = _rename_output(ops, "x")
+    outputs: tuple[str, ...] = ("x",)
+    if spec.layer_tokens is not None and token_width is not None:
+        own = (axes("V", spec.layer_tokens), axes("layers", layers), axes("Dw", token_width))
+        made, outputs = (*made, *_layer_tokens(own, made[-1].output)), ("x", "layer_tokens")
+    return Block(name="embed", ops=made, role="embed", inputs=inputs, outputs=outputs)
 
 
 def _head(spec: Head, axes: Axes) -> Block:
@@ -226,15 +303,36 @@ def _head(spec: Head, axes: Axes) -> Block:
 def _layer_block(name: str, spec: Layer, repeat: int, axes: Axes) -> Block:
     ops = Ops()
     _layer(spec, axes, ops)
-    return Block(name=name, ops=tuple(ops.ops), repeat=repeat)
+    inputs = ["x"]
+    if isinstance(spec.attention, SelfAttention) and spec.attention.kv == "earlier":
+        inputs += ["earlier.k", "earlier.v"]
+    if spec.token_width is not None:
+        inputs.append("layer_tokens")
+    return Block(name=name, ops=tuple(ops.ops), repeat=repeat, inputs=tuple(inputs))
+
+
+def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
+    """Give the blocks that hold a tower's weights; they stand on the first stage, and run nothing."""
+    blocks = []
+    for part in tower.parts:
+        prefix = f"{tower.kind}.{part.name}"
+        idle = tuple(
+            weight(f"{w.name[:2]}{prefix}.{w.name[2:]}", *(axes(f"{a}.{tower.kind}", size) for a, size in w.axes))
+            for w in part.weights
+        )
+        assert len({t.name for t in idle}) == len(idle), f"{prefix}: {idle}"
+        blocks.append(Block(prefix, (), repeat=part.repeat, role="embed", inputs=(), outputs=(), idle=idle))
+    return blocks
 
 
 def build_train(spec: Architecture) -> Program:
     """Give the forward pass of a training step: blocks "embed", the layer groups, "head"."""
     axes = Axes({"D": spec.d_model, "V": spec.vocab})
-    embed = _embed(spec.embedding, axes)
+    embed = _embed(spec.embedding, axes, spec.num_layers, spec.groups[0].layer.token_width)
     layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
-    blocks = (embed, *layers, _head(spec.head, axes))
+    head = _head(spec.head, axes)
+    towers = [block for tower in spec.towers for block in _tower_blocks(tower, axes)]
+    blocks = (embed, *towers, *layers, head)
     return Program(name="train", blocks=blocks, sizes={**axes.sizes, "L": spec.num_layers})
 
 

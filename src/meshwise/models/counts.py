@@ -18,8 +18,10 @@ class ParameterCount:
     Args:
         total: all of them.
         language: without vision and audio towers.
-        active: without the routed experts that a token does not visit: `total - routed * (1 - top_k / experts)`.
-        by_part: embedding, attention, mlp, experts, shared experts, router, norms, head; they add up to `total`.
+        active: of the language model, without the routed experts that a token does not visit:
+            `language - routed * (1 - top_k / experts)`.
+        by_part: embedding, attention, mlp, experts, shared experts, router, norms, head, towers; they add up to
+            `total`.
         mtp: of multi-token-prediction modules, which `total` does not hold.
     """
 
@@ -79,8 +81,11 @@ class KVCache:
 _PARTS = {
     "embed": "embedding", "positions": "embedding", "project_in": "embedding",
     "head": "head", "project_out": "head", "router": "router", "expert": "experts", "shared": "shared experts",
-    "gate": "mlp", "up": "mlp", "down": "mlp", "norm": "norms",
+    "gate": "mlp", "up": "mlp", "down": "mlp", "norm": "norms", "token": "mlp",
+    "vision": "vision tower", "audio": "audio tower",
 }  # fmt: skip
+
+_TOWERS = ("vision tower", "audio tower")
 
 
 def _part(tensor: Tensor) -> str:
@@ -102,10 +107,11 @@ def count_parameters(program: Program, mtp: Program | None = None) -> ParameterC
                 assert experts.split(".")[0] == "E", f"{tensor} should lead with its experts"
                 idle += elements * (1 - program.sizes["top_k"] / program.sizes[experts])
     total = sum(by_part.values())
+    language = total - sum(by_part.get(part, 0) for part in _TOWERS)
     return ParameterCount(
         total=total,
-        language=total,
-        active=round(total - idle),
+        language=language,
+        active=round(language - idle),
         by_part=by_part,
         mtp=0 if mtp is None else mtp.parameters(),
     )

@@ -158,7 +158,7 @@ def _architecture(read: FamilyConfig) -> Architecture:
 
 
 #: Spellings of "how many experts a token visits".
-_CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_top_k", "ffn_config")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "experts_per_token", "moe_k", "moe_top_k", "ffn_config")
 
 
 def _refuse_impossible(spec: Architecture, values: Mapping[str, Any]) -> None:

@@ -10,8 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshwise.models.towers import Tower
+
 __all__ = [
     "Architecture",
+    "BlockIndexer",
     "Embedding",
     "Head",
     "LatentAttention",
@@ -50,6 +53,19 @@ class QkNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockIndexer:
+    """Heads that choose which blocks of positions a query attends to (MiniMax-M3).
+
+    Args:
+        heads: of its queries; one key serves them all.
+        head_dim: of queries and keys, both normalised.
+    """
+
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class SelfAttention:
     """Multi-head, grouped or multi-query attention: `heads` query heads share `kv_heads` keys and values.
 
@@ -61,6 +77,12 @@ class SelfAttention:
         rope: whether positions are rotated into queries and keys.
         window: a query sees this many latest positions; chunk: only its own chunk of positions; None: all.
         sinks: a learned logit a head that takes part in the softmax and has no value.
+        value_dim: width of values where it is not H, or None.
+        kv: where keys and values come from: "own" projections, "keys" (one projection is both), or "earlier" (those of
+            an earlier layer are read again: nothing is projected and nothing is cached).
+        head_gate: whether a sigmoid gate, one column a head, weighs what attention gives.
+        causal: whether a query sees only itself and what came before.
+        indexer: what chooses the blocks that are attended to, or None for all.
     """
 
     heads: int
@@ -73,11 +95,18 @@ class SelfAttention:
     window: int | None = None
     chunk: int | None = None
     sinks: bool = False
+    value_dim: int | None = None
+    kv: Literal["own", "keys", "earlier"] = "own"
+    head_gate: bool = False
+    causal: bool = True
+    indexer: BlockIndexer | None = None
 
     @property
     def cached_elements(self) -> int:
         """Elements that one token leaves in the cache of one layer: its keys and its values."""
-        return 2 * self.kv_heads * self.head_dim
+        if self.kv == "earlier":
+            return 0
+        return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
     @property
     def span(self) -> int | None:
@@ -139,6 +168,8 @@ class Mixture:
         shared: total hidden width of the experts that every token visits; 0 for none.
         shared_gate: whether a sigmoid gate, one column, weighs the shared experts.
         shared_bias: on every matrix of the shared experts.
+        beside: a feed-forward that every token visits beside the experts, each of the two between norms of its own, or
+            None; the router then reads the residual stream, scaled, and weighs each expert's output (Gemma 4).
     """
 
     experts: int
@@ -151,6 +182,7 @@ class Mixture:
     shared: int = 0
     shared_gate: bool = False
     shared_bias: bool = False
+    beside: Mlp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +194,7 @@ class Layer:
         pre_attn, post_attn, pre_mlp, post_mlp: norms at the start and the end of each branch, or None.
         residual_norm: norm of the residual sum itself (post-norm transformers), or None.
         parallel: both branches read the layer's input; without `pre_mlp` they share `pre_attn`.
+        token_width: width of an embedding of the token that is this layer's own and joins it at its end, or None.
     """
 
     attention: SelfAttention | LatentAttention
@@ -172,6 +205,7 @@ class Layer:
     post_mlp: Norm | None = None
     residual_norm: Norm | None = None
     parallel: bool = False
+    token_width: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +226,14 @@ class Embedding:
         norm: applied to the embedded tokens, or None.
         width: of the token table where it differs from the residual width (a projection follows), or None.
         scaled: whether the embedding is multiplied by a constant.
+        layer_tokens: tokens of the table of embeddings that each layer has of its own, or None.
     """
 
     positions: int | None = None
     norm: Norm | None = None
     width: int | None = None
     scaled: bool = False
+    layer_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +266,8 @@ class Architecture:
         mtp: the layer of a multi-token-prediction module, counted apart; None for none.
         mtp_modules: how many of them.
         notes: what the reader wants every report to say.
+        towers: encoders of images or sound beside the decoder; their weights are held, a step on text runs none of
+            them.
     """
 
     d_model: int
@@ -241,6 +279,7 @@ class Architecture:
     mtp: Layer | None = None
     mtp_modules: int = 0
     notes: tuple[str, ...] = ()
+    towers: tuple[Tower, ...] = ()
 
     @property
     def num_layers(self) -> int:

@@ -331,6 +331,14 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     kept = _as_read_again(made, forward.forms, back.wanted)
     if kept != made:
         back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
+    # No operation makes the gradients of idle weights, so that there is nothing to add up or to move; their
+    # accumulators are there all the same.
+    gradients |= {
+        t.name: Held(replace(t, name=f"d_{t.name}", kind=Kind.GRADIENT), strategy.stored(t.axes, "gradients"))
+        for t in block.idle
+        if not t.frozen
+    }
+    moved = {n: h for n, h in gradients.items() if n not in {t.name for t in block.idle}}
     gathered = {
         h.tensor.name: h
         for item in (*forward.items, *back.items)
@@ -354,7 +362,7 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         gradients=tuple(gradients[n] for n in own if n in gradients),
         optimizer=optimizer,
         gathered=tuple(gathered.values()),
-        step=_step_transfers(own, gradients, optimizer),
+        step=_step_transfers(own, moved, optimizer),
     )
 
 
@@ -364,7 +372,8 @@ def _passing(op: Op) -> bool:
 
 
 def _all_weights(block: Block) -> Iterable[Tensor]:
-    return {t.name: t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT}.values()
+    read = (t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT)
+    return {t.name: t for t in (*read, *block.idle)}.values()
 
 
 def _entries(block: Block, strategy: Strategy) -> dict[str, Held]:

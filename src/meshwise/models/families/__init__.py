@@ -36,7 +36,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "gemma",
         "gemma2",
         "gemma3_text",
-        "gemma3",
     ),
     "phi": (
         "phi",
@@ -84,9 +83,23 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "minimax_m2",
         "gpt_oss",
         "llama4_text",
-        "llama4",
         "ernie4_5",
         "ernie4_5_moe",
+    ),
+    "mixed": (
+        "gemma4_text",
+        "mimo_v2_flash",
+        "step3p5",
+    ),
+    "minimax": ("minimax_m3_vl_text",),
+    "vision": (
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "kimi_k25",
+        "minimax_m3_vl",
+        "gemma3",
+        "llama4",
+        "gemma4",
     ),
     "further": (
         "arcee",

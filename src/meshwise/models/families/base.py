@@ -64,15 +64,6 @@ class FamilyConfig(Keys):
         """Give the keys of the language model, where the file nests them."""
         return config
 
-    @classmethod
-    def known_keys(cls) -> frozenset[str]:
-        """Keys that the family uses, by every spelling."""
-        names: set[str] = set(cls.model_fields)
-        for info in cls.model_fields.values():
-            if isinstance(info.validation_alias, AliasChoices):
-                names.update(str(choice) for choice in info.validation_alias.choices)
-        return frozenset(names)
-
     def refuse_unknown(self, config: Mapping[str, Any]) -> None:
         """Refuse the first key that is neither used nor known to be of no consequence."""
         self._refuse_disagreement(config)
@@ -123,6 +114,10 @@ class FamilyConfig(Keys):
 def _quantized(config: Mapping[str, Any]) -> DType | None:
     """Give the format in which most weights are stored."""
     method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')}".lower()
+    listed = config.get("quantized_layers")
+    if isinstance(listed, dict):  # several formats: that of most layers
+        each = [str(layer.get("quant_algo", "")).lower() for layer in listed.values() if isinstance(layer, dict)]
+        method = max(each, key=each.count) if each else method
     if "fp4" in method:
         return DType.FP4
     if "fp8" in method:

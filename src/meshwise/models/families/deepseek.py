@@ -12,7 +12,7 @@ from meshwise.models.families.base import Count, Index, Positions, Size
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
-__all__ = ["FAMILIES", "LeadingDense"]
+__all__ = ["FAMILIES", "DeepseekV3", "LeadingDense"]
 
 
 class LeadingDense(Decoder):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import AliasChoices, Field
 
@@ -11,26 +11,7 @@ from meshwise.models.families.base import Count, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Layer, QkNorm
 
-__all__ = ["FAMILIES", "unwrap_text"]
-
-TOWERS = "counted without its vision tower: parameters and FLOPs are those of the language model"
-
-
-def unwrap_text(config: dict[str, Any], text_type: str, towers: tuple[str, ...]) -> dict[str, Any]:
-    """Give the language model's keys of a configuration that nests them beside those of towers.
-
-    Keys of the outer level that the inner one does not have are kept, to be understood or refused like any other.
-    """
-    text = config.get("text_config")
-    if text is None:
-        raise ConfigError("key 'text_config' is missing; it holds the language model's sizes")
-    if not isinstance(text, dict):
-        raise ConfigError(f"key 'text_config': expected an object, found {text!r:.60}")
-    kind = text.get("model_type", text_type)
-    if kind != text_type:
-        raise ConfigError(f"key 'text_config.model_type': expected {text_type!r}, found {kind!r}")
-    outer = {k: v for k, v in config.items() if k not in ("text_config", *towers)}
-    return {**outer, **text, "model_type": config["model_type"]}
+__all__ = ["FAMILIES", "Gemma3Text"]
 
 
 class Gemma(Decoder):
@@ -107,30 +88,4 @@ class Gemma3Text(Gemma2):
         return QkNorm()
 
 
-class Gemma3(Gemma3Text):
-    """Gemma 3 with a vision tower, of which the language model is read.
-
-    Published files, that of the 4B for one, leave out even basic sizes.
-    """
-
-    model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
-    classes: ClassVar[tuple[str, ...]] = ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM")
-    ignored: ClassVar[frozenset[str]] = frozenset({
-        *Gemma2.ignored, "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id", "boi_token_id",
-        "eoi_token_id", "mm_tokens_per_image",
-    })  # fmt: skip
-
-    num_attention_heads: Count = 8
-    vocab_size: Size = 262_208
-
-    @classmethod
-    def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Read `text_config`."""
-        return unwrap_text(config, "gemma3_text", ("vision_config",))
-
-    def extras(self) -> dict[str, Any]:
-        """Say what is left out."""
-        return {"notes": (TOWERS,)}
-
-
-FAMILIES = (Gemma, Gemma2, Gemma3Text, Gemma3)
+FAMILIES = (Gemma, Gemma2, Gemma3Text)

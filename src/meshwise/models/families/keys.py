@@ -48,6 +48,15 @@ class Keys(BaseModel):
         alias = cls.__pydantic_fields__[field].validation_alias
         return str(alias.choices[0]) if isinstance(alias, AliasChoices) else field
 
+    @classmethod
+    def known_keys(cls) -> frozenset[str]:
+        """Keys that are used, by every spelling."""
+        names: set[str] = set(cls.model_fields)
+        for info in cls.model_fields.values():
+            if isinstance(info.validation_alias, AliasChoices):
+                names.update(str(choice) for choice in info.validation_alias.choices)
+        return frozenset(names)
+
     def defaulted(self, prefix: str = "") -> Mapping[str, Any]:
         """Give what was read so far, was not said, and is no absent feature: by field, nested ones with dots."""
         found: dict[str, Any] = {}

@@ -12,11 +12,10 @@ from meshwise.errors import ConfigError
 from meshwise.models.families.activations import check_activation
 from meshwise.models.families.base import Count, Index, Layers, Positions, Size, divide
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
-from meshwise.models.families.gemma import TOWERS, unwrap_text
 from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Head, LatentAttention, Mixture, Mlp, Norm, QkNorm, SelfAttention
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "Llama4Text"]
 
 
 class DbrxAttention(Keys):
@@ -208,25 +207,6 @@ class Llama4Text(PatternMixin):
         return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width, shared=self.width)
 
 
-class Llama4(Llama4Text):
-    """Llama 4 with a vision tower, of which the language model is read."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("llama4",)
-    classes: ClassVar[tuple[str, ...]] = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {*Llama4Text.ignored, "boi_token_index", "eoi_token_index", "image_token_index"}
-    )
-
-    @classmethod
-    def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Read `text_config`."""
-        return unwrap_text(config, "llama4_text", ("vision_config",))
-
-    def extras(self) -> dict[str, Any]:
-        """Say what is left out."""
-        return {"notes": (TOWERS,)}
-
-
 class Ernie45(Decoder):
     """ERNIE 4.5, dense."""
 
@@ -287,4 +267,4 @@ class Ernie45Moe(Ernie45):
         )
 
 
-FAMILIES = (Dbrx, MiniMaxM2, GptOss, Llama4Text, Llama4, Ernie45, Ernie45Moe)
+FAMILIES = (Dbrx, MiniMaxM2, GptOss, Llama4Text, Ernie45, Ernie45Moe)

@@ -58,12 +58,8 @@ NOT_YET: dict[str, str] = {
         [
             "qwen2_vl",
             "qwen2_5_vl",
-            "qwen3_vl",
-            "qwen3_vl_moe",
             "qwen2_5_omni",
             "qwen3_omni_moe",
-            "kimi_k25",
-            "minimax_m3_vl",
             "mllama",
             "llava",
             "llava_next",
@@ -86,7 +82,7 @@ NOT_YET: dict[str, str] = {
         _VISION,
     ),
     **dict.fromkeys(
-        ["gemma4", "gemma4_text", "mimo_v2_flash", "step3p5", "openelm"],
+        ["openelm"],
         _SHAPES,
     ),
 }
