@@ -420,7 +420,7 @@ def test_fixed_axes_are_kept(run):
         (["estimate", "train", *TRAIN], 2, "--layout is missing"),
         (["estimate", "train", *TRAIN, "--layout", "fsdp"], 2, "layout: expected name=value"),
         (["estimate", "train", *TRAIN, "--layout", "fsdp=128"], 2, "layout 'fsdp=128' needs 128 chips, the cluster has 64"),
-        (["estimate", "train", *TRAIN, "--layout", "ep=2"], 2, "layout: expert parallelism (ep=2) is not supported yet"),
+        (["estimate", "train", *TRAIN, "--layout", "vpp=2"], 2, "layout: virtual_stages=2 is for schedule=interleaved"),
     ],
 )  # fmt: skip
 def test_bad_training_input_gets_one_clear_message(run, words, code, message):

@@ -43,6 +43,16 @@ class Llama:
         return weights + self.layers * (1 + 2.5) * 4 * self.n * self.h * pairs
 
 
+def same_weights(layout):
+    """Devices that share out the weights of a dense model, `data` left out."""
+    return layout.fsdp * layout.expert * layout.context * layout.ulysses
+
+
+def tokens_of_a_device(m, layout):
+    """Of one microbatch, where the tensor axis does not split them."""
+    return m.tokens / (layout.data * same_weights(layout)) / layout.num_microbatches
+
+
 def into_a_chip(fabric):
     """Bytes/s over all links into one chip."""
     return sum(
@@ -66,8 +76,8 @@ def test_a_step_is_never_faster_than_its_matmuls_bytes(case):
     problem, fabric, layout = case
     step = evaluate_layout(problem, fabric, layout).step
     m = Llama(problem, layout)
-    replicas, shards = layout.data * layout.fsdp * layout.context, layout.tensor
-    tokens = m.tokens / replicas / layout.num_microbatches
+    shards = layout.tensor
+    tokens = tokens_of_a_device(m, layout)
     widths = [
         (m.d, m.n * m.h),
         (m.d, m.k * m.h),
@@ -102,7 +112,7 @@ def test_a_step_is_never_faster_than_its_bytes_on_the_wires(case):
     gradient = problem.job.formats.gradients.bytes
     weights = m.layer_weights / layout.tensor
     bounds = {"tensor": 0.0, "fsdp": 0.0, "data": 0.0, "context": 0.0}
-    shard = layout.fsdp * layout.context
+    shard = same_weights(layout)
     lacking = 1 - 1 / shard
     # Weights gathered forward and backward, gradients scattered, each microbatch.
     reduced = shard * layout.data if layout.zero == 2 else shard
@@ -116,17 +126,19 @@ def test_a_step_is_never_faster_than_its_bytes_on_the_wires(case):
         once = gradient  # the switches add: out once, in once
     bounds["data"] = layers * weights / shard * once * missing
     # Activations: twice a layer and pass gathered and reduced over tensor.
-    tokens = m.tokens / (layout.data * layout.fsdp * layout.context) / rounds
+    tokens = tokens_of_a_device(m, layout)
     both = (2 + 2) * 2 * tokens * m.d * 2 * (1 - 1 / layout.tensor)
     bounds["tensor"] = (
         layers * rounds * (both / 2 if fabric.in_network_reduction and not layout.sequence_parallel else both)
     )
     # Keys and values of the other positions, forward and backward, and their gradients back.
-    kv = 2 * max(1, m.k / layout.tensor) * m.h * tokens * layout.context * 2
+    heads = max(1, m.k / (layout.tensor * layout.ulysses))
+    kv = 2 * heads * m.h * tokens * layout.context * layout.ulysses * 2
     bounds["context"] = layers * rounds * kv * 3 * (1 - 1 / layout.context)
     for name, num_bytes in bounds.items():
         assert step.lower >= num_bytes / links * NEAR, name
-        used = {"fsdp": ("fsdp", "context", "data"), "data": ("data", "fsdp", "context")}.get(name, (name,))
+        replicas = ("fsdp", "context", "ulysses", "expert", "data")
+        used = {"fsdp": replicas, "data": replicas}.get(name, (name,))
         assert sum(step.resources[u] for u in set(used) & set(step.resources)) >= num_bytes / links * NEAR, name
 
 
@@ -237,10 +249,10 @@ def test_splitting_conserves_flops(case):
     """What all chips do together is what one chip would do alone, where sizes divide."""
     problem, fabric, layout = case
     m = problem.model.sizes
-    splits = layout.tensor
     assume(layout.stage == 1)
-    assume(not any(m[a] % splits for a in ("N", "F", "V")) and not m.get("K", m["N"]) % splits)
-    assume(not problem.job.seq_len % (layout.context * layout.tensor))
+    assume(not any(m[a] % layout.tensor for a in ("F", "V")))
+    assume(not any(m.get(a, m["N"]) % (layout.tensor * layout.ulysses) for a in ("N", "K")))
+    assume(not problem.job.seq_len % (layout.context * layout.ulysses * layout.tensor))
     many = evaluate_layout(problem, fabric, layout).step
     one = layout.replace(
         **dict.fromkeys(layout.sizes, 1), micro_batch=layout.sequences, num_microbatches=1, wires=(), zero=0
@@ -266,12 +278,12 @@ def test_splitting_conserves_the_training_state(case):
     m = problem.model.sizes
     assume(layout.stage == 1)
     assume(not any(m[a] % layout.tensor for a in ("N", "F", "V")) and not m.get("K", m["N"]) % layout.tensor)
-    assume(not m["D"] % (layout.fsdp * layout.context * layout.data))
+    assume(not m["D"] % (same_weights(layout) * layout.data))
     memory = evaluate_layout(problem, fabric, layout).memory
     formats = problem.job.formats
     norms = (2 * problem.model.num_layers + 1) * m["D"]  # not split over tensor
     total = problem.model.parameters.total
-    spread = layout.fsdp * layout.context
+    spread = same_weights(layout)
     local = (total - norms) / layout.tensor + norms
     assert memory["parameters"] == pytest.approx(local / spread * formats.weights.bytes, rel=1e-12)
     shared = spread * (layout.data if layout.zero == 2 else 1)
