@@ -123,7 +123,7 @@ class Walk:
 
 def rule_splits(axes, *tables):
     """What the rules say of a tensor: each splits the first axis it names that is there, if its mesh axis is free."""
-    splits, used = {a: () for a in axes}, Counter()
+    splits, used = dict.fromkeys(axes, ()), Counter()
     for mesh_axis, names in ((rule.mesh_axis, rule.axes) for table in tables for rule in table):
         hit = [a for name in names for a in axes if a.split(".")[0] == name][:1]
         if hit and not used[mesh_axis]:

@@ -308,7 +308,9 @@ def _bound(problem: TrainingProblem, structure: Structure, sizes: LocalSizes, se
         devices = sizes.expert if structure.expert_tensor_parallel else sizes.expert * sizes.tensor
         shards = sizes.context * sizes.ulysses * (devices / sizes.expert)
         tokens = sizes.micro_batch * problem.job.seq_len / shards
-        bound["C"] = bound["C"] * expert_load(problem.job, tokens * bound["top_k"], devices)
+        experts, chosen = bound["E"], bound["top_k"]
+        scatter = (experts - chosen) / max(experts - 1, 1)  # a token's experts differ
+        bound["C"] = bound["C"] * expert_load(problem.job, tokens * chosen, devices, scatter=scatter)
     return bound
 
 
