@@ -9,6 +9,7 @@ import pytest
 from meshwise.dtypes import DType
 from meshwise.errors import ClusterError, ConfigError, MeshwiseError, UnknownNameError
 from meshwise.hardware import Cluster, Torus, Tree, load_chip, load_cluster_file, parse_cluster
+from meshwise.hardware.cluster_file import read_cluster
 
 TREE = """
 chip = "h100-sxm"
@@ -167,3 +168,14 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path):
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_cluster_file(tmp_path / "b.toml")
+
+
+def test_a_twisted_torus_from_a_file():
+    text = 'chip = "v5p"\nshape = [4, 4, 8]\ntwisted = true\n'
+    assert read_cluster(text, name="mine", where="mine").network.twisted
+    for bad, message in (
+        ('chip = "v5p"\nshape = [4, 4, 4]\ntwisted = true\n', "no twisted slice 4x4x4"),
+        ('chip = "h100"\nnum_chips = 8\ntwisted = true\n', "twisted is for a torus"),
+    ):
+        with pytest.raises(ClusterError, match=message):
+            read_cluster(bad, name="mine", where="mine")

@@ -261,3 +261,29 @@ def test_torus_takes_link_and_latency_of_the_chip():
     assert isinstance(torus, Torus)
     assert torus.link_bandwidth_one_way == 9e10
     assert torus.hop_latency == 1e-6
+
+
+def test_a_twisted_slice_is_asked_for_in_its_shape():
+    plain, twisted = parse_cluster("v4:4x8x8"), parse_cluster("v4:4x8x8_twisted*2")
+    assert (plain.network.twisted, twisted.network.twisted) == (False, True)
+    assert twisted.num_slices == 2
+    assert twisted.network.shape == (4, 8, 8)
+    assert "4x8x8 twisted torus (all axes wrap)" in twisted.describe()
+    assert parse_cluster(twisted.name) == twisted
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e:4x8_twisted", "TPU v5e has no twisted slices; v4 and v5p have"),
+        ("tpu7x:4x4x8_twisted", "TPU7x has no twisted slices"),
+        ("v5p:4x4x4_twisted", "no twisted slice 4x4x4: expected two equal axes and a third of half or twice"),
+        ("v5p:4x8x16_twisted", "no twisted slice 4x8x16"),
+        ("v5p:2x2x4_twisted", "no twisted slice 2x2x4"),
+        ("v5p:128_twisted", "a twisted slice needs its shape, for example v5p:4x4x8_twisted"),
+        ("h100:8_twisted", "expected the number of GPUs as a whole number"),
+    ],
+)
+def test_twists_that_do_not_exist(name, message):
+    with pytest.raises(ClusterError, match=message):
+        parse_cluster(name)

@@ -59,8 +59,8 @@ class Links:
     def half_size(self, bandwidth: float) -> float:
         """Bytes that a chip sends at which it reaches half of what it reaches with large messages, hops aside.
 
-        >>> Links(0.5, startup=1e-5).half_size(4e11)
-        2000000.0
+        >>> round(Links(0.5, startup=1e-5).half_size(4e11))
+        2000000
         """
         full = self.efficiency * bandwidth
         if self.small_efficiency is None:

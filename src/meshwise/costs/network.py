@@ -185,7 +185,8 @@ def make_wire(
     ring, F - 1 on a line, each carrying one shard (book, Sharded matrices); several torus axes share the bytes. The
     short axes of a twisted torus close only for groups that span its long ones whole. On a level of switches with d
     children and m members of the group in each, every chip takes its share of the (d-1)/d that comes from the other
-    children (book, GPUs, collectives across levels); the slowest level decides.
+    children (book, GPUs, collectives across levels); ports above the innermost level also carry what goes further out.
+    The slowest level decides.
 
     Args:
         fabric: the network.
@@ -198,7 +199,7 @@ def make_wire(
     """
     spans = [_extent_and_stride(factors, axes, i) for i in range(len(fabric.dimensions))]
     ring = _TorusSums(_twist_of(fabric, spans))
-    tree = _TreeSums(fabric.flat_rings)
+    tree = _TreeSums(not fabric.dimensions[0].torus, fabric.flat_rings)
     size: Any = 1.0
     send: Any = 0.0
     send_latency: Any = 0.0
@@ -213,17 +214,13 @@ def make_wire(
             send = where(used, 1 / dim.bandwidth_one_way, send)
             send_latency = where(used, dim.latency, send_latency)
         size = size * extent
+    tree.finish(size)
     exchange = ring.exchange / size
-    for i, c in enumerate(tree.crossings):
-        # Chips of the innermost level hand on what goes to others' places in other domains (PXN); ports further out
-        # carry all that leaves their child, however far it goes.
-        lacking = 1 - 1 / c.extent if i == 0 and not fabric.dimensions[0].torus else 1 - c.below / size
-        exchange = maximum(exchange, c.seconds * lacking / size)
     torus_gather = ring.gather()
     gather, all_reduce, gather_latency = torus_gather, 2 * torus_gather, ring.latency
     if tree.crossings:
         gather, all_reduce = maximum(torus_gather, tree.gather), maximum(all_reduce, tree.all_reduce)
-        gather_latency = gather_latency + tree.latency
+        gather_latency, exchange = gather_latency + tree.latency, maximum(exchange, tree.exchange)
     flat = fabric.flat_rings
     return Wire(
         size=size,
@@ -349,44 +346,64 @@ class _Twist:
 
 
 class _TreeSums:
-    """Sums over the levels of switches of one group; `nccl`: the schedules of `Wire.tree`, too."""
+    """Sums over the levels of switches of one group; `nccl`: the schedules of `Wire.tree`, too.
 
-    def __init__(self, nccl: bool) -> None:
+    Args:
+        own: whether the innermost level has ports of its own (NVLink), so that what goes further does not cross it;
+            the ports of all other levels carry what goes further, too.
+        nccl: see above.
+    """
+
+    def __init__(self, own: bool, nccl: bool) -> None:
+        self.own = own
         self.nccl = nccl
         self.crossings: list[_Crossing] = []
+        self.adds: list[bool] = []
         self.gather: Any = 0.0
         self.all_reduce: Any = 0.0
         self.by_trees: Any = 0.0
         self.boundary: Any = 0.0  # seconds per byte that crosses the narrowest boundary between children
         self.latency: Any = 0.0
         self.tree_latency: Any = 0.0
+        self.exchange: Any = 0.0
         self.exchange_latency: Any = 0.0
 
     def add(self, dim: Dimension, extent: Any, below: Any) -> None:
         """Add a level on which the group has `extent` children of `below` members each."""
-        used = extent > 1
-        seconds = 1 / dim.bandwidth_one_way
-        missing = 1 - 1 / extent
-        share = seconds / below
         steps = ceil(log2(extent))
-        self.crossings.append(_Crossing(where(used, seconds, 0.0), below, extent))
-        self.gather = maximum(self.gather, missing * share)
-        self.boundary = maximum(self.boundary, where(used, share, 0.0))
-        # Switches that add send each chip the sum, and take from it its own array: once each way (book, GPUs).
-        self.all_reduce = maximum(self.all_reduce, where(used, share, 0.0) if dim.adds else 2 * missing * share)
+        seconds = where(extent > 1, 1 / dim.bandwidth_one_way, 0.0)
+        self.crossings.append(_Crossing(seconds, below, extent))
+        self.adds.append(dim.adds)
         self.latency = self.latency + steps * dim.latency
-        self.exchange_latency = maximum(self.exchange_latency, where(used, dim.latency, 0.0))
-        if self.nccl and dim.adds:
-            self.by_trees = maximum(
-                self.by_trees, maximum(2 * missing / IN_NETWORK_GAIN, where(used, 1.0, 0.0)) * share
-            )
-            self.tree_latency = self.tree_latency + 2 * steps * dim.latency
-        elif self.nccl:
-            # Two trees carry half of the array each, up and down; a node is inside one of them and a leaf of the other.
-            # Of two children each is the root of one. In the innermost level the tree is a chain.
-            self.by_trees = maximum(self.by_trees, where(extent > 2, 2.0, 2 * missing) * share)
-            hops = extent - 1 if len(self.crossings) == 1 else steps
+        self.exchange_latency = maximum(self.exchange_latency, where(extent > 1, dim.latency, 0.0))
+        if self.nccl:  # in the innermost level NCCL's tree is a chain
+            hops = extent - 1 if len(self.crossings) == 1 and not dim.adds else steps
             self.tree_latency = self.tree_latency + 2 * hops * dim.latency
+
+    def finish(self, size: Any) -> None:
+        """Price the levels, now that the members of the whole group are known."""
+        for i, (c, adds) in enumerate(zip(self.crossings, self.adds, strict=True)):
+            share = c.seconds / c.below
+            missing = 1 - 1 / c.extent if self.own and i == 0 else 1 - c.below / size
+            self.gather = maximum(self.gather, missing * share)
+            # Chips of the innermost level hand on what goes to others' places in other domains (PXN).
+            self.exchange = maximum(self.exchange, missing * c.seconds / size)
+            # Switches that add send each chip the sum, and take from it its own array: once each way (book, GPUs).
+            self.all_reduce = maximum(self.all_reduce, share if adds else 2 * missing * share)
+            if self.nccl:
+                self.boundary = maximum(self.boundary, share)
+                self.by_trees = maximum(self.by_trees, _tree_bytes(missing, c.extent, adds) * share)
+
+
+def _tree_bytes(missing: Any, extent: Any, adds: bool) -> Any:
+    """Bytes through a port for each byte of an AllReduce along trees.
+
+    Two trees carry half of the array each, up and down; a child is inside one of them and a leaf of the other. Of two
+    children each is the root of one.
+    """
+    if adds:
+        return maximum(2 * missing / IN_NETWORK_GAIN, 1.0)
+    return where(extent > 2, 2.0, 2 * missing)
 
 
 class _TorusSums:

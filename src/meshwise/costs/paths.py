@@ -48,6 +48,7 @@ class Leg:
         bandwidth_one_way: of one link (torus), or of one chip into the level.
         lanes: torus only.
         extent: switches only: children of the level that hold members of the group.
+        parts: switches only: into how many parts the group falls at this level's ports, of which one is at hand.
         below: switches only: members in each child.
         adds: its switches add.
         seconds_per_byte: what a byte of the collective would take if the rest of the network were infinitely fast.
@@ -57,6 +58,7 @@ class Leg:
     bandwidth_one_way: float
     lanes: tuple[Lane, ...]
     extent: int
+    parts: int
     below: int
     adds: bool
     seconds_per_byte: float
@@ -120,7 +122,9 @@ def paths(
         )
         below = math.prod(extents[: part[0]])
         name = "torus" if first.torus else first.name
-        legs.append(Leg(name, first.bandwidth_one_way, lanes, extents[part[0]], below, first.adds, seconds))
+        extent = extents[part[0]]
+        parts_of_group = extent if part[0] == 0 else math.prod(extents) // below
+        legs.append(Leg(name, first.bandwidth_one_way, lanes, extent, parts_of_group, below, first.adds, seconds))
     return Path(kind, math.prod(extents), tuple(legs), offered(kind, fabric)[algorithm])
 
 

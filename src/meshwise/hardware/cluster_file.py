@@ -44,6 +44,7 @@ class _ClusterRow(BaseModel):
     chip: str | dict[str, Any]
     num_chips: Count | None = None
     shape: Annotated[tuple[Count, ...], Field(min_length=1, max_length=3)] | None = None
+    twisted: bool = False
     num_slices: Count = 1
     network: str | _NetworkRow | None = None
     dcn_bandwidth_per_chip_one_way: Bandwidth | None = None
@@ -55,7 +56,8 @@ def load_cluster_file(path: str | Path) -> Cluster:
     """Read a cluster from a TOML file.
 
     `chip` is a name of the catalog, or a table: the fields of a catalog row with a `name`, or a `base` to change.
-    TPU chips take `shape` (and `num_slices`); GPUs take `num_chips` and `network`, a name or a table of `levels`,
+    TPU chips take `shape` (and `num_slices`, and `twisted` for a twisted torus);
+    GPUs take `num_chips` and `network`, a name or a table of `levels`,
     innermost first, whose degrees multiply to `num_chips`. A table of `axes` describes a torus.
     `price_per_chip_hour` is in dollars.
 
@@ -176,6 +178,8 @@ def _build(row: _ClusterRow, name: str, chip: Chip) -> Cluster:
     rules = networks().get(network)
     if isinstance(rules, SliceRules):
         return _slices(row, name, chip, rules)
+    if row.twisted:
+        raise ClusterError("twisted is for a torus; GPUs take num_chips")
     if row.shape is not None:
         raise ClusterError("shape is for a torus; GPUs take num_chips")
     if row.num_slices != 1 or row.dcn_bandwidth_per_chip_one_way is not None:
@@ -195,7 +199,7 @@ def _slices(row: _ClusterRow, name: str, chip: Chip, rules: SliceRules) -> Clust
         shape = rules.shape_of(per_slice, chip)
     else:
         shape = row.shape
-    torus = rules.torus(shape, chip)
+    torus = rules.torus(shape, chip, twisted=row.twisted)
     return _with_slices(row, name, chip, torus, rules)
 
 
@@ -207,12 +211,13 @@ def _described(row: _ClusterRow, name: str, chip: Chip, network: _NetworkRow) ->
         if network.in_network_reduction:
             raise ClusterError("network.in_network_reduction: a torus has no switches that could add")
         axes = tuple(TorusAxis(axis.size, axis.wraps) for axis in network.axes)
-        torus = Torus(axes, chip.link_bandwidth_one_way, chip.hop_latency)
+        torus = Torus(axes, chip.link_bandwidth_one_way, chip.hop_latency, row.twisted)
         if row.shape is not None and row.shape != torus.shape:
             raise ClusterError(f"shape {row.shape} differs from network.axes {torus.shape}; leave one out")
         return _with_slices(row, name, chip, torus)
-    if row.shape is not None:
-        raise ClusterError("shape is for a torus, but network.levels describes a tree")
+    if row.shape is not None or row.twisted:
+        key = "twisted" if row.shape is None else "shape"
+        raise ClusterError(f"{key} is for a torus, but network.levels describes a tree")
     tree = Tree(tuple(level.build() for level in network.levels), network.in_network_reduction)
     return _with_slices(row, name, chip, tree)
 

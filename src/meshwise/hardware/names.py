@@ -1,6 +1,7 @@
 """Reads the cluster names that users type: `v5p:16x20x28`, `v5p-128`, `h100-sxm:1024@dgx-h100`, `a3-megagpu-8g:4`.
 
-Grammar: CHIP [(":" | "-") SHAPE_OR_COUNT] ["*" SLICES] ["@" NETWORK] ["+sharp"], or MACHINE [(":" | "*") COUNT].
+Grammar: CHIP [(":" | "-") SHAPE_OR_COUNT ["_twisted"]] ["*" SLICES] ["@" NETWORK] ["+sharp"],
+or MACHINE [(":" | "*") COUNT].
 Not here: the numbers (`catalog`) and the rules of what exists (`slices`, `trees`).
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.errors import ClusterError, UnknownNameError
 from meshwise.hardware.catalog import aliases, chips, fabric_aliases, machines, networks
@@ -25,6 +26,7 @@ _PARTS = re.compile(
     r"(?P<colon>:[^*@+:]*)?(?P<star>\*[^*@+:]*)?(?P<network>@[a-z0-9._-]+)?(?P<sharp>\+sharp)?"
 )
 _CLOUD_NAME = re.compile(r"(?P<stem>.+)-(?P<tail>\d[\dx]*)")
+_TWISTED = "_twisted"
 _MAX_CHIPS = 10_000_000
 _MAX_LENGTH = 120
 
@@ -47,6 +49,8 @@ def parse_cluster(text: str, *, price: float | None = None) -> Cluster:
 
     >>> parse_cluster("v5e:4x8").describe()
     'v5e:4x8 -> 32 x TPU v5e, 4x8 mesh (no axis wraps), 4 hosts'
+    >>> parse_cluster("v5p:4x4x8_twisted").describe()
+    'v5p:4x4x8_twisted -> 128 x TPU v5p, 4x4x8 twisted torus (all axes wrap), 32 hosts'
     >>> parse_cluster("h100:16").describe()
     'h100:16 -> 16 x H100 SXM, nvlink 8 x leaf 2, 2 hosts'
 
@@ -126,8 +130,15 @@ def _slices(request: _Request, chip: Chip, rules: SliceRules) -> Cluster:
         asked = f"@{request.network}" if request.network else "+sharp"
         raise ClusterError(f"{request.text}: {chip.title} slices have their own network; {asked} is for GPUs")
     num_slices = 1 if request.star is None else _positive(request.star, "the number of slices", request)
+    twisted = request.size is not None and request.size.endswith(_TWISTED)
+    if twisted:
+        request = replace(request, size=(request.size or "").removesuffix(_TWISTED))
+        if "x" not in (request.size or ""):
+            raise ClusterError(
+                f"{request.text}: a twisted slice needs its shape, for example {chip.name}:4x4x8_twisted"
+            )
     shape, notes = _shape(request, chip, rules)
-    torus = rules.torus(shape, chip)
+    torus = rules.torus(shape, chip, twisted=twisted)
     if torus.num_chips * num_slices > _MAX_CHIPS:
         raise ClusterError(f"{request.text}: {num_slices:,} slices are more than anybody has")
     return Cluster(

@@ -184,6 +184,7 @@ class SliceRulesRow(_Row):
     dcn_bandwidth_per_chip_one_way: Bandwidth
     dcn_latency: Seconds
     source: SourceRef
+    twists: bool = False
 
     def build(self, name: str, known: Mapping[str, SourceRow]) -> SliceRules:
         """Make the value."""
@@ -198,6 +199,7 @@ class SliceRulesRow(_Row):
             dcn_bandwidth_per_chip_one_way=self.dcn_bandwidth_per_chip_one_way,
             dcn_latency=self.dcn_latency,
             source=find_source(self.source, known),
+            twists=self.twists,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from meshwise.errors import ClusterError
 from meshwise.hardware.chip import Chip, Source
-from meshwise.hardware.network import Torus, TorusAxis
+from meshwise.hardware.network import Torus, TorusAxis, can_twist
 
 __all__ = ["SliceRules"]
 
@@ -26,7 +26,8 @@ class SliceRules:
 
     `largest` is the shape of the largest slice. `wraps`: "cubes" joins the ends of every axis when the slice is built
     of full 4x4x4 cubes; "full-axis" joins the ends only of an axis as long as the pod's. `counts` is what the cloud's
-    names count ("v5p-128": cores, "v5litepod-16": chips). DCN figures are per chip, one way, bytes/s, and seconds.
+    names count ("v5p-128": cores, "v5litepod-16": chips). `twists`: slices of k x k x 2k and k x 2k x 2k whole cubes
+    can be wired as twisted tori. DCN figures are per chip, one way, bytes/s, and seconds.
     """
 
     name: str
@@ -39,25 +40,38 @@ class SliceRules:
     dcn_bandwidth_per_chip_one_way: float
     dcn_latency: float
     source: Source
+    twists: bool = False
 
     @property
     def largest_num_chips(self) -> int:
         """Chips of the largest slice."""
         return math.prod(self.largest)
 
-    def torus(self, shape: tuple[int, ...], chip: Chip) -> Torus:
-        """Wire a slice of `shape`, with the wraparounds that it has.
+    def torus(self, shape: tuple[int, ...], chip: Chip, *, twisted: bool = False) -> Torus:
+        """Wire a slice of `shape`, with the wraparounds that it has; `twisted` where it was asked for.
 
         Raises:
-            ClusterError: for a shape that the generation does not have.
+            ClusterError: for a shape that the generation does not have, or cannot twist.
         """
         self.check(shape, chip)
+        if twisted:
+            self._check_twist(shape, chip)
         if self.wraps == "cubes":
             cubes = all(size % _CUBE == 0 for size in shape)
             axes = tuple(TorusAxis(size, cubes) for size in shape)
         else:
             axes = tuple(TorusAxis(size, size == max(self.largest)) for size in shape)
-        return Torus(axes, chip.link_bandwidth_one_way, chip.hop_latency)
+        return Torus(axes, chip.link_bandwidth_one_way, chip.hop_latency, twisted)
+
+    def _check_twist(self, shape: tuple[int, ...], chip: Chip) -> None:
+        """Refuse a twist that the generation does not offer, or not for this shape."""
+        if not self.twists:
+            raise ClusterError(f"{chip.title} has no twisted slices; v4 and v5p have. Leave '_twisted' out")
+        if not can_twist(shape) or min(shape) % _CUBE:
+            raise ClusterError(
+                f"{chip.title} has no twisted slice {_text(shape)}: expected two equal axes and a third of half or "
+                f"twice their length, of whole cubes, for example 4x4x8_twisted or 4x8x8_twisted"
+            )
 
     def check(self, shape: tuple[int, ...], chip: Chip) -> None:
         """Refuse a shape that the generation does not have, saying which rule it breaks and what is near."""

@@ -56,7 +56,7 @@ def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:
         size = math.prod(lane.extent for lane in leg.lanes)
         links = f"{twice * (1 - 1 / size) / leg.seconds_per_byte / leg.bandwidth_one_way:.4g} x {bandwidth}"
         return f"{volume} x {size - 1}/{size} / ({links})"
-    share = f"{volume} x {leg.extent - 1}/{leg.extent}"
+    share = f"{volume} x {leg.parts - 1}/{leg.parts}"
     if path.flat_ring:
         share = f"{volume} x {path.size - 1}/{path.size}"
     if kind is CollectiveKind.ALL_REDUCE and path.algorithm in ("trees", "switches add"):
@@ -167,7 +167,7 @@ def _wire_words(path: Path) -> str:
         return f"{twice}V / (W x links x achieved share)): 2 links a torus axis that is a ring, n/(n-1) on a line"
     words = {
         "flat ring": "V x (n-1)/n / (m x W x achieved share)): a flat ring over n chips, m members below the level",
-        "trees": "V / (m x W x achieved share)): two trees carry half of V each, up and down; half of that where d is 2",
+        "trees": "V / (m x W x achieved share)): two trees, each half of V up and down; half that where d is 2",
         "switches add": "V x (d-1)/d / (1.3 x m x W x achieved share)): switches add, 1.3 times as fast; V at least",
     }
     plain = "V x (d-1)/d / (m x W x achieved share)): d children of the level, m members in each"
