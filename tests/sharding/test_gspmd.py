@@ -31,7 +31,7 @@ from meshwise.sharding import (
     place_einsum,
 )
 
-SIZES = {"B": 16, "D": 64, "E": 8, "F": 256, "I": 32, "J": 64, "K": 128, "L": 32}
+SIZES = {"B": 16, "C": 16, "D": 64, "E": 8, "F": 256, "H": 4, "I": 32, "J": 64, "K": 128, "L": 32, "N": 8, "T": 32}
 
 CASES = """
 X=8       A[I_X, J] * B[J, K] -> C[I_X, K]
@@ -95,6 +95,25 @@ X=2,Y=2,Z=2   A[I_X, J_YZ] -> A[I_XYZ, J]
 X=2,Y=2,Z=2   A[I_X, J] -> A[I_XY, J_Z]
 X=2,Y=2,Z=2   A[I_ZXY, J] -> A[I_YXZ, J]
 X=2,Y=4   A[I_X, J] -> A[J, I_X]
+X=8       s[E, C_X, D] -> s[E_X, C, D]
+X=8       s[E_X, C, D] -> s[E, C_X, D]
+X=2,Y=4   s[E, C_XY, D] -> s[E_Y, C_X, D]
+X=2,Y=4   s[E_Y, C_X, D] -> s[E, C_XY, D]
+X=2,Y=4   s[E, C_XY, D] -> s[E_XY, C, D]
+X=2,Y=4   s[E_XY, C, D] -> s[E, C_XY, D]
+X=2,Y=4   s[E_Y, C_X, D] -> s[E_Y, C, D]
+X=2,Y=2,Z=2   s[E, C_XZY, D] -> s[E_Y, C_XZ, D]
+X=2,Y=4   s[E_X, C, D] * w[E_X, D, F_Y] -> h[E_X, C, F_Y]
+X=2,Y=4   h[E_X, C, F_Y] * w[E_X, F_Y, D] -> s[E_X, C_Y, D]
+X=2,Y=4   s[E_X, C_Y, D] * w[E_X, D, F_Y] -> h[E_X, C, F_Y]
+X=4,Y=2   s[E_X, C, D] * w[E_X, D, F] -> h[E_X, C, F]
+X=8       q[B, T_X, N, H] -> q[B, T, N_X, H]
+X=8       o[B, T, N_X, H] -> o[B, T_X, N, H]
+X=2,Y=4   q[B, T_XY, N, H] -> q[B, T_X, N_Y, H]
+X=2,Y=4   q[B, T_X, N_Y, H] -> q[B, T_XY, N, H]
+X=2,Y=2,Z=2   q[B_X, T_Y, N_Z, H] -> q[B_X, T, N_ZY, H]
+X=2,Y=2,Z=2   q[B_X, T, N_ZY, H] -> q[B_X, T_Y, N_Z, H]
+X=2,Y=4   k[B, T_X, N_Y, H] -> k[B, T, N_Y, H]
 """.strip().splitlines()
 
 XLA_KINDS = {

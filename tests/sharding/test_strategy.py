@@ -141,10 +141,9 @@ def test_ulysses_exchanges_positions_for_heads_four_times_a_pass() -> None:
     p = placed("llama", ulysses())
     before, after = ["q.rope", "k.rope", "v"], ["attention"]
     assert moves(p.forward, Purpose.ACTIVATIONS) == each("all-to-all", [*before, *after], "ulysses")
-    assert moves(p.backward, Purpose.ACTIVATIONS) == [
-        *each("all-to-all", after, "ulysses"),
-        *each("all-to-all", ["attention", "k.rope", "q.rope", "v"], "ulysses", "d_"),
-    ]
+    assert sorted(moves(p.backward, Purpose.ACTIVATIONS)) == sorted(
+        each("all-to-all", after, "ulysses") + each("all-to-all", [*before, *after], "ulysses", "d_")
+    )
 
 
 def test_ulysses_before_context_parallelism_exchanges_and_then_gathers_fewer_heads() -> None:
