@@ -29,26 +29,44 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 
 #: Pages with examples or generated tables; reference.md is written as a whole.
-PAGES = (ROOT / "README.md", DOCS / "planning.md", DOCS / "precision.md", DOCS / "worked-plans.md", DOCS / "reference.md")
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "planning.md",
+    DOCS / "precision.md",
+    DOCS / "worked-plans.md",
+    DOCS / "export.md",
+    DOCS / "reference.md",
+)
 
 _BLOCK = re.compile(r"(?:<!-- shown: (?P<shown>[^\n]*?) -->\n)?```console\n(?P<body>.*?)```\n", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->\n", re.DOTALL)
 
 
 @functools.cache
-def output_of(command: str) -> str:
-    """Run `meshwise ...` in this process and an empty folder; give what it prints, or else its error."""
-    words = shlex.split(command)
-    assert words[0] == "meshwise", f"not a meshwise command: {command}"
-    out, err = io.StringIO(), io.StringIO()
+def output_of(command: str, before: tuple[str, ...] = ()) -> str:
+    """Run `meshwise ...` in this process and an empty folder; give what it prints, or else its error.
+
+    Args:
+        command: as typed.
+        before: commands that are run first, in the same folder: they save what it reads.
+    """
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                main(words[1:])
+            for one in (*before, command):
+                said = _said(one)
         finally:
             os.chdir(here)
+    return said
+
+
+def _said(command: str) -> str:
+    words = shlex.split(command)
+    assert words[0] == "meshwise", f"not a meshwise command: {command}"
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        main(words[1:])
     said = err.getvalue()
     return out.getvalue() or said[said.index("error: ") :]  # lines of progress come and go with the machine
 
@@ -86,10 +104,13 @@ def _block(match: re.Match[str]) -> str:
     body = match["body"].replace("\\\n", "\\\n\0")
     commands = re.findall(r"^\$ (.*(?:\n\0.*)*)", body, re.MULTILINE)
     assert commands, f"a console block without a command:\n{match[0]}"
-    parts = []
+    parts: list[str] = []
+    saving: tuple[str, ...] = ()
     for command in commands:
         typed = command.replace("\0", "")
-        parts.append(f"$ {typed}\n{trimmed(output_of(typed.replace(chr(92) + chr(10), ' ')), shown)}")
+        run = typed.replace(chr(92) + chr(10), " ")
+        parts.append(f"$ {typed}\n{trimmed(output_of(run, saving), shown if ' --save ' not in run else '1')}")
+        saving += (run,) if " --save " in run else ()
     mark = f"<!-- shown: {shown} -->\n" if shown is not None else ""
     return f"{mark}```console\n{''.join(parts)}```\n"
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from meshwise.errors import InfeasibleError, MeshwiseError
 
 if TYPE_CHECKING:
+    from meshwise.handover import HandedOver
     from meshwise.planning import Plan, Planning
     from meshwise.verbs.catalogs import all_models, chip, chips, cluster, clusters, model
     from meshwise.verbs.collective import collective
     from meshwise.verbs.estimate_train import estimate_train
+    from meshwise.verbs.export import export
     from meshwise.verbs.plan_train import plan_train
     from meshwise.verbs.roofline import roofline
     from meshwise.verbs.shard import shard
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "HandedOver",
     "InfeasibleError",
     "MeshwiseError",
     "Plan",
@@ -35,6 +38,7 @@ __all__ = [
     "clusters",
     "collective",
     "estimate_train",
+    "export",
     "model",
     "plan_train",
     "roofline",
@@ -43,10 +47,14 @@ __all__ = [
 
 #: Public name -> the module that it is loaded from.
 _HOMES = {
+    "HandedOver": "meshwise.handover",
     "Plan": "meshwise.planning",
     "Planning": "meshwise.planning",
     **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.verbs.catalogs"),
-    **{name: f"meshwise.verbs.{name}" for name in ("collective", "estimate_train", "plan_train", "roofline", "shard")},
+    **{
+        name: f"meshwise.verbs.{name}"
+        for name in ("collective", "estimate_train", "export", "plan_train", "roofline", "shard")
+    },
 }
 
 

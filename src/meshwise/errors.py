@@ -11,6 +11,7 @@ an `AssertionError` or anything else that escapes it is ours.
     |-- ClusterError                       a cluster that cannot exist
     |-- LayoutError                        a layout that cannot be placed, with the constraint and the nearest that can
     |-- ShardingError                      an operation that the sharding algebra forbids
+    |-- HandoverError                      a choice of a plan that another tool cannot express, with the nearest it can
     |-- InfeasibleError                    exit code 3: nothing fits, or a check failed
     `-- MissingDependencyError             exit code 4: an optional dependency is absent
 """
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 __all__ = [
     "ClusterError",
     "ConfigError",
+    "HandoverError",
     "InfeasibleError",
     "LayoutError",
     "MeshwiseError",
@@ -82,6 +84,10 @@ class LayoutError(MeshwiseError):
 
 class ShardingError(MeshwiseError):
     """A sharding that is not legal, or a reshard that has no meaning."""
+
+
+class HandoverError(MeshwiseError):
+    """Choices of a plan that another tool cannot express."""
 
 
 class InfeasibleError(MeshwiseError):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -16,10 +17,13 @@ MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 
 TRAIN = ["llama-3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq-len", "4096", "--tokens", "1T"]
 
+PLAN = str(Path(__file__).parents[1] / "data" / "export" / "plan.json")
+
 #: One working call of every command; a new command must be added here.
 WORKING = {
     "plan train": TRAIN,
     "estimate train": [*TRAIN, "--layout", "fsdp=-1,tensor=4"],
+    "export": [PLAN, "--to", "megatron"],
     "model": ["llama-3-70b"],
     "models": [],
     "chips": [],

@@ -1,0 +1,10 @@
+"""Handing a plan over: its choices in the words of other tools, and as JAX code.
+
+Values in, text out: nothing is written here, and nothing is left out in silence. What a tool cannot express is an
+error that names the choice and the nearest that it can. Not here: running anything.
+"""
+
+from meshwise.handover.handed import HandedOver
+from meshwise.handover.targets import TARGETS, hand_over
+
+__all__ = ["TARGETS", "HandedOver", "hand_over"]

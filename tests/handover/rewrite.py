@@ -1,0 +1,10 @@
+"""Rewrites the expected texts: `PYTHONPATH=src python tests/handover/rewrite.py`. Read the difference afterwards."""
+
+from plans import CASES, DATA, HANDED
+
+from meshwise.handover import hand_over
+
+if __name__ == "__main__":
+    for case, tool in HANDED:
+        handed = hand_over(CASES[case][0](), tool)
+        (DATA / f"{case}.{tool}.txt").write_text(handed.text, encoding="utf-8")
