@@ -78,10 +78,10 @@ def best_of_each_kind(points):
     return sorted(best.values())
 
 
-def problem_on(cluster, *, sequences=8, seq_len=1024, hbm=None, calibration=None, **model):
+def problem_on(cluster, *, sequences=8, seq_len=1024, hbm=None, calibration=None, changes=None, **model):
     if hbm is not None:
         cluster = cluster.replace(chip=cluster.chip.replace(hbm_capacity=hbm, hbm_reported=None))
-    job = TrainingJob(batch_tokens=str(sequences * seq_len), seq_len=str(seq_len), batch_slack="0%")
+    job = TrainingJob(batch_tokens=str(sequences * seq_len), seq_len=str(seq_len), batch_slack="0%", **(changes or {}))
     found = CALIBRATIONS[calibration] if calibration else default_calibration(cluster.chip)
     return TrainingProblem(tiny(**model), job, cluster, found)
 
@@ -98,6 +98,24 @@ PROBLEMS = {
     ),
     "16 H100": lambda: problem_on(parse_cluster("h100:16"), width=2048, hidden=8192, layers=4, sequences=4),
     "16 H100, switches add": lambda: problem_on(parse_cluster("h100:16+sharp"), width=2048, hidden=8192, layers=2),
+    "8 H100, fp8 and Muon": lambda: problem_on(
+        parse_cluster("h100:8"),
+        width=4096,
+        hidden=16384,
+        layers=4,
+        vocab=32000,
+        changes={"precision": "fp8-block", "optimizer": "muon"},
+    ),
+    "8 H100, QLoRA, little memory": lambda: problem_on(
+        parse_cluster("h100:8"),
+        width=4096,
+        hidden=16384,
+        layers=4,
+        vocab=32000,
+        hbm=1.5e9,
+        sequences=16,
+        changes={"fine_tune": "qlora"},
+    ),
     "12 chips": lambda: problem_on(torus((3, 4)), sequences=12, layers=3, width=1536, hidden=4608),
     "20 chips": lambda: problem_on(
         torus((5, 4)), sequences=20, layers=5, width=1280, hidden=5120, heads=10, kv_heads=5
