@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.tensors import Attention, Block, Einsum, Elementwise, Lookup, Op, Route
+from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Lookup, Op, Route
 
 Axes = tuple[str, ...]
 EPSILON = 1e-3
@@ -265,6 +265,10 @@ class Formulas:
 
     def _elementwise(self, op: Op, inputs: Sequence[Part]) -> np.ndarray:
         source, i = self.gradients.get(op.name, (op, None))
+        if isinstance(op, Convert):  # numbers here have one format
+            return inputs[0].values
+        if isinstance(source, Elementwise) and source.joins:
+            return _sum(op, inputs) if i is None else _sum_gradient(source, i, inputs[0], inputs)
         if source.name == "top_k":
             return self._gates(inputs) if i is None else self._gates_gradient(i, inputs[0], inputs[1:])
         formula = formula_of(source.name)

@@ -6,7 +6,7 @@ Test support. Not here: what is to be proved.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -25,6 +25,9 @@ from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, te
 from meshwise.tensors import Block
 
 MAX_DEVICES = 16
+
+#: Gives a block, and the sizes of its axes, as a job trains it.
+Change = Callable[[Block, dict[str, int]], tuple[Block, dict[str, int]]]
 AXES = ("data", "fsdp", "context", "ulysses", "expert", "tensor")
 
 #: The three ways in which tensor parallelism treats experts; the last two need sequence parallelism.
@@ -63,9 +66,16 @@ class Case:
 
 
 def make_case(
-    name: str, strategy: Strategy, mesh: Mapping[str, int], policy: str, *, seed: int = 0, microbatches: int = 1
+    name: str,
+    strategy: Strategy,
+    mesh: Mapping[str, int],
+    policy: str,
+    *,
+    seed: int = 0,
+    microbatches: int = 1,
+    change: Change | None = None,
 ) -> Case:
-    """The block of that name, its sizes chosen so that every axis divides by the mesh."""
+    """The block of that name, changed if so, its sizes chosen so that every axis divides by the mesh."""
     numbers = np.random.default_rng(seed)
     n = {a: mesh.get(a, 1) for a in AXES}
     choose = random.Random(seed)  # noqa: S311 - a seed, no secret
@@ -78,13 +88,15 @@ def make_case(
     )
     batch, queries = n["data"] * n["fsdp"] * n["expert"] * 2, n["context"] * n["ulysses"] * n["tensor"] * 2
     block, sizes = tiny_block(name, shape, batch=batch, queries=queries)
+    if change is not None:
+        block, sizes = change(block, sizes)
     weights, batches = random_values(block, sizes, numbers, microbatches)
     on = Mesh.of(mesh)
     routing = fixed_routing(block, strategy, on, sizes)
     return Case(block, sizes, on, strategy, policy, weights, tuple(batches), routing)
 
 
-def random_case(name: str, seed: int) -> Case:
+def random_case(name: str, seed: int, change: Change | None = None) -> Case:
     """One to three devices along each of six axes; every strategy, all in any order; one or two microbatches."""
     choose = random.Random(f"{name} {seed}")  # noqa: S311 - a seed, no secret
     while True:
@@ -92,7 +104,7 @@ def random_case(name: str, seed: int) -> Case:
         if prod(mesh.values()) <= MAX_DEVICES:
             break
     policy, microbatches = choose.choice([*REMAT_POLICIES]), choose.choice([1, 1, 2])
-    return make_case(name, random_strategy(choose), mesh, policy, seed=seed, microbatches=microbatches)
+    return make_case(name, random_strategy(choose), mesh, policy, seed=seed, microbatches=microbatches, change=change)
 
 
 def random_strategy(choose: random.Random) -> Strategy:

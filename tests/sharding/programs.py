@@ -241,6 +241,9 @@ class Step:
     def update(self) -> tuple[Arrays, Arrays]:
         """Gradients to the optimizer's shards, an update there, new weights to where they are stored."""
         machine = self.machine()
+        for h in self.placed.weights:
+            if h.tensor.frozen:
+                machine.put(h.tensor.name, h.sharding, distribute(self.weights[h.tensor.name], h.sharding, self.mesh))
         for name, (sharding, devices) in self.accumulated.items():
             machine.put(name, sharding, devices)
         waiting = {h.tensor.name: h for h in self.placed.optimizer}
