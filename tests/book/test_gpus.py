@@ -45,6 +45,13 @@ def h200_over_v5p(row):
     return load_chip("h200").peak(DType.BF16) / load_chip("v5p").peak(DType.BF16)
 
 
+def into_an_adding_switch(row):
+    """Every GPU sends it the bytes that an AllReduce takes of its port, none of them twice."""
+    node = Fabric.of(parse_cluster(f"h100:{row['N']:.0f}+sharp"))
+    wire = make_wire(node, {"X": (row["N"],)}, ("X",))
+    return row["N"] * row["B"] * wire.all_reduce * node.dimensions[0].bandwidth_one_way
+
+
 def ridge(operation):
     return lambda row: row.rates(operation, "h100").ridge
 
@@ -125,6 +132,7 @@ CATALOG = {
     "hbm_cap": lambda row: named(row).hbm_capacity,
 }
 ANSWERS = {
+    "k2.ingress": into_an_adding_switch,
     "chip.l2_ratio": cache_over_memory,
     # Prose says 9e12; the book's table, all its calculations and the vendor's sheet 8e12.
     "chip.b200_hbm": of_catalog(load_chip("b200").hbm_bandwidth),
@@ -190,7 +198,6 @@ LATER = {
     "nvlink.switch": SWITCHES,
     "pod.switches": SWITCHES,
     "pod.leaf_switch_bw": SWITCHES,
-    "k2.ingress": "bytes through a switch that adds: in-network reduction is a measured gain here, not a schedule",
     "pod.coll_identity": "an identity that holds for a bisection counted one way only; see the test below",
 }
 

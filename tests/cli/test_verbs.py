@@ -460,3 +460,23 @@ def test_a_ragged_all_to_all_sends_a_copy_to_each_distinct_member(run):
     )
     assert wrong.code == 2
     assert "only an all-to-all is ragged" in wrong.err
+
+
+def test_a_collective_names_its_algorithm_and_prices_the_others(run):
+    words = ("--mesh", "X=64", "--on", "h100:64", "--calibration", "default")
+    small = run("collective", "all-reduce", "bf16[512]", *words, "--json").json
+    large = run("collective", "all-reduce", "bf16[65536, 65536]", *words, "--json").json
+    for told in (small, large):
+        times = {a["name"]: a["time_s"] for a in told["algorithms"] if a["offered"]}
+        assert told["calibration"] == "hopper"
+        assert set(times) == {"flat ring", "switches add"}
+        assert told["time_s"] == times[told["algorithm"]] == min(times.values())
+        assert {a["name"] for a in told["algorithms"] if not a["offered"]} == {"level by level", "trees"}
+    assert small["bound"] == "latency"
+    assert large["busbw_bytes_per_s"] > 100 * small["busbw_bytes_per_s"]
+    text = run("collective", "all-reduce", "bf16[65536, 65536]", *words, "--explain").out
+    assert "level by level" in text
+    assert "(not offered)" in " ".join(text.split())
+    ideal = run("collective", "all-reduce", "bf16[65536, 65536]", *words[:4], "--json").json
+    assert ideal["algorithm"] == "level by level"
+    assert ideal["time_s"] < large["time_s"]

@@ -40,5 +40,6 @@ def collective(request: CollectiveRequest, output: Output) -> None:
         "wires": request.wires,
         "dtype": request.dtype.value,
         "choices": request.choices,
+        "calibration": case.calibration.name,
     }
     output.show(collective_report(case, inputs))

@@ -15,7 +15,7 @@ from meshwise.costs.arithmetic import ceil, floor, log2, maximum, where
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster, Torus, Tree
 
-__all__ = ["NO_WIRE", "Dimension", "Fabric", "Wire", "make_wire", "twisted_distance"]
+__all__ = ["NO_WIRE", "Dimension", "Fabric", "Wire", "make_wire", "shares_links", "twisted_distance"]
 
 #: Gain that an AllReduce which switches add up themselves is seen to have. Source: book, GPUs, "in-network reductions":
 #: about 30 % in practice where the ideal would be nearly twofold. Bounds take the ideal.
@@ -322,6 +322,39 @@ def _twist_of(fabric: Fabric, spans: Sequence[tuple[Any, Any]]) -> _Twist | None
     short = min(d.size for d, _ in torus)
     doubled = sum(d.size > short for d, _ in torus)
     return _Twist(closes, whole, twisted_distance(short, doubled))
+
+
+def shares_links(
+    fabric: Fabric, factors: Mapping[str, Sequence[Any]], one: tuple[str, ...], other: tuple[str, ...]
+) -> Any:
+    """Say whether collectives over two groups of mesh axes need the same links: run at once, their times then add up.
+
+    They do where both extend along one torus axis (a group with others nested between its members crosses the links
+    inside of theirs), where both cross the innermost level of switches (one port a chip), and where both go beyond it
+    (one port to the outside, whatever the level).
+
+    Args:
+        fabric: the network.
+        factors: as in `make_wire`.
+        one, other: mesh axes of the two groups.
+
+    Returns: whether; an array where a factor is one.
+
+    >>> from meshwise.hardware import parse_cluster
+    >>> pod = Fabric.of(parse_cluster("v5p:4x4x8"))
+    >>> factors = {"tensor": (4, 1, 2), "fsdp": (1, 4, 1), "data": (1, 1, 4)}
+    >>> [shares_links(pod, factors, ("tensor",), (b,)) for b in ("fsdp", "data")]
+    [False, True]
+    """
+    shared: Any = False
+    outside: Any = (False, False)
+    for i, dim in enumerate(fabric.dimensions):
+        uses = tuple(_extent_and_stride(factors, axes, i)[0] > 1 for axes in (one, other))
+        if dim.torus or i == 0:
+            shared = shared | (uses[0] & uses[1])
+        else:
+            outside = (outside[0] | uses[0], outside[1] | uses[1])
+    return shared | (outside[0] & outside[1])
 
 
 def twisted_distance(short: int, doubled: int) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.costs.collectives import latency, wire_time
+from meshwise.costs.algorithms import Algorithm, fastest
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.network import Fabric, Wire
 from meshwise.costs.wiring import Wiring
 from meshwise.explanation import Explanation
@@ -15,7 +16,7 @@ from meshwise.report.report import Report
 from meshwise.report.table import facts
 from meshwise.report.words import counted
 from meshwise.sharding import CollectiveKind, Mesh
-from meshwise.units import format_bandwidth, format_bytes, format_time
+from meshwise.units import format_bandwidth, format_bytes, format_percent, format_time
 
 __all__ = ["CollectiveCase", "collective_report", "wiring_words"]
 
@@ -39,6 +40,8 @@ class CollectiveCase:
         num_bytes: in the convention of `costs.collectives`, copies included.
         copies: of each row; more than one in a ragged all-to-all.
         wiring: where the mesh lies on the network.
+        calibration: what the links achieve, and which algorithms the software offers.
+        algorithms: all there are, priced.
     """
 
     kind: CollectiveKind
@@ -51,21 +54,29 @@ class CollectiveCase:
     fabric: Fabric
     wiring: Wiring
     wire: Wire
+    calibration: Calibration
+    algorithms: tuple[Algorithm, ...]
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The fastest that the software offers for so many bytes."""
+        return fastest(self.algorithms)
 
     @property
     def bandwidth_time(self) -> float:
-        """Seconds through the links."""
-        return float(wire_time(self.kind, self.num_bytes, self.wire))
+        """Seconds through the links, at what they achieve for so many bytes."""
+        links = self.calibration.links
+        return self.algorithm.transfer / links.efficiency if links.overlapped else self.time - self.latency_time
 
     @property
     def latency_time(self) -> float:
-        """Seconds of hops."""
-        return float(latency(self.kind, self.wire))
+        """Seconds of hops, and of the software's start."""
+        return self.algorithm.hops + self.calibration.links.startup * (float(self.wire.size) > 1)
 
     @property
     def time(self) -> float:
-        """Seconds: the longer of the two."""
-        return max(self.bandwidth_time, self.latency_time)
+        """Seconds: on ideal links the longer of the two, else both."""
+        return self.algorithm.seconds
 
     @property
     def bound(self) -> str:
@@ -118,6 +129,9 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
             "bandwidth_time_s": case.bandwidth_time,
             "latency_s": case.latency_time,
             "bound": case.bound,
+            "algorithm": case.algorithm.name,
+            "algorithms": [{"name": a.name, "offered": a.offered, "time_s": a.seconds} for a in case.algorithms],
+            "calibration": case.calibration.name,
             "algbw_bytes_per_s": case.algbw,
             "busbw_bytes_per_s": case.busbw,
             "wiring": {axis: list(extents) for axis, extents in case.wiring.items()},
@@ -134,10 +148,29 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
                 if case.copies != 1
                 else ()
             ),
-            "links at their data-sheet rate; hops and bytes overlap, the longer decides",
+            _achieved(case.calibration),
         ),
-        not_modelled=("other traffic on the same links; software start-up (some 10 us on GPUs)",),
+        not_modelled=(
+            "other traffic on the same links"
+            + ("; software start-up (some 10 us; see --calibration)" if case.calibration.links.overlapped else ""),
+        ),
         explanations=_explanations(case),
+    )
+
+
+def _achieved(calibration: Calibration) -> str:
+    """Say what the links achieve."""
+    links = calibration.links
+    if links.overlapped:
+        return "links at their data-sheet rate; hops and bytes overlap, the longer decides"
+    small = (
+        f"; or {format_percent(links.small_efficiency)} without {format_time(links.bulk_startup)} of further start-up"
+        if links.small_efficiency
+        else ""
+    )
+    return (
+        f"calibration {calibration.name}: {format_percent(links.efficiency)} of the link bandwidth for large "
+        f"messages{small}; {format_time(links.startup)} to start, hops and bytes add up ({calibration.source})"
     )
 
 
@@ -150,7 +183,9 @@ def _facts(case: CollectiveCase) -> list[tuple[str, str, str]]:
         ("algbw", format_bandwidth(case.algbw), "bytes / time"),
         ("busbw", format_bandwidth(case.busbw), "what one chip sends / time"),
     ]
-    if case.bandwidth_time and case.latency_time:
+    if len(case.algorithms) > 1:
+        rows.append(("algorithm", case.algorithm.name, "the fastest of those that the software offers"))
+    if case.bandwidth_time and case.latency_time and case.calibration.links.overlapped:
         even = case.num_bytes * case.latency_time / case.bandwidth_time
         rows.append(("latency-bound", f"< {format_bytes(even)}", "bytes below which the hops decide"))
     return rows
@@ -172,12 +207,26 @@ def _explanations(case: CollectiveCase) -> tuple[Explanation, ...]:
             format_time(case.bandwidth_time),
             f"{_BOOK}; links: {case.cluster.chip.source('link_bandwidth_one_way').title}",
         ),
-        Explanation("latency", "hops x latency of a hop", wires, format_time(case.latency_time), _BOOK),
+        Explanation("latency", _latency_words(case), wires, format_time(case.latency_time), _BOOK),
         Explanation(
             "time",
-            "max(bandwidth, latency)",
-            f"max({format_time(case.bandwidth_time)}, {format_time(case.latency_time)})",
+            "max(bandwidth, latency)" if case.calibration.links.overlapped else "latency + bandwidth",
+            f"{'max' if case.calibration.links.overlapped else 'sum'}"
+            f"({format_time(case.bandwidth_time)}, {format_time(case.latency_time)})",
             format_time(case.time),
-            _BOOK,
+            _BOOK if case.calibration.links.overlapped else case.calibration.source,
+        ),
+        Explanation(
+            "algorithm",
+            "the fastest of those that the software offers, for so many bytes",
+            "; ".join(
+                f"{a.name} {format_time(a.seconds)}" + ("" if a.offered else " (not offered)") for a in case.algorithms
+            ),
+            case.algorithm.name,
+            f"calibration {case.calibration.name}; rings, levels: the book, GPUs; trees: NCCL, double binary trees",
         ),
     )
+
+
+def _latency_words(case: CollectiveCase) -> str:
+    return "hops x latency of a hop" + ("" if case.calibration.links.overlapped else " + start-up of the software")

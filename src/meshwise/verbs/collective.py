@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from meshwise.costs.algorithms import algorithms
+from meshwise.costs.calibration import find_calibration
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.costs.rules import distinct_destinations
@@ -61,6 +63,11 @@ class CollectiveRequest(Where):
         description="Ragged all-to-all: each row goes to this many members drawn at random (experts of a token), "
         "one copy to each distinct one.",
     )
+    calibration: str = Field(
+        default="none",
+        description="Achieved rates and algorithms: none (data-sheet rates, the best schedule), default (the "
+        "chip's own software), or a family by name.",
+    )
 
 
 def collective(
@@ -75,6 +82,7 @@ def collective(
     wires: str | None = None,
     dtype: str = "bf16",
     choices: float | None = None,
+    calibration: str = "none",
 ) -> CollectiveCase:
     """Time one collective on a cluster: what `meshwise collective` answers, as values.
 
@@ -94,6 +102,7 @@ def collective(
         wires: where mesh axes lie on the network, "X=8x2".
         dtype: of an array written without one.
         choices: ragged all-to-all: members that each row goes to, drawn at random.
+        calibration: achieved rates and algorithms: "none", "default", or a family by name.
 
     Raises:
         MeshwiseError: an argument that cannot be understood.
@@ -109,6 +118,7 @@ def collective(
         "wires": wires,
         "dtype": dtype,
         "choices": choices,
+        "calibration": calibration,
     }
     return examine_collective(validated(CollectiveRequest, given, PARAMETERS))
 
@@ -121,13 +131,15 @@ def examine_collective(request: CollectiveRequest) -> CollectiveCase:
     """
     mesh = parse_mesh(request.mesh)
     cluster = request.must_find()
-    fabric = Fabric.of(cluster)
+    calibration = find_calibration(request.calibration, cluster.chip)
+    links = calibration.links
+    fabric = Fabric.of(cluster, flat_rings=calibration.flat_rings)
     tensor, step = _step(request, mesh)
     copies = _copies(request, step, mesh)
     num_bytes = copies * collective_bytes(step, tensor.shape(request.sizes), mesh, tensor.dtype or request.dtype)
 
     def seconds(wiring: Mapping[str, Any]) -> float:
-        return float(collective_time(step.kind, num_bytes, make_wire(fabric, wiring, step.mesh_axes)))
+        return float(collective_time(step.kind, num_bytes, make_wire(fabric, wiring, step.mesh_axes), links=links))
 
     wiring = parse_wiring(request.wires, mesh, fabric) if request.wires else best_wiring(mesh, fabric, seconds)
     return CollectiveCase(
@@ -141,6 +153,8 @@ def examine_collective(request: CollectiveRequest) -> CollectiveCase:
         fabric=fabric,
         wiring=wiring,
         wire=make_wire(fabric, wiring, step.mesh_axes),
+        calibration=calibration,
+        algorithms=algorithms(step.kind, num_bytes, fabric, wiring, step.mesh_axes, links=links),
     )
 
 
