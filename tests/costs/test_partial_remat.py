@@ -85,7 +85,7 @@ def test_workings_add_up(drawn):
     for term in ("forward", "backward", "recompute"):
         assert sum(b.seconds(term) for b in w.blocks) == pytest.approx(e.terms[term], rel=1e-9)
     names = [b.name for b in w.blocks]
-    assert {"layer", "layer, all kept"} <= set(names)
+    assert {"layer", "layer (all kept)"} <= set(names)
     assert len(set(names)) == len(names)
     for c in w.memory:
         assert c.total == pytest.approx(e.memory[c.name], rel=1e-9)

@@ -21,7 +21,7 @@ from meshwise.report.bounds import explain_lower, explain_upper, upper_parts
 from meshwise.report.formulas import explain_time, leg_formula
 from meshwise.report.memory import explain_memory, padding_words
 from meshwise.report.plan import estimate_report
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.layout import MESH_AXES, Layout
 
 #: Three digits are printed of each number; a product of three is good to this.
 PRINTED = {"rel": 0.015}
@@ -36,9 +36,9 @@ def plan(
     on="v5p:4x4x4", model="llama-3-8b", *, calibrated=True, seq_len=4096, precision="bf16", changes=None, **layout
 ) -> Plan:
     """A layout along the dimensions of a network: `tensor=(1, 1, 4)` gives the extents."""
-    wires = tuple((axis, value) for axis, value in layout.items() if isinstance(value, tuple))
+    wires = tuple((axis, value) for axis, value in layout.items() if axis in MESH_AXES)
     sizes = {axis: math.prod(extents) for axis, extents in wires}
-    choices = {name: value for name, value in layout.items() if not isinstance(value, tuple)}
+    choices = {name: value for name, value in layout.items() if name not in MESH_AXES}
     whole = Layout(**sizes, **choices, wires=wires)
     job = TrainingJob(
         batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len), precision=precision, **(changes or {})
@@ -64,6 +64,12 @@ PLANS = {
         "h100:8", fsdp=(4,), tensor=(2,), remat="matmuls", precision="fp8-block", changes={"optimizer": "muon"}
     ),
     "fp8 in a pipeline": lambda: plan("h100:8", stage=(4,), fsdp=(2,), num_microbatches=8, precision="fp8"),
+    "some layers recompute": lambda: plan("h100:8", fsdp=(8,), remat="attention", remat_layers=20),
+    "all on the host": lambda: plan(
+        "h100:8", stage=(2,), fsdp=(4,), remat="matmuls", num_microbatches=4, precision="mixed",
+        offload=("optimizer", "parameters", "activations"), offload_layers=20,
+    ),
+    "optimizer on the host": lambda: plan("v5p:4x4x4", fsdp=(4, 4, 4), offload=("optimizer",)),
     "QLoRA": lambda: plan("h100:8", fsdp=(8,), remat="full", changes={"fine_tune": "qlora", "optimizer": "adafactor"}),
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ def random_layout(choose: random.Random) -> Layout:
     fully_sharded = choose.random() < 0.5 or not use_same_weights
     sequence_parallel = choose.random() < 0.5 or sizes["tensor"] == 1
     schedule = choose.choice(SCHEDULES) if sizes["stage"] > 1 else "1f1b"
+    offload = tuple(choose.sample(OFFLOADABLE, choose.randrange(4)))
     remat = choose.choice([*REMAT_POLICIES, *FURTHER_POLICIES, "save:q+attention", "recompute:act"])
     return Layout(
         **sizes,
@@ -44,7 +45,8 @@ def random_layout(choose: random.Random) -> Layout:
         virtual_stages=choose.randint(1, 4) if schedule == "interleaved" else 1,
         remat=remat,
         remat_layers=choose.choice([None, 1, 7]) if remat != "none" else None,
-        offload=tuple(choose.sample(OFFLOADABLE, choose.randrange(4))),
+        offload=offload,
+        offload_layers=choose.choice([None, 5]) if "activations" in offload else None,
         micro_batch=choose.randint(1, 9),
         num_microbatches=choose.randint(1, 9),
     )
@@ -75,7 +77,7 @@ def test_json_has_every_field_by_name() -> None:
         "data": 2, "fsdp": 4, "expert": 1, "context": 1, "ulysses": 1, "tensor": 2, "stage": 1,
         "zero": 1, "fully_sharded": True, "sequence_parallel": True, "expert_tensor_parallel": True,
         "context_method": "gather", "schedule": "1f1b", "virtual_stages": 1,
-        "remat": "none", "remat_layers": None, "offload": [], "micro_batch": 1, "num_microbatches": 1,
+        "remat": "none", "remat_layers": None, "offload": [], "offload_layers": None, "micro_batch": 1, "num_microbatches": 1,
         "wires": {"fsdp": [2, 2], "tensor": [2]},
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate, place_structure
 from meshwise.costs.network import Fabric, Wire, make_wire
+from meshwise.costs.offload import check_offload
 from meshwise.costs.step import Ledger
 from meshwise.errors import LayoutError
 from meshwise.models import Model
@@ -52,9 +53,11 @@ class Estimate:
         terms: exposed seconds by name; they add up to `step_time.expected`.
         hidden: seconds of communication that compute hides, by axis.
         resources: seconds that each resource is busy at data-sheet rates; the largest is `step_time.lower`.
-        bound: the resource that is busiest: "compute", "hbm", or "<axis> communication".
+        bound: the resource that is busiest: "compute", "hbm", or "<axis> communication" ("host" for the host link).
         memory: bytes by class on the fullest chip, and "total".
         hbm_capacity: bytes of one chip, as the device reports them.
+        host_memory: bytes in the host's memory for one chip by class, and "total"; empty where nothing is offloaded.
+        host_capacity: the chip's share of the host's memory, None where it is not known.
         tokens: tokens per step.
         num_chips: chips used.
         model_flops: FLOPs that the model needs per step: 6 x active parameters x tokens, plus causal attention three
@@ -70,6 +73,8 @@ class Estimate:
     bound: str
     memory: Mapping[str, float]
     hbm_capacity: float
+    host_memory: Mapping[str, float]
+    host_capacity: float | None
     tokens: float
     num_chips: int
     model_flops: float
@@ -78,8 +83,9 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest chip's memory suffices."""
-        return self.memory["total"] <= self.hbm_capacity
+        """Whether the fullest chip's memory suffices, and the host's for what is offloaded."""
+        host = self.host_memory.get("total", 0.0) <= (self.host_capacity or 0.0)
+        return self.memory["total"] <= self.hbm_capacity and host
 
     @property
     def mfu(self) -> float:
@@ -191,27 +197,30 @@ def layout_candidate(model: Model, layout: Layout) -> tuple[Structure, Candidate
     """Give a layout as the evaluator takes it: its structure and its sizes.
 
     Raises:
-        LayoutError: the model has fewer layers than are to be recomputed.
+        LayoutError: the model has fewer layers than are to be recomputed, or offloaded.
         UnknownNameError: its layers have no such operations as the remat policy lists.
     """
     check_remat(layout.remat, model.train_program())
     layers = model.num_layers
-    if (layout.remat_layers or 0) > layers:
-        raise LayoutError(
-            f"layout: remat_layers={layout.remat_layers} is more than the {layers} layers of {model.name}; "
-            f"use {layers} or less, or leave it out for all"
-        )
+    for name in ("remat_layers", "offload_layers"):
+        if (getattr(layout, name) or 0) > layers:
+            raise LayoutError(
+                f"layout: {name}={getattr(layout, name)} is more than the {layers} layers of {model.name}; "
+                f"use {layers} or less, or leave it out for all"
+            )
     candidates = Candidates(
         **{a: float(s) for a, s in layout.sizes.items()},
         micro_batch=float(layout.micro_batch),
         num_microbatches=float(layout.num_microbatches),
         remat_share=1.0 if layout.remat_layers is None else layout.remat_layers / layers,
+        offload_share=1.0 if layout.offload_layers is None else layout.offload_layers / layers,
     )
     return Structure.of(layout), candidates
 
 
 def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, ledger: Ledger | None = None) -> Costs:
     """Evaluate one layout with the evaluator of the search; `ledger` is filled with what its terms are sums of."""
+    check_offload(problem.cluster.chip, layout.offload)
     structure, candidates = layout_candidate(problem.model, layout)
     return evaluate(problem, structure, candidates, layout_wires(fabric, layout), ledger=ledger)
 
@@ -244,6 +253,8 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) 
         bound=busiest if busiest in ("compute", "hbm") else f"{busiest} communication",
         memory={name: float(v) for name, v in costs.memory.items()},
         hbm_capacity=problem.cluster.chip.hbm_usable,
+        host_memory={name: float(v) for name, v in costs.host_memory.items()},
+        host_capacity=problem.cluster.chip.host_memory,
         tokens=tokens,
         num_chips=layout.num_chips,
         model_flops=model_flops(problem, tokens),

@@ -5,8 +5,8 @@ A single estimate and a whole search run this same code. Not here: which candida
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,17 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, held_bytes
-from meshwise.costs.memory import LocalMemory, MemoryPlan, local_memory, memory_plan, training_memory
+from meshwise.costs.memory import (
+    LocalMemory,
+    MemoryPlan,
+    StageMemory,
+    fullest,
+    local_memory,
+    memory_plan,
+    stage_memories,
+)
 from meshwise.costs.network import NO_WIRE, Wire
+from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
 from meshwise.costs.pipeline import Part, program_of, stage_shares
 from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime, step_time
 from meshwise.costs.traffic import FlowPlan, flow_plans
@@ -44,6 +53,7 @@ __all__ = [
     "evaluate_compute",
     "evaluate_local",
     "local_extents",
+    "offloaded",
     "place_structure",
     "plan_structure",
     "whole_extents",
@@ -76,6 +86,7 @@ class Structure:
     Args:
         zero, sequence_parallel, remat, fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
         partial_remat: whether only `Candidates.remat_share` of the layers follow `remat`; the others keep everything.
+        offload: as in `Layout`; placing does not depend on it.
         exchanges: whether experts live on several devices of the axis `expert`, so that tokens leave for them from
             where the residual stream has them; else they are gathered first, once for all their experts.
     """
@@ -88,6 +99,7 @@ class Structure:
     context_method: str = "gather"
     exchanges: bool = False
     partial_remat: bool = False
+    offload: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout) -> Structure:
@@ -119,7 +131,8 @@ class Candidates:
     """Sizes of layouts that share a structure: floats, or arrays of one length.
 
     `remat_share` is the share of layers that follow the remat policy, above 0 and up to 1, where the structure is
-    `partial_remat`; on every stage alike, of fractions of a layer where it comes to that.
+    `partial_remat`; on every stage alike, of fractions of a layer where it comes to that. `offload_share` is likewise
+    the share of layers whose activations are offloaded, where the structure offloads activations.
     """
 
     data: Any
@@ -132,6 +145,7 @@ class Candidates:
     expert: Any = 1.0
     ulysses: Any = 1.0
     remat_share: Any = 1.0
+    offload_share: Any = 1.0
 
     @property
     def mesh(self) -> Mapping[str, Any]:
@@ -167,10 +181,19 @@ class LocalSizes:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the evaluator says of candidates: floats or arrays."""
+    """What the evaluator says of candidates: floats or arrays.
+
+    Args:
+        step: time.
+        memory: bytes on the fullest chip by class, and "total".
+        host: what `offloaded` needs; its cost is nothing until that is called.
+        host_memory: bytes in the host's memory for one chip by class, and "total"; empty where nothing is offloaded.
+    """
 
     step: StepTime
     memory: Mapping[str, Any]
+    host: HostInputs = field(compare=False, repr=False)
+    host_memory: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +241,7 @@ class LocalBlock:
 _KEPT = 4096
 
 #: Ends the name of the copies of a layer that a partial remat policy leaves out.
-_REST = ", all kept"
+_REST = " (all kept)"
 
 _PLACED: dict[tuple[int, Structure, bool], tuple[Block, PlacedBlock]] = {}
 _PLANNED: dict[tuple[int, Precision, Optimizer], tuple[PlacedBlock, PlannedBlock]] = {}
@@ -230,7 +253,7 @@ def place_structure(problem: TrainingProblem | Model, structure: Structure) -> t
     Where only some layers follow the remat policy, a layer is placed twice: as the policy says, then keeping all.
     """
     placed = []
-    whole = replace(structure, partial_remat=False)
+    whole = replace(structure, partial_remat=False, offload=())
     for block in problem.train_program():
         placed.append(_placed(block, whole if block.role == "layer" else replace(whole, remat="none")))
         if structure.partial_remat and block.role == "layer":
@@ -349,16 +372,51 @@ def evaluate(
         optimizer_matmul=_orthogonal_seconds(planned, parts, extents, c.stage, chip.peak(formats.other_compute)),
         ledger=ledger,
     )
-    memory = training_memory(
+    stages = stage_memories(
         [(part, p.memory, own.memory) for p, part, own in zip(planned, parts, local, strict=True)],
         extents,
         formats,
-        hbm_capacity=chip.hbm_usable,
         stages=c.stage,
         num_microbatches=c.num_microbatches,
-        holdings=None if ledger is None else ledger.holdings,
+        noted=ledger is not None,
     )
-    return Costs(step, memory)
+    holdings = None if ledger is None or structure.offload else ledger.holdings
+    costs = Costs(step, fullest(stages, chip.hbm_usable, holdings), _host_inputs(problem, c, parts, local, stages))
+    return offloaded(costs, structure.offload, c.offload_share, ledger=ledger) if structure.offload else costs
+
+
+def _host_inputs(
+    problem: TrainingProblem,
+    c: Candidates,
+    parts: Sequence[Part],
+    local: tuple[LocalBlock, ...],
+    stages: tuple[StageMemory, ...],
+) -> HostInputs:
+    """Gather what offloading depends on; nothing is computed yet."""
+    own = [b.passes for p, b in zip(parts, local, strict=True) if p.block.role == "layer"]
+    return HostInputs(
+        link_bandwidth=problem.cluster.chip.host_link_bandwidth,
+        efficiency=problem.calibration.link_efficiency,
+        parts=tuple(HostPart(layer, passes) for layer, passes in zip(stages[-1].layers, own, strict=True)),
+        stages=stages,
+        hbm_capacity=problem.cluster.chip.hbm_usable,
+        num_microbatches=c.num_microbatches,
+        num_stages=c.stage,
+    )
+
+
+def offloaded(costs: Costs, which: Iterable[str], share: Any = 1.0, *, ledger: Ledger | None = None) -> Costs:
+    """The same candidates with parts in the host's memory: arithmetic on what was priced without.
+
+    Args:
+        costs: of `evaluate` with a structure that offloads nothing.
+        which: of `layout.OFFLOADABLE`.
+        share: of the layers whose activations are offloaded (float or array).
+        ledger: filled as in `evaluate`.
+    """
+    parts = tuple(which)
+    memory, host_memory = offload_memory(costs.host, parts, share, None if ledger is None else ledger.holdings)
+    return Costs(offload_time(costs.step, costs.host, parts, share, ledger), memory, costs.host, host_memory)
 
 
 def evaluate_compute(

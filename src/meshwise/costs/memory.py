@@ -24,11 +24,15 @@ __all__ = [
     "RESERVE_SHARE",
     "End",
     "Holding",
+    "LayerMemory",
     "LocalMemory",
     "MemoryPlan",
+    "StageMemory",
+    "fullest",
     "local_memory",
     "memory_plan",
     "pipeline_ends",
+    "stage_memories",
     "state_bytes",
     "training_memory",
 ]
@@ -189,17 +193,46 @@ def training_memory(
     Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti
         et al. 2022.
     """
+    ends = stage_memories(
+        blocks, extents, precision, stages=stages, num_microbatches=num_microbatches, noted=holdings is not None
+    )
+    return fullest(ends, hbm_capacity, holdings)
+
+
+def stage_memories(
+    blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
+    extents: Extents,
+    precision: Precision,
+    *,
+    stages: Any,
+    num_microbatches: Any,
+    noted: bool = False,
+) -> tuple[StageMemory, ...]:
+    """What the chips of the first and of the last stage hold; arguments as in `training_memory`.
+
+    Args:
+        noted: whether to write down what the classes are made of (floats only).
+    """
     state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
-    written: tuple[list[Holding] | None, ...] = (None, None) if holdings is None else ([], [])
     both = pipeline_ends(program_of(part for part, _, _ in blocks), stages, num_microbatches)
-    ends = [_stage_classes(blocks, state, end, notes) for end, notes in zip(both, written, strict=True)]
-    totals = [sum(classes.values()) for classes in ends]
-    first = totals[0] > totals[1]
+    return tuple(_stage_memory(blocks, state, end, [] if noted else None) for end in both)
+
+
+def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Any]:
+    """Choose the stage that holds most; result and `holdings` as in `training_memory`."""
+    most = ends[0]
+    result = dict(most.classes)
+    total: Any = sum(result.values())
+    for other in ends[1:]:
+        others = sum(other.classes.values())
+        less = others < total
+        result = {name: where(less, result[name], other.classes[name]) for name in result}
+        total = maximum(total, others)
+        most = most if holdings is None or less else other
     if holdings is not None:
-        holdings += written[0 if first else 1] or []
-    result = {name: where(first, ends[0][name], ends[1][name]) for name in ends[0]}
+        holdings += most.holdings or []
     result["reserve"] = RESERVE_SHARE * hbm_capacity + 0.0 * result["parameters"]
-    total: Any = 0.0
+    total = 0.0
     for name in MEMORY_CLASSES:
         total = total + result[name]
     return {**{name: result[name] for name in MEMORY_CLASSES}, "total": total}
@@ -242,6 +275,50 @@ class End:
     several_stages: Any
 
 
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What copies of a layer hold on one stage (floats or arrays).
+
+    Args:
+        block: the layer.
+        number: of its copies on the stage.
+        present: 1 where there are any, else 0.
+        in_flight: microbatches whose activations are held.
+        state: as from `state_bytes`.
+        kept: bytes of one copy's activations of one microbatch.
+    """
+
+    block: Block
+    number: Any
+    present: Any
+    in_flight: Any
+    state: Mapping[str, Any]
+    kept: Any
+
+    def one(self, name: str) -> Any:
+        """Bytes of one copy, and of one microbatch, in the class `name`."""
+        return self.kept if name == "activations" else self.state[name]
+
+    def copies(self, name: str) -> Any:
+        """How many of these the class `name` holds."""
+        return self.number * self.in_flight if name == "activations" else self.number
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What a chip of one stage holds (floats or arrays).
+
+    Args:
+        classes: name -> bytes, the reserve left out.
+        layers: what they hold of these.
+        holdings: what the classes are made of, where it was written down.
+    """
+
+    classes: Mapping[str, Any]
+    layers: tuple[LayerMemory, ...]
+    holdings: list[Holding] | None
+
+
 def pipeline_ends(blocks: Iterable[Block], stages: Any, num_microbatches: Any) -> tuple[End, End]:
     """Say what the first and the last stage hold."""
     first, last = stage_shares(blocks, stages)
@@ -264,13 +341,14 @@ def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dic
     }
 
 
-def _stage_classes(
+def _stage_memory(
     blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
     state: Sequence[Mapping[str, Any]],
     end: End,
     holdings: list[Holding] | None,
-) -> dict[str, Any]:
+) -> StageMemory:
     """Classes of one stage, the reserve left out; `holdings` is filled with what they are made of."""
+    layers: list[LayerMemory] = []
     out: dict[str, Any] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
 
     def add(name: str, block: Block, copies: Any, num_bytes: Any) -> None:
@@ -287,6 +365,8 @@ def _stage_classes(
         block = part.block
         n = end.counts[block.role] * block.repeat * part.share
         present = (end.counts[block.role] > 0) * (part.share > 0) * 1.0
+        if block.role == "layer":
+            layers.append(LayerMemory(block, n, present, end.in_flight, held, local.kept))
         for name in ("parameters", "master_copies", "gradients", "optimizer"):
             add(name, block, n, held[name])
         add("parameters", block, end.several_stages * n, held["tied"])
@@ -298,4 +378,4 @@ def _stage_classes(
             largest("workspace", block, present, local.workspace)
         largest("gathered_weights", block, present, maximum(local.gathered - held["stored"], 0.0))
         largest("communication_buffers", block, present, local.buffers)
-    return out
+    return StageMemory(out, tuple(layers), holdings)

@@ -12,6 +12,8 @@ The rule for the *expected* time, stated once:
    forward pass (new weights), but for one layer's worth.
 5. A pipeline (1F1B) idles for stages - 1 microbatches, each as long as a stage before the last takes (no head); its
    sends are hidden except while it fills and drains.
+6. What lives in the host's memory streams over the host link, hidden behind the compute of its own layer and pass, or
+   behind the last backward pass, as far as that lasts (`offload`).
 
 *Lower* is perfect overlap at data-sheet rates: the busiest of matrix unit, memory and each network. *Upper* hides
 nothing.
@@ -36,7 +38,7 @@ from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
-__all__ = ["TERMS", "BlockTime", "Hiding", "Ledger", "StepRates", "StepTime", "step_time", "term_of"]
+__all__ = ["TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime", "step_time", "term_of"]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
@@ -51,6 +53,7 @@ TERMS = {
     "pipeline_bubble": "stages waiting while the pipeline fills and drains",
     "pipeline_send": "exposed sends between stages",
     "optimizer": "reading and writing the training state",
+    "offload": "exposed streams between the chip and its host, of what lives in the host's memory",
 }
 
 Wires = Callable[[tuple[str, ...]], Wire]
@@ -127,6 +130,30 @@ class Hiding:
     count: Any
 
 
+@dataclass(frozen=True, slots=True)
+class HostMove:
+    """A stream between chip and host, and how far compute hides it (floats or arrays).
+
+    Args:
+        block: whose pass it belongs to; None for the update, once a step.
+        when: in which pass.
+        copies: of the block.
+        bytes_out, bytes_in: of one copy.
+        seconds: of one copy: the longer direction.
+        cover: seconds of compute that it may hide behind.
+        exposed: seconds that stick out.
+    """
+
+    block: Block | None
+    when: Pass
+    copies: Any
+    bytes_out: Any
+    bytes_in: Any
+    seconds: Any
+    cover: Any
+    exposed: Any
+
+
 @dataclass(slots=True)
 class Ledger:
     """The entries that a step's terms are sums of; `step_time` fills it where one is given.
@@ -138,6 +165,7 @@ class Ledger:
         send: seconds of one send between stages.
         boundary_bytes, optimizer_bytes, optimizer_matmul: as given to `step_time`.
         holdings: what the classes of memory are made of; `evaluate` fills it.
+        host: every stream over the host link; those of passes come in so many `rounds`. `offload` fills them.
     """
 
     blocks: list[tuple[BlockTime, Any]] = field(default_factory=list)
@@ -148,6 +176,8 @@ class Ledger:
     optimizer_bytes: Any = 0.0
     optimizer_matmul: Any = 0.0
     holdings: list[Holding] = field(default_factory=list)
+    host: list[HostMove] = field(default_factory=list)
+    rounds: Any = 0.0
 
 
 _NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
@@ -260,6 +290,7 @@ def step_time(
     terms = {name: num_microbatches * micro.terms[name] + once.terms[name] for name in micro.terms}
     terms["pipeline_bubble"] = idle * fill.total()
     terms["pipeline_send"] = 2 * (stages - 1) * send
+    terms["offload"] = 0.0
     terms["optimizer"] = (
         optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
     )

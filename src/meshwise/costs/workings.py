@@ -31,6 +31,7 @@ __all__ = [
     "ClassWorking",
     "CollectiveWorking",
     "HoldingWorking",
+    "HostWorking",
     "OperationWorking",
     "StateWorking",
     "Workings",
@@ -226,6 +227,37 @@ class ClassWorking:
 
 
 @dataclass(frozen=True, slots=True)
+class HostWorking:
+    """A stream between chip and host.
+
+    Args:
+        block: whose pass it belongs to, "" for the update.
+        when: "forward", "backward" (each microbatch) or "step" (once).
+        copies: of the block on the slowest stage.
+        runs: how often each streams until the step ends: microbatches, and those that fill and drain the pipeline.
+        bytes_out, bytes_in: of one.
+        seconds: of one, the longer direction.
+        cover: seconds of compute that it may hide behind.
+        exposed: seconds of one that stick out.
+    """
+
+    block: str
+    when: Pass
+    copies: float
+    runs: int
+    bytes_out: float
+    bytes_in: float
+    seconds: float
+    cover: float
+    exposed: float
+
+    @property
+    def count_per_step(self) -> float:
+        """How many there are until the step ends."""
+        return self.copies * self.runs
+
+
+@dataclass(frozen=True, slots=True)
 class Workings:
     """All that the estimate of one layout is made of.
 
@@ -240,6 +272,7 @@ class Workings:
         memory: classes that hold anything, without the reserve.
         reserve_share: of HBM.
         states: weights as stored.
+        host: streams between chip and host that move anything.
         kept: block -> what one copy keeps for its backward pass: notation and bytes.
         rates: seconds per FLOP and per byte.
     """
@@ -256,6 +289,7 @@ class Workings:
     memory: tuple[ClassWorking, ...]
     reserve_share: float
     states: tuple[StateWorking, ...]
+    host: tuple[HostWorking, ...]
     kept: Mapping[str, tuple[tuple[str, float], ...]]
     rates: ComputeRates
 
@@ -299,6 +333,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
         memory=_memory(ledger),
         reserve_share=RESERVE_SHARE,
         states=tuple(_states(planned, whole)),
+        host=tuple(_streams(ledger)),
         kept={p.placed.block.name: _kept(p, problem, local, used) for p in planned},
         rates=rates,
     )
@@ -404,6 +439,22 @@ def _memory(ledger: Ledger) -> tuple[ClassWorking, ...]:
         for name in names
     )
     return tuple(c for c in classes if c.holdings)
+
+
+def _streams(ledger: Ledger) -> Iterator[HostWorking]:
+    for move in ledger.host:
+        if move.copies * (move.bytes_out + move.bytes_in):
+            yield HostWorking(
+                block=move.block.name if move.block else "",
+                when=move.when,
+                copies=float(move.copies),
+                runs=1 if move.when is Pass.STEP else int(ledger.rounds),
+                bytes_out=float(move.bytes_out),
+                bytes_in=float(move.bytes_in),
+                seconds=float(move.seconds),
+                cover=float(move.cover),
+                exposed=float(move.exposed),
+            )
 
 
 def _states(planned: Sequence[PlannedBlock], extents: Extents) -> Iterator[StateWorking]:

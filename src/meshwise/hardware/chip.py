@@ -41,7 +41,8 @@ class Chip:
     Rates are FLOP/s and bytes/s of one whole chip, dense (never the 2:4-sparse figure); capacities are bytes, latencies
     seconds, `power` watts. `hbm_reported` is what the device tells a program it has, where that is known: an "80 GB"
     GPU reports 85e9 bytes. `link_bandwidth_one_way` is one ICI link in one direction (there are `num_links`), or on
-    GPUs all scale-up links of the GPU together (`num_links` = 1). `host_link_bandwidth` is the chip's share, one way.
+    GPUs all scale-up links of the GPU together (`num_links` = 1). `host_link_bandwidth` is the chip's share, one way;
+    `host_memory` its share of the host's memory, None where no machine is known that decides it.
     `onchip_*` is VMEM or the last-level cache, None where nobody publishes it. `matmul_tile` is the (m, k, n)
     granularity of the matrix unit. `scale_up` are the levels that come with the board, innermost first (empty on
     TPUs); `network` names the default entry of the network catalog. `sources` has a key per field, "*" for the rest.
@@ -72,6 +73,7 @@ class Chip:
     network: str = ""
     notes: tuple[str, ...] = field(default=())
     hbm_reported: float | None = None
+    host_memory: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that no chip can have."""

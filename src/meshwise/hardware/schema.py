@@ -122,6 +122,7 @@ class ChipRow(_Row):
     num_links: Count = 1
     hop_latency: Seconds
     host_link_bandwidth: Bandwidth
+    host_memory: Bytes | None = None
     chips_per_host: Count
     cores_per_chip: Count = 1
     devices_per_chip: Count = 1
@@ -169,6 +170,7 @@ class ChipRow(_Row):
             network=self.network,
             notes=self.notes,
             hbm_reported=self.hbm_reported,
+            host_memory=self.host_memory,
         )
 
 

@@ -121,12 +121,20 @@ def _pipeline(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> str:
     estimate = plan.estimate
     share = estimate.memory["total"] / estimate.hbm_capacity
+    away = estimate.host_memory.get("total", 0.0)
+    if estimate.host_capacity and away > estimate.host_capacity:
+        share = away / estimate.host_capacity
+        return (
+            f"{format_bytes(away)} are needed on the host for each chip, {share:.2f} x its share of "
+            f"{format_bytes(estimate.host_capacity)}"
+        )
     if not estimate.fits:
         needed = format_bytes(estimate.memory["total"])
         return f"{needed} are needed, {share:.2f} x the {format_bytes(estimate.hbm_capacity)} of HBM"
     again = "nothing is computed twice" if plan.layout.remat == "none" else f"remat={plan.layout.remat} makes room"
     held, whole = format_bytes(estimate.memory["total"]), format_bytes(estimate.hbm_capacity)
-    return f"{held} of {whole} HBM ({format_percent(share)}): {again}"
+    host = f", {format_bytes(away)} are on the host" if away else ""
+    return f"{held} of {whole} HBM ({format_percent(share)}): {again}{host}"
 
 
 def _rule_of_thumb(plan: Plan) -> list[str]:

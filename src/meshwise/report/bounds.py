@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwise.costs.traffic import Pass
-from meshwise.costs.workings import Workings
+from meshwise.costs.workings import HostWorking, Workings
 from meshwise.explanation import Explanation
 from meshwise.report.formats import peak_fields, peak_words
 from meshwise.report.sources import ROOFLINES, SHARDED, number, sourced
@@ -25,8 +25,8 @@ def explain_lower(w: Workings, resources: Mapping[str, float]) -> tuple[Explanat
         resources: seconds by name, of the estimate.
     """
     return tuple(
-        {"compute": _busy_compute, "hbm": _busy_hbm}[name](w, seconds)
-        if name in ("compute", "hbm")
+        {"compute": _busy_compute, "hbm": _busy_hbm, "host": _busy_host}[name](w, seconds)
+        if name in ("compute", "hbm", "host")
         else _busy_network(w, name, seconds)
         for name, seconds in resources.items()
         if seconds
@@ -87,6 +87,25 @@ def _busy_hbm(w: Workings, seconds: float) -> Explanation:
     )
 
 
+def _busy_host(w: Workings, seconds: float) -> Explanation:
+    out, into = (sum(s.count_per_step * num_bytes(s) for s in w.host) for num_bytes in (_out, _in))
+    return Explanation(
+        "busy: host link",
+        "bytes of a step in the busier direction / bandwidth of the host link, one way",
+        f"{format_bytes(max(out, into))} / ({format_bandwidth(w.problem.cluster.chip.host_link_bandwidth)})",
+        format_time(seconds),
+        f"{ROOFLINES}; {sourced(w.problem.cluster, 'host_link_bandwidth')}",
+    )
+
+
+def _out(stream: HostWorking) -> float:
+    return stream.bytes_out
+
+
+def _in(stream: HostWorking) -> float:
+    return stream.bytes_in
+
+
 def _busy_network(w: Workings, name: str, seconds: float) -> Explanation:
     """Every collective of the term by its bytes alone; what is in a microbatch, for idling rounds, too."""
     counts: dict[str, float] = {}
@@ -134,6 +153,8 @@ def upper_parts(w: Workings) -> dict[str, float]:
         + sum(c.waited_for * seconds for c, seconds in moves)
         + idle * send,
         "collectives once a step": sum(c.seconds_per_step for c in w.collectives if c.when is Pass.STEP),
+        "host link": sum(s.count_per_step * (s.bytes_out + s.bytes_in) for s in w.host)
+        / (chip.host_link_bandwidth * calibration.link_efficiency),
         "optimizer": w.optimizer_bytes / (chip.hbm_bandwidth * calibration.hbm_efficiency)
         + w.optimizer_matmul / calibration.matmul_efficiency,
     }

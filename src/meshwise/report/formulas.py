@@ -16,7 +16,7 @@ from meshwise.costs.workings import BlockWorking, CollectiveWorking, Workings
 from meshwise.explanation import Explanation
 from meshwise.hardware import Cluster
 from meshwise.report.formats import peak_fields, peak_words
-from meshwise.report.sources import GPUS, OVERLAP, ROOFLINES, RULE, SHARDED, number, sourced
+from meshwise.report.sources import GPUS, HOST, OVERLAP, ROOFLINES, RULE, SHARDED, number, sourced
 from meshwise.report.words import counted
 from meshwise.sharding import CollectiveKind
 from meshwise.units import format_bandwidth, format_bytes, format_flops, format_flops_per_s, format_percent, format_time
@@ -38,7 +38,7 @@ def explain_time(w: Workings, terms: Mapping[str, float]) -> tuple[Explanation, 
     for name, seconds in terms.items():
         if seconds:
             out.append(_term(w, name, seconds))
-    return (*out, *_collectives(w), *_hidings(w))
+    return (*out, *_collectives(w), *_hidings(w), *_streams(w))
 
 
 def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:
@@ -68,7 +68,7 @@ def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:
 def _term(w: Workings, name: str, seconds: float) -> Explanation:
     if name in ("forward", "backward", "recompute"):
         return _compute(w, name, seconds)
-    special = {"pipeline_bubble": _bubble, "pipeline_send": _send, "optimizer": _optimizer}
+    special = {"pipeline_bubble": _bubble, "pipeline_send": _send, "optimizer": _optimizer, "offload": _offload}
     return special[name](w, seconds) if name in special else _exposed(w, name, seconds)
 
 
@@ -255,3 +255,31 @@ def _optimizer(w: Workings, seconds: float) -> Explanation:
         )
         source += "; Jordan et al. 2024, Muon"
     return Explanation("optimizer", formula, substitution, format_time(seconds), source)
+
+
+def _offload(w: Workings, seconds: float) -> Explanation:
+    parts = [f"{number(s.count_per_step)} x {format_time(s.exposed)}" for s in w.host if s.exposed]
+    return Explanation(
+        "offload",
+        "sum over streams between chip and host of number in a step x seconds of one that nothing hides",
+        " + ".join(parts),
+        format_time(seconds),
+        f"{RULE.format(6)}; {HOST}",
+    )
+
+
+def _streams(w: Workings) -> Iterator[Explanation]:
+    """Explain the seconds of each stream between chip and host, and what hides them."""
+    chip, efficiency = w.problem.cluster.chip, w.problem.calibration.link_efficiency
+    rate = f"({format_bandwidth(chip.host_link_bandwidth)} x {format_percent(efficiency)})"
+    for s in w.host:
+        longer = max(s.bytes_out, s.bytes_in)
+        yield Explanation(
+            f"host link, {s.block or 'update'} {s.when.value}",
+            "max(0, bytes of the longer direction / (host link one way x achieved share) - compute that it may hide "
+            "behind)",
+            f"max(0, {format_bytes(longer)} / {rate} - {format_time(s.cover)}) ({format_bytes(s.bytes_out)} out, "
+            f"{format_bytes(s.bytes_in)} in)",
+            format_time(s.exposed),
+            f"{RULE.format(6)}; {HOST}; {sourced(w.problem.cluster, 'host_link_bandwidth')}",
+        )

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.padding import Padding
 from meshwise.costs.workings import ClassWorking, Workings
 from meshwise.explanation import Explanation
 from meshwise.report.formats import state_words
-from meshwise.report.sources import REMAT, SHARDED, STATE, number, sourced
+from meshwise.report.sources import HOST, REMAT, SHARDED, STATE, number, sourced
 from meshwise.units import format_bytes, format_count, format_percent
 
 __all__ = ["explain_memory", "padding_words", "stage_words"]
@@ -60,6 +61,9 @@ def _class(w: Workings, one: ClassWorking, num_bytes: float, paddings: Sequence[
         text += f"; {state_words(w.problem.job.optimizer_kind, w.problem.job.formats)} an element"
     if one.name == "activations":
         text += f"; {_kept(w, one)}"
+    if any(one.name in HOST_CLASSES[part] for part in w.layout.offload):
+        formula += "; what is on the host counts as two layers: the one at work and the one on its way"
+        source += f"; {HOST}"
     return Explanation(one.name.replace("_", " "), formula, text, format_bytes(num_bytes), source)
 
 
@@ -74,8 +78,8 @@ def _shares(w: Workings) -> str:
 def _kept(w: Workings, one: ClassWorking) -> str:
     """List what one copy of each block keeps."""
     return "; ".join(
-        f"one {h.block} keeps " + ", ".join(f"{name} {format_bytes(size)}" for name, size in w.kept[h.block])
-        for h in one.holdings
+        f"one {block} keeps " + ", ".join(f"{name} {format_bytes(size)}" for name, size in w.kept[block])
+        for block in dict.fromkeys(h.block for h in one.holdings)
     )
 
 

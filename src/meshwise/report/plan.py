@@ -237,7 +237,9 @@ def _words(layout: Layout) -> str:
 def _choices(layout: Layout) -> str:
     """Say what a layout has besides its mesh, in few words."""
     zero = f"zero={layout.zero} " if layout.zero and layout.data > 1 else ""
-    return f"{zero}remat={layout.remat} {layout.num_microbatches}x{layout.micro_batch} seq"
+    layers = f":{layout.remat_layers}" if layout.remat_layers is not None else ""
+    away = f"offload={'+'.join(layout.offload)} " if layout.offload else ""
+    return f"{zero}{away}remat={layout.remat}{layers} {layout.num_microbatches}x{layout.micro_batch} seq"
 
 
 def _wires(plan: Plan) -> dict[str, str]:
@@ -332,11 +334,22 @@ def _note(row: Plan, name: str, wires: Mapping[str, str]) -> str:
 
 def _memory(row: Plan) -> RenderableType:
     """Show the classes that hold anything."""
-    memory, capacity = row.estimate.memory, row.estimate.hbm_capacity
-    return table(
-        ("!memory of a chip", ">bytes", ">of HBM"),
-        ((name.replace("_", " "), format_bytes(b), format_percent(b / capacity)) for name, b in memory.items() if b),
-    )
+    e = row.estimate
+    held = [
+        (name.replace("_", " "), format_bytes(b), format_percent(b / e.hbm_capacity))
+        for name, b in e.memory.items()
+        if b
+    ]
+    away = [
+        (
+            f"on the host: {name.replace('_', ' ')}",
+            format_bytes(b),
+            f"{format_percent(b / (e.host_capacity or b))} of host",
+        )
+        for name, b in e.host_memory.items()
+        if b
+    ]
+    return table(("!memory of a chip", ">bytes", ">of HBM"), (*held, *away))
 
 
 def _front(front: Sequence[Found]) -> RenderableType:
@@ -375,6 +388,8 @@ def _plan_data(row: Plan) -> dict[str, Any]:
             "peak_flops_per_s_per_chip": estimate.peak_flops_per_s,
             "memory_bytes": dict(estimate.memory),
             "hbm_capacity_bytes": estimate.hbm_capacity,
+            "host_memory_bytes": dict(estimate.host_memory),
+            "host_capacity_bytes": estimate.host_capacity,
             "fits": estimate.fits,
             "bound": estimate.bound,
             "collectives": [collective_data(c) for c in collectives_of(row.problem, row.fabric, row.layout)],

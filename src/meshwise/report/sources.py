@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from meshwise.hardware import Chip, Cluster
 
-__all__ = ["GPUS", "OVERLAP", "REMAT", "ROOFLINES", "RULE", "RULES", "SHARDED", "STATE", "number", "sourced"]
+__all__ = ["GPUS", "HOST", "OVERLAP", "REMAT", "ROOFLINES", "RULE", "RULES", "SHARDED", "STATE", "number", "sourced"]
 
 #: What hides what, by the numbers of the rule in `costs.step`.
 RULES = {
@@ -16,6 +16,7 @@ RULES = {
     3: "weights and gradients of one layer hide behind the compute of its neighbour",
     4: "once a step: gradients hide behind the last backward pass, new weights behind the next forward, less a layer",
     5: "1F1B: stages - 1 microbatches (without head) of idling; sends hidden but while the pipeline fills and drains",
+    6: "what lives on the host streams behind the compute of its layer and pass, or of the last backward pass",
 }
 
 RULE = "rule {} of the expected time (meshwise.costs.step)"
@@ -28,6 +29,7 @@ OVERLAP = {
     4: "the book, Training, Data Parallelism; Rajbhandari et al. 2020, ZeRO",
 }
 REMAT = "the book, Transformers, Gradient checkpointing; Korthikanti et al. 2022"
+HOST = "Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity"
 STATE = "the book, Training, Data Parallelism (bytes per parameter); Rajbhandari et al. 2020, ZeRO"
 
 

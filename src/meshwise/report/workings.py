@@ -161,6 +161,19 @@ def workings_data(w: Workings) -> dict[str, Any]:
         "weights": [
             {"block": s.block, "elements": s.elements, "elements_per_chip": s.stored, "ways": s.ways} for s in w.states
         ],
+        "host_streams": [
+            {
+                "block": s.block or None,
+                "pass": s.when.value,
+                "count_per_step": s.count_per_step,
+                "bytes_out": s.bytes_out,
+                "bytes_in": s.bytes_in,
+                "seconds_each": s.seconds,
+                "cover_s": s.cover,
+                "exposed_s_each": s.exposed,
+            }
+            for s in w.host
+        ],
         "microbatch_s": w.microbatch,
         "send_s": w.send,
         "boundary_bytes": w.boundary_bytes,

@@ -50,7 +50,7 @@ _ALIASES = {
     "sp": "sequence_parallel", "recompute": "remat", "etp": "expert_tensor_parallel",
     "vpp": "virtual_stages", "pipeline_schedule": "schedule",
 }  # fmt: skip
-_COUNTS = ("zero", "micro_batch", "num_microbatches", "virtual_stages", "remat_layers")
+_COUNTS = ("zero", "micro_batch", "num_microbatches", "virtual_stages", "remat_layers", "offload_layers")
 _SWITCHES = ("sequence_parallel", "expert_tensor_parallel", "fully_sharded")
 _WORDS = ("remat", "context_method", "schedule")
 #: What to say when a switch is given a size.
@@ -84,6 +84,7 @@ class Layout:
         remat: what is computed again in the backward pass; see `sharding.remat`.
         remat_layers: how many layers do so, the others keep everything; None for all.
         offload: which of OFFLOADABLE live in the host's memory.
+        offload_layers: of how many layers, spread evenly, the activations do; None for all.
         micro_batch: sequences that one (data, fsdp) device group works on at a time.
         num_microbatches: microbatches per step: in flight in a pipeline, accumulated otherwise.
         wires: mesh axis -> its extent on each physical dimension of the network, or None to choose the best.
@@ -109,13 +110,14 @@ class Layout:
     remat: str = "full"
     remat_layers: int | None = None
     offload: tuple[str, ...] = ()
+    offload_layers: int | None = None
     micro_batch: int = 1
     num_microbatches: int = 1
     wires: tuple[tuple[str, tuple[int, ...]], ...] | None = None
 
     def __post_init__(self) -> None:
         counts = ["micro_batch", "num_microbatches", "virtual_stages"]
-        counts += ["remat_layers"] if self.remat_layers is not None else []
+        counts += [name for name in ("remat_layers", "offload_layers") if getattr(self, name) is not None]
         for name in (*MESH_AXES, *counts):
             value = getattr(self, name)
             if not _is_whole(value) or value < 1:
@@ -151,6 +153,11 @@ class Layout:
             raise LayoutError(
                 f"layout: remat_layers={self.remat_layers} of remat=none recompute nothing; write remat=full, "
                 "or another policy, or leave remat_layers out"
+            )
+        if self.offload_layers is not None and "activations" not in self.offload:
+            raise LayoutError(
+                f"layout: offload_layers={self.offload_layers} is of activations, which stay on the chip; write "
+                f"offload=activations:{self.offload_layers}, or leave it out"
             )
         if len(set(self.offload)) < len(self.offload):
             raise LayoutError(f"layout: offload names a part twice: {'+'.join(self.offload)}")
@@ -207,6 +214,8 @@ class Layout:
             parts.append(f"remat_layers={self.remat_layers}")
         if self.offload:
             parts.append(f"offload={'+'.join(self.offload)}")
+        if self.offload_layers is not None:
+            parts.append(f"offload_layers={self.offload_layers}")
         return ",".join(parts)
 
     def replace(self, **changes: Any) -> Layout:
@@ -306,6 +315,10 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
             raise LayoutError(f"layout: {name} is given twice in {text!r}")
         if name == "remat":
             remat = parse_remat(match[2])
+        if name == "offload" and (counted := re.search(r"activations:([0-9]+)", match[2].lower())):
+            if "offload_layers" in given:
+                raise LayoutError(f"layout: offload_layers is given twice in {text!r}")
+            given["offload_layers"] = int(counted[1])
         given[name] = _value(name, match[2], part) if remat is None or name != "remat" else remat.policy
     if not given:
         raise LayoutError(f"layout: expected name=value such as fsdp=64,tensor=4, found {text!r}")
@@ -368,7 +381,8 @@ def _value(name: str, text: str, part: str) -> Any:
     if name in _WORDS:
         return text.lower()
     if name == "offload":
-        return tuple(word for word in text.lower().split("+") if word != "none")
+        words = re.sub(r"(activations):[0-9]+", r"\1", text.lower()).split("+")
+        return tuple(word for word in words if word != "none")
     if name in _SWITCHES:
         if text.lower() not in _SWITCH:
             raise LayoutError(f"layout: {name} is on or off, found {part!r}{_NOT_AN_AXIS.get(name, '')}")
