@@ -77,7 +77,8 @@ def test_json_has_every_field_by_name() -> None:
         "data": 2, "fsdp": 4, "expert": 1, "context": 1, "ulysses": 1, "tensor": 2, "stage": 1,
         "zero": 1, "fully_sharded": True, "sequence_parallel": True, "expert_tensor_parallel": True,
         "context_method": "gather", "schedule": "1f1b", "virtual_stages": 1,
-        "remat": "none", "remat_layers": None, "offload": [], "offload_layers": None, "micro_batch": 1, "num_microbatches": 1,
+        "remat": "none", "remat_layers": None, "offload": [], "offload_layers": None,
+        "micro_batch": 1, "num_microbatches": 1,
         "wires": {"fsdp": [2, 2], "tensor": [2]},
     }  # fmt: skip
 
@@ -264,8 +265,8 @@ def test_words_for_a_layout_that_cannot_be(text: str, words: str) -> None:
             "wires=3",
             (
                 "unknown layout axis or choice 'wires'. Known: context, context_method, data, expert, "
-                "expert_tensor_parallel, fsdp, fully_sharded, micro_batch, num_microbatches, offload, remat, "
-                "remat_layers, schedule, sequence_parallel, stage, tensor, ulysses, virtual_stages, zero."
+                "expert_tensor_parallel, fsdp, fully_sharded, micro_batch, num_microbatches, offload, "
+                "offload_layers, remat, remat_layers, schedule, sequence_parallel, stage, tensor, ulysses, virtual_stages, zero."
             ),
         ),
         ("cp=2,context_method=rings", "unknown context method 'rings'. Nearest: ring."),
