@@ -403,7 +403,7 @@ def test_fixed_axes_are_kept(run):
         (["plan", "train", *TRAIN, "--optimizer", "adan"], 2, "--optimizer: unknown optimizer 'adan'. Nearest: adamw"),
         (["plan", "train", *TRAIN, "--calibration", "mine"], 2, "unknown calibration 'mine'"),
         (["plan", "train", *TRAIN, "--fix", "tensr=2"], 2, "--fix: unknown mesh axis 'tensr'. Nearest: tensor"),
-        (["plan", "train", *TRAIN, "--fix", "remat=full"], 2, "--fix: remat is no mesh axis but a choice, which is searched; fix tensor, context, fsdp, data, stage, or"),
+        (["plan", "train", *TRAIN, "--fix", "remat=full"], 2, "--fix: remat is no mesh axis but a choice, which is searched; fix tensor, ulysses, context, expert, fsdp, data, stage, or"),
         (["plan", "train", *TRAIN, "--fix", "tensr=x"], 2, "--fix: unknown mesh axis 'tensr'. Nearest: tensor"),
         (["plan", "train", *TRAIN, "--fix", "tensor"], 2, "--fix: expected NAME=SIZE such as tensor=8, found 'tensor'"),
         (["plan", "train", *TRAIN, "--objective", "chips"], 2, "objective chips: expected a deadline"),

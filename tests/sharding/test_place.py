@@ -27,7 +27,7 @@ from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, training_strategy, ulysses
 from meshwise.tensors import Attention, Block, Einsum, Kind, Op, Tensor
 
-CASES_PER_BLOCK = 8
+CASES_PER_BLOCK = 5
 TWO_OF_EACH = dict.fromkeys(AXES, 2)
 ONE_OF_EACH = dict.fromkeys(AXES, 1)
 
@@ -195,7 +195,7 @@ def prove_none_is_useless(case: Case, sample: int | None = None) -> None:
 @every_block
 def test_no_transfer_can_be_dropped(name: str, mesh: dict[str, int]) -> None:
     strategy = training_strategy(zero=1, experts=("Fe", "C"), ring=True)
-    prove_none_is_useless(make_case(name, strategy, mesh, "full"), sample=3)
+    prove_none_is_useless(make_case(name, strategy, mesh, "full"), sample=2)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwise.dtypes import DType
 from meshwise.errors import ShardingError
 from meshwise.sharding import Collective, CollectiveKind, Mesh, Sharding, reshard
-from meshwise.sharding.reshard import nominal_bytes_sent
+from meshwise.sharding.reshard import nearest, nominal_bytes_sent
 
 MESHES = [
     Mesh.of(X=2),
@@ -276,3 +276,21 @@ def test_no_sequence_of_legal_steps_is_better_on_three_axes():
         steps = reshard(source, target)
         chosen = sum(map(nominal_bytes_sent, steps)), sum(step.moves_data for step in steps)
         assert chosen == least_merit(source, target), f"{source} -> {target}: {[str(c) for c in steps]}"
+
+
+# Where to keep what is read again.
+
+
+def test_the_nearest_is_where_least_has_to_be_moved_from() -> None:
+    made, exchanged = s("|X"), s("X|")
+    assert nearest([made, exchanged], [exchanged]) == exchanged
+    assert nearest([made, exchanged], [made, exchanged]) == made  # a tie falls to the first
+    assert nearest([made, exchanged], []) == made
+    assert nearest([made, exchanged], [s("|")]) == made  # gathering takes as much from either
+
+
+def test_what_was_summed_serves_who_read_it_in_parts() -> None:
+    parts, summed = s("|", "X"), s("|X")
+    assert nearest([parts, summed], [parts]) == parts
+    assert nearest([parts, summed], [summed]) == summed
+    assert nearest([parts, summed], [s("|")]) == summed

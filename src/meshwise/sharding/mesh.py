@@ -138,6 +138,11 @@ class Sharding:
         """Every mesh axis named: splitting or still to be summed over."""
         return frozenset(axis for split in self.splits for axis in split) | self.unreduced
 
+    @property
+    def splitting_axes(self) -> frozenset[str]:
+        """The mesh axes that split a dimension."""
+        return frozenset(axis for split in self.splits for axis in split)
+
     def replace(
         self, *, splits: tuple[tuple[str, ...], ...] | None = None, unreduced: Iterable[str] | None = None
     ) -> Sharding:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from meshwise.sharding.collectives import Collective, CollectiveKind
 from meshwise.sharding.mesh import Sharding
 from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
-from meshwise.sharding.reshard import nominal_bytes_sent, reshard
+from meshwise.sharding.reshard import nearest, reshard
 from meshwise.sharding.strategy import Strategy
 from meshwise.tensors import (
     Attention,
@@ -396,25 +396,11 @@ def _as_read_again(
         forms: what each became on its ways in the forward pass.
         wanted: as what the backward pass reads each.
     """
-
-    def chosen(own: Held) -> Held:
-        name = own.tensor.name
-        small = [own.sharding, *(f for f in forms.get(name, ()) if _splitting(f) >= _splitting(own.sharding))]
-        targets = wanted.get(name, ())
-        return Held(own.tensor, min(small, key=lambda form: sum(_bytes_to_move(form, target) for target in targets)))
-
-    return {name: chosen(own) for name, own in made.items()}
-
-
-def _splitting(sharding: Sharding) -> frozenset[str]:
-    return sharding.mesh_axes - sharding.unreduced
-
-
-def _bytes_to_move(source: Sharding, target: Sharding) -> float:
-    """What each device would send, in units of the whole tensor; see `reshard`."""
-    if not target.unreduced <= source.unreduced:  # read as partial sums, because it was held as such
-        target = replace(target, unreduced=target.unreduced & source.unreduced)
-    return sum(nominal_bytes_sent(step) for step in reshard(source, target))
+    kept = {}
+    for name, own in made.items():
+        small = (f for f in forms.get(name, ()) if f.splitting_axes >= own.sharding.splitting_axes)
+        kept[name] = Held(own.tensor, nearest((own.sharding, *small), wanted.get(name, ())))
+    return kept
 
 
 def _place_backward(

@@ -15,7 +15,7 @@ from meshwise.errors import ShardingError
 from meshwise.sharding.collectives import Collective, CollectiveKind
 from meshwise.sharding.mesh import Sharding
 
-__all__ = ["nominal_bytes_sent", "reshard"]
+__all__ = ["nearest", "nominal_bytes_sent", "reshard"]
 
 #: Every mesh axis counts as this many devices. A power of two, so that sums of costs are exact and ties are ties.
 _NOMINAL_SIZE = 8.0
@@ -88,6 +88,24 @@ def nominal_bytes_sent(step: Collective) -> float:
     """Bytes that each device sends when every mesh axis has 8 devices, in units of the whole tensor."""
     after = (step.after.splits, step.after.unreduced)
     return _bytes_sent((step.kind, step.mesh_axes, after), (step.before.splits, step.before.unreduced))
+
+
+def nearest(sources: Iterable[Sharding], targets: Iterable[Sharding]) -> Sharding:
+    """Find the source from which all `targets` together have the least to move; the first of those that tie.
+
+    A target that is unreduced where a source is not counts as the sum, which is there.
+
+    >>> exchanged, made = Sharding((("X",), ())), Sharding(((), ("X",)))
+    >>> nearest([made, exchanged], [exchanged]) == exchanged
+    True
+    """
+    wanted = tuple(targets)
+
+    def moved(source: Sharding) -> float:
+        there = (t.replace(unreduced=t.unreduced & source.unreduced) for t in wanted)
+        return sum(nominal_bytes_sent(step) for target in there for step in reshard(source, target))
+
+    return min(sources, key=moved)
 
 
 def _bytes_sent(step: _Step, before: _State) -> float:

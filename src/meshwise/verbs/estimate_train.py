@@ -47,6 +47,8 @@ def estimate_train(
     tokens: str | float | None = None,
     batch_slack: str | float = 0.1,
     precision: str = "bf16",
+    expert_imbalance: str | float | None = None,
+    capacity_factor: str | float | None = None,
     optimizer: str = "adamw",
     fine_tune: str = "full",
     cluster: str | None = None,
@@ -72,6 +74,8 @@ def estimate_train(
         tokens: tokens of the whole run; without it there are no days and dollars.
         batch_slack: share by which the batch may be rounded to what divides; 0 for exact.
         precision: number formats, "bf16", "mixed", "fp8-block", ..., or by role.
+        expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
+        capacity_factor: slots of an expert over the mean, all of them sent and multiplied.
         optimizer: "adamw", "muon", "adafactor", "adamw-8bit", ...
         fine_tune: what is trained: "full", "lora:rank=16,targets=all", "qlora:rank=64".
         cluster: a TOML file with own numbers, instead of `on`.
@@ -93,6 +97,8 @@ def estimate_train(
         "tokens": tokens,
         "batch_slack": batch_slack,
         "precision": precision,
+        "expert_imbalance": expert_imbalance,
+        "capacity_factor": capacity_factor,
         "optimizer": optimizer,
         "fine_tune": fine_tune,
         "cluster_file": cluster,
