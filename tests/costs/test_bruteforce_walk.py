@@ -1,6 +1,7 @@
 """FLOPs, bytes on the wires and bytes in memory of a device, counted by walking all devices of a small mesh.
 
-Every strategy alone, and many together, on a dense model and a mixture: what is counted is what the closed forms say.
+Every strategy alone, and many together, on a dense model, a mixture, and one with latent attention
+and shared experts: what is counted is what the closed forms say.
 """
 
 import math
@@ -48,6 +49,41 @@ MIXTURE = read_config(
     name="tiny-mixture",
     where="tests",
 )
+LATENT = read_config(
+    {
+        "model_type": "deepseek_v3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "vocab_size": 64,
+        "hidden_act": "silu",
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+    },
+    name="tiny-latent",
+    where="tests",
+)
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT}
 
 #: Each strategy alone, every pair that shares a rule table, and sets of four.
 LAYOUTS = [
@@ -133,9 +169,9 @@ def text(request):
     return request.param
 
 
-@pytest.fixture(params=["dense", "mixture"])
+@pytest.fixture(params=MODELS)
 def model(request):
-    return {"dense": DENSE, "mixture": MIXTURE}[request.param]
+    return MODELS[request.param]
 
 
 @pytest.fixture(params=["none", "full"])
@@ -158,22 +194,27 @@ def test_bytes_that_devices_receive(case):
 
 
 def test_flops_of_devices(case):
-    """Every device does as many; all together what one alone would do, nothing twice."""
+    """Every device does as many; all together what one alone would do."""
     for block, local in zip(case.blocks, case.local, strict=True):
         for when, computed in local.passes.items():
             total = [0.0] * len(case.walk.devices)
             for item in local_operations(block.placed, when):
                 one = case.walk.flops(item)
                 total = [a + b for a, b in zip(total, one, strict=True)]
-                if item.op.matmul and isinstance(item.op, Einsum):
-                    assert sum(one) == pytest.approx(item.op.flops(case.walk.sizes), rel=1e-12) or repeats(item, case)
+                if isinstance(item.op, Einsum):
+                    expected = item.op.flops(case.walk.sizes) * repeats(item.op, case)
+                    assert sum(one) == pytest.approx(expected, rel=1e-12), item.op.name
             assert max(total) == min(total)
             assert computed.flops == pytest.approx(total[0], rel=1e-12)
 
 
-def repeats(item, case):
-    """Without sequence parallelism devices of the tensor axis all score the experts of the same tokens."""
-    return not case.layout.sequence_parallel and "Er" in item.op.axes
+def repeats(op, case):
+    """How often all devices together do the same: what has neither heads nor widths, without sequence parallelism.
+
+    So it is in Megatron-LM: every device of the tensor axis scores the experts, and projects to latents, for itself.
+    """
+    divided = {"N", "K", "F", "Fs", "Fe", "V"} & {axis.partition(".")[0] for axis in op.axes}
+    return 1 if case.layout.sequence_parallel or divided else case.layout.tensor
 
 
 def test_operations_are_split_as_the_rules_say(case):
