@@ -26,7 +26,9 @@ class ModelRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(description="A built-in name, a hub name, a config.json or its folder.")
+    model: str = Field(
+        description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
+    )
     seq_len: Annotated[int | None, Quantity("tokens", parse_count, format_count, "4096")] = Field(
         default=None,
         gt=0,
@@ -42,7 +44,8 @@ class ModelRequest(BaseModel):
 def model(request: ModelRequest, output: Output) -> None:
     """Count a model: parameters, FLOPs and KV cache, part by part.
 
-    MODEL is a built-in name (see 'meshwise models'), a path to a config.json or its folder, or a hub name.
+    MODEL is a built-in name (see 'meshwise models'), a path to a config.json or its folder, a hub name,
+    or dimensions in the book's letters: 'D=4096 F=14336 L=32 N=32 K=8 V=128256' (see also E, top_k, Fe; gated, tied).
     """
     loaded = load_model(request.model)
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, loaded.max_seq_len or DEFAULT_SEQ_LEN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwise.models.catalog import CatalogEntry, catalog, load_model, model_names
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount
+from meshwise.models.dimensions import read_dimensions
 from meshwise.models.model import Model, Source
 from meshwise.models.reading import parse_json, read_config
 from meshwise.models.spec import Architecture
@@ -21,4 +22,5 @@ __all__ = [
     "model_names",
     "parse_json",
     "read_config",
+    "read_dimensions",
 ]

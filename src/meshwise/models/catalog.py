@@ -9,13 +9,17 @@ from importlib.resources import files
 from pathlib import Path
 
 from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.models.dimensions import DIMENSION_SUFFIXES, looks_like_dimensions, read_dimensions
 from meshwise.models.model import Model, Source
 from meshwise.models.reading import parse_json, read_config
 
 __all__ = ["CatalogEntry", "catalog", "load_model", "model_names"]
 
 _DATA = files("meshwise.models") / "data"
-_TORN = "a model is a built-in name, a path to a config.json or its folder, or a hub name that a built-in carries"
+_TORN = (
+    "a model is a built-in name, a path to a config.json or its folder, a hub name that a built-in carries, or its "
+    "dimensions ('D=4096 F=14336 L=32 N=32 K=8 V=128256')"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,11 @@ def _built_in(entry: CatalogEntry) -> Model:
 
 
 def load_model(text: str) -> Model:
-    """Find a model: a built-in name, a hub name that a built-in carries, a path to a config.json, or its folder.
+    """Find a model.
+
+    Args:
+        text: a built-in name, a hub name that a built-in carries, a path to a config.json or its folder, or dimensions
+            in the book's letters, as text or in a file.
 
     Raises:
         UnknownNameError: no built-in has this name and there is no such file; the nearest names are suggested.
@@ -93,7 +101,9 @@ def load_model(text: str) -> Model:
     path = Path(text)
     if text.strip() and _exists(path):
         return _from_file(path)
-    if path.suffix == ".json" or text.startswith(("/", "./", "../")) or text.endswith("/"):
+    if looks_like_dimensions(text):
+        return read_dimensions(text, name=" ".join(text.split()))
+    if path.suffix in (".json", *DIMENSION_SUFFIXES) or text.startswith(("/", "./", "../")) or text.endswith("/"):
         raise ConfigError(f"model {text!r}: there is no such file; {_TORN}")
     raise UnknownNameError("model", text, model_names(), hint=f"Otherwise {_TORN}.")
 
@@ -118,4 +128,6 @@ def _from_file(path: Path) -> Model:
     name = (
         path.resolve().name if path.is_dir() else (path.stem if path.stem != "config" else path.resolve().parent.name)
     )
+    if file.suffix in DIMENSION_SUFFIXES:
+        return read_dimensions(text, name=name, where=str(file), toml=file.suffix == ".toml")
     return read_config(parse_json(text, str(file)), name=name, source=Source(str(file)), where=str(file))

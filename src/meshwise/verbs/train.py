@@ -27,7 +27,9 @@ TRAIN_FLAGS = WHERE_FLAGS
 class TrainRequest(PricedWhere, TrainingJob):
     """A model, a training job and a cluster."""
 
-    model: str = Field(description="A built-in name, a hub name, a config.json or its folder.")
+    model: str = Field(
+        description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
+    )
     calibration: str = Field(
         default="default", description="Achieved rates: default (the chip's family), none, or a family by name."
     )

@@ -92,6 +92,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "step3p5",
     ),
     "minimax": ("minimax_m3_vl_text",),
+    "plain": ("dimensions",),
     "vision": (
         "qwen3_vl",
         "qwen3_vl_moe",
