@@ -324,8 +324,8 @@ class Block:
         role: "embed" (first stage), "layer" (spread over the stages) or "head" (last stage).
         tied: names of weights that live in another block (a tied head) and are counted there.
         inputs, outputs: names of the activations that enter and leave.
-        idle: weights that are held and trained with the rest, though no operation of this program reads them (a vision
-            tower in a step on text).
+        idle: weights that are held and trained with the rest, though no operation of the block reads them (a vision
+            tower in a step on text, a table that layers share).
     """
 
     name: str

@@ -20,7 +20,11 @@ def test_blocks_stand_in_order(name: str) -> None:
     model = load_model(name)
     roles = [b.role for b in model.train_program()]
     towers = sum(len(tower.parts) for tower in model.spec.towers)
-    assert roles == ["embed"] * (1 + towers) + ["layer"] * (len(roles) - 2 - towers) + ["head"]
+    start: list[str] = []
+    if model.spec.encoder is not None:
+        start = ["embed", *["layer"] * len(model.spec.encoder.groups), "embed"]
+    rest = len(model.spec.groups)
+    assert roles == [*start, *["embed"] * (1 + towers), *["layer"] * rest, "head"]
     layers = [b for b in model.train_program() if b.role == "layer"]
     assert sum(b.repeat for b in layers) == model.num_layers == model.sizes["L"]
     assert all(b.name.split(".")[0] == "layer" for b in layers)
@@ -68,6 +72,7 @@ def test_einsums_multiply_an_activation_and_a_weight(name: str) -> None:
 def test_what_a_tied_head_reads_is_the_embedding(name: str) -> None:
     program = load_model(name).train_program()
     embed, head = program.blocks[0], program.blocks[-1]
+    assert "w_embed" in {t.name for t in embed.weights}
     tables = {t.name: t.axes for t in embed.weights}
     read = {t.name: t.axes for op in head.ops for t in op.inputs if t.kind is Kind.WEIGHT}
     for tied in head.tied:
@@ -193,7 +198,27 @@ def test_the_cache_holds_what_attention_reads(name: str) -> None:
     groups = {b.name: b for b in model.train_program() if b.role == "layer"}
     for kind in model.kv_cache.kinds:
         ops = {op.name: op for op in groups[kind.name].ops}
-        _, k, v = ops["attention"].inputs
-        cached = (ops["kv_a"].output, ops["k_rope"].output) if "kv_a" in ops else (k, v)
+        read = [t for op in ops.values() if isinstance(op, Attention) for t in op.inputs[1:]]
+        cached = [ops["kv_a"].output, ops["k_rope"].output] if "kv_a" in ops else read
         assert kind.elements == sum(t.elements(sizes) for t in cached)
         assert kind.layers == groups[kind.name].repeat
+
+
+def test_an_encoder_is_read_whole_and_its_decoder_attends_to_it() -> None:
+    model = load_model("t5-11b")
+    program = model.train_program()
+    assert [b.name for b in program] == [
+        "encoder.embed", "layer.encoder", "encoder.end", "embed", "layer.decoder", "head",
+    ]  # fmt: skip
+    seen = [(b.name, op.name, op.causal) for b in program for op in b.ops if isinstance(op, Attention)]
+    assert seen == [
+        ("layer.encoder", "attention", False),
+        ("layer.decoder", "attention", True),
+        ("layer.decoder", "cross.attention", False),
+    ]
+    layers, tokens, heads, width, d, hidden = 24, 512, 128, 128, 1024, 65536
+    matrices = layers * ((4 + 8) * d * heads * width + 2 * 2 * d * hidden) + d * model.vocab_size
+    pairs = layers * (2 * tokens * tokens + tokens * (tokens + 1) / 2)
+    assert model.forward_flops_per_token(tokens) * tokens == 2 * tokens * matrices + 4 * heads * width * pairs
+    assert model.kv_cache_bytes_per_token() == 2 * layers * 2 * 2 * heads * width
+    assert model.num_layers == 2 * layers

@@ -176,6 +176,46 @@ def _weighed_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.
     return sum_to(grad.values * x.values, x.axes, gate.axes) * open_ * (1 - open_)
 
 
+# A gate from a table: the sum of its rows, one for each head.
+
+
+def _tabled(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    x, table = inputs
+    return x.values * spread(sigmoid(sum_to(table.values, table.axes, table.axes[1:])), table.axes[1:], x.axes)
+
+
+def _tabled_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    x, table = inputs
+    open_ = sigmoid(sum_to(table.values, table.axes, table.axes[1:]))
+    if i == 0:
+        return grad.values * spread(open_, table.axes[1:], x.axes)
+    each = sum_to(grad.values * x.values, x.axes, table.axes[1:]) * open_ * (1 - open_)
+    return np.broadcast_to(each, table.values.shape)
+
+
+# A gate of each token, from the products of its own heads with its own key.
+
+
+def _score(inputs: Sequence[Part]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    _, heads, key = inputs
+    keys = spread(key.values, key.axes, heads.axes)
+    return sigmoid((heads.values * keys).sum(axis=(2, 3))), heads.values, keys
+
+
+def _chosen(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    return inputs[0].values * spread(_score(inputs)[0], ("B", "T"), inputs[0].axes)
+
+
+def _chosen_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    open_, heads, keys = _score(inputs)
+    if i == 0:
+        return grad.values * spread(open_, ("B", "T"), grad.axes)
+    each = sum_to(grad.values * inputs[0].values, grad.axes, ("B", "T")) * open_ * (1 - open_)
+    if i == 1:
+        return np.broadcast_to(each[:, :, None, None] * keys, heads.shape)
+    return np.asarray((each[:, :, None, None] * heads).sum(axis=2))
+
+
 # The loss: over the vocabulary a sum, so that a part of the vocabulary gives a partial sum. The label counts more.
 
 
@@ -215,6 +255,12 @@ def _join_gradient(op: Op, i: int, grad: Part, _: Sequence[Part]) -> np.ndarray:
 #: How a name starts (after "shared." or "expert.") -> its formula; the first that fits counts.
 FORMULAS = {
     "norm.": Formula(_norm, _norm_gradient),
+    "router.norm": Formula(_norm, _norm_gradient),
+    "reuse.": Formula(_sum, _sum_gradient),
+    "distances": Formula(_tabled, _tabled_gradient),
+    "index.choose": Formula(_chosen, _chosen_gradient),
+    "token.act": Formula(_act, _act_gradient),
+    "attention.scale": Formula(_weighed, _weighed_gradient),
     "bias.": Formula(_sum, _sum_gradient),
     "residual": Formula(_sum, _sum_gradient),
     "add": Formula(_sum, _sum_gradient),
@@ -341,7 +387,8 @@ def lookup(op: Lookup, inputs: Sequence[Part], starts: Sequence[int], shape: Seq
         table = inputs[1]
         row = index - table.starts[0]
         held = (row >= 0) & (row < table.values.shape[0])
-        return np.where(held[..., None], table.values[np.where(held, row, 0)], 0.0)
+        rows = table.values[np.where(held, row, 0)]
+        return np.where(held.reshape(*held.shape, *[1] * (rows.ndim - held.ndim)), rows, 0.0)
     out = np.zeros(shape)
     row = index - starts[0]
     held = (row >= 0) & (row < shape[0])

@@ -19,6 +19,7 @@ from programs import Arrays, Microbatch
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.spec import (
     Architecture,
+    BlockIndexer,
     Embedding,
     Head,
     LatentAttention,
@@ -137,10 +138,39 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
         latent_attention(s, low_rank_queries=True), mixture(s, correction_bias=True, shared=s.split())
     ),
     "qwen-2 moe": lambda s: Layer(self_attention(s), mixture(s, shared=s.split(), shared_gate=True)),
+    "gemma-4 (keys are values)": lambda s: Layer(self_attention(s, qk_norm=QkNorm(), kv="keys"), Mlp(s.split())),
+    "gemma-4 (earlier keys)": lambda s: Layer(self_attention(s, qk_norm=QkNorm(), kv="earlier"), Mlp(s.split())),
+    "gemma-4 (tokens of its own)": lambda s: Layer(
+        self_attention(s), Mlp(s.split()), post_attn=Norm(), post_mlp=Norm(), token_width=s.width()
+    ),
+    "gemma-4 (dense beside experts)": lambda s: Layer(
+        self_attention(s), mixture(s, beside=Mlp(s.split() + s.tensor)), post_attn=Norm(), post_mlp=Norm()
+    ),
+    "mimo-v2": lambda s: Layer(self_attention(s, value_dim=3, sinks=True, window=3), Mlp(s.split())),
+    "step-3.5": lambda s: Layer(self_attention(s, head_gate=True), Mlp(s.split())),
+    "minimax-m3": lambda s: Layer(self_attention(s, indexer=BlockIndexer(2, 3)), Mlp(s.split())),
+    "t5 (reads)": lambda s: Layer(
+        self_attention(s, rope=False, causal=False, distances=5, shared_distances=True), Mlp(s.split())
+    ),
+    "t5 (writes)": lambda s: Layer(
+        self_attention(s, rope=False, distances=5, shared_distances=True),
+        Mlp(s.split(), gated=False),
+        cross=self_attention(s, rope=False, causal=False),
+        pre_cross=Norm(),
+    ),
+    "umt5 (reads)": lambda s: Layer(self_attention(s, rope=False, causal=False, distances=5), Mlp(s.split())),
+    "bart (writes)": lambda s: Layer(
+        self_attention(s, bias=True, bias_out=True, rope=False),
+        Mlp(s.split(), gated=False, bias=True, bias_out=True),
+        pre_attn=None,
+        pre_mlp=None,
+        residual_norm=LAYER_NORM,
+        cross=self_attention(s, bias=True, bias_out=True, rope=False, causal=False),
+    ),
 }
 
 #: The layers that have experts.
-MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3", "qwen-2 moe")
+MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3", "qwen-2 moe", "gemma-4 (dense beside experts)")
 
 EMBEDDINGS: dict[str, Callable[[Shape, int], Embedding]] = {
     "embed": lambda _, __: Embedding(),
@@ -148,7 +178,11 @@ EMBEDDINGS: dict[str, Callable[[Shape, int], Embedding]] = {
     "embed gemma": lambda _, __: Embedding(scaled=True),
     "embed bloom": lambda _, __: Embedding(norm=LAYER_NORM),
     "embed opt-350m": lambda s, positions: Embedding(positions=positions, width=s.width() + s.stored),
+    "embed gemma-4": lambda s, _: Embedding(scaled=True, layer_tokens=s.split()),
 }
+
+#: Ways in that depend on the layers that follow.
+LAYERS_AFTER = {"embed gemma-4": "gemma-4 (tokens of its own)"}
 
 HEADS: dict[str, Callable[[Shape], Head]] = {
     "head": lambda _: Head(),
@@ -168,7 +202,7 @@ def tiny_block(name: str, shape: Shape, *, batch: int, queries: int) -> tuple[Bl
         name, shape: of the block.
         batch, queries: at least so many sequences and positions; more sequences where experts need more tokens.
     """
-    layer = LAYERS[name](shape) if name in LAYERS else LAYERS["llama"](shape)
+    layer = LAYERS[name if name in LAYERS else LAYERS_AFTER.get(name, "llama")](shape)
     spec = Architecture(
         d_model=shape.width(),
         vocab=shape.split(),

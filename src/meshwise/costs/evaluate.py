@@ -367,7 +367,7 @@ def evaluate(
         StepRates(chip, problem.calibration, wires),
         stages=c.stage,
         num_microbatches=c.num_microbatches,
-        boundary_bytes=extents.weighted(held_bytes((_residual(structure),), formats)),
+        boundary_bytes=extents.weighted(held_bytes((_residual(structure),) * problem.model.num_streams, formats)),
         optimizer_bytes=_update(planned, parts, c.stage, lambda plan: extents.weighted(plan.traffic)),
         optimizer_matmul=_orthogonal_seconds(planned, parts, extents, c.stage, chip.peak(formats.other_compute)),
         ledger=ledger,

@@ -5,9 +5,10 @@ Every count is read from what is built here. Not here: bytes and seconds (`costs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from meshwise.models.cross import SHARED_DISTANCES, cross_attention, encoder_end, shared_distances, weigh_distances
 from meshwise.models.operations import (
     ACT_FLOPS,
     LOSS_FLOPS,
@@ -22,9 +23,11 @@ from meshwise.models.spec import (
     Architecture,
     BlockIndexer,
     Embedding,
+    Encoder,
     Head,
     LatentAttention,
     Layer,
+    LayerGroup,
     Mixture,
     Mlp,
     Norm,
@@ -61,6 +64,7 @@ def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Ten
         raw = project("k", k)
         value = project("v", k, hv) if spec.kv == "own" else raw
         key = position("k", raw, k)
+    query = weigh_distances(spec, query, axes, ops)
     if spec.indexer is not None:
         query = _choose_blocks(spec.indexer, x, query, axes, ops)
     out = ops.attention(query, key, value, spec.window, spec.chunk, causal=spec.causal)
@@ -221,6 +225,10 @@ def _layer(spec: Layer, axes: Axes, ops: Ops) -> None:
     after = spec.residual_norm
     x = ops.elementwise("residual.attn", x, attended, output="x.mid", linear=True)
     x = ops.residual_norm("norm.residual.attn", x, after, "x.mid.norm")
+    if spec.cross is not None:
+        crossed = cross_attention(spec.cross, ops.residual_norm("norm.cross", x, spec.pre_cross, "x.cross"), axes, ops)
+        x = ops.elementwise("residual.cross", x, crossed, output="x.crossed", linear=True)
+        x = ops.residual_norm("norm.residual.cross", x, after, "x.crossed.norm")
     if isinstance(spec.ffn, Mixture) and spec.ffn.beside is not None:
         hidden = _dense_beside_mixture(spec.ffn, spec.ffn.beside, x, axes, ops)
     else:
@@ -254,9 +262,17 @@ def _layer_tokens(table: tuple[str, str, str], x: Tensor) -> list[Op]:
     return ops.ops
 
 
-def _embed(spec: Embedding, axes: Axes, layers: int, token_width: int | None) -> Block:
-    """From token ids to the residual stream."""
-    ops = Ops()
+def _embed(spec: Embedding, groups: Sequence[LayerGroup], axes: Axes, *, stack: str = "", tied: bool = False) -> Block:
+    """From token ids to the residual stream.
+
+    Args:
+        spec: what there is.
+        groups: the layers that follow.
+        axes: names of axes.
+        stack: "encoder." where there are two.
+        tied: whether the table of tokens is that of the encoder.
+    """
+    ops, first = Ops(), groups[0].layer
     width = "D" if spec.width is None else axes("Dw", spec.width)
     x = ops.lookup(
         "embed", Tensor("tokens", TOKENS, Kind.INDEX), weight("w_embed", "V", width), Tensor("embed", (*TOKENS, width))
@@ -276,10 +292,19 @@ def _embed(spec: Embedding, axes: Axes, layers: int, token_width: int | None) ->
     ops.residual_norm("norm.embed", x, spec.norm, "embed.norm")
     made = _rename_output(ops, "x")
     outputs: tuple[str, ...] = ("x",)
-    if spec.layer_tokens is not None and token_width is not None:
-        own = (axes("V", spec.layer_tokens), axes("layers", layers), axes("Dw", token_width))
+    if spec.layer_tokens is not None and first.token_width is not None:
+        layers = axes("layers", sum(g.repeat for g in groups))
+        own = (axes("V", spec.layer_tokens), layers, axes("Dw", first.token_width))
         made, outputs = (*made, *_layer_tokens(own, made[-1].output)), ("x", "layer_tokens")
-    return Block(name="embed", ops=made, role="embed", inputs=inputs, outputs=outputs)
+    return Block(
+        name=f"{stack}embed",
+        ops=made,
+        role="embed",
+        tied=frozenset({"w_embed"}) if tied else frozenset(),
+        inputs=inputs,
+        outputs=outputs,
+        idle=shared_distances(first, axes),
+    )
 
 
 def _head(spec: Head, axes: Axes) -> Block:
@@ -303,12 +328,9 @@ def _head(spec: Head, axes: Axes) -> Block:
 def _layer_block(name: str, spec: Layer, repeat: int, axes: Axes) -> Block:
     ops = Ops()
     _layer(spec, axes, ops)
-    inputs = ["x"]
-    if isinstance(spec.attention, SelfAttention) and spec.attention.kv == "earlier":
-        inputs += ["earlier.k", "earlier.v"]
-    if spec.token_width is not None:
-        inputs.append("layer_tokens")
-    return Block(name=name, ops=tuple(ops.ops), repeat=repeat, inputs=tuple(inputs))
+    read = {t.name for op in ops.ops for t in op.inputs}
+    inputs = ("x", *(name for name in ("earlier.k", "earlier.v", "layer_tokens", "encoded") if name in read))
+    return Block(name, tuple(ops.ops), repeat=repeat, inputs=inputs, tied=frozenset({SHARED_DISTANCES} & read))
 
 
 def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
@@ -325,14 +347,22 @@ def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
     return blocks
 
 
+def _reader(spec: Encoder, axes: Axes) -> list[Block]:
+    """Give the blocks of an encoder: its way in, its layers, its last norm."""
+    embed = _embed(spec.embedding, spec.groups, axes, stack="encoder.")
+    layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
+    return [embed, *layers, *encoder_end(spec)]
+
+
 def build_train(spec: Architecture) -> Program:
     """Give the forward pass of a training step: blocks "embed", the layer groups, "head"."""
     axes = Axes({"D": spec.d_model, "V": spec.vocab})
-    embed = _embed(spec.embedding, axes, spec.num_layers, spec.groups[0].layer.token_width)
+    reader = _reader(spec.encoder, axes) if spec.encoder else []
+    embed = _embed(spec.embedding, spec.groups, axes, tied=bool(reader))
     layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
     head = _head(spec.head, axes)
     towers = [block for tower in spec.towers for block in _tower_blocks(tower, axes)]
-    blocks = (embed, *towers, *layers, head)
+    blocks = (*reader, embed, *towers, *layers, head)
     return Program(name="train", blocks=blocks, sizes={**axes.sizes, "L": spec.num_layers})
 
 

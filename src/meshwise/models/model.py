@@ -77,6 +77,11 @@ class Model:
         return self.spec.max_positions
 
     @property
+    def num_streams(self) -> int:
+        """Activations of the residual width that pass from layer to layer: what an encoder read goes along."""
+        return 1 if self.spec.encoder is None else 2
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What every report of this model should say."""
         return self.spec.notes
@@ -103,7 +108,7 @@ class Model:
     def kv_cache(self) -> KVCache:
         """What one token leaves in the cache, by kind of layer."""
         groups = self.spec.groups
-        kinds = (CacheKind(g.name, g.repeat, g.layer.attention.cached_elements, g.layer.attention.span) for g in groups)
+        kinds = (CacheKind(g.name, g.repeat, g.layer.cached_elements, g.layer.attention.span) for g in groups)
         return KVCache(tuple(kinds))
 
     def kv_cache_bytes_per_token(self, dtype: DType = DType.BF16) -> float:

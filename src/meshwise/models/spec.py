@@ -16,6 +16,7 @@ __all__ = [
     "Architecture",
     "BlockIndexer",
     "Embedding",
+    "Encoder",
     "Head",
     "LatentAttention",
     "Layer",
@@ -83,6 +84,8 @@ class SelfAttention:
         head_gate: whether a sigmoid gate, one column a head, weighs what attention gives.
         causal: whether a query sees only itself and what came before.
         indexer: what chooses the blocks that are attended to, or None for all.
+        distances: rows of a table by which the distance of two positions is weighed, or None.
+        shared_distances: whether that table is the whole stack's, else the layer's own.
     """
 
     heads: int
@@ -100,6 +103,8 @@ class SelfAttention:
     head_gate: bool = False
     causal: bool = True
     indexer: BlockIndexer | None = None
+    distances: int | None = None
+    shared_distances: bool = False
 
     @property
     def cached_elements(self) -> int:
@@ -195,6 +200,7 @@ class Layer:
         residual_norm: norm of the residual sum itself (post-norm transformers), or None.
         parallel: both branches read the layer's input; without `pre_mlp` they share `pre_attn`.
         token_width: width of an embedding of the token that is this layer's own and joins it at its end, or None.
+        cross: attention to what the encoder read, between the two branches, or None; `pre_cross` is its norm.
     """
 
     attention: SelfAttention | LatentAttention
@@ -206,6 +212,13 @@ class Layer:
     residual_norm: Norm | None = None
     parallel: bool = False
     token_width: int | None = None
+    cross: SelfAttention | None = None
+    pre_cross: Norm | None = None
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that one token leaves in the cache: also the keys and values of what an encoder read."""
+        return self.attention.cached_elements + (self.cross.cached_elements if self.cross else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +250,21 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoder:
+    """What reads the input of an encoder-decoder; the table of tokens is the decoder's too.
+
+    Args:
+        groups: layers in order, equal ones together.
+        embedding: the way in.
+        norm: applied to what was read, or None.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    embedding: Embedding = field(default_factory=Embedding)
+    norm: Norm | None = field(default_factory=Norm)
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """The way out: final norm, projection to the vocabulary, loss.
 
@@ -257,17 +285,18 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A whole decoder.
+    """A whole decoder, with an encoder before it in encoder-decoders.
 
     Args:
         d_model, vocab: D and V.
-        groups: layers in order, equal ones together.
+        groups: layers of the decoder in order, equal ones together.
         max_positions: longest sequence the model was made for, or None if its configuration does not say.
         mtp: the layer of a multi-token-prediction module, counted apart; None for none.
         mtp_modules: how many of them.
         notes: what the reader wants every report to say.
         towers: encoders of images or sound beside the decoder; their weights are held, a step on text runs none of
             them.
+        encoder: what reads the input that the decoder attends to, or None.
     """
 
     d_model: int
@@ -280,11 +309,12 @@ class Architecture:
     mtp_modules: int = 0
     notes: tuple[str, ...] = ()
     towers: tuple[Tower, ...] = ()
+    encoder: Encoder | None = None
 
     @property
     def num_layers(self) -> int:
-        """Layers of all groups."""
-        return sum(g.repeat for g in self.groups)
+        """Layers of all groups, the encoder's among them."""
+        return sum(g.repeat for g in (*self.groups, *(self.encoder.groups if self.encoder else ())))
 
 
 def _kind_words(layer: Layer) -> tuple[str, str, str]:

@@ -93,6 +93,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "minimax": ("minimax_m3_vl_text",),
     "plain": ("dimensions",),
+    "encoder_decoder": (
+        "t5",
+        "mt5",
+        "umt5",
+        "bart",
+    ),
     "vision": (
         "qwen3_vl",
         "qwen3_vl_moe",
