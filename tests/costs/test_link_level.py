@@ -6,10 +6,11 @@ from collections import Counter, deque
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from small_problems import torus
 
-from meshwise.costs.network import Fabric, make_wire, twisted_distance
+from meshwise.costs.network import Fabric, make_wire, shares_links, twisted_distance
 from meshwise.hardware import parse_cluster
 
 LINK = 9e10
@@ -213,3 +214,53 @@ def test_axes_between_those_of_a_group_make_it_share_their_links():
     assert wire.gather >= 2 * (1 / 2) / LINK * (1 - 1e-12)
     ring = replace(fabric, dimensions=(replace(fabric.dimensions[0], wraps=True),))
     assert make_wire(ring, factors, ("tensor", "fsdp")).gather == pytest.approx(2 * (1 / 2) / LINK)  # both ways round
+
+
+def links_of(fabric, factors, axes):
+    """Links and ports that hold traffic of any group along `axes`: (dimension, chip) of the link up from a chip, or its
+    port at a level."""
+    names = list(factors)
+    shape = [[int(factors[a][i]) for a in names] for i in range(len(fabric.dimensions))]
+    chips = list(itertools.product(*(itertools.product(*(range(e) for e in row)) for row in shape)))
+
+    def position(row, digits):
+        place, at = 1, 0
+        for extent, digit in zip(row, digits, strict=True):
+            at, place = at + digit * place, place * extent
+        return at
+
+    where = {c: tuple(position(row, d) for row, d in zip(shape, c, strict=True)) for c in chips}
+    used = set()
+    for a, b in itertools.combinations(chips, 2):
+        alike = all(
+            x == y for da, db in zip(a, b, strict=True) for n, x, y in zip(names, da, db, strict=True) if n not in axes
+        )
+        apart = [i for i in range(len(shape)) if where[a][i] != where[b][i]]
+        if not alike or not apart:
+            continue
+        for i in apart:
+            if fabric.dimensions[i].torus and len(apart) == 1:  # gathers go axis by axis
+                low, high = sorted((where[a][i], where[b][i]))
+                for at in range(low, high):
+                    used.add((i, (*where[a][:i], at, *where[a][i + 1 :])))
+            elif not fabric.dimensions[i].torus:
+                port = 0 if i == 0 else 1
+                used |= {(("port", port), where[a]), (("port", port), where[b])}
+    return used
+
+
+@pytest.mark.parametrize("name", ["v5p:4x4x4", "v5p:2x2x2*2", "h100:16", "h100:16384@meta-roce"])
+def test_links_are_shared_where_walking_them_meets(name):
+    fabric = Fabric.of(parse_cluster(name))
+    fabric = replace(fabric, dimensions=tuple(replace(d, size=min(d.size, 4)) for d in fabric.dimensions))
+    rng = np.random.default_rng(0)
+    splits = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+    seen = Counter()
+    for _ in range(40):
+        columns = [splits[i] for i in rng.integers(len(splits), size=len(fabric.sizes))]
+        factors = {a: [float(c[n]) for c in columns] for n, a in enumerate(("tensor", "fsdp", "data"))}
+        for one, other in ((("tensor",), ("fsdp",)), (("tensor",), ("data",)), (("fsdp",), ("data",))):
+            met = bool(links_of(fabric, factors, one) & links_of(fabric, factors, other))
+            assert bool(shares_links(fabric, factors, one, other)) == met, (factors, one, other)
+            seen[met] += 1
+    assert min(seen[True], seen[False]) > 5

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from meshwise.hardware import Cluster, Fabric, Machine, SliceRules, Torus
+from meshwise.hardware import Cluster, Fabric, Machine, SliceRules, Torus, TorusAxis
 from meshwise.report.chips import chip_data
 from meshwise.report.report import Report
 from meshwise.report.table import facts, table
@@ -22,6 +22,7 @@ FORMS = (
     ("v5e", "one chip"),
     ("v5p:16x20x28", "a TPU slice by its shape in chips"),
     ("v5p-128", "a TPU slice by the cloud's name (cores on v2 to v4, v5p and tpu7x)"),
+    ("v5p:4x4x8_twisted", "a slice wired as a twisted torus (k x k x 2k, k x 2k x 2k on v4 and v5p)"),
     ("v5p:8x8x16*2", "two slices joined by the data-center network"),
     ("h100-sxm:1024", "GPUs on their default network"),
     ("h100-sxm:16384@meta-roce", "GPUs on a named network"),
@@ -82,6 +83,7 @@ def _slice_data(rules: SliceRules) -> dict[str, Any]:
         "title": rules.title,
         "largest_chips": list(rules.largest),
         "wraps": rules.wraps,
+        "twists": rules.twists,
         "counts": rules.counts,
         "cloud_name": rules.cloud_name,
         "dcn_bandwidth_per_chip_one_way_bytes_per_s": rules.dcn_bandwidth_per_chip_one_way,
@@ -108,6 +110,7 @@ def _level_data(level: Any) -> dict[str, Any]:
         "degree": level.degree,
         "bandwidth_per_chip_one_way_bytes_per_s": level.bandwidth_per_chip_one_way,
         "latency_s": level.latency,
+        "switches_add": level.switches_add,
     }
 
 
@@ -139,6 +142,12 @@ def cluster_report(cluster: Cluster, inputs: Mapping[str, Any]) -> Report:
     )
 
 
+def _axis_words(net: Torus, axis: TorusAxis) -> str:
+    if net.twisted and axis.size == min(net.shape):
+        return "ring, joined half way along the long axes"
+    return "ring: its ends are joined" if axis.wraps else "line: its ends are open"
+
+
 def _network_table(cluster: Cluster) -> Any:
     net = cluster.network
     columns = ("!network", ">size", "kind", ">one way", ">latency")
@@ -149,7 +158,7 @@ def _network_table(cluster: Cluster) -> Any:
             (
                 f"axis {'xyz'[i]}",
                 str(a.size),
-                "ring: its ends are joined" if a.wraps else "line: its ends are open",
+                _axis_words(net, a),
                 *link,
             )
             for i, a in enumerate(net.axes)
@@ -159,7 +168,7 @@ def _network_table(cluster: Cluster) -> Any:
             (
                 v.name,
                 str(v.degree),
-                "switches, per chip",
+                "switches that add, per chip" if v.switches_add or net.in_network_reduction else "switches, per chip",
                 format_bandwidth(v.bandwidth_per_chip_one_way),
                 format_time(v.latency),
             )
@@ -186,6 +195,7 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
         network = {
             "kind": "torus",
             "axes": [{"size": a.size, "wraps": a.wraps} for a in net.axes],
+            "twisted": net.twisted,
             "link_bandwidth_one_way_bytes_per_s": net.link_bandwidth_one_way,
             "hop_latency_s": net.hop_latency,
         }
