@@ -94,7 +94,7 @@ def test_a_step_is_never_faster_than_its_matmuls_bytes(case):
         local_a, local_b = (a, b / shards) if a in whole and b != m.d else (a / shards, b)
         local_a, local_b = (a / shards, b / shards) if a == b == m.d else (local_a, local_b)
         elements += 3 * (tokens * local_a + local_a * local_b + tokens * local_b)
-    per_stage = m.layers / layout.stage
+    per_stage = m.layers // layout.stage  # the busiest stage has the head, or more
     num_bytes = 2 * elements * per_stage * layout.num_microbatches
     assert step.lower >= num_bytes / problem.cluster.chip.hbm_bandwidth * NEAR
 
@@ -107,7 +107,7 @@ def test_a_step_is_never_faster_than_its_bytes_on_the_wires(case):
     step = evaluate_layout(problem, fabric, layout).step
     m = Llama(problem, layout)
     links = into_a_chip(fabric)
-    layers = m.layers / layout.stage  # the fullest stage has at least these
+    layers = m.layers // layout.stage  # the busiest stage has at least these
     rounds = layout.num_microbatches
     gradient = problem.job.formats.gradients.bytes
     weights = m.layer_weights / layout.tensor

@@ -167,11 +167,14 @@ def test_a_pipeline_idles_for_all_stages_but_one(stages, microbatches):
     busy = sum(s.terms[n] for n in names)
     # The last stage runs all microbatches without a pause. Before its first, each other stage runs one forward pass;
     # after its last, one backward pass. They hold as many layers but no head: (stages - 1) x (its share - the head).
+    # The first has the embedding besides: gathered and scattered, or else its rows read and written, both ways.
     # Twice the layers adds the layers' share once more, and no head.
     deep, _ = step("h100:8", num_microbatches=microbatches, remat="full", layers=2 * L, **layout)
     layers = sum(deep.terms[n] for n in names) - busy
     assert busy > 1.01 * layers
-    assert s.terms["pipeline_bubble"] == exactly(layers * (stages - 1) / microbatches)
+    fsdp = 8 // stages
+    embedding = 2 * max(2 * V * D * (fsdp - 1) / fsdp / NVLINK, 2 * 2 * T * D / chip.hbm_bandwidth)
+    assert s.terms["pipeline_bubble"] == pytest.approx(layers * (stages - 1) / microbatches + embedding, rel=1e-9)
     # Narayanan et al. 2021: of equal stages, bubble over busy time is (stages - 1) / microbatches.
     assert s.terms["pipeline_bubble"] < busy * (stages - 1) / microbatches
     # The bounds wait for the same: FLOPs of all microbatches of the last stage, of one on each other.

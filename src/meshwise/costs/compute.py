@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum
@@ -27,7 +27,7 @@ from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import Precision
 from meshwise.sharding.place import LocalOp, PlacedBlock
-from meshwise.tensors import Attention, AttentionGradient, Convert, Einsum, Elementwise, Lookup
+from meshwise.tensors import Attention, AttentionGradient, Convert, Einsum, Elementwise, Kind, Lookup
 
 __all__ = [
     "ComputeRates",
@@ -111,6 +111,10 @@ class PassCompute:
     serial_seconds: Any = 0.0
     attention_seconds: Any = 0.0
 
+    def __add__(self, other: PassCompute) -> PassCompute:
+        """Both passes, one after the other."""
+        return PassCompute(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class ComputeRates:
@@ -175,14 +179,18 @@ def check_precision(chip: Chip, precision: Precision) -> None:
 
 
 def pass_work(placed: PlacedBlock, precision: Precision) -> dict[str, tuple[OpWork, ...]]:
-    """The local operations of "forward", "recompute" and "backward", with their structure resolved."""
-    works: dict[str, list[OpWork]] = {"forward": [], "recompute": [], "backward": []}
+    """The local operations of each pass, with their structure resolved.
+
+    Returns: "forward", "recompute", "backward" (gradients of activations), "weights" (gradients of weights).
+    """
+    works: dict[str, list[OpWork]] = {"forward": [], "recompute": [], "backward": [], "weights": []}
     for item in placed.forward:
         if isinstance(item, LocalOp):
             works["forward"].append(operation_work(item, precision))
     for item in placed.backward:
         if isinstance(item, LocalOp):
-            name = "recompute" if item.op.name in placed.recomputed else "backward"
+            name = "weights" if item.output.tensor.kind is Kind.GRADIENT else "backward"
+            name = "recompute" if item.op.name in placed.recomputed else name
             works[name].append(operation_work(item, precision))
     return {name: tuple(items) for name, items in works.items()}
 

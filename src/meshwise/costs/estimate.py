@@ -13,6 +13,7 @@ from typing import Any
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate, place_structure
 from meshwise.costs.network import Fabric, Wire, make_wire
 from meshwise.costs.offload import check_offload
+from meshwise.costs.pipeline import Pipeline, num_layers
 from meshwise.costs.step import Ledger
 from meshwise.errors import LayoutError
 from meshwise.models import Model
@@ -24,14 +25,15 @@ __all__ = [
     "Estimate",
     "Interval",
     "TrainingRun",
+    "check_pipeline",
     "estimate_training",
     "evaluate_layout",
     "layout_candidate",
     "layout_factors",
     "layout_wires",
     "model_flops",
-    "tuned_flops",
     "training_run",
+    "tuned_flops",
 ]
 
 
@@ -197,7 +199,7 @@ def layout_candidate(model: Model, layout: Layout) -> tuple[Structure, Candidate
     """Give a layout as the evaluator takes it: its structure and its sizes.
 
     Raises:
-        LayoutError: the model has fewer layers than are to be recomputed, or offloaded.
+        LayoutError: the model has fewer layers than are to be recomputed, or offloaded; the pipeline cannot run so.
         UnknownNameError: its layers have no such operations as the remat policy lists.
     """
     check_remat(layout.remat, model.train_program())
@@ -208,14 +210,34 @@ def layout_candidate(model: Model, layout: Layout) -> tuple[Structure, Candidate
                 f"layout: {name}={getattr(layout, name)} is more than the {layers} layers of {model.name}; "
                 f"use {layers} or less, or leave it out for all"
             )
+    check_pipeline(num_layers(model.train_program()), layout)
     candidates = Candidates(
         **{a: float(s) for a, s in layout.sizes.items()},
         micro_batch=float(layout.micro_batch),
         num_microbatches=float(layout.num_microbatches),
+        virtual_stages=float(layout.virtual_stages),
+        schedule=layout.schedule,
         remat_share=1.0 if layout.remat_layers is None else layout.remat_layers / layers,
         offload_share=1.0 if layout.offload_layers is None else layout.offload_layers / layers,
     )
     return Structure.of(layout), candidates
+
+
+def check_pipeline(layers: int, layout: Layout) -> None:
+    """Refuse a pipeline that its schedule cannot run.
+
+    Raises:
+        LayoutError: the schedule needs other sizes, or more layers than there are.
+    """
+    pipeline = Pipeline.of(layout.schedule, layout.stage, layout.num_microbatches, layout.virtual_stages)
+    reason = pipeline.schedule.why_not(pipeline.shape)
+    if reason is not None:
+        raise LayoutError(f"layout: schedule={reason}")
+    if pipeline.num_chunks > max(layers, 1):
+        raise LayoutError(
+            f"layout: schedule={layout.schedule} on {layout.stage} stages cuts the model into {pipeline.num_chunks} "
+            f"chunks, found {layers} layers; use fewer stages or virtual stages"
+        )
 
 
 def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, ledger: Ledger | None = None) -> Costs:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.costs.arithmetic import maximum
+from meshwise.costs.assembly import StepParts, compute_makespan, step_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
 from meshwise.costs.expert_load import expert_load
@@ -26,10 +27,11 @@ from meshwise.costs.memory import (
     memory_plan,
     stage_memories,
 )
-from meshwise.costs.network import NO_WIRE, Wire
+from meshwise.costs.network import Wire
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
-from meshwise.costs.pipeline import Part, program_of, stage_shares
-from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime, step_time
+from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of
+from meshwise.costs.stage_sums import COMPUTE_PASSES, RoleSums, role_sums
+from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime
 from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.costs.update import UpdatePlan, update_plan
 from meshwise.hardware import Cluster
@@ -44,6 +46,7 @@ from meshwise.tensors import Block, Program, Tensor
 __all__ = [
     "Candidates",
     "Costs",
+    "Evaluated",
     "LocalBlock",
     "LocalSizes",
     "PlannedBlock",
@@ -52,6 +55,7 @@ __all__ = [
     "evaluate",
     "evaluate_compute",
     "evaluate_local",
+    "evaluated",
     "local_extents",
     "offloaded",
     "place_structure",
@@ -132,7 +136,8 @@ class Candidates:
 
     `remat_share` is the share of layers that follow the remat policy, above 0 and up to 1, where the structure is
     `partial_remat`; on every stage alike, of fractions of a layer where it comes to that. `offload_share` is likewise
-    the share of layers whose activations are offloaded, where the structure offloads activations.
+    the share of layers whose activations are offloaded, where the structure offloads activations. All have one
+    `schedule` of the pipeline.
     """
 
     data: Any
@@ -146,11 +151,18 @@ class Candidates:
     ulysses: Any = 1.0
     remat_share: Any = 1.0
     offload_share: Any = 1.0
+    virtual_stages: Any = 1.0
+    schedule: str = "1f1b"
 
     @property
     def mesh(self) -> Mapping[str, Any]:
         """Mesh axis -> size."""
         return {a: getattr(self, a) for a in MESH_AXES}
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The schedule of the pipeline and its sizes."""
+        return Pipeline.of(self.schedule, self.stage, self.num_microbatches, self.virtual_stages)
 
     @property
     def replicas(self) -> Any:
@@ -356,53 +368,116 @@ def evaluate(
         local: from `evaluate_local`, where it was computed before.
         ledger: filled with what the time's terms are sums of, for workings.
     """
-    c, chip, formats = candidates, problem.cluster.chip, problem.job.formats
+    return evaluated(problem, structure, candidates, wires, local, ledger=ledger).costs(candidates.pipeline)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Candidates priced but for their pipeline: `costs` puts any schedule together, which is cheap.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        structure: the choices that are not sizes; offload_share: as in `Candidates`.
+        blocks: planned, with the part of their copies that they stand for, and what one device does on its own.
+        extents: on the whole mesh.
+        step: sums of a step's time.
+        ledger: to be filled, for workings; then `costs` may be asked for once.
+    """
+
+    problem: TrainingProblem
+    structure: Structure
+    offload_share: Any
+    blocks: tuple[tuple[PlannedBlock, Part, LocalBlock], ...]
+    extents: Extents
+    step: StepParts
+    ledger: Ledger | None = None
+
+    def costs(self, pipeline: Pipeline) -> Costs:
+        """Time and memory under a schedule, of the stages that were evaluated."""
+        chip, formats = self.problem.cluster.chip, self.problem.job.formats
+        step = step_time(
+            self.step,
+            pipeline,
+            optimizer_bytes=self._update(pipeline, lambda plan: self.extents.weighted(plan.traffic)),
+            optimizer_matmul=self._orthogonal_seconds(pipeline, chip.peak(formats.other_compute)),
+            ledger=self.ledger,
+        )
+        stages = stage_memories(
+            [(part, p.memory, own.memory) for p, part, own in self.blocks],
+            self.extents,
+            formats,
+            pipeline,
+            noted=self.ledger is not None,
+        )
+        offload = self.structure.offload
+        holdings = None if self.ledger is None or offload else self.ledger.holdings
+        costs = Costs(step, fullest(stages, chip.hbm_usable, holdings), self._host_inputs(pipeline, stages))
+        return offloaded(costs, offload, self.offload_share, ledger=self.ledger) if offload else costs
+
+    def _host_inputs(self, pipeline: Pipeline, stages: tuple[StageMemory, ...]) -> HostInputs:
+        """Gather what offloading depends on; nothing is computed yet."""
+        own = [b.passes for _, p, b in self.blocks if p.block.role == "layer"]
+        return HostInputs(
+            link_bandwidth=self.problem.cluster.chip.host_link_bandwidth,
+            efficiency=self.problem.calibration.link_efficiency,
+            parts=tuple(HostPart(layer, passes) for layer, passes in zip(stages[-1].layers, own, strict=True)),
+            stages=stages,
+            hbm_capacity=self.problem.cluster.chip.hbm_usable,
+            pipeline=pipeline,
+        )
+
+    def _update(self, pipeline: Pipeline, amount: Callable[[UpdatePlan], Any]) -> Any:
+        """What the update takes on the fullest device of the pipeline, which the others wait for."""
+        amounts = [(part, amount(p.update) * (part.block.repeat * part.share)) for p, part, _ in self.blocks]
+        most: Any = 0.0
+        for shares in device_shares(self.step.layers, pipeline):
+            total: Any = 0.0
+            for part, value in amounts:
+                total = total + value * shares[part.block.role]
+            most = maximum(most, total)
+        return most
+
+    def _orthogonal_seconds(self, pipeline: Pipeline, peak: float) -> Any:
+        """Seconds, at the data-sheet rate, of matmuls that make matrices orthogonal: at least those of the largest."""
+        largest = max(p.update.largest(self.extents) for p, _, _ in self.blocks)
+        if not largest:
+            return 0.0
+        return maximum(self._update(pipeline, lambda plan: plan.flops(self.extents)), largest) / peak
+
+
+def evaluated(
+    problem: TrainingProblem,
+    structure: Structure,
+    candidates: Candidates,
+    wires: Callable[[tuple[str, ...]], Wire],
+    local: tuple[LocalBlock, ...] | None = None,
+    *,
+    ledger: Ledger | None = None,
+) -> Evaluated:
+    """Everything that all pipeline schedules of the candidates share; arguments as in `evaluate`."""
+    c, formats = candidates, problem.job.formats
     planned = plan_structure(problem, structure)
     if local is None:
         local = evaluate_local(problem, structure, c.local)
     extents = whole_extents(problem, structure, c)
     parts = [p.part(structure, c) for p in planned]
-    step = step_time(
-        [_block_time(p, part, own, extents) for p, part, own in zip(planned, parts, local, strict=True)],
-        StepRates(chip, problem.calibration, wires),
-        stages=c.stage,
-        num_microbatches=c.num_microbatches,
-        boundary_bytes=extents.weighted(held_bytes((_residual(structure),) * problem.model.num_streams, formats)),
-        optimizer_bytes=_update(planned, parts, c.stage, lambda plan: extents.weighted(plan.traffic)),
-        optimizer_matmul=_orthogonal_seconds(planned, parts, extents, c.stage, chip.peak(formats.other_compute)),
-        ledger=ledger,
+    times = [_block_time(p, part, own, extents) for p, part, own in zip(planned, parts, local, strict=True)]
+    step = _step_parts(
+        times,
+        StepRates(problem.cluster.chip, problem.calibration, wires),
+        extents.weighted(held_bytes((_residual(structure),) * problem.model.num_streams, formats)),
+        ledger,
     )
-    stages = stage_memories(
-        [(part, p.memory, own.memory) for p, part, own in zip(planned, parts, local, strict=True)],
-        extents,
-        formats,
-        stages=c.stage,
-        num_microbatches=c.num_microbatches,
-        noted=ledger is not None,
-    )
-    holdings = None if ledger is None or structure.offload else ledger.holdings
-    costs = Costs(step, fullest(stages, chip.hbm_usable, holdings), _host_inputs(problem, c, parts, local, stages))
-    return offloaded(costs, structure.offload, c.offload_share, ledger=ledger) if structure.offload else costs
+    blocks = tuple((p, part, own) for p, part, own in zip(planned, parts, local, strict=True))
+    return Evaluated(problem, structure, c.offload_share, blocks, extents, step, ledger)
 
 
-def _host_inputs(
-    problem: TrainingProblem,
-    c: Candidates,
-    parts: Sequence[Part],
-    local: tuple[LocalBlock, ...],
-    stages: tuple[StageMemory, ...],
-) -> HostInputs:
-    """Gather what offloading depends on; nothing is computed yet."""
-    own = [b.passes for p, b in zip(parts, local, strict=True) if p.block.role == "layer"]
-    return HostInputs(
-        link_bandwidth=problem.cluster.chip.host_link_bandwidth,
-        efficiency=problem.calibration.link_efficiency,
-        parts=tuple(HostPart(layer, passes) for layer, passes in zip(stages[-1].layers, own, strict=True)),
-        stages=stages,
-        hbm_capacity=problem.cluster.chip.hbm_usable,
-        num_microbatches=c.num_microbatches,
-        num_stages=c.stage,
-    )
+def _step_parts(
+    times: Sequence[BlockTime], rates: StepRates, boundary_bytes: Any, ledger: Ledger | None = None
+) -> StepParts:
+    sums, once = role_sums(times, rates, ledger)
+    layers = num_layers(program_of(b.part for b in times))
+    return StepParts(sums, once, layers, rates, boundary_bytes)
 
 
 def offloaded(costs: Costs, which: Iterable[str], share: Any = 1.0, *, ledger: Ledger | None = None) -> Costs:
@@ -426,18 +501,16 @@ def evaluate_compute(
 
     Args: as in `evaluate`.
     """
-    step = step_time(
-        [
-            BlockTime(p.part(structure, candidates), **own.passes, flows=())
-            for p, own in zip(plan_structure(problem, structure), local, strict=True)
-        ],
-        StepRates(problem.cluster.chip, problem.calibration, lambda _: NO_WIRE),
-        stages=candidates.stage,
-        num_microbatches=candidates.num_microbatches,
-        boundary_bytes=0.0,
-        optimizer_bytes=0.0,
-    )
-    return step.expected
+    sums: dict[str, RoleSums] = {}
+    for p, own in zip(plan_structure(problem, structure), local, strict=True):
+        part = p.part(structure, candidates)
+        passes = sums.setdefault(part.block.role, RoleSums()).passes
+        count = part.share * part.block.repeat
+        for name, of in COMPUTE_PASSES:
+            passes[name] = passes[name] + count * own.passes[of].seconds
+    layers = num_layers(problem.train_program())
+    # The terms of a step are added up in another order: never above it for a last bit.
+    return (1 - 1e-12) * compute_makespan(sums, layers, candidates.pipeline)
 
 
 def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: Extents) -> BlockTime:
@@ -452,29 +525,3 @@ def _residual(structure: Structure) -> Held:
     """The residual stream as it stands between blocks, which is what stages send each other."""
     x = Tensor("x", ("B", "T", "D"))
     return Held(x, structure.strategy.home(x.axes))
-
-
-def _update(
-    planned: tuple[PlannedBlock, ...],
-    parts: Sequence[Part],
-    stages: Any,
-    amount: Callable[[UpdatePlan], Any],
-) -> Any:
-    """What the update takes on a chip of the fuller end of the pipeline, which the other stages wait for."""
-    most: Any = 0.0
-    for shares in stage_shares(program_of(parts), stages):
-        total: Any = 0.0
-        for part, p in zip(parts, planned, strict=True):
-            total = total + amount(p.update) * (part.block.repeat * shares[part.block.role] * part.share)
-        most = maximum(most, total)
-    return most
-
-
-def _orthogonal_seconds(
-    planned: tuple[PlannedBlock, ...], parts: Sequence[Part], extents: Extents, stages: Any, peak: float
-) -> Any:
-    """Seconds, at the data-sheet rate, of matmuls that make matrices orthogonal: at least those of the largest."""
-    largest = max(p.update.largest(extents) for p in planned)
-    if not largest:
-        return 0.0
-    return maximum(_update(planned, parts, stages, lambda plan: plan.flops(extents)), largest) / peak

@@ -184,7 +184,7 @@ def zb_v(shape: PipelineShape, times: PipelineTimes) -> Any:
     chunks' differences (while it fills and drains), however many microbatches there are.
 
     >>> t = StageTimes(1.0, 1.0, 1.0)
-    >>> zb_v(PipelineShape(4, 8, 2), PipelineTimes(t, t, t))  # 2 M t + (p - 1) b where the three are equal
+    >>> zb_v(PipelineShape(4, 8), PipelineTimes(t, t, t))  # 2 M t + (p - 1) b where the three are equal
     51.0
 
     Source: Qi et al. 2023, section 4 (the order of work); the idle time of any f, b, w is derived here.
@@ -233,7 +233,7 @@ def dualpipe_v(shape: PipelineShape, times: PipelineTimes) -> Any:
     """DualPipeV: DualPipe cut in half: two chunks a device, laid out as a V, and no second copy of the parameters.
 
     >>> t = StageTimes(1.0, 1.0, 1.0)
-    >>> dualpipe_v(PipelineShape(4, 8, 2), PipelineTimes(t, t, t))  # 2 M t + (p - 1) (f + 2 b - w) where f = b
+    >>> dualpipe_v(PipelineShape(4, 8), PipelineTimes(t, t, t))  # 2 M t + (p - 1) (f + 2 b - w) where f = b
     54.0
 
     Exact for equal chunks; else as `zb_v`. Source: DualPipe repository; Sea AI Lab, "cut-in-half".

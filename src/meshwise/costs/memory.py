@@ -5,13 +5,13 @@ What a class holds is read from the placed blocks. Not here: allocator fragmenta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, minimum, where
+from meshwise.costs.arithmetic import maximum, where
 from meshwise.costs.extents import Extents, WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
-from meshwise.costs.pipeline import Part, program_of, stage_shares
+from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of, uneven
 from meshwise.costs.update import moment_bytes, weight_bytes
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
@@ -174,28 +174,26 @@ def training_memory(
     precision: Precision,
     *,
     hbm_capacity: float,
-    stages: Any,
-    num_microbatches: Any,
+    pipeline: Pipeline,
     holdings: list[Holding] | None = None,
 ) -> Mapping[str, Any]:
-    """Bytes of each class on the chip that holds most: of the first or of the last pipeline stage (1F1B schedule).
+    """Bytes of each class on the chip that holds most: of the pipeline device with the embedding, or with the head.
 
-    The first stage holds the embedding and up to `stages` microbatches in flight; the last holds the head and one.
+    Under 1F1B the first stage holds up to `stages` microbatches in flight, the last holds one; `schedules` says what
+    others hold. Where layers do not divide, a device between may have more of them than the ends, and counts, too.
 
     Args:
         blocks: all blocks; each layer group's `repeat` is spread over the stages, rounded up.
         extents: local sizes of the training state.
         precision: bytes per element.
         hbm_capacity: bytes; the reserve is a share of it.
-        stages, num_microbatches: floats or arrays.
-        holdings: filled with what the classes of the fuller stage are made of (floats only).
+        pipeline: schedule and sizes (floats or arrays).
+        holdings: filled with what the classes of the fullest device are made of (floats only).
 
     Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti
         et al. 2022.
     """
-    ends = stage_memories(
-        blocks, extents, precision, stages=stages, num_microbatches=num_microbatches, noted=holdings is not None
-    )
+    ends = stage_memories(blocks, extents, precision, pipeline, noted=holdings is not None)
     return fullest(ends, hbm_capacity, holdings)
 
 
@@ -203,19 +201,18 @@ def stage_memories(
     blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
     extents: Extents,
     precision: Precision,
+    pipeline: Pipeline,
     *,
-    stages: Any,
-    num_microbatches: Any,
     noted: bool = False,
 ) -> tuple[StageMemory, ...]:
-    """What the chips of the first and of the last stage hold; arguments as in `training_memory`.
+    """What the chips hold that may be the fullest, the one with most layers last; arguments as in `training_memory`.
 
     Args:
         noted: whether to write down what the classes are made of (floats only).
     """
     state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
-    both = pipeline_ends(program_of(part for part, _, _ in blocks), stages, num_microbatches)
-    return tuple(_stage_memory(blocks, state, end, [] if noted else None) for end in both)
+    ends = pipeline_ends(num_layers(program_of(part for part, _, _ in blocks)), pipeline)
+    return tuple(_stage_memory(blocks, state, end, [] if noted else None) for end in ends)
 
 
 def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Any]:
@@ -261,18 +258,20 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The first or the last pipeline stage (floats or arrays).
+    """A device of the pipeline that may hold most (floats or arrays).
 
     Args:
         counts: role -> copies there of each block's `repeat`.
-        in_flight: microbatches whose activations are held.
-        several_stages: 1 where there are several stages, so that tied weights and their gradients are held twice, else
-            0.
+        in_flight: microbatches whose activations are held, of all its chunks.
+        logits_in_flight: microbatches whose logits are held.
+        tied_apart: 1 where what tied weights belong to is on another device, so that they and their gradients are held
+            twice, else 0.
     """
 
     counts: Mapping[str, Any]
     in_flight: Any
-    several_stages: Any
+    logits_in_flight: Any
+    tied_apart: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +318,23 @@ class StageMemory:
     holdings: list[Holding] | None
 
 
-def pipeline_ends(blocks: Iterable[Block], stages: Any, num_microbatches: Any) -> tuple[End, End]:
-    """Say what the first and the last stage hold."""
-    first, last = stage_shares(blocks, stages)
-    several = (stages > 1) * 1.0
-    in_flight = where(several > 0, minimum(stages, num_microbatches), 1.0)
-    return End(first, in_flight, several), End(last, 1.0, several)
+def pipeline_ends(layers: int, pipeline: Pipeline) -> tuple[End, ...]:
+    """Say what the devices hold that may be the fullest: those with the head, the embedding, or more layers."""
+    schedule, shape = pipeline.schedule, pipeline.shape
+    first, middle, last = device_shares(layers, pipeline)
+    apart = 0.0 if schedule.folded else (shape.stages > 1) * 1.0
+    logits = schedule.held_head(shape)
+    chunks = pipeline.device_chunks
+
+    def end(counts: Mapping[str, Any], held: Any) -> End:
+        return End(counts, held / chunks, logits, apart)
+
+    ends = [end(first, schedule.held_first(shape))]
+    if not schedule.folded:
+        ends.append(end(last, schedule.held_last(shape)))
+    if uneven(layers, pipeline):
+        ends.append(end(middle, where(pipeline.has_middle, schedule.held_second(shape), schedule.held_first(shape))))
+    return tuple(ends)
 
 
 def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dict[str, Any]:
@@ -369,10 +379,10 @@ def _stage_memory(
             layers.append(LayerMemory(block, n, present, end.in_flight, held, local.kept))
         for name in ("parameters", "master_copies", "gradients", "optimizer"):
             add(name, block, n, held[name])
-        add("parameters", block, end.several_stages * n, held["tied"])
-        add("gradients", block, end.several_stages * n, held["tied_gradients"])
+        add("parameters", block, end.tied_apart * n, held["tied"])
+        add("gradients", block, end.tied_apart * n, held["tied_gradients"])
         if block.role == "head":
-            add("logits_and_loss", block, n, local.kept + local.workspace)
+            add("logits_and_loss", block, n * end.logits_in_flight, local.kept + local.workspace)
         else:
             add("activations", block, n * end.in_flight, local.kept)
             largest("workspace", block, present, local.workspace)

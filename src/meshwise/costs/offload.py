@@ -25,6 +25,7 @@ from typing import Any
 from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.memory import Holding, LayerMemory, StageMemory, fullest
+from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.step import TERMS, HostMove, Ledger, StepTime
 from meshwise.costs.traffic import Pass
 from meshwise.errors import LayoutError
@@ -67,8 +68,7 @@ class HostInputs:
         parts: the layers.
         stages: memory of the first and the last stage.
         hbm_capacity: bytes.
-        num_microbatches: of a step.
-        num_stages: of the pipeline.
+        pipeline: schedule and sizes.
     """
 
     link_bandwidth: float
@@ -76,13 +76,18 @@ class HostInputs:
     parts: tuple[HostPart, ...]
     stages: tuple[StageMemory, ...]
     hbm_capacity: float
-    num_microbatches: Any
-    num_stages: Any
+    pipeline: Pipeline
+
+    @property
+    def num_microbatches(self) -> Any:
+        """Microbatches of a step that each layer of the device works on."""
+        return self.pipeline.shape.num_microbatches * self.pipeline.work_share
 
     @property
     def rounds(self) -> Any:
-        """Microbatches that the step lasts: those included that fill and drain the pipeline."""
-        return self.num_microbatches + (self.num_stages - 1)
+        """The same with those that fill and drain the pipeline, in which others stream."""
+        waits = self.pipeline.schedule.waits(self.pipeline.shape) / self.pipeline.device_chunks
+        return self.num_microbatches + waits
 
 
 def check_offload(chip: Chip, offload: Iterable[str]) -> None:
@@ -146,7 +151,8 @@ def _moves(host: HostInputs, which: frozenset[str], share: Any) -> list[HostMove
         layer = p.memory
         kept = layer.kept * share if "activations" in which else 0.0
         weights = layer.state["parameters"] if "parameters" in which else 0.0
-        ahead, back = p.passes["forward"].seconds, p.passes["recompute"].seconds + p.passes["backward"].seconds
+        ahead = p.passes["forward"].seconds
+        back = sum(p.passes[name].seconds for name in ("recompute", "backward", "weights"))
         forward = _move(layer, Pass.FORWARD, (kept, weights), ahead, rate)
         backward = _move(layer, Pass.BACKWARD, (0.0, kept + weights), back, rate)
         moves += [forward, backward]

@@ -1,6 +1,6 @@
-"""How the blocks of a program are spread over the stages of a pipeline: layers evenly, rounded up; the ends hold more.
+"""How the blocks of a program are spread over the chunks and devices of a pipeline: layers evenly, the ends hold more.
 
-The one place that knows it. Not here: seconds (`step`) and bytes (`memory`).
+The one place that knows it. Not here: in which order devices work (`schedules`), seconds (`step`) and bytes (`memory`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,58 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.costs.arithmetic import ceil
+import numpy as np
+
+from meshwise.costs.arithmetic import ceil, where
+from meshwise.costs.schedules import PipelineShape, Schedule, find_schedule
 from meshwise.tensors import Block
 
-__all__ = ["Part", "num_layers", "program_of", "stage_shares"]
+__all__ = ["Part", "Pipeline", "Shares", "chunk_shares", "device_shares", "num_layers", "program_of", "uneven"]
+
+#: Role of a block -> share of its copies.
+Shares = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A schedule and its sizes.
+
+    Args:
+        schedule: one of `schedules.SCHEDULES`.
+        shape: stages, microbatches, virtual stages (floats or arrays). One stage: gradients are accumulated.
+    """
+
+    schedule: Schedule
+    shape: PipelineShape
+
+    @classmethod
+    def of(cls, schedule: str, stages: Any, num_microbatches: Any, virtual_stages: Any = 1.0) -> Pipeline:
+        """Look the schedule up.
+
+        Raises:
+            UnknownNameError: for an unknown schedule.
+        """
+        return cls(find_schedule(schedule), PipelineShape(stages, num_microbatches, virtual_stages))
+
+    @property
+    def num_chunks(self) -> Any:
+        """Parts that the model is cut into."""
+        return self.schedule.num_chunks(self.shape)
+
+    @property
+    def has_middle(self) -> Any:
+        """Whether there are devices with neither the embedding nor the head."""
+        return self.num_chunks > 2 if self.schedule.folded else self.shape.stages > 2
+
+    @property
+    def device_chunks(self) -> Any:
+        """Chunks of the model that a device stores, copies of the parameters counted."""
+        return 2 if self.schedule.folded else self.schedule.chunks_of(self.shape)
+
+    @property
+    def work_share(self) -> Any:
+        """Share of the microbatches that each chunk of a device works on."""
+        return self.schedule.chunks_of(self.shape) / 2 if self.schedule.folded else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +88,55 @@ def num_layers(blocks: Iterable[Block]) -> int:
     return sum(block.repeat for block in blocks if block.role == "layer")
 
 
-def stage_shares(blocks: Iterable[Block], stages: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Share of the copies of a block that the first and the last stage hold, by the block's role (floats or arrays).
+def chunk_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Shares]:
+    """Share of the copies of a block in the first chunk, in one between, and in the last, by the block's role.
 
-    The first stage has the embedding, the last the head; one stage has both. Layers that do not divide make some stages
-    longer by one: those count.
+    The first has the embedding, the last the head. Where layers do not divide, the last chunk has one less, then the
+    first, then others; of those between, the longer ones count.
 
-    >>> block = Block("layer", (), repeat=10)
-    >>> first, last = stage_shares([block], 4)
-    >>> first == {"embed": 1.0, "head": 0.0, "layer": 0.3}, last["embed"], last["head"]
-    (True, 0.0, 1.0)
+    >>> of = chunk_shares(126, Pipeline.of("1f1b", 16, 16))
+    >>> [round(126 * share["layer"]) for share in of]
+    [7, 8, 7]
 
     Args:
-        blocks: of the program.
-        stages: of the pipeline.
+        layers: of the model, all groups together.
+        pipeline: of so many chunks (floats or arrays).
     """
-    layers = num_layers(blocks)
-    single = (stages == 1) * 1.0
-    share = ceil(layers / stages) / layers
-    return {"embed": 1.0, "head": single, "layer": share}, {"embed": single, "head": 1.0, "layer": share}
+    chunks = pipeline.num_chunks
+    most = ceil(layers / chunks)
+    missing = most * chunks - layers
+    single = (chunks == 1) * 1.0
+    return (
+        {"embed": 1.0, "layer": (most - (missing > 1)) / layers, "head": single},
+        {"embed": 0.0, "layer": most / layers, "head": 0.0},
+        {"embed": single, "layer": (most - (missing > 0)) / layers, "head": 1.0},
+    )
+
+
+def uneven(layers: int, pipeline: Pipeline) -> bool:
+    """Whether the layers of any candidate do not divide over its chunks, so that devices between may have more."""
+    left = ceil(layers / pipeline.num_chunks) * pipeline.num_chunks - layers
+    return bool(np.any((left > 0) & pipeline.has_middle))
+
+
+def device_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Shares]:
+    """Share of the copies of a block that the device with the first chunk stores, one between, that with the last.
+
+    Args: as in `chunk_shares`.
+
+    >>> first, middle, last = device_shares(32, Pipeline.of("zb-v", 4, 8))
+    >>> first["embed"], first["head"], middle["layer"]
+    (1.0, 1.0, 0.25)
+    """
+    first, middle, last = chunk_shares(layers, pipeline)
+    if pipeline.schedule.folded:
+        ends, between = _sum(first, last, 1.0), _sum(middle, middle, 1.0)
+        between = {role: where(pipeline.has_middle, between[role], ends[role]) for role in ends}
+        return ends, between, ends
+    others = pipeline.schedule.chunks_of(pipeline.shape) - 1
+    start, between, end = (_sum(chunk, middle, others) for chunk in (first, middle, last))
+    return start, {role: where(pipeline.has_middle, between[role], start[role]) for role in between}, end
+
+
+def _sum(one: Shares, other: Shares, times: Any) -> Shares:
+    return {role: one[role] + times * other[role] for role in one}

@@ -53,14 +53,15 @@ class Schedule:
         meaning: what it does, in a line.
         source: who described it.
         needs: what it asks of stages, microbatches and chunks.
-        chunks: of the model on a device: 1, 2, or None where the layout says how many (`virtual_stages`).
+        chunks: of the model on a device: 1, 2, or None where the layout says how many (`virtual_stages`, else 1).
         copies: of the parameters.
         splits_backward: whether gradients of weights are a pass of their own.
         overlaps: whether a forward pass runs together with another microbatch's backward pass, each computing while
             the other communicates.
         folded: whether the first device also has the end of the model: its head.
         makespan: seconds of all microbatches; see `makespans`.
-        held_first, held_last: chunks' activations that the first and the last device hold at most.
+        held_first, held_second, held_last: chunks' activations that these devices hold at most.
+        waits: chunks between, whole, that the longest path passes besides the busiest device's work, at the least.
         held_head: microbatches whose logits are held at once.
     """
 
@@ -75,7 +76,9 @@ class Schedule:
     folded: bool
     makespan: Callable[[PipelineShape, PipelineTimes], Any]
     held_first: Count
+    held_second: Count
     held_last: Count
+    waits: Count
     held_head: Count
 
     def why_not(self, shape: PipelineShape) -> str | None:
@@ -112,17 +115,21 @@ class Schedule:
         chunks = self.chunks_of(shape)
         return together(chunks * shape.num_microbatches, chunks * shape.stages / 2)
 
-    def work(self, shape: PipelineShape, times: PipelineTimes) -> Any:
-        """Seconds that the busiest device works: of the first, the last and one between."""
+    def works(self, shape: PipelineShape, times: PipelineTimes) -> tuple[Any, Any, Any]:
+        """Seconds that the device with the first chunk works, one between (0 if there is none), that with the last."""
         M, chunks = shape.num_microbatches, self.chunks_of(shape)
         if self.folded:
             pairs = self.pairs(shape)
             between = M * chunks * times.middle.total - pairs * times.middle.saved
             ends = M * chunks * times.ends.total - pairs * times.ends.saved
-            return maximum(ends, where(self.num_chunks(shape) > 2, between, 0.0))
+            return ends, where(self.num_chunks(shape) > 2, between, 0.0), ends
         others = (chunks - 1) * times.middle.total
         between = where(shape.stages > 2, M * chunks * times.middle.total, 0.0)
-        return maximum(M * (times.last.total + others), M * (times.first.total + others), between)
+        return M * (times.first.total + others), between, M * (times.last.total + others)
+
+    def work(self, shape: PipelineShape, times: PipelineTimes) -> Any:
+        """Seconds that the busiest device works."""
+        return maximum(*self.works(shape, times))
 
     def idle(self, shape: PipelineShape, times: PipelineTimes) -> Any:
         """Seconds that the busiest device waits in a step: the bubble.
@@ -133,16 +140,18 @@ class Schedule:
         """
         return self.makespan(shape, times) - self.work(shape, times)
 
-    def in_flight(self, shape: PipelineShape) -> tuple[Any, Any]:
-        """Microbatches whose activations the first and the last device hold at most, in units of a device's layers.
+    def in_flight(self, shape: PipelineShape) -> tuple[Any, Any, Any]:
+        """Microbatches whose activations the first, the second and the last device hold at most.
+
+        In units of what a device's chunks, each once, keep of one microbatch.
 
         >>> find_schedule("1f1b").in_flight(PipelineShape(4, 8))
-        (4.0, 1.0)
+        (4.0, 3.0, 1.0)
         >>> find_schedule("interleaved").in_flight(PipelineShape(4, 8, 2))
-        (5.5, 2.5)
+        (5.5, 4.5, 2.5)
         """
         chunks = self.chunks_of(shape)
-        return self.held_first(shape) / chunks, self.held_last(shape) / chunks
+        return self.held_first(shape) / chunks, self.held_second(shape) / chunks, self.held_last(shape) / chunks
 
     def hops(self, shape: PipelineShape) -> Any:
         """Sends from device to device that a microbatch makes on its way forward."""
@@ -155,8 +164,7 @@ class Schedule:
 
 
 _STAGES = Need(lambda s: s.stages >= 2, "two stages or more: found {p}")
-_PLAIN = Need(lambda s: s.virtual_stages == 1, "one virtual stage a device: found {v}")
-_FOLD = Need(lambda s: s.virtual_stages == 2, "two virtual stages a device, which make the V: found {v}")
+_PLAIN = Need(lambda s: s.virtual_stages == 1, "no virtual stages: found {v}")
 _TWICE = Need(
     lambda s: s.num_microbatches >= 2 * s.stages,
     "twice as many microbatches as stages: {M} are fewer than {twice}",
@@ -171,7 +179,9 @@ _SCHEDULES = (
         chunks=1, copies=1, splits_backward=False, overlaps=False, folded=False,
         makespan=one_after_another,
         held_first=lambda s: where(s.stages > 1, s.num_microbatches, 1),
+        held_second=lambda s: where(s.stages > 1, s.num_microbatches, 1),
         held_last=lambda s: where(s.stages > 1, s.num_microbatches, 1),
+        waits=lambda s: s.stages - 1,
         held_head=lambda s: where(s.stages > 1, s.num_microbatches, 1),
     ),
     Schedule(
@@ -182,7 +192,9 @@ _SCHEDULES = (
         chunks=1, copies=1, splits_backward=False, overlaps=False, folded=False,
         makespan=one_after_another,
         held_first=lambda s: minimum(s.stages, s.num_microbatches),
+        held_second=lambda s: minimum(s.stages - 1, s.num_microbatches),
         held_last=lambda _: 1,
+        waits=lambda s: s.stages - 1,
         held_head=lambda _: 1,
     ),
     Schedule(
@@ -202,7 +214,11 @@ _SCHEDULES = (
         held_first=lambda s: minimum(
             s.num_microbatches * s.virtual_stages, (s.virtual_stages + 1) * s.stages - 1
         ),
+        held_second=lambda s: minimum(
+            s.num_microbatches * s.virtual_stages, (s.virtual_stages + 1) * s.stages - 3
+        ),
         held_last=lambda s: (s.virtual_stages - 1) * s.stages + 1,
+        waits=lambda s: s.stages - 1,
         held_head=lambda _: 1,
     ),
     Schedule(
@@ -217,7 +233,9 @@ _SCHEDULES = (
         chunks=1, copies=1, splits_backward=True, overlaps=False, folded=False,
         makespan=zb_h1,
         held_first=lambda s: s.stages,
+        held_second=lambda s: s.stages,
         held_last=lambda s: s.stages,
+        waits=lambda _: 0.0,
         held_head=lambda s: s.stages,
     ),
     Schedule(
@@ -226,7 +244,7 @@ _SCHEDULES = (
         source="Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-V)",
         needs=(
             _STAGES,
-            _FOLD,
+            _PLAIN,
             Need(lambda s: s.num_microbatches >= 2 * s.stages - 1,
                 "twice as many microbatches as stages, less one: {M} are fewer than {twice} - 1",
             ),
@@ -234,7 +252,9 @@ _SCHEDULES = (
         chunks=2, copies=1, splits_backward=True, overlaps=False, folded=True,
         makespan=zb_v,
         held_first=lambda s: 2 * s.stages,
+        held_second=lambda s: 2 * s.stages,
         held_last=lambda s: 2 * s.stages,
+        waits=lambda _: 0.0,
         held_head=lambda _: 1,
     ),
     Schedule(
@@ -250,18 +270,22 @@ _SCHEDULES = (
         chunks=1, copies=2, splits_backward=True, overlaps=True, folded=True,
         makespan=dualpipe,
         held_first=lambda s: s.stages + 1,
+        held_second=lambda s: s.stages + 1,
         held_last=lambda s: s.stages + 1,
+        waits=lambda _: 0.0,
         held_head=lambda _: 1,
     ),
     Schedule(
         name="dualpipe-v",
         meaning="DualPipe cut in half: a V of two chunks a device, forward and backward passes overlapped, one copy",
         source="DualPipe repository, DualPipeV; Qi et al. 2025, cut-in-half",
-        needs=(_STAGES, _FOLD, _TWICE),
+        needs=(_STAGES, _PLAIN, _TWICE),
         chunks=2, copies=1, splits_backward=True, overlaps=True, folded=True,
         makespan=dualpipe_v,
         held_first=lambda s: 2 * s.stages + 1,
+        held_second=lambda s: 2 * s.stages + 1,
         held_last=lambda s: 2 * s.stages + 1,
+        waits=lambda _: 0.0,
         held_head=lambda _: 1,
     ),
 )  # fmt: skip

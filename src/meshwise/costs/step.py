@@ -10,8 +10,9 @@ The rule for the *expected* time, stated once:
    out of its collective matmuls, which use other links), as far as that lasts.
 4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
    forward pass (new weights), but for one layer's worth.
-5. A pipeline (1F1B) idles for stages - 1 microbatches, each as long as a stage before the last takes (no head); its
-   sends are hidden except while it fills and drains.
+5. A pipeline takes what its schedule takes (`makespans`): the work of its busiest device, and what that waits for.
+   Its sends are hidden except on the first microbatch's way through the model and the last one's way back. Where a
+   forward pass runs together with another microbatch's backward pass, each computes while the other communicates.
 6. What lives in the host's memory streams over the host link, hidden behind the compute of its own layer and pass, or
    behind the last backward pass, as far as that lasts (`offload`).
 
@@ -21,24 +22,23 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, minimum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.compute import PassCompute
+from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import Holding
 from meshwise.costs.network import Wire
-from meshwise.costs.pipeline import Part, num_layers, program_of, stage_shares
+from meshwise.costs.pipeline import Part, Pipeline
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.hardware import Chip
-from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
-__all__ = ["TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime", "step_time", "term_of"]
+__all__ = ["NETWORKS", "TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime", "term_of"]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
@@ -61,12 +61,21 @@ Wires = Callable[[tuple[str, ...]], Wire]
 
 @dataclass(frozen=True, slots=True)
 class BlockTime:
-    """One copy of a block, one microbatch, on one chip (floats or arrays, seconds)."""
+    """One copy of a block, one microbatch, on one chip (floats or arrays, seconds).
+
+    Args:
+        part: which copies it is one of.
+        forward, recompute: as they say.
+        backward: gradients of activations.
+        weights: gradients of weights.
+        flows: what it sends.
+    """
 
     part: Part
     forward: PassCompute
     recompute: PassCompute
     backward: PassCompute
+    weights: PassCompute
     flows: tuple[Flow, ...]
 
     @property
@@ -159,9 +168,12 @@ class Ledger:
     """The entries that a step's terms are sums of; `step_time` fills it where one is given.
 
     Args:
-        blocks: each with its copies on the slowest stage.
+        blocks: each with its runs on the busiest device, for one microbatch.
         hidings: every flow, once.
-        microbatch: seconds of one microbatch on a stage before the last: what the pipeline fills and drains with.
+        pipeline: schedule and sizes.
+        times: seconds of its chunks; None on one stage.
+        nothing_hidden: seconds of the schedule with nothing overlapped.
+        waits: runs of layers on other devices that the busiest waits for at least, in units of its own layers.
         send: seconds of one send between stages.
         boundary_bytes, optimizer_bytes, optimizer_matmul: as given to `step_time`.
         holdings: what the classes of memory are made of; `evaluate` fills it.
@@ -170,7 +182,10 @@ class Ledger:
 
     blocks: list[tuple[BlockTime, Any]] = field(default_factory=list)
     hidings: list[Hiding] = field(default_factory=list)
-    microbatch: Any = 0.0
+    pipeline: Pipeline | None = None
+    times: PipelineTimes | None = None
+    nothing_hidden: Any = 0.0
+    waits: Any = 0.0
     send: Any = 0.0
     boundary_bytes: Any = 0.0
     optimizer_bytes: Any = 0.0
@@ -180,45 +195,8 @@ class Ledger:
     rounds: Any = 0.0
 
 
-_NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
-_COMPUTE = ("forward", "backward", "recompute")
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Seconds of one microbatch, or of what happens once a step, on the slowest stage."""
-
-    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((*_COMPUTE, *_NETWORKS), 0.0))
-    hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_NETWORKS, 0.0))
-    resources: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("hbm", *_NETWORKS), 0.0))
-    cover: dict[Purpose, Any] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
-    serial: Any = 0.0
-    flops: Any = 0.0
-    busy: Any = 0.0
-
-    def total(self) -> Any:
-        """All terms together."""
-        return sum(self.terms.values())
-
-    def copy(self) -> _Sums:
-        """Keep what has been added so far."""
-        return replace(self, terms=dict(self.terms), hidden=dict(self.hidden), resources=dict(self.resources))
-
-    def expose(self, by_term: Mapping[str, Any], cover: Any, count: Any) -> tuple[Any, Any]:
-        """Hide `count` times what fits behind `cover` seconds of compute; share what sticks out over the terms.
-
-        Returns: seconds that were hidden, once; the share that was exposed.
-        """
-        together: Any = sum(by_term.values())
-        if isinstance(together, float | int) and together == 0:
-            return 0.0, 0.0
-        covered = minimum(together, cover)
-        exposed_share = (together - covered) / maximum(together, 1e-30)
-        for term, seconds in by_term.items():
-            exposed = seconds * exposed_share
-            self.terms[term] = self.terms[term] + count * exposed
-            self.hidden[term] = self.hidden[term] + count * (seconds - exposed)
-        return covered, exposed_share
+#: Uses of the network.
+NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,177 +215,3 @@ class StepRates:
     def flow_bound(self, f: Flow) -> Any:
         """The same by data-sheet bandwidth alone."""
         return f.count * wire_time(f.kind, f.num_bytes, self.wires(f.mesh_axes))
-
-
-def step_time(
-    blocks: Sequence[BlockTime],
-    rates: StepRates,
-    *,
-    stages: Any,
-    num_microbatches: Any,
-    boundary_bytes: Any,
-    optimizer_bytes: Any,
-    optimizer_matmul: Any = 0.0,
-    ledger: Ledger | None = None,
-) -> StepTime:
-    """Put the blocks together.
-
-    Args:
-        blocks: the program, priced block by block.
-        rates: chip, calibration, wires.
-        stages, num_microbatches: of the 1F1B pipeline (1 stage: gradient accumulation).
-        boundary_bytes: what one chip sends to the next stage per microbatch and direction.
-        optimizer_bytes: HBM traffic of the optimizer on one chip.
-        optimizer_matmul: seconds of its matmuls at the data-sheet rate.
-        ledger: to be filled, for workings.
-
-    The last stage has the head besides its layers, so it sets the pace: it runs all its microbatches without a pause.
-    Before its first the other stages run one forward pass each, after its last one backward pass each, and neither has
-    a head: num_microbatches * last + (stages - 1) * other. With no head that is the bubble of the sources.
-
-    Source: book, Training; Narayanan et al. 2021 for the 1F1B bubble, (stages - 1) / microbatches of equal stages.
-    """
-    program = program_of(b.part for b in blocks)
-    _, last = stage_shares(program, stages)
-    counted = [(b, b.part.share * (b.block.repeat * last[b.block.role])) for b in blocks]
-    micro, fill = _Sums(), None
-    for block, count in counted:
-        if fill is None and block.block.role == "head":
-            fill = micro.copy()
-        _add_block(micro, block, count, rates, ledger)
-    fill = fill or micro
-    once = _Sums()
-    _add_step_flows(once, micro, counted, rates, 1 - 1 / (num_layers(program) * last["layer"]), ledger=ledger)
-    idle = stages - 1
-    send = _send(boundary_bytes, rates)
-    sends = 2 * send * (stages > 1)
-    optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
-    if ledger is not None:
-        ledger.blocks += counted
-        ledger.microbatch, ledger.send = fill.total(), send
-        ledger.boundary_bytes, ledger.optimizer_bytes = boundary_bytes, optimizer_bytes
-        ledger.optimizer_matmul = optimizer_matmul
-    terms = {name: num_microbatches * micro.terms[name] + once.terms[name] for name in micro.terms}
-    terms["pipeline_bubble"] = idle * fill.total()
-    terms["pipeline_send"] = 2 * (stages - 1) * send
-    terms["offload"] = 0.0
-    terms["optimizer"] = (
-        optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
-    )
-    resources = {
-        n: num_microbatches * micro.resources[n] + idle * fill.resources[n] + once.resources[n] for n in micro.resources
-    }
-    resources["compute"] = num_microbatches * micro.busy + idle * fill.busy + optimizer_matmul
-    resources["hbm"] = resources["hbm"] + optimizer
-    lower: Any = 0.0
-    for seconds in resources.values():
-        lower = maximum(lower, seconds)
-    return StepTime(
-        terms={name: terms[name] for name in TERMS},
-        hidden={n: num_microbatches * micro.hidden[n] + once.hidden[n] for n in _NETWORKS},
-        lower=lower,
-        expected=sum(terms[name] for name in TERMS),
-        upper=num_microbatches * (micro.serial + sends)
-        + idle * (fill.serial + sends)
-        + once.serial
-        + terms["optimizer"],
-        resources=resources,
-        flops=num_microbatches * micro.flops,
-    )
-
-
-def _add_block(sums: _Sums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:
-    """Add `count` runs of a block: compute, exposed activations, and what sticks out of weights and gradients."""
-    for name, work in (("forward", b.forward), ("recompute", b.recompute), ("backward", b.backward)):
-        sums.terms[name] = sums.terms[name] + count * work.seconds
-        sums.serial = sums.serial + count * work.serial_seconds
-        sums.flops = sums.flops + count * work.flops
-        sums.busy = sums.busy + count * work.busy
-        sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
-    hideable: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
-    fused: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
-    circling: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
-    for f in b.flows:
-        if f.when is Pass.STEP:
-            continue
-        term, seconds = term_of(f.mesh_axes, f.purpose), rates.flow_seconds(f)
-        sums.resources[term] = sums.resources[term] + count * rates.flow_bound(f)
-        sums.serial = sums.serial + count * seconds
-        if f.purpose is Purpose.RING:
-            circling[f.when].append((f, seconds))
-        elif f.purpose is not Purpose.ACTIVATIONS:
-            hideable[f.when].append((f, seconds))
-        elif term == "tensor" and rates.calibration.collective_matmul:
-            fused[f.when].append((f, seconds))
-        else:
-            sums.terms[term] = sums.terms[term] + count * seconds
-            if ledger is not None:
-                ledger.hidings.append(Hiding(2, b.block, f.when, ((f, seconds),), 0.0, 1.0, count))
-    compute = {Pass.FORWARD: b.forward.seconds, Pass.BACKWARD: b.recompute.seconds + b.backward.seconds}
-    purposes = {Pass.FORWARD: Purpose.WEIGHTS, Pass.BACKWARD: Purpose.GRADIENTS}
-    attention = {
-        Pass.FORWARD: b.forward.attention_seconds,
-        Pass.BACKWARD: b.recompute.attention_seconds + b.backward.attention_seconds,
-    }
-    for when, cover in compute.items():
-        _hide(sums, Hiding(2, b.block, when, tuple(circling[when]), attention[when], 0.0, count), ledger)
-        _hide(sums, Hiding(2, b.block, when, tuple(fused[when]), cover, 0.0, count), ledger)
-        # Collective matmuls use the links of the tensor axis, weights those of fsdp: what sticks out covers weights,
-        # too.
-        busy = maximum(cover, sum(seconds for _, seconds in fused[when]))
-        hidden = _hide(sums, Hiding(3, b.block, when, tuple(hideable[when]), busy, 0.0, count), ledger)
-        sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * (busy - hidden)
-
-
-def _hide(sums: _Sums, entry: Hiding, ledger: Ledger | None) -> Any:
-    """Hide the flows of `entry` behind its cover, and write down what share was exposed.
-
-    Returns: seconds that were hidden, once.
-    """
-    by_term: dict[str, Any] = {}
-    for f, seconds in entry.flows:
-        term = term_of(f.mesh_axes, f.purpose)
-        by_term[term] = by_term.get(term, 0.0) + seconds
-    hidden, exposed_share = sums.expose(by_term, entry.cover, entry.count)
-    if ledger is not None and entry.flows:
-        ledger.hidings.append(replace(entry, exposed_share=exposed_share))
-    return hidden
-
-
-def _add_step_flows(
-    once: _Sums,
-    micro: _Sums,
-    counted: Sequence[tuple[BlockTime, Any]],
-    rates: StepRates,
-    cover_share: Any,
-    *,
-    ledger: Ledger | None,
-) -> None:
-    """Add what happens once a step: reductions behind the last backward pass, new weights behind the next forward pass.
-
-    They hide behind what compute of one microbatch covers nothing else yet, less one layer.
-    """
-    by_purpose: dict[Purpose, dict[str, Any]] = {Purpose.GRADIENTS: {}, Purpose.WEIGHTS: {}}
-    entries: list[Hiding] = []
-    for b, count in counted:
-        for f in b.flows:
-            if f.when is Pass.STEP:
-                term = term_of(f.mesh_axes, f.purpose)
-                one = rates.flow_seconds(f)
-                seconds = count * one
-                once.resources[term] = once.resources[term] + count * rates.flow_bound(f)
-                once.serial = once.serial + seconds
-                by_purpose[f.purpose][term] = by_purpose[f.purpose].get(term, 0.0) + seconds
-                entries.append(Hiding(4, b.block, Pass.STEP, ((f, one),), 0.0, 0.0, count))
-    for purpose, by_term in by_purpose.items():
-        cover = micro.cover[purpose] * cover_share
-        _, exposed_share = once.expose(by_term, cover, 1.0)
-        if ledger is not None:
-            own = (e for e in entries if e.flows[0][0].purpose is purpose)
-            ledger.hidings += [replace(e, cover=cover, exposed_share=exposed_share) for e in own]
-
-
-def _send(boundary_bytes: Any, rates: StepRates) -> Any:
-    """Seconds of one send between neighbouring stages."""
-    links = rates.calibration.links
-    return collective_time(CollectiveKind.PERMUTE, boundary_bytes, rates.wires(("stage",)), links=links)

@@ -7,7 +7,7 @@ formula. Not here: words and units (`formulas`), tables (`report`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.costs.collectives import schedules
@@ -15,10 +15,12 @@ from meshwise.costs.compute import ComputeRates, PassCompute, operation_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import PlannedBlock, TrainingProblem, local_extents, plan_structure, whole_extents
 from meshwise.costs.extents import Extents, held_bytes, held_key
+from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import LARGEST_COUNTS, RESERVE_SHARE
 from meshwise.costs.network import Fabric
 from meshwise.costs.paths import Path, paths
-from meshwise.costs.step import Hiding, Ledger, term_of
+from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.step import Ledger, term_of
 from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.expression import ShardedTensor
@@ -89,7 +91,7 @@ class BlockWorking:
     name: str
     copies: float
     num_microbatches: int
-    waited_for: int
+    waited_for: float
     passes: Mapping[str, PassCompute]
     operations: tuple[OperationWorking, ...]
 
@@ -137,7 +139,7 @@ class CollectiveWorking:
     count_per_pass: int
     copies: float
     runs: int
-    waited_for: int
+    waited_for: float
     seconds: float
     latency: float
     latency_binds: bool
@@ -265,7 +267,8 @@ class Workings:
         problem, layout: whose estimate it is.
         blocks: compute, in order of execution.
         collectives: all that take time, on the slowest stage.
-        microbatch: seconds of one microbatch on a stage before the last, exposed communication included.
+        pipeline, times: its schedule, and seconds of its chunks, exposed communication included.
+        nothing_hidden: seconds of the schedule with nothing overlapped.
         send: seconds of one send between stages; boundary_bytes, what it sends.
         optimizer_bytes: HBM traffic of the update on one chip.
         optimizer_matmul: seconds of its matmuls at the data-sheet rate.
@@ -281,7 +284,9 @@ class Workings:
     layout: Layout
     blocks: tuple[BlockWorking, ...]
     collectives: tuple[CollectiveWorking, ...]
-    microbatch: float
+    pipeline: Pipeline
+    times: PipelineTimes
+    nothing_hidden: float
     send: float
     boundary_bytes: float
     optimizer_bytes: float
@@ -304,6 +309,8 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
     """
     ledger = Ledger()
     evaluate_layout(problem, fabric, layout, ledger)
+    assert ledger.pipeline is not None
+    assert ledger.times is not None
     structure, candidate = layout_candidate(problem.model, layout)
     planned = plan_structure(problem, structure)
     local = local_extents(problem, structure, candidate.local)
@@ -318,14 +325,16 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
                 block.block.name,
                 float(copies),
                 layout.num_microbatches,
-                _waited_for(block.block, layout),
-                {"forward": block.forward, "recompute": block.recompute, "backward": block.backward},
+                _waited_for(block.block, ledger),
+                {"forward": block.forward, "recompute": block.recompute, "backward": block.backward + block.weights},
                 tuple(_operations(p, local, rates, used)),
             )
             for p, (block, copies) in zip(planned, ledger.blocks, strict=True)
         ),
-        collectives=tuple(_collectives(ledger.hidings, problem, fabric, layout)),
-        microbatch=float(ledger.microbatch),
+        collectives=tuple(_collectives(ledger, problem, fabric, layout)),
+        pipeline=ledger.pipeline,
+        times=ledger.times,
+        nothing_hidden=float(ledger.nothing_hidden),
         send=float(ledger.send),
         boundary_bytes=float(ledger.boundary_bytes),
         optimizer_bytes=float(ledger.optimizer_bytes),
@@ -343,7 +352,7 @@ def collectives_of(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> 
     """Find the collectives alone, as `work_out` does."""
     ledger = Ledger()
     evaluate_layout(problem, fabric, layout, ledger)
-    return tuple(_collectives(ledger.hidings, problem, fabric, layout))
+    return tuple(_collectives(ledger, problem, fabric, layout))
 
 
 def notation(tensor: Tensor, sharding: Sharding, used: frozenset[str]) -> str:
@@ -360,7 +369,7 @@ def _operations(
             one = operation_compute(work, extents, rates)
             real = one.flops * (rates.matmul if work.narrow else rates.other_matmul)
             yield OperationWorking(
-                when=when,
+                when="backward" if when == "weights" else when,
                 name=work.placed.op.name,
                 signature=_signature(work.placed, used),
                 flops=float(one.flops),
@@ -377,17 +386,17 @@ def _signature(item: LocalOp, used: frozenset[str]) -> str:
     return f"{inputs} -> {notation(item.output.tensor, item.output.sharding, used)}"
 
 
-def _waited_for(block: Block, layout: Layout) -> int:
-    """Runs of a block that fill and drain the pipeline: of layers, since stages before the last have no head."""
-    return layout.stage - 1 if block.role == "layer" else 0
+def _waited_for(block: Block, ledger: Ledger) -> float:
+    """Runs of a block that fill and drain the pipeline: of layers, since most stages have no head."""
+    return float(ledger.waits) if block.role == "layer" else 0.0
 
 
 def _collectives(
-    hidings: Iterable[Hiding], problem: TrainingProblem, fabric: Fabric, layout: Layout
+    ledger: Ledger, problem: TrainingProblem, fabric: Fabric, layout: Layout
 ) -> Iterator[CollectiveWorking]:
     """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
     wires, links = layout_wires(fabric, layout), problem.calibration.links
-    entries = [(h, flow, float(seconds)) for h in hidings if h.count for flow, seconds in h.flows if seconds > 0]
+    entries = [(h, flow, float(seconds)) for h in ledger.hidings if h.count for flow, seconds in h.flows if seconds > 0]
     order = list(Pass)
     used = frozenset(layout.used_axes)
     found: dict[tuple[CollectiveKind, tuple[str, ...], int], Path] = {}
@@ -413,7 +422,7 @@ def _collectives(
             count_per_pass=flow.count,
             copies=float(h.count),
             runs=1 if flow.when is Pass.STEP else layout.num_microbatches,
-            waited_for=0 if flow.when is Pass.STEP else _waited_for(h.block, layout),
+            waited_for=0.0 if flow.when is Pass.STEP else _waited_for(h.block, ledger),
             seconds=each,
             latency=latency,
             latency_binds=latency >= (each if links.overlapped else each / 2),

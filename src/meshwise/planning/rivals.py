@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from meshwise.costs.estimate import Estimate
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
@@ -116,7 +117,7 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, 
     A batch that does not divide is cut by the token.
     """
     factors = {a: [float(d.size) if a == axis else 1.0 for d in whole.dimensions] for a in MESH_AXES}
-    sizes = dict.fromkeys(MESH_AXES, 1.0) | {axis: float(chips)}
+    sizes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1.0) | {axis: float(chips)}
     replicas = chips if axis in ("data", "fsdp") else 1
     job = problem.job
     found = []

@@ -60,7 +60,7 @@ class Rows:
 
     def candidates(self) -> Candidates:
         """What the evaluator takes."""
-        columns = {a: self.meshes[:, i][self.mesh_id] for i, a in enumerate(MESH_AXES)}
+        columns: dict[str, Any] = {a: self.meshes[:, i][self.mesh_id] for i, a in enumerate(MESH_AXES)}
         return Candidates(**columns, micro_batch=self.micro_batch, num_microbatches=self.num_microbatches)
 
     @classmethod

@@ -34,9 +34,9 @@ def explain_lower(w: Workings, resources: Mapping[str, float]) -> tuple[Explanat
 
 
 def _rounds(w: Workings, last: str, other: str) -> str:
-    """Write what all microbatches of the last stage and those that fill and drain the pipeline add up to."""
-    idle = w.layout.stage - 1
-    return f"{w.layout.num_microbatches} x {last}" + (f" + {idle} x {other}" if idle else "")
+    """Write what all microbatches of the busiest stage and those that fill and drain the pipeline add up to."""
+    idle = max(b.waited_for for b in w.blocks)
+    return f"{w.layout.num_microbatches} x {last}" + (f" + {number(idle)} x {other}" if idle else "")
 
 
 def _busy_compute(w: Workings, seconds: float) -> Explanation:
@@ -48,7 +48,7 @@ def _busy_compute(w: Workings, seconds: float) -> Explanation:
     update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
     return Explanation(
         "busy: compute",
-        "(microbatches x FLOPs of one on the last stage + (stages - 1) x FLOPs of one on another) / peak"
+        "(microbatches x FLOPs of one on the busiest stage + chunks waited for x FLOPs of one) / peak"
         + (" + matmuls of the optimizer" if update else ""),
         f"({_rounds(w, format_flops(last), format_flops(other))}) / "
         f"{peak_words(w.problem.cluster.chip, formats)}{update}",
@@ -78,8 +78,8 @@ def _busy_hbm(w: Workings, seconds: float) -> Explanation:
     other = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values() if b.waited_for)
     return Explanation(
         "busy: hbm",
-        "(microbatches x bytes of matmuls of one on the last stage + (stages - 1) x those on another + bytes of the "
-        "optimizer) / HBM bandwidth",
+        "(microbatches x bytes of matmuls of one on the busiest stage + chunks waited for x those of one + bytes of "
+        "the optimizer) / HBM bandwidth",
         f"({_rounds(w, format_bytes(last), format_bytes(other))} + {format_bytes(w.optimizer_bytes)}) / "
         f"({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})",
         format_time(seconds),
@@ -140,18 +140,18 @@ def explain_upper(w: Workings, seconds: float) -> Explanation:
 
 def upper_parts(w: Workings) -> dict[str, float]:
     """Add up, nothing hidden: FLOPs and bytes of every operation, every collective, idling, sends, the update."""
-    passes = [(b, b.copies * float(p.serial_seconds)) for b in w.blocks for p in b.passes.values()]
-    moves = [(c, c.count_per_pass * c.copies * c.seconds) for c in w.collectives if c.when is not Pass.STEP]
-    send = 2 * w.send if w.layout.stage > 1 else 0.0
-    runs, idle = w.layout.num_microbatches, w.layout.stage - 1
+    passes = [b.copies * float(p.serial_seconds) for b in w.blocks for p in b.passes.values()]
+    moves = [c.count_per_pass * c.copies * c.seconds for c in w.collectives if c.when is not Pass.STEP]
+    runs = w.layout.num_microbatches
+    work = {
+        "FLOPs and bytes": runs * sum(passes),
+        "collectives of microbatches": runs * sum(moves),
+        "sends": w.send * w.pipeline.schedule.sends(w.pipeline.shape),
+    }
     chip, calibration = w.problem.cluster.chip, w.problem.calibration
     parts = {
-        "FLOPs and bytes": runs * sum(seconds for _, seconds in passes),
-        "collectives of microbatches": runs * sum(seconds for _, seconds in moves),
-        "sends": runs * send,
-        "idling": sum(b.waited_for * seconds for b, seconds in passes)
-        + sum(c.waited_for * seconds for c, seconds in moves)
-        + idle * send,
+        **work,
+        "idling": w.nothing_hidden - sum(work.values()) if w.layout.stage > 1 else 0.0,
         "collectives once a step": sum(c.seconds_per_step for c in w.collectives if c.when is Pass.STEP),
         "host link": sum(s.count_per_step * (s.bytes_out + s.bytes_in) for s in w.host)
         / (chip.host_link_bandwidth * calibration.link_efficiency),

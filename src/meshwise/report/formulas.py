@@ -209,22 +209,31 @@ def _hidings(w: Workings) -> Iterator[Explanation]:
 
 
 def _bubble(w: Workings, seconds: float) -> Explanation:
-    stages, microbatches = w.layout.stage, w.layout.num_microbatches
+    schedule, shape, times = w.pipeline.schedule, w.pipeline.shape, w.times
+    chunks = {"first": times.first, "middle": times.middle, "last": times.last}
+    if w.pipeline.num_chunks <= 2:
+        del chunks["middle"]
+    passes = (
+        f"{name} {format_time(t.forward)} + {format_time(t.backward)} + {format_time(t.weights)}"
+        for name, t in chunks.items()
+    )
     return Explanation(
         "pipeline_bubble",
-        "(stages - 1) x seconds of one microbatch on a stage before the last",
-        f"({stages} - 1) x {format_time(w.microbatch)} (with {microbatches} microbatches of equal stages: "
-        f"{format_percent((stages - 1) / microbatches)} of the work)",
+        f"time of all passes in the order of {schedule.name} - work of the busiest device; "
+        "chunks of the model take forward + backward + gradients of weights:",
+        f"{format_time(schedule.makespan(shape, times))} - {format_time(schedule.work(shape, times))}; "
+        + ", ".join(passes),
         format_time(seconds),
-        f"{RULE.format(5)}; the book, Training, Pipelining; Narayanan et al. 2021, (stages - 1) / microbatches",
+        f"{RULE.format(5)}; {schedule.source}",
     )
 
 
 def _send(w: Workings, seconds: float) -> Explanation:
+    hops = w.pipeline.schedule.hops(w.pipeline.shape)
     return Explanation(
         "pipeline_send",
-        "2 directions x (stages - 1) x seconds of one send of a stage's output",
-        f"2 x ({w.layout.stage} - 1) x {format_time(w.send)} ({format_bytes(w.boundary_bytes)})",
+        "2 directions x sends on a microbatch's way x seconds of one send of a stage's output",
+        f"2 x {number(hops)} x {format_time(w.send)} ({format_bytes(w.boundary_bytes)})",
         format_time(seconds),
         f"{RULE.format(5)}; the book, Training, Pipelining",
     )

@@ -15,7 +15,7 @@ RULES = {
     2: "activations stand on the critical path; collective matmuls (TPUs) hide behind the compute of their block",
     3: "weights and gradients of one layer hide behind the compute of its neighbour",
     4: "once a step: gradients hide behind the last backward pass, new weights behind the next forward, less a layer",
-    5: "1F1B: stages - 1 microbatches (without head) of idling; sends hidden but while the pipeline fills and drains",
+    5: "a pipeline takes what its schedule takes; sends hide but on the first microbatch's way and the last one's back",
     6: "what lives on the host streams behind the compute of its layer and pass, or of the last backward pass",
 }
 

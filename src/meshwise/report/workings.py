@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from meshwise.costs.makespans import StageTimes
 from meshwise.costs.padding import Padding
 from meshwise.costs.workings import BlockWorking, CollectiveWorking, OperationWorking, Workings
 from meshwise.report.report import listed
@@ -174,12 +175,18 @@ def workings_data(w: Workings) -> dict[str, Any]:
             }
             for s in w.host
         ],
-        "microbatch_s": w.microbatch,
+        "schedule": w.pipeline.schedule.name,
+        "chunks_s": {name: _chunk_data(getattr(w.times, name)) for name in ("first", "middle", "last")},
         "send_s": w.send,
         "boundary_bytes": w.boundary_bytes,
         "optimizer_bytes": w.optimizer_bytes,
         "optimizer_matmul_s": w.optimizer_matmul,
     }
+
+
+def _chunk_data(t: StageTimes) -> dict[str, float]:
+    passes = {"forward": t.forward, "backward": t.backward, "weight_gradients": t.weights, "saved": t.saved}
+    return {name: float(seconds) for name, seconds in passes.items()}
 
 
 def _block_data(b: BlockWorking) -> dict[str, Any]:

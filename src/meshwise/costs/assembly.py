@@ -1,0 +1,225 @@
+"""Put the time of a step together from sums over roles, for any pipeline schedule: cheap arithmetic.
+
+Not here: the sums (`stage_sums`), which are worked out once for all schedules, or the rule that they follow (`step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwise.costs.arithmetic import maximum, minimum, where
+from meshwise.costs.collectives import collective_time
+from meshwise.costs.makespans import PipelineTimes, StageTimes
+from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, device_shares
+from meshwise.costs.stage_sums import OnceSums, RoleSums, split_exposed
+from meshwise.costs.step import NETWORKS, TERMS, Ledger, StepRates, StepTime
+from meshwise.costs.traffic import Pass
+from meshwise.sharding import CollectiveKind
+from meshwise.sharding.place import Purpose
+
+__all__ = ["StepParts", "compute_makespan", "pipeline_times", "step_time"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What does not depend on the schedule.
+
+    Args:
+        sums: of one microbatch, by role; once: of a step, by role.
+        layers: of the model.
+        rates: chip, calibration, wires.
+        boundary_bytes: what one chip sends to the next stage per microbatch and direction.
+    """
+
+    sums: Mapping[str, RoleSums]
+    once: Mapping[str, OnceSums]
+    layers: int
+    rates: StepRates
+    boundary_bytes: Any
+
+
+def pipeline_times(parts: StepParts, pipeline: Pipeline) -> PipelineTimes:
+    """Seconds of the passes of the first chunk, of one between, and of the last."""
+    overlaps = pipeline.schedule.overlaps
+    return PipelineTimes(
+        *(_stage_times(parts.sums, shares, overlaps=overlaps) for shares in chunk_shares(parts.layers, pipeline))
+    )
+
+
+def compute_makespan(sums: Mapping[str, RoleSums], layers: int, pipeline: Pipeline) -> Any:
+    """Seconds of a step of `sums` alone, whose passes are arithmetic and nothing else.
+
+    Where forward and backward passes overlap there is nothing to save: no communication.
+    """
+    chunks = (_stage_times(sums, shares, overlaps=False) for shares in chunk_shares(layers, pipeline))
+    return pipeline.schedule.makespan(pipeline.shape, PipelineTimes(*chunks))
+
+
+def step_time(
+    parts: StepParts,
+    pipeline: Pipeline,
+    *,
+    optimizer_bytes: Any,
+    optimizer_matmul: Any = 0.0,
+    ledger: Ledger | None = None,
+) -> StepTime:
+    """Put the time of a step together.
+
+    Args:
+        parts: the sums.
+        pipeline: schedule and sizes (1 stage: gradient accumulation).
+        optimizer_bytes: HBM traffic of the optimizer on one chip.
+        optimizer_matmul: seconds of its matmuls at the data-sheet rate.
+        ledger: to be filled, for workings.
+
+    The busiest device's work is what the terms say; `pipeline_bubble` is what it waits for. See `makespans`.
+    """
+    rates, schedule, shape = parts.rates, pipeline.schedule, pipeline.shape
+    microbatches = shape.num_microbatches
+    times = pipeline_times(parts, pipeline)
+    stored, saved = _busiest(parts, pipeline, times)
+    worked = {role: share * pipeline.work_share for role, share in stored.items()}
+    micro = RoleSums.mixed(parts.sums, worked)
+    send = _send(parts)
+    optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
+    exposed, hidden, bounds, serial = _once(parts, micro, stored, ledger)
+    exchanged: Any = sum(micro.terms[n] for n in NETWORKS)
+    hidden_share = minimum(schedule.pairs(shape) * saved / maximum(microbatches * exchanged, 1e-30), 1.0)
+    terms = {name: microbatches * seconds for name, seconds in micro.terms.items()}
+    for n in NETWORKS:
+        hidden[n] = hidden[n] + microbatches * micro.hidden[n] + terms[n] * hidden_share
+        terms[n] = terms[n] * (1 - hidden_share) + exposed[n]
+    terms["pipeline_bubble"] = schedule.idle(shape, times)
+    terms["pipeline_send"] = 2 * schedule.hops(shape) * send
+    terms["offload"] = 0.0
+    terms["optimizer"] = (
+        optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
+    )
+    waits = schedule.waits(shape) * _least(parts.layers, pipeline)
+    others = parts.sums["layer"]
+    resources = {
+        n: microbatches * micro.resources[n] + waits * others.resources[n] + bounds.get(n, 0.0) for n in micro.resources
+    }
+    resources["compute"] = microbatches * micro.busy + waits * others.busy + optimizer_matmul
+    resources["hbm"] = resources["hbm"] + optimizer
+    slowest = PipelineTimes(
+        *(_serial_times(parts.sums, s, send * (shape.stages > 1)) for s in chunk_shares(parts.layers, pipeline))
+    )
+    nothing_hidden = schedule.makespan(shape, slowest)
+    if ledger is not None:
+        _write(ledger, stored, worked)
+        ledger.pipeline, ledger.times, ledger.send = pipeline, times, send
+        ledger.nothing_hidden = nothing_hidden
+        ledger.waits = waits / maximum(worked["layer"], 1e-30)
+        ledger.boundary_bytes, ledger.optimizer_bytes = parts.boundary_bytes, optimizer_bytes
+        ledger.optimizer_matmul = optimizer_matmul
+    lower: Any = 0.0
+    for seconds in resources.values():
+        lower = maximum(lower, seconds)
+    return StepTime(
+        terms={name: terms[name] for name in TERMS},
+        hidden=hidden,
+        lower=lower,
+        expected=sum(terms[name] for name in TERMS),
+        upper=nothing_hidden + serial + terms["optimizer"],
+        resources=resources,
+        flops=microbatches * micro.flops,
+    )
+
+
+def _busiest(parts: StepParts, pipeline: Pipeline, times: PipelineTimes) -> tuple[Shares, Any]:
+    """What the busiest device stores of each role, and the seconds that a pair of its passes saves run together."""
+    first, middle, last = device_shares(parts.layers, pipeline)
+    works = pipeline.schedule.works(pipeline.shape, times)
+    at_first, between = works[0] > works[2], works[1] > maximum(works[0], works[2])
+    ends = {role: where(at_first, first[role], last[role]) for role in first}
+    stored = {role: where(between, middle[role], ends[role]) for role in first}
+    return stored, where(between, times.middle.saved, times.ends.saved)
+
+
+def _once(
+    parts: StepParts, micro: RoleSums, stored: Shares, ledger: Ledger | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]:
+    """What happens once a step: reductions behind the last backward pass, new weights behind the next forward pass.
+
+    They hide behind what compute of one microbatch covers nothing else yet, less one layer.
+
+    Returns: exposed and hidden seconds by term, bounds by term, seconds of all.
+    """
+    layers = maximum(parts.layers * stored["layer"], 1.0)
+    exposed: dict[str, Any] = dict.fromkeys(NETWORKS, 0.0)
+    hidden: dict[str, Any] = dict.fromkeys(NETWORKS, 0.0)
+    bounds: dict[str, Any] = {}
+    serial: Any = 0.0
+    for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS):
+        by_term: dict[str, Any] = {}
+        for role, own in parts.once.items():
+            for (why, term), seconds in own.seconds.items():
+                if why is purpose:
+                    by_term[term] = by_term.get(term, 0.0) + stored[role] * seconds
+        together: Any = sum(by_term.values())
+        cover = micro.cover[purpose] * (1 - 1 / layers)
+        _, share = split_exposed(together, cover)
+        for term, seconds in by_term.items():
+            exposed[term] = exposed[term] + seconds * share
+            hidden[term] = hidden[term] + seconds * (1 - share)
+        serial = serial + together
+        if ledger is not None:
+            ledger.hidings = [
+                replace(h, cover=cover, exposed_share=share)
+                if h.when is Pass.STEP and h.flows[0][0].purpose is purpose
+                else h
+                for h in ledger.hidings
+            ]
+    for role, own in parts.once.items():
+        for term, seconds in own.bounds.items():
+            bounds[term] = bounds.get(term, 0.0) + stored[role] * seconds
+    return exposed, hidden, bounds, serial
+
+
+def _write(ledger: Ledger, stored: Shares, worked: Shares) -> None:
+    """Turn what all copies of a block do into what the busiest device does."""
+    ledger.blocks = [(b, count * worked[b.block.role]) for b, count in ledger.blocks]
+    ledger.hidings = [
+        replace(h, count=h.count * (stored if h.when is Pass.STEP else worked)[h.block.role]) for h in ledger.hidings
+    ]
+
+
+def _least(layers: int, pipeline: Pipeline) -> Any:
+    """Share of the layers in the chunk that has fewest: the others are waited for at least as long."""
+    first, middle, last = (shares["layer"] for shares in chunk_shares(layers, pipeline))
+    least = minimum(first, last)
+    return where(pipeline.num_chunks > 2, minimum(least, middle), least)
+
+
+def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, *, overlaps: bool) -> StageTimes:
+    passes = {name: _shared(sums, shares, "passes", name) for name in ("forward", "backward", "weights")}
+    if not overlaps:
+        return StageTimes(**passes)
+    computes = _shared(sums, shares, "terms", "forward"), _shared(sums, shares, "terms", "backward", "recompute")
+    forward = maximum(passes["forward"] - computes[0], 0.0)
+    backward = maximum(passes["backward"] + passes["weights"] - computes[1], 0.0)
+    return StageTimes(**passes, saved=minimum(forward, computes[1]) + minimum(backward, computes[0]))
+
+
+def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Any) -> StageTimes:
+    """Passes with nothing overlapped; a send after each that has one."""
+    forward, backward, weights = (_shared(sums, shares, "serial", n) for n in ("forward", "backward", "weights"))
+    return StageTimes(forward + send, backward + send, weights)
+
+
+def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str) -> Any:
+    total: Any = 0.0
+    for role, own in sums.items():
+        if not (isinstance(shares[role], float) and shares[role] == 0):
+            for name in names:
+                total = total + shares[role] * getattr(own, what)[name]
+    return total
+
+
+def _send(parts: StepParts) -> Any:
+    """Seconds of one send between neighbouring stages."""
+    links = parts.rates.calibration.links
+    return collective_time(CollectiveKind.PERMUTE, parts.boundary_bytes, parts.rates.wires(("stage",)), links=links)
