@@ -86,6 +86,13 @@ def test_bytes_of_optimizer_state(optimizer, moments):
     assert estimate("bf16", optimizer).memory["optimizer"] == pytest.approx(PARAMETERS * moments / 8, rel=1e-12)
 
 
+def test_moments_may_have_two_formats():
+    assert estimate("mixed,moments=bf16,second_moments=fp16").memory["optimizer"] == PARAMETERS * 4 / 8
+    assert estimate("mixed,second_moments=bf16").memory["optimizer"] == PARAMETERS * 6 / 8
+    halved = estimate("mixed,second_moments=bf16", "adafactor").memory["optimizer"]
+    assert halved == estimate("mixed", "adafactor").memory["optimizer"] / 2
+
+
 def test_adafactor_keeps_a_row_and_a_column_of_each_matrix():
     sums = L * sum((D + NH, D + KH, D + KH, NH + D, D + F, D + F, F + D)) + 2 * (V + D)
     vectors = (2 * L + 1) * D

@@ -7,6 +7,7 @@ from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.jobs import PRECISIONS, parse_precision
 
 ROLES = ("weights", "activations", "gradients", "master", "moments", "compute")
+ALL_ROLES = (*ROLES, "reductions", "second_moments", "other_compute")
 
 
 @pytest.mark.parametrize(
@@ -35,19 +36,25 @@ def test_every_preset_says_what_it_means():
     ("text", "changed"),
     [
         ("bf16,master=fp32", {"master": DType.FP32}),
-        ("mixed,gradients=bf16", {"gradients": DType.BF16}),
+        ("mixed,gradients=bf16", {"gradients": DType.BF16, "reductions": DType.BF16}),
         ("mixed,master=none", {"master": None}),
         ("weights=bf16,compute=fp8", {"compute": DType.FP8}),
-        ("bf16, act=fp8 , grads=fp32", {"activations": DType.FP8, "gradients": DType.FP32}),
-        ("bf16,optimizer=bf16", {"moments": DType.BF16}),
+        ("bf16, act=fp8 , grads=fp32", {"activations": DType.FP8, "gradients": DType.FP32, "reductions": DType.FP32}),
+        ("bf16,optimizer=bf16", {"moments": DType.BF16, "second_moments": DType.BF16}),
+        ("mixed,second_moments=fp16", {"second_moments": DType.FP16}),
+        ("mixed,moments=bf16,second_moments=fp32", {"moments": DType.BF16}),
+        ("mixed,reductions=bf16", {"reductions": DType.BF16}),
+        ("bf16,compute=fp32", {"compute": DType.FP32, "other_compute": DType.FP32}),
+        ("bf16,other_compute=fp32", {"other_compute": DType.FP32}),
+        ("fp8-block,moments=fp32", {"moments": DType.FP32, "second_moments": DType.FP32}),
         ("bf16,weight=int8", {"weights": DType.INT8}),
     ],
 )
 def test_roles_are_changed_after_the_preset(text, changed):
-    base = PRECISIONS["mixed" if text.startswith("mixed") else "bf16"]
+    base = PRECISIONS.get(text.partition(",")[0], PRECISIONS["bf16"])
     p = parse_precision(text)
     assert p.name == text
-    for role in ROLES:
+    for role in ALL_ROLES:
         assert getattr(p, role) == changed.get(role, getattr(base, role)), role
 
 

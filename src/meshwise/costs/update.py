@@ -156,14 +156,15 @@ def _orthogonal_work(placed: PlacedBlock, optimizer: Optimizer) -> Iterator[tupl
 
 def _moments(held: Held, block: Block, precision: Precision, optimizer: Optimizer) -> Iterable[tuple[Volume, float]]:
     """Parts of the state of one tensor, with bytes per element."""
-    one = precision.moments.bytes if not optimizer.block_scaled else 1 + 4 / optimizer.block_scaled
+    scaled = 1 + 4 / optimizer.block_scaled if optimizer.block_scaled else 0.0
+    first, second = scaled or precision.moments.bytes, scaled or precision.second_moments.bytes
     whole = optimizer.moments
     if optimizer.orthogonal_iterations and not _orthogonal(held, block, optimizer):
         whole = optimizer.other_moments
-    parts = [(held_key(held), whole * one)] if whole else []
+    parts = [(held_key(held), sum((first, second)[:whole]))] if whole else []
     if optimizer.factored:
         matrix = matrices(block).get(held.tensor.name)
         splits: Mapping[str, Split] = dict(zip(held.tensor.axes, held.sharding.splits, strict=True))
         sums = [held.tensor.axes] if matrix is None else [matrix.stack + matrix.rows, matrix.stack + matrix.columns]
-        parts += [(volume_key(axes, [splits[a] for a in axes]), one) for axes in sums]
+        parts += [(volume_key(axes, [splits[a] for a in axes]), second) for axes in sums]
     return parts

@@ -87,7 +87,12 @@ def _refuse(choices: Choices, refusals: Refusals) -> None:
         refusals.add(f"optimizer={choices.job.optimizer}", "its state is not moments alone", "--optimizer adamw")
     formats = choices.job.formats
     wanted = (formats.weights, formats.activations, formats.gradients, formats.moments)
-    recipe = getattr(formats, "recipe", None) is not None or formats.compute != formats.activations
+    recipe = getattr(formats, "recipe", None) is not None or {formats.compute, formats.other_compute} != {
+        formats.activations
+    }
+    if formats.reductions != formats.gradients or formats.second_moments != formats.moments:
+        why = "gradients are reduced as they are accumulated, and moments have one format"
+        refusals.add(f"precision={choices.job.precision}", why, "--precision mixed")
     if recipe or any(f not in _DTYPES for f in (*wanted, formats.master or formats.moments)):
         refusals.add(f"precision={choices.job.precision}", "arrays have bf16, fp16 or fp32", "--precision mixed")
 

@@ -52,6 +52,7 @@ class Precision:
         reductions: of gradients, as sent over devices.
         master: an extra high-precision copy of the weights that the optimizer updates, or None.
         moments: the optimizer's state.
+        second_moments: of it, what averages squares (Adam's second moment, Adafactor's sums).
         compute: the rate of matmuls with the weights of layers, but for the router.
         other_compute: the rate of all others: attention, router, logits.
         meaning: one line for help and reports.
@@ -65,6 +66,7 @@ class Precision:
     reductions: DType
     master: DType | None
     moments: DType
+    second_moments: DType
     compute: DType
     other_compute: DType
     meaning: str
@@ -79,7 +81,7 @@ class Precision:
 
 
 def _precision(name: str, half: DType, gradients: DType, master: DType | None, meaning: str) -> Precision:
-    return Precision(name, half, half, gradients, gradients, master, DType.FP32, half, half, meaning)
+    return Precision(name, half, half, gradients, gradients, master, DType.FP32, DType.FP32, half, half, meaning)
 
 
 _MIXED = _precision("mixed", DType.BF16, DType.FP32, DType.FP32, "bf16 matmuls; fp32 gradients, master, moments")
@@ -88,7 +90,8 @@ _MIXED = _precision("mixed", DType.BF16, DType.FP32, DType.FP32, "bf16 matmuls; 
 def _narrow(name: str, recipe: Recipe, meaning: str, moments: DType = DType.FP32) -> Precision:
     """Mixed precision whose matmuls with weights run in the recipe's format."""
     compute = recipe.activations.dtype
-    return replace(_MIXED, name=name, compute=compute, moments=moments, meaning=meaning, recipe=recipe)
+    states = {"moments": moments, "second_moments": moments}
+    return replace(_MIXED, name=name, compute=compute, **states, meaning=meaning, recipe=recipe)
 
 
 _BLOCKS_OF_128 = 4 / 128  # one fp32 scale
@@ -187,8 +190,13 @@ _PRECISIONS = (
 #: Presets by name.
 PRECISIONS = {p.name: p for p in _PRECISIONS}
 
-_ROLES = ("weights", "activations", "gradients", "reductions", "master", "moments", "compute", "other_compute")
+_ROLES = (
+    *("weights", "activations", "gradients", "reductions", "master", "moments", "second_moments", "compute"),
+    "other_compute",
+)
 _ROLE_ALIASES = {"act": "activations", "grads": "gradients", "weight": "weights", "optimizer": "moments"}
+#: Role -> the role that it follows unless it is given itself.
+_FOLLOWS = {"reductions": "gradients", "second_moments": "moments"}
 #: Roles that a recipe decides.
 _OF_RECIPES = ("compute",)
 
@@ -196,8 +204,8 @@ _OF_RECIPES = ("compute",)
 def parse_precision(text: str) -> Precision:
     """Read a preset, roles, or a preset with changed roles: "mixed", "bf16,gradients=fp32", "fp8-block,moments=fp32".
 
-    Gradients are reduced as they are accumulated, and all matmuls run in a `compute` of 16 bits or more, unless the
-    roles `reductions` and `other_compute` say otherwise.
+    Gradients are reduced as they are accumulated, second moments are stored as the first, and all matmuls run in a
+    `compute` of 16 bits or more, unless the roles `reductions`, `second_moments` and `other_compute` say otherwise.
 
     >>> parse_precision("bf16,master=fp32").master
     <DType.FP32: 'fp32'>
@@ -225,8 +233,9 @@ def parse_precision(text: str) -> Precision:
     if not changes:
         return base
     values = {r: changes.get(r, getattr(base, r)) for r in _ROLES}
-    if "gradients" in changes and "reductions" not in changes:
-        values["reductions"] = values["gradients"]
+    for role, leader in _FOLLOWS.items():
+        if leader in changes and role not in changes:
+            values[role] = values[leader]
     compute = changes.get("compute")
     if compute is not None and compute.bits >= DType.BF16.bits and "other_compute" not in changes:
         values["other_compute"] = compute

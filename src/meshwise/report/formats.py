@@ -50,9 +50,12 @@ def state_words(optimizer: Optimizer, formats: Precision) -> str:
     '2 moments x (1 + 4 / 256) bytes'
     """
     one = f"(1 + 4 / {optimizer.block_scaled})" if optimizer.block_scaled else f"{formats.moments.bytes:g}"
+    second = formats.second_moments.bytes
     text = f"{counted(optimizer.moments, 'moment')} x {one} bytes"
+    if optimizer.moments > 1 and not optimizer.block_scaled and second != formats.moments.bytes:
+        text = f"{one} + {second:g} bytes"
     if optimizer.factored:
-        return f"{one} bytes of each row and column of a matrix, and of each element of a vector"
+        return f"{second:g} bytes of each row and column of a matrix, and of each element of a vector"
     if optimizer.orthogonal_iterations:
         return f"{text} of the layers' matrices, {counted(optimizer.other_moments, 'moment')} of others"
     return text
@@ -90,7 +93,10 @@ def _stored(p: Precision, job: TrainingJob) -> tuple[str, str, str]:
         )
     optimizer = job.optimizer_kind
     master = "no master copy" if p.master is None else f"master weights {p.master.value}"
-    moments = f"int8 by blocks of {optimizer.block_scaled}" if optimizer.block_scaled else p.moments.value
+    same = p.moments == p.second_moments
+    moments = p.moments.value if same else f"{p.moments.value} and {p.second_moments.value}"
+    if optimizer.block_scaled:
+        moments = f"int8 by blocks of {optimizer.block_scaled}"
     return f"{weights}; {kept}; gradients {p.gradients.value}, {master}, moments {moments}", p.name, _RECIPES
 
 
