@@ -22,6 +22,8 @@ __all__ = [
     "Einsum",
     "Elementwise",
     "Format",
+    "Fused",
+    "FusedGradient",
     "Kind",
     "Lookup",
     "Op",
@@ -237,6 +239,53 @@ def _seen_in_chunks(positions: Any, chunk: int) -> Any:
     whole = positions // chunk
     rest = positions - whole * chunk
     return whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused(Op):
+    """A kernel over several tensors whose intermediates never reach memory; `kernels` has them.
+
+    Its backward pass is one kernel as well: an op of the same kind with `gradient` set, which writes the gradient of
+    the first input and stands for all FLOPs, and a `FusedGradient` for each further input.
+    """
+
+    gradient: bool = False
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Axes of which a device needs all: it may hold no part of them."""
+        return ()
+
+    @property
+    def instead(self) -> str | None:
+        """The axis that is split further by the mesh axes that may not split a whole one."""
+        return None
+
+    @property
+    def together(self) -> Mapping[str, str]:
+        """Axes that are split as another one is: those of groups as those of the heads that share a group."""
+        return {}
+
+    @property
+    def spilled(self) -> tuple[tuple[str, ...], float]:
+        """What does reach memory besides inputs and output: axes of an index space, and bytes per point of it."""
+        return (), 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedGradient(Op):
+    """One of the further gradients that the backward kernel of `source` writes: bytes, but no FLOPs of its own."""
+
+    source: Op
+
+    @classmethod
+    def of(cls, kernel: Op, source: Op, read: Tensor, gradient: Tensor) -> FusedGradient:
+        """Give what the backward `kernel` of `source` writes as the gradient of its input `read`."""
+        return cls(name=f"{kernel.name}.{read.name}", inputs=(kernel.output, read), output=gradient, source=source)
+
+    def flops(self, sizes: Sizes) -> Any:
+        """None."""
+        return 0 * math.prod(sizes[a] for a in self.output.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -476,14 +525,21 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
         first = replace(op, name=f"d{op.name}", inputs=read, output=contribute(q, op.name), gradient=True)
         # d_k and d_v come out of the same kernel: they cost their bytes, not FLOPs of their own. As gradients of what
         # the k and v projections made, their positions are called T again.
-        rest = [
+        written = [
             AttentionGradient(
                 name=f"d{op.name}.{t.name}", inputs=(first.output, t), output=contribute(made, op.name), source=op
             )
             for t in (k, v)
             for made in [replace(t, axes=tuple(op.query_axis if a == op.key_axis else a for a in t.axes))]
         ]
-        return [first, *rest]
+        return [first, *written]
+    if isinstance(op, Fused):
+        source, *further = op.inputs
+        kernel = replace(
+            op, name=f"d{op.name}", inputs=(*op.inputs, grad), output=contribute(source, op.name), gradient=True
+        )
+        rest = [t for t in further if t.kind is not Kind.INDEX]
+        return [kernel, *(FusedGradient.of(kernel, op, t, contribute(t, op.name)) for t in rest)]
     if isinstance(op, Route):
         source, *gates = op.inputs
         out = [

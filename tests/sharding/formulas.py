@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from recurrences import kernel
 
-from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Lookup, Op, Route
+from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Fused, Lookup, Op, Route
 
 Axes = tuple[str, ...]
 EPSILON = 1e-3
@@ -252,8 +253,126 @@ def _join_gradient(op: Op, i: int, grad: Part, _: Sequence[Part]) -> np.ndarray:
     return grad.values
 
 
+# Parts of recurrences: time steps, decays, gates, and a norm whose sum of squares is an operation of its own.
+
+
+def _softplus(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    x, bias = inputs
+    return np.log1p(np.exp(x.values + spread(bias.values, bias.axes, x.axes)))
+
+
+def _softplus_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    x, bias = inputs
+    slope = grad.values * sigmoid(x.values + spread(bias.values, bias.axes, x.axes))
+    return slope if i == 0 else sum_to(slope, x.axes, bias.axes)
+
+
+def _decay(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    x, rate = inputs
+    return -x.values * spread(np.exp(rate.values), rate.axes, x.axes)
+
+
+def _decay_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    x, rate = inputs
+    if i == 0:
+        return -grad.values * spread(np.exp(rate.values), rate.axes, x.axes)
+    return sum_to(grad.values * _decay(op, inputs), x.axes, rate.axes)
+
+
+def _skip(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    y, x, weight = inputs
+    return y.values + x.values * spread(weight.values, weight.axes, x.axes)
+
+
+def _skip_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    _, x, weight = inputs
+    if i == 0:
+        return grad.values
+    return (
+        grad.values * spread(weight.values, weight.axes, x.axes)
+        if i == 1
+        else sum_to(grad.values * x.values, x.axes, weight.axes)
+    )
+
+
+def _gated(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    y, gate = (x.values for x in inputs)
+    return y * gate * sigmoid(gate)
+
+
+def _gated_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    y, gate = (x.values for x in inputs)
+    return grad.values * (gate * sigmoid(gate) if i == 0 else y * silu_slope(gate))
+
+
+def _sigmoid(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    return sigmoid(inputs[0].values)
+
+
+def _sigmoid_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    s = sigmoid(inputs[0].values)
+    return grad.values * s * (1 - s)
+
+
+def _opened(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    y, gate = (x.values for x in inputs)
+    return y * sigmoid(gate)
+
+
+def _opened_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    y, gate = (x.values for x in inputs)
+    return grad.values * sigmoid(gate) * (1 if i == 0 else y * (1 - sigmoid(gate)))
+
+
+def _squares(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    return sum_to(inputs[0].values ** 2, inputs[0].axes, op.output.axes)
+
+
+def _squares_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    return 2 * inputs[0].values * spread(grad.values, op.output.axes, inputs[0].axes)
+
+
+def _scale(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    x, squares, weight = inputs
+    return (
+        x.values
+        * spread((squares.values + EPSILON) ** -0.5, squares.axes, x.axes)
+        * spread(weight.values, weight.axes, x.axes)
+    )
+
+
+def _scale_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    x, squares, weight = inputs
+    w = spread(weight.values, weight.axes, x.axes)
+    if i == 0:
+        return grad.values * w * spread((squares.values + EPSILON) ** -0.5, squares.axes, x.axes)
+    if i == 1:
+        slope = -0.5 * (squares.values + EPSILON) ** -1.5
+        return sum_to(grad.values * w * x.values, x.axes, squares.axes) * slope
+    root = spread((squares.values + EPSILON) ** -0.5, squares.axes, x.axes)
+    return sum_to(grad.values * x.values * root, x.axes, weight.axes)
+
+
+_SOFTPLUS, _DECAY = Formula(_softplus, _softplus_gradient), Formula(_decay, _decay_gradient)
+_SQUARES, _SCALE = Formula(_squares, _squares_gradient), Formula(_scale, _scale_gradient)
+_GATED = Formula(_gated, _gated_gradient)
+
 #: How a name starts (after "shared." or "expert.") -> its formula; the first that fits counts.
 FORMULAS = {
+    "ssm.softplus": _SOFTPLUS,
+    "delta.softplus": _SOFTPLUS,
+    "ssm.decay": _DECAY,
+    "delta.decay": _DECAY,
+    "ssm.skip": Formula(_skip, _skip_gradient),
+    "ssm.gate": _GATED,
+    "delta.gate": _GATED,
+    "linear.gate": _GATED,
+    "linear.act": Formula(_act, _act_gradient),
+    "delta.sigmoid": Formula(_sigmoid, _sigmoid_gradient),
+    "norm.ssm.squares": _SQUARES,
+    "norm.linear.squares": _SQUARES,
+    "norm.ssm.scale": _SCALE,
+    "norm.linear.scale": _SCALE,
     "norm.": Formula(_norm, _norm_gradient),
     "router.norm": Formula(_norm, _norm_gradient),
     "reuse.": Formula(_sum, _sum_gradient),
@@ -266,6 +385,7 @@ FORMULAS = {
     "add": Formula(_sum, _sum_gradient),
     "rope.": Formula(_rope, _rope_gradient),
     "act": Formula(_act, _act_gradient),
+    "attn.open": Formula(_opened, _opened_gradient),
     "sinks": Formula(_weighed, _weighed_gradient),
     "shared.scale": Formula(_weighed, _weighed_gradient),
     "scale": Formula(_scaled, _scaled_gradient),
@@ -307,6 +427,8 @@ class Formulas:
                 return lookup(op, inputs, starts, shape)
             case Route():
                 return self._route(op, inputs, starts, shape)
+            case Fused():
+                return kernel(op, [p.values for p in inputs])
         return self._elementwise(op, inputs)
 
     def _elementwise(self, op: Op, inputs: Sequence[Part]) -> np.ndarray:

@@ -85,6 +85,7 @@ def make_case(
         heads=n["tensor"] * n["ulysses"],
         experts=n["expert"] * n["tensor"],
         choose=choose,
+        recurrent=n["tensor"] * n["ulysses"] * n["context"],
     )
     batch, queries = n["data"] * n["fsdp"] * n["expert"] * 2, n["context"] * n["ulysses"] * n["tensor"] * 2
     block, sizes = tiny_block(name, shape, batch=batch, queries=queries)

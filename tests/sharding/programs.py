@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from devices import Devices, all_coordinates, apply, collect, distribute, part_of, take_part
 from formulas import Formulas, Part, Routing, attention_gradient
+from recurrences import kernel_gradients
 
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.strategy import Strategy
-from meshwise.tensors import Attention, AttentionGradient, Kind, Tensor
+from meshwise.tensors import Attention, AttentionGradient, Fused, FusedGradient, Kind, Tensor
 
 Arrays = Mapping[str, np.ndarray]
 LEARNING_RATE = 0.1
@@ -90,13 +91,17 @@ class Machine:
         _check_splits(item)
         op, output = item.op, item.output
         inputs = [(h, self.fetch(h.tensor.name, h.sharding)) for h in item.inputs]
-        if isinstance(op, AttentionGradient):
+        if isinstance(op, AttentionGradient | FusedGradient):
             self.put(output.tensor.name, output.sharding, self._kernel_outputs[op.source.name, op.inputs[1].name])
             return
         parts = {d: [_part(h, x, d, self.mesh) for h, x in inputs] for d in all_coordinates(self.mesh)}
-        if isinstance(op, Attention) and op.gradient:
-            results = {d: attention_gradient(op, parts[d]) for d in parts}
-            for t in op.inputs[1:3]:
+        if isinstance(op, Attention | Fused) and op.gradient:
+            if isinstance(op, Attention):
+                results = {d: attention_gradient(op, p) for d, p in parts.items()}
+            else:
+                results = {d: kernel_gradients(op, [x.values for x in p]) for d, p in parts.items()}
+            further = [t for t in op.inputs[1:] if t.name in next(iter(results.values()))]
+            for t in further:
                 made = Devices(self.mesh, {d: r[t.name] for d, r in results.items()})
                 self._kernel_outputs[op.name.removeprefix("d"), t.name] = made
             blocks = {d: r[op.inputs[0].name] for d, r in results.items()}

@@ -25,7 +25,7 @@ from meshwise.models import load_model, model_names
 from meshwise.sharding.place import LocalOp, PlacedBlock, Transfer, place_block
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, training_strategy, ulysses
-from meshwise.tensors import Attention, Block, Einsum, Kind, Op, Tensor
+from meshwise.tensors import Attention, Block, Einsum, Fused, Kind, Op, Tensor
 
 CASES_PER_BLOCK = 5
 TWO_OF_EACH = dict.fromkeys(AXES, 2)
@@ -221,7 +221,9 @@ def test_the_referee_refuses_what_a_device_does_not_hold() -> None:
 
 
 def is_repeated_index(op: Op, axis: str) -> bool:
-    """K, where it stands beside N = K x G in attention."""
+    """K, where it stands beside N = K x G in attention, and groups beside their heads in a recurrence."""
+    if isinstance(op, Fused):
+        return axis in op.together
     return isinstance(op, Attention) and axis == op.kv_heads_axis != op.heads_axis
 
 
@@ -230,7 +232,7 @@ def is_repeated_index(op: Op, axis: str) -> bool:
 def test_every_matmul_is_divided_among_all_devices(name: str, experts: tuple[str, ...]) -> None:
     placed = make_case(name, training_strategy(zero=0, experts=experts), TWO_OF_EACH, "full").placed()
     items = [i for i in (*placed.forward, *placed.backward) if isinstance(i, LocalOp)]
-    matmuls = [i for i in items if isinstance(i.op, Einsum | Attention)]
+    matmuls = [i for i in items if isinstance(i.op, Einsum | Attention | Fused)]
     assert len(matmuls) > len([op for op in placed.block.ops if isinstance(op, Einsum)])
     for item in matmuls:
         splits = [s for a, s in item.splits if not is_repeated_index(item.op, a)]

@@ -17,6 +17,7 @@ from formulas import Routing
 from programs import Arrays, Microbatch
 
 from meshwise.models.build import build_mtp, build_train
+from meshwise.models.recurrences import GatedDelta, LightningAttention, SelectiveStateSpace, StateSpace
 from meshwise.models.spec import (
     Architecture,
     BlockIndexer,
@@ -52,6 +53,7 @@ class Shape:
         tensor: devices that share widths.
         heads: devices that share the heads of attention.
         experts: devices that share the experts.
+        recurrent: devices that share the heads of recurrences, which need positions whole.
         choose: for how large the multiples are.
     """
 
@@ -60,6 +62,7 @@ class Shape:
     heads: int
     experts: int
     choose: random.Random
+    recurrent: int = 1
 
     def width(self) -> int:
         return self.stored * self.choose.choice([2, 2, 3])
@@ -69,6 +72,9 @@ class Shape:
 
     def split_heads(self) -> int:
         return self.heads * self.choose.choice([1, 2])
+
+    def groups(self) -> int:
+        return self.recurrent * self.choose.choice([1, 2])
 
 
 def self_attention(s: Shape, **options: object) -> SelfAttention:
@@ -87,6 +93,21 @@ def latent_attention(s: Shape, *, low_rank_queries: bool) -> LatentAttention:
 def mixture(s: Shape, **options: object) -> Mixture:
     experts = s.experts * s.choose.choice([1, 2] if s.experts > 1 else [2, 4])
     return Mixture(experts=experts, top_k=s.choose.choice([1, 2]), hidden=s.split(), **options)  # type: ignore[arg-type]
+
+
+def selective(s: Shape, **options: object) -> SelectiveStateSpace:
+    return SelectiveStateSpace(s.groups(), state=3, step_rank=s.width(), taps=3, **options)  # type: ignore[arg-type]
+
+
+def state_space(s: Shape, **options: object) -> StateSpace:
+    groups = s.groups()
+    heads = groups * s.choose.choice([1, 2])
+    return StateSpace(heads, head_dim=2, groups=groups, state=3, taps=2, chunk=4, **options)  # type: ignore[arg-type]
+
+
+def gated_delta(s: Shape) -> GatedDelta:
+    keys = s.groups()
+    return GatedDelta(keys * s.choose.choice([1, 2]), head_dim=2, key_heads=keys, key_dim=3, taps=3, chunk=2)
 
 
 #: Name -> a layer of that family's kind.
@@ -137,6 +158,17 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
     "deepseek-v3": lambda s: Layer(
         latent_attention(s, low_rank_queries=True), mixture(s, correction_bias=True, shared=s.split())
     ),
+    "mamba": lambda s: Layer(selective(s), None),
+    "jamba": lambda s: Layer(selective(s, inner_norms=True, bias=True), mixture(s)),
+    "falcon mamba": lambda s: Layer(selective(s, inner_norms=True, weightless=True, conv_bias=False), None),
+    "mamba-2": lambda s: Layer(state_space(s, norm_groups=1), None),
+    "nemotron-h": lambda s: Layer(state_space(s, bias=True, bias_out=True, conv_bias=False), None),
+    "nemotron-h mlp": lambda s: Layer(None, Mlp(s.split(), gated=False)),
+    "falcon-h1": lambda s: Layer(state_space(s, norm=False), Mlp(s.split())),
+    "nemotron-3 super": lambda s: Layer(None, mixture(s, gated=False, latent=s.width(), shared=s.split())),
+    "qwen-3-next attention": lambda s: Layer(self_attention(s, qk_norm=QkNorm(), gated=True), Mlp(s.split())),
+    "qwen-3-next": lambda s: Layer(gated_delta(s), mixture(s, shared=s.split(), shared_gate=True)),
+    "minimax-01": lambda s: Layer(LightningAttention(s.groups(), head_dim=3), mixture(s)),
     "qwen-2 moe": lambda s: Layer(self_attention(s), mixture(s, shared=s.split(), shared_gate=True)),
     "gemma-4 (keys are values)": lambda s: Layer(self_attention(s, qk_norm=QkNorm(), kv="keys"), Mlp(s.split())),
     "gemma-4 (earlier keys)": lambda s: Layer(self_attention(s, qk_norm=QkNorm(), kv="earlier"), Mlp(s.split())),

@@ -27,7 +27,17 @@ from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import Precision
 from meshwise.sharding.place import LocalOp, PlacedBlock
-from meshwise.tensors import Attention, AttentionGradient, Convert, Einsum, Elementwise, Kind, Lookup
+from meshwise.tensors import (
+    Attention,
+    AttentionGradient,
+    Convert,
+    Einsum,
+    Elementwise,
+    Fused,
+    FusedGradient,
+    Kind,
+    Lookup,
+)
 
 __all__ = [
     "ComputeRates",
@@ -50,6 +60,7 @@ class OpWork:
         matmul: index space of an einsum, whose FLOPs are twice its volume; None for other operations.
         tiles: einsum only: rows, depth and columns of the local matmul.
         attention: the operation and the split of each of its axes, for attention.
+        kernel: the same, for other fused kernels.
         vector: FLOPs on the vector unit, as a weighted sum.
         num_bytes: HBM bytes.
         fused: whether a fusion could remove the bytes (elementwise operations).
@@ -60,6 +71,7 @@ class OpWork:
     matmul: Volume | None
     tiles: tuple[Volume, Volume, Volume] | None
     attention: tuple[Attention, tuple[tuple[str, Split], ...]] | None
+    kernel: tuple[Fused, tuple[tuple[str, Split], ...]] | None
     vector: WeightedSum
     num_bytes: WeightedSum
     fused: bool
@@ -202,7 +214,7 @@ def operation_work(item: LocalOp, precision: Precision) -> OpWork:
     def volume(axes: Iterable[str]) -> Volume:
         return tuple(sorted((a, splits.get(a, ())) for a in axes))
 
-    matmul = tiles = attention = None
+    matmul = tiles = attention = kernel = None
     vector: WeightedSum = ()
     if isinstance(op, Einsum):
         left, right = op.inputs
@@ -211,11 +223,13 @@ def operation_work(item: LocalOp, precision: Precision) -> OpWork:
         matmul, tiles = volume(op.axes), (volume(rows), volume(op.contracted), volume(columns))
     elif isinstance(op, Attention):
         attention = (op, tuple((a, splits.get(a, ())) for a in op.axes))
+    elif isinstance(op, Fused):
+        kernel = (op, tuple((a, splits.get(a, ())) for a in op.axes))
     elif isinstance(op, Elementwise):
         vector = ((volume(op.counted or op.axes), op.flops_per_element),)
-    fused = not (op.matmul or isinstance(op, Lookup))
+    fused = not (op.matmul or isinstance(op, Lookup | Fused | FusedGradient))
     narrow = isinstance(op, Einsum) and op.narrow
-    return OpWork(matmul, tiles, attention, vector, _operation_bytes(item, precision), fused, narrow, item)
+    return OpWork(matmul, tiles, attention, kernel, vector, _operation_bytes(item, precision), fused, narrow, item)
 
 
 def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
@@ -223,8 +237,12 @@ def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
     op = item.op
     if isinstance(op, Convert):
         return held_bytes((*item.inputs * op.reads, *(item.output,) * op.writes), precision)
-    if isinstance(op, AttentionGradient):  # its inputs were read by the kernel's first output
+    if isinstance(op, AttentionGradient | FusedGradient):  # its inputs were read by the kernel's first output
         return held_bytes((item.output,), precision)
+    if isinstance(op, Fused):
+        axes, num_bytes = op.spilled
+        spilled = tuple(sorted((a, dict(item.splits).get(a, ())) for a in axes))
+        return weighted_sum([*held_bytes((*item.inputs, item.output), precision), (spilled, num_bytes)])
     if isinstance(op, Lookup):
         rows = item.inputs[1] if op.scatter else item.output
         return weighted_sum([(held_key(rows), 2 * element_bytes(rows.tensor, precision))])
@@ -268,6 +286,12 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
         flops = _attention_flops(*work.attention, extents)
         busy = flops * rates.other_matmul_sheet
         compute = flops * rates.other_matmul
+    elif work.kernel is not None:
+        operations = _kernel_flops(*work.kernel, extents)
+        if work.kernel[0].matmul:
+            flops, busy, compute = operations, operations * rates.other_matmul_sheet, operations * rates.other_matmul
+        else:
+            compute = operations * rates.vector
     elif work.vector:
         compute = extents.weighted(work.vector) * rates.vector
     num_bytes = extents.weighted(work.num_bytes)
@@ -279,6 +303,11 @@ def _attention_flops(op: Attention, splits: tuple[tuple[str, Split], ...], exten
     positions = (op.query_axis, op.key_axis)
     sizes = {a: extents.sizes[a] if a in positions else extents.length(a, split) for a, split in splits}
     return op.flops(sizes) / extents.devices(dict(splits)[op.query_axis])
+
+
+def _kernel_flops(op: Fused, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Any:
+    """Operations on this device's part of every axis."""
+    return op.flops({a: extents.length(a, split) for a, split in splits})
 
 
 def _tile_waste(tiles: tuple[Volume, Volume, Volume], extents: Extents, units: tuple[int, int, int]) -> Any:

@@ -19,7 +19,7 @@ from meshwise.errors import LayoutError
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.remat import check_remat
-from meshwise.tensors import Attention, Einsum
+from meshwise.tensors import Attention, Einsum, Fused
 
 __all__ = [
     "Estimate",
@@ -129,7 +129,7 @@ class TrainingRun:
 
 
 def model_flops(problem: TrainingProblem, tokens: float) -> float:
-    """FLOPs that training on `tokens` needs by the convention of MFU; causal attention counts what is computed.
+    """FLOPs that training on `tokens` needs by the convention of MFU; attention and recurrences as computed.
 
     6 per active parameter and token; where weights are frozen, 4 of theirs and of what stays wide, 6 of the adapters'.
     """
@@ -139,8 +139,9 @@ def model_flops(problem: TrainingProblem, tokens: float) -> float:
     program = problem.model.train_program()
     seq_len = problem.job.seq_len
     sizes = program.bind(batch=tokens / seq_len, queries=seq_len)
-    attention = sum(b.repeat * op.flops(sizes) for b in program for op in b.ops if isinstance(op, Attention))
-    return float(6 * problem.model.parameters.active * tokens + 3 * attention)
+    mixing = [(b, op) for b in program for op in b.ops if op.matmul and isinstance(op, Attention | Fused)]
+    mixed = sum(b.repeat * op.flops(sizes) for b, op in mixing)
+    return float(6 * problem.model.parameters.active * tokens + 3 * mixed)
 
 
 def tuned_flops(problem: TrainingProblem, tokens: float) -> tuple[float, float, float]:
@@ -154,7 +155,7 @@ def tuned_flops(problem: TrainingProblem, tokens: float) -> tuple[float, float, 
     for block in program:
         for op in block.ops:
             flops = float(block.repeat * op.flops(sizes))
-            if isinstance(op, Attention):
+            if op.matmul and isinstance(op, Attention | Fused):
                 attention += flops
             elif isinstance(op, Einsum) and any(t.frozen for t in op.inputs):
                 frozen += flops

@@ -5,7 +5,7 @@ Every count is read from what is built here. Not here: bytes and seconds (`costs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwise.models.cross import SHARED_DISTANCES, cross_attention, encoder_end, shared_distances, weigh_distances
@@ -19,6 +19,7 @@ from meshwise.models.operations import (
     Ops,
     weight,
 )
+from meshwise.models.recurrent import build_recurrence
 from meshwise.models.spec import (
     Architecture,
     BlockIndexer,
@@ -28,6 +29,7 @@ from meshwise.models.spec import (
     LatentAttention,
     Layer,
     LayerGroup,
+    Mixer,
     Mixture,
     Mlp,
     Norm,
@@ -73,6 +75,10 @@ def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Ten
     if spec.head_gate:
         gate = ops.einsum("attention.gate", x, weight("w_attention.gate", "D", n), (*TOKENS, n))
         out = ops.elementwise("attention.scale", out, gate, output="attention.scaled", flops=2)
+    if spec.gated:
+        gate = ops.einsum("attn.gate", x, weight("w_attn.gate", "D", n, hv), (*TOKENS, n, hv))
+        gate = ops.bias("attn.gate", gate, spec.bias)
+        out = ops.elementwise("attn.open", out, gate, output="attention.open", flops=ACT_FLOPS)
     return ops.bias("o", ops.einsum("o", out, weight("w_o", n, hv, "D"), (*TOKENS, "D")), spec.bias_out)
 
 
@@ -156,17 +162,23 @@ def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops, routed_by: Tensor |
         counted=(*TOKENS, scored),
     )
     choice = Tensor(gates.name, gates.axes, Kind.INDEX)
-    slots = ops.route("dispatch", (x, choice), Tensor("slots", (e, "C", "D")), combine=False)
+    source, width = x, "D"
+    if spec.latent is not None:
+        width = axes("Dl", spec.latent)
+        source = ops.einsum("latent.in", x, weight("w_latent.in", "D", width), (*TOKENS, width))
+    slots = ops.route("dispatch", (source, choice), Tensor("slots", (e, "C", width)), combine=False)
 
     def into(name: str) -> Tensor:
-        t = ops.einsum(f"expert.{name}", slots, weight(f"w_expert.{name}", e, "D", f), (e, "C", f))
+        t = ops.einsum(f"expert.{name}", slots, weight(f"w_expert.{name}", e, width, f), (e, "C", f))
         return ops.bias(f"expert.{name}", t, spec.expert_bias)
 
     parts = [into("gate"), into("up")] if spec.gated else [into("up")]
     act = ops.elementwise("expert.act", *parts, output="expert.act", flops=ACT_FLOPS)
-    down = ops.einsum("expert.down", act, weight("w_expert.down", e, f, "D"), (e, "C", "D"))
+    down = ops.einsum("expert.down", act, weight("w_expert.down", e, f, width), (e, "C", width))
     down = ops.bias("expert.down", down, spec.expert_bias)
-    out = ops.route("combine", (down, gates), Tensor("combine", (*TOKENS, "D")), combine=True)
+    out = ops.route("combine", (down, gates), Tensor("combine", (*TOKENS, width)), combine=True)
+    if spec.latent is not None:
+        out = ops.einsum("latent.out", out, weight("w_latent.out", width, "D"), (*TOKENS, "D"))
     return _shared_experts(spec, x, out, axes, ops) if spec.shared else out
 
 
@@ -206,14 +218,31 @@ def _ffn(spec: Mlp | Mixture, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     return _mlp(spec, x, axes, ops) if isinstance(spec, Mlp) else _mixture(spec, x, axes, ops)
 
 
-def _attend(spec: SelfAttention | LatentAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
-    build: Callable[..., Tensor] = _self_attention if isinstance(spec, SelfAttention) else _latent_attention
-    return build(spec, x, axes, ops)
+def _attend(spec: Mixer, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
+    if isinstance(spec, SelfAttention):
+        return _self_attention(spec, x, axes, ops)
+    if isinstance(spec, LatentAttention):
+        return _latent_attention(spec, x, axes, ops)
+    return build_recurrence(spec, x, axes, ops)
+
+
+def _single_branch(spec: Layer, x: Tensor, axes: Axes, ops: Ops) -> None:
+    """Add a layer that mixes positions or transforms each, not both."""
+    assert spec.post_attn is spec.post_mlp is spec.residual_norm is None, "only norms before a branch"
+    if spec.attention is not None:
+        made = _attend(spec.attention, ops.residual_norm("norm.attn", x, spec.pre_attn, "x.attn"), axes, ops)
+    else:
+        assert spec.ffn is not None, "a layer has a branch"
+        made = _ffn(spec.ffn, ops.residual_norm("norm.mlp", x, spec.pre_mlp, "x.mlp"), axes, ops)
+    ops.elementwise("residual", x, made, output="x_out", linear=True)
 
 
 def _layer(spec: Layer, axes: Axes, ops: Ops) -> None:
     """Add one layer, from `x` to `x_out`."""
     x = Tensor("x", (*TOKENS, "D"))
+    if spec.attention is None or spec.ffn is None:
+        _single_branch(spec, x, axes, ops)
+        return
     normed = ops.residual_norm("norm.attn", x, spec.pre_attn, "x.attn")
     attended = _attend(spec.attention, normed, axes, ops)
     attended = ops.residual_norm("norm.attn_out", attended, spec.post_attn, "attn_out.norm")

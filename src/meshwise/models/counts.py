@@ -41,12 +41,15 @@ class CacheKind:
         layers: how many there are.
         elements: cached per token and layer.
         window: latest positions that are kept, or None for all.
+        state, convolution: of a recurrence, cached per sequence and layer, however long it is.
     """
 
     name: str
     layers: int
     elements: int
     window: int | None = None
+    state: int = 0
+    convolution: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +74,29 @@ class KVCache:
         """Bytes of one sequence in the windowed layers once their windows are full."""
         return sum(k.layers * k.elements * k.window for k in self.kinds if k.window is not None) * dtype.bytes
 
+    def state_bytes(self, state_dtype: DType, convolution_dtype: DType | None = None) -> float:
+        """Bytes of the states of recurrences, of one sequence of any length.
+
+        Args:
+            state_dtype: format of the states, which many engines keep in fp32.
+            convolution_dtype: of the last positions that convolutions still need; as the states if not given.
+        """
+        states = sum(k.layers * k.state for k in self.kinds) * state_dtype.bytes
+        return states + sum(k.layers * k.convolution for k in self.kinds) * (convolution_dtype or state_dtype).bytes
+
     def bytes_per_sequence(self, tokens: float, dtype: DType) -> float:
-        """Bytes of one sequence of `tokens` tokens."""
+        """Bytes of one sequence of `tokens` tokens, states of recurrences included."""
         kept = (k.layers * k.elements * (tokens if k.window is None else min(tokens, k.window)) for k in self.kinds)
-        return sum(kept) * dtype.bytes
+        return sum(kept) * dtype.bytes + self.state_bytes(dtype)
 
 
 #: Name of a weight, up to its first dot, without "w_" and "b_" -> the part it is reported under.
 _PARTS = {
     "embed": "embedding", "positions": "embedding", "project_in": "embedding",
     "head": "head", "project_out": "head", "router": "router", "expert": "experts", "shared": "shared experts",
-    "gate": "mlp", "up": "mlp", "down": "mlp", "norm": "norms", "token": "mlp",
+    "gate": "mlp", "up": "mlp", "down": "mlp", "norm": "norms", "token": "mlp", "latent": "mlp",
     "vision": "vision tower", "audio": "audio tower",
+    "ssm": "state space", "delta": "linear attention", "linear": "linear attention",
 }  # fmt: skip
 
 _TOWERS = ("vision tower", "audio tower")

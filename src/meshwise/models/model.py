@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from meshwise.dtypes import DType
 from meshwise.errors import ConfigError
+from meshwise.kernels import Scan
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
-from meshwise.models.spec import Architecture
+from meshwise.models.recurrences import Recurrence
+from meshwise.models.spec import Architecture, LayerGroup
 from meshwise.tensors import Attention, Program
 
 __all__ = ["Model", "Source"]
@@ -24,6 +26,18 @@ class Source:
 
     text: str
     date: str = ""
+
+
+def _cached(group: LayerGroup) -> Iterator[CacheKind]:
+    """Give what the layers of a group keep of a sequence."""
+    mixer = group.layer.attention
+    if mixer is None:
+        return
+    if isinstance(mixer, Recurrence):
+        state, convolution = mixer.state_elements, mixer.conv_elements
+        yield CacheKind(group.name, group.repeat, 0, state=state, convolution=convolution)
+        return
+    yield CacheKind(group.name, group.repeat, group.layer.cached_elements, mixer.span)
 
 
 @dataclass(frozen=True)
@@ -107,9 +121,7 @@ class Model:
     @cached_property
     def kv_cache(self) -> KVCache:
         """What one token leaves in the cache, by kind of layer."""
-        groups = self.spec.groups
-        kinds = (CacheKind(g.name, g.repeat, g.layer.cached_elements, g.layer.attention.span) for g in groups)
-        return KVCache(tuple(kinds))
+        return KVCache(tuple(kind for g in self.spec.groups for kind in _cached(g)))
 
     def kv_cache_bytes_per_token(self, dtype: DType = DType.BF16) -> float:
         """Bytes that one token adds to the cache of one sequence, in all layers, while no window is full."""
@@ -121,16 +133,17 @@ class Model:
         Args:
             seq_len: tokens of the sequence.
             attention: "computed" counts the query-key pairs that causal attention, windows and chunks leave; "full"
-                lets every query attend to every key, as many published counts do.
+                lets every query attend to every key and counts recurrences as the reference implementation runs them,
+                as many published counts do.
         """
         sizes = self._train.bind(batch=1, queries=seq_len)
         total = 0.0
         for block in self._train:
             for op in block.ops:
                 if op.matmul:
-                    full = attention == "full" and isinstance(op, Attention)
+                    full = attention == "full" and isinstance(op, Attention | Scan)
                     total += block.repeat * (
-                        op.full_flops(sizes) if full and isinstance(op, Attention) else op.flops(sizes)
+                        op.full_flops(sizes) if full and isinstance(op, Attention | Scan) else op.flops(sizes)
                     )
         return total / seq_len
 

@@ -48,13 +48,14 @@ class Ops:
 
     ops: list[Op] = field(default_factory=list)
 
-    def _add(self, op: Op) -> Tensor:
+    def add(self, op: Op) -> Tensor:
+        """Add an operation."""
         self.ops.append(op)
         return op.output
 
     def einsum(self, name: str, x: Tensor, weight: Tensor, axes: tuple[str, ...], output: str | None = None) -> Tensor:
         """Multiply `x` and `weight`, summed over what `axes` lack."""
-        return self._add(Einsum(name=name, inputs=(x, weight), output=Tensor(output or name, axes)))
+        return self.add(Einsum(name=name, inputs=(x, weight), output=Tensor(output or name, axes)))
 
     def elementwise(
         self,
@@ -68,7 +69,7 @@ class Ops:
         counted: tuple[str, ...] | None = None,
     ) -> Tensor:
         """Read the inputs once and write the output once; the output's axes are the first input's unless given."""
-        return self._add(
+        return self.add(
             Elementwise(
                 name=name,
                 inputs=inputs,
@@ -103,11 +104,11 @@ class Ops:
 
     def route(self, name: str, inputs: tuple[Tensor, ...], output: Tensor, *, combine: bool) -> Tensor:
         """Bring tokens to the slots of their experts, or back."""
-        return self._add(Route(name=name, inputs=inputs, output=output, combine=combine))
+        return self.add(Route(name=name, inputs=inputs, output=output, combine=combine))
 
     def lookup(self, name: str, index: Tensor, table: Tensor, output: Tensor) -> Tensor:
         """Pick rows of a table."""
-        return self._add(Lookup(name=name, inputs=(index, table), output=output))
+        return self.add(Lookup(name=name, inputs=(index, table), output=output))
 
     def attention(
         self,
@@ -122,7 +123,7 @@ class Ops:
     ) -> Tensor:
         """Attend; keys and values are read along S, which is T by position."""
         keys, values = (Tensor(t.name, tuple("S" if a == "T" else a for a in t.axes)) for t in (k, v))
-        return self._add(
+        return self.add(
             Attention(
                 name=name,
                 inputs=(q, keys, values),

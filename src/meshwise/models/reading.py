@@ -70,6 +70,8 @@ def _found(value: Any) -> str:
 def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
     """Give the family that reads this configuration."""
     kind = config.get("model_type")
+    if "model_type" not in config and isinstance(config.get("ssm_cfg"), dict):
+        kind = "mamba_ssm"  # the first publication of Mamba and Mamba-2 names no family
     if not isinstance(kind, str):
         found = "no such key" if "model_type" not in config else _found(kind)
         foreign = next((k for k in config if "ssm" in k or "mamba" in k), None)
@@ -122,7 +124,8 @@ def _path(steps: tuple[int | str, ...]) -> str:
 
 def _refuse_endless(config: Mapping[str, Any]) -> None:
     """Refuse NaN and infinities, however deep they stand."""
-    todo: list[tuple[str, Any]] = list(config.items())
+    # A bound of time steps that has no upper end is written as infinity, and bounds nothing that is counted.
+    todo: list[tuple[str, Any]] = [(k, v) for k, v in config.items() if k != "time_step_limit"]
     while todo:
         key, value = todo.pop()
         if isinstance(value, dict):
@@ -205,7 +208,7 @@ def read_config(
         raise ConfigError(f"{where}: {e}") from None
     return Model(
         name=name,
-        family=str(config["model_type"]),
+        family=read.model_type,
         spec=spec,
         config=dict(config),
         source=source or Source(where),

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshwise.models.recurrences import GatedDelta, LightningAttention, SelectiveStateSpace, StateSpace
 from meshwise.models.towers import Tower
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "LatentAttention",
     "Layer",
     "LayerGroup",
+    "Mixer",
     "Mixture",
     "Mlp",
     "Norm",
@@ -86,6 +88,7 @@ class SelfAttention:
         indexer: what chooses the blocks that are attended to, or None for all.
         distances: rows of a table by which the distance of two positions is weighed, or None.
         shared_distances: whether that table is the whole stack's, else the layer's own.
+        gated: whether a sigmoid gate, a projection as wide as the queries, weighs what attention gives.
     """
 
     heads: int
@@ -105,6 +108,7 @@ class SelfAttention:
     indexer: BlockIndexer | None = None
     distances: int | None = None
     shared_distances: bool = False
+    gated: bool = False
 
     @property
     def cached_elements(self) -> int:
@@ -175,6 +179,7 @@ class Mixture:
         shared_bias: on every matrix of the shared experts.
         beside: a feed-forward that every token visits beside the experts, each of the two between norms of its own, or
             None; the router then reads the residual stream, scaled, and weighs each expert's output (Gemma 4).
+        latent: width that tokens are projected to before the routed experts, and from after them; None for none.
     """
 
     experts: int
@@ -188,6 +193,11 @@ class Mixture:
     shared_gate: bool = False
     shared_bias: bool = False
     beside: Mlp | None = None
+    latent: int | None = None
+
+
+#: What mixes positions: attention, or a recurrence in its place.
+Mixer = SelfAttention | LatentAttention | SelectiveStateSpace | StateSpace | GatedDelta | LightningAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +205,7 @@ class Layer:
     """One transformer layer: an attention and a feed-forward branch around the residual stream.
 
     Args:
-        attention, ffn: the branches.
+        attention, ffn: the branches; `attention` may be a recurrence, and one of the two may be None.
         pre_attn, post_attn, pre_mlp, post_mlp: norms at the start and the end of each branch, or None.
         residual_norm: norm of the residual sum itself (post-norm transformers), or None.
         parallel: both branches read the layer's input; without `pre_mlp` they share `pre_attn`.
@@ -203,8 +213,8 @@ class Layer:
         cross: attention to what the encoder read, between the two branches, or None; `pre_cross` is its norm.
     """
 
-    attention: SelfAttention | LatentAttention
-    ffn: Mlp | Mixture
+    attention: Mixer | None
+    ffn: Mlp | Mixture | None
     pre_attn: Norm | None = field(default_factory=Norm)
     post_attn: Norm | None = None
     pre_mlp: Norm | None = field(default_factory=Norm)
@@ -218,7 +228,8 @@ class Layer:
     @property
     def cached_elements(self) -> int:
         """Elements that one token leaves in the cache: also the keys and values of what an encoder read."""
-        return self.attention.cached_elements + (self.cross.cached_elements if self.cross else 0)
+        own = self.attention.cached_elements if isinstance(self.attention, SelfAttention | LatentAttention) else 0
+        return own + (self.cross.cached_elements if self.cross else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +332,15 @@ def _kind_words(layer: Layer) -> tuple[str, str, str]:
     """Words that tell this layer's attention, positions and feed-forward from others."""
     attention = layer.attention
     span = "global"
+    if attention is None:
+        return "", "rope", "moe" if isinstance(layer.ffn, Mixture) else "dense"
+    if not isinstance(attention, SelfAttention | LatentAttention):
+        span = attention.word
     if isinstance(attention, SelfAttention) and attention.span is not None:
         span = "local" if attention.window is not None else "chunked"
     rope = "nope" if isinstance(attention, SelfAttention) and not attention.rope else "rope"
+    if layer.ffn is None:
+        return span, rope, ""
     return span, rope, "moe" if isinstance(layer.ffn, Mixture) else "dense"
 
 
@@ -343,6 +360,6 @@ def group_layers(layers: Iterable[Layer]) -> tuple[LayerGroup, ...]:
     telling = [i for i in range(3) if len({w[i] for w in words}) > 1]
     if 0 in telling and {w[:2] for w in words} == {(w[0], words[[v[0] for v in words].index(w[0])][1]) for w in words}:
         telling = [i for i in telling if i != 1]  # the span already says it
-    names = [".".join(["layer", *(w[i] for i in telling)]) for w in words]
+    names = [".".join(["layer", *(w[i] for i in telling if w[i])]) for w in words]
     unique = [n if names.count(n) == 1 else f"{n}.{names[:i].count(n)}" for i, n in enumerate(names)]
     return tuple(LayerGroup(n, layer, count) for n, (layer, count) in zip(unique, counts.items(), strict=True))

@@ -21,6 +21,8 @@ from meshwise.tensors import (
     Block,
     Convert,
     Elementwise,
+    Fused,
+    FusedGradient,
     Kind,
     Op,
     Route,
@@ -283,12 +285,28 @@ def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
         if heads in splits:  # N = K x G: a group of query heads goes with its key/value head
             splits[kv_heads] = splits[heads]
         return splits
+    if isinstance(op, FusedGradient):
+        return iteration_space(strategy, op.source)
+    if isinstance(op, Fused):
+        return _kernel_space(strategy, op)
     if isinstance(op, Route):
         tokens = [a for a in op.axes if _base(a) not in ("E", "C")]
         return strategy.splits(tokens, sequence=strategy.routes_sequence_shards) | {"C": _slots(strategy)}
     if isinstance(op, Elementwise):
         return strategy.splits([a for a in op.axes if a not in op.reduced])
     return strategy.splits(op.axes)
+
+
+def _kernel_space(strategy: Strategy, op: Fused) -> dict[str, tuple[str, ...]]:
+    """Split a kernel: where it needs all of an axis, the mesh axes that would split it split another one further."""
+    leading = [a for a in op.axes if a not in op.together]
+    splits = strategy.splits([a for a in leading if a not in op.whole])
+    if op.instead is not None:
+        used = {m for split in splits.values() for m in split}
+        freed = [m for a in op.whole for m in strategy.splits(leading).get(a, ()) if m not in used]
+        if freed:
+            splits[op.instead] = (*splits.get(op.instead, ()), *freed)
+    return splits | {a: splits[leader] for a, leader in op.together.items() if leader in splits}
 
 
 def _base(axis: str) -> str:

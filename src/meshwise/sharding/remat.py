@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.kernels import Scan, SelectiveScan
 from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Op, Tensor, backward
 
 __all__ = [
@@ -42,17 +43,25 @@ class RematPolicy:
 
 
 def _is_matmul(op: Op) -> bool:
-    return isinstance(op, Einsum | Attention) or (isinstance(op, Elementwise) and op.joins)
+    mixes = isinstance(op, Attention | Scan | SelectiveScan)
+    return mixes or isinstance(op, Einsum) or (isinstance(op, Elementwise) and op.joins)
+
+
+#: Heads, channels and groups of attention and of what stands in its place.
+_MIXING_AXES = ("N", "K", "Nr", "Kr", "Cr")
 
 
 _POLICIES = (
     RematPolicy("none", lambda _: True, "keep every activation that the backward pass reads", "everything_saveable"),
     RematPolicy(
-        "matmuls", _is_matmul, "keep the outputs of matmuls and attention, repeat the elementwise rest", "dots_saveable"
+        "matmuls",
+        _is_matmul,
+        "keep the outputs of matmuls, attention and recurrences, repeat the elementwise rest",
+        "dots_saveable",
     ),
     RematPolicy(
         "attention",
-        lambda op: _is_matmul(op) and any(a.partition(".")[0] in ("N", "K") for t in op.tensors for a in t.axes),
+        lambda op: _is_matmul(op) and any(a.partition(".")[0] in _MIXING_AXES for t in op.tensors for a in t.axes),
         "keep q, k, v and attention's outputs, repeat the feed-forward part",
         "save_only_these_names('q', 'k', 'v', 'attention', 'o')",
     ),

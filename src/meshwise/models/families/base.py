@@ -83,7 +83,7 @@ class FamilyConfig(Keys):
 
     def refuse_activations(self, config: Mapping[str, Any], layers: Iterable[Layer]) -> None:
         """Refuse an activation that is not known, or does not fit the layers."""
-        gated = all(layer.ffn.gated for layer in layers)
+        gated = all(layer.ffn.gated for layer in layers if layer.ffn is not None)
         for key in sorted(ACTIVATION_KEYS & set(config)):
             check_activation(key, config[key], gated=gated)
 

@@ -14,15 +14,8 @@ _SHAPES = "layers whose heads differ in width are not modelled"
 NOT_YET: dict[str, str] = {
     **dict.fromkeys(
         [
-            "mamba",
-            "mamba2",
-            "falcon_mamba",
-            "jamba",
-            "bamba",
             "zamba",
             "zamba2",
-            "nemotron_h",
-            "granitemoehybrid",
             "falcon_h1",
             "plamo2",
             "codestral_mamba",
@@ -31,14 +24,6 @@ NOT_YET: dict[str, str] = {
     ),
     **dict.fromkeys(
         [
-            "qwen3_next",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_text",
-            "qwen3_5_moe_text",
-            "minimax",
-            "minimax_m1",
-            "minimax_text_01",
             "kimi_linear",
             "rwkv",
             "recurrent_gemma",

@@ -1,0 +1,180 @@
+"""Fused kernels that mix positions otherwise than attention does: recurrences in chunks, and short convolutions.
+
+They say which axes a device needs whole, and what their chunked algorithms compute. Not here: attention (`tensors`),
+how they are split (`sharding`) or what they cost in seconds (`costs`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.tensors import Fused, Sizes
+
+__all__ = ["Scan", "SelectiveScan", "ShortConvolution"]
+
+_STATE_BYTES = 4.0  # states are kept in fp32 by every published kernel
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return (a + b - abs(a - b)) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan(Fused):
+    """A linear recurrence over the positions of a sequence, with a matrix as the state of each head.
+
+    Inputs `v[B, T, N, P]`, `k[B, T, G, S]`, `q[B, T, G, S]`, and as far as there are any `decay[B, T, N]` (or
+    `[B, T, N, S]`) and `write[B, T, N]`; output `y[B, T, N, P]`. With h a state of S x P numbers:
+
+        h[t] = exp(decay[t]) h[t-1] + write[t] k[t] v[t],   y[t] = q[t] h[t]
+
+    and with `delta` the value is first corrected by what the state holds: `v[t] - k[t] exp(decay[t]) h[t-1]`. Mamba-2
+    is the first form (Dao and Gu 2024, listing 1), lightning attention too, with constant decays; gated DeltaNet is the
+    second (Yang et al. 2024, section 3.3).
+
+    It is computed in chunks of Q positions: matrix products within a chunk, and one state from chunk to chunk. So
+    positions must be whole on a device, and devices that would split them split the heads further: an AllToAll, as in
+    Ulysses. FLOPs per position, for each head but for the scores q k, which are of a group unless `delta`:
+
+        state space:  2 Q S (scores) + 2 Q P + 4 S P
+        delta rule:   2 Q (3 S + 2 P) + 6 S P
+
+    Args:
+        heads_axis, groups_axis: N and G; as many heads share a group as N / G.
+        chunk: Q.
+        delta: which of the two.
+        gradient: the backward pass has two products for each one, and repeats the scores and the states.
+    """
+
+    heads_axis: str
+    groups_axis: str
+    chunk: int
+    delta: bool = False
+
+    @property
+    def matmul(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Positions."""
+        return self.inputs[0].axes[1:2]
+
+    @property
+    def instead(self) -> str | None:
+        """Heads."""
+        return self.heads_axis
+
+    @property
+    def together(self) -> Mapping[str, str]:
+        """Groups go with their heads."""
+        return {self.groups_axis: self.heads_axis} if self.groups_axis != self.heads_axis else {}
+
+    @property
+    def spilled(self) -> tuple[tuple[str, ...], float]:
+        """States of every chunk, written once and read once; in the backward pass their gradients too."""
+        v, k = self.inputs[:2]
+        passes = 4 if self.gradient else 2
+        return (*v.axes, k.axes[-1]), passes * _STATE_BYTES / self.chunk
+
+    def flops(self, sizes: Sizes) -> Any:
+        """FLOPs of the chunked algorithm (float or array)."""
+        scores, outputs, states = self._products(sizes)
+        forward = scores + outputs + states
+        return 2 * forward + scores + states / 2 if self.gradient else forward
+
+    def full_flops(self, sizes: Sizes) -> Any:
+        """Count as the reference implementation does, whatever kernels do.
+
+        It makes scores for every head and combines the states of chunks by a product; it solves triangular systems
+        where kernels multiply by inverses.
+        """
+        v, k = self.inputs[:2]
+        scores, outputs, states = self._products(sizes)
+        if self.delta:
+            return scores + outputs * sizes[v.axes[-1]] / (sizes[k.axes[-1]] + 2 * sizes[v.axes[-1]]) + states
+        if self.groups_axis == self.heads_axis:
+            return self.flops(sizes)
+        chunks = -(-sizes[v.axes[1]] // self.chunk)
+        heads = sizes[v.axes[0]] * sizes[self.heads_axis]
+        combined = 2 * heads * (chunks + 1) ** 2 * sizes[k.axes[-1]] * sizes[v.axes[-1]]
+        return scores * sizes[self.heads_axis] / sizes[self.groups_axis] + outputs + states + combined
+
+    def _products(self, sizes: Sizes) -> tuple[Any, Any, Any]:
+        """FLOPs of scores, of outputs within a chunk, and of making, reading and correcting by states."""
+        v, k = self.inputs[:2]
+        batch, positions, width, key = (sizes[a] for a in (*v.axes[:2], v.axes[-1], k.axes[-1]))
+        tokens, chunk = batch * positions, _smaller(positions, self.chunk)
+        heads, groups = sizes[self.heads_axis], sizes[self.groups_axis]
+        if self.delta:
+            # Scores q k and k k; the inverse of the latter times k and v; then the outputs.
+            inner = 2 * tokens * heads * chunk
+            return inner * 2 * key, inner * (key + 2 * width), 6 * tokens * heads * key * width
+        return 2 * tokens * groups * chunk * key, 2 * tokens * heads * chunk * width, 4 * tokens * heads * key * width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectiveScan(Fused):
+    """The recurrence of Mamba-1: each channel has a state of its own, decayed and written element by element.
+
+    Inputs `x[B, T, C]`, `dt[B, T, C]`, the weight `a[C, S]`, `b[B, T, S]`, `c[B, T, S]`; output `y[B, T, C]`:
+
+        h[t] = exp(dt[t] a) h[t-1] + dt[t] b[t] x[t],   y[t] = c[t] h[t]
+
+    It runs on the vector unit and keeps states on chip: 9 operations per position, channel and state (Gu and Dao 2023,
+    section 3.3 and appendix D); the backward pass computes the states again. Positions must be whole on a device;
+    devices that would split them split the channels further.
+    """
+
+    channels_axis: str
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Positions."""
+        return self.inputs[0].axes[1:2]
+
+    @property
+    def instead(self) -> str | None:
+        """Channels."""
+        return self.channels_axis
+
+    def flops(self, sizes: Sizes) -> Any:
+        """Vector operations."""
+        state = self.inputs[2].axes[-1]
+        points = math.prod(sizes[a] for a in (*self.inputs[0].axes, state))
+        return (27.0 if self.gradient else 9.0) * points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvolution(Fused):
+    """A causal convolution over a few latest positions, each channel for itself, and the activation after it.
+
+    Inputs `x[B, T, ...]`, the weight `w[..., W]` with W taps, and perhaps a bias `b[...]`; the output is of x's axes.
+    Positions must be whole on a device, as it feeds a recurrence mostly, which needs them so.
+
+    Args:
+        activated: whether SiLU follows.
+    """
+
+    activated: bool = True
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Positions."""
+        return self.inputs[0].axes[1:2]
+
+    @property
+    def instead(self) -> str | None:
+        """The first axis of the channels."""
+        return self.inputs[0].axes[2]
+
+    def flops(self, sizes: Sizes) -> Any:
+        """Vector operations: two a tap, and five of the activation."""
+        x, w = self.inputs[:2]
+        points = math.prod(sizes[a] for a in x.axes)
+        each = 2 * sizes[w.axes[-1]] + (5 if self.activated else 0)
+        return points * each * (2 if self.gradient else 1)
