@@ -86,7 +86,7 @@ def test_the_plain_configuration_is_accepted() -> None:
         ({"model_type": "lama"}, ["model_type 'lama'", "not understood", "nearest: ", "llama"]),
         ({"model_type": "zzzz"}, ["model_type 'zzzz'", "not understood", "known: ", "qwen3"]),
         ({"model_type": 7}, ["'model_type'", "found 7"]),
-        ({"model_type": "qwen3_next"}, ["model_type 'qwen3_next'", "not supported yet", "linear-attention"]),
+        ({"model_type": "kimi_linear"}, ["model_type 'kimi_linear'", "not supported yet", "linear-attention"]),
     ],
     ids=lambda v: next(iter(v.items())).__repr__() if isinstance(v, dict) else "",
 )

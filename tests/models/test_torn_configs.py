@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwise.dtypes import DType
 from meshwise.errors import ConfigError
 from meshwise.models import load_model, model_names, parse_json, read_config
 
@@ -58,7 +59,8 @@ def use(config: dict[str, Any]) -> None:
         return
     assert model.parameters.total >= model.parameters.active > 0
     assert model.forward_flops_per_token(64) > 0
-    assert model.kv_cache_bytes_per_token() > 0
+    assert model.kv_cache_bytes_per_token() >= 0
+    assert model.kv_cache.bytes_per_sequence(1, DType.BF16) > 0
 
 
 @settings(max_examples=400, deadline=None)

@@ -166,6 +166,7 @@ def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops, routed_by: Tensor |
     if spec.latent is not None:
         width = axes("Dl", spec.latent)
         source = ops.einsum("latent.in", x, weight("w_latent.in", "D", width), (*TOKENS, width))
+        source = ops.bias("latent.in", source, spec.shared_bias)
     slots = ops.route("dispatch", (source, choice), Tensor("slots", (e, "C", width)), combine=False)
 
     def into(name: str) -> Tensor:
@@ -179,6 +180,7 @@ def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops, routed_by: Tensor |
     out = ops.route("combine", (down, gates), Tensor("combine", (*TOKENS, width)), combine=True)
     if spec.latent is not None:
         out = ops.einsum("latent.out", out, weight("w_latent.out", width, "D"), (*TOKENS, "D"))
+        out = ops.bias("latent.out", out, spec.shared_bias)
     return _shared_experts(spec, x, out, axes, ops) if spec.shared else out
 
 

@@ -176,7 +176,7 @@ class Mixture:
         correction_bias: a bias that steers the choice of experts towards balance, and is stored with the weights.
         shared: total hidden width of the experts that every token visits; 0 for none.
         shared_gate: whether a sigmoid gate, one column, weighs the shared experts.
-        shared_bias: on every matrix of the shared experts.
+        shared_bias: on every matrix of the shared experts, and of the projections to and from the latent.
         beside: a feed-forward that every token visits beside the experts, each of the two between norms of its own, or
             None; the router then reads the residual stream, scaled, and weighs each expert's output (Gemma 4).
         latent: width that tokens are projected to before the routed experts, and from after them; None for none.

@@ -50,10 +50,10 @@ class Mamba(FamilyConfig):
     classes: ClassVar[tuple[str, ...]] = ("MambaForCausalLM", "FalconMambaForCausalLM")
     ignored: ClassVar[frozenset[str]] = _STEPS
 
-    vocab_size: Size = 50280
-    hidden_size: Size = Field(default=768, validation_alias=AliasChoices("hidden_size", "d_model"))
+    vocab_size: Size
+    hidden_size: Size = Field(validation_alias=AliasChoices("hidden_size", "d_model"))
     state_size: Size = 16
-    num_hidden_layers: Layers = Field(default=32, validation_alias=AliasChoices("num_hidden_layers", "n_layer"))
+    num_hidden_layers: Layers = Field(validation_alias=AliasChoices("num_hidden_layers", "n_layer"))
     expand: Times = 2
     conv_kernel: Taps = 4
     use_bias: bool = False
@@ -91,17 +91,14 @@ class Mamba2(Mamba):
 
     model_types: ClassVar[tuple[str, ...]] = ("mamba2",)
     classes: ClassVar[tuple[str, ...]] = ("Mamba2ForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = _STEPS | {"time_step_rank", "norm_before_gate", "rms_norm"}
+    ignored: ClassVar[frozenset[str]] = _STEPS | {"norm_before_gate", "rms_norm"}
 
-    vocab_size: Size = 32768
-    hidden_size: Size = Field(default=4096, validation_alias=AliasChoices("hidden_size", "d_model"))
-    num_hidden_layers: Layers = Field(default=64, validation_alias=AliasChoices("num_hidden_layers", "n_layer"))
     num_heads: Count = 128
     head_dim: Size = 64
     state_size: Size = 128
     n_groups: Count = 8
     chunk_size: Count = 256
-    time_step_rank: Any = None
+    time_step_rank: Count | Literal["auto"] | None = None  # type: ignore[assignment]  # of Mamba-1, and unread
     tie_word_embeddings: bool = False
 
     def mixer(self) -> SelectiveStateSpace | StateSpace:
@@ -392,7 +389,6 @@ class NemotronH(Decoder):
         "time_step_rank", "expand", "mamba_expand", "moe_shared_expert_overlap", "sliding_window", "mamba_proj_bias",
     }  # fmt: skip
 
-    num_hidden_layers: Layers | None = None  # type: ignore[assignment]
     intermediate_size: Size | None = 21504
     num_key_value_heads: Count | None = 8
     head_dim: Size | None = Field(default=128, validation_alias=AliasChoices("head_dim", "attention_head_dim"))
@@ -443,7 +439,7 @@ class NemotronH(Decoder):
             raise ConfigError(
                 "key 'hybrid_override_pattern' is missing (or 'layers_block_type'); it says what each layer is"
             )
-        if self.num_hidden_layers is not None and self.num_hidden_layers != len(kinds):
+        if self.num_hidden_layers != len(kinds):
             raise ConfigError(
                 f"key 'num_hidden_layers': expected {len(kinds)}, as the pattern has, found {self.num_hidden_layers}"
             )
