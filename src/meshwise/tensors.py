@@ -538,7 +538,7 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
         kernel = replace(
             op, name=f"d{op.name}", inputs=(*op.inputs, grad), output=contribute(source, op.name), gradient=True
         )
-        rest = [t for t in further if t.kind is not Kind.INDEX]
+        rest = [t for t in further if t in differentiable]
         return [kernel, *(FusedGradient.of(kernel, op, t, contribute(t, op.name)) for t in rest)]
     if isinstance(op, Route):
         source, *gates = op.inputs

@@ -59,7 +59,7 @@ def sum_to(values: np.ndarray, axes: Axes, keep: Axes) -> np.ndarray:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+    return (1 + np.tanh(x / 2)) / 2  # never overflows
 
 
 def silu_slope(x: np.ndarray) -> np.ndarray:
@@ -257,13 +257,15 @@ def _join_gradient(op: Op, i: int, grad: Part, _: Sequence[Part]) -> np.ndarray:
 
 
 def _softplus(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    """Between 0 and 1, so that no state grows beyond bounds."""
     x, bias = inputs
-    return np.log1p(np.exp(x.values + spread(bias.values, bias.axes, x.axes)))
+    return sigmoid(x.values + spread(bias.values, bias.axes, x.axes))
 
 
 def _softplus_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
     x, bias = inputs
-    slope = grad.values * sigmoid(x.values + spread(bias.values, bias.axes, x.axes))
+    step = sigmoid(x.values + spread(bias.values, bias.axes, x.axes))
+    slope = grad.values * step * (1 - step)
     return slope if i == 0 else sum_to(slope, x.axes, bias.axes)
 
 

@@ -43,7 +43,7 @@ def kernel_gradients(op: Fused, inputs: Arrays) -> dict[str, np.ndarray]:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+    return (1 + np.tanh(x / 2)) / 2  # never overflows
 
 
 # h[t] = exp(decay) h[t-1] + write k (v - k exp(decay) h[t-1] where there is a delta); y[t] = q h[t].

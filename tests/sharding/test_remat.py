@@ -8,6 +8,7 @@ import pytest
 from tiny_models import BLOCKS, Shape, tiny_block
 
 from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.kernels import Scan, SelectiveScan
 from meshwise.sharding.remat import REMAT_POLICIES, Saved, check_remat, remat_policy, saved_activations
 from meshwise.tensors import Attention, Block, Einsum, Kind, backward
 
@@ -106,7 +107,9 @@ def test_what_is_kept_from_a_policy_is_what_the_policy_keeps(name: str) -> None:
     for policy in REMAT_POLICIES.values():
         made_here = {t.name for t in saved_activations(block, policy).kept} & set(makers)
         assert all(policy.keeps(makers[n]) for n in made_here)
-    assert all(isinstance(makers[n], Einsum | Attention) for n in kept(name, "matmuls") & set(makers))
+    assert all(
+        isinstance(makers[n], Einsum | Attention | Scan | SelectiveScan) for n in kept(name, "matmuls") & set(makers)
+    )
     assert kept(name, "full") <= set(block.inputs)
 
 
