@@ -13,9 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from meshwise.errors import ConfigError
-from meshwise.models.families.base import Count, Index, Off, Positions, Size, divide
+from meshwise.models.families.base import Count, FamilyConfig, Index, Off, Positions, Size, divide
 from meshwise.models.families.decoder import Decoder
-from meshwise.models.families.gemma import TOWERS, unwrap_text
+from meshwise.models.families.towered import TowerConfig, Towered
+from meshwise.models.families.vision_towers import Qwen3Vision
 from meshwise.models.recurrences import GatedDelta, LightningAttention
 from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
@@ -122,62 +123,66 @@ class _MtpMixin(_DeltaNet):
     attn_output_gate: Literal[True] | None = None
 
     def extras(self) -> dict[str, Any]:
-        """Give the prediction modules, and say what is left out."""
-        notes = (TOWERS,) if self.model_type in ("qwen3_5", "qwen3_5_moe") else ()
+        """Give the prediction modules."""
         modules = self.mtp_num_hidden_layers
         if not modules:
-            return {"notes": notes}
+            return {}
         layer = Layer(self.attention(0), self.ffn(0), pre_attn=self.norm, pre_mlp=self.norm)
         told = (
             f"{modules} multi-token-prediction module{'s' if modules > 1 else ''} counted apart (mtp), not in the total"
         )
-        return {"mtp": layer, "mtp_modules": modules, "notes": (*notes, told)}
+        return {"mtp": layer, "mtp_modules": modules, "notes": (told,)}
 
 
 class Qwen35(_MtpMixin):
-    """Qwen3.5, dense; counted without its towers."""
+    """The text part of Qwen3.5, dense."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5")
-    classes: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
+    classes: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM",)
 
     intermediate_size: Size | None = 12288
     num_key_value_heads: Count | None = 4
     mlp_only_layers: Annotated[list[int], Field(max_length=0)] | None = None
 
-    @classmethod
-    def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Read `text_config`, where there is one."""
-        return _unwrap(config, "qwen3_5")
-
 
 class Qwen35Moe(_MtpMixin, _Experts):
-    """Qwen3.5, mixtures; counted without their towers."""
+    """The text part of Qwen3.5 mixtures."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text", "qwen3_5_moe")
-    classes: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text",)
+    classes: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM",)
 
     num_key_value_heads: Count | None = 2
     num_experts_per_tok: Count = 8
     num_experts: Count = Field(default=256, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     mlp_only_layers: Annotated[list[int], Field(max_length=0)] | None = None
 
-    @classmethod
-    def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Read `text_config`, where there is one."""
-        return _unwrap(config, "qwen3_5_moe")
-
     def ffn(self, index: int) -> Mlp | Mixture:
         """Every layer is a mixture."""
         return self.mixture()
 
 
-def _unwrap(config: dict[str, Any], outer: str) -> dict[str, Any]:
-    """Give the language model's keys; towers and the tokens that stand for pictures are left out."""
-    if config.get("model_type") != outer:
-        return config
-    tokens = {"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
-    config = {k: v for k, v in config.items() if k not in tokens}
-    return unwrap_text(config, f"{outer}_text", ("vision_config",))
+class Qwen35Vision(Qwen3Vision):
+    """Qwen3.5's tower: that of Qwen3-VL, none of whose layers feeds the decoder directly."""
+
+    deepstack_visual_indexes: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+
+
+class Qwen35VL(Towered):
+    """Qwen3.5 with its vision tower."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5",)
+    classes: ClassVar[tuple[str, ...]] = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+    readers: ClassVar[Mapping[str, type[FamilyConfig]]] = {"qwen3_5_text": Qwen35}
+    vision_readers: ClassVar[Mapping[str, type[TowerConfig]]] = {"qwen3_5_vision": Qwen35Vision}
+    tied: ClassVar[bool | None] = False
+
+
+class Qwen35MoeVL(Qwen35VL):
+    """Qwen3.5 mixtures with their vision tower."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe",)
+    classes: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+    readers: ClassVar[Mapping[str, type[FamilyConfig]]] = {"qwen3_5_moe_text": Qwen35Moe}
 
 
 class MiniMax(_Alternating):
@@ -235,4 +240,4 @@ class MiniMax(_Alternating):
         return {**found, "layer_types": {kind: kinds.count(kind) for kind in sorted(set(kinds))}}
 
 
-FAMILIES = (Qwen3Next, Qwen35, Qwen35Moe, MiniMax)
+FAMILIES = (Qwen3Next, Qwen35, Qwen35VL, Qwen35Moe, Qwen35MoeVL, MiniMax)

@@ -101,7 +101,7 @@ class Towered(FamilyConfig):
     def text_values(self) -> dict[str, Any]:
         """The keys of the text configuration, as its reader shall see them."""
         kind = self.text_config.get("model_type", next(iter(self.readers)))
-        if kind not in self.readers:
+        if not isinstance(kind, str) or kind not in self.readers:
             raise ConfigError(
                 f"key 'text_config.model_type': expected {' or '.join(map(repr, self.readers))}, found {kind!r}"
             )
@@ -128,7 +128,7 @@ class Towered(FamilyConfig):
         if self.vision_config is None:
             return None
         kind, kinds = self.vision_config.get("model_type"), self.vision_readers
-        if len(kinds) > 1 and kind is not None and kind not in kinds:
+        if len(kinds) > 1 and kind is not None and (not isinstance(kind, str) or kind not in kinds):
             raise ConfigError(
                 f"key 'vision_config.model_type': expected {' or '.join(map(repr, kinds))}, found {kind!r:.60}"
             )
