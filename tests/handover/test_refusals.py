@@ -44,6 +44,9 @@ VARIED = {
     "offload": [
         {"fsdp": 64, "remat": "full", "offload": o} for o in ((), ("optimizer",), ("parameters",), ("activations",))
     ],
+    "offload_layers": [
+        {"fsdp": 64, "remat": "full", "offload": ("activations",), "offload_layers": n} for n in (None, 1)
+    ],
     "micro_batch": [{"fsdp": 64, "micro_batch": n} for n in (1, 2)],
     "num_microbatches": [{"fsdp": 64, "num_microbatches": n} for n in (1, 2)],
 }  # fmt: skip

@@ -266,7 +266,8 @@ def test_words_for_a_layout_that_cannot_be(text: str, words: str) -> None:
             (
                 "unknown layout axis or choice 'wires'. Known: context, context_method, data, expert, "
                 "expert_tensor_parallel, fsdp, fully_sharded, micro_batch, num_microbatches, offload, "
-                "offload_layers, remat, remat_layers, schedule, sequence_parallel, stage, tensor, ulysses, virtual_stages, zero."
+                "offload_layers, remat, remat_layers, schedule, sequence_parallel, stage, tensor, ulysses, "
+                "virtual_stages, zero."
             ),
         ),
         ("cp=2,context_method=rings", "unknown context method 'rings'. Nearest: ring."),

@@ -22,7 +22,7 @@ __all__ = ["Choices"]
 _ANSWERED = {
     *("data", "fsdp", "expert", "context", "ulysses", "tensor", "stage", "zero", "fully_sharded"),
     *("sequence_parallel", "expert_tensor_parallel", "context_method", "schedule", "virtual_stages"),
-    *("remat", "remat_layers", "offload", "micro_batch", "num_microbatches", "wires"),
+    *("remat", "remat_layers", "offload", "offload_layers", "micro_batch", "num_microbatches", "wires"),
 }
 
 #: Fields of a job that every target answers for, or that say nothing about how the model is trained.

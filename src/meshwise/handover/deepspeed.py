@@ -142,6 +142,8 @@ def _precision(choices: Choices, refusals: Refusals) -> dict[str, Any]:
 
 def _remat(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
     layout = choices.layout
+    if layout.offload_layers is not None:
+        refusals.add(f"offload_layers={layout.offload_layers}", "what is offloaded is so in all layers", "all layers")
     if choices.remat_layers is not None:
         refusals.add(f"remat_layers={choices.remat_layers}", "checkpointing is for all layers", "all layers")
     if layout.remat == "full":

@@ -166,6 +166,8 @@ _NAMED = {
 
 def _remat(choices: Choices, refusals: Refusals) -> dict[str, Any]:
     layout = choices.layout
+    if layout.offload_layers is not None:
+        refusals.add(f"offload_layers={layout.offload_layers}", "what is offloaded is so in all layers", "all layers")
     if choices.remat_layers is not None:
         refusals.add(f"remat_layers={choices.remat_layers}", "one policy is for all layers", "all layers")
     where = "offload" if "activations" in layout.offload else "device"

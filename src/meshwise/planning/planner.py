@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
+from meshwise.costs.offload import check_offload
 from meshwise.errors import InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.jobs import TrainingJob
 from meshwise.planning.plan import Plan
@@ -20,6 +22,7 @@ from meshwise.planning.rivals import Rival, rivals
 from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.planning.space import Limits, parts_of, shrunken
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
+from meshwise.sharding.remat import check_remat
 from meshwise.units import format_bytes, format_count, format_duration, format_percent
 
 __all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits"]
@@ -241,6 +244,9 @@ def estimate_layout(
 ) -> Planning:
     """Estimate the layout that a user wrote; what was not written (remat, microbatches, wires...) is chosen best.
 
+    Where only some layers recompute, or something is offloaded, it is chosen among the layouts that are best in time or
+    in memory without.
+
     A layout that does not fit in memory in any way is estimated in its leanest one, and `Estimate.fits` says so.
 
     Raises:
@@ -248,6 +254,54 @@ def estimate_layout(
             that can.
     """
     check_request(problem, request)
+    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    if beyond := {name: value for name, value in request.choices.items() if name in _BEYOND_SEARCH and value}:
+        rest = {name: value for name, value in request.choices.items() if name not in _BEYOND_SEARCH}
+        found = _search_layout(problem, LayoutRequest(request.sizes, rest), math.inf, progress)
+        plan = _best_with(problem, found, beyond)
+        return Planning((plan,), winner_reasons(plan, whole), (), found)
+    result = _search_layout(problem, request, 1.0, progress)
+    if result.best:
+        best = result.best[0]
+    else:  # what is missing is memory: the leanest way says by how much
+        result = _search_layout(problem, request, math.inf, progress)
+        best = result.front[-1]
+    plan = Plan.of(problem, best.layout, best.fabric)
+    return Planning((plan,), winner_reasons(plan, whole), (), result)
+
+
+#: Choices of a layout that the search does not make: they are added to what it finds.
+_BEYOND_SEARCH = ("remat_layers", "offload", "offload_layers")
+
+
+def _best_with(problem: TrainingProblem, found: SearchResult, beyond: Mapping[str, Any]) -> Plan:
+    """The fastest of the layouts found that fits with the choices `beyond`, else the one that is nearest to fit."""
+    plans = []
+    for candidate in (*found.best, *found.front):
+        if candidate.layout.remat == "none" and "remat_layers" in beyond:
+            continue
+        plans.append(Plan.of(problem, candidate.layout.replace(**beyond), candidate.fabric))
+    if not plans:
+        raise LayoutError("layout: remat_layers needs a policy that recomputes; write remat=full:LAYERS")
+    fitting = [p for p in plans if p.estimate.fits]
+    return min(fitting, key=lambda p: p.estimate.step_time.expected) if fitting else min(plans, key=_lacks)
+
+
+def _lacks(plan: Plan) -> float:
+    """How many times more memory is needed than there is, on the chip or on the host."""
+    e = plan.estimate
+    host = e.host_memory.get("total", 0.0)
+    return max(e.memory["total"] / e.hbm_capacity, host / e.host_capacity if host and e.host_capacity else 0.0)
+
+
+def _search_layout(
+    problem: TrainingProblem, request: LayoutRequest, memory_share: float, progress: Callable[[str], None]
+) -> SearchResult:
+    """Search what a layout leaves open, filling so much of the HBM.
+
+    Raises:
+        LayoutError: it cannot be placed on the cluster, or the batch does not divide.
+    """
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     parts = [whole] if request.num_chips == problem.cluster.num_chips else parts_of(whole, request.num_chips)
     if not parts:
@@ -264,17 +318,11 @@ def estimate_layout(
         "micro_batch": choices.get("micro_batch"),
         "num_microbatches": choices.get("num_microbatches"),
     }
-    result = search(problem, parts, SearchSpace(space.limits, **given), top=1, progress=progress)
-    if result.best:
-        best = result.best[0]
-    else:  # what is missing is memory: the leanest way says by how much
-        too_large = SearchSpace(space.limits, **given, memory_share=math.inf)
-        result = search(problem, parts, too_large, top=1, progress=progress)
-        if not result.best:
-            raise _batch_error(problem, request)
-        best = result.front[-1]
-    plan = Plan.of(problem, best.layout, best.fabric)
-    return Planning((plan,), winner_reasons(plan, whole), (), result)
+    limited = SearchSpace(space.limits, **given, memory_share=memory_share)
+    result = search(problem, parts, limited, top=1, progress=progress)
+    if not result.best and math.isinf(memory_share):
+        raise _batch_error(problem, request)
+    return result
 
 
 def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
@@ -282,6 +330,7 @@ def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
 
     Raises:
         LayoutError: with the constraint and the nearest size that works.
+        UnknownNameError: for operations that the model's layers do not have.
     """
     limits = training_limits(problem)
     sizes = request.sizes
@@ -292,6 +341,8 @@ def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
             raise LayoutError(
                 f"layout: {axis}={sizes[axis]} is more than the model's {most} {what}; use {axis}={most} or less"
             )
+    check_remat(request.choices.get("remat", ""), problem.train_program())
+    check_offload(problem.cluster.chip, request.choices.get("offload", ()))
     length = int(problem.job.seq_len)
     if length % sizes["context"]:
         nearest = max(d for d in range(1, sizes["context"] + 1) if length % d == 0)
