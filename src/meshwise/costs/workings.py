@@ -246,7 +246,7 @@ class HostWorking:
     block: str
     when: Pass
     copies: float
-    runs: int
+    runs: float
     bytes_out: float
     bytes_in: float
     seconds: float
@@ -457,7 +457,7 @@ def _streams(ledger: Ledger) -> Iterator[HostWorking]:
                 block=move.block.name if move.block else "",
                 when=move.when,
                 copies=float(move.copies),
-                runs=1 if move.when is Pass.STEP else int(ledger.rounds),
+                runs=1 if move.when is Pass.STEP else float(ledger.rounds),
                 bytes_out=float(move.bytes_out),
                 bytes_in=float(move.bytes_in),
                 seconds=float(move.seconds),
