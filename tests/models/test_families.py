@@ -10,7 +10,7 @@ from meshwise.models.families import FAMILIES, NOT_YET
 from meshwise.models.families.irrelevant import IRRELEVANT
 
 NO_FAMILIES = {"activations", "base", "decoder", "irrelevant", "keys", "not_yet", "towered"}
-NO_FAMILIES |= {"vision_towers", "audio_towers"}
+NO_FAMILIES |= {"vision_towers", "audio_towers", "towers_plain", "towers_qwen"}
 
 
 def test_every_reader_is_in_the_table() -> None:

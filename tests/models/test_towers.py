@@ -79,3 +79,32 @@ def test_the_format_of_most_quantized_layers_is_that_of_the_weights() -> None:
     dtype = load_model("minimax-m3").weight_dtype
     assert dtype is not None
     assert dtype.value == "fp4"
+
+
+def test_a_file_that_does_not_nest_its_language_model() -> None:
+    text = {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "rope_scaling": {"type": "mrope"}, "use_sliding_window": False,
+    }  # fmt: skip
+    vision = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3,
+        "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
+    }  # fmt: skip
+    config = {"model_type": "qwen2_5_vl", "image_token_id": 151655, "vision_config": vision, "torch_dtype": "bfloat16"}
+    flat = read_config({**config, **text}, name="x")
+    assert flat.parameters.total == 8_292_166_656  # Qwen2.5-VL-7B as published
+    assert flat.weight_dtype is not None
+    assert read_config({**config, "text_config": text}, name="x").spec == flat.spec
+    with pytest.raises(ConfigError, match="'num_layers'"):
+        read_config({**config, **text, "num_layers": 4}, name="x")
+
+
+def test_the_published_count_of_gemma_3() -> None:
+    assert load_model("gemma-3-27b").parameters.total == 27_432_406_640
+
+
+def test_a_tie_that_no_level_says_is_noted() -> None:
+    case = next(c for c in CASES if c["config"]["model_type"] == "mistral3")["config"]
+    said = {k: v for k, v in case.items() if k != "tie_word_embeddings"}
+    assert "tie_word_embeddings = true" in " ".join(read_config(said, name="x").notes)

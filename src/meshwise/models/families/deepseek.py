@@ -12,7 +12,7 @@ from meshwise.models.families.base import Count, Index, Positions, Size
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
-__all__ = ["FAMILIES", "DeepseekV3", "LeadingDense"]
+__all__ = ["FAMILIES", "DeepseekV3", "Glm4", "Glm4Moe", "LeadingDense"]
 
 
 class LeadingDense(Decoder):

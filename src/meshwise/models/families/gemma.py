@@ -11,7 +11,7 @@ from meshwise.models.families.base import Count, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Layer, QkNorm
 
-__all__ = ["FAMILIES", "Gemma3Text"]
+__all__ = ["FAMILIES", "Gemma", "Gemma2", "Gemma3Text"]
 
 
 class Gemma(Decoder):

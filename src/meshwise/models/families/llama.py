@@ -13,7 +13,7 @@ from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Mixture, Mlp
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "Llama", "Ministral3", "Mistral"]
 
 
 class Llama(Decoder):

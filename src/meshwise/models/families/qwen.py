@@ -12,7 +12,7 @@ from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Mixture, Mlp, QkNorm
 
-__all__ = ["FAMILIES", "Qwen3", "Qwen3Moe"]
+__all__ = ["FAMILIES", "Qwen2", "Qwen3", "Qwen3Moe"]
 
 
 class Qwen2(PatternMixin):

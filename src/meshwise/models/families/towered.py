@@ -79,8 +79,10 @@ class Towered(FamilyConfig):
     vision_readers: ClassVar[Mapping[str, type[TowerConfig]]] = {}
     #: Whether head and embedding are one where neither level says it; None leaves it to the reader.
     tied: ClassVar[bool | None] = None
-    #: Keys of the outer level that the text configuration is given too, where it does not have them.
-    inherited: ClassVar[frozenset[str]] = frozenset()
+    #: Whether either level may tie them: a "no" of the outer one leaves it to the inner one.
+    either: ClassVar[bool] = False
+    #: Whether there are files that have the language model's keys beside the tower, not nested.
+    flat: ClassVar[bool] = False
     ignored: ClassVar[frozenset[str]] = MEDIA_KEYS
 
     text_config: dict[str, Any]
@@ -89,8 +91,19 @@ class Towered(FamilyConfig):
 
     @classmethod
     def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Check that the language model's sizes are there."""
+        """Check that the language model's sizes are there, and nest them where the file does not."""
         text = config.get("text_config")
+        if text is None and cls.flat and "hidden_size" in config:
+            outer = {
+                "model_type",
+                "architectures",
+                "vision_config",
+                "tie_word_embeddings",
+                *cls.known_keys(),
+                *MEDIA_KEYS,
+            }
+            beside = {k: v for k, v in config.items() if k in outer}
+            return {**beside, "text_config": {k: v for k, v in config.items() if k not in outer}}
         if text is None:
             raise ConfigError("key 'text_config' is missing; it holds the language model's sizes")
         if not isinstance(text, dict):
@@ -108,8 +121,7 @@ class Towered(FamilyConfig):
         reader = self.readers[kind]
         unread = {"architectures", "top_k"} if "top_p" in self.text_config else {"architectures"}  # of sampling
         values = {k: v for k, v in self.text_config.items() if k not in unread}
-        values |= {k: v for k, v in (self.model_extra or {}).items() if k in self.inherited and k not in values}
-        if self.tie_word_embeddings is not None:
+        if self.tie_word_embeddings or (self.tie_word_embeddings is False and not self.either):
             values["tie_word_embeddings"] = self.tie_word_embeddings
         elif self.tied is not None:
             values.setdefault("tie_word_embeddings", self.tied)
@@ -145,7 +157,7 @@ class Towered(FamilyConfig):
 
     def refuse_unknown(self, config: Mapping[str, Any]) -> None:
         """Refuse unknown keys at every level."""
-        super().refuse_unknown({k: v for k, v in config.items() if k not in self.inherited})
+        super().refuse_unknown(config)
         self.text.refuse_unknown(self.text_values)
         if self.vision is not None and self.vision_config is not None:
             self.vision.refuse_unknown(self.vision_config, "vision_config.")
@@ -170,6 +182,8 @@ class Towered(FamilyConfig):
     def defaulted(self, prefix: str = "") -> Mapping[str, Any]:
         """Tell also what was left to the defaults of the parts."""
         found = {**super().defaulted(prefix), **self.text.defaulted(prefix)}
+        if self.tied and self.tie_word_embeddings is None and "tie_word_embeddings" not in self.text_config:
+            found[f"{prefix}tie_word_embeddings"] = True
         return found if self.vision is None else {**found, **self.vision.defaulted(f"{prefix}vision_config.")}
 
     def weight_dtype(self) -> DType | None:
