@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from meshwise.errors import MeshwiseError, UnknownNameError
-from meshwise.jobs import TrainingJob, parse_fine_tuning, trainable_parameters, with_adapters
-from meshwise.models import load_model
+from meshwise.jobs import TrainingJob, narrowed, parse_fine_tuning, parse_precision, trainable_parameters, with_adapters
+from meshwise.models import load_model, model_names
 from meshwise.tensors import Einsum, Elementwise, Kind, backward
 
 
@@ -62,13 +62,24 @@ def test_only_adapters_have_gradients(model, text):
         assert bool(adapters) == (block.role == "layer")
 
 
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_of_the_catalog_takes_adapters_and_narrow_formats(name):
+    program = load_model(name).train_program()
+    jobs = [with_adapters(program, parse_fine_tuning(text)) for text in ("lora", "qlora")]
+    for changed in (*jobs, narrowed(program, parse_precision("fp8-block"))):
+        for block in changed:
+            read = {t.name: t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT}
+            gradients = {op.output.name for op in backward(block) if op.output.kind is Kind.GRADIENT}
+            assert {f"d_{n}" for n, t in read.items() if not t.frozen} <= gradients
+
+
 def test_a_frozen_projection_costs_four_of_six():
     program = adapted("llama-3-8b", "lora:rank=8")
     sizes = program.bind(batch=1, queries=64)
     (layer,) = (b for b in program if b.role == "layer")
 
     def flops(ops, adapters):
-        found = [op for op in ops if isinstance(op, Einsum) and adapters == any("R" in t.axes for t in op.tensors)]
+        found = [op for op in ops if isinstance(op, Einsum) and adapters == any("Ra" in t.axes for t in op.tensors)]
         return sum(op.flops(sizes) for op in found)
 
     back = backward(layer)

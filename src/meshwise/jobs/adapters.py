@@ -12,7 +12,7 @@ from meshwise.tensors import Block, Convert, Einsum, Elementwise, Kind, Op, Prog
 __all__ = ["trainable_parameters", "with_adapters"]
 
 #: The axis of an adapter's rank.
-RANK = "R"
+RANK = "Ra"
 
 
 def with_adapters(program: Program, tuning: FineTuning) -> Program:

@@ -50,7 +50,7 @@ class TrainingJob(BaseModel):
         default=None,
         ge=1,
         le=100,
-        description="Load of the busiest device's experts over the mean; unless given, that of balanced random routing.",
+        description="Load of the busiest device's experts over the mean; by default that of balanced random routing.",
     )
     capacity_factor: float | None = Field(
         default=None,
