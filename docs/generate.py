@@ -35,6 +35,7 @@ PAGES = (
     DOCS / "precision.md",
     DOCS / "worked-plans.md",
     DOCS / "export.md",
+    *sorted((DOCS / "strategies").glob("*.md")),
     DOCS / "reference.md",
 )
 
@@ -118,18 +119,19 @@ def _block(match: re.Match[str]) -> str:
 def generated(page: Path) -> str:
     """Give a page as it should be, for a terminal of 80 columns."""
     os.environ["COLUMNS"] = "80"
-    reference = _reference()
+    reference = _script("reference")
     if page.name == "reference.md":
         return str(reference.reference_page())
-    tables = reference.tables()
+    tables = _script("strategy_tables").strategy_tables() if page.parent.name == "strategies" else reference.tables()
     text = page.read_text(encoding="utf-8")
     text = _TABLE.sub(lambda m: f"<!-- table: {m['name']} -->\n{tables[m['name']]}<!-- end -->\n", text)
     return _BLOCK.sub(_block, text)
 
 
-def _reference() -> Any:
-    """Load reference.py, which stands beside this file and belongs to no package."""
-    spec = importlib.util.spec_from_file_location("docs_reference", DOCS / "reference.py")
+@functools.cache
+def _script(name: str) -> Any:
+    """Load a script that stands beside this file and belongs to no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -23,7 +23,7 @@ def load(name: str):
 
 generate, reference = load("generate"), load("reference")
 PROSE = [p for p in generate.PAGES if p.name != "reference.md"]
-ALL = sorted({*generate.PAGES, *(ROOT / "docs").glob("*.md"), ROOT / "CHANGELOG.md"})
+ALL = sorted({*generate.PAGES, *(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"})
 
 
 @pytest.mark.parametrize("page", generate.PAGES, ids=lambda p: p.name)
