@@ -26,6 +26,7 @@ LAYOUTS = {
     "data-zero-2": (TINY, {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2, "remat": "full", "remat_layers": 1}),
     "context-ulysses": (TINY, {"context": 2, "ulysses": 2, "data": 2, "fully_sharded": False, "zero": 1}),
     "unsplit-stream": (TINY, {"fsdp": 2, "tensor": 4, "sequence_parallel": False, "remat": "none"}),
+    "offloaded": (TINY, {"fsdp": 8, "remat": "none", "offload": ("optimizer",)}),
     "experts": (TINY_MIXTURE, {"expert": 2, "fsdp": 2, "tensor": 2, "remat": "full", "num_microbatches": 3}),
     "whole-experts": (TINY_MIXTURE, {"expert": 4, "tensor": 2, "expert_tensor_parallel": False, "remat": "full"}),
 }
@@ -50,7 +51,10 @@ def ran(name):
     return json.loads(done.stdout)
 
 
-ALL = [*LAYOUTS, "crossed-wires"]
+#: The quick ones; the others are slow because each is a process that starts and compiles JAX, and prove the same of
+#: every other way to store and to split.
+QUICK = ("data-zero-2", "experts", "crossed-wires")
+ALL = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in (*LAYOUTS, "crossed-wires")]
 
 
 def coordinates(plan):

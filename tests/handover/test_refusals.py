@@ -6,7 +6,17 @@ import pytest
 from plans import TINY, TINY_MIXTURE, make_plan, tiny
 
 from meshwise.errors import HandoverError, UnknownNameError
-from meshwise.handover import TARGETS, choices, hand_over
+from meshwise.handover import TARGETS, choices, hand_over, shape
+from meshwise.models.spec import (
+    Architecture,
+    Embedding,
+    Head,
+    LatentAttention,
+    Layer,
+    Mixture,
+    Mlp,
+    SelfAttention,
+)
 from meshwise.sharding.layout import Layout
 
 #: For every tool a plan that it can express, on 64 chips.
@@ -45,7 +55,8 @@ VARIED = {
         {"fsdp": 64, "remat": "full", "offload": o} for o in ((), ("optimizer",), ("parameters",), ("activations",))
     ],
     "offload_layers": [
-        {"fsdp": 64, "remat": "full", "offload": ("activations",), "offload_layers": n} for n in (None, 1)
+        {"fsdp": 64, "remat": remat, "offload": ("activations",), "offload_layers": n}
+        for n, remat in ((4, "none"), (3, "none"), (2, "none"), (3, "full"))
     ],
     "micro_batch": [{"fsdp": 64, "micro_batch": n} for n in (1, 2)],
     "num_microbatches": [{"fsdp": 64, "num_microbatches": n} for n in (1, 2)],
@@ -184,6 +195,7 @@ def test_wires_that_ranks_do_not_follow_are_a_note_with_the_places():
         ("llama-4-maverick", "megatron", "kinds|take turns"),
         ("falcon-40b", "megatron", "it has parallel branches"),
         ("gpt-oss-120b", "maxtext", "kinds|decoder_block"),
+        ("t5-11b", "megatron", "Architecture.encoder"),
         ("phi-4", "maxtext", "there is no decoder_block for phi3"),
     ],
 )
@@ -191,6 +203,14 @@ def test_models_that_a_tool_cannot_describe_are_refused(model, tool, why):
     on = PLAIN[tool]["on"]
     with pytest.raises(HandoverError, match=why):
         hand_over(make_plan(model, on, fsdp=64, remat="full"), tool)
+
+
+def test_what_a_description_of_a_model_has_beyond_the_tools_layers_is_refused():
+    for kind in (Architecture, Embedding, Head, Layer, SelfAttention, LatentAttention, Mlp, Mixture):
+        assert set(shape._ANSWERED[kind.__name__].split()) <= {f.name for f in fields(kind)}
+    known = SelfAttention(heads=8, kv_heads=8, head_dim=8)
+    assert shape._unanswered(known) == []
+    assert shape._unanswered(replace(known, causal=False)) == ["SelfAttention.causal"]
 
 
 def test_experts_on_a_dense_model_are_refused():

@@ -109,6 +109,19 @@ class Choices:
         return None if layers is None or layers >= self.model.num_layers else layers
 
     @property
+    def offload_layers(self) -> int | None:
+        """Layers whose activations live on the host, None for all, or where none do."""
+        layers = getattr(self.layout, "offload_layers", None)
+        return None if layers is None or layers >= self.model.num_layers else layers
+
+    def refuse_offload_layers(self, refusals: Refusals) -> None:
+        """Refuse a count of layers, where a tool offloads the activations of all."""
+        if self.offload_layers is not None:
+            refusals.add(
+                f"offload_layers={self.offload_layers}", "activations of all layers are offloaded", "all layers"
+            )
+
+    @property
     def schedule(self) -> str:
         """Of the pipeline; "" without one. One virtual stage of an interleaved schedule is plain 1F1B."""
         if self.layout.stage == 1:

@@ -64,16 +64,20 @@ def _zero(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, A
         out = {"stage": layout.zero if replicated else 0}
         if out["stage"]:
             out |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-    return out | _offload(choices, out["stage"], refusals)
+    return out | _offload(choices, out["stage"], refusals, notes)
 
 
-def _offload(choices: Choices, stage: int, refusals: Refusals) -> dict[str, Any]:
+def _offload(choices: Choices, stage: int, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for part, key, least in (("optimizer", "offload_optimizer", 1), ("parameters", "offload_param", 3)):
         if part in choices.layout.offload:
             if stage < least:
                 refusals.add(f"offload={part}", f"it needs ZeRO stage {least}, this is {stage}", "zero=1, or fsdp")
             out[key] = {"device": "cpu", "pin_memory": True}
+    if "optimizer" in choices.layout.offload:
+        notes.append(
+            "the update of what is offloaded is computed by the host, too; the plan streams it through the chip"
+        )
     return out
 
 
@@ -142,14 +146,13 @@ def _precision(choices: Choices, refusals: Refusals) -> dict[str, Any]:
 
 def _remat(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
     layout = choices.layout
-    if layout.offload_layers is not None:
-        refusals.add(f"offload_layers={layout.offload_layers}", "what is offloaded is so in all layers", "all layers")
     if choices.remat_layers is not None:
         refusals.add(f"remat_layers={choices.remat_layers}", "checkpointing is for all layers", "all layers")
     if layout.remat == "full":
         notes.append("recomputation is the model's: model.gradient_checkpointing_enable()")
     elif layout.remat != "none":
         refusals.add(f"remat={layout.remat}", "it repeats whole layers, or nothing", "remat=full or remat=none")
+    choices.refuse_offload_layers(refusals)
     if "activations" not in layout.offload:
         return {}
     if layout.remat != "full":

@@ -65,8 +65,12 @@ def make_mesh(devices=None):
 
 
 def parameter_shardings(mesh):
-    """Parameter -> sharding as stored."""
-    return {n: NamedSharding(mesh, spec, memory_kind=PARAMETERS_MEMORY) for n, (_, spec) in PARAMETERS.items()}
+    """Parameter -> sharding as stored; of what is offloaded, embedding and head stay on the device."""
+
+    def memory(name):
+        return None if name.startswith(("embed/", "head/")) else PARAMETERS_MEMORY
+
+    return {n: NamedSharding(mesh, spec, memory_kind=memory(n)) for n, (_, spec) in PARAMETERS.items()}
 
 
 def gradient_shardings(mesh):

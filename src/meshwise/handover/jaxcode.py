@@ -81,6 +81,7 @@ def _refuse(choices: Choices, refusals: Refusals) -> None:
         refusals.add(f"stage={layout.stage}", "a pipeline is a schedule, which no sharding says", "stage=1")
     if layout.context > 1 and layout.context_method == "ring":
         refusals.add("context_method=ring", "a ring is a program, which no sharding says", "context_method=gather")
+    choices.refuse_offload_layers(refusals)
     if "activations" in layout.offload:
         refusals.add("offload=activations", "its policies offload named values or plain matmuls", "--to maxtext")
     if choices.job.optimizer_kind.name not in _OPTIMIZERS:

@@ -166,8 +166,6 @@ _NAMED = {
 
 def _remat(choices: Choices, refusals: Refusals) -> dict[str, Any]:
     layout = choices.layout
-    if layout.offload_layers is not None:
-        refusals.add(f"offload_layers={layout.offload_layers}", "what is offloaded is so in all layers", "all layers")
     if choices.remat_layers is not None:
         refusals.add(f"remat_layers={choices.remat_layers}", "one policy is for all layers", "all layers")
     where = "offload" if "activations" in layout.offload else "device"
@@ -189,6 +187,7 @@ def _remat(choices: Choices, refusals: Refusals) -> dict[str, Any]:
     for part, key in (("optimizer", "optimizer_memory_host_offload"), ("parameters", "parameter_memory_host_offload")):
         if part in layout.offload:
             out[key] = True
+    choices.refuse_offload_layers(refusals)
     return out
 
 

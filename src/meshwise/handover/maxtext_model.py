@@ -51,6 +51,8 @@ def model_settings(choices: Choices, shape: ModelShape, refusals: Refusals, note
         out["normalization_layer_epsilon"] = shape.norm_epsilon
     if shape.rope_base is not None:
         out["rope_max_timescale"] = int(shape.rope_base)
+    if shape.rope_share != 1:
+        out["partial_rotary_factor"] = shape.rope_share
     if shape.rope_scaled:
         notes.append("the configuration stretches its rotary positions (rope_scaling): set rope_type and its numbers")
     if model.spec.mtp_modules:

@@ -279,11 +279,25 @@ def _offload(choices: Choices, refusals: Refusals, notes: list[str]) -> Iterator
     for part in choices.layout.offload:
         if part == "optimizer":
             yield from (("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",))
-            notes.append("offload=optimizer: the update of what is offloaded is computed by the host, too")
+            notes.append(
+                "the update of what is offloaded is computed by the host, too; the plan streams it through the chip"
+            )
         elif part == "activations":
-            refusals.add("offload=activations", "it is by layers, without pipelines", "remat=full without it")
+            yield from _offload_activations(choices, refusals, notes)
         else:
             refusals.add(f"offload={part}", "weights stay on the chips", "fsdp, to hold less of them on each")
+
+
+def _offload_activations(choices: Choices, refusals: Refusals, notes: list[str]) -> Iterator[Argument]:
+    """Offload what some layers keep; it goes neither with pipelines nor with recomputation."""
+    most = choices.model.num_layers - 1
+    if choices.offload_layers is None:
+        refusals.add("offload=activations", f"it is of {most} layers at most", f"offload=activations:{most}")
+    if choices.schedule or choices.layout.remat != "none":
+        why = "it goes neither with pipelines nor with recomputation"
+        refusals.add("offload=activations", why, "stage=1 with remat=none, or no offload")
+    yield ("--cpu-offloading-num-layers", choices.offload_layers or most)
+    notes.append("the first layers offload their activations, where the plan spreads them over all")
 
 
 def _mapping(choices: Choices, notes: list[str]) -> Iterator[Argument]:

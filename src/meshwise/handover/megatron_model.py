@@ -137,6 +137,8 @@ def _positions(choices: Choices, shape: ModelShape, notes: list[str]) -> Iterato
         yield ("--position-embedding-type", "rope")
         if shape.rope_base is not None:
             yield ("--rotary-base", int(shape.rope_base))
+        if shape.rope_share != 1:
+            yield ("--rotary-percent", f"{shape.rope_share:g}")
         if shape.rope_scaled:
             notes.append("the configuration stretches its rotary positions (rope_scaling): add the arguments for it")
     else:

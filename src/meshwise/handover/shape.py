@@ -6,7 +6,7 @@ Not here: any tool's own names, and the model itself (`models.spec`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from meshwise.handover.handed import Refusals
@@ -16,6 +16,19 @@ from meshwise.models.spec import LatentAttention, Layer, LayerGroup, Mixture, Ml
 __all__ = ["ModelShape", "read_shape"]
 
 _NEAREST = "the parallelism of this plan by hand, with a model of the tool's own"
+
+
+#: Fields of a model's description that the tools' writers answer for; another that is used is refused by name.
+_ANSWERED = {
+    "Architecture": "d_model vocab groups embedding head max_positions mtp mtp_modules notes",
+    "Embedding": "positions norm width scaled",
+    "Head": "norm tied bias width scaled",
+    "Layer": "attention ffn pre_attn post_attn pre_mlp post_mlp residual_norm parallel",
+    "SelfAttention": "heads kv_heads head_dim bias bias_out qk_norm rope window chunk sinks",
+    "LatentAttention": "heads q_rank kv_rank nope_dim rope_dim v_dim bias",
+    "Mlp": "hidden gated bias bias_out",
+    "Mixture": "experts top_k hidden gated expert_bias correction_bias shared shared_gate",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,7 @@ class ModelShape:
         activation: as the configuration names it ("silu", "gelu", ...).
         norm_epsilon, rope_base: of the configuration, where it says so.
         rope_scaled: whether the configuration stretches its rotary positions.
+        rope_share: share of a head's width that is rotated.
     """
 
     attention: SelfAttention | LatentAttention
@@ -42,6 +56,7 @@ class ModelShape:
     norm_epsilon: float | None
     rope_base: float | None
     rope_scaled: bool
+    rope_share: float
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:
@@ -64,10 +79,19 @@ def read_shape(model: Model, refusals: Refusals) -> ModelShape | None:
     known = [g for g in groups if isinstance(g.layer.attention, SelfAttention | LatentAttention)]
     known = [g for g in known if isinstance(g.layer.ffn, Mlp | Mixture)]
     kinds = {replace(g.layer, ffn=Mlp(1)) for g in known}
-    if len(known) < len(groups) or len(kinds) > 1 or len(groups) > 2:
+    attention = groups[0].layer.attention
+    if (
+        not isinstance(attention, SelfAttention | LatentAttention)
+        or len(known) < len(groups)
+        or len(kinds) > 1
+        or len(groups) > 2
+    ):
         names = ", ".join(g.name for g in groups)
         refusals.add(f"model {model.name}", f"its layers are of several kinds ({names})", _NEAREST)
         return None
+    parts = [spec, spec.embedding, spec.head, *(p for g in groups for p in (g.layer, g.layer.attention, g.layer.ffn))]
+    for name in dict.fromkeys(name for part in parts for name in _unanswered(part)):
+        refusals.add(f"model {model.name}", f"the tool's layers know no {name}", _NEAREST)
     leading = _leading_dense(model, groups, refusals)
     embedding, head = spec.embedding, spec.head
     layer = groups[0].layer
@@ -86,7 +110,7 @@ def read_shape(model: Model, refusals: Refusals) -> ModelShape | None:
     config = model.config.get("text_config") or model.config
     base, scaled = _rope(config)
     return ModelShape(
-        attention=groups[0].layer.attention,
+        attention=attention,
         dense=next((f for f in ffns if isinstance(f, Mlp)), None),
         mixture=next((f for f in ffns if isinstance(f, Mixture)), None),
         leading_dense=leading,
@@ -95,7 +119,20 @@ def read_shape(model: Model, refusals: Refusals) -> ModelShape | None:
         norm_epsilon=_first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
         rope_base=base,
         rope_scaled=scaled,
+        rope_share=float(_first(config, "partial_rotary_factor", "rotary_pct") or 1),
     )
+
+
+def _unanswered(part: Any) -> list[str]:
+    """Fields of a part of a model that are used and that nobody answers for, as "Part.field"."""
+    kind = type(part).__name__
+    answered = _ANSWERED[kind].split()
+    out = []
+    for f in fields(part):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if f.name not in answered and getattr(part, f.name) != default:
+            out.append(f"{kind}.{f.name}")
+    return out
 
 
 def _leading_dense(model: Model, groups: tuple[LayerGroup, ...], refusals: Refusals) -> int:

@@ -39,7 +39,7 @@ def torchtitan(choices: Choices, refusals: Refusals) -> HandedOver:
     placement = choices.placement_note(_NESTING, "meshes nest tensor, context, shards, replicas, stages")
     notes += [placement] if placement else []
     parallelism = {**_degrees(choices, refusals, notes), **_pipeline(choices, refusals, notes)}
-    training = {**_batch(choices), **_precision(choices, refusals, notes), **_offload(choices, refusals)}
+    training = {**_batch(choices), **_precision(choices, refusals, notes), **_offload(choices, refusals, notes)}
     checkpoint, imported = _remat(choices, refusals)
     _optimizer(choices, refusals)
     model = choices.model
@@ -169,7 +169,8 @@ def _remat(choices: Choices, refusals: Refusals) -> tuple[str, str]:
     return "FullAC.Config()", "FullAC"
 
 
-def _offload(choices: Choices, refusals: Refusals) -> dict[str, Any]:
+def _offload(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
+    choices.refuse_offload_layers(refusals)
     offload = set(choices.layout.offload)
     if not offload:
         return {}
@@ -178,6 +179,7 @@ def _offload(choices: Choices, refusals: Refusals) -> dict[str, Any]:
             f"offload={'+'.join(choices.layout.offload)}", "it offloads parameters, gradients and optimizer together",
             "offload=optimizer+parameters",
         )  # fmt: skip
+    notes.append("the update of what is offloaded is computed by the host, too; the plan streams it through the chip")
     return {"enable_cpu_offload": True}
 
 
