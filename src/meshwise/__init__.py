@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwise.verbs.plan_train import plan_train
     from meshwise.verbs.roofline import roofline
     from meshwise.verbs.shard import shard
+    from meshwise.verbs.simulate import simulate_step
 
 __version__ = "0.1.0"
 
@@ -43,11 +44,13 @@ __all__ = [
     "plan_train",
     "roofline",
     "shard",
+    "simulate_step",
 ]
 
 #: Public name -> the module that it is loaded from.
 _HOMES = {
     "HandedOver": "meshwise.handover",
+    "simulate_step": "meshwise.verbs.simulate",
     "Plan": "meshwise.planning",
     "Planning": "meshwise.planning",
     **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.verbs.catalogs"),

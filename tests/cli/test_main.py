@@ -24,6 +24,7 @@ WORKING = {
     "plan train": TRAIN,
     "estimate train": [*TRAIN, "--layout", "fsdp=-1,tensor=4"],
     "export": [PLAN, "--to", "megatron"],
+    "simulate": [PLAN],
     "model": ["llama-3-70b"],
     "models": [],
     "chips": [],

@@ -2,5 +2,17 @@
 
 from meshwise.simulation.events import Event, Timeline, run_schedule
 from meshwise.simulation.orders import Task, Work, work_orders
+from meshwise.simulation.step import STREAMS, Span, StepTimeline, simulate_training_step
 
-__all__ = ["Event", "Task", "Timeline", "Work", "run_schedule", "work_orders"]
+__all__ = [
+    "STREAMS",
+    "Event",
+    "Span",
+    "StepTimeline",
+    "Task",
+    "Timeline",
+    "Work",
+    "run_schedule",
+    "simulate_training_step",
+    "work_orders",
+]

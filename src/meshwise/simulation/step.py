@@ -1,0 +1,287 @@
+"""One training step of a complete layout as a timeline: what each pipeline stage computes and sends, and when it waits.
+
+Built from the sums of the estimate, placed in time by the simulation of its schedule; its end is the estimate's
+expected step time. Not here: pictures and words (`report`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
+from meshwise.costs.evaluate import TrainingProblem, evaluated
+from meshwise.costs.makespans import StageTimes
+from meshwise.costs.network import Fabric
+from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, num_layers
+from meshwise.costs.schedules import PipelineShape
+from meshwise.costs.step import NETWORKS, Hiding, Ledger, StepTime, term_of
+from meshwise.costs.traffic import Flow, Pass
+from meshwise.sharding.layout import Layout
+from meshwise.sharding.place import Purpose
+from meshwise.simulation.events import Event, Timeline, run_schedule
+from meshwise.simulation.orders import Task, Work
+
+__all__ = ["STREAMS", "Span", "StepTimeline", "simulate_training_step"]
+
+#: Stream -> what runs on it.
+STREAMS = {
+    "compute": "matmuls, attention, elementwise work, and the optimizer",
+    "tensor": "collectives over the tensor axis",
+    "context": "collectives over the context and ulysses axes",
+    "expert": "exchange of tokens with their experts",
+    "fsdp": "gathering of weights and scattering of gradients",
+    "data": "reduction of gradients over replicas, and gathering of new weights",
+    "pipeline": "sends between stages",
+    "host": "streams between the chip and its host",
+}
+
+#: Seconds below which a span is rounding error.
+_NOTHING = 1e-12
+
+_PASS = {
+    Task.FORWARD: ("forward",),
+    Task.BACKWARD: ("recompute", "backward", "weights"),
+    Task.ACTIVATIONS: ("recompute", "backward"),
+    Task.WEIGHTS: ("weights",),
+}
+_COMMUNICATES = {
+    Task.FORWARD: ("forward",),
+    Task.BACKWARD: ("backward", "weights"),
+    Task.ACTIVATIONS: ("backward",),
+    Task.WEIGHTS: ("weights",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that one stage does for a while.
+
+    Args:
+        stage: which, counted from 0.
+        stream: a key of STREAMS.
+        name: "forward", "recompute", "backward", "weights", "optimizer", or what is sent.
+        start, end: seconds from the start of the step.
+        exposed: whether it stands on the stage's own critical path; what is hidden runs beside compute.
+        microbatch, chunk: of the model, from 0; None for what happens once a step.
+    """
+
+    stage: int
+    stream: str
+    name: str
+    start: float
+    end: float
+    exposed: bool
+    microbatch: int | None = None
+    chunk: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """A step.
+
+    Args:
+        spans: of all stages, each stage's in the order in which they start.
+        pipeline: schedule and sizes.
+        step: the estimate, whose `expected` is the timeline's end.
+        scale: by which simulated passes are stretched to the closed form that the estimate uses: 1 but where chunks
+            differ in a way that it bounds (`costs.makespans`).
+        simulated: the pipeline alone, not stretched.
+        begin: seconds from the start of the step to the pipeline's first pass.
+    """
+
+    spans: tuple[Span, ...]
+    pipeline: Pipeline
+    step: StepTime
+    scale: float
+    simulated: Timeline
+    begin: float
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return int(self.pipeline.shape.stages)
+
+    @property
+    def total(self) -> float:
+        """Seconds until the last span is over."""
+        return max(s.end for s in self.spans)
+
+    def of(self, stage: int, stream: str | None = None) -> tuple[Span, ...]:
+        """The spans of a stage, of one stream or of all."""
+        return tuple(s for s in self.spans if s.stage == stage and stream in (None, s.stream))
+
+    def exposed(self, stage: int) -> dict[str, float]:
+        """Seconds of a stage's own critical path, by name of compute and by stream of communication; and "idle"."""
+        found: dict[str, float] = {}
+        for span in self.of(stage):
+            if span.exposed:
+                name = span.name if span.stream == "compute" else span.stream
+                found[name] = found.get(name, 0.0) + span.seconds
+        found["idle"] = self.total - sum(found.values())
+        return found
+
+    def hidden(self, stage: int) -> dict[str, float]:
+        """Seconds of communication that run beside a stage's compute, by stream."""
+        found: dict[str, float] = {}
+        for span in self.of(stage):
+            if not span.exposed:
+                found[span.stream] = found.get(span.stream, 0.0) + span.seconds
+        return found
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One microbatch in one chunk: seconds of compute by pass, and of communication by pass and term."""
+
+    compute: dict[str, float] = field(default_factory=dict)
+    exposed: dict[str, dict[str, float]] = field(default_factory=dict)
+    hidden: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> StepTimeline:
+    """Place everything that a step's estimate counts in time.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        fabric: the network, or the part of it that the layout uses.
+        layout: complete, with wires.
+
+    Raises:
+        LayoutError: the layout cannot be placed.
+    """
+    structure, candidates = layout_candidate(problem.model, layout)
+    # Before a schedule is put together, the ledger holds every copy of a block, wherever it is.
+    whole = Ledger()
+    evaluated(problem, structure, candidates, layout_wires(fabric, layout), ledger=whole)
+    ledger = Ledger()
+    step = evaluate_layout(problem, fabric, layout, ledger).step
+    assert ledger.times is not None
+    shape = PipelineShape(layout.stage, layout.num_microbatches, layout.virtual_stages)
+    pipeline = Pipeline.of(layout.schedule, shape.stages, shape.num_microbatches, shape.virtual_stages)
+    shares = chunk_shares(num_layers(problem.train_program()), pipeline)
+    last = int(pipeline.num_chunks) - 1
+
+    def which(chunk: int) -> int:
+        return 2 if chunk == last else 0 if chunk == 0 else 1
+
+    times = (ledger.times.first, ledger.times.middle, ledger.times.last)
+    chunks = [_chunk(whole, share) for share in shares]
+    simulated = run_schedule(layout.schedule, shape, lambda c: _floats(times[which(c)]))
+    closed = float(step.terms["pipeline_bubble"]) + float(pipeline.schedule.work(shape, ledger.times))
+    scale = closed / simulated.makespan
+    once = _once(ledger)
+    sends = float(step.terms["pipeline_send"]) / 2
+    begin = sum(once[Purpose.WEIGHTS].values()) + sends
+    spans: list[Span] = []
+    for stage in range(layout.stage):
+        spans += _row(stage, 0.0, [*_communication(once[Purpose.WEIGHTS]), ("pipeline", "send", sends)])
+    for event in simulated.events:
+        spans += _event(event, [chunks[which(w.chunk)] for w in event.works], begin, scale)
+    tail = [
+        ("pipeline", "send", sends),
+        *_communication(once[Purpose.GRADIENTS]),
+        ("host", "offload", float(step.terms["offload"])),
+        ("compute", "optimizer", float(step.terms["optimizer"])),
+    ]
+    for stage in range(layout.stage):
+        spans += _row(stage, begin + closed, tail)
+    spans.sort(key=lambda s: (s.stage, s.start, s.end))
+    return StepTimeline(tuple(spans), pipeline, step, scale, simulated, begin)
+
+
+def _floats(t: StageTimes) -> StageTimes:
+    return StageTimes(float(t.forward), float(t.backward), float(t.weights), float(t.saved))
+
+
+def _chunk(whole: Ledger, shares: Shares) -> _Chunk:
+    """What a chunk that has so large a share of each role computes and sends for one microbatch."""
+    chunk = _Chunk()
+    for block, count in whole.blocks:
+        share = float(shares[block.block.role]) * float(count)
+        for name in ("forward", "recompute", "backward", "weights"):
+            chunk.compute[name] = chunk.compute.get(name, 0.0) + share * float(getattr(block, name).seconds)
+    for hiding in whole.hidings:
+        share = float(shares[hiding.block.role]) * float(hiding.count)
+        if hiding.when is not Pass.STEP and share:
+            for flow, seconds in hiding.flows:
+                _add_flow(chunk, flow, share * float(seconds), float(hiding.exposed_share))
+    return chunk
+
+
+def _add_flow(chunk: _Chunk, flow: Flow, seconds: float, exposed_share: float) -> None:
+    name = "forward" if flow.when is Pass.FORWARD else "weights" if flow.purpose is Purpose.GRADIENTS else "backward"
+    term = term_of(flow.mesh_axes, flow.purpose)
+    for into, part in ((chunk.exposed, exposed_share), (chunk.hidden, 1 - exposed_share)):
+        if part:
+            mine = into.setdefault(name, {})
+            mine[term] = mine.get(term, 0.0) + part * seconds
+
+
+def _once(ledger: Ledger) -> dict[Purpose, dict[str, float]]:
+    """Exposed seconds of what happens once a step, by purpose and term."""
+    found: dict[Purpose, dict[str, float]] = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
+    for h in ledger.hidings:
+        if h.when is Pass.STEP:
+            for flow, seconds in h.flows:
+                _add_once(found[flow.purpose], h, flow, float(seconds))
+    return found
+
+
+def _add_once(into: dict[str, float], h: Hiding, flow: Flow, seconds: float) -> None:
+    term = term_of(flow.mesh_axes, flow.purpose)
+    into[term] = into.get(term, 0.0) + float(h.count) * seconds * float(h.exposed_share)
+
+
+def _communication(by_term: Mapping[str, float]) -> list[tuple[str, str, float]]:
+    return [(term, term, seconds) for term, seconds in by_term.items()]
+
+
+def _row(stage: int, start: float, parts: list[tuple[str, str, float]]) -> Iterator[Span]:
+    """One thing after the other, once a step."""
+    for stream, name, seconds in parts:
+        if seconds > _NOTHING:
+            yield Span(stage, stream, name, start, start + seconds, exposed=True)
+            start += seconds
+
+
+def _event(event: Event, chunks: list[_Chunk], begin: float, scale: float) -> Iterator[Span]:
+    """What a device does during one entry of its order: compute, then what of communication sticks out of it."""
+    start, room = begin + scale * event.start, scale * (event.end - event.start)
+    work: list[tuple[Work, str, str, float]] = []
+    beside: list[tuple[Work, str, float]] = []
+    for w, chunk in zip(event.works, chunks, strict=True):
+        work += [(w, "compute", name, scale * chunk.compute.get(name, 0.0)) for name in _PASS[w.task]]
+    # Of two chunks that differ, what a pair saves is their average: a pair's compute may not quite fit.
+    fit = min(1.0, room / sum(seconds for *_, seconds in work)) if len(event.works) > 1 else 1.0
+    work = [(w, stream, name, fit * seconds) for w, stream, name, seconds in work]
+    computes = sum(seconds for *_, seconds in work)
+    out = [
+        (w, term, scale * seconds)
+        for w, chunk in zip(event.works, chunks, strict=True)
+        for name in _COMMUNICATES[w.task]
+        for term, seconds in chunk.exposed.get(name, {}).items()
+    ]
+    sent = sum(seconds for *_, seconds in out)
+    # Two passes that run together compute while the other communicates: less of it sticks out.
+    share = max(room - computes, 0.0) / sent if len(event.works) > 1 and sent else 1.0
+    work += [(w, term, term, seconds * share) for w, term, seconds in out]
+    beside += [(w, term, seconds * (1 - share)) for w, term, seconds in out if share < 1]
+    for w, chunk in zip(event.works, chunks, strict=True):
+        for name in _COMMUNICATES[w.task]:
+            beside += [(w, term, scale * seconds) for term, seconds in chunk.hidden.get(name, {}).items()]
+    at = start
+    for w, stream, name, seconds in work:
+        if seconds > _NOTHING:
+            yield Span(event.device, stream, name, at, at + seconds, True, w.microbatch, w.chunk)
+            at += seconds
+    ends: dict[str, float] = dict.fromkeys(NETWORKS, start)
+    for w, term, seconds in beside:
+        if seconds > _NOTHING:
+            yield Span(event.device, term, term, ends[term], ends[term] + seconds, False, w.microbatch, w.chunk)
+            ends[term] += seconds
