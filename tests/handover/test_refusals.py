@@ -158,6 +158,15 @@ def test_an_optimizer_is_said_or_refused(tool):
     assert all("  - optimizer=" in t for t in texts if "cannot express" in t)
 
 
+def test_megatron_shares_out_what_narrow_weights_need():
+    narrow = {"on": "h100-sxm:8", "data": 8, "precision": "fp8"}
+    assert "--fp8-param-gather" in hand_over(make_plan(tiny(), zero=1, **narrow), "megatron").text
+    with pytest.raises(HandoverError, match="precision=fp8: it needs an optimizer whose state is shared out"):
+        hand_over(make_plan(tiny(), zero=0, **narrow), "megatron")
+    with pytest.raises(HandoverError, match="precision=fp16: its grouped experts need bf16"):
+        hand_over(make_plan(tiny(TINY_MIXTURE), "h100-sxm:8", data=8, zero=1, precision="fp16"), "megatron")
+
+
 def test_roles_that_make_up_a_preset_are_that_preset():
     spelled = make_plan(tiny(), "h100-sxm:8", data=8, precision="bf16,gradients=fp32,master=fp32")
     assert "--bf16" in hand_over(spelled, "megatron").text

@@ -253,7 +253,11 @@ _PRECISION: dict[str, tuple[Argument, ...]] = {
 
 
 def _precision(choices: Choices, refusals: Refusals) -> tuple[Argument, ...]:
+    if choices.mixture and choices.precision in ("fp16", "fp32"):
+        refusals.add(f"precision={choices.job.precision}", "its grouped experts need bf16", "--precision mixed")
     if choices.precision in _PRECISION:
+        if len(_PRECISION[choices.precision]) > 1:
+            _need_shared_optimizer(choices, refusals, f"precision={choices.job.precision}")
         return _PRECISION[choices.precision]
     why = (
         "it always keeps an fp32 master copy of bf16 weights"
@@ -262,6 +266,13 @@ def _precision(choices: Choices, refusals: Refusals) -> tuple[Argument, ...]:
     )
     refusals.add(f"precision={choices.job.precision}", why, "--precision mixed")
     return ()
+
+
+def _need_shared_optimizer(choices: Choices, refusals: Refusals, choice: str) -> None:
+    """Refuse what only the distributed optimizer and FSDP do."""
+    shared = choices.sharded_ways > 1 or (choices.layout.zero > 0 and choices.batch_ways * choices.positions_ways > 1)
+    if not shared:
+        refusals.add(choice, "it needs an optimizer whose state is shared out", "zero=1, or fsdp")
 
 
 def _optimizer(choices: Choices, refusals: Refusals) -> Iterator[Argument]:
@@ -278,6 +289,7 @@ def _optimizer(choices: Choices, refusals: Refusals) -> Iterator[Argument]:
 def _offload(choices: Choices, refusals: Refusals, notes: list[str]) -> Iterator[Argument]:
     for part in choices.layout.offload:
         if part == "optimizer":
+            _need_shared_optimizer(choices, refusals, "offload=optimizer")
             yield from (("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",))
             notes.append(
                 "the update of what is offloaded is computed by the host, too; the plan streams it through the chip"

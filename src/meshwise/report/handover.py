@@ -22,7 +22,7 @@ def handover_report(handed: HandedOver, inputs: Mapping[str, Any]) -> Report:
     return Report(
         command="export",
         inputs=inputs,
-        answer=f"{inputs['output'] or handed.file_name}: {lines} lines for {handed.title}",
+        answer=f"{handed.title}: {lines} lines in {inputs['output'] or handed.file_name}",
         data={
             "target": handed.target,
             "title": handed.title,
