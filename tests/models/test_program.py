@@ -237,3 +237,15 @@ def test_an_encoder_is_read_whole_and_its_decoder_attends_to_it() -> None:
     assert model.forward_flops_per_token(tokens) * tokens == 2 * tokens * matrices + 4 * heads * width * pairs
     assert model.kv_cache_bytes_per_token() == 2 * layers * 2 * 2 * heads * width
     assert model.num_layers == 2 * layers
+
+
+def test_a_table_of_every_layer_is_held_and_is_no_work() -> None:
+    config = {
+        "model_type": "gemma4_text", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32, "intermediate_size": 128, "vocab_size": 512,
+        "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
+    }  # fmt: skip
+    count = read_config(config, name="x").parameters
+    assert count.by_part["layer embedding"] == 512 * 6 * 32
+    assert count.active == count.total
+    assert count.active_in_mfu == count.total - 512 * 6 * 32

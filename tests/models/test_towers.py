@@ -21,7 +21,8 @@ def test_small_random_models_count_as_the_reference_counts_them(case: dict[str, 
     assert model.parameters.total == case["total"]
     assert model.parameters.language == case["language"]
     assert model.parameters.active <= model.parameters.language
-    assert sum(tower.parameters for tower in model.spec.towers) == case["total"] - case["language"]
+    towers = [tower for tower in model.spec.towers if tower.kind != "cross"]
+    assert sum(tower.parameters for tower in towers) == case["total"] - case["language"]
     assert model.train_program().parameters() == case["total"]
 
 
@@ -108,3 +109,24 @@ def test_a_tie_that_no_level_says_is_noted() -> None:
     case = next(c for c in CASES if c["config"]["model_type"] == "mistral3")["config"]
     said = {k: v for k, v in case.items() if k != "tie_word_embeddings"}
     assert "tie_word_embeddings = true" in " ".join(read_config(said, name="x").notes)
+
+
+def test_layers_that_attend_to_pictures_are_held_and_skipped() -> None:
+    text = {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 1280, "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16,
+        "intermediate_size": 5120, "vision_output_dim": 7680, "image_size": 560, "patch_size": 14, "max_num_tiles": 4,
+    }  # fmt: skip
+    config = {"model_type": "mllama", "text_config": text, "vision_config": vision}
+    model = read_config(config, name="x")
+    assert model.parameters.total == 10_670_220_835  # Llama-3.2-11B-Vision as published
+    assert model.forward_flops_per_token(4096) == load_model("llama-3.1-8b").forward_flops_per_token(4096)
+    assert model.kv_cache_bytes_per_token() == load_model("llama-3.1-8b").kv_cache_bytes_per_token()
+    assert model.parameters.active - load_model("llama-3.1-8b").parameters.total == 8 * 4096  # rows for pictures
+    assert model.num_layers == sum(b.repeat for b in model.train_program() if b.role == "layer") == 40
+    for wrong, words in (([3, 3], "each once"), ([40], "under 40"), (list(range(40)), "found none")):
+        with pytest.raises(ConfigError, match=words):
+            read_config({**config, "text_config": {**text, "cross_attention_layers": wrong}}, name="x")

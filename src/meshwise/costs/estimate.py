@@ -141,7 +141,7 @@ def model_flops(problem: TrainingProblem, tokens: float) -> float:
     sizes = program.bind(batch=tokens / seq_len, queries=seq_len)
     mixing = [(b, op) for b in program for op in b.ops if op.matmul and isinstance(op, Attention | Fused)]
     mixed = sum(b.repeat * op.flops(sizes) for b, op in mixing)
-    return float(6 * problem.model.parameters.active * tokens + 3 * mixed)
+    return float(6 * problem.model.parameters.active_in_mfu * tokens + 3 * mixed)
 
 
 def tuned_flops(problem: TrainingProblem, tokens: float) -> tuple[float, float, float]:

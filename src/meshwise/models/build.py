@@ -286,7 +286,7 @@ def _layer_tokens(table: tuple[str, str, str], x: Tensor) -> list[Op]:
     """Each layer's own embedding of the tokens: a table, and what the stream's embedding says of them (Gemma 3n)."""
     ops, own = Ops(), (*TOKENS, *table[1:])
     index = Tensor("tokens", TOKENS, Kind.INDEX)
-    rows = ops.lookup("layer_embed", index, weight("w_embed.layers", *table), Tensor("rows", own))
+    rows = ops.lookup("layer_embed", index, weight("w_layer_embed", *table), Tensor("rows", own))
     said = ops.einsum("layer_project", x, weight("w_embed.project", "D", *table[1:]), own)
     said = ops.norm("norm.layer_tokens", said, Norm(), "said.norm", over=table[2:], own=table[2:])
     ops.elementwise("add.layer_tokens", rows, said, output="layer_tokens", flops=2, linear=True)
@@ -305,8 +305,12 @@ def _embed(spec: Embedding, groups: Sequence[LayerGroup], axes: Axes, *, stack: 
     """
     ops, first = Ops(), groups[0].layer
     width = "D" if spec.width is None else axes("Dw", spec.width)
+    table = "V" if spec.rows is None else axes("V", spec.rows)
     x = ops.lookup(
-        "embed", Tensor("tokens", TOKENS, Kind.INDEX), weight("w_embed", "V", width), Tensor("embed", (*TOKENS, width))
+        "embed",
+        Tensor("tokens", TOKENS, Kind.INDEX),
+        weight("w_embed", table, width),
+        Tensor("embed", (*TOKENS, width)),
     )
     inputs: tuple[str, ...] = ("tokens",)
     if spec.scaled:
@@ -314,9 +318,9 @@ def _embed(spec: Embedding, groups: Sequence[LayerGroup], axes: Axes, *, stack: 
     if spec.width is not None:
         x = ops.einsum("project_in", x, weight("w_project_in", width, "D"), (*TOKENS, "D"))
     if spec.positions is not None:
-        table = weight("w_positions", axes("P", spec.positions), "D")
+        learned = weight("w_positions", axes("P", spec.positions), "D")
         rows = ops.lookup(
-            "positions", Tensor("position_ids", ("T",), Kind.INDEX), table, Tensor("positions", ("T", "D"))
+            "positions", Tensor("position_ids", ("T",), Kind.INDEX), learned, Tensor("positions", ("T", "D"))
         )
         x = ops.elementwise("add.positions", x, rows, output="embed.positions", linear=True)
         inputs = ("tokens", "position_ids")
@@ -365,7 +369,7 @@ def _layer_block(name: str, spec: Layer, repeat: int, axes: Axes) -> Block:
 
 
 def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
-    """Give the blocks that hold a tower's weights; they stand on the first stage, and run nothing."""
+    """Give the blocks that hold a tower's weights, and run nothing; a tower stands on the first stage."""
     blocks = []
     for part in tower.parts:
         prefix = f"{tower.kind}.{part.name}"
@@ -374,7 +378,8 @@ def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
             for w in part.weights
         )
         assert len({t.name for t in idle}) == len(idle), f"{prefix}: {idle}"
-        blocks.append(Block(prefix, (), repeat=part.repeat, role="embed", inputs=(), outputs=(), idle=idle))
+        name, role = (f"layer.{part.name}", "layer") if tower.kind == "cross" else (prefix, "embed")
+        blocks.append(Block(name, (), repeat=part.repeat, role=role, inputs=(), outputs=(), idle=idle))
     return blocks
 
 

@@ -11,6 +11,10 @@ from meshwise.tensors import Program, Tensor
 __all__ = ["CacheKind", "KVCache", "ParameterCount", "count_parameters"]
 
 
+#: The part that is a table of which a token reads one row for each layer; large beside the layers, and no work.
+LAYER_EMBEDDING = "layer embedding"
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
     """Parameters of a model, tied ones counted once.
@@ -18,8 +22,8 @@ class ParameterCount:
     Args:
         total: all of them.
         language: without vision and audio towers.
-        active: of the language model, without the routed experts that a token does not visit:
-            `language - routed * (1 - top_k / experts)`.
+        active: of the language model, without the routed experts that a token does not visit,
+            `language - routed * (1 - top_k / experts)`, nor layers that text skips.
         by_part: embedding, attention, mlp, experts, shared experts, router, norms, head, towers; they add up to
             `total`.
         mtp: of multi-token-prediction modules, which `total` does not hold.
@@ -30,6 +34,11 @@ class ParameterCount:
     active: int
     by_part: Mapping[str, int]
     mtp: int = 0
+
+    @property
+    def active_in_mfu(self) -> int:
+        """Active ones by the convention of MFU, 6 FLOPs each: a table with rows for every layer is no work."""
+        return self.active - self.by_part.get(LAYER_EMBEDDING, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ _PARTS = {
     "embed": "embedding", "positions": "embedding", "project_in": "embedding",
     "head": "head", "project_out": "head", "router": "router", "expert": "experts", "shared": "shared experts",
     "gate": "mlp", "up": "mlp", "down": "mlp", "norm": "norms", "token": "mlp", "latent": "mlp",
-    "vision": "vision tower", "audio": "audio tower",
+    "layer_embed": LAYER_EMBEDDING, "vision": "vision tower", "audio": "audio tower",
     "ssm": "state space", "delta": "linear attention", "linear": "linear attention",
 }  # fmt: skip
 
@@ -120,6 +129,8 @@ def count_parameters(program: Program, mtp: Program | None = None) -> ParameterC
                 experts = tensor.axes[0]
                 assert experts.split(".")[0] == "E", f"{tensor} should lead with its experts"
                 idle += elements * (1 - program.sizes["top_k"] / program.sizes[experts])
+            elif not block.ops and part not in _TOWERS:  # layers that a step on text skips
+                idle += elements
     total = sum(by_part.values())
     language = total - sum(by_part.get(part, 0) for part in _TOWERS)
     return ParameterCount(

@@ -251,6 +251,7 @@ class Embedding:
         width: of the token table where it differs from the residual width (a projection follows), or None.
         scaled: whether the embedding is multiplied by a constant.
         layer_tokens: tokens of the table of embeddings that each layer has of its own, or None.
+        rows: of the table of tokens where they are not V, or None.
     """
 
     positions: int | None = None
@@ -258,6 +259,7 @@ class Embedding:
     width: int | None = None
     scaled: bool = False
     layer_tokens: int | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +326,9 @@ class Architecture:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all groups, the encoder's among them."""
-        return sum(g.repeat for g in (*self.groups, *(self.encoder.groups if self.encoder else ())))
+        """Layers of all groups, the encoder's and those that a step on text skips among them."""
+        skipped = sum(part.repeat for tower in self.towers if tower.kind == "cross" for part in tower.parts)
+        return skipped + sum(g.repeat for g in (*self.groups, *(self.encoder.groups if self.encoder else ())))
 
 
 def _kind_words(layer: Layer) -> tuple[str, str, str]:

@@ -39,9 +39,12 @@ class TowerPart:
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """An encoder, and what brings its output to the width of the language model."""
+    """An encoder, and what brings its output to the width of the language model.
 
-    kind: Literal["vision", "audio"]
+    Of kind "cross" are layers of the language model itself that attend to an encoder, and that a step on text skips.
+    """
+
+    kind: Literal["vision", "audio", "cross"]
     parts: tuple[TowerPart, ...]
 
     @property

@@ -119,7 +119,7 @@ def _model_flops(row: Plan) -> Explanation:
     e, model = row.estimate, row.problem.model
     source = "the book, Transformers; PaLM (2022), appendix B, with causal attention counted as computed"
     if row.problem.job.tuning.full:
-        active = model.parameters.active
+        active = model.parameters.active_in_mfu
         attention = (e.model_flops - 6 * active * e.tokens) / 3
         formula = "6 x active parameters x tokens + 3 x causal attention"
         substitution = f"6 x {active:,} x {e.tokens:,.0f} + 3 x {format_flops(attention)}"

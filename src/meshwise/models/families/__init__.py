@@ -107,6 +107,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "smolvlm",
         "step3p7",
     ),
+    "mllama": ("mllama",),
     "plain": ("dimensions",),
     "encoder_decoder": (
         "t5",

@@ -43,7 +43,6 @@ NOT_YET: dict[str, str] = {
         [
             "qwen2_5_omni",
             "qwen3_omni_moe",
-            "mllama",
             "pixtral",
             "idefics2",
             "phi4_multimodal",

@@ -37,6 +37,10 @@ MEDIA_KEYS = frozenset({
 })  # fmt: skip
 
 
+#: Kind of tower -> what a note calls it.
+_WORDS = {"vision": "vision tower", "audio": "audio tower", "cross": "layers that attend to pictures"}
+
+
 class TowerConfig(Keys):
     """The configuration of one tower. Fields are keys; what is not a field and not irrelevant is refused."""
 
@@ -171,7 +175,7 @@ class Towered(FamilyConfig):
         spec = self.text.architecture()
         towers = self.towers(spec.d_model)
         notes = [
-            f"{tower.kind} tower: its {tower.parameters:,} parameters are counted and held in memory; a step is priced "
+            f"{_WORDS[tower.kind]}: {tower.parameters:,} parameters are counted and held in memory; a step is priced "
             "on text alone, 0 image or sound tokens"
             for tower in towers
         ]
