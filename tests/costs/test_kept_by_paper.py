@@ -1,7 +1,7 @@
 """What a layer keeps under each policy, against the formulas of Korthikanti et al. 2022.
 
-Theirs: 34 sbh + 5 a s^2 b in 16 bits, of which two sbh are masks of dropout, which nobody trains with here, and the terms in
-s^2 are scores, their softmax and its mask, which fused attention never keeps.
+Theirs: 34 sbh + 5 a s^2 b in 16 bits, of which two sbh are masks of dropout, which nobody trains with here, and the
+terms in s^2 are scores, their softmax and its mask, which fused attention never keeps.
 """
 
 import pytest
