@@ -1,4 +1,4 @@
-"""Fused kernels that mix positions otherwise than attention does: recurrences in chunks, and short convolutions.
+"""Fused kernels that mix positions otherwise than attention does: recurrences in chunks, short convolutions, sparsity.
 
 They say which axes a device needs whole, and what their chunked algorithms compute. Not here: attention (`tensors`),
 how they are split (`sharding`) or what they cost in seconds (`costs`).
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.tensors import Fused, Sizes
+from meshwise.tensors import Attention, Fused, Sizes
 
-__all__ = ["Scan", "SelectiveScan", "ShortConvolution"]
+__all__ = ["IndexScores", "Scan", "SelectiveScan", "ShortConvolution", "SparseAttention"]
 
 _STATE_BYTES = 4.0  # states are kept in fp32 by every published kernel
 
@@ -178,3 +178,72 @@ class ShortConvolution(Fused):
         points = math.prod(sizes[a] for a in x.axes)
         each = 2 * sizes[w.axes[-1]] + (5 if self.activated else 0)
         return points * each * (2 if self.gradient else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexScores(Attention):
+    """The indexer of sparse attention: scores every key for every query, and picks the best (DeepSeek-V3.2, section 2).
+
+    Inputs `q[B, T, N, H]`, `k[B, S, H]`, `w[B, T, N]`, output `chosen[B, T, K]`, K of the keys with their scores: the
+    sum over the indexer's heads of w relu(q k). One score is for all heads of attention, so these heads are not split;
+    queries are, over all devices that share a sequence, and the small keys are gathered. The backward pass is that of
+    the scores which were chosen.
+
+    Args:
+        top_k: keys that a query chooses.
+    """
+
+    top_k: int
+
+    def pairs(self, sizes: Sizes) -> Any:
+        """Query-key pairs that are scored; in the backward pass those that were chosen."""
+        if not self.gradient:
+            return Attention.pairs(self, sizes)
+        return _chosen_pairs(self, self.top_k, sizes)
+
+    def flops(self, sizes: Sizes) -> Any:
+        """2 per pair, head and width, and 2 per pair and head to weigh; twice that and once again backward."""
+        q = self.inputs[0]
+        heads, width = sizes[q.axes[2]], sizes[q.axes[3]]
+        each = 2 * heads * (width + 1) * (3 if self.gradient else 1)
+        return each * self.pairs(sizes) * sizes[q.axes[0]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseAttention(Attention):
+    """Attention of each query over the keys that an indexer chose: a fourth input, `chosen[B, T, K]`.
+
+    It is computed the cheaper way of two: over all pairs with those not chosen masked, or over chosen pairs only, for
+    which keys and values are read as the latent they are expanded from, shared by all heads and wider.
+
+    Args:
+        top_k: keys that a query attends to.
+        latent: elements of q.k and of p.v together where the latent stands for keys and values.
+    """
+
+    top_k: int
+    latent: int
+
+    def flops(self, sizes: Sizes) -> Any:
+        """The fewer of the two."""
+        masked = Attention.flops(self, sizes)
+        q, v = self.inputs[0], self.inputs[2]
+        wider = self.latent / (sizes[q.axes[-1]] + sizes[v.axes[-1]])
+        share = _chosen_pairs(self, self.top_k, sizes) / Attention.pairs(self, sizes)
+        return masked * _smaller(1.0, share * wider)
+
+    def full_flops(self, sizes: Sizes) -> Any:
+        """Count every query as attending to every key."""
+        masked = Attention.flops(self, sizes)
+        return masked / Attention.pairs(self, sizes) * sizes[self.query_axis] * sizes[self.key_axis]
+
+
+def _chosen_pairs(op: Attention, top_k: int, sizes: Sizes) -> Any:
+    """Pairs of one sequence where position p (from 1) chooses among p keys."""
+    queries, keys = sizes[op.query_axis], sizes[op.key_axis]
+    return _up_to(keys, top_k) - _up_to(keys - queries, top_k)
+
+
+def _up_to(positions: Any, top_k: int) -> Any:
+    near = _smaller(positions, top_k)
+    return near * (near + 1) / 2 + (positions - near) * top_k

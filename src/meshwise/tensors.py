@@ -520,8 +520,8 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
             out.append(replace(op, name=f"d{op.name}.{t.name}", inputs=(grad, *others), output=contribute(t, op.name)))
         return out
     if isinstance(op, Attention):
-        q, k, v = op.inputs
-        read = (q, k, v, op.output, grad)
+        q, *further = op.inputs
+        read = (*op.inputs, op.output, grad)
         first = replace(op, name=f"d{op.name}", inputs=read, output=contribute(q, op.name), gradient=True)
         # d_k and d_v come out of the same kernel: they cost their bytes, not FLOPs of their own. As gradients of what
         # the k and v projections made, their positions are called T again.
@@ -529,10 +529,12 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
             AttentionGradient(
                 name=f"d{op.name}.{t.name}", inputs=(first.output, t), output=contribute(made, op.name), source=op
             )
-            for t in (k, v)
+            for t in further
+            if op.key_axis in t.axes
             for made in [replace(t, axes=tuple(op.query_axis if a == op.key_axis else a for a in t.axes))]
         ]
-        return [first, *written]
+        along = [t for t in further if op.key_axis not in t.axes]  # what is known of each query, such as its choice
+        return [first, *written, *(FusedGradient.of(first, op, t, contribute(t, op.name)) for t in along)]
     if isinstance(op, Fused):
         source, *further = op.inputs
         kernel = replace(

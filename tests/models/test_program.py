@@ -213,7 +213,7 @@ def test_the_cache_holds_what_attention_reads(name: str) -> None:
             assert kind.elements == 0
             assert kind.state == state_elements(groups[kind.name], sizes)
             continue
-        read = [t for op in ops.values() if isinstance(op, Attention) for t in op.inputs[1:]]
+        read = [t for op in ops.values() if isinstance(op, Attention) for t in op.inputs[1:3]]
         cached = [ops["kv_a"].output, ops["k_rope"].output] if "kv_a" in ops else read
         assert kind.elements == sum(t.elements(sizes) for t in cached)
         assert kind.layers == groups[kind.name].repeat

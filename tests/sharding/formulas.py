@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from recurrences import kernel
 
+from meshwise.kernels import IndexScores
 from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Fused, Lookup, Op, Route
 
 Axes = tuple[str, ...]
@@ -520,14 +521,62 @@ def lookup(op: Lookup, inputs: Sequence[Part], starts: Sequence[int], shape: Seq
     return out
 
 
-def _probabilities(op: Attention, q: Part, k: Part) -> np.ndarray:
-    """Softmax over keys, [B, T, K, G, S]."""
+def _probabilities(op: Attention, q: Part, k: Part, chosen: Sequence[Part] = ()) -> np.ndarray:
+    """Softmax over keys, [B, T, K, G, S]; what was chosen adds to the scores of its keys, and others are not seen."""
     seen = mask(op, q.positions(op.query_axis), k.positions(op.key_axis))
     scores = np.einsum("btkgh,bskh->btkgs", _grouped(q.values, k.values.shape[2]), k.values)
+    for choice in chosen:
+        slots = choice.values.shape[-1]
+        scores = scores + choice.values[:, :, _slots_of(k.positions(op.key_axis), slots)][:, :, None, None, :]
+        seen = seen & _is_chosen(q.positions(op.query_axis), k.positions(op.key_axis))
     scores = np.where(seen[None, :, None, None, :], scores, -np.inf)
     scores -= scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores)
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def _slots_of(keys: np.ndarray, slots: int) -> np.ndarray:
+    """The place of each key among those that were chosen: a fixed one, as choosing has no slope."""
+    return keys % slots
+
+
+def _is_chosen(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """A fixed choice: the query itself, and two of three before it."""
+    t, s = queries[:, None], keys[None, :]
+    return np.asarray((s == t) | ((s + t) % 3 > 0))
+
+
+def index_scores(op: IndexScores, inputs: Sequence[Part]) -> np.ndarray:
+    """Scores of all keys that share a place, of all heads."""
+    q, k, w = inputs
+    return np.asarray(_by_slot(op, q, k, w.values[..., None] * np.tanh(_index_products(q, k))).sum(axis=2))
+
+
+def _index_products(q: Part, k: Part) -> np.ndarray:
+    """[B, T, N, S]."""
+    return np.asarray(np.einsum("btnh,bsh->btns", q.values, k.values))
+
+
+def _placed(op: IndexScores, q: Part, k: Part) -> np.ndarray:
+    """[T, S, slots]: whether a key that is seen has this place."""
+    slots = np.arange(op.top_k) == _slots_of(k.positions(op.key_axis), op.top_k)[:, None]
+    return np.asarray(mask(op, q.positions(op.query_axis), k.positions(op.key_axis))[:, :, None] & slots[None])
+
+
+def _by_slot(op: IndexScores, q: Part, k: Part, scores: np.ndarray) -> np.ndarray:
+    return np.asarray(np.einsum("btns,tsc->btnc", scores, _placed(op, q, k).astype(float)))
+
+
+def index_scores_gradient(op: IndexScores, inputs: Sequence[Part]) -> dict[str, np.ndarray]:
+    q, k, w, _, grad = inputs
+    through = np.einsum("btc,tsc->bts", grad.values, _placed(op, q, k).astype(float))[:, :, None, :]
+    score = np.tanh(_index_products(q, k))
+    slope = through * w.values[..., None] * (1 - score**2)
+    return {
+        op.inputs[0].name: np.einsum("btns,bsh->btnh", slope, k.values),
+        op.inputs[1].name: np.einsum("btns,btnh->bsh", slope, q.values),
+        op.inputs[2].name: (through * score).sum(axis=-1),
+    }
 
 
 def mask(op: Attention, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -548,16 +597,20 @@ def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
 
 
 def attention(op: Attention, inputs: Sequence[Part]) -> np.ndarray:
-    q, k, v = inputs
-    out = np.einsum("btkgs,bskh->btkgh", _probabilities(op, q, k), v.values)
+    if isinstance(op, IndexScores):
+        return index_scores(op, inputs)
+    q, k, v, *chosen = inputs
+    out = np.einsum("btkgs,bskh->btkgh", _probabilities(op, q, k, chosen), v.values)
     return np.asarray(out.reshape(*q.values.shape[:3], -1))
 
 
 def attention_gradient(op: Attention, inputs: Sequence[Part]) -> dict[str, np.ndarray]:
-    """Gradients of q, k and v by their names; those of k and v are sums over the queries that are here."""
-    q, k, v, out, grad = inputs
+    """Gradients of all inputs by their names; those of k and v are sums over the queries that are here."""
+    if isinstance(op, IndexScores):
+        return index_scores_gradient(op, inputs)
+    q, k, v, *chosen, out, grad = inputs
     groups = k.values.shape[2]
-    p = _probabilities(op, q, k)
+    p = _probabilities(op, q, k, chosen)
     g = _grouped(grad.values, groups)
     through = np.einsum("btkgh,bskh->btkgs", g, v.values)
     along = (g * _grouped(out.values, groups)).sum(axis=-1, keepdims=True)
@@ -565,4 +618,9 @@ def attention_gradient(op: Attention, inputs: Sequence[Part]) -> dict[str, np.nd
     d_q = np.einsum("btkgs,bskh->btkgh", slope, k.values).reshape(q.values.shape)
     d_k = np.einsum("btkgs,btkgh->bskh", slope, _grouped(q.values, groups))
     d_v = np.einsum("btkgs,btkgh->bskh", p, g)
-    return {op.inputs[0].name: d_q, op.inputs[1].name: d_k, op.inputs[2].name: d_v}
+    found = {op.inputs[0].name: d_q, op.inputs[1].name: d_k, op.inputs[2].name: d_v}
+    for t, choice in zip(op.inputs[3:], chosen, strict=False):
+        slots = choice.values.shape[-1]
+        places = np.arange(slots) == _slots_of(k.positions(op.key_axis), slots)[:, None]
+        found[t.name] = np.einsum("btkgs,sc->btc", slope, places.astype(float))
+    return found

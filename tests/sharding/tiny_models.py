@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 
@@ -23,6 +23,7 @@ from meshwise.models.spec import (
     BlockIndexer,
     Embedding,
     Head,
+    Indexer,
     LatentAttention,
     Layer,
     LayerGroup,
@@ -90,6 +91,10 @@ def latent_attention(s: Shape, *, low_rank_queries: bool) -> LatentAttention:
     )
 
 
+def sparse_attention(s: Shape) -> LatentAttention:
+    return replace(latent_attention(s, low_rank_queries=True), indexer=Indexer(heads=2, head_dim=3, top_k=3))
+
+
 def mixture(s: Shape, **options: object) -> Mixture:
     experts = s.experts * s.choose.choice([1, 2] if s.experts > 1 else [2, 4])
     return Mixture(experts=experts, top_k=s.choose.choice([1, 2]), hidden=s.split(), **options)  # type: ignore[arg-type]
@@ -155,6 +160,7 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
     "gpt-oss": lambda s: Layer(
         self_attention(s, bias=True, bias_out=True, sinks=True), mixture(s, expert_bias=True, router_bias=True)
     ),
+    "deepseek-v3.2": lambda s: Layer(sparse_attention(s), Mlp(s.split())),
     "deepseek-v3": lambda s: Layer(
         latent_attention(s, low_rank_queries=True), mixture(s, correction_bias=True, shared=s.split())
     ),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwise.models.cross import SHARED_DISTANCES, cross_attention, encoder_end, shared_distances, weigh_distances
+from meshwise.models.indexing import index_keys, sparse_attention
 from meshwise.models.operations import (
     ACT_FLOPS,
     LOSS_FLOPS,
@@ -124,7 +125,12 @@ def _latent_attention(spec: LatentAttention, x: Tensor, axes: Axes, ops: Ops) ->
     q = ops.elementwise("rope.q", q, output="q.rope", flops=ROPE_FLOPS, linear=True)
     whole = (*TOKENS, n, hqk)
     k = ops.elementwise("rope.k", k, shared, output="k.rope", flops=ROPE_FLOPS, linear=True, axes=whole, counted=whole)
-    out = ops.attention(q, k, v)
+    if spec.indexer is None:
+        out = ops.attention(q, k, v)
+    else:
+        assert spec.q_rank is not None, "an indexer reads the latent of queries"
+        chosen = index_keys(spec.indexer, x, low, axes, ops)
+        out = sparse_attention((q, k, v, chosen), spec.indexer.top_k, 2 * spec.kv_rank + spec.rope_dim, ops)
     return ops.bias("o", ops.einsum("o", out, weight("w_o", n, hv, "D"), (*TOKENS, "D")), spec.bias)
 
 

@@ -51,6 +51,7 @@ class CacheKind:
         elements: cached per token and layer.
         window: latest positions that are kept, or None for all.
         state, convolution: of a recurrence, cached per sequence and layer, however long it is.
+        index: further elements per token and layer, by which an indexer finds the keys to attend to.
     """
 
     name: str
@@ -59,6 +60,7 @@ class CacheKind:
     window: int | None = None
     state: int = 0
     convolution: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,10 @@ class KVCache:
         """Bytes of one sequence in the windowed layers once their windows are full."""
         return sum(k.layers * k.elements * k.window for k in self.kinds if k.window is not None) * dtype.bytes
 
+    def index_bytes_per_token(self, dtype: DType) -> float:
+        """Bytes that one more token adds to what indexers keep, apart from keys and values."""
+        return sum(k.layers * k.index for k in self.kinds) * dtype.bytes
+
     def state_bytes(self, state_dtype: DType, convolution_dtype: DType | None = None) -> float:
         """Bytes of the states of recurrences, of one sequence of any length.
 
@@ -94,9 +100,9 @@ class KVCache:
         return states + sum(k.layers * k.convolution for k in self.kinds) * (convolution_dtype or state_dtype).bytes
 
     def bytes_per_sequence(self, tokens: float, dtype: DType) -> float:
-        """Bytes of one sequence of `tokens` tokens, states of recurrences included."""
+        """Bytes of one sequence of `tokens` tokens, states of recurrences and keys of indexers included."""
         kept = (k.layers * k.elements * (tokens if k.window is None else min(tokens, k.window)) for k in self.kinds)
-        return sum(kept) * dtype.bytes + self.state_bytes(dtype)
+        return sum(kept) * dtype.bytes + self.state_bytes(dtype) + tokens * self.index_bytes_per_token(dtype)
 
 
 #: Name of a weight, up to its first dot, without "w_" and "b_" -> the part it is reported under.
@@ -104,7 +110,7 @@ _PARTS = {
     "embed": "embedding", "positions": "embedding", "project_in": "embedding",
     "head": "head", "project_out": "head", "router": "router", "expert": "experts", "shared": "shared experts",
     "gate": "mlp", "up": "mlp", "down": "mlp", "norm": "norms", "token": "mlp", "latent": "mlp",
-    "layer_embed": LAYER_EMBEDDING, "vision": "vision tower", "audio": "audio tower",
+    "layer_embed": LAYER_EMBEDDING, "vision": "vision tower", "audio": "audio tower", "index": "indexer",
     "ssm": "state space", "delta": "linear attention", "linear": "linear attention",
 }  # fmt: skip
 

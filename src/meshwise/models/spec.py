@@ -19,6 +19,7 @@ __all__ = [
     "Embedding",
     "Encoder",
     "Head",
+    "Indexer",
     "LatentAttention",
     "Layer",
     "LayerGroup",
@@ -124,6 +125,20 @@ class SelfAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """What chooses the keys that a query attends to (DeepSeek-V3.2, section 2): heads of its own and one key for all.
+
+    Args:
+        heads, head_dim: of its queries.
+        top_k: keys that are chosen.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are expanded from a small latent.
 
@@ -134,6 +149,7 @@ class LatentAttention:
         nope_dim, rope_dim: a head's width without and with rotated positions; the rotated key is shared by all heads.
         v_dim: a head's width of values.
         bias: on the two down projections and the output projection.
+        indexer: what chooses the keys, or None for all; it reads the query's latent.
     """
 
     heads: int
@@ -143,6 +159,7 @@ class LatentAttention:
     rope_dim: int
     v_dim: int
     bias: bool = False
+    indexer: Indexer | None = None
 
     @property
     def cached_elements(self) -> int:

@@ -261,7 +261,7 @@ _CIRCLED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 def _circling(op: Op) -> set[str]:
     """Names of the tensors that ring attention sends round: keys and values read, their gradients written."""
     if isinstance(op, Attention):
-        return {t.name for t in op.inputs[1:3]}
+        return {t.name for t in op.inputs if op.key_axis in t.axes}
     if isinstance(op, AttentionGradient):
         return {op.output.name, *(t.name for t in op.inputs if op.source.key_axis in t.axes)}
     return set()

@@ -36,7 +36,7 @@ NOT_YET: dict[str, str] = {
         _LINEAR,
     ),
     **dict.fromkeys(
-        ["deepseek_v32", "deepseek_v4", "glm_moe_dsa"],
+        ["deepseek_v4"],
         _SPARSE,
     ),
     **dict.fromkeys(
