@@ -246,3 +246,23 @@ def test_pipelines_fill_and_drain_with_their_streams():
     staged = costed(fsdp=4, stage=2, remat="none", offload=("activations",), num_microbatches=8, sequences=32)
     assert staged.terms["offload"] == pytest.approx(alone.terms["offload"] / 4 / 2 * (8 + 1), rel=1e-12)
     assert math.isclose(staged.host_memory["activations"], alone.host_memory["activations"])  # two in flight of half
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages"),
+    [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 1), ("dualpipe", 1), ("dualpipe-v", 1)],
+)
+@pytest.mark.parametrize("offload", SUBSETS)
+def test_every_schedule_streams(schedule, virtual_stages, offload):
+    sizes = {"fsdp": 4, "stage": 2, "num_microbatches": 8, "sequences": 32, "remat": "none"}
+    at_home, away = (
+        costed(**sizes, schedule=schedule, virtual_stages=virtual_stages, offload=o) for o in ((), offload)
+    )
+    assert sum(away.terms.values()) == away.step_time.expected
+    assert away.step_time.lower <= away.step_time.expected <= away.step_time.upper
+    assert away.step_time.expected >= at_home.step_time.expected
+    assert away.memory["total"] <= at_home.memory["total"]
+    if "activations" in offload:
+        assert away.host_memory["activations"] == pytest.approx(at_home.memory["activations"], rel=1e-12)
+        # Every microbatch of every layer of the device goes out and comes back; fills and drains add to it.
+        assert away.resources["host"] * PCIE >= 8 * 16 * (4 * D + 2 * NH + 2 * KH + 3 * F) * T * 2 * (1 - 1e-12)
