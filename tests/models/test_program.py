@@ -237,6 +237,7 @@ def test_an_encoder_is_read_whole_and_its_decoder_attends_to_it() -> None:
     assert model.forward_flops_per_token(tokens) * tokens == 2 * tokens * matrices + 4 * heads * width * pairs
     assert model.kv_cache_bytes_per_token() == 2 * layers * 2 * 2 * heads * width
     assert model.num_layers == 2 * layers
+    assert [str(t) for t in model.passed_along] == ["encoded[B, T, D]"]
 
 
 def test_a_table_of_every_layer_is_held_and_is_no_work() -> None:
@@ -245,7 +246,10 @@ def test_a_table_of_every_layer_is_held_and_is_no_work() -> None:
         "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32, "intermediate_size": 128, "vocab_size": 512,
         "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
     }  # fmt: skip
-    count = read_config(config, name="x").parameters
+    model = read_config({**config, "num_kv_shared_layers": 0}, name="x")
+    assert [str(t) for t in model.passed_along] == ["layer_tokens[B, T, layers, Dw]"]
+    assert load_model("llama-3-8b").passed_along == ()
+    count = model.parameters
     assert count.by_part["layer embedding"] == 512 * 6 * 32
     assert count.active == count.total
     assert count.active_in_mfu == count.total - 512 * 6 * 32

@@ -465,7 +465,7 @@ def evaluated(
     step = _step_parts(
         times,
         StepRates(problem.cluster.chip, problem.calibration, wires),
-        extents.weighted(held_bytes((_residual(structure),) * problem.model.num_streams, formats)),
+        extents.weighted(held_bytes(_between_stages(problem.model, structure), formats)),
         ledger,
     )
     blocks = tuple((p, part, own) for p, part, own in zip(planned, parts, local, strict=True))
@@ -520,8 +520,14 @@ def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: E
     return BlockTime(part, **local.passes, flows=flows)
 
 
+def _between_stages(model: Model, structure: Structure) -> tuple[Held, ...]:
+    """What stages send each other: the residual stream, and what layers read besides it."""
+    further = (Held(t, structure.strategy.home(t.axes)) for t in model.passed_along)
+    return (_residual(structure), *further)
+
+
 @cache
 def _residual(structure: Structure) -> Held:
-    """The residual stream as it stands between blocks, which is what stages send each other."""
+    """The residual stream as it stands between blocks."""
     x = Tensor("x", ("B", "T", "D"))
     return Held(x, structure.strategy.home(x.axes))

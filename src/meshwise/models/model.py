@@ -15,7 +15,7 @@ from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
 from meshwise.models.spec import Architecture, LatentAttention, LayerGroup
-from meshwise.tensors import Attention, Program
+from meshwise.tensors import Attention, Program, Tensor
 
 __all__ = ["Model", "Source"]
 
@@ -92,10 +92,17 @@ class Model:
         """The longest sequence it was made for, when its configuration says so."""
         return self.spec.max_positions
 
-    @property
-    def num_streams(self) -> int:
-        """Activations of the residual width that pass from layer to layer: what an encoder read goes along."""
-        return 1 if self.spec.encoder is None else 2
+    @cached_property
+    def passed_along(self) -> tuple[Tensor, ...]:
+        """Activations that layers read besides the residual stream: what an encoder read, keys of earlier layers.
+
+        Stages of a pipeline hand them on, whole.
+        """
+        blocks = self.train_program().blocks
+        made = {op.output.name: op.output for b in blocks for op in b.ops if op.output.name in b.outputs}
+        layers = [b for b in blocks if b.role == "layer"]
+        read = {t.name: t for b in layers for op in b.ops for t in op.inputs if t.name in b.inputs and t.name != "x"}
+        return tuple(made.get(name, t) for name, t in read.items())
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -191,5 +191,8 @@ class Towered(FamilyConfig):
         return found if self.vision is None else {**found, **self.vision.defaulted(f"{prefix}vision_config.")}
 
     def weight_dtype(self) -> DType | None:
-        """As the outer level says, else the language model's."""
-        return super().weight_dtype() or self.text.weight_dtype()
+        """As the outer level says, unless only the language model's is quantized; else the language model's."""
+        inner = self.text.weight_dtype()
+        if self.quantization_config is None and self.text.quantization_config is not None:
+            return inner
+        return super().weight_dtype() or inner
