@@ -7,7 +7,7 @@ __all__ = ["NOT_YET"]
 _STATE_SPACE = "state-space layers are not modelled"
 _LINEAR = "linear-attention layers are not modelled"
 _SPARSE = "attention through a sparse indexer is not modelled"
-_VISION = "vision and audio towers are not modelled"
+_VISION = "the tower of this family is not modelled"
 _SHAPES = "layers whose heads differ in width are not modelled"
 
 #: `model_type` -> what is missing.
@@ -40,18 +40,36 @@ NOT_YET: dict[str, str] = {
         _SPARSE,
     ),
     **dict.fromkeys(
+        ["qwen2_5_omni", "qwen3_omni_moe"], "a sound tower and a model that speaks are not modelled"
+    ),
+    **dict.fromkeys(["gemma3n", "gemma3n_text"], "streams that are updated by turns (AltUp) are not modelled"),
+    **dict.fromkeys(
+        ["idefics", "idefics2", "blip-2", "instructblip"], "resamplers behind a tower are not modelled"
+    ),
+    **dict.fromkeys(
+        ["chameleon", "emu3", "janus"],
+        "tokenizers that turn pictures into tokens are not modelled",
+    ),
+    **dict.fromkeys(
         [
-            "qwen2_5_omni",
-            "qwen3_omni_moe",
             "pixtral",
-            "idefics2",
             "phi4_multimodal",
             "phi3_v",
             "ernie4_5_vl_moe",
-            "gemma3n",
-            "chameleon",
+            "llava_onevision",
+            "internvl_chat",
+            "deepseek_vl_v2",
+            "molmo",
         ],
         _VISION,
+    ),
+    **dict.fromkeys(
+        ["bert", "roberta", "distilbert", "deberta-v2", "modernbert", "xlm-roberta", "clip", "siglip", "vit"],
+        "encoders without a decoder are not modelled",
+    ),
+    **dict.fromkeys(
+        ["mbart", "pegasus", "marian", "longt5", "switch_transformers", "t5gemma", "whisper", "m2m_100", "led"],
+        "this encoder-decoder is not modelled",
     ),
     **dict.fromkeys(
         ["openelm"],
