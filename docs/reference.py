@@ -137,6 +137,8 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "kv_cache.growing_bytes_per_token": "once every window is full",
             "kv_cache.windowed_bytes_per_token": "of layers with a window",
             "kv_cache.windowed_bytes_max": "what those layers hold at most",
+            "kv_cache.index_bytes_per_token": "more, by which indexers find keys",
+            "kv_cache.state_bytes": "states of recurrences, of one sequence of any length",
             "kv_cache.bytes_per_sequence": "at the length of `flops.seq_len_tokens`",
             "flops.seq_len_tokens": "the sequence that FLOPs are counted for",
             "flops.forward_per_token": "matrix products, attention as computed (causal, windowed)",

@@ -118,6 +118,12 @@ def _facts(model: Model, seq_len: int, kv_dtype: DType) -> list[tuple[str, str, 
     if cache.windowed_bytes_per_token(kv_dtype):
         growing = format_bytes(cache.growing_bytes_per_token(kv_dtype))
         rows.insert(7, ("", growing, "a token once every window is full"))
+    if cache.state_bytes(kv_dtype):
+        rows.insert(
+            7, ("states", format_bytes(cache.state_bytes(kv_dtype)), "of recurrences, a sequence of any length")
+        )
+    if cache.index_bytes_per_token(kv_dtype):
+        rows.insert(7, ("", format_bytes(cache.index_bytes_per_token(kv_dtype)), "a token more, for indexers"))
     if count.mtp:
         rows.append(("extra", f"{count.mtp:,}", "parameters of multi-token prediction, not in the total"))
     return rows
@@ -148,6 +154,8 @@ def _data(model: Model, seq_len: int, kv_dtype: DType) -> dict[str, Any]:
             "growing_bytes_per_token": cache.growing_bytes_per_token(kv_dtype),
             "windowed_bytes_per_token": cache.windowed_bytes_per_token(kv_dtype),
             "windowed_bytes_max": cache.windowed_bytes_max(kv_dtype),
+            "index_bytes_per_token": cache.index_bytes_per_token(kv_dtype),
+            "state_bytes": cache.state_bytes(kv_dtype),
             "bytes_per_sequence": cache.bytes_per_sequence(seq_len, kv_dtype),
         },
         "flops": {
