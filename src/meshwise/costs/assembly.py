@@ -12,14 +12,14 @@ from typing import Any
 from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.makespans import PipelineTimes, StageTimes
-from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, device_shares
+from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, stored_shares
 from meshwise.costs.stage_sums import OnceSums, RoleSums, split_exposed
 from meshwise.costs.step import NETWORKS, TERMS, Ledger, StepRates, StepTime
 from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 
-__all__ = ["StepParts", "compute_makespan", "pipeline_times", "step_time"]
+__all__ = ["StepParts", "compute_makespan", "step_time"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,6 @@ class StepParts:
     layers: int
     rates: StepRates
     boundary_bytes: Any
-
-
-def pipeline_times(parts: StepParts, pipeline: Pipeline) -> PipelineTimes:
-    """Seconds of the passes of the first chunk, of one between, and of the last."""
-    overlaps = pipeline.schedule.overlaps
-    return PipelineTimes(
-        *(_stage_times(parts.sums, shares, overlaps=overlaps) for shares in chunk_shares(parts.layers, pipeline))
-    )
 
 
 def compute_makespan(sums: Mapping[str, RoleSums], layers: int, pipeline: Pipeline) -> Any:
@@ -78,8 +70,10 @@ def step_time(
     """
     rates, schedule, shape = parts.rates, pipeline.schedule, pipeline.shape
     microbatches = shape.num_microbatches
-    times = pipeline_times(parts, pipeline)
-    stored, saved = _busiest(parts, pipeline, times)
+    shares = chunk_shares(parts.layers, pipeline)
+    times = _times(parts, pipeline, shares)
+    works = schedule.works(shape, times)
+    stored, saved = _busiest(pipeline, shares, times, works)
     worked = {role: share * pipeline.work_share for role, share in stored.items()}
     micro = RoleSums.mixed(parts.sums, worked)
     send = _send(parts)
@@ -91,22 +85,20 @@ def step_time(
     for n in NETWORKS:
         hidden[n] = hidden[n] + microbatches * micro.hidden[n] + terms[n] * hidden_share
         terms[n] = terms[n] * (1 - hidden_share) + exposed[n]
-    terms["pipeline_bubble"] = schedule.idle(shape, times)
+    terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
     terms["pipeline_send"] = 2 * schedule.hops(shape) * send
     terms["offload"] = 0.0
     terms["optimizer"] = (
         optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
     )
-    waits = schedule.waits(shape) * _least(parts.layers, pipeline)
+    waits = schedule.waits(shape) * _least(pipeline, shares)
     others = parts.sums["layer"]
     resources = {
         n: microbatches * micro.resources[n] + waits * others.resources[n] + bounds.get(n, 0.0) for n in micro.resources
     }
     resources["compute"] = microbatches * micro.busy + waits * others.busy + optimizer_matmul
     resources["hbm"] = resources["hbm"] + optimizer
-    slowest = PipelineTimes(
-        *(_serial_times(parts.sums, s, send * (shape.stages > 1)) for s in chunk_shares(parts.layers, pipeline))
-    )
+    slowest = PipelineTimes(*(_serial_times(parts.sums, of, send * (shape.stages > 1)) for of in shares))
     nothing_hidden = schedule.makespan(shape, slowest)
     if ledger is not None:
         _write(ledger, stored, worked)
@@ -129,10 +121,16 @@ def step_time(
     )
 
 
-def _busiest(parts: StepParts, pipeline: Pipeline, times: PipelineTimes) -> tuple[Shares, Any]:
+def _times(parts: StepParts, pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> PipelineTimes:
+    overlaps = pipeline.schedule.overlaps
+    return PipelineTimes(*(_stage_times(parts.sums, shares, overlaps=overlaps) for shares in chunks))
+
+
+def _busiest(
+    pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares], times: PipelineTimes, works: tuple[Any, Any, Any]
+) -> tuple[Shares, Any]:
     """What the busiest device stores of each role, and the seconds that a pair of its passes saves run together."""
-    first, middle, last = device_shares(parts.layers, pipeline)
-    works = pipeline.schedule.works(pipeline.shape, times)
+    first, middle, last = stored_shares(chunks, pipeline)
     at_first, between = works[0] > works[2], works[1] > maximum(works[0], works[2])
     ends = {role: where(at_first, first[role], last[role]) for role in first}
     stored = {role: where(between, middle[role], ends[role]) for role in first}
@@ -187,9 +185,9 @@ def _write(ledger: Ledger, stored: Shares, worked: Shares) -> None:
     ]
 
 
-def _least(layers: int, pipeline: Pipeline) -> Any:
+def _least(pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> Any:
     """Share of the layers in the chunk that has fewest: the others are waited for at least as long."""
-    first, middle, last = (shares["layer"] for shares in chunk_shares(layers, pipeline))
+    first, middle, last = (shares["layer"] for shares in chunks)
     least = minimum(first, last)
     return where(pipeline.num_chunks > 2, minimum(least, middle), least)
 

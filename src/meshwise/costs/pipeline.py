@@ -15,7 +15,17 @@ from meshwise.costs.arithmetic import ceil, where
 from meshwise.costs.schedules import PipelineShape, Schedule, find_schedule
 from meshwise.tensors import Block
 
-__all__ = ["Part", "Pipeline", "Shares", "chunk_shares", "device_shares", "num_layers", "program_of", "uneven"]
+__all__ = [
+    "Part",
+    "Pipeline",
+    "Shares",
+    "chunk_shares",
+    "device_shares",
+    "num_layers",
+    "program_of",
+    "stored_shares",
+    "uneven",
+]
 
 #: Role of a block -> share of its copies.
 Shares = Mapping[str, Any]
@@ -128,7 +138,12 @@ def device_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Shar
     >>> first["embed"], first["head"], middle["layer"]
     (1.0, 1.0, 0.25)
     """
-    first, middle, last = chunk_shares(layers, pipeline)
+    return stored_shares(chunk_shares(layers, pipeline), pipeline)
+
+
+def stored_shares(chunks: tuple[Shares, Shares, Shares], pipeline: Pipeline) -> tuple[Shares, Shares, Shares]:
+    """The same from the shares of the first chunk, of one between, and of the last."""
+    first, middle, last = chunks
     if pipeline.schedule.folded:
         ends, between = _sum(first, last, 1.0), _sum(middle, middle, 1.0)
         between = {role: where(pipeline.has_middle, between[role], ends[role]) for role in ends}
