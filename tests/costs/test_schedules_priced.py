@@ -15,6 +15,7 @@ from meshwise.errors import LayoutError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
+from meshwise.sharding.layout import SCHEDULES as LAYOUT_SCHEDULES
 from meshwise.sharding.layout import Layout
 
 D, F, KH, V, L, T = 4096, 14336, 1024, 128256, 32, 8192
@@ -46,6 +47,10 @@ def estimate(of):
 @pytest.fixture(scope="module")
 def estimates():
     return {name: estimate(layout(name)) for name in SCHEDULES}
+
+
+def test_layouts_name_the_schedules_that_are_priced():
+    assert set(LAYOUT_SCHEDULES) == set(SCHEDULES)
 
 
 def test_work_is_the_same_but_for_where_the_head_is(estimates):
