@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwise.dtypes import DType
 from meshwise.errors import ConfigError
 from meshwise.models import load_model, read_config
 
@@ -130,3 +131,9 @@ def test_layers_that_attend_to_pictures_are_held_and_skipped() -> None:
     for wrong, words in (([3, 3], "each once"), ([40], "under 40"), (list(range(40)), "found none")):
         with pytest.raises(ConfigError, match=words):
             read_config({**config, "text_config": {**text, "cross_attention_layers": wrong}}, name="x")
+
+
+def test_an_indexer_of_blocks_keeps_one_key_of_each_token() -> None:
+    cache = load_model("minimax-m3").kv_cache
+    assert cache.index_bytes_per_token(DType.BF16) == 57 * 128 * 2
+    assert cache.bytes_per_token(DType.BF16) == 60 * 2 * 4 * 128 * 2

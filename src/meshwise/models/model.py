@@ -14,7 +14,7 @@ from meshwise.kernels import Scan
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
-from meshwise.models.spec import Architecture, LatentAttention, LayerGroup
+from meshwise.models.spec import Architecture, LayerGroup
 from meshwise.tensors import Attention, Program, Tensor
 
 __all__ = ["Model", "Source"]
@@ -37,8 +37,7 @@ def _cached(group: LayerGroup) -> Iterator[CacheKind]:
         state, convolution = mixer.state_elements, mixer.conv_elements
         yield CacheKind(group.name, group.repeat, 0, state=state, convolution=convolution)
         return
-    indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
-    index = 0 if indexer is None else indexer.head_dim
+    index = 0 if mixer.indexer is None else mixer.indexer.head_dim
     yield CacheKind(group.name, group.repeat, group.layer.cached_elements, mixer.span, index=index)
 
 

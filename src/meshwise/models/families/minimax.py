@@ -112,7 +112,7 @@ class MiniMaxM3Text(Decoder):
         if any(self.indexer(i) is not None for i in range(self.num_hidden_layers)):
             notes.append(
                 "attention over blocks that an indexer chooses: priced as if every position were attended to; the "
-                "indexer's projections are counted, its scores and its cached keys are not"
+                "indexer's projections and its cached keys are counted, its scores are not"
             )
         if self.num_mtp_modules:
             notes.append(f"{self.num_mtp_modules} multi-token-prediction modules are not counted")

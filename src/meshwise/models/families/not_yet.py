@@ -39,13 +39,9 @@ NOT_YET: dict[str, str] = {
         ["deepseek_v4"],
         _SPARSE,
     ),
-    **dict.fromkeys(
-        ["qwen2_5_omni", "qwen3_omni_moe"], "a sound tower and a model that speaks are not modelled"
-    ),
+    **dict.fromkeys(["qwen2_5_omni", "qwen3_omni_moe"], "a sound tower and a model that speaks are not modelled"),
     **dict.fromkeys(["gemma3n", "gemma3n_text"], "streams that are updated by turns (AltUp) are not modelled"),
-    **dict.fromkeys(
-        ["idefics", "idefics2", "blip-2", "instructblip"], "resamplers behind a tower are not modelled"
-    ),
+    **dict.fromkeys(["idefics", "idefics2", "blip-2", "instructblip"], "resamplers behind a tower are not modelled"),
     **dict.fromkeys(
         ["chameleon", "emu3", "janus"],
         "tokenizers that turn pictures into tokens are not modelled",
