@@ -15,9 +15,14 @@ from hypothesis import strategies as st
 from meshwise.dtypes import DType
 from meshwise.errors import ConfigError
 from meshwise.models import load_model, model_names, parse_json, read_config
+from meshwise.tensors import Attention, Fused
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl"
-SMALL: list[dict[str, Any]] = [json.loads(line)["config"] for line in FILE.read_text(encoding="utf-8").splitlines()]
+SMALL: list[dict[str, Any]] = [
+    json.loads(line)["config"]
+    for file in (FILE, FILE.with_name("reference_towers.jsonl"))
+    for line in file.read_text(encoding="utf-8").splitlines()
+]
 REAL: list[dict[str, Any]] = [dict(load_model(name).config) for name in model_names()]
 
 junk = st.one_of(
@@ -60,7 +65,8 @@ def use(config: dict[str, Any]) -> None:
     assert model.parameters.total >= model.parameters.active > 0
     assert model.forward_flops_per_token(64) > 0
     assert model.kv_cache_bytes_per_token() >= 0
-    assert model.kv_cache.bytes_per_sequence(1, DType.BF16) > 0
+    mixes = any(isinstance(op, Attention | Fused) for block in model.train_program() for op in block.ops)
+    assert (model.kv_cache.bytes_per_sequence(1, DType.BF16) > 0) == mixes
 
 
 @settings(max_examples=400, deadline=None)
