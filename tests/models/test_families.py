@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from meshwise.models import families
+from meshwise.models import families, read_config
 from meshwise.models.families import FAMILIES, NOT_YET
 from meshwise.models.families.irrelevant import IRRELEVANT
 
@@ -27,6 +27,15 @@ def test_every_reader_is_in_the_table() -> None:
 def test_no_family_is_both_read_and_refused() -> None:
     assert not set(FAMILIES) & set(NOT_YET)
     assert all(NOT_YET.values())
+
+
+WIDTH = {"intermediate_size": 96}
+
+
+def test_mamba_takes_its_width_from_the_file_before_the_factor() -> None:
+    base = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "state_size": 4}
+    totals = [read_config({**base, "expand": 2, **given}, name="x").parameters.total for given in ({}, WIDTH)]
+    assert totals == [62656, 48640]  # as the reference implementation counts
 
 
 def test_no_key_is_both_used_and_of_no_consequence() -> None:

@@ -6,7 +6,7 @@ __all__ = ["NOT_YET"]
 
 _STATE_SPACE = "state-space layers are not modelled"
 _LINEAR = "linear-attention layers are not modelled"
-_SPARSE = "attention through a sparse indexer is not modelled"
+_SPARSE = "attention to compressed positions and hyper-connections are not modelled"
 _VISION = "the tower of this family is not modelled"
 _SHAPES = "layers whose heads differ in width are not modelled"
 

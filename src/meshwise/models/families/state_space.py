@@ -36,7 +36,7 @@ __all__ = ["FAMILIES"]
 _STEPS = frozenset({
     "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
     "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels", "use_mambapy", "use_falcon_mambapy",
-    "use_associative_scan", "num_logits_to_keep", "mamba_ssm_cache_dtype", "mixer_rms_eps", "intermediate_size",
+    "use_associative_scan", "num_logits_to_keep", "mamba_ssm_cache_dtype", "mixer_rms_eps",
     "d_inner",
 })  # fmt: skip
 Taps = Annotated[int, Field(gt=0, le=1000)]
@@ -48,13 +48,15 @@ class Mamba(FamilyConfig):
 
     model_types: ClassVar[tuple[str, ...]] = ("mamba", "falcon_mamba")
     classes: ClassVar[tuple[str, ...]] = ("MambaForCausalLM", "FalconMambaForCausalLM")
-    ignored: ClassVar[frozenset[str]] = _STEPS
+    ignored: ClassVar[frozenset[str]] = _STEPS | {"fused_add_norm", "rms_norm", "pad_vocab_size_multiple"}
 
     vocab_size: Size
     hidden_size: Size = Field(validation_alias=AliasChoices("hidden_size", "d_model"))
     state_size: Size = 16
     num_hidden_layers: Layers = Field(validation_alias=AliasChoices("num_hidden_layers", "n_layer"))
     expand: Times = 2
+    intermediate_size: Size | None = None
+    ssm_cfg: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     conv_kernel: Taps = 4
     use_bias: bool = False
     use_conv_bias: bool = True
@@ -66,7 +68,7 @@ class Mamba(FamilyConfig):
         falcon = self.model_type == "falcon_mamba"
         rank = math.ceil(self.hidden_size / 16) if self.time_step_rank == "auto" else self.time_step_rank
         return SelectiveStateSpace(
-            channels=self.expand * self.hidden_size,
+            channels=self.intermediate_size or self.expand * self.hidden_size,
             state=self.state_size,
             step_rank=rank,
             taps=self.conv_kernel,
@@ -103,6 +105,11 @@ class Mamba2(Mamba):
 
     def mixer(self) -> SelectiveStateSpace | StateSpace:
         """Give the mixer of every layer."""
+        if self.intermediate_size not in (None, self.num_heads * self.head_dim):
+            raise ConfigError(
+                f"key 'intermediate_size': expected num_heads x head_dim ({self.num_heads * self.head_dim}), "
+                f"found {self.intermediate_size}"
+            )
         if self.num_heads * self.head_dim != self.expand * self.hidden_size:
             raise ConfigError(
                 f"key 'num_heads': expected expand x hidden_size / head_dim "
@@ -217,7 +224,7 @@ class Jamba(_Hybrid):
 
     model_types: ClassVar[tuple[str, ...]] = ("jamba",)
     classes: ClassVar[tuple[str, ...]] = ("JambaForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = _STEPS - {"intermediate_size"}
+    ignored: ClassVar[frozenset[str]] = _STEPS
 
     intermediate_size: Size | None = 14336
     num_key_value_heads: Count | None = 8
@@ -314,7 +321,7 @@ class Bamba(_Mamba2Hybrid):
 
     model_types: ClassVar[tuple[str, ...]] = ("bamba",)
     classes: ClassVar[tuple[str, ...]] = ("BambaForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = (_STEPS - {"intermediate_size"}) | {"z_loss_coefficient", "attn_rotary_emb"}
+    ignored: ClassVar[frozenset[str]] = _STEPS | {"z_loss_coefficient", "attn_rotary_emb"}
 
     intermediate_size: Size | None = 14336
     num_key_value_heads: Count | None = 8
@@ -337,9 +344,7 @@ class GraniteHybrid(_Mamba2Hybrid, Granite):
 
     model_types: ClassVar[tuple[str, ...]] = ("granitemoehybrid",)
     classes: ClassVar[tuple[str, ...]] = ("GraniteMoeHybridForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = (
-        Granite.ignored | (_STEPS - {"intermediate_size"}) | {"init_method", "normalization_function"}
-    )
+    ignored: ClassVar[frozenset[str]] = Granite.ignored | _STEPS | {"init_method", "normalization_function"}
 
     mlp_bias: Off = None  # type: ignore[assignment]
     num_local_experts: Index | None = Field(
@@ -385,7 +390,7 @@ class NemotronH(Decoder):
     model_types: ClassVar[tuple[str, ...]] = ("nemotron_h",)
     classes: ClassVar[tuple[str, ...]] = ("NemotronHForCausalLM",)
     # The width inside is that of the heads, whatever `expand` says.
-    ignored: ClassVar[frozenset[str]] = (_STEPS - {"intermediate_size"}) | {
+    ignored: ClassVar[frozenset[str]] = _STEPS | {
         "time_step_rank", "expand", "mamba_expand", "moe_shared_expert_overlap", "sliding_window", "mamba_proj_bias",
     }  # fmt: skip
 
