@@ -14,6 +14,7 @@ from meshwise.costs.padding import paddings
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.planning import SearchSpace, search, training_limits
+from meshwise.planning.structures import Choices
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose, Transfer
 
@@ -50,7 +51,9 @@ def test_stage_zero_is_looked_at_because_it_can_be_faster():
     problem = TrainingProblem(tiny(layers=8, width=4096, hidden=16384, heads=32), job, cluster, CALIBRATIONS["tpu"])
     fabric, limits = Fabric.of(cluster), training_limits(problem, {"data": 2, "fsdp": 4})
     found = [
-        search(problem, [fabric], SearchSpace(limits, zeros=zeros, remats=("full",)), top=1).best[0].seconds_per_token
+        search(problem, [fabric], SearchSpace(limits, Choices(zero=zeros, remat=("full",))), top=1)
+        .best[0]
+        .seconds_per_token
         for zeros in ((0,), (1,), (0, 1, 2))
     ]
     assert found[0] < found[1]

@@ -229,7 +229,7 @@ def test_a_smaller_batch_never_takes_longer(case, factor):
 def test_a_faster_wire_never_slows_a_step(case, field, group, factor):
     """The search relies on it: wires that no placement beats give a bound."""
     problem, fabric, layout = case
-    wires = layout_wires(fabric, layout)
+    wires = layout_wires(problem, fabric, layout)
 
     def quicker(axes):
         wire = wires(axes)

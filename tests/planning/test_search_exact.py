@@ -19,15 +19,17 @@ from meshwise.costs.network import Fabric, make_wire
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.planning import FRONT_SPAN, SearchSpace, search, training_limits
+from meshwise.planning.structures import Choices
 from meshwise.sharding.layout import MESH_AXES
 
 TOP = 6
+KINDS = ("tensor", "ulysses", "context", "expert", "stage")
 
 
 class Priced(NamedTuple):
     score: float
     memory: float
-    kind: tuple[int, int, int]
+    kind: tuple[int, ...]
 
 
 def everything(problem, fabric, *, zeros=(0, 1, 2), remats=REMATS, max_tensor, max_stage, fixed=None):
@@ -38,12 +40,32 @@ def everything(problem, fabric, *, zeros=(0, 1, 2), remats=REMATS, max_tensor, m
         if any(mesh[a] != n for a, n in (fixed or {}).items()):
             continue
         too_large = mesh["tensor"] > max_tensor or mesh["stage"] > max_stage or mesh["context"] > job.seq_len // 128
-        share, rest = divmod(job.sequences, mesh["data"] * mesh["fsdp"])
-        if too_large or rest or job.seq_len % mesh["context"]:
+        share, rest = divmod(job.sequences, mesh["data"] * mesh["fsdp"] * mesh["expert"])
+        if too_large or rest or job.seq_len % mesh["context"] or not experts_fit(problem.model, mesh["expert"]):
             continue
-        choices = list(itertools.product(zeros if mesh["data"] > 1 else zeros[:1], remats))
+        if mesh["ulysses"] > 1 and not ulysses_fits(mesh, max_tensor, job.seq_len):
+            continue
+        choices = structures(problem.model, mesh, zeros, remats)
         for rows in all_placements(fabric.sizes, sizes):
             yield from price(problem, fabric, mesh, rows, int(share), choices)
+
+
+def experts_fit(model, ways):
+    return all(m.experts % ways == 0 for m in model.mixtures) and (ways == 1 or bool(model.mixtures))
+
+
+def ulysses_fits(mesh, heads, seq_len):
+    positions = mesh["ulysses"] * mesh["context"]
+    return mesh["ulysses"] * mesh["tensor"] <= heads and positions <= seq_len // 128 and not seq_len % mesh["ulysses"]
+
+
+def structures(model, mesh, zeros, remats):
+    """Every choice on every mesh; those that mean nothing there are copies."""
+    tensors = (True, False) if model.mixtures and mesh["tensor"] > 1 else (True,)
+    shared = mesh["context"] * mesh["ulysses"] * mesh["expert"] > 1
+    methods = ("gather", "ring") if mesh["context"] > 1 else ("gather",)
+    choices = itertools.product(zeros, remats, (True, False) if shared else (True,), tensors, methods)
+    return [Structure(z, True, r, f, e, c, exchanges=mesh["expert"] > 1) for z, r, f, e, c in choices]
 
 
 def price(problem, fabric, mesh, rows, share, choices):  # noqa: PLR0917 -- what a layout is made of
@@ -51,15 +73,17 @@ def price(problem, fabric, mesh, rows, share, choices):  # noqa: PLR0917 -- what
 
     def wires(axes):
         if axes not in made:
-            made[axes] = make_wire(fabric, dict(zip(MESH_AXES, rows, strict=True)), tuple(sorted(axes)))
+            routing = problem.routing if "expert" in axes else None
+            factors = dict(zip(MESH_AXES, rows, strict=True))
+            made[axes] = make_wire(fabric, factors, tuple(sorted(axes)), routing=routing)
         return made[axes]
 
-    for zero, remat in choices:
+    for structure in choices:
         for micro in divisors(share):
             c = Candidates(**{a: float(n) for a, n in mesh.items()}, micro_batch=micro, num_microbatches=share // micro)
-            costs = evaluate(problem, Structure(zero, True, remat), c, wires)
+            costs = evaluate(problem, structure, c, wires)
             seconds = costs.step.expected / (problem.job.sequences * problem.job.seq_len)
-            yield Priced(seconds, costs.memory["total"], (mesh["tensor"], mesh["context"], mesh["stage"]))
+            yield Priced(seconds, costs.memory["total"], tuple(mesh[a] for a in KINDS))
 
 
 def front(points):
@@ -133,7 +157,7 @@ def searched(request):
     points = list(everything(problem, fabric, max_tensor=sizes["N"], max_stage=problem.model.num_layers))
     capacity = problem.cluster.chip.hbm_usable
     fitting = [p for p in points if p.memory <= capacity]
-    return request.param, problem, points, fitting, search(problem, [fabric], SearchSpace(limits), top=TOP)
+    return request.param, problem, points, fitting, search(problem, [fabric], SearchSpace(limits, front=True), top=TOP)
 
 
 def test_the_best_is_the_best_of_all(searched):
@@ -150,7 +174,7 @@ def test_the_ranking_is_that_of_all_kinds(searched):
     expected = best_of_each_kind(fitting)[:TOP]
     assert [f.score for f in result.best] == pytest.approx([p.score for p in expected], rel=1e-12, abs=0)
     for found in result.best:
-        kind = (found.layout.tensor, found.layout.context, found.layout.stage)
+        kind = tuple(found.layout.sizes[a] for a in KINDS)
         same = [p.score for p in expected if p.kind == kind]
         ties = sum(p.score <= found.score * (1 + 1e-12) for p in best_of_each_kind(fitting))
         assert ties > TOP or same == pytest.approx([found.score], rel=1e-12, abs=0)
@@ -175,7 +199,7 @@ def test_what_was_found_is_what_it_costs(searched):
         layout = found.layout
         rows = [extents for _, extents in layout.wires]
         share = layout.micro_batch * layout.num_microbatches
-        points = price(problem, found.fabric, layout.sizes, rows, share, [(layout.zero, layout.remat)])
+        points = price(problem, found.fabric, layout.sizes, rows, share, [Structure.of(layout)])
         same = [p for p in points if p.score == pytest.approx(found.seconds_per_token, rel=1e-12, abs=0)]
         assert any(p.memory == pytest.approx(found.memory_bytes, rel=1e-12, abs=0) for p in same)
 
@@ -208,7 +232,7 @@ def test_what_is_fixed_is_kept():
 def test_given_cuts_and_policies_are_kept():
     problem = problem_on(parse_cluster("v5e:4x4"), width=1024, hidden=4096, layers=2, sequences=16)
     fabric = Fabric.of(problem.cluster)
-    space = SearchSpace(training_limits(problem), remats=("full",), zeros=(2,), micro_batch=2)
+    space = SearchSpace(training_limits(problem), Choices(remat=("full",), zero=(2,)), micro_batch=2)
     result = search(problem, [fabric], space, top=4)
     assert result.best
     for found in result.best:
@@ -238,7 +262,7 @@ def test_the_vectorised_evaluator_equals_the_scalar_one():
             for i, (sizes, way) in enumerate(rows):
                 alone = {a: [float(f) for f in extents] for a, extents in zip(MESH_AXES, way, strict=True)}
                 cut = {"micro_batch": float(micro[i]), "num_microbatches": float(number[i])}
-                one = evaluate(problem, structure, Candidates(*_ordered(sizes), **cut), wires_of(fabric, alone))
+                one = evaluate(problem, structure, Candidates(**_ordered(sizes), **cut), wires_of(fabric, alone))
                 _same(many, one, i, len(rows))
 
 
@@ -248,7 +272,7 @@ def wires_of(fabric, factors):
 
 def _ordered(sizes):
     mesh = dict(zip(MESH_AXES, sizes, strict=True))
-    return tuple(float(mesh[a]) for a in ("data", "fsdp", "context", "tensor", "stage"))
+    return {a: float(n) for a, n in mesh.items()}
 
 
 def _same(many, one, i, rows):

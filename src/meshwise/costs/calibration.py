@@ -30,6 +30,8 @@ class Calibration:
         flat_rings: whether the algorithms are those of NCCL and RCCL: AllGather and ReduceScatter as flat rings, an
             AllReduce as a ring, along trees, or by NVLink switches that add; rather than level by level, which is what
             the bound assumes.
+        distinct_dispatch: whether a token is sent once to each destination that holds experts of its choice (DeepEP),
+            not once for each of them (AllToAll).
         source: the measurements behind the numbers.
     """
 
@@ -39,6 +41,7 @@ class Calibration:
     links: Links
     collective_matmul: bool
     flat_rings: bool
+    distinct_dispatch: bool
     source: str
 
     def __post_init__(self) -> None:
@@ -52,7 +55,7 @@ class Calibration:
 
 
 #: Every rate of the data sheet achieved, nothing overlapped but weights and gradients.
-IDENTITY = Calibration("none", 1.0, 1.0, IDEAL_LINKS, False, False, "data-sheet rates, nothing measured")
+IDENTITY = Calibration("none", 1.0, 1.0, IDEAL_LINKS, False, False, False, "data-sheet rates, nothing measured")
 
 _GEMM = "median of eight bf16 matmuls with all sizes >= 4096, NVIDIA AIConfigurator database, TensorRT-LLM 1.0 (2025)"
 _NCCL = "NCCL collectives of 1 KiB to 512 MiB in one NVLink domain (same database)"
@@ -63,15 +66,15 @@ CALIBRATIONS = {
     c.name: c
     for c in (
         IDENTITY,
-        Calibration("ampere", 0.84, 0.77, Links(0.68, 10e-6, 19e-6, 0.40), False, True,
+        Calibration("ampere", 0.84, 0.77, Links(0.68, 10e-6, 19e-6, 0.40), False, True, False,
                     f"A100: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("hopper", 0.80, 0.89, Links(0.74, 8e-6, 19e-6, 0.35), False, True,
+        Calibration("hopper", 0.80, 0.89, Links(0.74, 8e-6, 19e-6, 0.35), False, True, True,
                     f"H100: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True,
+        Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True, True,
                     f"B200: {_GEMM}; {_KV}; {_NCCL}"),
-        Calibration("cdna", 0.51, 0.85, Links(0.74, 8e-6, 19e-6, 0.35), False, True,
+        Calibration("cdna", 0.51, 0.85, Links(0.74, 8e-6, 19e-6, 0.35), False, True, False,
                     "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs"),
-        Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False,
+        Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False, False,
                     "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGathers of 1.6 to 400 MB, "
                     "accelerator-microbenchmarks in tpu-recipes (2025)"),
     )

@@ -182,7 +182,7 @@ def layout_factors(fabric: Fabric, layout: Layout) -> dict[str, list[float]]:
     return {a: [float(e) for e in extents.get(a, (1,) * dims)] for a in MESH_AXES}
 
 
-def layout_wires(fabric: Fabric, layout: Layout) -> Any:
+def layout_wires(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Any:
     """Wires of a complete layout: mesh axes -> wire."""
     factors = layout_factors(fabric, layout)
     made: dict[tuple[str, ...], Wire] = {}
@@ -190,7 +190,7 @@ def layout_wires(fabric: Fabric, layout: Layout) -> Any:
     def wires(axes: tuple[str, ...]) -> Wire:
         key = tuple(sorted(axes))
         if key not in made:
-            made[key] = make_wire(fabric, factors, key)
+            made[key] = make_wire(fabric, factors, key, routing=problem.routing if "expert" in key else None)
         return made[key]
 
     return wires
@@ -245,7 +245,7 @@ def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, le
     """Evaluate one layout with the evaluator of the search; `ledger` is filled with what its terms are sums of."""
     check_offload(problem.cluster.chip, layout.offload)
     structure, candidates = layout_candidate(problem.model, layout)
-    return evaluate(problem, structure, candidates, layout_wires(fabric, layout), ledger=ledger)
+    return evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout), ledger=ledger)
 
 
 def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Estimate:

@@ -5,6 +5,7 @@ A single estimate and a whole search run this same code. Not here: which candida
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -12,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.costs.arithmetic import maximum
-from meshwise.costs.assembly import StepParts, compute_makespan, step_time
+from meshwise.costs.arithmetic import maximum, where
+from meshwise.costs.assembly import StepParts, pipeline_times, step_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
 from meshwise.costs.expert_load import expert_load
@@ -30,18 +31,19 @@ from meshwise.costs.memory import (
 from meshwise.costs.network import Wire
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of
-from meshwise.costs.stage_sums import COMPUTE_PASSES, RoleSums, role_sums
+from meshwise.costs.routing import Routing
+from meshwise.costs.stage_sums import role_sums
 from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime
-from meshwise.costs.traffic import FlowPlan, flow_plans
+from meshwise.costs.traffic import Flow, FlowPlan, flow_plans
 from meshwise.costs.update import UpdatePlan, update_plan
 from meshwise.hardware import Cluster
 from meshwise.jobs import FineTuning, Optimizer, Precision, TrainingJob, narrowed, with_adapters
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
-from meshwise.sharding.place import Held, PlacedBlock, place_block
+from meshwise.sharding.place import Held, PlacedBlock, Purpose, place_block
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.strategy import Strategy, training_strategy
-from meshwise.tensors import Block, Program, Tensor
+from meshwise.tensors import Attention, Block, Program, Route, Tensor
 
 __all__ = [
     "Candidates",
@@ -53,8 +55,9 @@ __all__ = [
     "Structure",
     "TrainingProblem",
     "evaluate",
-    "evaluate_compute",
+    "evaluate_activations",
     "evaluate_local",
+    "evaluate_memory",
     "evaluated",
     "local_extents",
     "offloaded",
@@ -72,6 +75,15 @@ class TrainingProblem:
     job: TrainingJob
     cluster: Cluster
     calibration: Calibration
+
+    @property
+    def routing(self) -> Routing | None:
+        """How the model's router spreads tokens over experts; None without experts.
+
+        Of several kinds of mixtures the one whose tokens reach most experts.
+        """
+        kinds = [Routing(m.experts, m.top_k, m.groups, m.groups_limit) for m in self.model.mixtures]
+        return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
 
     def train_program(self) -> Program:
         """Give the model's program as the job trains it: with conversions to narrow formats, and with adapters."""
@@ -248,6 +260,21 @@ class LocalBlock:
         passes = {name: pick_all(p) for name, p in self.passes.items()}
         return LocalBlock(passes, {i: pick(v) for i, v in self.flows.items()}, pick_all(self.memory))
 
+    def joined(self, other: LocalBlock, numbers: tuple[int, int]) -> LocalBlock:
+        """The rows of this one, then those of `other`; `numbers` of each."""
+
+        def join(a: Any, b: Any) -> Any:
+            if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b:
+                return a  # the same for all rows
+            return np.concatenate([np.broadcast_to(v, n) for v, n in zip((a, b), numbers, strict=True)])
+
+        def join_all(a: Any, b: Any) -> Any:
+            return type(a)(*(join(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
+
+        passes = {name: join_all(p, other.passes[name]) for name, p in self.passes.items()}
+        flows = {i: join(v, other.flows[i]) for i, v in self.flows.items()}
+        return LocalBlock(passes, flows, join_all(self.memory, other.memory))
+
 
 #: Placements kept at a time: a few models with all their structures; a long-lived process then starts over.
 _KEPT = 4096
@@ -267,9 +294,10 @@ def place_structure(problem: TrainingProblem | Model, structure: Structure) -> t
     placed = []
     whole = replace(structure, partial_remat=False, offload=())
     for block in problem.train_program():
-        placed.append(_placed(block, whole if block.role == "layer" else replace(whole, remat="none")))
+        own = _heeded(whole, block)
+        placed.append(_placed(block, own))
         if structure.partial_remat and block.role == "layer":
-            placed.append(_placed(block, replace(whole, remat="none"), rest=True))
+            placed.append(_placed(block, replace(own, remat="none"), rest=True))
     return tuple(placed)
 
 
@@ -282,6 +310,18 @@ def _placed(block: Block, structure: Structure, *, rest: bool = False) -> Placed
         named = replace(block, name=block.name + _REST) if rest else block
         _PLACED[key] = (block, place_block(named, structure.strategy, remat_policy(structure.remat)))
     return _PLACED[key][1]
+
+
+def _heeded(structure: Structure, block: Block) -> Structure:
+    """The structure with every choice that means nothing to `block` set to one value, so that it is placed once."""
+    kinds = {type(op) for op in block.ops}
+    return replace(
+        structure,
+        remat=structure.remat if block.role == "layer" else "none",
+        expert_tensor_parallel=structure.expert_tensor_parallel or Route not in kinds,
+        exchanges=structure.exchanges and Route in kinds,
+        context_method=structure.context_method if Attention in kinds else "gather",
+    )
 
 
 def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[PlannedBlock, ...]:
@@ -305,20 +345,34 @@ def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[Plan
     return tuple(planned)
 
 
-def evaluate_local(problem: TrainingProblem, structure: Structure, sizes: LocalSizes) -> tuple[LocalBlock, ...]:
+def evaluate_local(
+    problem: TrainingProblem, structure: Structure, sizes: LocalSizes, known: Sequence[LocalBlock] | None = None
+) -> tuple[LocalBlock, ...]:
     """Price what one device does on its own: operations, activations, and the bytes of most collectives.
 
     A search calls it once for the few distinct sizes there are.
+
+    Args:
+        problem, structure: as in `evaluate`.
+        sizes: floats or arrays.
+        known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
+            operations are the same.
     """
     extents = local_extents(problem, structure, sizes)
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
+    planned = plan_structure(problem, structure)
+    passes = (
+        [{name: pass_compute(works, extents, rates) for name, works in b.works.items()} for b in planned]
+        if known is None
+        else [b.passes for b in known]
+    )
     return tuple(
         LocalBlock(
-            {name: pass_compute(works, extents, rates) for name, works in b.works.items()},
+            own,
             {i: plan.flow(extents).num_bytes for i, plan in enumerate(b.flows) if plan.local},
             local_memory(b.memory, extents),
         )
-        for b in plan_structure(problem, structure)
+        for own, b in zip(passes, planned, strict=True)
     )
 
 
@@ -389,12 +443,34 @@ class Evaluated:
     offload_share: Any
     blocks: tuple[tuple[PlannedBlock, Part, LocalBlock], ...]
     extents: Extents
-    step: StepParts
+    step: StepParts | None = None
     ledger: Ledger | None = None
+
+    def memory(self, pipeline: Pipeline, offload: tuple[str, ...]) -> Any:
+        """Bytes on the fullest chip under a schedule, with parts in the host's memory or none.
+
+        Infinite where the host has too little memory for them.
+        """
+        stages = self._stages(pipeline)
+        if not offload:
+            return fullest(stages, self.problem.cluster.chip.hbm_usable, None)["total"]
+        inside, away = offload_memory(self._host_inputs(pipeline, stages), offload, self.offload_share, None)
+        room = self.problem.cluster.chip.host_memory or 0.0
+        return where(away["total"] <= room, inside["total"], math.inf)
+
+    def _stages(self, pipeline: Pipeline) -> tuple[StageMemory, ...]:
+        return stage_memories(
+            [(part, p.memory, own.memory) for p, part, own in self.blocks],
+            self.extents,
+            self.problem.job.formats,
+            pipeline,
+            noted=self.ledger is not None,
+        )
 
     def costs(self, pipeline: Pipeline) -> Costs:
         """Time and memory under a schedule, of the stages that were evaluated."""
         chip, formats = self.problem.cluster.chip, self.problem.job.formats
+        assert self.step is not None, "without sums of time there is memory alone"
         step = step_time(
             self.step,
             pipeline,
@@ -402,13 +478,7 @@ class Evaluated:
             optimizer_matmul=self._orthogonal_seconds(pipeline, chip.peak(formats.other_compute)),
             ledger=self.ledger,
         )
-        stages = stage_memories(
-            [(part, p.memory, own.memory) for p, part, own in self.blocks],
-            self.extents,
-            formats,
-            pipeline,
-            noted=self.ledger is not None,
-        )
+        stages = self._stages(pipeline)
         offload = self.structure.offload
         holdings = None if self.ledger is None or offload else self.ledger.holdings
         costs = Costs(step, fullest(stages, chip.hbm_usable, holdings), self._host_inputs(pipeline, stages))
@@ -430,7 +500,7 @@ class Evaluated:
         """What the update takes on the fullest device of the pipeline, which the others wait for."""
         amounts = [(part, amount(p.update) * (part.block.repeat * part.share)) for p, part, _ in self.blocks]
         most: Any = 0.0
-        for shares in device_shares(self.step.layers, pipeline):
+        for shares in device_shares(num_layers(self.problem.train_program()), pipeline):
             total: Any = 0.0
             for part, value in amounts:
                 total = total + value * shares[part.block.role]
@@ -494,23 +564,47 @@ def offloaded(costs: Costs, which: Iterable[str], share: Any = 1.0, *, ledger: L
     return Costs(offload_time(costs.step, costs.host, parts, share, ledger), memory, costs.host, host_memory)
 
 
-def evaluate_compute(
-    problem: TrainingProblem, structure: Structure, candidates: Candidates, local: tuple[LocalBlock, ...]
-) -> Any:
-    """Seconds of a step whose communication, optimizer and sends take no time: a cheap bound of the expected time.
+def evaluate_activations(
+    problem: TrainingProblem,
+    structure: Structure,
+    candidates: Candidates,
+    wires: Callable[[tuple[str, ...]], Wire],
+    local: tuple[LocalBlock, ...],
+) -> Callable[[Pipeline], Any]:
+    """Bound the expected time: seconds of a step whose weights, gradients, optimizer and sends take no time.
 
-    Args: as in `evaluate`.
+    It does not depend on how replicas are split between data and fsdp, nor on what is stored where. Args: as in
+    `evaluate`.
+
+    Returns: pipeline (of the stages and microbatches that were evaluated) -> seconds.
     """
-    sums: dict[str, RoleSums] = {}
-    for p, own in zip(plan_structure(problem, structure), local, strict=True):
-        part = p.part(structure, candidates)
-        passes = sums.setdefault(part.block.role, RoleSums()).passes
-        count = part.share * part.block.repeat
-        for name, of in COMPUTE_PASSES:
-            passes[name] = passes[name] + count * own.passes[of].seconds
-    layers = num_layers(problem.train_program())
+    planned = plan_structure(problem, structure)
+    times = [
+        BlockTime(p.part(structure, candidates), **own.passes, flows=_activation_flows(p, own))
+        for p, own in zip(planned, local, strict=True)
+    ]
+    parts = _step_parts(times, StepRates(problem.cluster.chip, problem.calibration, wires), 0.0)
     # The terms of a step are added up in another order: never above it for a last bit.
-    return (1 - 1e-12) * compute_makespan(sums, layers, candidates.pipeline)
+    return lambda pipeline: (1 - 1e-12) * pipeline.schedule.makespan(pipeline.shape, pipeline_times(parts, pipeline))
+
+
+def evaluate_memory(
+    problem: TrainingProblem, structure: Structure, candidates: Candidates, local: tuple[LocalBlock, ...]
+) -> Callable[[Pipeline, tuple[str, ...]], Any]:
+    """Give the memory alone, which needs no wires. Args: as in `evaluate`.
+
+    Returns: pipeline, what is offloaded -> bytes on the fullest chip.
+    """
+    extents = whole_extents(problem, structure, candidates)
+    planned = plan_structure(problem, structure)
+    blocks = tuple((p, p.part(structure, candidates), own) for p, own in zip(planned, local, strict=True))
+    without = Evaluated(problem, structure, candidates.offload_share, blocks, extents)
+    return without.memory
+
+
+def _activation_flows(planned: PlannedBlock, local: LocalBlock) -> tuple[Flow, ...]:
+    moving = (Purpose.ACTIVATIONS, Purpose.RING)
+    return tuple(p.sized(local.flows[i]) for i, p in enumerate(planned.flows) if p.local and p.purpose in moving)
 
 
 def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: Extents) -> BlockTime:

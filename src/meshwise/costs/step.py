@@ -209,9 +209,13 @@ class StepRates:
 
     def flow_seconds(self, f: Flow) -> Any:
         """Expected seconds of all collectives of a flow in one pass."""
-        links = self.calibration.links
-        return f.count * collective_time(f.kind, f.num_bytes, self.wires(f.mesh_axes), links=links)
+        wire = self._wire(f, routed=f.routed and self.calibration.distinct_dispatch)
+        return f.count * collective_time(f.kind, f.num_bytes, wire, links=self.calibration.links)
 
     def flow_bound(self, f: Flow) -> Any:
-        """The same by data-sheet bandwidth alone."""
-        return f.count * wire_time(f.kind, f.num_bytes, self.wires(f.mesh_axes))
+        """The same by data-sheet bandwidth alone, one copy of a token to each of its destinations."""
+        return f.count * wire_time(f.kind, f.num_bytes, self._wire(f, routed=f.routed))
+
+    def _wire(self, f: Flow, *, routed: bool) -> Wire:
+        wire = self.wires(f.mesh_axes)
+        return replace(wire, exchange=wire.routed) if routed else wire

@@ -395,7 +395,7 @@ def _collectives(
     ledger: Ledger, problem: TrainingProblem, fabric: Fabric, layout: Layout
 ) -> Iterator[CollectiveWorking]:
     """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
-    wires, links = layout_wires(fabric, layout), problem.calibration.links
+    wires, links = layout_wires(problem, fabric, layout), problem.calibration.links
     entries = [(h, flow, float(seconds)) for h in ledger.hidings if h.count for flow, seconds in h.flows if seconds > 0]
     order = list(Pass)
     used = frozenset(layout.used_axes)

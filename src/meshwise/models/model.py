@@ -14,7 +14,7 @@ from meshwise.kernels import Scan
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
-from meshwise.models.spec import Architecture, LayerGroup
+from meshwise.models.spec import Architecture, LayerGroup, Mixture
 from meshwise.tensors import Attention, Program, Tensor
 
 __all__ = ["Model", "Source"]
@@ -112,6 +112,11 @@ class Model:
     def sizes(self) -> Mapping[str, float]:
         """Axis sizes of the training program: D, F, N, K, H, V, L, and of a mixture E, Fe, top_k."""
         return self._train.sizes
+
+    @property
+    def mixtures(self) -> tuple[Mixture, ...]:
+        """The kinds of mixtures of experts that it has, each once."""
+        return tuple(dict.fromkeys(g.layer.ffn for g in self.spec.groups if isinstance(g.layer.ffn, Mixture)))
 
     @cached_property
     def _train(self) -> Program:

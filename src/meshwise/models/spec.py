@@ -191,6 +191,8 @@ class Mixture:
         expert_bias: on every matrix of an expert.
         router_bias: a bias of the router's logits.
         correction_bias: a bias that steers the choice of experts towards balance, and is stored with the weights.
+        groups, groups_limit: into which the router divides the experts, and how many of them a token's may lie in
+            (DeepSeek-V3: 4 of 8, one on each node); 1 and 1 where it does not.
         shared: total hidden width of the experts that every token visits; 0 for none.
         shared_gate: whether a sigmoid gate, one column, weighs the shared experts.
         shared_bias: on every matrix of the shared experts, and of the projections to and from the latent.
@@ -206,6 +208,8 @@ class Mixture:
     expert_bias: bool = False
     router_bias: bool = False
     correction_bias: bool = False
+    groups: int = 1
+    groups_limit: int = 1
     shared: int = 0
     shared_gate: bool = False
     shared_bias: bool = False

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
 from meshwise.costs.offload import check_offload
+from meshwise.costs.schedules import PipelineShape, find_schedule
 from meshwise.errors import InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.jobs import TrainingJob
 from meshwise.planning.plan import Plan
 from meshwise.planning.reasons import winner_reasons
 from meshwise.planning.rivals import Rival, rivals
+from meshwise.planning.rows import batch_cuts
 from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.planning.space import Limits, parts_of, shrunken
+from meshwise.planning.structures import SCHEDULED, Choices
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.remat import check_remat
 from meshwise.units import format_bytes, format_count, format_duration, format_percent
@@ -71,12 +74,8 @@ def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = 
         "data": unbounded,
         "stage": problem.model.num_layers,
     }
-    return Limits(
-        largest,
-        job.sequences * (1 + job.batch_slack),
-        {"context": int(job.seq_len), "expert": experts},
-        dict(fixed or {}),
-    )
+    divides = {"context": int(job.seq_len), "ulysses": int(job.seq_len), "expert": experts}
+    return Limits(largest, job.sequences * (1 + job.batch_slack), divides, dict(fixed or {}))
 
 
 def plan_training(
@@ -244,10 +243,8 @@ def estimate_layout(
 ) -> Planning:
     """Estimate the layout that a user wrote; what was not written (remat, microbatches, wires...) is chosen best.
 
-    Where only some layers recompute, or something is offloaded, it is chosen among the layouts that are best in time or
-    in memory without.
-
-    A layout that does not fit in memory in any way is estimated in its leanest one, and `Estimate.fits` says so.
+    Nothing is offloaded unless the layout says so. A layout that does not fit in memory in any way is estimated in its
+    leanest one, and `Estimate.fits` says so.
 
     Raises:
         LayoutError: the layout cannot be placed on this model, job and cluster; says which constraint and the nearest
@@ -255,11 +252,6 @@ def estimate_layout(
     """
     check_request(problem, request)
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    if beyond := {name: value for name, value in request.choices.items() if name in _BEYOND_SEARCH and value}:
-        rest = {name: value for name, value in request.choices.items() if name not in _BEYOND_SEARCH}
-        found = _search_layout(problem, LayoutRequest(request.sizes, rest), math.inf, progress)
-        plan = _best_with(problem, found, beyond)
-        return Planning((plan,), winner_reasons(plan, whole), (), found)
     result = _search_layout(problem, request, 1.0, progress)
     if result.best:
         best = result.best[0]
@@ -268,30 +260,6 @@ def estimate_layout(
         best = result.front[-1]
     plan = Plan.of(problem, best.layout, best.fabric)
     return Planning((plan,), winner_reasons(plan, whole), (), result)
-
-
-#: Choices of a layout that the search does not make: they are added to what it finds.
-_BEYOND_SEARCH = ("remat_layers", "offload", "offload_layers")
-
-
-def _best_with(problem: TrainingProblem, found: SearchResult, beyond: Mapping[str, Any]) -> Plan:
-    """The fastest of the layouts found that fits with the choices `beyond`, else the one that is nearest to fit."""
-    plans = []
-    for candidate in (*found.best, *found.front):
-        if candidate.layout.remat == "none" and "remat_layers" in beyond:
-            continue
-        plans.append(Plan.of(problem, candidate.layout.replace(**beyond), candidate.fabric))
-    if not plans:
-        raise LayoutError("layout: remat_layers needs a policy that recomputes; write remat=full:LAYERS")
-    fitting = [p for p in plans if p.estimate.fits]
-    return min(fitting, key=lambda p: p.estimate.step_time.expected) if fitting else min(plans, key=_lacks)
-
-
-def _lacks(plan: Plan) -> float:
-    """How many times more memory is needed than there is, on the chip or on the host."""
-    e = plan.estimate
-    host = e.host_memory.get("total", 0.0)
-    return max(e.memory["total"] / e.hbm_capacity, host / e.host_capacity if host and e.host_capacity else 0.0)
 
 
 def _search_layout(
@@ -309,20 +277,44 @@ def _search_layout(
             f"layout of {request.num_chips:,} chips: no box of {' x '.join(map(str, whole.sizes))} has that many; "
             f"use all {problem.cluster.num_chips:,} chips, or a count that is a product of sizes within these"
         )
-    choices = request.choices
-    space = SearchSpace(training_limits(problem, request.sizes))
-    given = {
-        "remats": (choices["remat"],) if "remat" in choices else space.remats,
-        "zeros": (choices["zero"],) if "zero" in choices else space.zeros,
-        "sequence_parallel": choices.get("sequence_parallel", True),
-        "micro_batch": choices.get("micro_batch"),
-        "num_microbatches": choices.get("num_microbatches"),
-    }
-    limited = SearchSpace(space.limits, **given, memory_share=memory_share)
-    result = search(problem, parts, limited, top=1, progress=progress)
+    space = SearchSpace(
+        training_limits(problem, request.sizes),
+        choices=_asked(request),
+        micro_batch=request.choices.get("micro_batch"),
+        num_microbatches=request.choices.get("num_microbatches"),
+        memory_share=memory_share,
+        front=math.isinf(memory_share),
+    )
+    result = search(problem, parts, space, top=1, progress=progress)
     if not result.best and math.isinf(memory_share):
+        _check_schedule(problem, request)
         raise _batch_error(problem, request)
     return result
+
+
+def _asked(request: LayoutRequest) -> Choices:
+    """What a layout leaves to choose: what it says has one value."""
+    written = request.choices
+    asked: dict[str, Any] = {f.name: (written[f.name],) for f in fields(Choices) if f.name in written}
+    for single in ("sequence_parallel", "offload_layers"):
+        if single in written:
+            asked[single] = written[single]
+    if "remat_layers" not in written and written.get("remat") != "full":
+        asked["remat_layers"] = (None,)
+    return Choices(**{"offload": ((),), "schedule": SCHEDULED, **asked})
+
+
+def _check_schedule(problem: TrainingProblem, request: LayoutRequest) -> None:
+    """Refuse a schedule that cannot run in any cut of the batch, with its reason."""
+    names = (request.choices["schedule"],) if "schedule" in request.choices else ()
+    pieces = request.choices.get("virtual_stages", 2 if names == ("interleaved",) else 1)
+    replicas = request.sizes["data"] * request.sizes["fsdp"] * request.sizes["expert"]
+    numbers = [m for _, m in batch_cuts(problem.job.sequences, problem.job.batch_slack, replicas)]
+    for name in names:
+        shapes = [PipelineShape(request.sizes["stage"], m, pieces) for m in numbers]
+        reasons = [find_schedule(name).why_not(s) for s in shapes]
+        if reasons and all(reasons):
+            raise LayoutError(f"layout: schedule={reasons[-1]}")
 
 
 def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
@@ -354,11 +346,11 @@ def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
 def _batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutError:
     """Say how the batch fails to divide, and the nearest batch that does."""
     job = problem.job
-    replicas = request.sizes["data"] * request.sizes["fsdp"]
+    replicas = request.sizes["data"] * request.sizes["fsdp"] * request.sizes["expert"]
     unit = replicas * request.choices.get("micro_batch", 1) * request.choices.get("num_microbatches", 1)
     nearest = max(1, round(job.sequences / unit)) * unit
     return LayoutError(
-        f"layout: a batch of {_batch(job)} does not divide over data x fsdp = {replicas:,} "
+        f"layout: a batch of {_batch(job)} does not divide over data x fsdp x expert = {replicas:,} "
         f"(in units of {unit:,} sequences) within {job.batch_slack:.0%}; "
         f"use --batch-tokens {nearest * job.seq_len:,.0f}, or give more of the chips to context, tensor or stage"
     )

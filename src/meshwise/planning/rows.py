@@ -1,4 +1,4 @@
-"""Candidates before they are laid on a network: meshes, cuts of the batch and structures, as parallel columns.
+"""Candidates before they are laid on a network: meshes and cuts of the batch, as parallel columns.
 
 Not here: placements (`space`), and what candidates cost or which are worth it (`search`).
 """
@@ -6,35 +6,33 @@ Not here: placements (`space`), and what candidates cost or which are worth it (
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import Candidates, LocalBlock, LocalSizes, Structure, TrainingProblem, evaluate_local
+from meshwise.costs.evaluate import Candidates, LocalSizes
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import MESH_AXES
 
-__all__ = ["Rows", "batch_cuts", "candidate_rows"]
+__all__ = ["Rows", "Table", "batch_cuts", "candidate_table", "distinct"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class Rows:
-    """Parallel columns.
+@dataclass(frozen=True)
+class Table:
+    """Every mesh with every cut of the batch, as parallel columns.
 
     Args:
-        meshes: [meshes, axes] sizes; shared, not a column.
-        mesh_id: number of the row's mesh.
+        meshes: [meshes, axes] sizes.
+        mesh_id: number of the mesh.
         micro_batch, num_microbatches: how the batch is cut.
-        local: index into the table of distinct `LocalSizes`.
-        structure: index into the structures.
-        bound: lower bound of the seconds per token.
-        memory: bytes per chip.
+        local: index into `sizes`.
+        sizes: the distinct sizes that one device's own work depends on.
     """
 
     meshes: Array
@@ -42,76 +40,98 @@ class Rows:
     micro_batch: Array
     num_microbatches: Array
     local: Index
-    structure: Index
-    bound: Array
-    memory: Array
+    sizes: LocalSizes
 
     def __len__(self) -> int:
         return len(self.mesh_id)
 
+    def axis(self, name: str, at: Any = slice(None)) -> Array:
+        """Sizes of one mesh axis, in rows `at`."""
+        sizes: Array = self.meshes[:, MESH_AXES.index(name)][self.mesh_id[at]]
+        return sizes
+
+    def candidates(self, at: Index, **others: Any) -> Candidates:
+        """What the evaluator takes of rows `at`."""
+        columns: dict[str, Any] = {a: self.axis(a, at) for a in MESH_AXES}
+        cut = {"micro_batch": self.micro_batch[at], "num_microbatches": self.num_microbatches[at]}
+        return Candidates(**columns, **cut, **others)
+
+
+@dataclass(slots=True)
+class Rows:
+    """Candidates, as parallel columns.
+
+    Args:
+        at: row of the table.
+        structure, variant, offload: which of the structures, of the pipeline's variants, and of what is offloaded.
+        bound: lower bound of the seconds per token.
+        memory: bytes per chip.
+    """
+
+    at: Index
+    structure: Index
+    variant: Index
+    offload: Index
+    bound: Array
+    memory: Array
+
+    @classmethod
+    def none(cls) -> Rows:
+        """Without a row."""
+        return cls(*(np.zeros(0, int) for _ in range(4)), np.zeros(0), np.zeros(0))
+
+    @classmethod
+    def made(cls, at: Index, structure: Any, variant: Any, bound: Any) -> Rows:
+        """Rows that nothing is offloaded in and whose memory is not known yet."""
+        n = len(at)
+        columns = (np.broadcast_to(c, n) for c in (structure, variant, 0, bound, 0.0))
+        return cls(at, *columns)
+
+    def __len__(self) -> int:
+        return len(self.at)
+
     def take(self, index: Any) -> Rows:
-        """Other rows of the same table."""
-        return Rows(self.meshes, *(getattr(self, f.name)[index] for f in fields(self)[1:]))
-
-    @property
-    def mesh(self) -> Array:
-        """[rows, axes] sizes."""
-        return self.meshes[self.mesh_id]
-
-    def candidates(self) -> Candidates:
-        """What the evaluator takes."""
-        columns: dict[str, Any] = {a: self.meshes[:, i][self.mesh_id] for i, a in enumerate(MESH_AXES)}
-        return Candidates(**columns, micro_batch=self.micro_batch, num_microbatches=self.num_microbatches)
+        """Other rows."""
+        return Rows(*(getattr(self, f.name)[index] for f in fields(self)))
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
-        """Rows of one table, one after the other."""
-        columns = (np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)[1:])
-        return cls(parts[0].meshes, *columns)
+        """Rows one after the other."""
+        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
 
-def candidate_rows(
-    problem: TrainingProblem,
-    structures: Sequence[Structure],
-    table: Index,
-    *,
-    micro_batch: int | None = None,
-    num_microbatches: int | None = None,
-) -> tuple[list[Rows], list[tuple[LocalBlock, ...]]]:
-    """Every cut of the batch on the meshes of `table`, and what devices do on their own; both for each structure.
+def candidate_table(
+    job: TrainingJob, meshes: Index, *, micro_batch: int | None = None, num_microbatches: int | None = None
+) -> Table:
+    """Every cut of the batch on `meshes`.
 
     Args:
-        problem: model, job, cluster, calibration.
-        structures: ZeRO stages and remat policies.
-        table: [meshes, axes] sizes.
+        job: with its batch.
+        meshes: [meshes, axes] sizes.
         micro_batch, num_microbatches: what the user fixed, or None.
     """
-    replicas = np.prod([table[:, MESH_AXES.index(a)] for a in ("fsdp", "data", "expert")], axis=0)
-    distinct, which = np.unique(replicas, return_inverse=True)
-    chosen = (_chosen_cuts(problem.job, int(r), micro_batch, num_microbatches) for r in distinct)
+    replicas = np.prod([meshes[:, MESH_AXES.index(a)] for a in ("fsdp", "data", "expert")], axis=0)
+    counts, which = np.unique(replicas, return_inverse=True)
+    chosen = (_chosen_cuts(job, int(r), micro_batch, num_microbatches) for r in counts)
     cuts = [np.array(c, float).reshape(-1, 2) for c in chosen]
-    number = np.array([len(c) for c in cuts], int)[which] if len(table) else np.zeros(0, int)
-    mesh_id = np.repeat(np.arange(len(table)), number)
-    cut = np.concatenate([cuts[w] for w in which]) if len(table) else np.zeros((0, 2))
-    data = table[:, MESH_AXES.index("data")][mesh_id]
-    # One number for each distinct combination: rows are found faster than columns are compared.
+    number = np.array([len(c) for c in cuts], int)[which] if len(meshes) else np.zeros(0, int)
+    mesh_id = np.repeat(np.arange(len(meshes)), number)
+    cut = np.concatenate([cuts[w] for w in which]) if len(meshes) else np.zeros((0, 2))
     names = [f.name for f in fields(LocalSizes) if f.name in MESH_AXES]
-    columns = {a: table[:, MESH_AXES.index(a)][mesh_id] for a in names}
-    keys = cut[:, 0]
-    for column in columns.values():
+    columns = {a: meshes[:, MESH_AXES.index(a)][mesh_id].astype(float) for a in names}
+    first, local = distinct((cut[:, 0], *columns.values()))
+    sizes = LocalSizes(cut[first, 0], **{a: column[first] for a, column in columns.items()})
+    return Table(meshes.astype(float), mesh_id, cut[:, 0], cut[:, 1], local, sizes)
+
+
+def distinct(columns: Iterable[Array]) -> tuple[Index, Index]:
+    """First place of each distinct combination of whole numbers, and which of them stands where."""
+    # One number for each combination: rows are found faster than columns are compared.
+    keys: Any = 0
+    for column in columns:
         keys = keys * (column.max(initial=0) + 1) + column
     _, first, index = np.unique(keys, return_index=True, return_inverse=True)
-    own = LocalSizes(cut[first, 0], **{a: column[first].astype(float) for a, column in columns.items()})
-    blank = np.zeros(len(mesh_id))
-    base = Rows(table.astype(float), mesh_id, cut[:, 0], cut[:, 1], index, np.zeros(len(mesh_id), int), blank, blank)
-    parts, local = [], []
-    for s, structure in enumerate(structures):
-        # Without replicas the ZeRO stage means nothing: one of them stands for all.
-        part = base.take(np.flatnonzero((data > 1) | (structure.zero == min(s.zero for s in structures))))
-        part.structure = np.full(len(part), s)
-        parts.append(part)
-        local.append(evaluate_local(problem, structure, own) if len(part) else ())
-    return parts, local
+    return first, index
 
 
 def _chosen_cuts(job: TrainingJob, replicas: int, b: int | None, n: int | None) -> list[tuple[int, int]]:

@@ -59,8 +59,13 @@ def meshes(num_chips: int, limits: Limits) -> NDArray[np.int64]:
         rest = rest[i] // choices[j]
     rows = np.hstack([rows, rest[:, None]])
     rows = rows[:, [order.index(a) for a in MESH_AXES]]
-    fsdp, data = rows[:, MESH_AXES.index("fsdp")], rows[:, MESH_AXES.index("data")]
-    ok = (fsdp <= limits.fixed.get("fsdp", limits.largest["fsdp"])) & (fsdp * data <= limits.max_replicas)
+    size = {axis: rows[:, i] for i, axis in enumerate(MESH_AXES)}
+    fsdp = size["fsdp"]
+    ok = fsdp <= limits.fixed.get("fsdp", limits.largest["fsdp"])
+    ok &= fsdp * size["data"] * size["expert"] <= limits.max_replicas
+    # Ulysses splits the heads that tensor parallelism leaves, and positions together with context.
+    ok &= (size["ulysses"] == 1) | (size["ulysses"] * size["tensor"] <= limits.largest["ulysses"])
+    ok &= (size["ulysses"] == 1) | (size["ulysses"] * size["context"] <= limits.largest["context"])
     if "fsdp" in limits.fixed:
         ok &= fsdp == limits.fixed["fsdp"]
     return rows[ok]

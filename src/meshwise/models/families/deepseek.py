@@ -28,6 +28,9 @@ class LeadingDense(Decoder):
     n_shared_experts: Index | None = 1
     first_k_dense_replace: Index
     moe_layer_freq: Literal[1] | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    topk_method: str | None = None
     num_nextn_predict_layers: Index = Field(
         default=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
     )
@@ -35,11 +38,14 @@ class LeadingDense(Decoder):
     def mixture(self) -> Mixture:
         """Give the routed and the shared experts."""
         shared = self.moe_intermediate_size * (self.n_shared_experts or 0)
+        limited = self.topk_method != "greedy" and self.topk_group is not None  # greedy heeds no groups
         return Mixture(
             self.n_routed_experts,
             self.num_experts_per_tok,
             self.moe_intermediate_size,
             correction_bias=self.correction,
+            groups=(self.n_group or 1) if limited else 1,
+            groups_limit=(self.topk_group or 1) if limited else 1,
             shared=shared,
         )
 

@@ -1,0 +1,394 @@
+"""Prices of candidates on one network: a bound of their work, a bound for any placement, and real placements.
+
+Columns of candidates in, columns out, by the one evaluator. Not here: which of them are looked at (`search`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.costs.evaluate import (
+    Candidates,
+    Costs,
+    LocalBlock,
+    LocalSizes,
+    Structure,
+    TrainingProblem,
+    evaluate_activations,
+    evaluate_local,
+    evaluate_memory,
+    evaluated,
+    offloaded,
+    place_structure,
+)
+from meshwise.costs.network import Fabric
+from meshwise.costs.pipeline import Pipeline
+from meshwise.planning.front import Found
+from meshwise.planning.rows import Rows, Table, distinct
+from meshwise.planning.space import IdealWires, WireTable, placements, undominated
+from meshwise.planning.structures import Choices, Variant, Work, allowed
+from meshwise.sharding.layout import MESH_AXES, Layout
+from meshwise.sharding.place import Transfer
+
+__all__ = ["CHUNK", "Groups", "Priced", "Pricing"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+#: Rows evaluated at a time: arrays stay in the cache.
+CHUNK = 8192
+
+
+@dataclass(slots=True)
+class Groups:
+    """Candidates that share their work and its cut into microbatches, whatever is stored where; parallel columns.
+
+    Args:
+        bound: lower bound of the seconds per token of every candidate of the group.
+        key: which work in which cut.
+        work, variant: which kind of work, and which schedule of the pipeline.
+    """
+
+    bound: Array
+    key: Index
+    work: Index
+    variant: Index
+
+    def __len__(self) -> int:
+        return len(self.bound)
+
+    def take(self, index: Any) -> Groups:
+        """Other groups."""
+        return Groups(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Groups]) -> Groups:
+        """Groups of all parts, smallest bound first."""
+        whole = cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+        return whole.take(np.argsort(whole.bound, kind="stable"))
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Complete layouts that were priced in full.
+
+    Args:
+        rows: one for each.
+        factors: [rows, axes, dimensions] their placements.
+        seconds: per token.
+        covered: complete layouts that these stand for, placements that others beat included.
+    """
+
+    rows: Rows
+    factors: Array
+    seconds: Array
+    covered: int
+
+
+class _LocalTable:
+    """What one device does on its own under one structure, for the distinct sizes that were asked for so far."""
+
+    def __init__(
+        self, problem: TrainingProblem, structure: Structure, sizes: LocalSizes, known: _LocalTable | None
+    ) -> None:
+        self.problem = problem
+        self.known = known  # that of a structure with the same work
+        self.structure = structure
+        self.sizes = sizes
+        self.position = np.full(len(sizes.micro_batch), -1)
+        self.number = 0
+        self.blocks: tuple[LocalBlock, ...] = ()
+
+    def __call__(self, local: Index) -> tuple[LocalBlock, ...]:
+        """One row for each of `local`, indices into the distinct sizes."""
+        missing = np.unique(local[self.position[local] < 0])
+        if len(missing):
+            sizes = LocalSizes(*(getattr(self.sizes, f.name)[missing] for f in fields(self.sizes)))
+            known = None if self.known is None else self.known(missing)
+            new = evaluate_local(self.problem, self.structure, sizes, known)
+            numbers = (self.number, len(missing))
+            pairs = zip(self.blocks, new, strict=True)
+            self.blocks = tuple(a.joined(b, numbers) for a, b in pairs) if self.number else new
+            self.position[missing] = self.number + np.arange(len(missing))
+            self.number += len(missing)
+        at = self.position[local]
+        return tuple(block.take(at) for block in self.blocks)
+
+
+class Pricing:
+    """Everything that is worked out once for one network.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        fabric: the network.
+        works: the kinds of work, with their structures.
+        choices: that they were made of.
+        table: meshes and cuts of the batch.
+    """
+
+    def __init__(
+        self, problem: TrainingProblem, fabric: Fabric, works: tuple[Work, ...], choices: Choices, table: Table
+    ) -> None:
+        self.problem = problem
+        self.fabric = fabric
+        self.works = works
+        self.structures = [(work, s) for work in works for s in work.structures]
+        self.variants = choices.variants
+        known = problem.cluster.chip.host_memory is not None
+        self.offloads = choices.offload if known else tuple(o for o in choices.offload if not o)
+        self.offload_layers = choices.offload_layers
+        self.table = table
+        sizes = {a: table.meshes[:, k] for k, a in enumerate(MESH_AXES)}
+        self.ideal = IdealWires(fabric, sizes, problem.routing)
+        self.first, self.which = distinct((table.local, table.axis("stage"), table.num_microbatches))
+        self.members = np.argsort(self.which, kind="stable")
+        self.number = np.bincount(self.which)
+        self.begins = np.cumsum(self.number) - self.number
+        self.tables: dict[Structure, _LocalTable] = {}
+        self.groups_of: dict[Structure, tuple[tuple[str, ...], ...]] = {}
+        self.worthy: dict[tuple[Any, int], Array] = {}  # groups of axes, mesh -> its undominated placements
+        self.counts: dict[int, int] = {}  # mesh -> all its placements
+
+    def groups(self, variants: Iterable[int], below: Callable[[Array], NDArray[np.bool_]]) -> Groups:
+        """All groups of some variants whose bound is `below`, smallest bound first; weights and gradients cost nothing.
+
+        How replicas are split between data and fsdp makes no difference to that, nor does what is stored where.
+        """
+        found: list[tuple[Array, Index, Index, Index]] = []
+        for w, work in enumerate(self.works):
+            keys = np.flatnonzero(work.applies(lambda name: self.table.axis(name, self.first)))
+            for begin in range(0, len(keys), CHUNK):
+                part = keys[begin : begin + CHUNK]
+                for v, mask, bound in self._bounds(work, self.first[part], variants):
+                    kept = np.flatnonzero(mask & below(bound))
+                    found.append((bound[kept], part[kept], np.full(len(kept), w), np.full(len(kept), v)))
+        if not found:
+            return Groups(np.zeros(0), *(np.zeros(0, int) for _ in range(3)))
+        whole = Groups(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        return whole.take(np.argsort(whole.bound, kind="stable"))
+
+    def _bounds(self, work: Work, at: Index, variants: Iterable[int]) -> Iterator[tuple[int, Any, Array]]:
+        candidates = self._candidates(work, at)
+        wires = self.ideal.at(self.table.mesh_id[at])
+        seconds = evaluate_activations(
+            self.problem, work.own, candidates, wires, self._local(work, work.own)(self.table.local[at])
+        )
+        tokens = candidates.sequences * self.problem.job.seq_len
+        with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
+            for v in variants:
+                pipeline = self._pipeline(v, candidates)
+                mask = allowed(self.variants[v], self.variants[0], pipeline, self.problem.model.num_layers)
+                if mask.any():
+                    yield v, mask, np.asarray(seconds(pipeline) / tokens)
+
+    def rows(self, groups: Groups) -> Rows:
+        """All candidates of groups: every member of each in every structure that means something there."""
+        found = [Rows.none()]
+        begin = 0
+        for w, work in enumerate(self.works):
+            mine = groups.take(np.flatnonzero(groups.work == w))
+            if len(mine):
+                repeats = self.number[mine.key]
+                group = np.repeat(np.arange(len(mine)), repeats)
+                offset = np.arange(len(group)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+                at = self.members[self.begins[mine.key][group] + offset]
+                for s, structure in enumerate(work.structures, begin):
+                    kept = np.flatnonzero(work.differs(structure, lambda name, at=at: self.table.axis(name, at)))
+                    own = group[kept]
+                    found.append(Rows.made(at[kept], s, mine.variant[own], mine.bound[own]))
+            begin += len(work.structures)
+        return Rows.joined(found)
+
+    def fitting(self, rows: Rows, capacity: float) -> tuple[Rows, float]:
+        """The rows that fit in memory, with their memory; and the least memory of any.
+
+        Where a row does not fit, copies of it that offload something do, perhaps: but none that offloads all that
+        another does which fits, for it is no faster.
+        """
+        found, least = [Rows.none()], math.inf
+        for structure, part, inverse, local in self._chunks(rows):
+            candidates = self._candidates(self.structures[structure][0], part)
+            memory = evaluate_memory(self.problem, self.structures[structure][1], candidates, local)
+            mine = rows.take(inverse[0])
+            for v in np.unique(mine.variant):
+                of_variant = np.flatnonzero(mine.variant == v)
+                pipeline = self._pipeline(int(v), candidates)
+                missing = np.ones(len(of_variant), bool)
+                tried: list[tuple[frozenset[str], NDArray[np.bool_]]] = []
+                for o, offload in enumerate(self.offloads):
+                    sizes = np.broadcast_to(memory(pipeline, offload), len(part))[inverse[1][of_variant]]
+                    least = min(least, float(sizes.min()))
+                    fits = sizes <= capacity
+                    new = fits.copy()
+                    for smaller, fitted in tried:
+                        if smaller <= set(offload):
+                            new &= ~fitted
+                    tried.append((frozenset(offload), fits))
+                    kept = np.flatnonzero(new)
+                    chosen = mine.take(of_variant[kept])
+                    chosen.memory, chosen.offload = sizes[kept], np.full(len(kept), o)
+                    found.append(chosen)
+                    missing &= ~fits
+                    if o == 0 and not missing.any():
+                        break
+        return Rows.joined(found), least
+
+    def bounded(self, rows: Rows) -> Rows:
+        """The rows, with a bound of their time that no placement beats."""
+        out = rows.take(slice(None))
+        out.bound = np.zeros(len(rows))
+        for s, at, (index, inverse), local in self._chunks(rows):
+            candidates = self._candidates(self.structures[s][0], at)
+            wires = self.ideal.at(self.table.mesh_id[at])
+            mine = rows.take(index)
+            seconds = self._seconds(s, candidates, wires, local, mine.variant, mine.offload, inverse)
+            out.bound[index] = seconds
+        return out
+
+    def placed(self, rows: Rows) -> Iterator[Priced]:
+        """Price every placement of `rows` that no other of the same mesh undercuts."""
+        for s in np.unique(rows.structure):
+            work, structure = self.structures[s]
+            mine = rows.take(np.flatnonzero(rows.structure == s))
+            ids, inverse = np.unique(self.table.mesh_id[mine.at], return_inverse=True)
+            options = self._placements(structure, ids)
+            number = np.array([len(o) for o in options])
+            factors, begins = np.concatenate(options), np.cumsum(number) - number
+            repeats = number[inverse]
+            row = np.repeat(np.arange(len(mine)), repeats)
+            offset = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+            placement = begins[inverse[row]] + offset
+            covered = int(np.array([self.counts[int(i)] for i in ids])[inverse].sum())
+            for begin in range(0, len(row), CHUNK):
+                part = slice(begin, begin + CHUNK)
+                chosen, where = mine.take(row[part]), factors[placement[part]]
+                wires = WireTable(self.fabric, where, self.problem.routing)
+                local = self._local(work, structure)(self.table.local[chosen.at])
+                every = np.arange(len(chosen))
+                candidates = self._candidates(work, chosen.at)
+                seconds = self._seconds(s, candidates, wires, local, chosen.variant, chosen.offload, every)
+                yield Priced(chosen, where, seconds, covered if begin == 0 else 0)
+
+    def found(self, priced: Priced, i: int, score: float) -> Found:
+        """Spell row `i` out as a layout."""
+        rows, factors = priced.rows, priced.factors[i]
+        work, structure = self.structures[rows.structure[i]]
+        at = rows.at[i]
+        mesh = self.table.meshes[self.table.mesh_id[at]]
+        sizes = {a: int(n) for a, n in zip(MESH_AXES, mesh, strict=True)}
+        variant = self.variants[rows.variant[i]]
+        shared = math.prod(sizes[a] for a in ("context", "ulysses", "expert")) > 1
+        followers = sizes["data"] > 1 or (shared and not structure.fully_sharded)
+        layout = Layout(
+            **sizes,
+            zero=structure.zero if followers else 0,
+            fully_sharded=structure.fully_sharded or not shared,
+            sequence_parallel=structure.sequence_parallel,
+            expert_tensor_parallel=structure.expert_tensor_parallel or sizes["tensor"] == 1,
+            context_method=structure.context_method if sizes["context"] > 1 else "gather",
+            schedule=variant.schedule,
+            virtual_stages=variant.virtual_stages,
+            remat=structure.remat,
+            remat_layers=work.remat_layers,
+            offload=self.offloads[rows.offload[i]],
+            offload_layers=self.offload_layers if "activations" in self.offloads[rows.offload[i]] else None,
+            micro_batch=int(self.table.micro_batch[at]),
+            num_microbatches=int(self.table.num_microbatches[at]),
+            wires=tuple((a, tuple(int(e) for e in factors[k])) for k, a in enumerate(MESH_AXES)),
+        )
+        return Found(layout, self.fabric, score, float(priced.seconds[i]), float(rows.memory[i]))
+
+    def _seconds(  # noqa: PLR0917 -- columns that belong together
+        self,
+        structure: int,
+        candidates: Candidates,
+        wires: Any,
+        local: tuple[LocalBlock, ...],
+        variant: Index,
+        offload: Index,
+        inverse: Index,
+    ) -> Array:
+        """Seconds per token of rows with so many variants; `inverse` says which candidate is whose."""
+        shared = evaluated(self.problem, self.structures[structure][1], candidates, wires, local)
+        tokens = np.broadcast_to(candidates.sequences * self.problem.job.seq_len, len(candidates.micro_batch))
+        out = np.zeros(len(variant))
+        with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
+            for v in np.unique(variant):
+                plain: Costs = shared.costs(self._pipeline(int(v), candidates))
+                for o in np.unique(offload[variant == v]):
+                    which = self.offloads[int(o)]
+                    costs = offloaded(plain, which, candidates.offload_share) if which else plain
+                    mine = np.flatnonzero((variant == v) & (offload == o))
+                    seconds = np.broadcast_to(costs.step.expected, len(tokens)) / tokens
+                    out[mine] = seconds[inverse[mine]]
+        return out
+
+    def _chunks(self, rows: Rows) -> Iterator[tuple[int, Index, tuple[Index, Index], tuple[LocalBlock, ...]]]:
+        """Rows of one structure at a time, each place of the table once.
+
+        Yields: structure; places in the table; which rows, and which of the places each has; what devices do there.
+        """
+        for s in np.unique(rows.structure):
+            mine = np.flatnonzero(rows.structure == s)
+            mine = mine[np.argsort(rows.at[mine], kind="stable")]
+            places, inverse = np.unique(rows.at[mine], return_inverse=True)
+            for begin in range(0, len(places), CHUNK):
+                part = places[begin : begin + CHUNK]
+                span = slice(*np.searchsorted(inverse, (begin, begin + len(part))))
+                local = self._local(*self.structures[s])(self.table.local[part])
+                yield int(s), part, (mine[span], inverse[span] - begin), local
+
+    def _candidates(self, work: Work, at: Index) -> Candidates:
+        layers = self.problem.model.num_layers
+        share = 1.0 if work.remat_layers is None else work.remat_layers / layers
+        away = 1.0 if self.offload_layers is None else self.offload_layers / layers
+        return self.table.candidates(at, remat_share=share, offload_share=away)
+
+    def _pipeline(self, v: int, c: Candidates) -> Pipeline:
+        variant: Variant = self.variants[v]
+        return Pipeline.of(variant.schedule, c.stage, c.num_microbatches, float(variant.virtual_stages))
+
+    def _local(self, work: Work, structure: Structure) -> _LocalTable:
+        if structure not in self.tables:
+            known = None if structure == work.own else self._local(work, work.own)
+            self.tables[structure] = _LocalTable(self.problem, structure, self.table.sizes, known)
+        return self.tables[structure]
+
+    def _groups(self, structure: Structure) -> tuple[tuple[str, ...], ...]:
+        """Every group of mesh axes that some collective of the structure runs over."""
+        if structure not in self.groups_of:
+            groups = {
+                tuple(sorted(item.collective.mesh_axes))
+                for placed in place_structure(self.problem, structure)
+                for item in (*placed.forward, *placed.backward, *placed.step)
+                if isinstance(item, Transfer)
+            }
+            self.groups_of[structure] = tuple(sorted(groups))
+        return self.groups_of[structure]
+
+    def _placements(self, structure: Structure, ids: Index) -> list[Array]:
+        """The undominated placements of meshes, each worked out when first asked for."""
+        groups = self._groups(structure)
+        new = [int(i) for i in ids if (groups, int(i)) not in self.worthy]
+        if new:
+            options = [placements(self.fabric.sizes, tuple(int(n) for n in self.table.meshes[i])) for i in new]
+            counts = np.array([len(o) for o in options])
+            starts = np.cumsum(counts) - counts
+            factors = np.concatenate(options)
+            kept = undominated(self.fabric, factors, starts, groups, self.problem.routing)
+            owner = np.repeat(np.arange(len(new)), counts)[kept]
+            for k, i in enumerate(new):
+                self.worthy[groups, i] = factors[kept[_span(owner, k)]]
+                self.counts[i] = int(counts[k])
+        return [self.worthy[groups, int(i)] for i in ids]
+
+
+def _span(owner: Index, k: int) -> slice:
+    """Where `k` stands in the sorted `owner`."""
+    return slice(int(np.searchsorted(owner, k)), int(np.searchsorted(owner, k, side="right")))
