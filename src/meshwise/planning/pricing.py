@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,7 @@ class Pricing:
                 offset = np.arange(len(group)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
                 at = self.members[self.begins[mine.key][group] + offset]
                 for s, structure in enumerate(work.structures, begin):
-                    kept = np.flatnonzero(work.differs(structure, lambda name, at=at: self.table.axis(name, at)))
+                    kept = np.flatnonzero(work.differs(structure, partial(self.table.axis, at=at)))
                     own = group[kept]
                     found.append(Rows.made(at[kept], s, mine.variant[own], mine.bound[own]))
             begin += len(work.structures)

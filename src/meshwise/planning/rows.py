@@ -53,8 +53,9 @@ class Table:
     def candidates(self, at: Index, **others: Any) -> Candidates:
         """What the evaluator takes of rows `at`."""
         columns: dict[str, Any] = {a: self.axis(a, at) for a in MESH_AXES}
-        cut = {"micro_batch": self.micro_batch[at], "num_microbatches": self.num_microbatches[at]}
-        return Candidates(**columns, **cut, **others)
+        return Candidates(
+            **columns, micro_batch=self.micro_batch[at], num_microbatches=self.num_microbatches[at], **others
+        )
 
 
 @dataclass(slots=True)
@@ -84,8 +85,8 @@ class Rows:
     def made(cls, at: Index, structure: Any, variant: Any, bound: Any) -> Rows:
         """Rows that nothing is offloaded in and whose memory is not known yet."""
         n = len(at)
-        columns = (np.broadcast_to(c, n) for c in (structure, variant, 0, bound, 0.0))
-        return cls(at, *columns)
+        structure, variant, offload = (np.broadcast_to(c, n) for c in (structure, variant, 0))
+        return cls(at, structure, variant, offload, np.broadcast_to(bound, n), np.zeros(n))
 
     def __len__(self) -> int:
         return len(self.at)
@@ -124,7 +125,7 @@ def candidate_table(
     return Table(meshes.astype(float), mesh_id, cut[:, 0], cut[:, 1], local, sizes)
 
 
-def distinct(columns: Iterable[Array]) -> tuple[Index, Index]:
+def distinct(columns: Iterable[NDArray[Any]]) -> tuple[Index, Index]:
     """First place of each distinct combination of whole numbers, and which of them stands where."""
     # One number for each combination: rows are found faster than columns are compared.
     keys: Any = 0

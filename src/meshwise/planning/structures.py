@@ -94,7 +94,8 @@ def allowed(variant: Variant, first: Variant, pipeline: Pipeline, layers: int) -
     shape = pipeline.shape
     several = shape.stages > 1
     can = pipeline.schedule.allows(shape) & (pipeline.num_chunks <= layers)
-    return np.asarray(np.where(several, can, variant == first))
+    mask: Mask = np.where(several, can, variant == first).astype(bool)
+    return mask
 
 
 @dataclass(frozen=True)
