@@ -19,7 +19,7 @@ from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 
-__all__ = ["StepParts", "compute_makespan", "step_time"]
+__all__ = ["StepParts", "passes_makespan", "step_time"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,10 @@ class StepParts:
     boundary_bytes: Any
 
 
-def compute_makespan(sums: Mapping[str, RoleSums], layers: int, pipeline: Pipeline) -> Any:
-    """Seconds of a step of `sums` alone, whose passes are arithmetic and nothing else.
-
-    Where forward and backward passes overlap there is nothing to save: no communication.
-    """
-    chunks = (_stage_times(sums, shares, overlaps=False) for shares in chunk_shares(layers, pipeline))
-    return pipeline.schedule.makespan(pipeline.shape, PipelineTimes(*chunks))
+def passes_makespan(parts: StepParts, pipeline: Pipeline) -> Any:
+    """Seconds of a step of the passes of its microbatches alone: no update, no sends, nothing that happens once."""
+    times = _times(parts, pipeline, chunk_shares(parts.layers, pipeline))
+    return pipeline.schedule.makespan(pipeline.shape, times)
 
 
 def step_time(

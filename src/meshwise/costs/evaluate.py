@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.costs.arithmetic import maximum, where
-from meshwise.costs.assembly import StepParts, pipeline_times, step_time
+from meshwise.costs.assembly import StepParts, passes_makespan, step_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
 from meshwise.costs.expert_load import expert_load
@@ -585,7 +585,7 @@ def evaluate_activations(
     ]
     parts = _step_parts(times, StepRates(problem.cluster.chip, problem.calibration, wires), 0.0)
     # The terms of a step are added up in another order: never above it for a last bit.
-    return lambda pipeline: (1 - 1e-12) * pipeline.schedule.makespan(pipeline.shape, pipeline_times(parts, pipeline))
+    return lambda pipeline: (1 - 1e-12) * passes_makespan(parts, pipeline)
 
 
 def evaluate_memory(
