@@ -230,7 +230,7 @@ def test_arrays_are_what_each_of_their_entries_is():
     micro_batch = np.array([1.0, 2.0, 8.0])
     sizes = {n: np.full(3, getattr(candidate, n)) for n in ("data", "fsdp", "tensor", "stage", "num_microbatches")}
     many = type(candidate)(**sizes, context=1.0, micro_batch=micro_batch)
-    costs = evaluate(problem, structure, many, layout_wires(fabric, layout))
+    costs = evaluate(problem, structure, many, layout_wires(problem, fabric, layout))
     for i, size in enumerate(micro_batch):
         one = evaluate_layout(problem, fabric, layout.replace(micro_batch=int(size)))
         assert costs.step.expected[i] == pytest.approx(one.step.expected, rel=1e-14)

@@ -101,7 +101,7 @@ def test_an_array_of_shares_is_what_each_share_is():
     shares = np.array([0.125, 0.5, 1.0])
     sizes = {n: np.full(3, getattr(candidate, n)) for n in ("data", "fsdp", "tensor", "stage", "micro_batch")}
     many = type(candidate)(**sizes, context=1.0, num_microbatches=candidate.num_microbatches, remat_share=shares)
-    costs = evaluate(problem, structure, many, layout_wires(fabric, layout))
+    costs = evaluate(problem, structure, many, layout_wires(problem, fabric, layout))
     for i, layers in enumerate((1, 4, 8)):
         one = evaluate_layout(problem, fabric, layout.replace(remat_layers=layers))
         assert costs.step.expected[i] == pytest.approx(one.step.expected, rel=1e-14)

@@ -117,7 +117,7 @@ def test_adapters_hold_less_state_than_training_everything(case, tuning, precisi
 def test_arrays_of_candidates_cost_what_each_of_them_costs(case):
     problem, fabric, layout = case
     structure, one = layout_candidate(problem.model, layout)
-    wires = layout_wires(fabric, layout)
+    wires = layout_wires(problem, fabric, layout)
     alone = evaluate(problem, structure, one, wires)
     arrays = replace(one, micro_batch=np.array([one.micro_batch, 2 * one.micro_batch]))
     both = evaluate(problem, structure, arrays, wires)

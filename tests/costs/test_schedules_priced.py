@@ -157,7 +157,7 @@ def test_many_candidates_cost_what_each_costs_alone(name):
     of = layout(name)
     p = problem(of)
     structure, one = layout_candidate(p.model, of)
-    wires = layout_wires(Fabric.of(CLUSTER), of)
+    wires = layout_wires(p, Fabric.of(CLUSTER), of)
     numbers = np.array([8.0, 16.0, 32.0])
     many = Candidates(
         **{a: getattr(one, a) for a in ("data", "fsdp", "context", "tensor", "stage", "micro_batch")},
@@ -174,7 +174,7 @@ def test_one_evaluation_serves_every_schedule():
     of = layout("1f1b")
     p = problem(of)
     structure, candidates = layout_candidate(p.model, of)
-    shared = evaluated(p, structure, candidates, layout_wires(Fabric.of(CLUSTER), of))
+    shared = evaluated(p, structure, candidates, layout_wires(p, Fabric.of(CLUSTER), of))
     for name in SCHEDULES:
         own = layout(name)
         costs = shared.costs(Pipeline.of(name, 4.0, float(M), float(own.virtual_stages)))

@@ -18,7 +18,7 @@ def plan():
         on="h100:32",
         batch_tokens="1Mi",
         seq_len=8192,
-        layout="stage=4,fsdp=4,tensor=2,num_microbatches=16,micro_batch=2,remat=full",
+        layout="stage=4,fsdp=4,tensor=2,num_microbatches=16,micro_batch=2,remat=full,schedule=1f1b",
     ).plans[0]
 
 

@@ -158,7 +158,7 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
     structure, candidates = layout_candidate(problem.model, layout)
     # Before a schedule is put together, the ledger holds every copy of a block, wherever it is.
     whole = Ledger()
-    evaluated(problem, structure, candidates, layout_wires(fabric, layout), ledger=whole)
+    evaluated(problem, structure, candidates, layout_wires(problem, fabric, layout), ledger=whole)
     ledger = Ledger()
     step = evaluate_layout(problem, fabric, layout, ledger).step
     assert ledger.times is not None
