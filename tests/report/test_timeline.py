@@ -1,6 +1,7 @@
 """The pictures of a simulated step: 80 columns, a trace that a viewer reads, SVG."""
 
 import io
+import itertools
 import json
 
 import pytest
@@ -56,7 +57,7 @@ def test_the_trace_is_what_perfetto_reads(timeline):
     trace = json.loads(timeline_trace(timeline))
     events = trace["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
-    assert len(spans) == len(timeline.spans)
+    assert len([e for e in spans if e["cat"] != "bubble"]) == len(timeline.spans)
     assert all(e["dur"] > 0 and e["ts"] >= 0 for e in spans)
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(timeline.total * 1e6, rel=1e-12)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -64,6 +65,23 @@ def test_the_trace_is_what_perfetto_reads(timeline):
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {f"stage {n}" for n in range(4)}
     forward = [e for e in spans if e["name"].startswith("forward") and e["pid"] == 0]
     assert sorted({e["args"]["microbatch"] for e in forward}) == list(range(16))
+
+
+def test_no_thread_of_the_trace_does_two_things_at_once(timeline):
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in json.loads(timeline_trace(timeline))["traceEvents"]:
+        if e["ph"] == "X":
+            threads.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in threads.values():
+        for (_, end), (start, _) in itertools.pairwise(sorted(spans)):
+            assert start >= end - 1e-3  # microseconds
+
+
+def test_bubbles_are_a_stream_of_their_own(timeline):
+    events = json.loads(timeline_trace(timeline))["traceEvents"]
+    for stage in range(timeline.stages):
+        idle = sum(e["dur"] for e in events if e.get("cat") == "bubble" and e["pid"] == stage)
+        assert idle == pytest.approx(timeline.exposed(stage)["idle"] * 1e6, rel=1e-6)
 
 
 def test_the_picture_is_svg(timeline):
@@ -79,3 +97,18 @@ def test_a_plan_comes_from_its_file_too(plan, timeline, tmp_path):
     assert meshwise.simulate_step(file).total == timeline.total
     with pytest.raises(meshwise.MeshwiseError, match="expected a plan or the file of one, found 3"):
         meshwise.simulate_step(3)
+
+
+def test_a_layout_is_simulated_in_one_call(timeline):
+    keywords = {
+        "on": "h100:32",
+        "batch_tokens": "1Mi",
+        "seq_len": 8192,
+        "layout": "stage=4,fsdp=4,tensor=2,num_microbatches=16,micro_batch=2,remat=full,schedule=1f1b",
+    }
+    assert meshwise.simulate_step("llama-3-8b", **keywords).total == timeline.total
+
+
+def test_a_plan_has_its_job_in_it(plan):
+    with pytest.raises(meshwise.MeshwiseError, match="a plan has its job in it, found layout besides"):
+        meshwise.simulate_step(plan, layout="fsdp=32")

@@ -114,3 +114,41 @@ def test_what_overlaps_is_hidden():
     assert timeline.exposed(1)["tensor"] < 0.5 * plain.exposed(1)["tensor"]
     assert timeline.hidden(1)["tensor"] > 0.5 * plain.exposed(1)["tensor"]
     assert plain.hidden(1).get("tensor", 0.0) == 0
+
+
+WHOLE = {
+    "mixture, two kinds of context": (
+        "mixtral-8x7b",
+        {"expert": 4, "context": 2, "ulysses": 2, "zero": 1, "remat": "full"},
+    ),
+    "ring": ("llama-3-8b", {"fsdp": 4, "context": 4, "context_method": "ring", "remat": "full"}),
+    "offload": ("llama-3-8b", {"fsdp": 16, "offload": ("optimizer", "activations"), "remat": "full"}),
+    "replicas": ("llama-3-8b", {"data": 16, "zero": 1, "remat": "none", "num_microbatches": 2}),
+    "some layers recomputed": ("llama-3-8b", {"fsdp": 16, "remat": "full", "remat_layers": 16}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_stream_of_a_step_is_in_its_timeline(name):
+    """What is hidden, too: without a pipeline each term of the estimate is there to the second."""
+    model, sizes = WHOLE[name]
+    axes = ("tensor", "ulysses", "context", "expert", "fsdp", "data", "stage")
+    wires, inside = [], 1
+    for axis in axes:
+        size = sizes.get(axis, 1)
+        if size > 1:
+            here = math.gcd(size, 8 // inside)
+            wires.append((axis, (here, size // here)))
+            inside *= here
+    of = Layout(**sizes, wires=tuple(wires))
+    job = TrainingJob(batch_tokens=str(of.sequences * T), seq_len=str(T))
+    problem = TrainingProblem(load_model(model), job, CLUSTER, CALIBRATIONS["hopper"])
+    timeline = simulate_training_step(problem, Fabric.of(CLUSTER), of)
+    exposed, hidden = timeline.exposed(0), timeline.hidden(0)
+    names = {"host": "offload", **{n: n for n in ("tensor", "context", "expert", "fsdp", "data")}}
+    for stream, term in names.items():
+        assert exposed.get(stream, 0.0) == pytest.approx(float(timeline.step.terms[term]), rel=1e-9, abs=1e-11)
+        mine = float(timeline.step.hidden.get(term, 0.0))
+        assert hidden.get(stream, 0.0) == pytest.approx(mine, rel=1e-9, abs=1e-11)
+    assert timeline.total == pytest.approx(float(timeline.step.expected), rel=1e-12)
+    assert timeline.bubbles(0) == ()

@@ -27,7 +27,11 @@ __all__ = ["request_options"]
 
 
 def request_options(
-    model: type[BaseModel], *, arguments: tuple[str, ...] = (), flags: Mapping[str, str] | None = None
+    model: type[BaseModel],
+    *,
+    arguments: tuple[str, ...] = (),
+    flags: Mapping[str, str] | None = None,
+    optional: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a verb with one option a field of `model`, and pass it the validated model as `request`.
 
@@ -35,6 +39,7 @@ def request_options(
         model: the request; its field names become flags (`batch_tokens` -> `--batch-tokens`).
         arguments: fields that are positional.
         flags: other flags for some fields, `{"chip": "--on"}`.
+        optional: without any option, pass the verb `request=None`, and the arguments as they were typed.
     """
     names = _flags(model, arguments, flags or {})
 
@@ -43,7 +48,9 @@ def request_options(
         def verb(*args: Any, **kwargs: Any) -> None:
             given = {name: kwargs.pop(name) for name in model.model_fields}
             kept = {name: value for name, value in given.items() if value is not None and value != ()}
-            function(*args, request=validated(model, kept, names), **kwargs)
+            typed = {name: given[name] for name in arguments} if optional else {}
+            request = None if optional and set(kept) <= set(arguments) else validated(model, kept, names)
+            function(*args, request=request, **typed, **kwargs)
 
         for name, info in reversed(model.model_fields.items()):
             verb = _parameter(name, info, names[name], positional=name in arguments)(verb)
@@ -57,7 +64,7 @@ def _flags(model: type[BaseModel], arguments: tuple[str, ...], flags: Mapping[st
     unknown = {*arguments, *flags} - set(model.model_fields)
     assert not unknown, f"{model.__name__} has no {unknown}"
     return {
-        name: name.upper() if name in arguments else flags.get(name, f"--{name.replace('_', '-')}")
+        name: flags.get(name, name.upper() if name in arguments else f"--{name.replace('_', '-')}")
         for name in model.model_fields
     }
 

@@ -35,22 +35,25 @@ _KINDS = {
     "weights": ("W", "yellowgreen"),
     "optimizer": ("O", "tab:purple"),
 }
+_IDLE = "whitesmoke"
 _SENDS = ("+", "tab:orange")
 
 
-def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, Any]) -> Report:
+def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, Any], *, fits: bool = True) -> Report:
     """Report a step.
 
     Args:
         timeline: the step.
         layout: in words.
         inputs: what was asked.
+        fits: whether it fits in memory.
     """
     stages = [_stage(timeline, n) for n in range(timeline.stages)]
     schedule = timeline.pipeline.schedule
     busiest = max(stages, key=lambda s: float(s["compute_s"]))
     answer = (
-        f"One step: {format_time(timeline.total)} on {counted(timeline.stages, 'stage')}; the busiest computes for "
+        f"{'' if fits else 'Does not fit in memory. '}One step: {format_time(timeline.total)} on "
+        f"{counted(timeline.stages, 'stage')}; the busiest computes for "
         f"{format_percent(busiest['compute_s'] / timeline.total)} of it"
     )
     return Report(
@@ -60,6 +63,7 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
         data={
             "step_time_s": timeline.total,
             "layout": layout,
+            "fits": fits,
             "schedule": schedule.name,
             "simulated_pipeline_s": timeline.simulated.makespan,
             "stretched_by": timeline.scale,
@@ -124,7 +128,7 @@ def _drawing(timeline: StepTimeline) -> Iterable[str]:
     yield f"{'':>{width}}  0{format_time(timeline.total):>{_COLUMNS - 1}}"
     present = {_sign(s) for s in timeline.spans if s.exposed}
     words = [f"{sign} {name}" for name, (sign, _) in _KINDS.items() if sign in present]
-    yield f"{'':>{width}}  {', '.join([*words, '+ exposed communication', '. idle'])}"
+    yield f"{'':>{width}}  {', '.join([*words, '+ exposed sends', '. idle'])}"
 
 
 def _sign(span: Span) -> str:
@@ -149,32 +153,51 @@ def _line(timeline: StepTimeline, stage: int) -> str:
 
 
 def timeline_trace(timeline: StepTimeline) -> str:
-    """Write the step as Chrome trace events, which Perfetto opens: a process a stage, a thread a stream."""
-    streams = list(STREAMS)
-    used = {(s.stage, s.stream) for s in timeline.spans}
+    """Write the step as Chrome trace events, which Perfetto opens: a process a stage, a thread a stream.
+
+    A stream that does two things at once (what is hidden behind this pass, and what sticks out of the last one) gets
+    further threads: events of one thread must not overlap.
+    """
     events: list[dict[str, Any]] = []
     for stage in range(timeline.stages):
         events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": stage, "args": {"sort_index": stage}})
-        for k, stream in enumerate(streams):
-            if (stage, stream) in used:
-                thread = {"pid": stage, "tid": k}
-                events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": stream}})
-                events.append({"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": k}})
-    events += [
-        {
-            "ph": "X",
-            "name": s.name if s.microbatch is None else f"{s.name} {s.microbatch}",
-            "cat": s.stream,
-            "pid": s.stage,
-            "tid": streams.index(s.stream),
-            "ts": s.start * 1e6,
-            "dur": s.seconds * 1e6,
-            "args": {"microbatch": s.microbatch, "chunk": s.chunk, "exposed": s.exposed},
-        }
-        for s in timeline.spans
-    ]
+        thread = 0
+        for stream in STREAMS:
+            spans = timeline.bubbles(stage) if stream == "bubble" else timeline.of(stage, stream)
+            for k, lane in enumerate(_lanes(spans)):
+                at = {"pid": stage, "tid": thread}
+                name = stream if k == 0 else f"{stream} ({k + 1})"
+                events.append({"ph": "M", "name": "thread_name", **at, "args": {"name": name}})
+                events.append({"ph": "M", "name": "thread_sort_index", **at, "args": {"sort_index": thread}})
+                events += [_trace_event(span, at) for span in lane]
+                thread += 1
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
+
+
+def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Share spans out so that those of one lane follow each other."""
+    lanes: list[list[Span]] = []
+    for span in sorted(spans, key=lambda s: s.start):
+        free = next((lane for lane in lanes if lane[-1].end <= span.start + 1e-9 * span.seconds), None)
+        if free is None:
+            lanes.append([span])
+        else:
+            free.append(span)
+    return lanes
+
+
+def _trace_event(span: Span, at: Mapping[str, int]) -> dict[str, Any]:
+    """One complete event, in microseconds."""
+    return {
+        "ph": "X",
+        "name": span.name if span.microbatch is None else f"{span.name} {span.microbatch}",
+        "cat": span.stream,
+        **at,
+        "ts": span.start * 1e6,
+        "dur": span.seconds * 1e6,
+        "args": {"microbatch": span.microbatch, "chunk": span.chunk, "exposed": span.exposed},
+    }
 
 
 def timeline_svg(timeline: StepTimeline) -> str:
@@ -190,10 +213,13 @@ def timeline_svg(timeline: StepTimeline) -> str:
     figure = Figure(figsize=(11, 1.5 + 0.45 * timeline.stages), layout="constrained")
     axes = figure.subplots()
     bars: dict[tuple[str, str, float], list[tuple[int, tuple[float, float]]]] = {}
-    for s in timeline.spans:
+    waits = [s for stage in range(timeline.stages) for s in timeline.bubbles(stage)]
+    for s in (*timeline.spans, *waits):
         label, colour = (s.name, _KINDS[s.name][1]) if s.stream == "compute" else ("communication", _SENDS[1])
         if not s.exposed:
             label, colour = "hidden communication", "moccasin"
+        elif s.stream == "bubble":
+            label, colour = "idle", _IDLE
         top = -0.4 if s.exposed else 0.2
         bars.setdefault((label, colour, top), []).append((s.stage, (s.start, s.seconds)))
     for (label, colour, top), entries in bars.items():
@@ -209,7 +235,7 @@ def timeline_svg(timeline: StepTimeline) -> str:
     axes.set_yticks(range(timeline.stages), [f"stage {n}" for n in range(timeline.stages)])
     axes.set_xlabel("seconds")
     axes.set_title(f"one step under {timeline.pipeline.schedule.name}: {format_time(timeline.total)}")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     target = io.StringIO()
     figure.savefig(target, format="svg", metadata={"Date": None})
     return target.getvalue()

@@ -15,7 +15,7 @@ from meshwise.costs.makespans import StageTimes
 from meshwise.costs.network import Fabric
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, num_layers
 from meshwise.costs.schedules import PipelineShape
-from meshwise.costs.step import NETWORKS, Hiding, Ledger, StepTime, term_of
+from meshwise.costs.step import NETWORKS, Ledger, StepTime, term_of
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.place import Purpose
@@ -34,10 +34,14 @@ STREAMS = {
     "data": "reduction of gradients over replicas, and gathering of new weights",
     "pipeline": "sends between stages",
     "host": "streams between the chip and its host",
+    "bubble": "nothing: the stage waits for others",
 }
 
 #: Seconds below which a span is rounding error.
 _NOTHING = 1e-12
+
+#: Share of a step below which a gap is rounding error.
+_GAP = 1e-12
 
 _PASS = {
     Task.FORWARD: ("forward",),
@@ -116,6 +120,16 @@ class StepTimeline:
         """The spans of a stage, of one stream or of all."""
         return tuple(s for s in self.spans if s.stage == stage and stream in (None, s.stream))
 
+    def bubbles(self, stage: int) -> tuple[Span, ...]:
+        """The gaps of a stage's critical path, as spans of the stream "bubble"."""
+        found, at = [], 0.0
+        ends = [(s.start, s.end) for s in self.of(stage) if s.exposed]
+        for start, end in [*sorted(ends), (self.total, self.total)]:
+            if start - at > _GAP * self.total:
+                found.append(Span(stage, "bubble", "bubble", at, start, exposed=True))
+            at = max(at, end)
+        return tuple(found)
+
     def exposed(self, stage: int) -> dict[str, float]:
         """Seconds of a stage's own critical path, by name of compute and by stream of communication; and "idle"."""
         found: dict[str, float] = {}
@@ -172,10 +186,12 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
 
     times = (ledger.times.first, ledger.times.middle, ledger.times.last)
     chunks = [_chunk(whole, share) for share in shares]
+    for chunk in chunks:
+        _add_host(chunk, ledger, float(pipeline.device_chunks))
     simulated = run_schedule(layout.schedule, shape, lambda c: _floats(times[which(c)]))
     closed = float(step.terms["pipeline_bubble"]) + float(pipeline.schedule.work(shape, ledger.times))
     scale = closed / simulated.makespan
-    once = _once(ledger)
+    once, behind = _once(ledger)
     sends = float(step.terms["pipeline_send"]) / 2
     begin = sum(once[Purpose.WEIGHTS].values()) + sends
     spans: list[Span] = []
@@ -189,8 +205,11 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
         ("host", "offload", float(step.terms["offload"])),
         ("compute", "optimizer", float(step.terms["optimizer"])),
     ]
+    end = begin + closed
     for stage in range(layout.stage):
-        spans += _row(stage, begin + closed, tail)
+        spans += _row(stage, end, tail)
+        spans += [_hidden(stage, n, begin, begin + t) for n, t in behind[Purpose.WEIGHTS].items() if t > _NOTHING]
+        spans += [_hidden(stage, n, end - t, end) for n, t in behind[Purpose.GRADIENTS].items() if t > _NOTHING]
     spans.sort(key=lambda s: (s.stage, s.start, s.end))
     return StepTimeline(tuple(spans), pipeline, step, scale, simulated, begin)
 
@@ -223,19 +242,37 @@ def _add_flow(chunk: _Chunk, flow: Flow, seconds: float, exposed_share: float) -
             mine[term] = mine.get(term, 0.0) + part * seconds
 
 
-def _once(ledger: Ledger) -> dict[Purpose, dict[str, float]]:
-    """Exposed seconds of what happens once a step, by purpose and term."""
-    found: dict[Purpose, dict[str, float]] = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
+def _add_host(chunk: _Chunk, ledger: Ledger, device_chunks: float) -> None:
+    """Add the streams of a chunk's passes over the host link that its compute hides."""
+    for move in ledger.host:
+        if move.when is not Pass.STEP:
+            name = "forward" if move.when is Pass.FORWARD else "backward"
+            mine = chunk.hidden.setdefault(name, {})
+            seconds = float(move.copies * (move.seconds - move.exposed)) / device_chunks
+            mine["host"] = mine.get("host", 0.0) + seconds
+
+
+_ByPurpose = dict[Purpose, dict[str, float]]
+
+
+def _once(ledger: Ledger) -> tuple[_ByPurpose, _ByPurpose]:
+    """Seconds of what happens once a step, by purpose and term: those exposed, and those hidden."""
+    exposed: _ByPurpose = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
+    hidden: _ByPurpose = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
     for h in ledger.hidings:
-        if h.when is Pass.STEP:
-            for flow, seconds in h.flows:
-                _add_once(found[flow.purpose], h, flow, float(seconds))
-    return found
+        for flow, seconds in h.flows if h.when is Pass.STEP else ():
+            term, share = term_of(flow.mesh_axes, flow.purpose), float(h.exposed_share)
+            for into, part in ((exposed, share), (hidden, 1 - share)):
+                mine = into[flow.purpose]
+                mine[term] = mine.get(term, 0.0) + part * float(h.count * seconds)
+    for move in ledger.host:
+        if move.when is Pass.STEP:
+            hidden[Purpose.GRADIENTS]["host"] = float(move.copies * (move.seconds - move.exposed))
+    return exposed, hidden
 
 
-def _add_once(into: dict[str, float], h: Hiding, flow: Flow, seconds: float) -> None:
-    term = term_of(flow.mesh_axes, flow.purpose)
-    into[term] = into.get(term, 0.0) + float(h.count) * seconds * float(h.exposed_share)
+def _hidden(stage: int, stream: str, start: float, end: float) -> Span:
+    return Span(stage, stream, stream, start, end, exposed=False)
 
 
 def _communication(by_term: Mapping[str, float]) -> list[tuple[str, str, float]]:
@@ -280,7 +317,7 @@ def _event(event: Event, chunks: list[_Chunk], begin: float, scale: float) -> It
         if seconds > _NOTHING:
             yield Span(event.device, stream, name, at, at + seconds, True, w.microbatch, w.chunk)
             at += seconds
-    ends: dict[str, float] = dict.fromkeys(NETWORKS, start)
+    ends: dict[str, float] = dict.fromkeys((*NETWORKS, "host"), start)
     for w, term, seconds in beside:
         if seconds > _NOTHING:
             yield Span(event.device, term, term, ends[term], ends[term] + seconds, False, w.microbatch, w.chunk)
