@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.costs.arithmetic import maximum, where
-from meshwise.costs.assembly import StepParts, passes_makespan, step_time
+from meshwise.costs.assembly import StepParts, step_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
 from meshwise.costs.expert_load import expert_load
@@ -57,6 +57,7 @@ __all__ = [
     "evaluate",
     "evaluate_activations",
     "evaluate_local",
+    "evaluate_local_memory",
     "evaluate_memory",
     "evaluated",
     "local_extents",
@@ -376,6 +377,14 @@ def evaluate_local(
     )
 
 
+def evaluate_local_memory(
+    problem: TrainingProblem, structure: Structure, sizes: LocalSizes
+) -> tuple[tuple[PlannedBlock, LocalMemory], ...]:
+    """Evaluate the activations of each block alone; arguments as in `evaluate_local`."""
+    extents = local_extents(problem, structure, sizes)
+    return tuple((b, local_memory(b.memory, extents)) for b in plan_structure(problem, structure))
+
+
 def local_extents(problem: TrainingProblem, structure: Structure, sizes: LocalSizes) -> Extents:
     """Lengths of one microbatch on one device, where no weight is split over data and fsdp."""
     mesh = {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name != "micro_batch"}
@@ -570,36 +579,28 @@ def evaluate_activations(
     candidates: Candidates,
     wires: Callable[[tuple[str, ...]], Wire],
     local: tuple[LocalBlock, ...],
-) -> Callable[[Pipeline], Any]:
-    """Bound the expected time: seconds of a step whose weights, gradients, optimizer and sends take no time.
+) -> StepParts:
+    """Sums of a step whose weights, gradients, optimizer and sends take no time: their makespan bounds the expected.
 
-    It does not depend on how replicas are split between data and fsdp, nor on what is stored where. Args: as in
+    They do not depend on how replicas are split between data and fsdp, nor on what is stored where. Args: as in
     `evaluate`.
-
-    Returns: pipeline (of the stages and microbatches that were evaluated) -> seconds.
     """
     planned = plan_structure(problem, structure)
     times = [
         BlockTime(p.part(structure, candidates), **own.passes, flows=_activation_flows(p, own))
         for p, own in zip(planned, local, strict=True)
     ]
-    parts = _step_parts(times, StepRates(problem.cluster.chip, problem.calibration, wires), 0.0)
-    # The terms of a step are added up in another order: never above it for a last bit.
-    return lambda pipeline: (1 - 1e-12) * passes_makespan(parts, pipeline)
+    return _step_parts(times, StepRates(problem.cluster.chip, problem.calibration, wires), 0.0)
 
 
 def evaluate_memory(
     problem: TrainingProblem, structure: Structure, candidates: Candidates, local: tuple[LocalBlock, ...]
-) -> Callable[[Pipeline, tuple[str, ...]], Any]:
-    """Give the memory alone, which needs no wires. Args: as in `evaluate`.
-
-    Returns: pipeline, what is offloaded -> bytes on the fullest chip.
-    """
+) -> Evaluated:
+    """Evaluate the memory alone, which needs no wires. Args: as in `evaluate`."""
     extents = whole_extents(problem, structure, candidates)
     planned = plan_structure(problem, structure)
     blocks = tuple((p, p.part(structure, candidates), own) for p, own in zip(planned, local, strict=True))
-    without = Evaluated(problem, structure, candidates.offload_share, blocks, extents)
-    return without.memory
+    return Evaluated(problem, structure, candidates.offload_share, blocks, extents)
 
 
 def _activation_flows(planned: PlannedBlock, local: LocalBlock) -> tuple[Flow, ...]:

@@ -28,6 +28,7 @@ __all__ = [
     "LocalMemory",
     "MemoryPlan",
     "StageMemory",
+    "activation_floor",
     "fullest",
     "local_memory",
     "memory_plan",
@@ -233,6 +234,33 @@ def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Hol
     for name in MEMORY_CLASSES:
         total = total + result[name]
     return {**{name: result[name] for name in MEMORY_CLASSES}, "total": total}
+
+
+def activation_floor(
+    blocks: Sequence[tuple[Part, LocalMemory]], pipeline: Pipeline, hbm_capacity: float, *, offloaded: bool
+) -> Any:
+    """Bytes that some chip holds at least, however weights and optimizer are stored: activations, logits, the reserve.
+
+    Args:
+        blocks: all blocks, with what one device holds of their activations.
+        pipeline: schedule and sizes (floats or arrays).
+        hbm_capacity: bytes; the reserve is a share of it.
+        offloaded: whether kept activations may be in the host's memory, so that they do not count.
+    """
+    kept: dict[str, Any] = {"embed": 0.0, "layer": 0.0, "head": 0.0}
+    workspace: Any = 0.0
+    for part, local in blocks:
+        role, n = part.block.role, part.block.repeat * part.share
+        kept[role] = kept[role] + n * (local.kept + local.workspace if role == "head" else local.kept)
+        if role == "layer":
+            workspace = maximum(workspace, local.workspace * (part.share > 0))
+    floor: Any = 0.0
+    for end in pipeline_ends(num_layers(program_of(part for part, _ in blocks)), pipeline):
+        held = end.counts["head"] * end.logits_in_flight * kept["head"]
+        if not offloaded:
+            held = held + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
+        floor = maximum(floor, held)
+    return floor + workspace + RESERVE_SHARE * hbm_capacity
 
 
 #: Classes of which the largest holding counts; the others are sums of their holdings.

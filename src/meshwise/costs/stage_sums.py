@@ -58,6 +58,16 @@ class RoleSums:
     busy: Any = 0.0
 
     @classmethod
+    def between(cls, one: RoleSums, other: RoleSums, share: Any) -> RoleSums:
+        """So large a share of `other`, the rest of `one`: passes and terms alone."""
+        out = cls()
+        for name in ("terms", "passes"):
+            these, those, into = getattr(one, name), getattr(other, name), getattr(out, name)
+            for key in into:
+                into[key] = these[key] if these[key] is those[key] else these[key] * (1 - share) + those[key] * share
+        return out
+
+    @classmethod
     def mixed(cls, sums: Mapping[str, RoleSums], shares: Shares) -> RoleSums:
         """Add up so large a share of each role; the passes are left out."""
         out = cls()

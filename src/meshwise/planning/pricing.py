@@ -6,30 +6,35 @@ Columns of candidates in, columns out, by the one evaluator. Not here: which of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.costs.assembly import StepParts, passes_makespan
 from meshwise.costs.evaluate import (
     Candidates,
     Costs,
     LocalBlock,
     LocalSizes,
+    PlannedBlock,
     Structure,
     TrainingProblem,
     evaluate_activations,
     evaluate_local,
+    evaluate_local_memory,
     evaluate_memory,
     evaluated,
     offloaded,
     place_structure,
 )
+from meshwise.costs.memory import LocalMemory, activation_floor
 from meshwise.costs.network import Fabric
 from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.stage_sums import RoleSums
 from meshwise.planning.front import Found
 from meshwise.planning.rows import Rows, Table, distinct
 from meshwise.planning.space import IdealWires, WireTable, placements, undominated
@@ -131,15 +136,24 @@ class Pricing:
         works: the kinds of work, with their structures.
         choices: that they were made of.
         table: meshes and cuts of the batch.
+        capacity: bytes of a chip that may be filled.
     """
 
-    def __init__(
-        self, problem: TrainingProblem, fabric: Fabric, works: tuple[Work, ...], choices: Choices, table: Table
+    def __init__(  # noqa: PLR0917 -- what pricing is made of
+        self,
+        problem: TrainingProblem,
+        fabric: Fabric,
+        works: tuple[Work, ...],
+        choices: Choices,
+        table: Table,
+        capacity: float,
     ) -> None:
         self.problem = problem
         self.fabric = fabric
         self.works = works
         self.structures = [(work, s) for work in works for s in work.structures]
+        self.own = {s: work.own for work in works for s in work.structures}
+        self.capacity = capacity
         self.variants = choices.variants
         known = problem.cluster.chip.host_memory is not None
         self.offloads = choices.offload if known else tuple(o for o in choices.offload if not o)
@@ -152,41 +166,100 @@ class Pricing:
         self.number = np.bincount(self.which)
         self.begins = np.cumsum(self.number) - self.number
         self.tables: dict[Structure, _LocalTable] = {}
+        self.kept: dict[Structure, tuple[tuple[PlannedBlock, LocalMemory], ...]] = {}
         self.groups_of: dict[Structure, tuple[tuple[str, ...], ...]] = {}
         self.worthy: dict[tuple[Any, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
 
-    def groups(self, variants: Iterable[int], below: Callable[[Array], NDArray[np.bool_]]) -> Groups:
+    def groups(self, variants: Sequence[int], below: Callable[[Array], NDArray[np.bool_]]) -> Groups:
         """All groups of some variants whose bound is `below`, smallest bound first; weights and gradients cost nothing.
 
-        How replicas are split between data and fsdp makes no difference to that, nor does what is stored where.
+        How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
+        whose activations alone do not fit are left out.
         """
-        found: list[tuple[Array, Index, Index, Index]] = []
-        for w, work in enumerate(self.works):
-            keys = np.flatnonzero(work.applies(lambda name: self.table.axis(name, self.first)))
+        found = [Groups(np.zeros(0), *(np.zeros(0, int) for _ in range(3)))]
+        for alike in self._families():
+            keys = np.flatnonzero(alike[0][1].applies(lambda name: self.table.axis(name, self.first)))
             for begin in range(0, len(keys), CHUNK):
-                part = keys[begin : begin + CHUNK]
-                for v, mask, bound in self._bounds(work, self.first[part], variants):
-                    kept = np.flatnonzero(mask & below(bound))
-                    found.append((bound[kept], part[kept], np.full(len(kept), w), np.full(len(kept), v)))
-        if not found:
-            return Groups(np.zeros(0), *(np.zeros(0, int) for _ in range(3)))
-        whole = Groups(*(np.concatenate(column) for column in zip(*found, strict=True)))
-        return whole.take(np.argsort(whole.bound, kind="stable"))
+                found += self._groups_of(alike, keys[begin : begin + CHUNK], variants, below)
+        return Groups.joined(found)
 
-    def _bounds(self, work: Work, at: Index, variants: Iterable[int]) -> Iterator[tuple[int, Any, Array]]:
-        candidates = self._candidates(work, at)
-        wires = self.ideal.at(self.table.mesh_id[at])
-        seconds = evaluate_activations(
-            self.problem, work.own, candidates, wires, self._local(work, work.own)(self.table.local[at])
-        )
+    def _families(self) -> list[list[tuple[int, Work]]]:
+        """Works, numbered, that differ in nothing but the remat policy."""
+        families: dict[Structure, list[tuple[int, Work]]] = {}
+        for w, work in enumerate(self.works):
+            families.setdefault(replace(work.own, remat="", partial_remat=False), []).append((w, work))
+        return list(families.values())
+
+    def _groups_of(
+        self,
+        alike: list[tuple[int, Work]],
+        keys: Index,
+        variants: Sequence[int],
+        below: Callable[[Array], NDArray[np.bool_]],
+    ) -> Iterator[Groups]:
+        fits = {w: self._may_fit(work, self.first[keys], variants) for w, work in alike}
+        some = np.any([f.any(axis=1) for f in fits.values()], axis=0)
+        keys = keys[some]
+        if not len(keys):
+            return
+        candidates = self.table.candidates(self.first[keys])
         tokens = candidates.sequences * self.problem.job.seq_len
+        sums: dict[str, StepParts] = {}
+        for w, work in alike:
+            parts = self._activations(work, candidates, self.first[keys], sums)
+            for k, v in enumerate(variants):
+                mine = fits[w][some, k]
+                if not mine.any():
+                    continue
+                with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
+                    seconds = passes_makespan(parts, self._pipeline(v, candidates))
+                # The terms of a step are added up in another order: never above it for a last bit.
+                bound = np.asarray((1 - 1e-12) * seconds / tokens)
+                kept = np.flatnonzero(mine & below(bound))
+                yield Groups(bound[kept], keys[kept], np.full(len(kept), w), np.full(len(kept), v))
+
+    def _activations(self, work: Work, candidates: Candidates, at: Index, known: dict[str, StepParts]) -> StepParts:
+        """Sums of one microbatch; `known` by policies of the same work otherwise."""
+
+        def of(remat: str) -> StepParts:
+            if remat not in known:
+                structure = replace(work.own, remat=remat, partial_remat=False)
+                wires, local = self.ideal.at(self.table.mesh_id[at]), self._local(structure)(self.table.local[at])
+                known[remat] = evaluate_activations(self.problem, structure, candidates, wires, local)
+            return known[remat]
+
+        whole = of(work.own.remat)
+        if work.remat_layers is None:
+            return whole
+        rest, share = of("none"), work.remat_layers / self.problem.model.num_layers  # linear in the layers that follow
+        return replace(whole, sums={r: RoleSums.between(rest.sums[r], own, share) for r, own in whole.sums.items()})
+
+    def _may_fit(self, work: Work, at: Index, variants: Sequence[int]) -> NDArray[np.bool_]:
+        """[places, variants]: where a schedule can run, and activations alone leave room in memory."""
+        candidates = self._candidates(work, at)
+        local = self.table.local[at]
+        blocks = [
+            (planned.part(work.own, candidates), LocalMemory(*(_pick(getattr(m, f.name), local) for f in fields(m))))
+            for planned, m in self._local_memory(work.own)
+        ]
+        elsewhere = any("activations" in o for o in self.offloads)
+        hbm = self.problem.cluster.chip.hbm_usable
+        masks = []
         with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
             for v in variants:
                 pipeline = self._pipeline(v, candidates)
                 mask = allowed(self.variants[v], self.variants[0], pipeline, self.problem.model.num_layers)
                 if mask.any():
-                    yield v, mask, np.asarray(seconds(pipeline) / tokens)
+                    mask = mask & (activation_floor(blocks, pipeline, hbm, offloaded=elsewhere) <= self.capacity)
+                masks.append(np.broadcast_to(mask, len(at)))
+        return np.stack(masks, axis=1)
+
+    def _local_memory(self, structure: Structure) -> tuple[tuple[PlannedBlock, LocalMemory], ...]:
+        """Activations of all distinct sizes."""
+        if structure not in self.kept:
+            self.kept[structure] = evaluate_local_memory(self.problem, structure, self.table.sizes)
+        return self.kept[structure]
 
     def rows(self, groups: Groups) -> Rows:
         """All candidates of groups: every member of each in every structure that means something there."""
@@ -206,7 +279,7 @@ class Pricing:
             begin += len(work.structures)
         return Rows.joined(found)
 
-    def fitting(self, rows: Rows, capacity: float) -> tuple[Rows, float]:
+    def fitting(self, rows: Rows) -> tuple[Rows, float]:
         """The rows that fit in memory, with their memory; and the least memory of any.
 
         Where a row does not fit, copies of it that offload something do, perhaps: but none that offloads all that
@@ -215,7 +288,7 @@ class Pricing:
         found, least = [Rows.none()], math.inf
         for structure, part, inverse, local in self._chunks(rows):
             candidates = self._candidates(self.structures[structure][0], part)
-            memory = evaluate_memory(self.problem, self.structures[structure][1], candidates, local)
+            memory = evaluate_memory(self.problem, self.structures[structure][1], candidates, local).memory
             mine = rows.take(inverse[0])
             for v in np.unique(mine.variant):
                 of_variant = np.flatnonzero(mine.variant == v)
@@ -225,7 +298,7 @@ class Pricing:
                 for o, offload in enumerate(self.offloads):
                     sizes = np.broadcast_to(memory(pipeline, offload), len(part))[inverse[1][of_variant]]
                     least = min(least, float(sizes.min()))
-                    fits = sizes <= capacity
+                    fits = sizes <= self.capacity
                     new = fits.copy()
                     for smaller, fitted in tried:
                         if smaller <= set(offload):
@@ -270,7 +343,7 @@ class Pricing:
                 part = slice(begin, begin + CHUNK)
                 chosen, where = mine.take(row[part]), factors[placement[part]]
                 wires = WireTable(self.fabric, where, self.problem.routing)
-                local = self._local(work, structure)(self.table.local[chosen.at])
+                local = self._local(structure)(self.table.local[chosen.at])
                 every = np.arange(len(chosen))
                 candidates = self._candidates(work, chosen.at)
                 seconds = self._seconds(s, candidates, wires, local, chosen.variant, chosen.offload, every)
@@ -342,7 +415,7 @@ class Pricing:
             for begin in range(0, len(places), CHUNK):
                 part = places[begin : begin + CHUNK]
                 span = slice(*np.searchsorted(inverse, (begin, begin + len(part))))
-                local = self._local(*self.structures[s])(self.table.local[part])
+                local = self._local(self.structures[s][1])(self.table.local[part])
                 yield int(s), part, (mine[span], inverse[span] - begin), local
 
     def _candidates(self, work: Work, at: Index) -> Candidates:
@@ -355,9 +428,10 @@ class Pricing:
         variant: Variant = self.variants[v]
         return Pipeline.of(variant.schedule, c.stage, c.num_microbatches, float(variant.virtual_stages))
 
-    def _local(self, work: Work, structure: Structure) -> _LocalTable:
+    def _local(self, structure: Structure) -> _LocalTable:
         if structure not in self.tables:
-            known = None if structure == work.own else self._local(work, work.own)
+            own = self.own.get(structure, structure)
+            known = None if structure == own else self._local(own)
             self.tables[structure] = _LocalTable(self.problem, structure, self.table.sizes, known)
         return self.tables[structure]
 
@@ -388,6 +462,10 @@ class Pricing:
                 self.worthy[groups, i] = factors[kept[_span(owner, k)]]
                 self.counts[i] = int(counts[k])
         return [self.worthy[groups, int(i)] for i in ids]
+
+
+def _pick(value: Any, index: Index) -> Any:
+    return value[index] if isinstance(value, np.ndarray) else value
 
 
 def _span(owner: Index, k: int) -> slice:

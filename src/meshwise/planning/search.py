@@ -282,7 +282,7 @@ class _OnFabric:
         return groups.take(slice(begin, None))
 
     def _fitting(self, rows: Rows) -> Rows:
-        fitting, least = self.pricing.fitting(rows, self.state.capacity)
+        fitting, least = self.pricing.fitting(rows)
         self.state.infeasible += len(rows) - int((fitting.offload == 0).sum())
         self.state.least_memory = min(self.state.least_memory, least)
         return fitting
@@ -345,7 +345,7 @@ def _search_fabric(state: _State, fabric: Fabric) -> None:
     )
     if not len(table):
         return
-    pricing = Pricing(state.problem, fabric, state.works, space.choices, table)
+    pricing = Pricing(state.problem, fabric, state.works, space.choices, table, state.capacity)
     on_fabric = _OnFabric(state, fabric, pricing)
     others = range(1, len(pricing.variants))
     plain = pricing.groups([0], on_fabric.matters)
