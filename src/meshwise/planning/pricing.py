@@ -165,6 +165,9 @@ class Pricing:
         self.members = np.argsort(self.which, kind="stable")
         self.number = np.bincount(self.which)
         self.begins = np.cumsum(self.number) - self.number
+        self.examined = 0  # layouts that some bound, or a price, was worked out for
+        meant = [works[0].differs(s, table.axis) for s in works[0].structures]
+        self.meant = np.bincount(self.which, np.sum(meant, axis=0))  # members of a key in all structures
         self.tables: dict[Structure, _LocalTable] = {}
         self.kept: dict[Structure, tuple[tuple[PlannedBlock, LocalMemory], ...]] = {}
         self.groups_of: dict[Structure, tuple[tuple[str, ...], ...]] = {}
@@ -198,7 +201,7 @@ class Pricing:
         variants: Sequence[int],
         below: Callable[[Array], NDArray[np.bool_]],
     ) -> Iterator[Groups]:
-        fits = {w: self._may_fit(work, self.first[keys], variants) for w, work in alike}
+        fits = {w: self._may_fit(work, keys, variants) for w, work in alike}
         some = np.any([f.any(axis=1) for f in fits.values()], axis=0)
         keys = keys[some]
         if not len(keys):
@@ -235,8 +238,9 @@ class Pricing:
         rest, share = of("none"), work.remat_layers / self.problem.model.num_layers  # linear in the layers that follow
         return replace(whole, sums={r: RoleSums.between(rest.sums[r], own, share) for r, own in whole.sums.items()})
 
-    def _may_fit(self, work: Work, at: Index, variants: Sequence[int]) -> NDArray[np.bool_]:
-        """[places, variants]: where a schedule can run, and activations alone leave room in memory."""
+    def _may_fit(self, work: Work, keys: Index, variants: Sequence[int]) -> NDArray[np.bool_]:
+        """[keys, variants]: where a schedule can run, and activations alone leave room in memory."""
+        at = self.first[keys]
         candidates = self._candidates(work, at)
         local = self.table.local[at]
         blocks = [
@@ -249,7 +253,10 @@ class Pricing:
         with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
             for v in variants:
                 pipeline = self._pipeline(v, candidates)
-                mask = allowed(self.variants[v], self.variants[0], pipeline, self.problem.model.num_layers)
+                mask = np.broadcast_to(
+                    allowed(self.variants[v], self.variants[0], pipeline, self.problem.model.num_layers), len(at)
+                )
+                self.examined += int(self.meant[keys[mask]].sum())
                 if mask.any():
                     mask = mask & (activation_floor(blocks, pipeline, hbm, offloaded=elsewhere) <= self.capacity)
                 masks.append(np.broadcast_to(mask, len(at)))

@@ -79,7 +79,8 @@ class Rows:
     @classmethod
     def none(cls) -> Rows:
         """Without a row."""
-        return cls(*(np.zeros(0, int) for _ in range(4)), np.zeros(0), np.zeros(0))
+        index, number = np.zeros(0, int), np.zeros(0)
+        return cls(index, index, index, index, number, number)
 
     @classmethod
     def made(cls, at: Index, structure: Any, variant: Any, bound: Any) -> Rows:

@@ -76,7 +76,8 @@ class SearchResult:
         best: best layout of each of the best kinds (sizes of all axes but data and fsdp on so many chips), best first.
         front: layouts on the first network that no other undercuts in both time per token and memory, fastest first;
             none slower than FRONT_SPAN times the fastest. Empty unless asked for.
-        strategies: layouts examined: their arithmetic evaluated, which rules most of them out, or priced in full.
+        strategies: layouts examined, wires aside: ruled out by a bound that holds for them (what activations alone take
+            in memory or in time), or priced.
         priced: layouts priced in full, in time and memory.
         covered: complete layouts of the rows that were laid out on the network, counting placements that another beats.
         infeasible: layouts that did not fit in memory.
@@ -231,7 +232,6 @@ class _OnFabric:
         state = self.state
         for priced in self.pricing.placed(rows):
             state.covered += priced.covered
-            state.strategies += len(priced.seconds)
             state.priced += len(priced.seconds)
             scores = np.asarray(state.score(priced.seconds, self.chips))
             kinds = self.pricing.table.meshes[self.pricing.table.mesh_id[priced.rows.at]][:, _KIND]
@@ -269,7 +269,6 @@ class _OnFabric:
         while begin < min(len(groups), most) and self.below_cut(groups.bound[begin : begin + 1])[0]:
             state = self.state
             rows = self.pricing.rows(groups.take(slice(begin, begin + size)))
-            state.strategies += len(rows)
             fitting = self._fitting(rows)
             state.priced += len(fitting)
             bounded = self.pricing.bounded(fitting)
@@ -297,7 +296,6 @@ class _OnFabric:
         found = [self._undominated(self.waiting)]
         for begin in range(0, len(groups), _FIRST):
             rows = pricing.rows(groups.take(slice(begin, begin + _FIRST)))
-            self.state.strategies += len(rows)
             # Memory needs no wires: what it rules out need not be bounded.
             possible = self._undominated(self._fitting(rows))
             self.state.priced += len(possible)
@@ -349,10 +347,11 @@ def _search_fabric(state: _State, fabric: Fabric) -> None:
     on_fabric = _OnFabric(state, fabric, pricing)
     others = range(1, len(pricing.variants))
     plain = pricing.groups([0], on_fabric.matters)
-    state.strategies += len(plain)
+    state.strategies += pricing.examined
     left = on_fabric.rank(plain, most=_FIRST)
+    before = pricing.examined
     more = pricing.groups(others, on_fabric.matters)
-    state.strategies += len(more)
+    state.strategies += pricing.examined - before
     left = on_fabric.rank(Groups.joined([left, more]))
     if on_fabric.for_front:
         on_fabric.find_front(left)

@@ -118,7 +118,7 @@ class Work:
         """On which meshes (axis -> sizes) this work is one of its own: where the axes of its choices are used."""
         whole = self.own.expert_tensor_parallel == self.choices.expert_tensor_parallel[0]
         gathers = self.own.context_method == self.choices.context_method[0]
-        exchanges = (axis("expert") > 1) == self.own.exchanges
+        exchanges: Mask = (axis("expert") > 1) == self.own.exchanges
         return exchanges & ((axis("tensor") > 1) | whole) & ((axis("context") > 1) | gathers)
 
     def differs(self, structure: Structure, axis: Axis) -> Mask:
