@@ -7,43 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from meshwise.costs.arithmetic import maximum, where
 from meshwise.costs.assembly import StepParts, step_time
-from meshwise.costs.calibration import Calibration
-from meshwise.costs.compute import ComputeRates, OpWork, PassCompute, pass_compute, pass_work
+from meshwise.costs.compute import ComputeRates, pass_compute
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, held_bytes
-from meshwise.costs.memory import (
-    LocalMemory,
-    MemoryPlan,
-    StageMemory,
-    fullest,
-    local_memory,
-    memory_plan,
-    stage_memories,
-)
+from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
 from meshwise.costs.network import Wire
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of
-from meshwise.costs.routing import Routing
+from meshwise.costs.planned import LocalBlock, PlannedBlock, place_structure, plan_structure
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.stage_sums import role_sums
 from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime
-from meshwise.costs.traffic import Flow, FlowPlan, flow_plans
-from meshwise.costs.update import UpdatePlan, update_plan
-from meshwise.hardware import Cluster
-from meshwise.jobs import FineTuning, Optimizer, Precision, TrainingJob, narrowed, with_adapters
+from meshwise.costs.structure import Candidates, LocalSizes, Structure
+from meshwise.costs.traffic import Flow
+from meshwise.costs.update import UpdatePlan
 from meshwise.models import Model
-from meshwise.sharding.layout import MESH_AXES, Layout
-from meshwise.sharding.place import Held, PlacedBlock, Purpose, place_block
-from meshwise.sharding.remat import remat_policy
-from meshwise.sharding.strategy import Strategy, training_strategy
-from meshwise.tensors import Attention, Block, Program, Route, Tensor
+from meshwise.sharding.place import Held, Purpose
+from meshwise.tensors import Tensor
 
 __all__ = [
     "Candidates",
@@ -69,142 +55,6 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingProblem:
-    """What is given: everything but the layout."""
-
-    model: Model
-    job: TrainingJob
-    cluster: Cluster
-    calibration: Calibration
-
-    @property
-    def routing(self) -> Routing | None:
-        """How the model's router spreads tokens over experts; None without experts.
-
-        Of several kinds of mixtures the one whose tokens reach most experts.
-        """
-        kinds = [Routing(m.experts, m.top_k, m.groups, m.groups_limit) for m in self.model.mixtures]
-        return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
-
-    def train_program(self) -> Program:
-        """Give the model's program as the job trains it: with conversions to narrow formats, and with adapters."""
-        return _job_program(self.model, self.job.formats, self.job.tuning)
-
-
-@cache
-def _job_program(model: Model, formats: Precision, tuning: FineTuning) -> Program:
-    return with_adapters(narrowed(model.train_program(), formats), tuning)
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """The choices of a layout that are not sizes. Placing depends on nothing else.
-
-    Args:
-        zero, sequence_parallel, remat, fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
-        partial_remat: whether only `Candidates.remat_share` of the layers follow `remat`; the others keep everything.
-        offload: as in `Layout`; placing does not depend on it.
-        exchanges: whether experts live on several devices of the axis `expert`, so that tokens leave for them from
-            where the residual stream has them; else they are gathered first, once for all their experts.
-    """
-
-    zero: int
-    sequence_parallel: bool
-    remat: str
-    fully_sharded: bool = True
-    expert_tensor_parallel: bool = True
-    context_method: str = "gather"
-    exchanges: bool = False
-    partial_remat: bool = False
-    offload: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, layout: Layout) -> Structure:
-        """Read the choices of a layout."""
-        own = {f.name: getattr(layout, f.name) for f in fields(cls) if f.name not in ("exchanges", "partial_remat")}
-        return cls(**own, exchanges=layout.expert > 1, partial_remat=layout.remat_layers is not None)
-
-    @property
-    def strategy(self) -> Strategy:
-        """The rule tables."""
-        return training_strategy(
-            zero=self.zero,
-            sequence=self.sequence_parallel,
-            fully_sharded=self.fully_sharded,
-            experts=self._experts,
-            ring=self.context_method == "ring",
-        )
-
-    @property
-    def _experts(self) -> tuple[str, ...]:
-        """What the tensor axis splits of a mixture, as `strategy.tensor` takes it."""
-        if not self.expert_tensor_parallel:
-            return ("E", "C")
-        return ("Fe", "C") if self.exchanges and self.sequence_parallel else ("Fe",)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Sizes of layouts that share a structure: floats, or arrays of one length.
-
-    `remat_share` is the share of layers that follow the remat policy, above 0 and up to 1, where the structure is
-    `partial_remat`; on every stage alike, of fractions of a layer where it comes to that. `offload_share` is likewise
-    the share of layers whose activations are offloaded, where the structure offloads activations. All have one
-    `schedule` of the pipeline.
-    """
-
-    data: Any
-    fsdp: Any
-    context: Any
-    tensor: Any
-    stage: Any
-    micro_batch: Any
-    num_microbatches: Any
-    expert: Any = 1.0
-    ulysses: Any = 1.0
-    remat_share: Any = 1.0
-    offload_share: Any = 1.0
-    virtual_stages: Any = 1.0
-    schedule: str = "1f1b"
-
-    @property
-    def mesh(self) -> Mapping[str, Any]:
-        """Mesh axis -> size."""
-        return {a: getattr(self, a) for a in MESH_AXES}
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The schedule of the pipeline and its sizes."""
-        return Pipeline.of(self.schedule, self.stage, self.num_microbatches, self.virtual_stages)
-
-    @property
-    def replicas(self) -> Any:
-        """Groups of devices that see different sequences."""
-        return self.data * self.fsdp * self.expert
-
-    @property
-    def sequences(self) -> Any:
-        """Sequences per step."""
-        return self.micro_batch * self.num_microbatches * self.replicas
-
-    @property
-    def local(self) -> LocalSizes:
-        """What one device's own work depends on."""
-        return LocalSizes(**{f.name: getattr(self, f.name) for f in fields(LocalSizes)})
-
-
-@dataclass(frozen=True, slots=True)
-class LocalSizes:
-    """The sizes that one device's work on one microbatch depends on: floats, or arrays of one length."""
-
-    micro_batch: Any
-    context: Any = 1.0
-    ulysses: Any = 1.0
-    expert: Any = 1.0
-    tensor: Any = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Costs:
     """What the evaluator says of candidates: floats or arrays.
 
@@ -219,131 +69,6 @@ class Costs:
     memory: Mapping[str, Any]
     host: HostInputs = field(compare=False, repr=False)
     host_memory: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedBlock:
-    """A placed block with its structure worked out: what remains is arithmetic on sizes."""
-
-    placed: PlacedBlock
-    works: Mapping[str, tuple[OpWork, ...]]
-    flows: tuple[FlowPlan, ...]
-    memory: MemoryPlan
-    update: UpdatePlan
-
-    def part(self, structure: Structure, candidates: Candidates) -> Part:
-        """Which copies of its block it stands for."""
-        block = self.placed.block
-        if not structure.partial_remat or block.role != "layer":
-            return Part(block)
-        if block.name.endswith(_REST):
-            return Part(block, 1 - candidates.remat_share, rest=True)
-        return Part(block, candidates.remat_share)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalBlock:
-    """What depends only on the sizes in `LocalSizes`."""
-
-    passes: Mapping[str, PassCompute]
-    flows: Mapping[int, Any]  # index of the flow plan -> bytes
-    memory: LocalMemory
-
-    def take(self, index: Any) -> LocalBlock:
-        """The same for other rows: entries `index` of every array."""
-
-        def pick(value: Any) -> Any:
-            return value[index] if isinstance(value, np.ndarray) else value
-
-        def pick_all(values: Any) -> Any:
-            return type(values)(*(pick(getattr(values, f.name)) for f in fields(values)))
-
-        passes = {name: pick_all(p) for name, p in self.passes.items()}
-        return LocalBlock(passes, {i: pick(v) for i, v in self.flows.items()}, pick_all(self.memory))
-
-    def joined(self, other: LocalBlock, numbers: tuple[int, int]) -> LocalBlock:
-        """The rows of this one, then those of `other`; `numbers` of each."""
-
-        def join(a: Any, b: Any) -> Any:
-            if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b:
-                return a  # the same for all rows
-            return np.concatenate([np.broadcast_to(v, n) for v, n in zip((a, b), numbers, strict=True)])
-
-        def join_all(a: Any, b: Any) -> Any:
-            return type(a)(*(join(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
-
-        passes = {name: join_all(p, other.passes[name]) for name, p in self.passes.items()}
-        flows = {i: join(v, other.flows[i]) for i, v in self.flows.items()}
-        return LocalBlock(passes, flows, join_all(self.memory, other.memory))
-
-
-#: Placements kept at a time: a few models with all their structures; a long-lived process then starts over.
-_KEPT = 4096
-
-#: Ends the name of the copies of a layer that a partial remat policy leaves out.
-_REST = " (all kept)"
-
-_PLACED: dict[tuple[int, Structure, bool], tuple[Block, PlacedBlock]] = {}
-_PLANNED: dict[tuple[int, Precision, Optimizer], tuple[PlacedBlock, PlannedBlock]] = {}
-
-
-def place_structure(problem: TrainingProblem | Model, structure: Structure) -> tuple[PlacedBlock, ...]:
-    """Place every block of a training program; each (block, structure) once in a process.
-
-    Where only some layers follow the remat policy, a layer is placed twice: as the policy says, then keeping all.
-    """
-    placed = []
-    whole = replace(structure, partial_remat=False, offload=())
-    for block in problem.train_program():
-        own = _heeded(whole, block)
-        placed.append(_placed(block, own))
-        if structure.partial_remat and block.role == "layer":
-            placed.append(_placed(block, replace(own, remat="none"), rest=True))
-    return tuple(placed)
-
-
-def _placed(block: Block, structure: Structure, *, rest: bool = False) -> PlacedBlock:
-    """Place one block, or find where it was placed before; `rest` marks copies that a policy leaves out."""
-    key = (id(block), structure, rest)
-    if len(_PLACED) > _KEPT:
-        _PLACED.clear()
-    if key not in _PLACED:  # the block is kept beside its placement, so that its id stays its own
-        named = replace(block, name=block.name + _REST) if rest else block
-        _PLACED[key] = (block, place_block(named, structure.strategy, remat_policy(structure.remat)))
-    return _PLACED[key][1]
-
-
-def _heeded(structure: Structure, block: Block) -> Structure:
-    """The structure with every choice that means nothing to `block` set to one value, so that it is placed once."""
-    kinds = {type(op) for op in block.ops}
-    return replace(
-        structure,
-        remat=structure.remat if block.role == "layer" else "none",
-        expert_tensor_parallel=structure.expert_tensor_parallel or Route not in kinds,
-        exchanges=structure.exchanges and Route in kinds,
-        context_method=structure.context_method if Attention in kinds else "gather",
-    )
-
-
-def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[PlannedBlock, ...]:
-    """Place every block and work out what its costs are sums of; once in a process."""
-    planned = []
-    formats, optimizer = problem.job.formats, problem.job.optimizer_kind
-    for placed in place_structure(problem, structure):
-        key = (id(placed), formats, optimizer)
-        if len(_PLANNED) > _KEPT:
-            _PLANNED.clear()
-        if key not in _PLANNED:
-            block = PlannedBlock(
-                placed,
-                pass_work(placed, formats),
-                flow_plans(placed, formats, optimizer),
-                memory_plan(placed, formats, optimizer),
-                update_plan(placed, formats, optimizer),
-            )
-            _PLANNED[key] = (placed, block)
-        planned.append(_PLANNED[key][1])
-    return tuple(planned)
 
 
 def evaluate_local(

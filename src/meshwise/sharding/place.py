@@ -7,11 +7,11 @@ placement serves a million candidates. Not here: bytes per second, or any strate
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
-from meshwise.sharding.collectives import Collective, CollectiveKind
+from meshwise.sharding.collectives import CollectiveKind
 from meshwise.sharding.mesh import Sharding
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
 from meshwise.sharding.reshard import nearest, reshard
 from meshwise.sharding.strategy import Strategy
@@ -31,94 +31,6 @@ from meshwise.tensors import (
 )
 
 __all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "place_block"]
-
-
-class Purpose(StrEnum):
-    """Why data moves.
-
-    Weights and gradients of one block can be moved beside another block's compute, keys and values of a ring beside
-    their own attention; other activations cannot.
-    """
-
-    WEIGHTS = "weights"
-    GRADIENTS = "gradients"
-    ACTIVATIONS = "activations"
-    RING = "ring"
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor as a device holds it."""
-
-    tensor: Tensor
-    sharding: Sharding
-
-
-@dataclass(frozen=True, slots=True)
-class LocalOp:
-    """An operation on local blocks.
-
-    Args:
-        op: the operation.
-        inputs, output: its tensors as they are held while it runs; splits of one index agree among them.
-        splits: index -> mesh axes, the sharding of the iteration space.
-    """
-
-    op: Op
-    inputs: tuple[Held, ...]
-    output: Held
-    splits: tuple[tuple[str, tuple[str, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A collective on one tensor.
-
-    Args:
-        tensor: what moves.
-        collective: how.
-        purpose: why.
-        waits: the operation that cannot start before it ("" at the end of a step).
-    """
-
-    tensor: Tensor
-    collective: Collective
-    purpose: Purpose
-    waits: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedBlock:
-    """One block on a mesh.
-
-    Args:
-        block: what was placed.
-        forward: operations and transfers of one forward pass, in order.
-        backward: those of one backward pass, recomputation first.
-        recomputed: names of the operations in `backward` that repeat the forward pass.
-        kept: activations held between the two passes.
-        workspace: activations made again, alive during one block's backward pass.
-        weights, gradients, optimizer: the training state as stored; weights tied to another block's are left out.
-        tied: weights that another block owns; a pipeline stage without that block holds a copy.
-        tied_gradients: of those, as this block leaves them for the owner to add to its own.
-        gathered: weights as used, between their gathering and their last use.
-        step: transfers once a step, of the block's own weights: gradients to where the optimizer wants them, new
-            weights back to where they are stored.
-    """
-
-    block: Block
-    forward: tuple[LocalOp | Transfer, ...]
-    backward: tuple[LocalOp | Transfer, ...]
-    recomputed: frozenset[str]
-    kept: tuple[Held, ...]
-    workspace: tuple[Held, ...]
-    weights: tuple[Held, ...]
-    tied: tuple[Held, ...]
-    tied_gradients: tuple[Held, ...]
-    gradients: tuple[Held, ...]
-    optimizer: tuple[Held, ...]
-    gathered: tuple[Held, ...]
-    step: tuple[Transfer, ...]
 
 
 class _Placer:

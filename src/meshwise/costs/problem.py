@@ -1,0 +1,46 @@
+"""What a training step is asked of: a model, a job, a cluster and its calibration: everything but the layout.
+
+Not here: layouts (`structure`), or what a step costs (`evaluate`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from meshwise.costs.calibration import Calibration
+from meshwise.costs.routing import Routing
+from meshwise.hardware import Cluster
+from meshwise.jobs import FineTuning, Precision, TrainingJob, narrowed, with_adapters
+from meshwise.models import Model
+from meshwise.tensors import Program
+
+__all__ = ["TrainingProblem"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProblem:
+    """What is given: everything but the layout."""
+
+    model: Model
+    job: TrainingJob
+    cluster: Cluster
+    calibration: Calibration
+
+    @property
+    def routing(self) -> Routing | None:
+        """How the model's router spreads tokens over experts; None without experts.
+
+        Of several kinds of mixtures the one whose tokens reach most experts.
+        """
+        kinds = [Routing(m.experts, m.top_k, m.groups, m.groups_limit) for m in self.model.mixtures]
+        return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
+
+    def train_program(self) -> Program:
+        """Give the model's program as the job trains it: with conversions to narrow formats, and with adapters."""
+        return _job_program(self.model, self.job.formats, self.job.tuning)
+
+
+@cache
+def _job_program(model: Model, formats: Precision, tuning: FineTuning) -> Program:
+    return with_adapters(narrowed(model.train_program(), formats), tuning)
