@@ -181,7 +181,7 @@ class Pricing:
         whose activations alone do not fit are left out.
         """
         found = [Groups(np.zeros(0), *(np.zeros(0, int) for _ in range(3)))]
-        for alike in self._families():
+        for alike in self._families() if variants else ():
             keys = np.flatnonzero(alike[0][1].applies(lambda name: self.table.axis(name, self.first)))
             for begin in range(0, len(keys), CHUNK):
                 found += self._groups_of(alike, keys[begin : begin + CHUNK], variants, below)
