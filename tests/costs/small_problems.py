@@ -35,6 +35,61 @@ def tiny(*, layers=4, width=256, heads=8, kv_heads=4, hidden=512, vocab=1024, ti
     return read_config(config, name="tiny", where="tests")
 
 
+MIXTURE = read_config(
+    {
+        "model_type": "mixtral",
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 1024,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    },
+    name="tiny-mixture",
+    where="tests",
+)
+
+#: Latent attention, a leading dense layer, shared experts, and a router that keeps a token's experts in few groups.
+NODE_LIMITED = read_config(
+    {
+        "model_type": "deepseek_v3",
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "vocab_size": 1024,
+        "hidden_act": "silu",
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    },
+    name="tiny-node-limited",
+    where="tests",
+)
+
+
 def torus(shape, *, wraps=True, chip="v5p"):
     """So many chips of a TPU on any box."""
     cluster = parse_cluster(f"{chip}:2x2x1" if chip == "v5p" else f"{chip}:2x2")

@@ -369,7 +369,7 @@ class Pricing:
         layout = Layout(
             **sizes,
             zero=structure.zero if followers else 0,
-            fully_sharded=structure.fully_sharded or not shared,
+            fully_sharded=structure.fully_sharded,
             sequence_parallel=structure.sequence_parallel,
             expert_tensor_parallel=structure.expert_tensor_parallel or sizes["tensor"] == 1,
             context_method=structure.context_method if sizes["context"] > 1 else "gather",

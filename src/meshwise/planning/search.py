@@ -255,9 +255,10 @@ class _OnFabric:
         rows = self.waiting.take(np.argsort(self.waiting.bound, kind="stable"))
         begin = 0
         while begin < min(len(rows), most) and self.below_cut(rows.bound[begin : begin + 1])[0]:
-            part = rows.take(slice(begin, begin + _EXPANDED))
-            self.expand(part.take(np.flatnonzero(self.below_cut(part.bound))))
-            begin += _EXPANDED
+            # The others of the next rows wait on: they may be on the front.
+            end = begin + int(self.below_cut(rows.bound[begin : begin + _EXPANDED]).sum())
+            self.expand(rows.take(slice(begin, end)))
+            begin = end
         self.waiting = rows.take(slice(begin, None))
 
     def rank(self, groups: Groups, most: float = math.inf) -> Groups:
