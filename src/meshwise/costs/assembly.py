@@ -100,7 +100,7 @@ def step_time(
     if ledger is not None:
         _write(ledger, stored, worked)
         ledger.pipeline, ledger.times, ledger.send = pipeline, times, send
-        ledger.nothing_hidden = nothing_hidden
+        ledger.nothing_hidden, ledger.hidden_by_schedule = nothing_hidden, hidden_share
         ledger.waits = waits / maximum(worked["layer"], 1e-30)
         ledger.boundary_bytes, ledger.optimizer_bytes = parts.boundary_bytes, optimizer_bytes
         ledger.optimizer_matmul = optimizer_matmul

@@ -8,7 +8,7 @@ factor of each; what a group of chips can send follows from its factors. Not her
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, floor, log2, maximum, where
@@ -68,6 +68,10 @@ class Wire:
     def dispatched(self) -> Any:
         """As `routed`, were every slot sent on its own: the seconds per byte of a plain AllToAll."""
         return self.exchange
+
+    def carrying(self, *, routed: bool) -> Wire:
+        """The wire as an AllToAll finds it: with `routed` one that sends a token once to each of its destinations."""
+        return replace(self, exchange=self.routed) if routed else self
 
 
 #: A wire that takes no time.

@@ -13,6 +13,7 @@ from meshwise.costs.algorithms import offered
 from meshwise.costs.collectives import scheduled_time, schedules
 from meshwise.costs.estimate import layout_factors
 from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.routing import Routing
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
 
@@ -73,12 +74,14 @@ class Path:
         size: chips of the group.
         legs: those that it crosses, innermost first.
         algorithm: its name, one of `algorithms.offered`.
+        routing: of a dispatch or combine that sends one copy of a token to each destination, else None.
     """
 
     kind: CollectiveKind
     size: int
     legs: tuple[Leg, ...]
     algorithm: str
+    routing: Routing | None = None
 
     @property
     def flat_ring(self) -> bool:
@@ -92,7 +95,13 @@ class Path:
 
 
 def paths(
-    kind: CollectiveKind, fabric: Fabric, layout: Layout, mesh_axes: tuple[str, ...], *, algorithm: int = 0
+    kind: CollectiveKind,
+    fabric: Fabric,
+    layout: Layout,
+    mesh_axes: tuple[str, ...],
+    *,
+    algorithm: int = 0,
+    routing: Routing | None = None,
 ) -> Path:
     """Find the legs of a collective.
 
@@ -102,6 +111,7 @@ def paths(
         layout: with wires.
         mesh_axes: of the group, of more than one chip.
         algorithm: which of those that `collectives.schedules` gives.
+        routing: of tokens that are sent once to each destination, not once for each expert.
     """
     factors = layout_factors(fabric, layout)
     key = tuple(sorted(mesh_axes))
@@ -113,7 +123,7 @@ def paths(
         if math.prod(extents[i] for i in part) == 1:
             continue
         first = fabric.dimensions[part[0]]
-        seconds = _alone(kind, fabric, factors, key, part=part, algorithm=algorithm)
+        seconds = _alone(kind, fabric, factors, key, part=part, algorithm=algorithm, routing=routing)
         lanes = tuple(
             Lane(d.name, extents[i], 1 / (_lane(kind, fabric, factors, key, i) * d.bandwidth_one_way))
             for i in part
@@ -125,7 +135,7 @@ def paths(
         extent = extents[part[0]]
         parts_of_group = extent if part[0] == 0 else math.prod(extents) // below
         legs.append(Leg(name, first.bandwidth_one_way, lanes, extent, parts_of_group, below, first.adds, seconds))
-    return Path(kind, math.prod(extents), tuple(legs), offered(kind, fabric)[algorithm])
+    return Path(kind, math.prod(extents), tuple(legs), offered(kind, fabric)[algorithm], routing)
 
 
 def _alone(
@@ -136,11 +146,12 @@ def _alone(
     *,
     part: Sequence[int],
     algorithm: int,
+    routing: Routing | None,
 ) -> float:
     """Price a byte with every dimension but `part` infinitely fast."""
     dims = tuple(d if i in part else replace(d, bandwidth_one_way=_AT_ONCE) for i, d in enumerate(fabric.dimensions))
-    wire = make_wire(replace(fabric, dimensions=dims), factors, axes)
-    return float(schedules(kind, wire)[algorithm][0])
+    wire = make_wire(replace(fabric, dimensions=dims), factors, axes, routing=routing)
+    return float(schedules(kind, wire.carrying(routed=routing is not None))[algorithm][0])
 
 
 def _lane(

@@ -23,7 +23,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.costs.calibration import Calibration
@@ -173,6 +173,7 @@ class Ledger:
         pipeline: schedule and sizes.
         times: seconds of its chunks; None on one stage.
         nothing_hidden: seconds of the schedule with nothing overlapped.
+        hidden_by_schedule: share of the exposed collectives of microbatches that runs behind another one's compute.
         waits: runs of layers on other devices that the busiest waits for at least, in units of its own layers.
         send: seconds of one send between stages.
         boundary_bytes, optimizer_bytes, optimizer_matmul: as given to `step_time`.
@@ -185,6 +186,7 @@ class Ledger:
     pipeline: Pipeline | None = None
     times: PipelineTimes | None = None
     nothing_hidden: Any = 0.0
+    hidden_by_schedule: Any = 0.0
     waits: Any = 0.0
     send: Any = 0.0
     boundary_bytes: Any = 0.0
@@ -217,5 +219,4 @@ class StepRates:
         return f.count * wire_time(f.kind, f.num_bytes, self._wire(f, routed=f.routed))
 
     def _wire(self, f: Flow, *, routed: bool) -> Wire:
-        wire = self.wires(f.mesh_axes)
-        return replace(wire, exchange=wire.routed) if routed else wire
+        return self.wires(f.mesh_axes).carrying(routed=routed)

@@ -112,8 +112,10 @@ class CollectiveWorking:
         latency: seconds that one takes however few its bytes: start-up and hops.
         latency_binds: whether it is what `seconds` are, or more than half of them where bytes come on top.
         path: how the bytes go.
+        bound: seconds of one by data-sheet bandwidth alone, by the fastest schedule there is.
         rule: number of the rule of `costs.step` that says what hides it.
         cover: seconds of compute that it may hide behind, together with others; 0 on the critical path.
+        hidden_by_schedule: share, of what is left exposed, that runs behind the compute of another microbatch's pass.
         exposed_share: of its seconds.
     """
 
@@ -135,8 +137,10 @@ class CollectiveWorking:
     latency: float
     latency_binds: bool
     path: Path
+    bound: float
     rule: int
     cover: float
+    hidden_by_schedule: float
     exposed_share: float
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from meshwise.costs.collectives import schedules
+from meshwise.costs.collectives import schedules, wire_time
 from meshwise.costs.compute import ComputeRates, operation_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import PlannedBlock, TrainingProblem, local_extents, plan_structure, whole_extents
@@ -143,14 +143,17 @@ def _collectives(
     entries = [(h, flow, float(seconds)) for h in ledger.hidings if h.count for flow, seconds in h.flows if seconds > 0]
     order = list(Pass)
     used = frozenset(layout.used_axes)
-    found: dict[tuple[CollectiveKind, tuple[str, ...], int], Path] = {}
+    found: dict[tuple[CollectiveKind, tuple[str, ...], int, bool], Path] = {}
     for h, flow, seconds in sorted(entries, key=lambda e: order.index(e[0].when)):
-        ways = schedules(flow.kind, wires(flow.mesh_axes))
+        once = flow.routed and problem.calibration.distinct_dispatch
+        ways = schedules(flow.kind, wires(flow.mesh_axes).carrying(routed=once))
         times = [float(links.seconds(hops, flow.num_bytes * per_byte, True)) for per_byte, hops in ways]
         algorithm = times.index(min(times))
-        key = (flow.kind, flow.mesh_axes, algorithm)
+        key = (flow.kind, flow.mesh_axes, algorithm, once)
         if key not in found:
-            found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes, algorithm=algorithm)
+            routing = problem.routing if once else None
+            found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes, algorithm=algorithm, routing=routing)
+        behind = 0.0 if flow.when is Pass.STEP else float(ledger.hidden_by_schedule)
         each, latency = seconds / flow.count, links.startup + float(ways[algorithm][1])
         yield CollectiveWorking(
             block=h.block.name,
@@ -171,9 +174,11 @@ def _collectives(
             latency=latency,
             latency_binds=latency >= (each if links.overlapped else each / 2),
             path=found[key],
+            bound=float(wire_time(flow.kind, flow.num_bytes, wires(flow.mesh_axes).carrying(routed=flow.routed))),
             rule=h.rule,
             cover=float(h.cover),
-            exposed_share=float(h.exposed_share),
+            hidden_by_schedule=behind,
+            exposed_share=float(h.exposed_share) * (1 - behind),
         )
 
 

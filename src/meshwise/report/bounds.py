@@ -110,7 +110,7 @@ def _busy_network(w: Workings, name: str, seconds: float) -> Explanation:
     """Every collective of the term by its bytes alone; what is in a microbatch, for idling rounds, too."""
     counts: dict[str, float] = {}
     for c in (c for c in w.collectives if c.term == name):
-        one = format_time(c.num_bytes * c.path.slowest.seconds_per_byte)
+        one = format_time(c.bound)
         counts[one] = counts.get(one, 0.0) + c.count_per_pass * c.copies * (c.runs + c.waited_for)
     return Explanation(
         f"busy: {name} network",

@@ -11,6 +11,7 @@ from itertools import groupby
 
 from meshwise.costs.links import Links
 from meshwise.costs.paths import Leg, Path
+from meshwise.costs.routing import Routing
 from meshwise.costs.traffic import Pass
 from meshwise.costs.workings import BlockWorking, CollectiveWorking, Workings
 from meshwise.explanation import Explanation
@@ -38,13 +39,15 @@ def explain_time(w: Workings, terms: Mapping[str, float]) -> tuple[Explanation, 
     for name, seconds in terms.items():
         if seconds:
             out.append(_term(w, name, seconds))
-    return (*out, *_collectives(w), *_hidings(w), *_streams(w))
+    return (*out, *_collectives(w), *_hidings(w), *_by_schedule(w), *_streams(w))
 
 
 def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:
     """Write the seconds that V bytes take on one leg, with its numbers put in."""
     bandwidth = format_bandwidth(leg.bandwidth_one_way)
     volume = "2 x V" if kind is CollectiveKind.ALL_REDUCE else "V"
+    if path.routing is not None and not leg.lanes:
+        return _routed_formula(leg, path, path.routing)
     if kind in (CollectiveKind.ALL_TO_ALL, CollectiveKind.PERMUTE):
         return f"V / {format_bandwidth(1 / leg.seconds_per_byte)}"
     if leg.lanes:
@@ -63,6 +66,14 @@ def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:
         factor = leg.seconds_per_byte * leg.below * leg.bandwidth_one_way
         share = f"V x {factor:.4g}"  # along trees up to twice; switches that add: never less than the sum itself
     return f"{share} / ({leg.below} x {bandwidth})"
+
+
+def _routed_formula(leg: Leg, path: Path, routing: Routing) -> str:
+    """Write what of V crosses a level when a token goes once to each of its destinations there."""
+    leaves = (leg.parts - 1) / leg.parts
+    reached = leg.seconds_per_byte * leg.bandwidth_one_way * path.size * routing.top_k / leaves
+    slots = f"V / {routing.top_k} x {reached:.3g} x {leg.parts - 1}/{leg.parts}"
+    return f"{slots} / ({path.size} x {format_bandwidth(leg.bandwidth_one_way)})"
 
 
 def _term(w: Workings, name: str, seconds: float) -> Explanation:
@@ -159,6 +170,11 @@ def _small_words(links: Links) -> str:
 def _wire_words(path: Path) -> str:
     """Write the formula of the leg that decides in letters, with the closing bracket of the maximum."""
     twice = "2 x " if path.kind is CollectiveKind.ALL_REDUCE else ""
+    if path.routing is not None:
+        return (
+            "V / k x reached x share that leaves / (n x W x achieved share)): of k copies of a token one goes to each "
+            "part of the network reached, to the chip in its place there, which sends it on"
+        )
     if path.kind is CollectiveKind.ALL_TO_ALL:
         return "V / (8 x W x achieved share)): a ring of two-way links; a line half that; switches V/n x (n-1)/n / W"
     if path.kind is CollectiveKind.PERMUTE:
@@ -197,15 +213,37 @@ def _hidings(w: Workings) -> Iterator[Explanation]:
     covered = sorted((c for c in w.collectives if c.cover), key=lambda c: (list(Pass).index(c.when), key(c)))
     for (when, block, rule, purpose, cover), group in groupby(covered, key):
         rows = list(group)
+        behind = rows[0].hidden_by_schedule
         together = sum(c.seconds * c.count_per_pass * (c.copies if c.when is Pass.STEP else 1) for c in rows)
         names = ", ".join(dict.fromkeys(f"{c.kind.value} over {' x '.join(c.mesh_axes)}" for c in rows))
         yield Explanation(
             f"exposed share, {block} {when}: {purpose + ' ' if purpose else ''}{names}",
-            "max(0, communication - compute that it may hide behind) / communication",
-            f"max(0, {format_time(together)} - {format_time(cover)}) / {format_time(together)}",
+            "max(0, communication - compute that it may hide behind) / communication"
+            + (" x what the schedule leaves exposed" if behind else ""),
+            f"max(0, {format_time(together)} - {format_time(cover)}) / {format_time(together)}"
+            + (f" x {format_percent(1 - behind)}" if behind else ""),
             format_percent(rows[0].exposed_share),
             f"{RULE.format(rule)}; {OVERLAP[rule]}",
         )
+
+
+def _by_schedule(w: Workings) -> Iterator[Explanation]:
+    """Explain what a schedule that runs two passes together hides of the collectives of microbatches."""
+    rows = [c for c in w.collectives if c.hidden_by_schedule]
+    if not rows:
+        return
+    behind, shape = rows[0].hidden_by_schedule, w.pipeline.shape
+    together = sum(c.exposed for c in rows) / (1 - behind) / shape.num_microbatches if behind < 1 else 0.0
+    pairs = w.pipeline.schedule.pairs(shape)
+    yield Explanation(
+        "left exposed by the schedule",
+        "1 - pairs of passes that run together x seconds that one saves / (microbatches x exposed collectives of one); "
+        "a pair saves what the collectives of each pass find of compute in the other",
+        f"1 - {number(pairs)} x {format_time(behind * together * shape.num_microbatches / pairs)} / "
+        f"({number(shape.num_microbatches)} x {format_time(together)})",
+        format_percent(1 - behind),
+        f"{RULE.format(5)}; {w.pipeline.schedule.source}",
+    )
 
 
 def _bubble(w: Workings, seconds: float) -> Explanation:

@@ -103,8 +103,6 @@ _DEALT_OUT = "causal attention is dealt out evenly over the context shards, earl
 _NOT_MODELLED = (
     "input pipeline, checkpoints, failures and restarts, stragglers, other users of the network",
     "mesh axes that wait for each other where they share links",
-    "uneven pipeline stages: the last is given as many layers as the others, and the head besides",
-    "expert parallelism, interleaved pipeline schedules, ring attention",
     "energy of hosts and cooling",
 )
 
