@@ -36,14 +36,7 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
         check_save(save)
     with Progress() as progress:
         planning = find_plans(request, problem, progress=progress)
-    inputs = {
-        **request.echo_training(problem),
-        "objective": request.objective,
-        "deadline_s": request.deadline,
-        "fix": dict(request.fix),
-        "max_memory": planning.memory_share,
-        "top": request.top,
-    }
+    inputs = {**request.echo_training(problem), **request.echo_search(planning)}
     output.show(plan_report(planning, inputs))
     if save is not None:  # last: an answer that cannot be saved is shown all the same
         save_plan(planning.plans[0], save)

@@ -8,6 +8,7 @@ from meshwise.planning.plan import Plan
 from meshwise.planning.planner import MAX_MEMORY, Planning, estimate_layout, plan_training, training_limits
 from meshwise.planning.rivals import Rival, rivals
 from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, search
+from meshwise.planning.wishes import Wishes, most_seconds_per_token, parse_fixed, parse_forbidden
 
 __all__ = [
     "FRONT_SPAN",
@@ -19,7 +20,11 @@ __all__ = [
     "Rival",
     "SearchResult",
     "SearchSpace",
+    "Wishes",
     "estimate_layout",
+    "most_seconds_per_token",
+    "parse_fixed",
+    "parse_forbidden",
     "plan_training",
     "rivals",
     "search",

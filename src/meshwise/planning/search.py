@@ -27,7 +27,7 @@ from meshwise.planning.space import Limits, meshes
 from meshwise.planning.structures import Choices, works
 from meshwise.sharding.layout import MESH_AXES
 
-__all__ = ["OBJECTIVES", "Found", "SearchResult", "SearchSpace", "search"]
+__all__ = ["OBJECTIVES", "Found", "SearchResult", "SearchSpace", "ideal_chip_seconds_per_token", "search"]
 
 Array = NDArray[np.float64]
 
@@ -58,6 +58,7 @@ class SearchSpace:
         micro_batch, num_microbatches: what the user fixed, or None.
         memory_share: share of a chip's HBM that a layout may fill (infinite: whatever it needs).
         front: whether to find the front of time against memory, too, which takes several times as long.
+        most_seconds, most_chip_seconds: per token, of what may enter the ranking; infinite for any.
     """
 
     limits: Limits
@@ -66,6 +67,12 @@ class SearchSpace:
     num_microbatches: int | None = None
     memory_share: float = 1.0
     front: bool = False
+    most_seconds: float = math.inf
+    most_chip_seconds: float = math.inf
+
+    def seconds_on(self, chips: float) -> float:
+        """Seconds per token that a plan on so many chips may take."""
+        return min(self.most_seconds, self.most_chip_seconds / chips)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class SearchResult:
         least_memory: smallest memory of any layout, bytes; what would be needed when nothing fits.
         cpu_s: CPU seconds spent.
         complete: whether nothing was left out because the user interrupted the search.
+        interrupted_on: chips of the network that was being searched then, 0 for none.
     """
 
     best: tuple[Found, ...]
@@ -95,6 +103,7 @@ class SearchResult:
     least_memory: float
     cpu_s: float
     complete: bool = True
+    interrupted_on: int = 0
 
 
 def search(
@@ -121,25 +130,26 @@ def search(
     """
     started = time.process_time()
     state = _State(problem, space, objective, top, progress)
-    ideal = _ideal_chip_seconds_per_token(problem)
-    complete = True
+    ideal = ideal_chip_seconds_per_token(problem)
+    interrupted_on = 0
+    limited = math.isfinite(space.seconds_on(1.0))
     try:
         for fabric in fabrics:
             chips = math.prod(fabric.sizes)
-            if not state.best and math.isfinite(state.least_memory):
+            if not state.best and math.isfinite(state.least_memory) and not limited:
                 break  # what does not fit on all chips does not fit on some of them: each would hold more
-            if state.score(ideal / chips, chips) < state.cut:
+            if state.score(ideal / chips, chips) < state.cut and ideal / chips <= space.seconds_on(chips):
                 if space.front:
                     state.front_on = state.front_on or fabric
                 _search_fabric(state, fabric)
     except KeyboardInterrupt:
         if not state.best:
             raise
-        complete = False
-    return state.result(time.process_time() - started, complete)
+        interrupted_on = chips
+    return state.result(time.process_time() - started, interrupted_on)
 
 
-def _ideal_chip_seconds_per_token(problem: TrainingProblem) -> float:
+def ideal_chip_seconds_per_token(problem: TrainingProblem) -> float:
     """Chip-seconds of one token if every chip only multiplied matrices, at its achieved rate."""
     length = int(problem.job.seq_len)
     full = problem.job.tuning.full
@@ -183,7 +193,7 @@ class _State:
             self.cut = sorted(f.score for f in self.best.values())[self.top - 1]
             self.best = {k: f for k, f in self.best.items() if f.score <= self.cut}
 
-    def result(self, cpu_s: float, complete: bool) -> SearchResult:
+    def result(self, cpu_s: float, interrupted_on: int) -> SearchResult:
         ranked = sorted(self.best.values(), key=_rank)[: self.top]
         return SearchResult(
             best=tuple(ranked),
@@ -194,7 +204,8 @@ class _State:
             infeasible=self.infeasible,
             least_memory=self.least_memory,
             cpu_s=cpu_s,
-            complete=complete,
+            complete=not interrupted_on,
+            interrupted_on=interrupted_on,
         )
 
 
@@ -211,6 +222,7 @@ class _OnFabric:
         self.fabric = fabric
         self.pricing = pricing
         self.chips = float(math.prod(fabric.sizes))
+        self.most_seconds = state.space.seconds_on(self.chips)
         self.waiting = Rows.none()
 
     @property
@@ -220,7 +232,8 @@ class _OnFabric:
 
     def below_cut(self, seconds_per_token: Array) -> NDArray[np.bool_]:
         """Which bounds still allow a place in the ranking (a tie may win it by its memory)."""
-        return np.asarray(self.state.score(seconds_per_token, self.chips) <= self.state.cut)
+        within = seconds_per_token <= self.most_seconds
+        return np.asarray((self.state.score(seconds_per_token, self.chips) <= self.state.cut) & within)
 
     def matters(self, seconds_per_token: Array) -> NDArray[np.bool_]:
         """Which bounds still allow a place in the ranking, or on the front."""
@@ -235,7 +248,8 @@ class _OnFabric:
             state.priced += len(priced.seconds)
             scores = np.asarray(state.score(priced.seconds, self.chips))
             kinds = self.pricing.table.meshes[self.pricing.table.mesh_id[priced.rows.at]][:, _KIND]
-            for i in _best_of_kinds(priced.rows, kinds, scores, state.cut):
+            within = np.where(priced.seconds <= self.most_seconds, scores, math.nan)  # what is over is below no cut
+            for i in _best_of_kinds(priced.rows, kinds, within, state.cut):
                 kind = (int(self.chips), *(int(n) for n in kinds[i]))
                 state.enter(kind, self.pricing.found(priced, i, float(scores[i])))
             if self.for_front:

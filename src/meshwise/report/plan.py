@@ -38,6 +38,10 @@ from meshwise.units import (
 __all__ = ["estimate_report", "plan_report"]
 
 
+#: How the answer begins, by whether the search was complete.
+_BEST = {True: "Best", False: "Best so far"}
+
+
 def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     """Say which layout is best and why the others lose.
 
@@ -54,12 +58,15 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         body.append(listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)))
     if len(search.front) > 1:
         body.append(_front(search.front))
+    if not search.complete:
+        body.insert(1, Text(_interrupted(planning), style="bold"))
     counts = f"{search.strategies:,} layouts examined, {search.priced:,} priced ({search.infeasible:,} do not fit)"
     body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
     return Report(
         command="plan train",
         inputs=inputs,
-        answer=f"Best: {_answer(best)}" + (f", {_cost_of_tokens(best)}" if cost_matters else ""),
+        answer=f"{'Best' if search.complete else 'Best so far'}: {_answer(best)}"
+        + (f", {_cost_of_tokens(best)}" if cost_matters else ""),
         data={
             "plans": [_plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
@@ -70,13 +77,16 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
                 "priced": search.priced,
                 "covered": search.covered,
                 "infeasible": search.infeasible,
+                "complete": search.complete,
+                "interrupted_on_chips": search.interrupted_on or None,
+                "most_speedup": None if math.isinf(planning.most_speedup) else planning.most_speedup,
                 "cpu_s": search.cpu_s,
             },
         },
         body=tuple(body),
         assumed=(*_assumed(best), *(_price(best) if cost_matters else ()), _headroom(planning)),
         not_modelled=_NOT_MODELLED,
-        next_steps=_next_steps(best),
+        next_steps=_next_steps(best, front=planning.wishes.front),
         details=lambda: plan_details(best),
     )
 
@@ -166,6 +176,16 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def _interrupted(planning: Planning) -> str:
+    """Say what an interrupted search did not look at."""
+    search = planning.search
+    return (
+        f"The search was interrupted while it searched {counted(search.interrupted_on, 'chip')}, after "
+        f"{search.strategies:,} layouts: there and on smaller parts of the cluster better ones may be left, "
+        f"at most {planning.most_speedup:.3g} x as fast (if chips only multiplied matrices)."
+    )
+
+
 def _price(plan: Plan) -> tuple[str, ...]:
     """Say what a chip-hour costs and by whom, where that is known."""
     cluster = plan.problem.cluster
@@ -187,7 +207,7 @@ def _headroom(planning: Planning) -> str:
     return f"plans fill at most {share} of the HBM (--max-memory), because activations are known to about 15 %"
 
 
-def _next_steps(plan: Plan) -> tuple[str, ...]:
+def _next_steps(plan: Plan, *, front: bool) -> tuple[str, ...]:
     """Suggest what would change the answer."""
     steps = ["the workings of every number: --explain"]
     if plan.estimate.bound not in ("compute", "hbm"):
@@ -196,6 +216,8 @@ def _next_steps(plan: Plan) -> tuple[str, ...]:
         steps.append("recomputation costs time for memory: chips with more memory, or more chips, need less of it")
     if plan.problem.job.tokens is None:
         steps.append("days and dollars of a whole run: --tokens 15T")
+    if not front:
+        steps.append("the fastest plans that hold less memory: --front, which takes longer")
     return tuple(steps)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "SCHEDULES",
     "Layout",
     "LayoutRequest",
+    "axis_of",
     "parse_layout",
 ]
 
@@ -42,9 +43,10 @@ _ALIASES = {
     "dp": "data", "data_parallel": "data", "replica": "data",
     "zero3": "fsdp",
     "cp": "context", "context_parallel": "context",
-    "ep": "expert", "expert_parallel": "expert", "cp_ulysses": "ulysses", "ulysses_parallel": "ulysses",
+    "ep": "expert", "expert_parallel": "expert", "experts": "expert",
+    "cp_ulysses": "ulysses", "ulysses_parallel": "ulysses",
     "tp": "tensor", "mp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
-    "pp": "stage", "pipeline": "stage", "stages": "stage",
+    "pp": "stage", "pipeline": "stage", "stages": "stage", "pipeline_parallel": "stage",
     "mbs": "micro_batch", "microbatch": "micro_batch",
     "ga": "num_microbatches", "accumulation": "num_microbatches", "microbatches": "num_microbatches",
     "sp": "sequence_parallel", "recompute": "remat", "etp": "expert_tensor_parallel",
@@ -275,15 +277,27 @@ class LayoutRequest:
     Args:
         sizes: mesh axis -> size; axes that were not written have size 1.
         choices: the other fields of `Layout` (zero, remat, micro_batch, schedule, ...), where written.
+        written: the mesh axes that were written.
     """
 
     sizes: Mapping[str, int]
     choices: Mapping[str, Any]
+    written: tuple[str, ...] = ()
 
     @property
     def num_chips(self) -> int:
         """Chips that it asks for."""
         return math.prod(self.sizes.values())
+
+
+def axis_of(word: str) -> str | None:
+    """The mesh axis that a word names, by its own name or a usual one; None for other words.
+
+    >>> axis_of("pipeline"), axis_of("TP"), axis_of("remat")
+    ('stage', 'tensor', None)
+    """
+    name = _ALIASES.get(word.lower(), word.lower())
+    return name if name in MESH_AXES else None
 
 
 def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
@@ -328,7 +342,7 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
     sizes = {a: given.get(a, 1) for a in MESH_AXES}
     choices = {name: value for name, value in given.items() if name not in MESH_AXES}
     Layout(**sizes, **choices)  # checks every value
-    request = LayoutRequest(sizes, choices)
+    request = LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if a in given))
     if request.num_chips > num_chips:
         raise LayoutError(
             f"layout {text!r} needs {request.num_chips:,} chips, the cluster has {num_chips:,}; "

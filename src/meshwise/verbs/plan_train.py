@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from meshwise.costs.evaluate import TrainingProblem
-from meshwise.errors import LayoutError, MeshwiseError, UnknownNameError
-from meshwise.planning import MAX_MEMORY, Planning, plan_training
-from meshwise.sharding.layout import MESH_AXES, Layout
-from meshwise.units import Quantity, format_duration, format_percent, parse_duration, parse_fraction
-from meshwise.verbs.pairs import parse_sizes
+from meshwise.errors import LayoutError
+from meshwise.planning import (
+    MAX_MEMORY,
+    Planning,
+    Wishes,
+    most_seconds_per_token,
+    parse_fixed,
+    parse_forbidden,
+    plan_training,
+)
+from meshwise.sharding.layout import MESH_AXES
+from meshwise.units import (
+    Quantity,
+    format_duration,
+    format_money,
+    format_percent,
+    parse_duration,
+    parse_fraction,
+    parse_money,
+)
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.train import TrainRequest
 
 __all__ = ["PlanTrainRequest", "find_plans", "plan_train"]
 
 
-#: What a layout has besides its mesh axes.
-_CHOICES = {f.name for f in fields(Layout)} - {*MESH_AXES, "wires"}
-
-
-def _mesh_axes(value: Any) -> Any:
-    """Read sizes of mesh axes, and only of those."""
-    return parse_sizes(value, example="tensor=8", check_name=_check_axis)
-
-
-def _check_axis(name: str) -> None:
-    if name in _CHOICES:
-        raise LayoutError(
-            f"{name} is no mesh axis but a choice, which is searched; "
-            f"fix {', '.join(MESH_AXES)}, or give all of a layout to 'meshwise estimate train --layout'"
-        )
-    if name not in MESH_AXES:
-        raise UnknownNameError("mesh axis", name, MESH_AXES)
+_Run = Annotated[float, Quantity("time", parse_duration, format_duration, "30d")]
+_Dollars = Annotated[float, Quantity("dollars", parse_money, format_money, "5M$")]
 
 
 class PlanTrainRequest(TrainRequest):
@@ -46,13 +45,24 @@ class PlanTrainRequest(TrainRequest):
     objective: Literal["time", "cost", "chips"] = Field(
         default="time", description="Least time, least cost, or fewest chips for the deadline."
     )
-    deadline: Annotated[float | None, Quantity("time", parse_duration, format_duration, "30d")] = Field(
-        default=None, gt=0, description="For --objective chips: how long the whole run may take."
+    deadline: _Run | None = Field(
+        default=None, gt=0, description="How long the whole run (--tokens) may take; slower plans are left out."
     )
-    fix: Annotated[dict[str, int], BeforeValidator(_mesh_axes)] = Field(
+    budget: _Dollars | None = Field(
+        default=None, gt=0, description="What the whole run (--tokens) may cost; dearer plans are left out."
+    )
+    max_chips: int | None = Field(default=None, ge=1, description="Use at most so many chips of the cluster.")
+    fix: Annotated[dict[str, Any], BeforeValidator(parse_fixed)] = Field(
         default={},
-        description=f"Fix mesh axes ({', '.join(MESH_AXES)}): tensor=8,stage=16; the others are searched.",
-        json_schema_extra={"metavar": "AXIS=SIZE"},
+        description=f"Fix mesh axes ({', '.join(MESH_AXES)}) and choices: tensor=8,stage=16,schedule=1f1b,remat=full; "
+        "the others are searched.",
+        json_schema_extra={"metavar": "NAME=VALUE"},
+    )
+    forbid: Annotated[tuple[str, ...], BeforeValidator(parse_forbidden)] = Field(
+        default=(),
+        description="What no plan may use: mesh axes (pipeline, expert, ...), offload, ring, schedules (dualpipe, "
+        "interleaved, zero-bubble, ...), partial-remat, or values of choices (zero=2, remat=full).",
+        json_schema_extra={"metavar": "WORDS"},
     )
     max_memory: Annotated[float | None, Quantity("share", parse_fraction, format_percent, "80%")] = Field(
         default=None,
@@ -62,6 +72,60 @@ class PlanTrainRequest(TrainRequest):
         f"unless given, {MAX_MEMORY:.0%}, and all of it where that finds nothing.",
     )
     top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
+    front: bool = Field(
+        default=False,
+        description="Find the front of time against memory, too: several times as long a search.",
+    )
+
+    @property
+    def wishes(self) -> Wishes:
+        """What is fixed, forbidden and limited.
+
+        Raises:
+            LayoutError: wishes that contradict each other.
+        """
+        return Wishes(
+            fixed=self.fix,
+            forbidden=self.forbid,
+            max_chips=self.max_chips,
+            deadline_days=None if self.deadline is None else self.deadline / 86400,
+            budget_usd=self.budget,
+            max_memory=self.max_memory,
+            front=self.front,
+        )
+
+    def check(self, problem: TrainingProblem) -> Wishes:
+        """Refuse wishes that cannot be, before anything is searched.
+
+        Raises:
+            LayoutError: fixed axes that exceed the chips; wishes that contradict each other or lack what they need.
+        """
+        try:
+            wishes = self.wishes
+        except LayoutError as error:
+            raise LayoutError(f"--fix and --forbid: {error}") from None
+        needed = math.prod(n for a, n in self.fix.items() if a in MESH_AXES)
+        there, where = problem.cluster.num_chips, f"{problem.cluster.name} has"
+        if self.max_chips is not None and self.max_chips < there:
+            there, where = self.max_chips, "--max-chips allows"
+        if needed > there:
+            raise LayoutError(f"--fix: these axes need {needed:,} chips, {where} {there:,}")
+        most_seconds_per_token(wishes, problem.job.tokens, problem.cluster.price_per_chip_hour)
+        return wishes
+
+    def echo_search(self, planning: Planning) -> dict[str, Any]:
+        """Give the inputs of this part with defaults, for JSON."""
+        return {
+            "objective": self.objective,
+            "deadline_s": self.deadline,
+            "budget_usd": self.budget,
+            "max_chips": self.max_chips,
+            "fix": {name: list(v) if isinstance(v, tuple) else v for name, v in self.fix.items()},
+            "forbid": list(self.forbid),
+            "max_memory": planning.memory_share,
+            "top": self.top,
+            "front": self.front,
+        }
 
 
 def find_plans(
@@ -70,26 +134,11 @@ def find_plans(
     """Answer the request; `problem` is its own, resolved.
 
     Raises:
-        LayoutError: fixed axes that exceed the cluster.
-        MeshwiseError: a deadline that the objective does not heed.
-        InfeasibleError: nothing fits, or nothing keeps the deadline.
+        LayoutError: fixed axes that exceed the cluster, wishes that contradict each other or lack what they need.
+        InfeasibleError: nothing fits, or nothing keeps the limits.
     """
-    if request.deadline is not None and request.objective != "chips":
-        raise MeshwiseError(
-            f"--deadline is for --objective chips, found objective {request.objective!r}; change that, or leave it out"
-        )
-    needed, there = math.prod(request.fix.values()), problem.cluster.num_chips
-    if needed > there:
-        raise LayoutError(f"--fix: these axes need {needed:,} chips, {problem.cluster.name} has {there:,}")
-    return plan_training(
-        problem,
-        objective=request.objective,
-        top=request.top,
-        deadline_days=None if request.deadline is None else request.deadline / 86400,
-        fixed=request.fix,
-        max_memory=request.max_memory,
-        progress=progress,
-    )
+    wishes = request.check(problem)
+    return plan_training(problem, objective=request.objective, top=request.top, wishes=wishes, progress=progress)
 
 
 def plan_train(
@@ -110,9 +159,13 @@ def plan_train(
     calibration: str = "default",
     objective: Literal["time", "cost", "chips"] = "time",
     deadline: str | float | None = None,
-    fix: str | Mapping[str, int] | None = None,
+    budget: str | float | None = None,
+    max_chips: int | None = None,
+    fix: str | Mapping[str, Any] | None = None,
+    forbid: str | Sequence[str] | None = None,
     max_memory: str | float | None = None,
     top: int = 5,
+    front: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Planning:
     """Find the best layouts for a training job: what `meshwise plan train` answers, as values.
@@ -139,11 +192,15 @@ def plan_train(
         price: dollars for a chip-hour, instead of the catalog's.
         calibration: achieved rates: "default", "none", or a family by name.
         objective: least "time", least "cost", or fewest "chips" for the deadline.
-        deadline: for objective "chips": "30d", or seconds.
-        fix: mesh axes that are not searched, "tensor=8,stage=16" or a mapping.
+        deadline: what the whole run may take: "30d", or seconds.
+        budget: what it may cost: "5M$", or dollars.
+        max_chips: how many chips of the cluster may be used.
+        fix: mesh axes and choices that are not searched, "tensor=8,schedule=1f1b" or a mapping.
+        forbid: what no plan may use: "pipeline,offload,zero=2", or a list of such words.
         max_memory: share of a chip's HBM that no plan may exceed; unless given, 90 %, and all of it where that finds
             nothing.
         top: how many plans to return.
+        front: whether to find the front of time against memory, too.
         progress: told a line now and then.
 
     Raises:
@@ -166,9 +223,13 @@ def plan_train(
         "calibration": calibration,
         "objective": objective,
         "deadline": deadline,
+        "budget": budget,
+        "max_chips": max_chips,
         "fix": {} if fix is None else fix,
+        "forbid": () if forbid is None else forbid,
         "max_memory": max_memory,
         "top": top,
+        "front": front,
     }
     request = validated(PlanTrainRequest, given, PARAMETERS)
     return find_plans(request, request.problem(), progress=progress)
