@@ -196,7 +196,11 @@ def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, *, overlaps: bool
     computes = _shared(sums, shares, "terms", "forward"), _shared(sums, shares, "terms", "backward", "recompute")
     forward = maximum(passes["forward"] - computes[0], 0.0)
     backward = maximum(passes["backward"] + passes["weights"] - computes[1], 0.0)
-    return StageTimes(**passes, saved=minimum(forward, computes[1]) + minimum(backward, computes[0]))
+    # Each communicates while the other computes; the backward pass also while its own gradients of weights, which
+    # nothing waits for, are computed. Neither hides behind the same arithmetic twice.
+    free = computes[0] + minimum(passes["weights"], computes[1])
+    saved = minimum(minimum(forward, computes[1]) + minimum(backward, free), computes[0] + computes[1])
+    return StageTimes(**passes, saved=saved)
 
 
 def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Any) -> StageTimes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.costs.links import IDEAL_LINKS, Links
+from meshwise.dtypes import DType
 from meshwise.errors import UnknownNameError
 from meshwise.hardware import Chip
 
@@ -33,6 +34,8 @@ class Calibration:
         distinct_dispatch: whether a token is sent once to each destination that holds experts of its choice (DeepEP),
             not once for each of them (AllToAll).
         source: the measurements behind the numbers.
+        narrow: format -> share of its own dense FLOP/s, where it is not `matmul_efficiency`: matrix units that are
+            twice as fast are harder to feed.
     """
 
     name: str
@@ -43,6 +46,15 @@ class Calibration:
     flat_rings: bool
     distinct_dispatch: bool
     source: str
+    narrow: tuple[tuple[DType, float], ...] = ()
+
+    def matmul(self, dtype: DType) -> float:
+        """Achieved share of the dense FLOP/s of a format.
+
+        >>> CALIBRATIONS["hopper"].matmul(DType.BF16), CALIBRATIONS["hopper"].matmul(DType.FP8)
+        (0.8, 0.62)
+        """
+        return dict(self.narrow).get(dtype, self.matmul_efficiency)
 
     def __post_init__(self) -> None:
         for field in ("matmul_efficiency", "hbm_efficiency"):
@@ -58,6 +70,7 @@ class Calibration:
 IDENTITY = Calibration("none", 1.0, 1.0, IDEAL_LINKS, False, False, False, "data-sheet rates, nothing measured")
 
 _GEMM = "median of eight bf16 matmuls with all sizes >= 4096, NVIDIA AIConfigurator database, TensorRT-LLM 1.0 (2025)"
+_NARROW = "narrow formats: six of TensorRT-LLM 1.3"
 _NCCL = "NCCL collectives of 1 KiB to 512 MiB in one NVLink domain (same database)"
 _KV = "largest key/value reads of generation attention (same database)"
 
@@ -69,9 +82,9 @@ CALIBRATIONS = {
         Calibration("ampere", 0.84, 0.77, Links(0.68, 10e-6, 19e-6, 0.40), False, True, False,
                     f"A100: {_GEMM}; {_KV}; {_NCCL}"),
         Calibration("hopper", 0.80, 0.89, Links(0.74, 8e-6, 19e-6, 0.35), False, True, True,
-                    f"H100: {_GEMM}; {_KV}; {_NCCL}"),
+                    f"H100: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}", ((DType.FP8, 0.62),)),
         Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True, True,
-                    f"B200: {_GEMM}; {_KV}; {_NCCL}"),
+                    f"B200: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}", ((DType.FP8, 0.53), (DType.FP4, 0.39))),
         Calibration("cdna", 0.51, 0.85, Links(0.74, 8e-6, 19e-6, 0.35), False, True, False,
                     "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs"),
         Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False, False,

@@ -159,8 +159,8 @@ class ComputeRates:
         narrow, other = 1 / chip.peak(precision.compute), 1 / chip.peak(precision.other_compute)
         return cls(
             tile=chip.matmul_tile,
-            matmul=narrow / calibration.matmul_efficiency,
-            other_matmul=other / calibration.matmul_efficiency,
+            matmul=narrow / calibration.matmul(precision.compute),
+            other_matmul=other / calibration.matmul(precision.other_compute),
             matmul_sheet=narrow,
             other_matmul_sheet=other,
             vector=1 / chip.vector_flops_per_s,

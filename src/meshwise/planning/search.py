@@ -155,8 +155,7 @@ def ideal_chip_seconds_per_token(problem: TrainingProblem) -> float:
     full = problem.job.tuning.full
     flops = problem.model.train_flops_per_token(length) if full else model_flops(problem, length) / length
     formats, chip = problem.job.formats, problem.cluster.chip
-    peak = max(chip.peak(formats.compute), chip.peak(formats.other_compute))
-    return flops / (peak * problem.calibration.matmul_efficiency)
+    return flops / max(chip.peak(f) * problem.calibration.matmul(f) for f in (formats.compute, formats.other_compute))
 
 
 class _State:

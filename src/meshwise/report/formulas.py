@@ -87,7 +87,7 @@ def _compute(w: Workings, name: str, seconds: float) -> Explanation:
     job, calibration = w.problem.job, w.problem.calibration
     chip = w.problem.cluster.chip
     runs = [b for b in w.blocks if b.seconds(name)]
-    peak = f"{peak_words(chip, job.formats)} x {format_percent(calibration.matmul_efficiency)}"
+    peak = f"{peak_words(chip, job.formats)} x {format_percent(calibration.matmul(job.formats.compute))}"
     hbm = f"{format_bandwidth(chip.hbm_bandwidth)} x {format_percent(calibration.hbm_efficiency)}"
     return Explanation(
         name,

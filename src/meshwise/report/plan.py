@@ -158,8 +158,10 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
             f"the batch is rounded to {estimate.tokens:,.0f} tokens ({100 * change:+.1f} %), so that it divides; "
             "--batch-slack 0 forbids it"
         )
-    shares = {"peak in matmuls": "matmul_efficiency", "HBM": "hbm_efficiency", "links": "link_efficiency"}
-    achieved = ", ".join(f"{format_percent(getattr(calibration, name))} of {what}" for what, name in shares.items())
+    formats = dict.fromkeys((job.formats.compute, job.formats.other_compute))
+    shares = {f"{f.value} peak in matmuls": calibration.matmul(f) for f in formats}
+    shares |= {"HBM": calibration.hbm_efficiency, "links": calibration.link_efficiency}
+    achieved = ", ".join(f"{format_percent(share)} of {what}" for what, share in shares.items())
     lines += [
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
         *_tuning(problem),
