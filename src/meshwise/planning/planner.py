@@ -6,9 +6,10 @@ search itself (`search`), or words (`report`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.costs.evaluate import TrainingProblem
@@ -115,8 +116,10 @@ def plan_training(
         raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     shares = (MAX_MEMORY, 1.0) if wishes.max_memory is None else (wishes.max_memory,)
-    for share in shares:
-        wanted = Wanted(problem, whole, wishes, objective, top, _space(problem, wishes, share), progress)
+    for offload, share in itertools.product(_offloading(problem, wishes), shares):
+        space = _space(problem, wishes, share)
+        space = space if offload else replace(space, choices=replace(space.choices, offload=((),)))
+        wanted = Wanted(problem, whole, wishes, objective, top, space, progress)
         outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
         if outcome.result.best:
             break
@@ -139,6 +142,14 @@ def plan_training(
         * min(problem.cluster.num_chips, wishes.max_chips or math.inf)
         / ideal_chip_seconds_per_token(problem),
     )
+
+
+def _offloading(problem: TrainingProblem, wishes: Wishes) -> tuple[bool, ...]:
+    """Whether plans may offload: at once where that is asked for, else where nothing fits without, if it can help."""
+    if wishes.offload or "offload" in wishes.fixed:
+        return (True,)
+    may = wishes.choices.offload != ((),) and problem.cluster.chip.host_memory is not None
+    return (False, True) if may else (False,)
 
 
 def _space(problem: TrainingProblem, wishes: Wishes, share: float) -> SearchSpace:

@@ -44,6 +44,8 @@ class Wishes:
         budget_usd: dollars that it may cost, None for any.
         max_memory: share of a chip's HBM that no plan may exceed, None for the usual.
         front: whether the front of time against memory is wanted, too.
+        offload: whether plans that keep a part in the host's memory compete with those that fit without; else they are
+            looked for only where nothing fits.
 
     Raises:
         LayoutError: choices that are fixed and forbidden.
@@ -58,6 +60,7 @@ class Wishes:
     budget_usd: float | None = None
     max_memory: float | None = None
     front: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         parse_fixed(self.fixed)

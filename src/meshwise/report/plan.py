@@ -84,7 +84,12 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
             },
         },
         body=tuple(body),
-        assumed=(*_assumed(best), *(_price(best) if cost_matters else ()), _headroom(planning)),
+        assumed=(
+            *_assumed(best),
+            *(_price(best) if cost_matters else ()),
+            _headroom(planning),
+            _offload_words(planning),
+        ),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_steps(best, front=planning.wishes.front),
         details=lambda: plan_details(best),
@@ -207,6 +212,15 @@ def _headroom(planning: Planning) -> str:
         usual = format_percent(MAX_MEMORY)
         return f"plans may fill all of the HBM: none was found in {usual} of it; activations are known to about 15 %"
     return f"plans fill at most {share} of the HBM (--max-memory), because activations are known to about 15 %"
+
+
+def _offload_words(planning: Planning) -> str:
+    """Say whether plans that offload were looked at."""
+    if planning.wishes.offload or "offload" in planning.wishes.fixed:
+        return "plans that keep a part in the host's memory were looked at, too (--offload)"
+    if planning.plans[0].layout.offload:
+        return "without keeping a part in the host's memory nothing fits"
+    return "nothing is kept in the host's memory, as plans fit without (--offload lets such plans compete)"
 
 
 def _next_steps(plan: Plan, *, front: bool) -> tuple[str, ...]:

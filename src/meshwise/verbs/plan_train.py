@@ -76,6 +76,10 @@ class PlanTrainRequest(TrainRequest):
         default=False,
         description="Find the front of time against memory, too: several times as long a search.",
     )
+    offload: bool = Field(
+        default=False,
+        description="Let plans that keep a part in the host's memory compete; else only where nothing fits without.",
+    )
 
     @property
     def wishes(self) -> Wishes:
@@ -92,6 +96,7 @@ class PlanTrainRequest(TrainRequest):
             budget_usd=self.budget,
             max_memory=self.max_memory,
             front=self.front,
+            offload=self.offload,
         )
 
     def check(self, problem: TrainingProblem) -> Wishes:
@@ -125,6 +130,7 @@ class PlanTrainRequest(TrainRequest):
             "max_memory": planning.memory_share,
             "top": self.top,
             "front": self.front,
+            "offload": self.offload,
         }
 
 
@@ -166,6 +172,7 @@ def plan_train(
     max_memory: str | float | None = None,
     top: int = 5,
     front: bool = False,
+    offload: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Planning:
     """Find the best layouts for a training job: what `meshwise plan train` answers, as values.
@@ -201,6 +208,7 @@ def plan_train(
             nothing.
         top: how many plans to return.
         front: whether to find the front of time against memory, too.
+        offload: whether plans that keep a part in the host's memory compete with those that fit without.
         progress: told a line now and then.
 
     Raises:
@@ -230,6 +238,7 @@ def plan_train(
         "max_memory": max_memory,
         "top": top,
         "front": front,
+        "offload": offload,
     }
     request = validated(PlanTrainRequest, given, PARAMETERS)
     return find_plans(request, request.problem(), progress=progress)
