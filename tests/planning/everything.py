@@ -157,7 +157,8 @@ def everything(problem, fabric, choices, *, capacity=None, fixed=None):
 def structures_on(problem, places, choices):
     """Every choice that is no size, the share of layers that recompute, and the places where it is no copy."""
     layers = problem.model.num_layers
-    partial = (None, *sorted({round(layers * s) for s in (0.25, 0.5, 0.75)} - {0, layers}))
+    some = {round(layers * s) for s in (0.25, 0.5, 0.75)} - {0, layers}
+    partial = (None, *sorted(some)) if "none" in choices.remat else (None,)  # what the others of the layers keep
     remats = [(policy, n) for policy in choices.remat for n in (partial if policy == "full" else (None,))]
     experts = choices.expert_tensor_parallel if problem.model.mixtures else (True,)
     options = (remats, choices.zero, choices.fully_sharded, experts, choices.context_method, (False, True))

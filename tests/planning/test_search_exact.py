@@ -201,9 +201,22 @@ def some(*values, least=1):
     return st.sets(st.sampled_from(values), min_size=least).map(lambda s: tuple(v for v in values if v in s))
 
 
+class SmallSearch(NamedTuple):
+    """A problem, what varies, and how much memory there is, from less than any layout needs (0) to enough (1)."""
+
+    problem: TrainingProblem
+    varied: dict
+    tightness: float
+
+    def __repr__(self):
+        p = self.problem
+        sizes = {k: v for k, v in p.model.sizes.items() if k in "DFNKVE"} | {"L": p.model.num_layers}
+        job = f"{p.job.sequences:.0f} x {p.job.seq_len:.0f} {p.job.precision} {p.calibration.name}"
+        return f"<{p.model.name} {sizes} {job} {p.cluster.name} {p.cluster.network} {self.varied} {self.tightness}>"
+
+
 @st.composite
 def small_searches(draw):
-    """A problem, what varies, and how much of the HBM may be filled."""
     cluster = CLUSTERS[draw(st.sampled_from(sorted(CLUSTERS)))]()
     width = draw(st.sampled_from((256, 1024, 4096)))
     dense = tiny(layers=draw(st.sampled_from((2, 3, 4))), width=width, hidden=4 * width)
@@ -223,7 +236,7 @@ def small_searches(draw):
         "context_method": draw(st.sampled_from((("gather",), ("ring",), ("gather", "ring")))),
         "schedule": ("1f1b", *draw(some("interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", least=0))),
     }
-    return problem, varied, draw(st.floats(0.0, 1.0))
+    return SmallSearch(problem, varied, draw(st.floats(0.0, 1.0)))
 
 
 def hold_to_everything(case):

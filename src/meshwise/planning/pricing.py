@@ -66,6 +66,11 @@ class Groups:
     work: Index
     variant: Index
 
+    @classmethod
+    def none(cls) -> Groups:
+        """Without a group."""
+        return cls(np.zeros(0), *(np.zeros(0, int) for _ in range(3)))
+
     def __len__(self) -> int:
         return len(self.bound)
 
@@ -180,7 +185,7 @@ class Pricing:
         How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
         whose activations alone do not fit are left out.
         """
-        found = [Groups(np.zeros(0), *(np.zeros(0, int) for _ in range(3)))]
+        found = [Groups.none()]
         for alike in self._families() if variants else ():
             keys = np.flatnonzero(alike[0][1].applies(lambda name: self.table.axis(name, self.first)))
             for begin in range(0, len(keys), CHUNK):
@@ -201,7 +206,7 @@ class Pricing:
         variants: Sequence[int],
         below: Callable[[Array], NDArray[np.bool_]],
     ) -> Iterator[Groups]:
-        fits = {w: self._may_fit(work, keys, variants) for w, work in alike}
+        fits = {w: self._may_fit(self._floors(work, keys, variants)) for w, work in alike}
         some = np.any([f.any(axis=1) for f in fits.values()], axis=0)
         keys = keys[some]
         if not len(keys):
@@ -238,8 +243,28 @@ class Pricing:
         rest, share = of("none"), work.remat_layers / self.problem.model.num_layers  # linear in the layers that follow
         return replace(whole, sums={r: RoleSums.between(rest.sums[r], own, share) for r, own in whole.sums.items()})
 
-    def _may_fit(self, work: Work, keys: Index, variants: Sequence[int]) -> NDArray[np.bool_]:
-        """[keys, variants]: where a schedule can run, and activations alone leave room in memory."""
+    def _may_fit(self, floors: Array) -> NDArray[np.bool_]:
+        return np.asarray((floors <= self.capacity) & np.isfinite(floors))
+
+    def least_memory(self) -> float:
+        """Least memory of any candidate, bytes, with whatever the host has room for."""
+        least, variants = math.inf, range(len(self.variants))
+        found = [Groups.none()]
+        for w, work in enumerate(self.works):
+            keys = np.flatnonzero(work.applies(lambda name: self.table.axis(name, self.first)))
+            floors = self._floors(work, keys, variants)
+            for v in variants:
+                can = np.flatnonzero(np.isfinite(floors[:, v]))
+                found.append(Groups(floors[can, v], keys[can], np.full(len(can), w), np.full(len(can), v)))
+        groups = Groups.joined(found)  # least activations first
+        begin, size = 0, CHUNK // 32
+        while begin < len(groups) and groups.bound[begin] < least:
+            _, some = self.fitting(self.rows(groups.take(slice(begin, begin + size))), 0.0)
+            least, begin, size = min(least, some), begin + size, min(2 * size, CHUNK)
+        return least
+
+    def _floors(self, work: Work, keys: Index, variants: Sequence[int]) -> Array:
+        """[keys, variants]: bytes that activations alone need; infinite where a schedule cannot run."""
         at = self.first[keys]
         candidates = self._candidates(work, at)
         local = self.table.local[at]
@@ -249,7 +274,7 @@ class Pricing:
         ]
         elsewhere = any("activations" in o for o in self.offloads)
         hbm = self.problem.cluster.chip.hbm_usable
-        masks = []
+        floors = []
         with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
             for v in variants:
                 pipeline = self._pipeline(v, candidates)
@@ -257,10 +282,9 @@ class Pricing:
                     allowed(self.variants[v], self.variants[0], pipeline, self.problem.model.num_layers), len(at)
                 )
                 self.examined += int(self.meant[keys[mask]].sum())
-                if mask.any():
-                    mask = mask & (activation_floor(blocks, pipeline, hbm, offloaded=elsewhere) <= self.capacity)
-                masks.append(np.broadcast_to(mask, len(at)))
-        return np.stack(masks, axis=1)
+                floor = activation_floor(blocks, pipeline, hbm, offloaded=elsewhere) if mask.any() else math.inf
+                floors.append(np.broadcast_to(np.where(mask, floor, math.inf), len(at)))
+        return np.stack(floors, axis=1)
 
     def _local_memory(self, structure: Structure) -> tuple[tuple[PlannedBlock, LocalMemory], ...]:
         """Activations of all distinct sizes."""

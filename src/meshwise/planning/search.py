@@ -88,7 +88,7 @@ class SearchResult:
         priced: layouts priced in full, in time and memory.
         covered: complete layouts of the rows that were laid out on the network, counting placements that another beats.
         infeasible: layouts that did not fit in memory.
-        least_memory: smallest memory of any layout, bytes; what would be needed when nothing fits.
+        least_memory: smallest memory of any layout that was looked at, bytes; of any there is where nothing fits.
         cpu_s: CPU seconds spent.
         complete: whether nothing was left out because the user interrupted the search.
         interrupted_on: chips of the network that was being searched then, 0 for none.
@@ -367,5 +367,7 @@ def _search_fabric(state: _State, fabric: Fabric) -> None:
     more = pricing.groups(others, on_fabric.matters)
     state.strategies += pricing.examined - before
     left = on_fabric.rank(Groups.joined([left, more]))
+    if not state.best:  # candidates whose activations alone do not fit were not looked at
+        state.least_memory = min(state.least_memory, pricing.least_memory())
     if on_fabric.for_front:
         on_fabric.find_front(left)
