@@ -167,7 +167,7 @@ def structures_on(problem, places, choices):
         means = (places.expert > 1) == exchanges
         means &= shared | (sharded == choices.fully_sharded[0])
         means &= (places.data > 1) | (shared & (not sharded)) | (zero == min(choices.zero))
-        means &= (places.tensor > 1) | (expert_tensor == choices.expert_tensor_parallel[0])
+        means &= (places.tensor > 1) | (expert_tensor == experts[0])
         means &= (places.context > 1) | (method == choices.context_method[0])
         if means.any():
             structure = Structure(

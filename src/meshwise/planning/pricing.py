@@ -259,7 +259,7 @@ class Pricing:
         groups = Groups.joined(found)  # least activations first
         begin, size = 0, CHUNK // 32
         while begin < len(groups) and groups.bound[begin] < least:
-            _, some = self.fitting(self.rows(groups.take(slice(begin, begin + size))), 0.0)
+            _, some = self.fitting(self.rows(groups.take(slice(begin, begin + size))))
             least, begin, size = min(least, some), begin + size, min(2 * size, CHUNK)
         return least
 
