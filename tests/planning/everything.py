@@ -15,7 +15,7 @@ import numpy as np
 from small_problems import all_factorings, divisors
 
 from meshwise.costs.evaluate import Candidates, Structure, evaluated, offloaded
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import PlacedWires
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.schedules import PipelineShape, find_schedule
 from meshwise.sharding.layout import MESH_AXES
@@ -50,17 +50,9 @@ class Places:
         return Candidates(**axes, micro_batch=self.micro_batch, num_microbatches=self.num_microbatches, **others)
 
     def wires(self, problem, fabric):
-        made, dimensions = {}, range(self.factors.shape[2])
+        dimensions = range(self.factors.shape[2])
         extents = {a: [self.factors[:, i, d] for d in dimensions] for i, a in enumerate(MESH_AXES)}
-
-        def wire(axes):
-            key = tuple(sorted(axes))
-            if key not in made:
-                routing = problem.routing if "expert" in key else None
-                made[key] = make_wire(fabric, extents, key, routing=routing)
-            return made[key]
-
-        return wire
+        return PlacedWires(fabric, extents, problem.routing)
 
 
 class Point(NamedTuple):

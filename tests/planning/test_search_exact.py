@@ -17,7 +17,7 @@ from small_problems import MIXTURE, NODE_LIMITED, all_factorings, all_placements
 from meshwise.costs.calibration import CALIBRATIONS, default_calibration
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.evaluate import Candidates, Structure, TrainingProblem, evaluate
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.network import Fabric, PlacedWires
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.planning import FRONT_SPAN, SearchSpace, search, training_limits
@@ -346,11 +346,8 @@ def same_as_scalar(problem, fabric, structure, schedule, places, many, i):  # no
     cut = {n: float(getattr(places, n)[i]) for n in ("micro_batch", "num_microbatches")}
     extents = {a: [float(e) for e in places.factors[i, k]] for k, a in enumerate(MESH_AXES)}
 
-    def wire(axes):
-        routing = problem.routing if "expert" in axes else None
-        return make_wire(fabric, extents, tuple(sorted(axes)), routing=routing)
-
-    one = evaluate(problem, structure, Candidates(**sizes, **cut, **schedule), wire)
+    wires = PlacedWires(fabric, extents, problem.routing)
+    one = evaluate(problem, structure, Candidates(**sizes, **cut, **schedule), wires)
     pairs = [(many.memory, one.memory), (many.host_memory, one.host_memory)]
     pairs += [(getattr(many.step, n), getattr(one.step, n)) for n in ("terms", "hidden", "resources")]
     for those, these in pairs:

@@ -1,5 +1,4 @@
 """What a user fixes, forbids and limits is heeded, and never more than that."""
-# ruff: noqa: E501 - one case a line
 
 import re
 

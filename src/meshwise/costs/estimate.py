@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate, place_structure
-from meshwise.costs.network import Fabric, Wire, make_wire
+from meshwise.costs.network import Fabric, PlacedWires
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline, num_layers
 from meshwise.costs.step import Ledger
@@ -182,18 +181,9 @@ def layout_factors(fabric: Fabric, layout: Layout) -> dict[str, list[float]]:
     return {a: [float(e) for e in extents.get(a, (1,) * dims)] for a in MESH_AXES}
 
 
-def layout_wires(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Any:
+def layout_wires(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> PlacedWires:
     """Wires of a complete layout: mesh axes -> wire."""
-    factors = layout_factors(fabric, layout)
-    made: dict[tuple[str, ...], Wire] = {}
-
-    def wires(axes: tuple[str, ...]) -> Wire:
-        key = tuple(sorted(axes))
-        if key not in made:
-            made[key] = make_wire(fabric, factors, key, routing=problem.routing if "expert" in key else None)
-        return made[key]
-
-    return wires
+    return PlacedWires(fabric, layout_factors(fabric, layout), problem.routing)
 
 
 def layout_candidate(model: Model, layout: Layout) -> tuple[Structure, Candidates]:

@@ -15,7 +15,17 @@ from meshwise.costs.arithmetic import ceil, floor, log2, maximum, where
 from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.costs.routing import Routing
 
-__all__ = ["NO_WIRE", "Dimension", "Fabric", "Wire", "make_wire", "shares_links", "twisted_distance"]
+__all__ = [
+    "NO_WIRE",
+    "Dimension",
+    "Fabric",
+    "PlacedWires",
+    "Wire",
+    "make_wire",
+    "routing_of",
+    "shares_links",
+    "twisted_distance",
+]
 
 #: Gain that an AllReduce which switches add up themselves is seen to have. Source: book, GPUs, "in-network reductions":
 #: about 30 % in practice where the ideal would be nearly twofold. Bounds take the ideal.
@@ -258,6 +268,42 @@ def shares_links(
         else:
             outside = (outside[0] | uses[0], outside[1] | uses[1])
     return shared | (outside[0] & outside[1])
+
+
+class PlacedWires:
+    """Mesh axes -> wire, of one placement or of many; each made when first asked for.
+
+    Args:
+        fabric: the network.
+        factors: as in `make_wire`.
+        routing: of a mixture, for groups that hold its experts.
+    """
+
+    def __init__(self, fabric: Fabric, factors: Mapping[str, Sequence[Any]], routing: Routing | None = None) -> None:
+        self.fabric = fabric
+        self.factors = factors
+        self.routing = routing
+        self._made: dict[tuple[str, ...], Wire] = {}
+        self._shared: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
+
+    def __call__(self, axes: tuple[str, ...]) -> Wire:
+        """Look up the wire of the group along `axes`, in any order."""
+        key = tuple(sorted(axes))
+        if key not in self._made:
+            self._made[key] = make_wire(self.fabric, self.factors, key, routing=routing_of(key, self.routing))
+        return self._made[key]
+
+    def share_links(self, one: tuple[str, ...], other: tuple[str, ...]) -> Any:
+        """Say whether two groups need the same links; see `shares_links`."""
+        key = tuple(sorted(one)), tuple(sorted(other))
+        if key not in self._shared:
+            self._shared[key] = shares_links(self.fabric, self.factors, *key)
+        return self._shared[key]
+
+
+def routing_of(axes: tuple[str, ...], routing: Routing | None) -> Routing | None:
+    """Experts are spread over groups along the expert axis."""
+    return routing if "expert" in axes else None
 
 
 def twisted_distance(short: int, doubled: int) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, minimum
+from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.pipeline import Shares
 from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates, term_of
@@ -154,14 +154,31 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
         Pass.BACKWARD: sum(p.attention_seconds for p in backward),
     }
     purposes = {Pass.FORWARD: Purpose.WEIGHTS, Pass.BACKWARD: Purpose.GRADIENTS}
+    once = [f for f in b.flows if f.when is Pass.STEP]
     for when, cover in compute.items():
-        _hide(sums, Hiding(2, b.block, when, tuple(circling[when]), attention[when], 0.0, count), ledger)
+        circled = _hide(sums, Hiding(2, b.block, when, tuple(circling[when]), attention[when], 0.0, count), ledger)
         _hide(sums, Hiding(2, b.block, when, tuple(fused[when]), cover, 0.0, count), ledger)
-        # Collective matmuls use the links of the tensor axis, weights those of fsdp: what sticks out covers weights,
-        # too.
-        busy = maximum(cover, sum(seconds for _, seconds in fused[when]))
-        hidden = _hide(sums, Hiding(3, b.block, when, tuple(hideable[when]), busy, 0.0, count), ledger)
-        sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * (busy - hidden)
+        multiplied = sum(seconds for _, seconds in fused[when])
+        # What sticks out of collective matmuls covers weights, too, but on the links that they are on.
+        busy = maximum(cover, multiplied)
+        beside = ((fused[when], multiplied), (circling[when], circled))
+        room = _room(busy, beside, [f for f, _ in hideable[when]], rates)
+        hidden = _hide(sums, Hiding(3, b.block, when, tuple(hideable[when]), room, 0.0, count), ledger)
+        left = maximum(_room(busy, beside, once, rates) - hidden, 0.0)
+        sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * left
+
+
+def _room(
+    busy: Any, beside: Sequence[tuple[list[tuple[Flow, Any]], Any]], flows: Sequence[Flow], rates: StepRates
+) -> Any:
+    """Seconds of `busy` ones in which links that `flows` need are free of what runs `beside` for so many seconds."""
+    room = busy
+    for others, seconds in beside:
+        if others and flows:
+            shared = rates.share_links((f for f, _ in others), flows)
+            if shared is not False:
+                room = maximum(room - where(shared, seconds, 0.0), 0.0)
+    return room
 
 
 def _add_compute(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates) -> None:

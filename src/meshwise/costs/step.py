@@ -7,7 +7,8 @@ The rule for the *expected* time, stated once:
    as collective matmuls: they hide behind the compute of their own block and pass, as far as that lasts. The keys and
    values of ring attention hide behind the attention of their own block and pass.
 3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
-   out of its collective matmuls, which use other links), as far as that lasts.
+   out of its collective matmuls), as far as that lasts. Where they need links that collective matmuls or the ring of
+   attention use at the same time, they hide behind what those leave of it: the times on shared links add up.
 4. What happens once a step over the data axis hides behind the last microbatch's backward pass (gradients) and the next
    forward pass (new weights), but for one layer's worth.
 5. A pipeline takes what its schedule takes (`makespans`): the work of its busiest device, and what that waits for.
@@ -22,7 +23,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import Holding
-from meshwise.costs.network import Wire
+from meshwise.costs.network import PlacedWires, Wire
 from meshwise.costs.pipeline import Part, Pipeline
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.hardware import Chip
@@ -217,6 +218,16 @@ class StepRates:
     def flow_bound(self, f: Flow) -> Any:
         """The same by data-sheet bandwidth alone, one copy of a token to each of its destinations."""
         return f.count * wire_time(f.kind, f.num_bytes, self._wire(f, routed=f.routed))
+
+    def share_links(self, flows: Iterable[Flow], others: Iterable[Flow]) -> Any:
+        """Whether any of `flows` needs links that any of `others` does; never where wires have no place (bounds)."""
+        shared: Any = False
+        if isinstance(self.wires, PlacedWires):
+            groups = {f.mesh_axes for f in others}
+            for axes in {f.mesh_axes for f in flows}:
+                for group in groups:
+                    shared = shared | self.wires.share_links(axes, group)
+        return shared
 
     def _wire(self, f: Flow, *, routed: bool) -> Wire:
         return self.wires(f.mesh_axes).carrying(routed=routed)

@@ -35,12 +35,13 @@ from meshwise.costs.memory import LocalMemory, activation_floor
 from meshwise.costs.network import Fabric
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.stage_sums import RoleSums
+from meshwise.costs.step import term_of
 from meshwise.planning.front import Found
 from meshwise.planning.rows import Rows, Table, distinct
 from meshwise.planning.space import IdealWires, WireTable, placements, undominated
 from meshwise.planning.structures import Choices, Variant, Work, allowed
 from meshwise.sharding.layout import MESH_AXES, Layout
-from meshwise.sharding.place import Transfer
+from meshwise.sharding.placed import Purpose, Transfer
 
 __all__ = ["CHUNK", "Groups", "Priced", "Pricing"]
 
@@ -176,6 +177,7 @@ class Pricing:
         self.tables: dict[Structure, _LocalTable] = {}
         self.kept: dict[Structure, tuple[tuple[PlannedBlock, LocalMemory], ...]] = {}
         self.groups_of: dict[Structure, tuple[tuple[str, ...], ...]] = {}
+        self.pairs_of: dict[Structure, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {}
         self.worthy: dict[tuple[Any, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
 
@@ -478,21 +480,39 @@ class Pricing:
             self.groups_of[structure] = tuple(sorted(groups))
         return self.groups_of[structure]
 
+    def _at_once(self, structure: Structure) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        """Pairs of groups that send at the same time: weights beside collective matmuls, and beside rings."""
+        if structure not in self.pairs_of:
+            beside, weights = set(), set()
+            for placed in place_structure(self.problem, structure):
+                for item in (*placed.forward, *placed.backward, *placed.step):
+                    if isinstance(item, Transfer):
+                        axes = tuple(sorted(item.collective.mesh_axes))
+                        if item.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
+                            weights.add(axes)
+                        elif item.purpose is Purpose.RING or (
+                            self.problem.calibration.collective_matmul and term_of(axes, item.purpose) == "tensor"
+                        ):
+                            beside.add(axes)
+            self.pairs_of[structure] = tuple((a, b) for a in sorted(beside) for b in sorted(weights))
+        return self.pairs_of[structure]
+
     def _placements(self, structure: Structure, ids: Index) -> list[Array]:
         """The undominated placements of meshes, each worked out when first asked for."""
-        groups = self._groups(structure)
-        new = [int(i) for i in ids if (groups, int(i)) not in self.worthy]
+        groups, pairs = self._groups(structure), self._at_once(structure)
+        kind = groups, pairs
+        new = [int(i) for i in ids if (kind, int(i)) not in self.worthy]
         if new:
             options = [placements(self.fabric.sizes, tuple(int(n) for n in self.table.meshes[i])) for i in new]
             counts = np.array([len(o) for o in options])
             starts = np.cumsum(counts) - counts
             factors = np.concatenate(options)
-            kept = undominated(self.fabric, factors, starts, groups, self.problem.routing)
+            kept = undominated(self.fabric, factors, starts, groups, self.problem.routing, at_once=pairs)
             owner = np.repeat(np.arange(len(new)), counts)[kept]
             for k, i in enumerate(new):
-                self.worthy[groups, i] = factors[kept[_span(owner, k)]]
+                self.worthy[kind, i] = factors[kept[_span(owner, k)]]
                 self.counts[i] = int(counts[k])
-        return [self.worthy[groups, int(i)] for i in ids]
+        return [self.worthy[kind, int(i)] for i in ids]
 
 
 def _pick(value: Any, index: Index) -> Any:

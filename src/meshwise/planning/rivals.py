@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from meshwise.costs.estimate import Estimate
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.network import Fabric, PlacedWires
 from meshwise.planning.plan import Plan
 from meshwise.planning.reasons import critical_tokens_per_chip
 from meshwise.planning.rows import batch_cuts
@@ -121,7 +120,7 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, 
     replicas = chips if axis in ("data", "fsdp") else 1
     job = problem.job
     found = []
-    wires = cache(lambda axes: make_wire(whole, factors, axes))
+    wires = PlacedWires(whole, factors)
     cuts: Sequence[tuple[float, int]] = batch_cuts(job.sequences, job.batch_slack, replicas)
     for micro, number in cuts or [(job.sequences / replicas, 1)]:
         candidates = Candidates(**sizes, micro_batch=float(micro), num_microbatches=float(number))

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.network import Fabric, Wire, make_wire
+from meshwise.costs.network import Fabric, PlacedWires, Wire, make_wire, routing_of
 from meshwise.costs.routing import Routing
 from meshwise.sharding.layout import MESH_AXES
 
@@ -100,8 +100,8 @@ def placements(room: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
     return chosen.astype(float)
 
 
-class WireTable:
-    """Mesh axes -> wire, with one entry per placement; each made when asked for.
+class WireTable(PlacedWires):
+    """Mesh axes -> wire, with one entry per placement.
 
     Args:
         fabric: the network.
@@ -110,26 +110,14 @@ class WireTable:
     """
 
     def __init__(self, fabric: Fabric, factors: Array, routing: Routing | None = None) -> None:
-        self.fabric = fabric
-        self.routing = routing
-        self.by_axis = {a: [factors[:, i, d] for d in range(factors.shape[2])] for i, a in enumerate(MESH_AXES)}
-        self.made: dict[tuple[str, ...], Wire] = {}
-
-    def __call__(self, axes: tuple[str, ...]) -> Wire:
-        """Look up the wire of the group along `axes`, in any order."""
-        key = tuple(sorted(axes))
-        if key not in self.made:
-            self.made[key] = make_wire(self.fabric, self.by_axis, key, routing=_routing_of(key, self.routing))
-        return self.made[key]
-
-
-def _routing_of(axes: tuple[str, ...], routing: Routing | None) -> Routing | None:
-    """Experts are spread over groups along the expert axis."""
-    return routing if "expert" in axes else None
+        by_axis = {a: [factors[:, i, d] for d in range(factors.shape[2])] for i, a in enumerate(MESH_AXES)}
+        super().__init__(fabric, by_axis, routing)
 
 
 class IdealWires:
     """Mesh axes -> a wire that no placement beats: each group laid out as if it had the network to itself.
+
+    So groups share no links, which no placement beats, either.
 
     Args:
         fabric: the network.
@@ -149,7 +137,7 @@ class IdealWires:
         if key not in self.made:
             total = np.prod([self.sizes[a] for a in key], axis=0)
             unique, inverse = np.unique(total, return_inverse=True)
-            routing = _routing_of(key, self.routing)
+            routing = routing_of(key, self.routing)
             best = [_best_wire(self.fabric, int(n), routing) for n in unique]
             columns = (np.array(column)[inverse] for column in zip(*best, strict=True))
             self.made[key] = Wire(total, *columns)
@@ -179,10 +167,13 @@ def undominated(
     starts: NDArray[np.int64],
     groups: Iterable[tuple[str, ...]],
     routing: Routing | None = None,
+    *,
+    at_once: Iterable[tuple[tuple[str, ...], tuple[str, ...]]] = (),
 ) -> NDArray[np.int64]:
-    """Indices of placements for which no other of the same mesh has every wire at least as fast.
+    """Indices of placements for which no other of the same mesh has every wire at least as fast, and as unshared.
 
-    Admissible because a step never gets slower when a wire gets faster, which a property test holds.
+    Admissible because a step never gets slower when a wire gets faster, or when two groups no longer share links, which
+    property tests hold.
 
     Args:
         fabric: the network.
@@ -190,6 +181,7 @@ def undominated(
         starts: where each mesh's placements begin.
         groups: the groups of mesh axes that a step communicates over, besides the sends between stages.
         routing: of a mixture, for groups that hold its experts.
+        at_once: pairs of groups that send at the same time.
     """
     wires = WireTable(fabric, factors, routing)
     columns = []
@@ -199,7 +191,8 @@ def undominated(
         # Without flat rings, those are the gather's and twice the gather's, which are there.
         columns += [w.scheduled, w.scheduled_latency, w.tree, w.tree_latency] if fabric.flat_rings else []
         columns += [w.all_reduce] if fabric.in_network_reduction else []  # else twice the gather, which is there
-        columns += [w.routed] if _routing_of(group, routing) else []  # else the exchange, which is there
+        columns += [w.routed] if routing_of(group, routing) else []  # else the exchange, which is there
+    columns += [wires.share_links(*pair) * 1.0 for pair in at_once]
     columns += [wires(("stage",)).send, wires(("stage",)).send_latency]
     costs = np.column_stack([_rounded(np.broadcast_to(c, len(factors))) for c in columns])
     ends = np.append(starts[1:], len(factors))
