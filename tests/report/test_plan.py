@@ -121,7 +121,7 @@ def test_what_is_assumed_of_context_and_left_out_of_the_model_is_said(plans):
         assert sum(line.startswith(words) for line in report(planning([cut]), {}).assumed) == 1
         assert not any(line.startswith(words) for line in report(planning([row]), {}).assumed)
         left_out = report(planning([row]), {}).not_modelled
-        assert "mesh axes that wait for each other where they share links" in left_out
+        assert "sends between stages that wait for other traffic on their links" in left_out
         assert not any("expert" in line or "schedule" in line or "ring" in line for line in left_out)
 
 

@@ -117,7 +117,7 @@ _DEALT_OUT = "causal attention is dealt out evenly over the context shards, earl
 
 _NOT_MODELLED = (
     "input pipeline, checkpoints, failures and restarts, stragglers, other users of the network",
-    "mesh axes that wait for each other where they share links",
+    "sends between stages that wait for other traffic on their links",
     "energy of hosts and cooling",
 )
 
