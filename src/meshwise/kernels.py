@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwise.tensors import Attention, Fused, Sizes
 
-__all__ = ["IndexScores", "Scan", "SelectiveScan", "ShortConvolution", "SparseAttention"]
+__all__ = ["CompressedAttention", "IndexScores", "Scan", "SelectiveScan", "ShortConvolution", "SparseAttention"]
 
 _STATE_BYTES = 4.0  # states are kept in fp32 by every published kernel
 
@@ -191,12 +191,16 @@ class IndexScores(Attention):
 
     Args:
         top_k: keys that a query chooses.
+        ratio: positions that one key stands for; then a position holds its share of it.
     """
 
     top_k: int
+    ratio: int = 1
 
     def pairs(self, sizes: Sizes) -> Any:
         """Query-key pairs that are scored; in the backward pass those that were chosen."""
+        if self.ratio > 1:
+            return _compressed_pairs(self, self.ratio, self.top_k if self.gradient else None, sizes)
         if not self.gradient:
             return Attention.pairs(self, sizes)
         return _chosen_pairs(self, self.top_k, sizes)
@@ -207,6 +211,13 @@ class IndexScores(Attention):
         heads, width = sizes[q.axes[2]], sizes[q.axes[3]]
         each = 2 * heads * (width + 1) * (3 if self.gradient else 1)
         return each * self.pairs(sizes) * sizes[q.axes[0]]
+
+    def full_flops(self, sizes: Sizes) -> Any:
+        """Count every query as scoring every key; reference code weighs scores of compressed keys without products."""
+        if self.ratio == 1:
+            return Attention.full_flops(self, sizes)
+        q = self.inputs[0]
+        return 2 * math.prod(sizes[a] for a in q.axes) * (sizes[self.key_axis] // self.ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +247,54 @@ class SparseAttention(Attention):
         """Count every query as attending to every key."""
         masked = Attention.flops(self, sizes)
         return masked / Attention.pairs(self, sizes) * sizes[self.query_axis] * sizes[self.key_axis]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedAttention(Attention):
+    """Attention to the latest positions, and to keys that stand for several positions each (DeepSeek-V4).
+
+    Inputs `q[B, T, N, Hg]`, `kv[B, S, H]`, where positions are compressed `compressed[B, S, Hs]`, each position with
+    its share of a key, and where they are chosen `chosen[B, T, K]`; output of q's axes. Keys are values too, and one
+    serves all heads; N counts groups of heads, Hg is the width of all heads of one.
+
+    Args:
+        ratio: positions that a compressed key stands for; 0 where there are none. A query sees those that are complete.
+        top_k: compressed keys that a query attends to; None for all.
+    """
+
+    ratio: int = 0
+    top_k: int | None = None
+
+    def pairs(self, sizes: Sizes) -> Any:
+        """Pairs of queries and keys, compressed or not."""
+        near = Attention.pairs(self, sizes)
+        return near + _compressed_pairs(self, self.ratio, self.top_k, sizes) if self.ratio else near
+
+    def flops(self, sizes: Sizes) -> Any:
+        """4 per pair and width of all heads; 2.5 times that in the backward pass."""
+        q = self.inputs[0]
+        batch = sizes[q.axes[0]] * sizes[q.axes[2]] * sizes[q.axes[3]]
+        return 4 * self.pairs(sizes) * batch * (2.5 if self.gradient else 1)
+
+    def full_flops(self, sizes: Sizes) -> Any:
+        """Count every query as attending to every key and to every compressed key."""
+        keys = sizes[self.key_axis]
+        seen = keys + (keys // self.ratio if self.ratio else 0)
+        return self.flops(sizes) / self.pairs(sizes) * sizes[self.query_axis] * seen
+
+
+def _compressed_pairs(op: Attention, ratio: int, top_k: int | None, sizes: Sizes) -> Any:
+    """Pairs of one sequence where position p (from 1) sees the p // ratio keys that are complete, or top_k of them."""
+    queries, keys = sizes[op.query_axis], sizes[op.key_axis]
+    return _complete_up_to(keys, ratio, top_k) - _complete_up_to(keys - queries, ratio, top_k)
+
+
+def _complete_up_to(positions: Any, ratio: int, top_k: int | None) -> Any:
+    """Sum over p = 1..positions of min(p // ratio, top_k)."""
+    near = positions if top_k is None else _smaller(positions, top_k * ratio)
+    whole = near // ratio
+    complete = ratio * whole * (whole - 1) / 2 + whole * (near - whole * ratio + 1)
+    return complete if top_k is None else complete + (positions - near) * top_k
 
 
 def _chosen_pairs(op: Attention, top_k: int, sizes: Sizes) -> Any:

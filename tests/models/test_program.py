@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.kernels import Scan, SelectiveScan
+from meshwise.kernels import CompressedAttention, IndexScores, Scan, SelectiveScan
 from meshwise.models import Model, load_model, model_names, read_config
 from meshwise.tensors import Attention, Block, Einsum, Kind, Program, Tensor
 
@@ -208,12 +208,19 @@ def test_the_cache_holds_what_attention_reads(name: str) -> None:
     sizes = model.train_program().bind(batch=1, queries=1)
     groups = {b.name: b for b in model.train_program() if b.role == "layer"}
     for kind in model.kv_cache.kinds:
+        if kind.name not in groups:  # the compressed positions of a group: a share of a key each
+            whole = groups[kind.name.removesuffix(".compressed")]
+            shares = {t.axes[-1]: t for op in whole.ops if isinstance(op, Attention) for t in op.inputs[1:3]}
+            read = [t for axis, t in shares.items() if axis.partition(".")[0] == "Hs"]
+            assert kind.elements + kind.index == sum(t.elements(sizes) for t in read)
+            continue
         ops = {op.name: op for op in groups[kind.name].ops}
         if any(isinstance(op, Scan | SelectiveScan) for op in ops.values()):
             assert kind.elements == 0
             assert kind.state == state_elements(groups[kind.name], sizes)
             continue
-        read = [t for op in ops.values() if isinstance(op, Attention) for t in op.inputs[1:3]]
+        mixing = [op for op in ops.values() if isinstance(op, Attention) and not isinstance(op, IndexScores)]
+        read = [t for op in mixing for t in op.inputs[1 : 2 if isinstance(op, CompressedAttention) else 3]]
         cached = [ops["kv_a"].output, ops["k_rope"].output] if "kv_a" in ops else read
         assert kind.elements == sum(t.elements(sizes) for t in cached)
         assert kind.layers == groups[kind.name].repeat
@@ -253,3 +260,9 @@ def test_a_table_of_every_layer_is_held_and_is_no_work() -> None:
     assert count.by_part["layer embedding"] == 512 * 6 * 32
     assert count.active == count.total
     assert count.active_in_mfu == count.total - 512 * 6 * 32
+
+
+def test_layers_hand_on_every_residual_stream() -> None:
+    assert load_model("deepseek-v4-flash").residual_axes == ("B", "T", "M", "D")
+    assert load_model("deepseek-v4-flash").sizes["M"] == 4
+    assert load_model("deepseek-v3").residual_axes == load_model("t5-11b").residual_axes == ("B", "T", "D")

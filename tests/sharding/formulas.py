@@ -9,31 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from parts import EPSILON, Axes, Part, mask, padded, sigmoid, spread, sum_to
 from recurrences import kernel
+from streams import STREAMS, compressed_attention, compressed_attention_gradient
 
-from meshwise.kernels import IndexScores
+from meshwise.kernels import CompressedAttention, IndexScores
 from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Fused, Lookup, Op, Route
-
-Axes = tuple[str, ...]
-EPSILON = 1e-3
-
-
-@dataclass(frozen=True)
-class Part:
-    """A block of a global array: its values, the names of its axes, and where along each it starts."""
-
-    axes: Axes
-    values: np.ndarray
-    starts: tuple[int, ...]
-
-    def start(self, axis: str) -> int:
-        return self.starts[self.axes.index(axis)]
-
-    def size(self, axis: str) -> int:
-        return self.values.shape[self.axes.index(axis)]
-
-    def positions(self, axis: str) -> np.ndarray:
-        return self.start(axis) + np.arange(self.size(axis))
 
 
 @dataclass(frozen=True)
@@ -42,25 +23,6 @@ class Routing:
 
     expert: np.ndarray  # [B, T, k]
     slot: np.ndarray  # [B, T, k]
-
-
-def spread(values: np.ndarray, axes: Axes, onto: Axes) -> np.ndarray:
-    """Order as `onto`, with length 1 where an axis is missing."""
-    order = [axes.index(a) for a in onto if a in axes]
-    assert len(order) == len(axes), f"{axes} does not fit {onto}"
-    shape = [values.shape[axes.index(a)] if a in axes else 1 for a in onto]
-    return values.transpose(order).reshape(shape)
-
-
-def sum_to(values: np.ndarray, axes: Axes, keep: Axes) -> np.ndarray:
-    """Sum over the axes that are not in `keep`, and order as `keep`."""
-    rest = tuple(a for a in axes if a in keep)
-    total = values.sum(axis=tuple(i for i, a in enumerate(axes) if a not in keep))
-    return np.asarray(total).transpose([rest.index(a) for a in keep])
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return (1 + np.tanh(x / 2)) / 2  # never overflows
 
 
 def silu_slope(x: np.ndarray) -> np.ndarray:
@@ -362,6 +324,8 @@ _GATED = Formula(_gated, _gated_gradient)
 
 #: How a name starts (after "shared." or "expert.") -> its formula; the first that fits counts.
 FORMULAS = {
+    **{name: Formula(*pair) for name, pair in STREAMS.items()},
+    "attention.sinks": Formula(_tabled, _tabled_gradient),
     "ssm.softplus": _SOFTPLUS,
     "delta.softplus": _SOFTPLUS,
     "ssm.decay": _DECAY,
@@ -432,9 +396,9 @@ class Formulas:
                 return self._route(op, inputs, starts, shape)
             case Fused():
                 return kernel(op, [p.values for p in inputs])
-        return self._elementwise(op, inputs)
+        return self._elementwise(op, inputs, shape)
 
-    def _elementwise(self, op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    def _elementwise(self, op: Op, inputs: Sequence[Part], shape: Sequence[int]) -> np.ndarray:
         source, i = self.gradients.get(op.name, (op, None))
         if isinstance(op, Convert):  # numbers here have one format
             return inputs[0].values
@@ -443,6 +407,8 @@ class Formulas:
         if source.name == "top_k":
             return self._gates(inputs) if i is None else self._gates_gradient(i, inputs[0], inputs[1:])
         formula = formula_of(source.name)
+        if op.name == "hyper.spread":  # makes an axis
+            return np.broadcast_to(formula.forward(op, inputs), shape)
         return formula.forward(op, inputs) if i is None else formula.gradient(source, i, inputs[0], inputs[1:])
 
     def _chosen(self, tokens: Part) -> tuple[np.ndarray, np.ndarray]:
@@ -554,7 +520,7 @@ def index_scores(op: IndexScores, inputs: Sequence[Part]) -> np.ndarray:
 
 def _index_products(q: Part, k: Part) -> np.ndarray:
     """[B, T, N, S]."""
-    return np.asarray(np.einsum("btnh,bsh->btns", q.values, k.values))
+    return np.asarray(np.einsum("btnh,bsh->btns", q.values[..., : k.values.shape[-1]], k.values))
 
 
 def _placed(op: IndexScores, q: Part, k: Part) -> np.ndarray:
@@ -573,20 +539,10 @@ def index_scores_gradient(op: IndexScores, inputs: Sequence[Part]) -> dict[str, 
     score = np.tanh(_index_products(q, k))
     slope = through * w.values[..., None] * (1 - score**2)
     return {
-        op.inputs[0].name: np.einsum("btns,bsh->btnh", slope, k.values),
-        op.inputs[1].name: np.einsum("btns,btnh->bsh", slope, q.values),
+        op.inputs[0].name: padded(np.einsum("btns,bsh->btnh", slope, k.values), q.values.shape[-1]),
+        op.inputs[1].name: np.einsum("btns,btnh->bsh", slope, q.values[..., : k.values.shape[-1]]),
         op.inputs[2].name: (through * score).sum(axis=-1),
     }
-
-
-def mask(op: Attention, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    t, s = queries[:, None], keys[None, :]
-    seen = (s <= t) if op.causal else np.ones((len(queries), len(keys)), bool)
-    if op.window is not None:
-        seen &= s > t - op.window
-    if op.chunk is not None:
-        seen &= s // op.chunk == t // op.chunk
-    return np.asarray(seen)
 
 
 def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
@@ -599,6 +555,8 @@ def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
 def attention(op: Attention, inputs: Sequence[Part]) -> np.ndarray:
     if isinstance(op, IndexScores):
         return index_scores(op, inputs)
+    if isinstance(op, CompressedAttention):
+        return compressed_attention(op, inputs)
     q, k, v, *chosen = inputs
     out = np.einsum("btkgs,bskh->btkgh", _probabilities(op, q, k, chosen), v.values)
     return np.asarray(out.reshape(*q.values.shape[:3], -1))
@@ -608,6 +566,8 @@ def attention_gradient(op: Attention, inputs: Sequence[Part]) -> dict[str, np.nd
     """Gradients of all inputs by their names; those of k and v are sums over the queries that are here."""
     if isinstance(op, IndexScores):
         return index_scores_gradient(op, inputs)
+    if isinstance(op, CompressedAttention):
+        return compressed_attention_gradient(op, inputs)
     q, k, v, *chosen, out, grad = inputs
     groups = k.values.shape[2]
     p = _probabilities(op, q, k, chosen)

@@ -21,6 +21,7 @@ from meshwise.models.recurrences import GatedDelta, LightningAttention, Selectiv
 from meshwise.models.spec import (
     Architecture,
     BlockIndexer,
+    Compressed,
     Embedding,
     Head,
     Indexer,
@@ -32,6 +33,7 @@ from meshwise.models.spec import (
     Norm,
     QkNorm,
     SelfAttention,
+    Streams,
 )
 from meshwise.sharding import Mesh
 from meshwise.sharding.place import iteration_space
@@ -93,6 +95,13 @@ def latent_attention(s: Shape, *, low_rank_queries: bool) -> LatentAttention:
 
 def sparse_attention(s: Shape) -> LatentAttention:
     return replace(latent_attention(s, low_rank_queries=True), indexer=Indexer(heads=2, head_dim=3, top_k=3))
+
+
+def compressed_attention(s: Shape, **options: object) -> Compressed:
+    """Two heads or one to a group; heads and keys that ratios divide."""
+    groups = s.split_heads()
+    heads, width = groups * s.choose.choice([1, 2]), s.width()
+    return Compressed(heads, 4, width, groups, group_rank=s.width(), window=3, **options)  # type: ignore[arg-type]
 
 
 def mixture(s: Shape, **options: object) -> Mixture:
@@ -187,6 +196,17 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
     "mimo-v2": lambda s: Layer(self_attention(s, value_dim=3, sinks=True, window=3), Mlp(s.split())),
     "step-3.5": lambda s: Layer(self_attention(s, head_gate=True), Mlp(s.split())),
     "minimax-m3": lambda s: Layer(self_attention(s, indexer=BlockIndexer(2, 3)), Mlp(s.split())),
+    "deepseek-v4 (window)": lambda s: Layer(
+        compressed_attention(s), mixture(s, shared=s.split()), streams=Streams(2, 3)
+    ),
+    "deepseek-v4 (sparse)": lambda s: Layer(
+        compressed_attention(s, ratio=2, overlap=True, indexer=Indexer(heads=2, head_dim=6, top_k=3)),
+        Mlp(s.split()),
+        streams=Streams(3, 2),
+    ),
+    "deepseek-v4 (heavily compressed)": lambda s: Layer(
+        compressed_attention(s, ratio=4), Mlp(s.split()), streams=Streams(2, 1)
+    ),
     "t5 (reads)": lambda s: Layer(
         self_attention(s, rope=False, causal=False, distances=5, shared_distances=True), Mlp(s.split())
     ),
@@ -208,7 +228,7 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
 }
 
 #: The layers that have experts.
-MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3", "qwen-2 moe", "gemma-4 (dense beside experts)")
+MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3", "qwen-2 moe", "gemma-4 (dense beside experts)", "deepseek-v4 (window)")
 
 EMBEDDINGS: dict[str, Callable[[Shape, int], Embedding]] = {
     "embed": lambda _, __: Embedding(),
@@ -217,6 +237,7 @@ EMBEDDINGS: dict[str, Callable[[Shape, int], Embedding]] = {
     "embed bloom": lambda _, __: Embedding(norm=LAYER_NORM),
     "embed opt-350m": lambda s, positions: Embedding(positions=positions, width=s.width() + s.stored),
     "embed gemma-4": lambda s, _: Embedding(scaled=True, layer_tokens=s.split()),
+    "embed deepseek-v4": lambda _, __: Embedding(streams=3),
 }
 
 #: Ways in that depend on the layers that follow.
@@ -227,6 +248,7 @@ HEADS: dict[str, Callable[[Shape], Head]] = {
     "head tied": lambda _: Head(norm=LAYER_NORM, tied=True),
     "head biased": lambda _: Head(norm=LAYER_NORM, bias=True),
     "head gemma": lambda _: Head(tied=True, scaled=True),
+    "head deepseek-v4": lambda _: Head(streams=2),
     "head opt-350m": lambda s: Head(norm=None, tied=True, width=s.width() + s.stored),
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from meshwise.dtypes import DType
-from meshwise.kernels import IndexScores, Scan, SelectiveScan, ShortConvolution, SparseAttention
+from meshwise.kernels import CompressedAttention, IndexScores, Scan, SelectiveScan, ShortConvolution, SparseAttention
 from meshwise.models import Model, load_model
 from meshwise.tensors import Op
 
@@ -72,3 +73,40 @@ def test_sparse_attention_is_computed_the_cheaper_way() -> None:
         pairs = chosen * (chosen + 1) / 2 + (tokens - chosen) * chosen
         assert op.flops(here) == pytest.approx(2 * heads * latent * pairs)
         assert op.full_flops(here) == pytest.approx(2 * heads * dense * tokens * tokens)
+
+
+def brute_pairs(tokens: int, window: int, ratio: int, top_k: int | None) -> int:
+    """What each query sees: its window, and the compressed keys that are complete, or the best of them."""
+    complete = [min(p // ratio, top_k or p) if ratio else 0 for p in range(1, tokens + 1)]
+    return sum(min(p, window) for p in range(1, tokens + 1)) + sum(complete)
+
+
+@pytest.mark.parametrize(("ratio", "top_k"), [(0, None), (4, None), (4, 5), (4, 512), (128, None)])
+def test_compressed_attention_counts_what_each_query_sees(ratio: int, top_k: int | None) -> None:
+    op, sizes = find(load_model("deepseek-v4-flash"), CompressedAttention, "attention")
+    op = replace(op, ratio=ratio, top_k=top_k)
+    lengths = [1, 3, 4, 19, 20, 21, 100, 127, 128, 300, 513]
+    for tokens in lengths:
+        here = {**sizes, "T": tokens, "S": tokens}
+        assert op.flops(here) == 4 * 64 * 512 * brute_pairs(tokens, 128, ratio, top_k)
+        one_more = {**sizes, "T": 1, "S": tokens}
+        added = brute_pairs(tokens, 128, ratio, top_k) - brute_pairs(tokens - 1, 128, ratio, top_k)
+        assert op.pairs(one_more) == added
+    together = op.flops({**sizes, "T": np.array(lengths, float), "S": np.array(lengths, float)})
+    assert together.tolist() == [op.flops({**sizes, "T": t, "S": t}) for t in lengths]
+
+
+def test_the_indexer_of_compressed_keys_scores_each_complete_one() -> None:
+    model = load_model("deepseek-v4-flash")
+    op, sizes = find(model, IndexScores, "index.scores")
+    pairs = sum(p // 4 for p in range(1, 2049))
+    assert op.flops(sizes) == 2 * 64 * (128 + 1) * pairs
+    chosen = sum(min(p // 4, 512) for p in range(1, 4097))
+    assert replace(op, gradient=True).flops({**sizes, "T": 4096, "S": 4096}) == 3 * 2 * 64 * (128 + 1) * chosen
+    assert model.kv_cache.index_bytes_per_token(DType.BF16) == 21 * 128 / 4 * 2
+
+
+def test_compressed_positions_are_cached_at_their_share() -> None:
+    cache = load_model("deepseek-v4-flash").kv_cache
+    assert cache.growing_bytes_per_token(DType.BF16) == (21 * 512 / 4 + 20 * 512 / 128) * 2
+    assert cache.windowed_bytes_max(DType.BF16) == 43 * 512 * 128 * 2

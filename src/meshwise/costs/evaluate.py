@@ -343,11 +343,11 @@ def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: E
 def _between_stages(model: Model, structure: Structure) -> tuple[Held, ...]:
     """What stages send each other: the residual stream, and what layers read besides it."""
     further = (Held(t, structure.strategy.home(t.axes)) for t in model.passed_along)
-    return (_residual(structure), *further)
+    return (_residual(structure, model.residual_axes), *further)
 
 
 @cache
-def _residual(structure: Structure) -> Held:
+def _residual(structure: Structure, axes: tuple[str, ...]) -> Held:
     """The residual stream as it stands between blocks."""
-    x = Tensor("x", ("B", "T", "D"))
+    x = Tensor("x", axes)
     return Held(x, structure.strategy.home(x.axes))

@@ -8,6 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshwise.models.compressed import (
+    collapse_streams,
+    compressed_attention,
+    expand_streams,
+    spread_streams,
+    stream_axes,
+)
 from meshwise.models.cross import SHARED_DISTANCES, cross_attention, encoder_end, shared_distances, weigh_distances
 from meshwise.models.indexing import index_keys, sparse_attention
 from meshwise.models.operations import (
@@ -24,6 +31,7 @@ from meshwise.models.recurrent import build_recurrence
 from meshwise.models.spec import (
     Architecture,
     BlockIndexer,
+    Compressed,
     Embedding,
     Encoder,
     Head,
@@ -36,6 +44,7 @@ from meshwise.models.spec import (
     Norm,
     QkNorm,
     SelfAttention,
+    Streams,
 )
 from meshwise.models.towers import Tower
 from meshwise.tensors import Block, Kind, Op, Program, Tensor
@@ -231,6 +240,8 @@ def _attend(spec: Mixer, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
         return _self_attention(spec, x, axes, ops)
     if isinstance(spec, LatentAttention):
         return _latent_attention(spec, x, axes, ops)
+    if isinstance(spec, Compressed):
+        return compressed_attention(spec, x, axes, ops)
     return build_recurrence(spec, x, axes, ops)
 
 
@@ -245,9 +256,25 @@ def _single_branch(spec: Layer, x: Tensor, axes: Axes, ops: Ops) -> None:
     ops.elementwise("residual", x, made, output="x_out", linear=True)
 
 
+def _layer_of_streams(spec: Layer, streams: Streams, axes: Axes, ops: Ops) -> None:
+    """Add a layer whose two branches each read one mixture of several streams, and are added to all of them."""
+    assert spec.attention is not None, "both branches"
+    assert spec.ffn is not None, "both branches"
+    x = Tensor("x", stream_axes(streams.count, axes))
+    one, weights = collapse_streams("attn", x, streams.count, axes, ops, rounds=streams.rounds)
+    made = _attend(spec.attention, ops.residual_norm("norm.attn", one, spec.pre_attn, "x.attn"), axes, ops)
+    x = expand_streams("attn", (x, made, weights), ops, output="x.mid", streams=streams.count)
+    one, weights = collapse_streams("mlp", x, streams.count, axes, ops, rounds=streams.rounds)
+    made = _ffn(spec.ffn, ops.residual_norm("norm.mlp", one, spec.pre_mlp, "x.mlp"), axes, ops)
+    expand_streams("mlp", (x, made, weights), ops, output="x_out", streams=streams.count)
+
+
 def _layer(spec: Layer, axes: Axes, ops: Ops) -> None:
     """Add one layer, from `x` to `x_out`."""
     x = Tensor("x", (*TOKENS, "D"))
+    if spec.streams is not None:
+        _layer_of_streams(spec, spec.streams, axes, ops)
+        return
     if spec.attention is None or spec.ffn is None:
         _single_branch(spec, x, axes, ops)
         return
@@ -330,7 +357,9 @@ def _embed(spec: Embedding, groups: Sequence[LayerGroup], axes: Axes, *, stack: 
         )
         x = ops.elementwise("add.positions", x, rows, output="embed.positions", linear=True)
         inputs = ("tokens", "position_ids")
-    ops.residual_norm("norm.embed", x, spec.norm, "embed.norm")
+    x = ops.residual_norm("norm.embed", x, spec.norm, "embed.norm")
+    if spec.streams > 1:
+        spread_streams(spec.streams, x, axes, ops)
     made = _rename_output(ops, "x")
     outputs: tuple[str, ...] = ("x",)
     if spec.layer_tokens is not None and first.token_width is not None:
@@ -351,7 +380,10 @@ def _embed(spec: Embedding, groups: Sequence[LayerGroup], axes: Axes, *, stack: 
 def _head(spec: Head, axes: Axes) -> Block:
     """From the residual stream to the loss of every token."""
     ops = Ops()
-    x = ops.residual_norm("norm.final", Tensor("x", (*TOKENS, "D")), spec.norm, "x.final")
+    x = Tensor("x", stream_axes(spec.streams, axes))
+    if spec.streams > 1:
+        x, _ = collapse_streams("head", x, spec.streams, axes, ops)
+    x = ops.residual_norm("norm.final", x, spec.norm, "x.final")
     width = "D"
     if spec.width is not None:
         width = axes("Dw", spec.width)

@@ -111,7 +111,7 @@ _PARTS = {
     "head": "head", "project_out": "head", "router": "router", "expert": "experts", "shared": "shared experts",
     "gate": "mlp", "up": "mlp", "down": "mlp", "norm": "norms", "token": "mlp", "latent": "mlp",
     "layer_embed": LAYER_EMBEDDING, "vision": "vision tower", "audio": "audio tower", "index": "indexer",
-    "ssm": "state space", "delta": "linear attention", "linear": "linear attention",
+    "ssm": "state space", "hyper": "hyper-connections", "delta": "linear attention", "linear": "linear attention",
 }  # fmt: skip
 
 _TOWERS = ("vision tower", "audio tower")

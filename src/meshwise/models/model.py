@@ -14,7 +14,7 @@ from meshwise.kernels import Scan
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
-from meshwise.models.spec import Architecture, LayerGroup, Mixture
+from meshwise.models.spec import Architecture, Compressed, LayerGroup, Mixture
 from meshwise.tensors import Attention, Program, Tensor
 
 __all__ = ["Model", "Source"]
@@ -36,6 +36,13 @@ def _cached(group: LayerGroup) -> Iterator[CacheKind]:
     if isinstance(mixer, Recurrence):
         state, convolution = mixer.state_elements, mixer.conv_elements
         yield CacheKind(group.name, group.repeat, 0, state=state, convolution=convolution)
+        return
+    if isinstance(mixer, Compressed):
+        yield CacheKind(group.name, group.repeat, mixer.head_dim, mixer.window)
+        if mixer.ratio:
+            yield CacheKind(
+                f"{group.name}.compressed", group.repeat, mixer.compressed_elements, index=mixer.index_elements
+            )
         return
     index = 0 if mixer.indexer is None else mixer.indexer.head_dim
     yield CacheKind(group.name, group.repeat, group.layer.cached_elements, mixer.span, index=index)
@@ -112,6 +119,12 @@ class Model:
     def sizes(self) -> Mapping[str, float]:
         """Axis sizes of the training program: D, F, N, K, H, V, L, and of a mixture E, Fe, top_k."""
         return self._train.sizes
+
+    @cached_property
+    def residual_axes(self) -> tuple[str, ...]:
+        """Axes of what flows from layer to layer: one residual stream, or several."""
+        embed = next(b for b in self._train if "x" in b.outputs)
+        return next(op.output.axes for op in embed.ops if op.output.name == "x")
 
     @property
     def mixtures(self) -> tuple[Mixture, ...]:

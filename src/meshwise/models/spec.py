@@ -16,6 +16,7 @@ from meshwise.models.towers import Tower
 __all__ = [
     "Architecture",
     "BlockIndexer",
+    "Compressed",
     "Embedding",
     "Encoder",
     "Head",
@@ -29,6 +30,7 @@ __all__ = [
     "Norm",
     "QkNorm",
     "SelfAttention",
+    "Streams",
     "group_layers",
 ]
 
@@ -173,6 +175,61 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Compressed:
+    """Attention to a window and to compressed positions; one key serves all heads and is the value (DeepSeek-V4).
+
+    Args:
+        heads, head_dim: of queries; the key has that width.
+        q_rank: of the query's latent.
+        groups, group_rank: of heads that share an output projection, and the width that each group projects to first.
+        window: latest positions that are seen as they are.
+        ratio: positions that are compressed into one; 0 for none.
+        overlap: whether a compressed position is made of its own positions and of those before, in two series.
+        indexer: what chooses the compressed positions that are attended to, or None for all.
+    """
+
+    heads: int
+    head_dim: int
+    q_rank: int
+    groups: int
+    group_rank: int
+    window: int
+    ratio: int = 0
+    overlap: bool = False
+    indexer: Indexer | None = None
+
+    @property
+    def word(self) -> str:
+        """What tells such layers apart in reports."""
+        if not self.ratio:
+            return "local"
+        return "compressed" if self.indexer is None else "sparse"
+
+    @property
+    def compressed_elements(self) -> int:
+        """Elements of compressed keys that one token leaves in the cache of one layer."""
+        return -(-self.head_dim // self.ratio) if self.ratio else 0
+
+    @property
+    def index_elements(self) -> int:
+        """Elements of the indexer's compressed keys that one token leaves."""
+        return -(-self.indexer.head_dim // self.ratio) if self.indexer else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Several residual streams that branches read and write through learned mixtures (hyper-connections).
+
+    Args:
+        count: of streams.
+        rounds: in which the weights by which they mix are normalised.
+    """
+
+    count: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp:
     """A feed-forward network: gated (three matrices) or plain (two)."""
 
@@ -218,7 +275,9 @@ class Mixture:
 
 
 #: What mixes positions: attention, or a recurrence in its place.
-Mixer = SelfAttention | LatentAttention | SelectiveStateSpace | StateSpace | GatedDelta | LightningAttention
+Mixer = (
+    SelfAttention | LatentAttention | Compressed | SelectiveStateSpace | StateSpace | GatedDelta | LightningAttention
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +291,7 @@ class Layer:
         parallel: both branches read the layer's input; without `pre_mlp` they share `pre_attn`.
         token_width: width of an embedding of the token that is this layer's own and joins it at its end, or None.
         cross: attention to what the encoder read, between the two branches, or None; `pre_cross` is its norm.
+        streams: residual streams where there are several, or None for one.
     """
 
     attention: Mixer | None
@@ -245,6 +305,7 @@ class Layer:
     token_width: int | None = None
     cross: SelfAttention | None = None
     pre_cross: Norm | None = None
+    streams: Streams | None = None
 
     @property
     def cached_elements(self) -> int:
@@ -273,6 +334,7 @@ class Embedding:
         scaled: whether the embedding is multiplied by a constant.
         layer_tokens: tokens of the table of embeddings that each layer has of its own, or None.
         rows: of the table of tokens where they are not V, or None.
+        streams: residual streams that begin alike.
     """
 
     positions: int | None = None
@@ -281,6 +343,7 @@ class Embedding:
     scaled: bool = False
     layer_tokens: int | None = None
     rows: int | None = None
+    streams: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +371,7 @@ class Head:
         bias: of the projection.
         width: the residual is projected to this width first, or None.
         scaled: whether the logits are scaled or capped.
+        streams: residual streams that are weighed together first.
     """
 
     norm: Norm | None = field(default_factory=Norm)
@@ -315,6 +379,7 @@ class Head:
     bias: bool = False
     width: int | None = None
     scaled: bool = False
+    streams: int = 1
 
 
 @dataclass(frozen=True, slots=True)

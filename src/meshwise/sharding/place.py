@@ -90,10 +90,12 @@ class _Placer:
 
     def _output_sharding(self, op: Op, splits: dict[str, tuple[str, ...]], passed: frozenset[str]) -> Sharding:
         if isinstance(op, AttentionGradient):
-            # Written for all key positions; a partial sum over the devices that hold other queries.
-            positions = op.source.query_axis
-            own = {a: s for a, s in splits.items() if a != positions}
-            return Sharding.of(op.output.axes, own, unreduced=splits.get(positions, ()))
+            # Written for all key positions; a partial sum over the devices that hold other queries, and over those that
+            # hold other heads where one key serves them all.
+            own = {a: s for a, s in splits.items() if a != op.source.query_axis}
+            kept = {m for a in op.output.axes for m in own.get(a, ())}
+            pending = {m for a in op.source.axes for m in splits.get(a, ())} - kept
+            return Sharding.of(op.output.axes, own, unreduced=pending)
         if isinstance(op, Route):  # slots carry the split of the tokens they came from
             return Sharding.of(op.output.axes, splits, unreduced=passed)
         out_axes = {a for split in (splits.get(x, ()) for x in op.output.axes) for a in split}

@@ -26,7 +26,7 @@ __all__ = [
 
 #: The axes of a weight that storage-only splits (FSDP, ZeRO) use, in order of preference; the residual width comes
 #: first because nearly every weight has it. A weight with none of them (a bias of heads) is small and stays whole.
-_STORAGE_AXES = ("D", "Dw", "Rq", "Rkv", "Rt", "Dl", "P")
+_STORAGE_AXES = ("D", "Dw", "Rq", "Rkv", "Rt", "Dl", "Ro", "P")
 
 #: The axes that tensor parallelism splits: query heads, key/value heads, feed-forward widths but those of experts (Fe),
 #: the vocabulary; heads, groups of heads and channels of recurrences.

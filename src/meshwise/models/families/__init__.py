@@ -124,6 +124,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "llama4",
         "gemma4",
     ),
+    "deepseek_v4": ("deepseek_v4",),
     "sparse_attention": ("deepseek_v32", "glm_moe_dsa"),
     "state_space": (
         "mamba",

@@ -6,7 +6,6 @@ __all__ = ["NOT_YET"]
 
 _STATE_SPACE = "state-space layers are not modelled"
 _LINEAR = "linear-attention layers are not modelled"
-_SPARSE = "attention to compressed positions and hyper-connections are not modelled"
 _VISION = "the tower of this family is not modelled"
 _SHAPES = "layers whose heads differ in width are not modelled"
 
@@ -34,10 +33,6 @@ NOT_YET: dict[str, str] = {
             "bailing_hybrid",
         ],
         _LINEAR,
-    ),
-    **dict.fromkeys(
-        ["deepseek_v4"],
-        _SPARSE,
     ),
     **dict.fromkeys(["qwen2_5_omni", "qwen3_omni_moe"], "a sound tower and a model that speaks are not modelled"),
     **dict.fromkeys(["gemma3n", "gemma3n_text"], "streams that are updated by turns (AltUp) are not modelled"),
