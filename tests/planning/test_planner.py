@@ -254,11 +254,27 @@ def test_fewer_chips_than_the_cluster_has():
     assert plan.estimate.step_time.expected > whole.estimate.step_time.expected
 
 
+def test_the_batch_of_a_written_layout_is_rounded_only_where_it_does_not_divide():
+    """16 microbatches idle less than 15; it is the batch of 30 sequences that was asked for all the same."""
+    for sequences, estimated in ((30, 30), (31, 32)):
+        asked = problem("llama-3-8b", "h100:32", batch_tokens=str(sequences * 2048), seq_len="2048")
+        plan = estimate(asked, "pp=4,dp=2,tp=4,zero=1")
+        assert plan.layout.sequences == estimated
+
+
 def test_a_layout_that_does_not_fit_is_estimated_all_the_same():
     plan = estimate(problem("llama-3-70b"), "data=16,zero=0")
     assert not plan.estimate.fits
     assert plan.estimate.memory["total"] > 10 * plan.estimate.hbm_capacity
     assert plan.layout.zero == 0
+
+
+def test_a_schedule_of_more_pieces_than_layers_is_said():
+    words = (
+        r"interleaved cuts the model into 64 pieces, at least a layer each; it has 32 layers: use fewer"
+    )
+    with pytest.raises(LayoutError, match=words):
+        estimate(problem("llama-3-8b"), "pp=16,schedule=interleaved,virtual_stages=4")
 
 
 def test_what_a_layout_leaves_open_is_chosen_best_the_zero_stage_too():

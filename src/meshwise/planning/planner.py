@@ -15,6 +15,7 @@ from typing import Any
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
 from meshwise.costs.offload import check_offload
+from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.schedules import PipelineShape, find_schedule
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.planning.plan import Plan
@@ -172,7 +173,8 @@ def estimate_layout(
 ) -> Planning:
     """Estimate the layout that a user wrote; what was not written (remat, microbatches, wires...) is chosen best.
 
-    Nothing is offloaded unless the layout says so. A layout that does not fit in memory in any way is estimated in its
+    Nothing is offloaded unless the layout says so. The batch is rounded only where the layout does not divide it, or
+    does not fit with it. A layout that does not fit in memory in any way is estimated in its
     leanest one, and `Estimate.fits` says so.
 
     Raises:
@@ -181,7 +183,9 @@ def estimate_layout(
     """
     check_request(problem, request)
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    result = _search_layout(problem, request, 1.0, progress)
+    result = _search_layout(_with_exact_batch(problem), request, 1.0, progress)
+    if not result.best:
+        result = _search_layout(problem, request, 1.0, progress)
     if result.best:
         best = result.best[0]
     else:  # what is missing is memory: the leanest way says by how much
@@ -189,6 +193,10 @@ def estimate_layout(
         best = result.front[-1]
     plan = Plan.of(problem, best.layout, best.fabric)
     return Planning((plan,), winner_reasons(plan, whole), (), result)
+
+
+def _with_exact_batch(problem: TrainingProblem) -> TrainingProblem:
+    return replace(problem, job=problem.job.model_copy(update={"batch_slack": 0.0}))
 
 
 def _search_layout(
@@ -230,12 +238,18 @@ def _left_open(request: LayoutRequest) -> Choices:
 
 
 def _check_schedule(problem: TrainingProblem, request: LayoutRequest) -> None:
-    """Refuse a schedule that cannot run in any cut of the batch, with its reason."""
+    """Refuse a schedule that cannot run in any cut of the batch, or cuts the model too small, with its reason."""
     names = (request.choices["schedule"],) if "schedule" in request.choices else ()
     pieces = request.choices.get("virtual_stages", 2 if names == ("interleaved",) else 1)
     replicas = request.sizes["data"] * request.sizes["fsdp"] * request.sizes["expert"]
     numbers = [m for _, m in batch_cuts(problem.job.sequences, problem.job.batch_slack, replicas)]
     for name in names:
+        chunks, layers = Pipeline.of(name, request.sizes["stage"], 1, pieces).num_chunks, problem.model.num_layers
+        if chunks > layers:
+            raise LayoutError(
+                f"layout: schedule={name} cuts the model into {chunks:.0f} pieces, at least a layer each; it has "
+                f"{layers} layers: use fewer stages{' or virtual_stages' if name == 'interleaved' else ''}"
+            )
         shapes = [PipelineShape(request.sizes["stage"], m, pieces) for m in numbers]
         reasons = [find_schedule(name).why_not(s) for s in shapes]
         if reasons and all(reasons):
