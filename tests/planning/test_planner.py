@@ -312,7 +312,7 @@ def test_layouts_that_the_model_rules_out(layout, words):
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does(batch, layout):
     p = problem(cluster="h100:64", batch_tokens=f"{batch * 8192}", batch_slack="0%")
     with pytest.raises(
-        LayoutError, match=rf"a batch of {batch:,} sequences does not divide over data x fsdp = \d+"
+        LayoutError, match=rf"a batch of {batch:,} sequences does not divide over data x fsdp x expert = \d+"
     ) as e:
         estimate(p, layout)
     nearest = re.search(r"--batch-tokens ([\d,]+)", str(e.value))[1].replace(",", "")
