@@ -12,7 +12,7 @@ from meshwise.costs import rules
 DEEPSEEK = {"on": "h800:2048", "batch_tokens": 15360 * 4096, "seq_len": 4096, "precision": "fp8-block"}
 DEEPSEEK_SECONDS = 2.664e6 * 3600 / 2048 * (15360 * 4096 / 14.8e12)
 #: Section 3.1: 64-way experts over 8 nodes, 16-way pipeline, 2-way ZeRO-1, DualPipe.
-DEEPSEEK_LAYOUT = "ep=64,pp=16,dp=2,zero=1,schedule=dualpipe"
+DEEPSEEK_LAYOUT = "ep=64,pp=16,dp=2,zero=1,fully_sharded=off,schedule=dualpipe"
 
 #: The Llama 3 Herd of Models, table 4: chips, tensor, context, stage, data, sequence length, MFU. 16M tokens a batch,
 #: bf16 with fp32 gradients, optimizer state shared out; interleaved schedule; keys and values gathered over context.
