@@ -46,7 +46,7 @@ class Planning:
     """What the planner found.
 
     Args:
-        plans: the best, best first, one per kind (sizes of tensor, context and stage).
+        plans: the best, best first, one per kind (sizes of all axes but data and fsdp).
         reasons: why the best is best, in the book's terms.
         rejected: well-known alternatives and why they lose.
         search: counts, and the front of time against memory.
@@ -68,7 +68,9 @@ class Planning:
 
 
 def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
-    """What meshes make sense: tensor up to the query heads, context down to one tile, stages up to the layers."""
+    """What meshes make sense: tensor and Ulysses up to the query heads, experts up to their number, context down to one
+    tile, stages up to the layers.
+    """
     sizes, job = problem.model.sizes, problem.job
     heads = max((int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1)
     experts = min((int(v) for k, v in sizes.items() if k.partition(".")[0] == "E"), default=1)

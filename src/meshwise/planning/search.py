@@ -1,7 +1,7 @@
 """The exact search for the best training layouts.
 
-Branch and bound over one evaluator. First every mesh and cut of the batch is bounded from below by its arithmetic
-alone, which the structures that share it share. Best bound first, all structures are priced with wires that no
+Branch and bound over one evaluator. First every mesh and cut of the batch is bounded from below by its passes alone,
+as if weights and gradients moved in no time. Best bound first, all structures are priced with wires that no
 placement can beat; what does not fit is dropped; then real placements are priced, until no bound is left that could
 still enter the answer. Not here: the space itself (`space`, `structures`), or one network's pricing (`pricing`).
 """

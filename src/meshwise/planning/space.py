@@ -31,7 +31,7 @@ class Limits:
 
     Args:
         largest: mesh axis -> largest size.
-        max_replicas: bound on data x fsdp, from the batch.
+        max_replicas: bound on data x fsdp x expert, from the batch.
         divides: mesh axis -> length that it must divide evenly.
         fixed: mesh axis -> size that the user fixed, whatever `largest` says.
     """

@@ -87,7 +87,7 @@ class Layout:
         remat_layers: how many layers do so, the others keep everything; None for all.
         offload: which of OFFLOADABLE live in the host's memory.
         offload_layers: of how many layers, spread evenly, the activations do; None for all.
-        micro_batch: sequences that one (data, fsdp) device group works on at a time.
+        micro_batch: sequences that one group of data x fsdp x expert works on at a time.
         num_microbatches: microbatches per step: in flight in a pipeline, accumulated otherwise.
         wires: mesh axis -> its extent on each physical dimension of the network, or None to choose the best.
 
