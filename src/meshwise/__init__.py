@@ -38,11 +38,13 @@ __all__ = [
     "cluster",
     "clusters",
     "collective",
+    "compare_train",
     "estimate_train",
     "export",
     "model",
     "plan_train",
     "roofline",
+    "scale_train",
     "shard",
     "simulate_step",
 ]
@@ -51,6 +53,8 @@ __all__ = [
 _HOMES = {
     "HandedOver": "meshwise.handover",
     "simulate_step": "meshwise.verbs.simulate",
+    "compare_train": "meshwise.verbs.plan_many",
+    "scale_train": "meshwise.verbs.plan_many",
     "Plan": "meshwise.planning",
     "Planning": "meshwise.planning",
     **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.verbs.catalogs"),

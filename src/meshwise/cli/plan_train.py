@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -9,7 +11,10 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
+from meshwise.errors import MeshwiseError
 from meshwise.report.plan import plan_report
+from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
+from meshwise.verbs.plan_many import check_asked, compare_clusters, find_scaling
 from meshwise.verbs.plan_train import PlanTrainRequest, find_plans
 from meshwise.verbs.train import TRAIN_FLAGS, check_save, save_plan
 
@@ -21,8 +26,16 @@ __all__ = ["train"]
 @click.option(
     "--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the best plan to this file, as JSON."
 )
+@click.option(
+    "--scaling", is_flag=True, help="Plan on powers of two of the chips: MFU against chips, and where scaling ends."
+)
+@click.option(
+    "--svg",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With several clusters (--on a,b,c) or --scaling: write the picture to this file.",
+)
 @output_options
-def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
+def train(request: PlanTrainRequest, save: Path | None, scaling: bool, svg: Path | None, output: Output) -> None:
     """Find the best layouts for a training job, and why the others lose.
 
     \b
@@ -30,13 +43,38 @@ def train(request: PlanTrainRequest, save: Path | None, output: Output) -> None:
         --batch-tokens 4Mi --seq-len 4096 --tokens 15T
       meshwise plan train gemma-3-27b --on v6e:16x16 \\
         --batch-tokens 2Mi --seq-len 8192
+
+    Several clusters (--on h100:512,b200:256) are compared. Ctrl-C during a search shows the best plan so far, with exit
+    code 0; 130 when there is none yet.
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    problem = request.problem()
+    several, pictured = len(request.clusters) > 1, svg is not None
     if save is not None:
         check_save(save)
+    check_asked(several=several, scaling=scaling, pictured=pictured, saved=save is not None)
+    picture: Callable[[], str] = str
     with Progress() as progress:
-        planning = find_plans(request, problem, progress=progress)
-    inputs = {**request.echo_training(problem), **request.echo_search(planning)}
-    output.show(plan_report(planning, inputs))
+        if several:
+            compared = compare_clusters(request, progress=progress)
+            report = comparison_report(compared, request.echo_many())
+            picture = functools.partial(comparison_svg, compared)
+        elif scaling:
+            scaled = find_scaling(request, progress=progress)
+            report = scaling_report(scaled, request.echo_many())
+            picture = functools.partial(scaling_svg, scaled)
+        else:
+            problem = request.problem()
+            planning = find_plans(request, problem, progress=progress)
+            inputs = {**request.echo_training(problem), **request.echo_search(planning.memory_share)}
+            report = plan_report(planning, inputs)
+    if svg is not None:
+        _write(svg, picture())
+    output.show(report)
     if save is not None:  # last: an answer that cannot be saved is shown all the same
         save_plan(planning.plans[0], save)
+
+
+def _write(svg: Path, text: str) -> None:
+    try:
+        svg.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MeshwiseError(f"--svg {svg}: {error.strerror}") from None

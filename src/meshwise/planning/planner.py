@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,12 +26,13 @@ from meshwise.planning.rows import batch_cuts
 from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, ideal_chip_seconds_per_token, search
 from meshwise.planning.space import Limits, parts_of
 from meshwise.planning.structures import Choices
+from meshwise.planning.variations import variations
 from meshwise.planning.wishes import Wishes, asked_choices, most_seconds_per_token
 from meshwise.planning.within import Wanted, find_best, find_fewest
 from meshwise.sharding.layout import LayoutRequest
 from meshwise.sharding.remat import check_remat
 
-__all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits"]
+__all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits", "wished_spaces"]
 
 #: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out
 #: of memory is worth less than one that is half a percent slower.
@@ -55,6 +56,7 @@ class Planning:
         wishes: what was fixed, forbidden and limited.
         most_speedup: how many times as fast as the best plan one could be that only multiplied matrices, on all chips
             that plans may use: what an interrupted search can have missed at most.
+        sensitivity: what 10 % less of each thing does, where that was asked for.
     """
 
     plans: tuple[Plan, ...]
@@ -65,6 +67,7 @@ class Planning:
     memory_asked: bool = False
     wishes: Wishes = field(default_factory=Wishes)
     most_speedup: float = math.inf
+    sensitivity: tuple[Any, ...] = ()
 
 
 def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
@@ -118,10 +121,7 @@ def plan_training(
     if objective not in (*OBJECTIVES, "chips"):
         raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    shares = (MAX_MEMORY, 1.0) if wishes.max_memory is None else (wishes.max_memory,)
-    for offload, share in itertools.product(_offloading(problem, wishes), shares):
-        space = _space(problem, wishes, share)
-        space = space if offload else replace(space, choices=replace(space.choices, offload=((),)))
+    for share, space in wished_spaces(problem, wishes):
         wanted = Wanted(problem, whole, wishes, objective, top, space, progress)
         outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
         if outcome.result.best:
@@ -133,10 +133,11 @@ def plan_training(
         raise too_much(wanted, outcome) if outcome.over else nothing_found(problem, result, wishes, share)
     plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
     others = rivals(plans[0], plans, whole, memory_share=share)
+    changed = variations(plans[0], memory_share=share, forbidden=wishes.forbidden)
     return Planning(
         plans,
         winner_reasons(plans[0], whole),
-        (*(over_limit(wanted, f, plans[0]) for f in outcome.over[:1]), *others),
+        (*(over_limit(wanted, f, plans[0]) for f in outcome.over[:1]), *others, *changed),
         result,
         memory_share=share,
         memory_asked=wishes.max_memory is not None,
@@ -153,6 +154,14 @@ def _offloading(problem: TrainingProblem, wishes: Wishes) -> tuple[bool, ...]:
         return (True,)
     may = wishes.choices.offload != ((),) and problem.cluster.chip.host_memory is not None
     return (False, True) if may else (False,)
+
+
+def wished_spaces(problem: TrainingProblem, wishes: Wishes) -> Iterator[tuple[float, SearchSpace]]:
+    """Share of the HBM and space to search, in this order until something is found."""
+    shares = (MAX_MEMORY, 1.0) if wishes.max_memory is None else (wishes.max_memory,)
+    for offload, share in itertools.product(_offloading(problem, wishes), shares):
+        space = _space(problem, wishes, share)
+        yield share, space if offload else replace(space, choices=replace(space.choices, offload=((),)))
 
 
 def _space(problem: TrainingProblem, wishes: Wishes, share: float) -> SearchSpace:

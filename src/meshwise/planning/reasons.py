@@ -29,6 +29,9 @@ def winner_reasons(plan: Plan, whole: Fabric) -> tuple[str, ...]:
         *_mix(plan, whole),
         _busiest(plan),
         *_pipeline(plan),
+        *_experts(plan),
+        *_positions(plan),
+        *_offload(plan),
         _memory(plan),
         *_rule_of_thumb(plan),
     ]
@@ -80,7 +83,7 @@ def _mix(plan: Plan, whole: Fabric) -> list[str]:
     needed = mixed_critical_tokens_per_chip(d_ff, estimate.peak_flops_per_s, bandwidth, fsdp_axes=axes, tensor_axes=1)
     line = (
         f"mixed with tensor parallelism {needed:,.0f} tokens per chip would do; the optimum before rounding is "
-        f"{fsdp:,.0f} ways of FSDP (here data x fsdp x context = {_token_ways(plan):,}) "
+        f"{fsdp:,.0f} ways of FSDP (here every axis but tensor and stage: {_token_ways(plan):,}) "
         f"by {chips / fsdp:.1f} of tensor (here {plan.layout.tensor})"
     )
     return [line]
@@ -88,7 +91,7 @@ def _mix(plan: Plan, whole: Fabric) -> list[str]:
 
 def _token_ways(plan: Plan) -> int:
     layout = plan.layout
-    return layout.data * layout.fsdp * layout.context
+    return layout.data * layout.fsdp * layout.expert * layout.context * layout.ulysses
 
 
 def _busiest(plan: Plan) -> str:
@@ -110,10 +113,70 @@ def _pipeline(plan: Plan) -> list[str]:
     layout = plan.layout
     if layout.stage == 1:
         return []
-    bubble = pipeline_bubble(layout.stage, layout.num_microbatches)
+    estimate = plan.estimate
+    idle = estimate.terms.get("pipeline_bubble", 0.0) / estimate.step_time.expected
+    plain = pipeline_bubble(layout.stage, layout.num_microbatches)
+    plain_words = f"under 1f1b it would be {format_percent(plain / (1 + plain))}; " if layout.schedule != "1f1b" else ""
     line = (
-        f"{layout.stage} pipeline stages idle for (stages - 1) / microbatches = {format_percent(bubble)} of the work; "
-        "they divide what each chip holds and reduces"
+        f"{layout.stage} pipeline stages under {layout.schedule} wait for {format_percent(idle)} of the step; "
+        f"{plain_words}they divide what each chip holds and reduces"
+    )
+    return [line]
+
+
+def _experts(plan: Plan) -> list[str]:
+    """How experts are dealt out, and what their exchange takes."""
+    layout = plan.layout
+    if layout.expert == 1:
+        return []
+    exposed, hidden = (of.get("expert", 0.0) for of in (plan.estimate.terms, plan.estimate.hidden))
+    width = (
+        ""
+        if layout.tensor == 1
+        else (
+            f", the width of each over {layout.tensor} chips"
+            if layout.expert_tensor_parallel
+            else f", dealt out over tensor={layout.tensor}, too"
+        )
+    )
+    line = (
+        f"experts are dealt out over {layout.expert} chips{width}, which leaves {_share_words(plan)} weights of "
+        f"experts to a group; sending tokens to them and back takes {format_time(exposed)} a step, "
+        f"{format_time(hidden)} more is hidden"
+    )
+    return [line]
+
+
+def _share_words(plan: Plan) -> str:
+    ways = plan.layout.expert * (1 if plan.layout.expert_tensor_parallel else plan.layout.tensor)
+    return f"1/{ways} of the"
+
+
+def _positions(plan: Plan) -> list[str]:
+    """How positions of a sequence are split, and what that takes."""
+    layout = plan.layout
+    ways = [f"context={layout.context} ({layout.context_method})"] if layout.context > 1 else []
+    ways += [f"ulysses={layout.ulysses}"] if layout.ulysses > 1 else []
+    if not ways:
+        return []
+    exposed, hidden = (of.get("context", 0.0) for of in (plan.estimate.terms, plan.estimate.hidden))
+    line = (
+        f"positions are split over {' and '.join(ways)}, which lets more chips share a batch of "
+        f"{plan.layout.sequences:,} sequences; it takes {format_time(exposed)} a step, {format_time(hidden)} more is "
+        "hidden"
+    )
+    return [line]
+
+
+def _offload(plan: Plan) -> list[str]:
+    """What lives on the host, and what its streams take."""
+    layout, estimate = plan.layout, plan.estimate
+    if not layout.offload:
+        return []
+    away, exposed = estimate.host_memory.get("total", 0.0), estimate.terms.get("offload", 0.0)
+    line = (
+        f"{' and '.join(layout.offload)} live in the host's memory ({format_bytes(away)} for each chip); the streams "
+        f"take {format_time(exposed)} a step that nothing hides"
     )
     return [line]
 
@@ -131,7 +194,10 @@ def _memory(plan: Plan) -> str:
     if not estimate.fits:
         needed = format_bytes(estimate.memory["total"])
         return f"{needed} are needed, {share:.2f} x the {format_bytes(estimate.hbm_capacity)} of HBM"
-    again = "nothing is computed twice" if plan.layout.remat == "none" else f"remat={plan.layout.remat} makes room"
+    some = "" if plan.layout.remat_layers is None else f" in {plan.layout.remat_layers} layers"
+    again = (
+        "nothing is computed twice" if plan.layout.remat == "none" else f"remat={plan.layout.remat}{some} makes room"
+    )
     held, whole = format_bytes(estimate.memory["total"]), format_bytes(estimate.hbm_capacity)
     host = f", {format_bytes(away)} are on the host" if away else ""
     return f"{held} of {whole} HBM ({format_percent(share)}): {again}{host}"

@@ -79,7 +79,8 @@ def _runner_up(winner: Plan, plan: Plan) -> Rival:
     step = more * winner.estimate.tokens
     if slowdown - 1 < 5e-4:
         held = format_bytes(plan.estimate.memory["total"])
-        reason = f"as fast, and holds {held} per chip; the ranking prefers less memory"
+        prefers = "; the ranking prefers less memory" if slowdown == 1 else ""
+        reason = f"as fast within 0.05 %, and holds {held} per chip{prefers}"
     else:
         reason = f"{format_percent(slowdown - 1)} slower: {format_time(step)} more of {name.replace('_', ' ')} a step"
     sizes = ", ".join(f"{a}={plan.layout.sizes[a]}" for a in plan.layout.used_axes) or "one chip"

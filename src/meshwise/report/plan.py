@@ -18,13 +18,14 @@ from meshwise.costs.padding import paddings
 from meshwise.costs.workings import collectives_of
 from meshwise.jobs import trainable_parameters
 from meshwise.planning import MAX_MEMORY, Found, Plan, Planning, Rival
+from meshwise.report.layouts import choice_words, layout_words
 from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.plan_details import plan_details
 from meshwise.report.report import Report, listed
+from meshwise.report.sensitivity import sensitivity_data, sensitivity_table
 from meshwise.report.table import table
 from meshwise.report.words import counted, length_words
 from meshwise.report.workings import collective_data, padding_data
-from meshwise.sharding.layout import Layout
 from meshwise.units import (
     format_bytes,
     format_count,
@@ -35,7 +36,7 @@ from meshwise.units import (
     format_time,
 )
 
-__all__ = ["estimate_report", "plan_report"]
+__all__ = ["estimate_report", "plan_data", "plan_report"]
 
 
 #: How the answer begins, by whether the search was complete.
@@ -60,6 +61,8 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         body.append(_front(search.front))
     if not search.complete:
         body.insert(1, Text(_interrupted(planning), style="bold"))
+    if planning.sensitivity:
+        body.append(sensitivity_table(planning.sensitivity))
     counts = f"{search.strategies:,} layouts examined, {search.priced:,} priced ({search.infeasible:,} do not fit)"
     body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
     return Report(
@@ -68,9 +71,10 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         answer=f"{'Best' if search.complete else 'Best so far'}: {_answer(best)}"
         + (f", {_cost_of_tokens(best)}" if cost_matters else ""),
         data={
-            "plans": [_plan_data(plan) for plan in plans],
+            "plans": [plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
             "rejected": [_rival_data(rival) for rival in planning.rejected],
+            **({"sensitivity": sensitivity_data(planning.sensitivity)} if planning.sensitivity else {}),
             "pareto_front": [_found_data(found) for found in search.front],
             "search": {
                 "strategies": search.strategies,
@@ -104,7 +108,7 @@ def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         command="estimate train",
         inputs=inputs,
         answer=f"{fits}{_answer(plan)}",
-        data={"plans": [_plan_data(plan)], "reasons": list(planning.reasons)},
+        data={"plans": [plan_data(plan)], "reasons": list(planning.reasons)},
         body=(Text(_subject(plan)), _terms(plan), _memory(plan), listed("Why", planning.reasons)),
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
@@ -265,19 +269,6 @@ def _found_data(found: Found) -> dict[str, Any]:
     }
 
 
-def _words(layout: Layout) -> str:
-    """Say the mesh as `--layout` reads it: the axes longer than one, outermost first."""
-    return ",".join(f"{a}={layout.sizes[a]}" for a in layout.used_axes) or "data=1"
-
-
-def _choices(layout: Layout) -> str:
-    """Say what a layout has besides its mesh, in few words."""
-    zero = f"zero={layout.zero} " if layout.zero and layout.data > 1 else ""
-    layers = f":{layout.remat_layers}" if layout.remat_layers is not None else ""
-    away = f"offload={'+'.join(layout.offload)} " if layout.offload else ""
-    return f"{zero}{away}remat={layout.remat}{layers} {layout.num_microbatches}x{layout.micro_batch} seq"
-
-
 def _wires(plan: Plan) -> dict[str, str]:
     """Say where each mesh axis lies on the network."""
     return {
@@ -296,9 +287,8 @@ def _bound_words(plan: Plan) -> str:
 def _answer(row: Plan) -> str:
     """Answer in one line: the layout, the time, the share of the peak, then the run, or what binds."""
     estimate = row.estimate
-    parts = [
-        f"{_words(row.layout)}: {format_time(estimate.step_time.expected)} a step, {format_percent(estimate.mfu)} MFU"
-    ]
+    time = format_time(estimate.step_time.expected)
+    parts = [f"{layout_words(row.layout)}: {time} a step, {format_percent(estimate.mfu)} MFU"]
     if row.training is None:
         parts.append(_bound_words(row))
     else:
@@ -323,7 +313,7 @@ def _ranking(rows: Sequence[Plan]) -> RenderableType:
     lines = [
         [
             str(number),
-            f"{_words(row.layout)}\n  {_choices(row.layout)}",
+            f"{layout_words(row.layout)}\n  {choice_words(row.layout)}",
             format_time(row.estimate.step_time.expected),
             format_percent(row.estimate.mfu),
             format_bytes(row.estimate.memory["total"]),
@@ -394,13 +384,17 @@ def _front(front: Sequence[Found]) -> RenderableType:
     return table(
         ("fastest with so little memory", ">a token", ">memory"),
         (
-            (f"{_words(f.layout)} {_choices(f.layout)}", format_time(f.seconds_per_token), format_bytes(f.memory_bytes))
+            (
+                f"{layout_words(f.layout)} {choice_words(f.layout)}",
+                format_time(f.seconds_per_token),
+                format_bytes(f.memory_bytes),
+            )
             for f in front[::step]
         ),
     )
 
 
-def _plan_data(row: Plan) -> dict[str, Any]:
+def plan_data(row: Plan) -> dict[str, Any]:
     """Give one plan as JSON values, under the names that are promised."""
     estimate, run = row.estimate, row.training
     choices = {k: v for k, v in row.layout.to_json().items() if k not in row.layout.sizes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -19,6 +20,7 @@ from meshwise.planning import (
     parse_forbidden,
     plan_training,
 )
+from meshwise.planning import sensitivity as sensitivities
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.units import (
     Quantity,
@@ -80,6 +82,17 @@ class PlanTrainRequest(TrainRequest):
         default=False,
         description="Let plans that keep a part in the host's memory compete; else only where nothing fits without.",
     )
+    sensitivity: bool = Field(
+        default=False,
+        description="Search again with 10 % less of each thing (bandwidths, FLOP/s, HBM, batch, length): what the plan "
+        "depends on.",
+    )
+
+    @property
+    def clusters(self) -> tuple[str, ...]:
+        """Names of the clusters that are compared; one where nothing is."""
+        names = (self.cluster or "").split(",")
+        return tuple(name.strip() for name in names if name.strip())
 
     @property
     def wishes(self) -> Wishes:
@@ -118,7 +131,7 @@ class PlanTrainRequest(TrainRequest):
         most_seconds_per_token(wishes, problem.job.tokens, problem.cluster.price_per_chip_hour)
         return wishes
 
-    def echo_search(self, planning: Planning) -> dict[str, Any]:
+    def echo_search(self, memory_share: float | None) -> dict[str, Any]:
         """Give the inputs of this part with defaults, for JSON."""
         return {
             "objective": self.objective,
@@ -127,11 +140,18 @@ class PlanTrainRequest(TrainRequest):
             "max_chips": self.max_chips,
             "fix": {name: list(v) if isinstance(v, tuple) else v for name, v in self.fix.items()},
             "forbid": list(self.forbid),
-            "max_memory": planning.memory_share,
+            "max_memory": memory_share,
             "top": self.top,
             "front": self.front,
             "offload": self.offload,
+            "sensitivity": self.sensitivity,
         }
+
+    def echo_many(self) -> dict[str, Any]:
+        """Give the inputs of several searches, for JSON."""
+        job = {n: getattr(self, n) for n in ("batch_slack", "precision", "optimizer", "fine_tune", "calibration")}
+        lengths = {"batch_tokens": self.batch_tokens, "seq_len_tokens": self.seq_len, "tokens": self.tokens}
+        return {"model": self.model, **self.echo_where(), **lengths, **job, **self.echo_search(self.max_memory)}
 
 
 def find_plans(
@@ -144,7 +164,11 @@ def find_plans(
         InfeasibleError: nothing fits, or nothing keeps the limits.
     """
     wishes = request.check(problem)
-    return plan_training(problem, objective=request.objective, top=request.top, wishes=wishes, progress=progress)
+    planning = plan_training(problem, objective=request.objective, top=request.top, wishes=wishes, progress=progress)
+    if not request.sensitivity or not planning.search.complete:
+        return planning
+    changes = sensitivities(planning, objective=request.objective, progress=progress)
+    return replace(planning, sensitivity=changes)
 
 
 def plan_train(
@@ -173,6 +197,7 @@ def plan_train(
     top: int = 5,
     front: bool = False,
     offload: bool = False,
+    sensitivity: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Planning:
     """Find the best layouts for a training job: what `meshwise plan train` answers, as values.
@@ -209,6 +234,7 @@ def plan_train(
         top: how many plans to return.
         front: whether to find the front of time against memory, too.
         offload: whether plans that keep a part in the host's memory compete with those that fit without.
+        sensitivity: whether to search again with 10 % less of each thing.
         progress: told a line now and then.
 
     Raises:
@@ -239,6 +265,7 @@ def plan_train(
         "top": top,
         "front": front,
         "offload": offload,
+        "sensitivity": sensitivity,
     }
     request = validated(PlanTrainRequest, given, PARAMETERS)
     return find_plans(request, request.problem(), progress=progress)

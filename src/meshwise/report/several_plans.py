@@ -1,0 +1,206 @@
+"""The answers about several plans: clusters compared, and strong scaling.
+
+Not here: one plan (`plan`), and finding them (`planning`).
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from meshwise.planning import Plan, Planning, Scaling
+from meshwise.report.layouts import layout_words
+from meshwise.report.pictures import terminal_chart, write_svg
+from meshwise.report.plan import plan_data
+from meshwise.report.report import Report, listed
+from meshwise.report.table import table
+from meshwise.report.words import counted
+from meshwise.units import format_count, format_duration, format_money, format_percent, format_time
+
+__all__ = [
+    "comparison_report",
+    "comparison_svg",
+    "scaling_report",
+    "scaling_svg",
+]
+
+
+def comparison_report(found: Mapping[str, Planning | str], inputs: Mapping[str, Any]) -> Report:
+    """Compare clusters.
+
+    Args:
+        found: cluster -> its plans, or why there is none.
+        inputs: what was asked.
+    """
+    plans = {name: p.plans[0] for name, p in found.items() if isinstance(p, Planning)}
+    without = {name: p for name, p in found.items() if isinstance(p, str)}
+    run = all(p.training is not None for p in plans.values())
+    fastest = min(plans, key=lambda n: 1 / plans[n].estimate.tokens_per_s)
+    cheapest = min(plans, key=lambda n: _cost(plans[n]))
+    signs = dict(zip(plans, string.ascii_uppercase, strict=False))
+    rows = [
+        (
+            signs.get(name, ""),
+            f"{name}\n  {layout_words(plan.layout)}",
+            f"{plan.estimate.num_chips:,}",
+            format_time(plan.estimate.step_time.expected),
+            format_count(plan.estimate.tokens_per_s),
+            format_percent(plan.estimate.mfu),
+            format_duration(86400 * plan.training.days.expected) if plan.training else "",
+            _cost_words(plan),
+        )
+        for name, plan in plans.items()
+    ]
+    columns = ["", "cluster", ">chips", ">step", ">tok/s", ">MFU", ">run", ">cost" if run else ">1B tokens"]
+    if not run:
+        columns.pop(6)
+        rows = [(*row[:6], row[7]) for row in rows]  # type: ignore[misc]
+    body: list[RenderableType] = [table(columns, rows)]
+    if without:
+        body.append(listed("Without a plan", (f"{name}: {reason}" for name, reason in without.items())))
+    if len(plans) > 1:
+        points, (x_title, y_title) = _cost_against_time(plans)
+        sign = "".join(signs[n] for n in plans)
+        time = format_duration if run else format_time
+        dollars = _priced(plans)
+        drawn = terminal_chart(points, sign, format_money if dollars else format_count, time)
+        body.append(Text(f"{y_title} (up) against {x_title} (right)\n{drawn}"))
+    return Report(
+        command="plan train",
+        inputs=inputs,
+        answer=f"Fastest: {fastest}, {_cost_words(plans[fastest])}; "
+        f"cheapest: {cheapest}, {_cost_words(plans[cheapest])}",
+        data={
+            "clusters": [
+                {
+                    "cluster": name,
+                    "plan": plan_data(p.plans[0]) if isinstance(p, Planning) else None,
+                    "reason": p if isinstance(p, str) else None,
+                }
+                for name, p in found.items()
+            ]
+        },
+        body=tuple(body),
+        assumed=tuple(p.problem.cluster.describe() for p in plans.values()),
+        next_steps=("all about one of them: the same command with it alone",),
+    )
+
+
+def _priced(plans: Mapping[str, Plan]) -> bool:
+    return all(p.cost_usd_per_billion_tokens is not None for p in plans.values())
+
+
+def _cost(plan: Plan) -> float:
+    """Dollars, or chip-hours where there is no price, of so many tokens."""
+    dollars = plan.cost_usd_per_billion_tokens
+    return plan.chip_hours_per_billion_tokens if dollars is None else dollars
+
+
+def _cost_words(plan: Plan) -> str:
+    if plan.training is not None:
+        dollars = plan.training.cost_usd
+        return f"{format_count(plan.training.chip_hours)} chip-hours" if dollars is None else format_money(dollars)
+    dollars = plan.cost_usd_per_billion_tokens
+    return f"{format_count(_cost(plan))} chip-hours" if dollars is None else format_money(dollars)
+
+
+def _cost_against_time(plans: Mapping[str, Plan]) -> tuple[list[tuple[float, float]], tuple[str, str]]:
+    """Points (seconds, cost) of the run, or of a billion tokens, and what the axes are."""
+    tokens = next(iter(plans.values())).problem.job.tokens
+    of, many = ("the run", tokens) if tokens is not None else ("1B tokens", 1e9)
+    dollars = _priced(plans)
+    points = [
+        (
+            many / p.estimate.tokens_per_s,
+            (_cost(p) if dollars else p.chip_hours_per_billion_tokens) * many / 1e9,
+        )
+        for p in plans.values()
+    ]
+    return points, (f"time of {of}", f"{'dollars' if dollars else 'chip-hours'} of {of}")
+
+
+def comparison_svg(found: Mapping[str, Planning | str]) -> str:
+    """Draw cost against time, a point a cluster."""
+    plans = {name: p.plans[0] for name, p in found.items() if isinstance(p, Planning)}
+    points, (x_title, y_title) = _cost_against_time(plans)
+    return write_svg([(x / 86400, y) for x, y in points], list(plans), f"{x_title}, days", y_title)
+
+
+def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
+    """Say how MFU and step time go with the number of chips.
+
+    Args:
+        scaling: what was found.
+        inputs: what was asked.
+    """
+    plans = [p.plan for p in scaling.points if p.plan is not None]
+    first = plans[0].estimate
+    rows = [
+        (
+            f"{p.num_chips:,}",
+            format_time(p.plan.estimate.step_time.expected),
+            format_percent(p.plan.estimate.mfu),
+            f"{p.plan.estimate.tokens_per_s / first.tokens_per_s:.3g}",
+            f"{layout_words(p.plan.layout)}",
+        )
+        if p.plan is not None
+        else (f"{p.num_chips:,}", "", "", "", p.reason)
+        for p in scaling.points
+    ]
+    points = _mfu(plans)
+    drawn = terminal_chart(points, "o" * len(points), format_percent, lambda n: f"{n:,.0f}", joined=True)
+    most = plans[-1].estimate.num_chips
+    if scaling.end is None:
+        answer = (
+            f"Strong scaling goes on to {counted(most, 'chip')}: {format_percent(plans[-1].estimate.mfu)} MFU there"
+        )
+    else:
+        why = scaling.why.replace("_", " ")
+        answer = f"Strong scaling ends at {counted(scaling.end, 'chip')}: {why}" + (
+            " grows" if any(scaling.why in p.estimate.terms for p in plans) else ""
+        )
+    body: list[RenderableType] = [] if scaling.complete else [Text("Interrupted: larger numbers were not looked at.")]
+    body += [
+        table((">chips", ">step", ">MFU", ">speed", "layout"), rows),
+        Text(f"MFU (up) against chips (right)\n{drawn}"),
+    ]
+    return Report(
+        command="plan train",
+        inputs=inputs,
+        answer=answer,
+        data={
+            "scaling": [
+                {
+                    "num_chips": p.num_chips,
+                    "plan": None if p.plan is None else plan_data(p.plan),
+                    "reason": p.reason or None,
+                }
+                for p in scaling.points
+            ],
+            "strong_scaling_ends_at_chips": scaling.end,
+            "strong_scaling_ends_because": scaling.why or None,
+            "complete": scaling.complete,
+        },
+        body=tuple(body),
+        assumed=(
+            f"the batch stays {format_count(plans[0].problem.job.batch_tokens)} tokens, rounded to what divides",
+            "strong scaling ends where more chips give less than half of the speed that they could add",
+            f"speed is tokens/s over that of {counted(first.num_chips, 'chip')}",
+        ),
+    )
+
+
+def _mfu(plans: Sequence[Plan]) -> list[tuple[float, float]]:
+    return [(float(p.estimate.num_chips), p.estimate.mfu) for p in plans]
+
+
+def scaling_svg(scaling: Scaling) -> str:
+    """Draw MFU against chips."""
+    plans = [p.plan for p in scaling.points if p.plan is not None]
+    points = [(x, 100 * y) for x, y in _mfu(plans)]
+    names = [format_time(p.estimate.step_time.expected) for p in plans]
+    return write_svg(points, names, "chips", "MFU, %", joined=True)
