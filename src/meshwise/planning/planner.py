@@ -121,12 +121,12 @@ def plan_training(
     if objective not in (*OBJECTIVES, "chips"):
         raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    for share, space in wished_spaces(problem, wishes):
+    for space in wished_spaces(problem, wishes):
         wanted = Wanted(problem, whole, wishes, objective, top, space, progress)
         outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
         if outcome.result.best:
             break
-    result = outcome.result
+    result, share = outcome.result, space.memory_share
     if not result.best and result.interrupted_on:
         raise KeyboardInterrupt
     if not result.best:
@@ -156,12 +156,12 @@ def _offloading(problem: TrainingProblem, wishes: Wishes) -> tuple[bool, ...]:
     return (False, True) if may else (False,)
 
 
-def wished_spaces(problem: TrainingProblem, wishes: Wishes) -> Iterator[tuple[float, SearchSpace]]:
-    """Share of the HBM and space to search, in this order until something is found."""
+def wished_spaces(problem: TrainingProblem, wishes: Wishes) -> Iterator[SearchSpace]:
+    """Spaces to search, in this order until something is found."""
     shares = (MAX_MEMORY, 1.0) if wishes.max_memory is None else (wishes.max_memory,)
     for offload, share in itertools.product(_offloading(problem, wishes), shares):
         space = _space(problem, wishes, share)
-        yield share, space if offload else replace(space, choices=replace(space.choices, offload=((),)))
+        yield space if offload else replace(space, choices=replace(space.choices, offload=((),)))
 
 
 def _space(problem: TrainingProblem, wishes: Wishes, share: float) -> SearchSpace:

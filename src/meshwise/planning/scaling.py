@@ -83,14 +83,14 @@ def scale_training(
 
 
 def _point(problem: TrainingProblem, wishes: Wishes, boxes: list[Fabric], chips: int) -> Point:
-    for share, space in wished_spaces(problem, wishes):
+    for space in wished_spaces(problem, wishes):
         result = search(problem, boxes, space, top=1)
         if not result.complete:
             raise KeyboardInterrupt
         if result.best:
             best = result.best[0]
             return Point(chips, Plan.of(problem, best.layout, best.fabric))
-    return Point(chips, None, _reason(problem, result, share))
+    return Point(chips, None, _reason(problem, result, space.memory_share))
 
 
 def _reason(problem: TrainingProblem, result: SearchResult, share: float) -> str:
