@@ -1,4 +1,5 @@
 """Clusters compared, strong scaling, sensitivity and Ctrl-C, as users call them; on jobs that take no time."""
+# ruff: noqa: E501 - one case a line
 
 import json
 import os
