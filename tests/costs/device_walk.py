@@ -133,10 +133,15 @@ def rule_splits(axes, *tables):
 
 
 def local_operations(placed, when):
-    """Those of "forward", "recompute" or "backward"."""
+    """Those of "forward", "recompute", "backward" (gradients of activations) or "weights" (gradients of weights)."""
     items = [i for i in (placed.forward if when == "forward" else placed.backward) if isinstance(i, LocalOp)]
-    again = placed.recomputed
-    return [i for i in items if when == "forward" or (i.op.name in again) == (when == "recompute")]
+
+    def pass_of(item):
+        if item.op.name in placed.recomputed:
+            return "recompute"
+        return "weights" if item.output.tensor.kind is Kind.GRADIENT else "backward"
+
+    return [i for i in items if when == "forward" or pass_of(i) == when]
 
 
 def _count(box):

@@ -11,12 +11,13 @@ from small_problems import tiny
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.errors import ConfigError, InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
-from meshwise.planning import Plan, estimate_layout, plan_training, training_limits
+from meshwise.planning import Plan, SearchSpace, estimate_layout, plan_training, search, training_limits
 from meshwise.sharding.layout import parse_layout
 
 
@@ -56,6 +57,21 @@ def test_the_search_says_how_much_it_looked_at(planned):
     assert s.strategies > 1000
     assert s.infeasible > 0
     assert 0 < s.least_memory < planned.plans[0].estimate.memory["total"]
+    assert s.front == ()
+
+
+def small():
+    return problem(tiny(layers=4, width=1024, hidden=4096), "h100:8", batch_tokens="64Ki", seq_len="2048")
+
+
+def least_memory(p):
+    """What the leanest layout needs, bytes."""
+    fabric = Fabric.of(p.cluster, flat_rings=p.calibration.flat_rings)
+    return search(p, [fabric], SearchSpace(training_limits(p), memory_share=1e-6)).least_memory
+
+
+def test_the_front_is_found_when_asked_for():
+    s = plan_training(small(), top=1, front=True).search
     times = [f.seconds_per_token for f in s.front]
     memories = [f.memory_bytes for f in s.front]
     assert times == sorted(times)
@@ -133,9 +149,9 @@ def test_a_deadline_needs_tokens_and_days(tokens, days):
 
 
 def test_what_does_not_fit_is_said_with_the_factor():
-    p = problem("llama-3-70b", "h100:8")
+    p = problem("llama-3-70b", "h800:8")  # the memory of its host is not known, so that nothing is offloaded
     with pytest.raises(
-        InfeasibleError, match=r"llama-3-70b does not fit on h100:8: the leanest of [\d,]+ layouts needs"
+        InfeasibleError, match=r"llama-3-70b does not fit on h800:8: the leanest of [\d,]+ layouts needs"
     ) as e:
         plan_training(p)
     factor = float(re.search(r"([\d.]+) x the", str(e.value))[1])
@@ -145,9 +161,9 @@ def test_what_does_not_fit_is_said_with_the_factor():
 
 
 def test_memory_that_is_short_is_used_whole_before_giving_up():
-    p = problem("llama-3-8b", "h100:8", batch_tokens="64Ki")
+    p = problem(tiny(layers=4, width=1024, hidden=4096), "h100:8", batch_tokens="64Ki", seq_len="2048")
     chip = p.cluster.chip
-    need = plan_training(p).search.least_memory - RESERVE_SHARE * chip.hbm_usable
+    need = least_memory(p) - RESERVE_SHARE * chip.hbm_usable
     chip = replace(chip, hbm_capacity=need / 0.95, hbm_reported=None)
     short = replace(p, cluster=p.cluster.replace(chip=chip))
     for more in ({}, {"objective": "chips", "deadline_days": 1e6}):
@@ -163,7 +179,7 @@ def test_a_memory_that_is_asked_for_is_never_exceeded(objective):
     p = problem(tiny(layers=4, width=1024, hidden=4096), "h100:8", batch_tokens="64Ki", seq_len="2048")
     more = {"objective": objective, "top": 2} | ({"deadline_days": 1e6} if objective == "chips" else {})
     usable = p.cluster.chip.hbm_usable
-    leanest = plan_training(p, **more).search.least_memory / usable
+    leanest = least_memory(p) / usable
     found = plan_training(p, max_memory=1.02 * leanest, **more)
     assert found.memory_asked
     assert all(plan.estimate.memory["total"] <= 1.02 * leanest * usable for plan in found.plans)
@@ -325,7 +341,15 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_does(batch, layout)
 
 def test_limits_come_from_model_and_job():
     limits = training_limits(problem(cluster="v5p:4x4x4"), {"tensor": 4})
-    assert limits.largest == {"tensor": 32, "context": 64, "fsdp": 64, "data": 64, "stage": 32}
+    assert limits.largest == {
+        "tensor": 32,
+        "ulysses": 32,
+        "context": 64,
+        "expert": 1,
+        "fsdp": 64,
+        "data": 64,
+        "stage": 32,
+    }
     assert limits.max_replicas == pytest.approx(128 * 1.1)
     assert limits.fixed == {"tensor": 4}
 
@@ -430,3 +454,21 @@ def test_every_number_of_an_interval_is_there(planned):
     t = planned.plans[0].training
     assert isinstance(t.days, Interval)
     assert t.days.lower < t.days.expected < t.days.upper
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "reason"),
+    [
+        ("llama-3-8b", "expert=2,data=8", "expert=2: llama-3-8b has no experts to split; use data=2 or fsdp=2"),
+        ("mixtral-8x7b", "expert=16", "expert=16 does not divide 8 experts; use expert=8"),
+        (
+            "llama-3-8b",
+            "ulysses=16,tensor=4",
+            "ulysses=16 x tensor=4 is more than the model's 32 query heads; use ulysses=8 or less",
+        ),
+        ("llama-3-8b", "ulysses=3,data=5", "ulysses=3 does not divide sequences of 8192 tokens; use ulysses=2"),
+    ],
+)
+def test_what_cannot_be_split_so_is_refused(model, layout, reason):
+    with pytest.raises(LayoutError, match=re.escape(reason)):
+        estimate(problem(model, "h100:64"), layout)

@@ -24,6 +24,10 @@ def limits(**changes):
     return Limits(unbounded | changes.pop("largest", {}), changes.pop("max_replicas", math.inf), **changes)
 
 
+def mesh(**sizes):
+    return tuple(sizes.get(a, 1) for a in MESH_AXES)
+
+
 @pytest.mark.parametrize("chips", [1, 2, 12, 16, 20, 30, 64])
 def test_meshes_without_limits_are_all_factorings(chips):
     assert sorted(map(tuple, meshes(chips, limits()).tolist())) == sorted(all_factorings(chips, len(MESH_AXES)))
@@ -41,11 +45,11 @@ def test_meshes_within_limits_are_those_that_keep_them():
             m["tensor"] <= 6
             and m["stage"] <= 5
             and m["data"] == 2
-            and m["data"] * m["fsdp"] <= 8
+            and m["data"] * m["fsdp"] * m["expert"] <= 8
             and 1000 % m["context"] == 0
         )
 
-    assert sorted(map(tuple, found.tolist())) == sorted(m for m in all_factorings(48, 5) if kept(m))
+    assert sorted(map(tuple, found.tolist())) == sorted(m for m in all_factorings(48, len(MESH_AXES)) if kept(m))
     assert len(found) > 3
     assert not len(meshes(48, limits(fixed={"fsdp": 5})))
     assert {m[MESH_AXES.index("fsdp")] for m in meshes(48, limits(fixed={"fsdp": 12})).tolist()} == {12}
@@ -109,7 +113,7 @@ def test_what_is_left_undominated_holds_a_minimiser_of_every_monotone_cost(clust
 
 def test_several_meshes_keep_their_own_placements():
     fabric = Fabric.of(parse_cluster("v5e:4x4"))
-    options = [placements(fabric.sizes, (2, 1, 8, 1, 1)), placements(fabric.sizes, (4, 1, 4, 1, 1))]
+    options = [placements(fabric.sizes, mesh(tensor=2, fsdp=8)), placements(fabric.sizes, mesh(tensor=4, fsdp=4))]
     starts = np.array([0, len(options[0])])
     together = undominated(fabric, np.concatenate(options), starts, GROUPS)
     alone = [undominated(fabric, o, np.array([0]), GROUPS) for o in options]
@@ -169,7 +173,7 @@ def test_no_box_has_a_prime_number_that_does_not_fit():
 
 def test_wires_of_tables_are_those_made_one_by_one():
     fabric = Fabric.of(parse_cluster("v5p:2x2x4"))
-    ways = placements(fabric.sizes, (2, 2, 2, 2, 1))
+    ways = placements(fabric.sizes, mesh(tensor=2, context=2, fsdp=2, data=2))
     table = WireTable(fabric, ways)
     for group in GROUPS:
         for i, way in enumerate(ways):

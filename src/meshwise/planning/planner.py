@@ -283,6 +283,7 @@ def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
             raise LayoutError(
                 f"layout: {axis}={sizes[axis]} is more than the model's {most} {what}; use {axis}={most} or less"
             )
+    _check_experts(problem, sizes["expert"])
     check_remat(request.choices.get("remat", ""), problem.train_program())
     check_offload(problem.cluster.chip, request.choices.get("offload", ()))
     length = int(problem.job.seq_len)
@@ -291,3 +292,31 @@ def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
         raise LayoutError(
             f"layout: context={sizes['context']} does not divide sequences of {length} tokens; use context={nearest}"
         )
+    _check_ulysses(problem, sizes)
+
+
+def _check_experts(problem: TrainingProblem, size: int) -> None:
+    """Refuse an axis of experts that has none to split, or splits them unevenly."""
+    if size > 1 and not problem.model.mixtures:
+        raise LayoutError(
+            f"layout: expert={size}: {problem.model.name} has no experts to split; use data={size} or fsdp={size}"
+        )
+    experts = training_limits(problem).largest["expert"]
+    if experts % size:
+        nearest = max(d for d in range(1, size + 1) if experts % d == 0)
+        raise LayoutError(f"layout: expert={size} does not divide {experts} experts; use expert={nearest}")
+
+
+def _check_ulysses(problem: TrainingProblem, sizes: Mapping[str, int]) -> None:
+    """Refuse more of Ulysses than heads are left by tensor parallelism, and positions that it does not divide."""
+    size, tensor, length = sizes["ulysses"], sizes["tensor"], int(problem.job.seq_len)
+    heads = training_limits(problem).largest["ulysses"]
+    if size > 1 and size * tensor > heads:
+        most = max(1, heads // tensor)
+        raise LayoutError(
+            f"layout: ulysses={size} x tensor={tensor} is more than the model's {heads} query heads; "
+            f"use ulysses={most} or less, and context for the rest"
+        )
+    if length % (size * sizes["context"]):
+        nearest = max(d for d in range(1, size + 1) if length % (d * sizes["context"]) == 0)
+        raise LayoutError(f"layout: ulysses={size} does not divide sequences of {length} tokens; use ulysses={nearest}")
