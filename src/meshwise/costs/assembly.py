@@ -52,6 +52,7 @@ def step_time(
     *,
     optimizer_bytes: Any,
     optimizer_matmul: Any = 0.0,
+    copied_bytes: Any = 0.0,
     ledger: Ledger | None = None,
 ) -> StepTime:
     """Put the time of a step together.
@@ -61,6 +62,7 @@ def step_time(
         pipeline: schedule and sizes (1 stage: gradient accumulation).
         optimizer_bytes: HBM traffic of the optimizer on one chip.
         optimizer_matmul: seconds of its matmuls at the data-sheet rate.
+        copied_bytes: gradients that one chip tells the one with a copy of its stages, once a step.
         ledger: to be filled, for workings.
 
     The busiest device's work is what the terms say; `pipeline_bubble` is what it waits for. See `makespans`.
@@ -83,7 +85,8 @@ def step_time(
         hidden[n] = hidden[n] + microbatches * micro.hidden[n] + terms[n] * hidden_share
         terms[n] = terms[n] * (1 - hidden_share) + exposed[n]
     terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
-    terms["pipeline_send"] = 2 * schedule.hops(shape) * send
+    copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
+    terms["pipeline_send"] = 2 * schedule.hops(shape) * send + copied
     terms["offload"] = 0.0
     terms["optimizer"] = (
         optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
@@ -103,6 +106,7 @@ def step_time(
         ledger.nothing_hidden, ledger.hidden_by_schedule = nothing_hidden, hidden_share
         ledger.waits = waits / maximum(worked["layer"], 1e-30)
         ledger.boundary_bytes, ledger.optimizer_bytes = parts.boundary_bytes, optimizer_bytes
+        ledger.copied, ledger.copied_bytes = copied, copied_bytes
         ledger.optimizer_matmul = optimizer_matmul
     lower: Any = 0.0
     for seconds in resources.values():
@@ -112,7 +116,7 @@ def step_time(
         hidden=hidden,
         lower=lower,
         expected=sum(terms[name] for name in TERMS),
-        upper=nothing_hidden + serial + terms["optimizer"],
+        upper=nothing_hidden + serial + copied + terms["optimizer"],
         resources=resources,
         flops=microbatches * micro.flops,
     )
@@ -220,5 +224,10 @@ def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str
 
 def _send(parts: StepParts) -> Any:
     """Seconds of one send between neighbouring stages."""
+    return _send_of(parts, parts.boundary_bytes)
+
+
+def _send_of(parts: StepParts, num_bytes: Any) -> Any:
+    """Seconds of one send of so many bytes along the stage axis."""
     links = parts.rates.calibration.links
-    return collective_time(CollectiveKind.PERMUTE, parts.boundary_bytes, parts.rates.wires(("stage",)), links=links)
+    return collective_time(CollectiveKind.PERMUTE, num_bytes, parts.rates.wires(("stage",)), links=links)

@@ -209,6 +209,7 @@ class Evaluated:
             self.step,
             pipeline,
             optimizer_bytes=self._update(pipeline, lambda plan: self.extents.weighted(plan.traffic)),
+            copied_bytes=self._copied(pipeline),
             optimizer_matmul=self._orthogonal_seconds(pipeline, chip.peak(formats.other_compute)),
             ledger=self.ledger,
         )
@@ -229,6 +230,12 @@ class Evaluated:
             hbm_capacity=self.problem.cluster.chip.hbm_usable,
             pipeline=pipeline,
         )
+
+    def _copied(self, pipeline: Pipeline) -> Any:
+        """Bytes of gradients that devices with copies of the same stages tell each other."""
+        if pipeline.schedule.copies == 1:
+            return 0.0
+        return self._update(pipeline, lambda plan: self.extents.weighted(plan.gradients))
 
     def _update(self, pipeline: Pipeline, amount: Callable[[UpdatePlan], Any]) -> Any:
         """What the update takes on the fullest device of the pipeline, which the others wait for."""

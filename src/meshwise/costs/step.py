@@ -14,6 +14,8 @@ The rule for the *expected* time, stated once:
 5. A pipeline takes what its schedule takes (`makespans`): the work of its busiest device, and what that waits for.
    Its sends are hidden except on the first microbatch's way through the model and the last one's way back. Where a
    forward pass runs together with another microbatch's backward pass, each computes while the other communicates.
+   Where a schedule has two copies of a stage, their gradients are added once a step, on the critical path: each device
+   sends the other what its optimizer reads.
 6. What lives in the host's memory streams over the host link, hidden behind the compute of its own layer and pass, or
    behind the last backward pass, as far as that lasts (`offload`).
 
@@ -52,7 +54,7 @@ TERMS = {
     "fsdp": "exposed gathering of weights and scattering of gradients, each microbatch (with zero=2 over data too)",
     "data": "exposed reduction over the data axis, and gathering of new weights",
     "pipeline_bubble": "stages waiting while the pipeline fills and drains",
-    "pipeline_send": "exposed sends between stages",
+    "pipeline_send": "exposed sends between stages, and of gradients between copies of a stage",
     "optimizer": "reading and writing the training state",
     "offload": "exposed streams between the chip and its host, of what lives in the host's memory",
 }
@@ -177,7 +179,8 @@ class Ledger:
         hidden_by_schedule: share of the exposed collectives of microbatches that runs behind another one's compute.
         waits: runs of layers on other devices that the busiest waits for at least, in units of its own layers.
         send: seconds of one send between stages.
-        boundary_bytes, optimizer_bytes, optimizer_matmul: as given to `step_time`.
+        copied: seconds in which copies of a stage tell each other their gradients.
+        boundary_bytes, copied_bytes, optimizer_bytes, optimizer_matmul: as given to `step_time`.
         holdings: what the classes of memory are made of; `evaluate` fills it.
         host: every stream over the host link; those of passes come in so many `rounds`. `offload` fills them.
     """
@@ -191,6 +194,8 @@ class Ledger:
     waits: Any = 0.0
     send: Any = 0.0
     boundary_bytes: Any = 0.0
+    copied: Any = 0.0
+    copied_bytes: Any = 0.0
     optimizer_bytes: Any = 0.0
     optimizer_matmul: Any = 0.0
     holdings: list[Holding] = field(default_factory=list)

@@ -69,11 +69,13 @@ class UpdatePlan:
 
     Args:
         traffic: HBM bytes on one chip.
+        gradients: bytes of the gradients that one chip's optimizer reads, as they travel.
         orthogonal: matrices that are made orthogonal, each with the mesh axes over which its work is dealt out.
         iterations: of Newton-Schulz on each.
     """
 
     traffic: WeightedSum
+    gradients: WeightedSum
     orthogonal: tuple[tuple[Matrix, Split], ...]
     iterations: int
 
@@ -110,7 +112,10 @@ def update_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer)
             per_element += 2 * _MUON_FORMAT.bytes
         terms.append((held_key(held), per_element))
         terms += [(key, 2 * num_bytes) for key, num_bytes in _moments(held, placed.block, precision, optimizer)]
-    return UpdatePlan(weighted_sum(terms), tuple(_orthogonal_work(placed, optimizer)), optimizer.orthogonal_iterations)
+    gradients = weighted_sum((held_key(h), precision.reductions.bytes) for h in placed.optimizer)
+    return UpdatePlan(
+        weighted_sum(terms), gradients, tuple(_orthogonal_work(placed, optimizer)), optimizer.orthogonal_iterations
+    )
 
 
 def moment_bytes(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> WeightedSum:

@@ -265,6 +265,7 @@ class Workings:
         pipeline, times: its schedule, and seconds of its chunks, exposed communication included.
         nothing_hidden: seconds of the schedule with nothing overlapped.
         send: seconds of one send between stages; boundary_bytes, what it sends.
+        copied: seconds of the sends of gradients between copies of a stage; copied_bytes, what they send.
         optimizer_bytes: HBM traffic of the update on one chip.
         optimizer_matmul: seconds of its matmuls at the data-sheet rate.
         memory: classes that hold anything, without the reserve.
@@ -284,6 +285,8 @@ class Workings:
     nothing_hidden: float
     send: float
     boundary_bytes: float
+    copied: float
+    copied_bytes: float
     optimizer_bytes: float
     optimizer_matmul: float
     memory: tuple[ClassWorking, ...]

@@ -87,6 +87,8 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
         nothing_hidden=float(ledger.nothing_hidden),
         send=float(ledger.send),
         boundary_bytes=float(ledger.boundary_bytes),
+        copied=float(ledger.copied),
+        copied_bytes=float(ledger.copied_bytes),
         optimizer_bytes=float(ledger.optimizer_bytes),
         optimizer_matmul=float(ledger.optimizer_matmul),
         memory=_memory(ledger),

@@ -153,6 +153,7 @@ def upper_parts(w: Workings) -> dict[str, float]:
         **work,
         "idling": w.nothing_hidden - sum(work.values()) if w.layout.stage > 1 else 0.0,
         "collectives once a step": sum(c.seconds_per_step for c in w.collectives if c.when is Pass.STEP),
+        "gradients between copies": w.copied,
         "host link": sum(s.count_per_step * (s.bytes_out + s.bytes_in) for s in w.host)
         / (chip.host_link_bandwidth * calibration.link_efficiency),
         "optimizer": w.optimizer_bytes / (chip.hbm_bandwidth * calibration.hbm_efficiency)

@@ -268,10 +268,15 @@ def _bubble(w: Workings, seconds: float) -> Explanation:
 
 def _send(w: Workings, seconds: float) -> Explanation:
     hops = w.pipeline.schedule.hops(w.pipeline.shape)
+    formula = "2 directions x sends on a microbatch's way x seconds of one send of a stage's output"
+    substitution = f"2 x {number(hops)} x {format_time(w.send)} ({format_bytes(w.boundary_bytes)})"
+    if w.copied:
+        formula += " + one send of the gradients between copies of a stage"
+        substitution += f" + {format_time(w.copied)} ({format_bytes(w.copied_bytes)})"
     return Explanation(
         "pipeline_send",
-        "2 directions x sends on a microbatch's way x seconds of one send of a stage's output",
-        f"2 x {number(hops)} x {format_time(w.send)} ({format_bytes(w.boundary_bytes)})",
+        formula,
+        substitution,
         format_time(seconds),
         f"{RULE.format(5)}; the book, Training, Pipelining",
     )

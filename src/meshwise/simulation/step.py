@@ -192,7 +192,8 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
     closed = float(step.terms["pipeline_bubble"]) + float(pipeline.schedule.work(shape, ledger.times))
     scale = closed / simulated.makespan
     once, behind = _once(ledger)
-    sends = float(step.terms["pipeline_send"]) / 2
+    copied = float(ledger.copied)
+    sends = (float(step.terms["pipeline_send"]) - copied) / 2
     begin = sum(once[Purpose.WEIGHTS].values()) + sends
     spans: list[Span] = []
     for stage in range(layout.stage):
@@ -202,6 +203,7 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
     tail = [
         ("pipeline", "send", sends),
         *_communication(once[Purpose.GRADIENTS]),
+        ("pipeline", "gradients of copies", copied),
         ("host", "offload", float(step.terms["offload"])),
         ("compute", "optimizer", float(step.terms["optimizer"])),
     ]
