@@ -30,6 +30,7 @@ class T5(FamilyConfig):
     )  # fmt: skip
     ignored: ClassVar[frozenset[str]] = frozenset({
         "relative_attention_max_distance", "dropout_rate", "n_positions", "dense_act_fn", "scalable_attention",
+        "scale_decoder_outputs",
     })  # fmt: skip
 
     hidden_size: Size = Field(validation_alias=AliasChoices("d_model", "hidden_size"))

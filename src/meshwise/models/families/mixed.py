@@ -5,9 +5,10 @@ Corrections that steer routing towards balance are no parameters in their refere
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from meshwise.errors import ConfigError
 from meshwise.models.families.base import Count, Index, Positions, Size, divide
@@ -16,6 +17,28 @@ from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Embedding, Head, LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
 __all__ = ["FAMILIES", "Gemma4Text", "Step35"]
+
+#: A layer as later files number them: "05".
+LayerNumber = Annotated[str, Field(pattern="^[0-9]{1,5}$")]
+
+
+class LayerSizes(Keys):
+    """An entry of `per_layer_config`: what one layer has in place of what is said of all."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Size | None = None
+
+
+def own_heads(entries: Mapping[str, LayerSizes], index: int, common: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Give the heads of one layer: query heads, key/value heads, and their width."""
+    own = next((entry for number, entry in entries.items() if int(number) == index), LayerSizes())
+    n, k, h = common
+    n, k, h = own.num_attention_heads or n, own.num_key_value_heads or k, own.head_dim or h
+    divide(n, k, "per_layer_config.num_attention_heads", "num_key_value_heads")
+    return n, k, h
 
 
 class Gemma4Text(PatternMixin):
@@ -36,6 +59,7 @@ class Gemma4Text(PatternMixin):
     global_head_dim: Size = 512
     num_global_key_value_heads: Count | None = None
     attention_k_eq_v: bool = False
+    per_layer_config: dict[LayerNumber, LayerSizes] | None = None
     num_kv_shared_layers: Index = 0
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: Index = 256
@@ -73,7 +97,9 @@ class Gemma4Text(PatternMixin):
         """Global layers have heads of their own width, and may have keys for values."""
         n, k, h = self.heads()
         wide = self.layer_type(index) == "full_attention"
-        if wide:
+        if self.per_layer_config is not None:
+            n, k, h = own_heads(self.per_layer_config, index, (n, k, h))
+        elif wide:
             h = self.global_head_dim
             if self.attention_k_eq_v and self.num_global_key_value_heads is not None:
                 k = self.num_global_key_value_heads
@@ -229,6 +255,7 @@ class Step35(PatternMixin):
     sink: Literal[False] | None = None
     sliding_window: Positions | None = None
     num_sliding_attention_heads: Count | None = None
+    per_layer_config: dict[LayerNumber, LayerSizes] | None = None
     attention_other_setting: OtherAttention | None = None
     moe_layers_enum: str | list[int] | None = None
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
@@ -248,7 +275,9 @@ class Step35(PatternMixin):
     def attention(self, index: int) -> SelfAttention | LatentAttention:
         """Local layers have as many query heads as they say."""
         n, k, h = self.heads()
-        if self.layer_type(index) == "sliding_attention":
+        if self.per_layer_config is not None:
+            n, k, h = own_heads(self.per_layer_config, index, (n, k, h))
+        elif self.layer_type(index) == "sliding_attention":
             other = self.attention_other_setting
             n = self.num_sliding_attention_heads or (other.num_attention_heads if other else n)
             if other is not None and (other.num_attention_groups not in (None, k) or other.head_dim not in (None, h)):

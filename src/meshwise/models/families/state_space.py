@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from meshwise.errors import ConfigError
 from meshwise.models.families.activations import check_activation
@@ -392,6 +392,7 @@ class NemotronH(Decoder):
     # The width inside is that of the heads, whatever `expand` says.
     ignored: ClassVar[frozenset[str]] = _STEPS | {
         "time_step_rank", "expand", "mamba_expand", "moe_shared_expert_overlap", "sliding_window", "mamba_proj_bias",
+        "mtp_hybrid_override_pattern", "mtp_layers_block_type",
     }  # fmt: skip
 
     intermediate_size: Size | None = 21504
@@ -423,8 +424,16 @@ class NemotronH(Decoder):
     moe_shared_expert_intermediate_size: Size = 7688
     moe_latent_size: Size | None = None
     tie_word_embeddings: Literal[False] = False  # the reference implementation never ties them
-    num_nextn_predict_layers: Literal[0] | None = None
-    mtp_hybrid_override_pattern: str | None = None
+    num_nextn_predict_layers: Index | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def count_layers(cls, config: Any) -> Any:
+        """Count what is listed, as files of later versions say no number of layers."""
+        listed = config.get("layers_block_type") if isinstance(config, dict) else None
+        if isinstance(listed, list) and listed and "num_hidden_layers" not in config:
+            return {**config, "num_hidden_layers": len(listed)}
+        return config
 
     def kinds(self) -> list[str]:
         """Give the kind of every layer."""
@@ -504,6 +513,7 @@ class NemotronH(Decoder):
             groups=group_layers(self.branch(kind) for kind in self.kinds()),
             head=self.head(),
             max_positions=self.max_position_embeddings,
+            notes=("multi-token-prediction modules are not counted",) if self.num_nextn_predict_layers else (),
         )
 
 

@@ -21,7 +21,7 @@ __all__ = ["IdeficsVision", "InternVision", "PixtralVision", "StepVision"]
 class PixtralVision(TowerConfig):
     """Pixtral: gated layers without biases, rotated positions."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"image_size"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"image_size", "vocab_size"})
 
     hidden_size: Size = 1024
     intermediate_size: Size = 4096

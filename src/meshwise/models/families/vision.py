@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from meshwise.errors import ConfigError
 from meshwise.models.families.audio_towers import Gemma4Audio
 from meshwise.models.families.base import Count, FamilyConfig, Size
 from meshwise.models.families.deepseek import DeepseekV3
@@ -65,6 +66,7 @@ class KimiK25(Towered):
     classes: ClassVar[tuple[str, ...]] = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
     readers: ClassVar[Readers] = {"kimi_k2": KimiK2Inner, "deepseek_v3": KimiK2Inner}
     vision_readers: ClassVar[Towers] = {"kimi_k25_vision": KimiVision}
+    ignored: ClassVar[frozenset[str]] = MEDIA_KEYS | {"projection_layer_norm_eps"}
 
     projection_hidden_size: Size | None = None
 
@@ -85,12 +87,18 @@ class MiniMaxM3(Towered):
     ignored: ClassVar[frozenset[str]] = MEDIA_KEYS | {"multimodal_projector_bias", "projector_hidden_act"}
 
     projector_hidden_size: Size = 6144
+    merged_hidden_size: Size | None = None
     img_token_compression_config: Compression | None = None
     num_reward_heads: int = Field(default=0, ge=0, le=0)
 
     def projector(self, width: int) -> tuple[TowerPart, ...]:
         """Two feed-forwards: of patches, and of merged ones."""
         hidden, side = self.projector_hidden_size, self.vision.side
+        if self.merged_hidden_size not in (None, width * side**2):
+            raise ConfigError(
+                f"key 'merged_hidden_size': expected {width * side**2}, that of {side**2} merged patches; "
+                f"found {self.merged_hidden_size}"
+            )
         return (
             TowerPart("projector", mlp(self.vision.hidden_size, hidden, out=width)),
             TowerPart("merger", mlp(width * side**2, hidden, out=width)),
