@@ -77,7 +77,7 @@ def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
         foreign = next((k for k in config if "ssm" in k or "mamba" in k), None)
         if foreign is not None:
             raise ConfigError(
-                f"{where}: key {foreign!r}: state-space layers are not supported yet, and 'model_type' is missing"
+                f"{where}: key {foreign!r} is of state-space layers, whose family is not clear: 'model_type' is missing"
             )
         raise ConfigError(f"{where}: key 'model_type': expected the family's name, such as \"llama\", found {found}")
     if kind in NOT_YET:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 __all__ = ["NOT_YET"]
 
-_STATE_SPACE = "state-space layers are not modelled"
-_LINEAR = "linear-attention layers are not modelled"
+_STATE_SPACE = "what this family has around its state-space layers is not modelled"
+_LINEAR = "its kind of linear-attention or recurrent layers is not modelled"
 _VISION = "the tower of this family is not modelled"
 _SHAPES = "layers whose heads differ in width are not modelled"
 
