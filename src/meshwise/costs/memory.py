@@ -35,7 +35,6 @@ __all__ = [
     "pipeline_ends",
     "stage_memories",
     "state_bytes",
-    "training_memory",
 ]
 
 #: Class -> what it holds.
@@ -169,35 +168,6 @@ def local_memory(plan: MemoryPlan, extents: Extents) -> LocalMemory:
     )
 
 
-def training_memory(
-    blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
-    extents: Extents,
-    precision: Precision,
-    *,
-    hbm_capacity: float,
-    pipeline: Pipeline,
-    holdings: list[Holding] | None = None,
-) -> Mapping[str, Any]:
-    """Bytes of each class on the chip that holds most: of the pipeline device with the embedding, or with the head.
-
-    Under 1F1B the first stage holds up to `stages` microbatches in flight, the last holds one; `schedules` says what
-    others hold. Where layers do not divide, a device between may have more of them than the ends, and counts, too.
-
-    Args:
-        blocks: all blocks; each layer group's `repeat` is spread over the stages, rounded up.
-        extents: local sizes of the training state.
-        precision: bytes per element.
-        hbm_capacity: bytes; the reserve is a share of it.
-        pipeline: schedule and sizes (floats or arrays).
-        holdings: filled with what the classes of the fullest device are made of (floats only).
-
-    Returns: class -> bytes (float or array), and their sum as "total". Source: book, Training, "memory"; Korthikanti
-        et al. 2022.
-    """
-    ends = stage_memories(blocks, extents, precision, pipeline, noted=holdings is not None)
-    return fullest(ends, hbm_capacity, holdings)
-
-
 def stage_memories(
     blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
     extents: Extents,
@@ -206,10 +176,19 @@ def stage_memories(
     *,
     noted: bool = False,
 ) -> tuple[StageMemory, ...]:
-    """What the chips hold that may be the fullest, the one with most layers last; arguments as in `training_memory`.
+    """What the chips hold that may be the fullest: with the embedding, with the head; the one with most layers last.
+
+    Under 1F1B the first stage holds up to `stages` microbatches in flight, the last holds one; `schedules` says what
+    others hold. Where layers do not divide, a device between may have more of them than the ends, and counts, too.
 
     Args:
+        blocks: all blocks; each layer group's `repeat` is spread over the stages, rounded up.
+        extents: local sizes of the training state.
+        precision: bytes per element.
+        pipeline: schedule and sizes (floats or arrays).
         noted: whether to write down what the classes are made of (floats only).
+
+    Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
     state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
     ends = pipeline_ends(num_layers(program_of(part for part, _, _ in blocks)), pipeline)
@@ -217,7 +196,15 @@ def stage_memories(
 
 
 def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Any]:
-    """Choose the stage that holds most; result and `holdings` as in `training_memory`."""
+    """Choose the stage that holds most.
+
+    Args:
+        ends: of `stage_memories`.
+        hbm_capacity: bytes; the reserve is a share of it.
+        holdings: filled with what the classes of the fullest device are made of (floats only).
+
+    Returns: class -> bytes (float or array), and their sum as "total".
+    """
     most = ends[0]
     result = dict(most.classes)
     total: Any = sum(result.values())

@@ -111,7 +111,7 @@ class Choices:
     @property
     def offload_layers(self) -> int | None:
         """Layers whose activations live on the host, None for all, or where none do."""
-        layers = getattr(self.layout, "offload_layers", None)
+        layers = self.layout.offload_layers
         return None if layers is None or layers >= self.model.num_layers else layers
 
     def refuse_offload_layers(self, refusals: Refusals) -> None:
@@ -145,12 +145,6 @@ class Choices:
             else:
                 merged.append((axis, extent))
         return tuple(merged)
-
-    @property
-    def nesting(self) -> tuple[str, ...] | None:
-        """Mesh axes of more than one device as they nest in the network, innermost first; None where they mix."""
-        order = tuple(axis for axis, _ in self.factors)
-        return order if len(set(order)) == len(order) else None
 
     @property
     def placements(self) -> tuple[tuple[str, str], ...]:

@@ -163,7 +163,7 @@ _PRECISIONS = (
         "nvfp4",
         Recipe(
             activations=Format(DType.FP4, _BLOCKS_OF_16, reads=2, writes=_LAYOUTS),
-            weights=Format(DType.FP4, 1 / 16),
+            weights=Format(DType.FP4, _BLOCKS_OF_16),
             weight_copies=1,
             dispatches=False,
             needs=(DType.FP4,),

@@ -71,9 +71,7 @@ class Planning:
 
 
 def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
-    """What meshes make sense: tensor and Ulysses up to the query heads, experts up to their number, context down to one
-    tile, stages up to the layers.
-    """
+    """What meshes make sense: heads, experts and layers bound their axes; a context shard has a tile of positions."""
     sizes, job = problem.model.sizes, problem.job
     heads = max((int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1)
     experts = min((int(v) for k, v in sizes.items() if k.partition(".")[0] == "E"), default=1)

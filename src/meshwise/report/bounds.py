@@ -65,7 +65,7 @@ def _busy_two_rates(w: Workings, seconds: float) -> Explanation:
     update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
     return Explanation(
         "busy: compute",
-        "microbatches x seconds of the matmuls of one on the last stage + (stages - 1) x of one on another, each at "
+        "microbatches x seconds of the matmuls of one on the busiest stage + chunks waited for x those of one, each at "
         f"its peak, {peak_words(w.problem.cluster.chip, formats)}" + (" + matmuls of the optimizer" if update else ""),
         f"{_rounds(w, format_time(last), format_time(other))}{update}",
         format_time(seconds),

@@ -39,10 +39,6 @@ from meshwise.units import (
 __all__ = ["estimate_report", "plan_data", "plan_report"]
 
 
-#: How the answer begins, by whether the search was complete.
-_BEST = {True: "Best", False: "Best so far"}
-
-
 def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     """Say which layout is best and why the others lose.
 
