@@ -259,8 +259,8 @@ def _bubble(w: Workings, seconds: float) -> Explanation:
         "pipeline_bubble",
         f"time of all passes in the order of {schedule.name} - work of the busiest device; "
         "chunks of the model take forward + backward + gradients of weights:",
-        f"{format_time(schedule.makespan(shape, times))} - {format_time(schedule.work(shape, times))}; "
-        + ", ".join(passes),
+        # A small difference of large numbers: with all the digits that it needs.
+        f"{schedule.makespan(shape, times):,.7g} s - {schedule.work(shape, times):,.7g} s; " + ", ".join(passes),
         format_time(seconds),
         f"{RULE.format(5)}; {schedule.source}",
     )
