@@ -76,7 +76,7 @@ PLANS = {
     "experts bounded": lambda: plan("h100:64", "mixtral-8x7b", expert=(2, 4), fsdp=(4, 2), calibrated=False),
     "experts on a node each": lambda: plan("a100:16", "mixtral-8x7b", expert=(1, 2), fsdp=(8, 1), remat="attention"),
     "experts in DualPipe": lambda: plan(
-        "h100:64", "mixtral-8x7b", expert=(8, 1), stage=(1, 8), schedule="dualpipe", num_microbatches=32,
+        "h100:64", "mixtral-8x7b", expert=(8, 1), stage=(1, 8), schedule="dualpipe", num_microbatches=16, seq_len=2048,
         precision="fp8-block", fully_sharded=False, remat="attention",
     ),
     "QLoRA": lambda: plan("h100:8", fsdp=(8,), remat="full", changes={"fine_tune": "qlora", "optimizer": "adafactor"}),
