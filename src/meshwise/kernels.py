@@ -184,8 +184,8 @@ class ShortConvolution(Fused):
 class IndexScores(Attention):
     """The indexer of sparse attention: scores every key for every query, and picks the best (DeepSeek-V3.2, section 2).
 
-    Inputs `q[B, T, N, H]`, `k[B, S, H]`, `w[B, T, N]`, output `chosen[B, T, K]`, K of the keys with their scores: the
-    sum over the indexer's heads of w relu(q k). One score is for all heads of attention, so these heads are not split;
+    Inputs `q[B, T, N, H]`, `k[B, S, H]`, mostly `w[B, T, N]`, output `chosen[B, T, K]`, K of the keys with their scores:
+    the sum over the indexer's heads of w relu(q k). One score is for all heads of attention, so these heads are not split;
     queries are, over all devices that share a sequence, and the small keys are gathered. The backward pass is that of
     the scores which were chosen.
 
@@ -209,7 +209,8 @@ class IndexScores(Attention):
         """2 per pair, head and width, and 2 per pair and head to weigh; twice that and once again backward."""
         q = self.inputs[0]
         heads, width = sizes[q.axes[2]], sizes[q.axes[3]]
-        each = 2 * heads * (width + 1) * (3 if self.gradient else 1)
+        weighed = 1 if any(t.axes == q.axes[:3] for t in self.inputs) else 0
+        each = 2 * heads * (width + weighed) * (3 if self.gradient else 1)
         return each * self.pairs(sizes) * sizes[q.axes[0]]
 
     def full_flops(self, sizes: Sizes) -> Any:

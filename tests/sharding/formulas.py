@@ -157,29 +157,6 @@ def _tabled_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.n
     return np.broadcast_to(each, table.values.shape)
 
 
-# A gate of each token, from the products of its own heads with its own key.
-
-
-def _score(inputs: Sequence[Part]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    _, heads, key = inputs
-    keys = spread(key.values, key.axes, heads.axes)
-    return sigmoid((heads.values * keys).sum(axis=(2, 3))), heads.values, keys
-
-
-def _chosen(op: Op, inputs: Sequence[Part]) -> np.ndarray:
-    return inputs[0].values * spread(_score(inputs)[0], ("B", "T"), inputs[0].axes)
-
-
-def _chosen_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
-    open_, heads, keys = _score(inputs)
-    if i == 0:
-        return grad.values * spread(open_, ("B", "T"), grad.axes)
-    each = sum_to(grad.values * inputs[0].values, grad.axes, ("B", "T")) * open_ * (1 - open_)
-    if i == 1:
-        return np.broadcast_to(each[:, :, None, None] * keys, heads.shape)
-    return np.asarray((each[:, :, None, None] * heads).sum(axis=2))
-
-
 # The loss: over the vocabulary a sum, so that a part of the vocabulary gives a partial sum. The label counts more.
 
 
@@ -344,7 +321,6 @@ FORMULAS = {
     "router.norm": Formula(_norm, _norm_gradient),
     "reuse.": Formula(_sum, _sum_gradient),
     "distances": Formula(_tabled, _tabled_gradient),
-    "index.choose": Formula(_chosen, _chosen_gradient),
     "token.act": Formula(_act, _act_gradient),
     "attention.scale": Formula(_weighed, _weighed_gradient),
     "bias.": Formula(_sum, _sum_gradient),
@@ -514,8 +490,9 @@ def _is_chosen(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 def index_scores(op: IndexScores, inputs: Sequence[Part]) -> np.ndarray:
     """Scores of all keys that share a place, of all heads."""
-    q, k, w = inputs
-    return np.asarray(_by_slot(op, q, k, w.values[..., None] * np.tanh(_index_products(q, k))).sum(axis=2))
+    q, k, *weighed = inputs
+    w = weighed[0].values if weighed else np.ones(q.values.shape[:3])
+    return np.asarray(_by_slot(op, q, k, w[..., None] * np.tanh(_index_products(q, k))).sum(axis=2))
 
 
 def _index_products(q: Part, k: Part) -> np.ndarray:
@@ -534,15 +511,18 @@ def _by_slot(op: IndexScores, q: Part, k: Part, scores: np.ndarray) -> np.ndarra
 
 
 def index_scores_gradient(op: IndexScores, inputs: Sequence[Part]) -> dict[str, np.ndarray]:
-    q, k, w, _, grad = inputs
+    q, k, *weighed, _, grad = inputs
+    w = weighed[0].values if weighed else np.ones(q.values.shape[:3])
     through = np.einsum("btc,tsc->bts", grad.values, _placed(op, q, k).astype(float))[:, :, None, :]
     score = np.tanh(_index_products(q, k))
-    slope = through * w.values[..., None] * (1 - score**2)
-    return {
+    slope = through * w[..., None] * (1 - score**2)
+    found = {
         op.inputs[0].name: padded(np.einsum("btns,bsh->btnh", slope, k.values), q.values.shape[-1]),
         op.inputs[1].name: np.einsum("btns,btnh->bsh", slope, q.values[..., : k.values.shape[-1]]),
-        op.inputs[2].name: (through * score).sum(axis=-1),
     }
+    if weighed:
+        found[op.inputs[2].name] = (through * score).sum(axis=-1)
+    return found
 
 
 def _grouped(x: np.ndarray, groups: int) -> np.ndarray:

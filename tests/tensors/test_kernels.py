@@ -110,3 +110,14 @@ def test_compressed_positions_are_cached_at_their_share() -> None:
     cache = load_model("deepseek-v4-flash").kv_cache
     assert cache.growing_bytes_per_token(DType.BF16) == (21 * 512 / 4 + 20 * 512 / 128) * 2
     assert cache.windowed_bytes_max(DType.BF16) == 43 * 512 * 128 * 2
+
+
+def test_blocks_are_chosen_by_heads_that_score_every_position() -> None:
+    model = load_model("minimax-m3")
+    op, sizes = find(model, IndexScores, "index.scores")
+    here = {**sizes, "T": 8192, "S": 8192}
+    assert op.flops(here) == 2 * 4 * 128 * 8192 * 8193 / 2
+    attention, _ = find(model, SparseAttention, "attention")
+    chosen = 16 * 128
+    pairs = chosen * (chosen + 1) / 2 + (8192 - chosen) * chosen
+    assert attention.flops(here) == pytest.approx(2 * 64 * (128 + 128) * pairs)

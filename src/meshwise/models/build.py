@@ -16,7 +16,7 @@ from meshwise.models.compressed import (
     stream_axes,
 )
 from meshwise.models.cross import SHARED_DISTANCES, cross_attention, encoder_end, shared_distances, weigh_distances
-from meshwise.models.indexing import index_keys, sparse_attention
+from meshwise.models.indexing import index_blocks, index_keys, sparse_attention
 from meshwise.models.operations import (
     ACT_FLOPS,
     LOSS_FLOPS,
@@ -30,7 +30,6 @@ from meshwise.models.operations import (
 from meshwise.models.recurrent import build_recurrence
 from meshwise.models.spec import (
     Architecture,
-    BlockIndexer,
     Compressed,
     Embedding,
     Encoder,
@@ -78,8 +77,10 @@ def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Ten
         key = position("k", raw, k)
     query = weigh_distances(spec, query, axes, ops)
     if spec.indexer is not None:
-        query = _choose_blocks(spec.indexer, x, query, axes, ops)
-    out = ops.attention(query, key, value, spec.window, spec.chunk, causal=spec.causal)
+        chosen = index_blocks(spec.indexer, x, axes, ops)
+        out = sparse_attention((query, key, value, chosen), spec.indexer.top_k, 2 * spec.head_dim, ops)
+    else:
+        out = ops.attention(query, key, value, spec.window, spec.chunk, causal=spec.causal)
     if spec.sinks:  # one more logit in each softmax only rescales what comes out of it
         out = ops.elementwise("sinks", out, weight("sinks", n), output="attention.sinks", flops=2)
     if spec.head_gate:
@@ -90,18 +91,6 @@ def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Ten
         gate = ops.bias("attn.gate", gate, spec.bias)
         out = ops.elementwise("attn.open", out, gate, output="attention.open", flops=ACT_FLOPS)
     return ops.bias("o", ops.einsum("o", out, weight("w_o", n, hv, "D"), (*TOKENS, "D")), spec.bias_out)
-
-
-def _choose_blocks(spec: BlockIndexer, x: Tensor, query: Tensor, axes: Axes, ops: Ops) -> Tensor:
-    """Project what the choice of blocks is made from; the choice itself costs no matrix work here."""
-    heads, width = axes("Ni", spec.heads), axes("Hi", spec.head_dim)
-    q = ops.einsum("index.q", x, weight("w_index.q", "D", heads, width), (*TOKENS, heads, width))
-    k = ops.einsum("index.k", x, weight("w_index.k", "D", width), (*TOKENS, width))
-    q = ops.norm("norm.index.q", q, Norm(), "index.q.norm", over=(width,), own=(width,))
-    k = ops.norm("norm.index.k", k, Norm(), "index.k.norm", over=(width,), own=(width,))
-    return ops.elementwise(
-        "index.choose", query, q, k, output="q.chosen", reduced=(heads, width), counted=(*TOKENS, query.axes[2])
-    )
 
 
 def _earlier(letter: str, axes: tuple[str, ...], ops: Ops) -> Tensor:

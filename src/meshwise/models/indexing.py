@@ -8,10 +8,10 @@ from __future__ import annotations
 from meshwise.dtypes import DType
 from meshwise.kernels import IndexScores, SparseAttention
 from meshwise.models.operations import ROPE_FLOPS, TOKENS, Axes, Ops, weight
-from meshwise.models.spec import Indexer, Norm
+from meshwise.models.spec import BlockIndexer, Indexer, Norm
 from meshwise.tensors import Tensor
 
-__all__ = ["index_keys", "sparse_attention"]
+__all__ = ["index_blocks", "index_keys", "sparse_attention"]
 
 
 def index_keys(spec: Indexer, x: Tensor, low: Tensor, axes: Axes, ops: Ops) -> Tensor:
@@ -34,6 +34,31 @@ def index_keys(spec: Indexer, x: Tensor, low: Tensor, axes: Axes, ops: Ops) -> T
         IndexScores(
             name="index.scores",
             inputs=(q, _by_key(k), heads),
+            output=Tensor("index.chosen", (*TOKENS, chosen), dtype=DType.FP32),
+            heads_axis=n,
+            kv_heads_axis=n,
+            top_k=spec.top_k,
+        )
+    )
+
+
+def index_blocks(spec: BlockIndexer, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
+    """Add heads that score every key, and give the blocks they choose; no weights of heads, each chooses for itself.
+
+    Args:
+        spec: sizes.
+        x: what attention reads.
+        axes, ops: of the block.
+    """
+    n, h, chosen = axes("Ni", spec.heads), axes("Hi", spec.head_dim), axes("Kt", spec.top_k)
+    q = ops.einsum("index.q", x, weight("w_index.q", "D", n, h), (*TOKENS, n, h))
+    k = ops.einsum("index.k", x, weight("w_index.k", "D", h), (*TOKENS, h))
+    q = ops.norm("norm.index.q", q, Norm(), "index.q.norm", over=(h,), own=(h,))
+    k = ops.norm("norm.index.k", k, Norm(), "index.k.norm", over=(h,), own=(h,))
+    return ops.add(
+        IndexScores(
+            name="index.scores",
+            inputs=(q, _by_key(k)),
             output=Tensor("index.chosen", (*TOKENS, chosen), dtype=DType.FP32),
             heads_axis=n,
             kv_heads_axis=n,

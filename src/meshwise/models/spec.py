@@ -65,10 +65,12 @@ class BlockIndexer:
     Args:
         heads: of its queries; one key serves them all.
         head_dim: of queries and keys, both normalised.
+        top_k: positions of the blocks that are chosen.
     """
 
     heads: int
     head_dim: int
+    top_k: int
 
 
 @dataclass(frozen=True, slots=True)

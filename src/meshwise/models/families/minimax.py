@@ -39,7 +39,7 @@ class MiniMaxM3Text(Decoder):
     model_types: ClassVar[tuple[str, ...]] = ("minimax_m3_vl_text",)
     classes: ClassVar[tuple[str, ...]] = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")
     ignored: ClassVar[frozenset[str]] = frozenset({
-        "swiglu_alpha", "swiglu_limit", "use_routing_bias", "use_gemma_norm", "index_block_size", "index_topk_blocks",
+        "swiglu_alpha", "swiglu_limit", "use_routing_bias", "use_gemma_norm",
         "index_local_blocks",
     })  # fmt: skip
 
@@ -60,6 +60,8 @@ class MiniMaxM3Text(Decoder):
     layer_types: list[Literal["full_attention", "minimax_m3_sparse"]] | None = None
     index_n_heads: Count = 4
     index_head_dim: Size = 128
+    index_topk_blocks: Count = 16
+    index_block_size: Positions = 128
     sparse_attention_config: SparseAttention | None = None
     num_mtp_modules: Index = 0
 
@@ -78,8 +80,9 @@ class MiniMaxM3Text(Decoder):
         if not chosen:
             return None
         if sparse is not None:
-            return BlockIndexer(sparse.sparse_num_index_heads, sparse.sparse_index_dim)
-        return BlockIndexer(self.index_n_heads, self.index_head_dim)
+            positions = sparse.sparse_topk_blocks * sparse.sparse_block_size
+            return BlockIndexer(sparse.sparse_num_index_heads, sparse.sparse_index_dim, positions)
+        return BlockIndexer(self.index_n_heads, self.index_head_dim, self.index_topk_blocks * self.index_block_size)
 
     def attention(self, index: int) -> SelfAttention | LatentAttention:
         """Over the blocks that the indexer chooses, in sparse layers."""
@@ -107,13 +110,8 @@ class MiniMaxM3Text(Decoder):
             check_activation("hidden_act", config["hidden_act"], gated=True)
 
     def extras(self) -> dict[str, Any]:
-        """Say what is not counted, and how attention is."""
+        """Say what is not counted."""
         notes = []
-        if any(self.indexer(i) is not None for i in range(self.num_hidden_layers)):
-            notes.append(
-                "attention over blocks that an indexer chooses: priced as if every position were attended to; the "
-                "indexer's projections and its cached keys are counted, its scores are not"
-            )
         if self.num_mtp_modules:
             notes.append(f"{self.num_mtp_modules} multi-token-prediction modules are not counted")
         return {"notes": tuple(notes)}
