@@ -40,7 +40,7 @@ ENVELOPE = {
 }
 
 _PLAN = {
-    "plans[].layout.*": "mesh axis -> size; all five axes, 1 where unused",
+    "plans[].layout.*": "mesh axis -> size; all seven axes, 1 where unused",
     "plans[].layout_text": "the layout as `--layout` reads it",
     "plans[].choices.zero": "what `data` replicas share: 0 nothing, 1 optimizer state, 2 also gradients",
     "plans[].choices.fully_sharded": "whether `context`, `ulysses` and `expert` share out the weights that all their "
@@ -107,8 +107,8 @@ _PLAN = {
     "workings.weights[].*": "with `--explain`: each weight and how many ways it is split",
     "workings.schedule": "with `--explain`: the pipeline's schedule",
     "workings.host_streams[]": "with `--explain`: streams between chip and host, with what hides them",
-    "workings.chunks_s.*": "with `--explain`: passes of one microbatch in the first, a middle and the last chunk of the "
-    "model, exposed communication included",
+    "workings.chunks_s.*": "with `--explain`: passes of one microbatch in the first, a middle and the last chunk of "
+    "the model, exposed communication included",
     "workings.boundary_bytes": "with `--explain`: what one stage sends to the next",
     "workings.send_s": "with `--explain`: seconds of one such send",
     "workings.optimizer_bytes": "with `--explain`: training state read and written by the optimizer",

@@ -125,7 +125,7 @@ def interrupted(*words, when):
     """Send SIGINT to a real search at the first line of stderr that `when` accepts."""
     command = [sys.executable, "-m", "meshwise", "plan", "train", *words]
     source = str(Path(meshwise.__file__).parents[1])
-    with subprocess.Popen(
+    with subprocess.Popen(  # noqa: S603
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": source}
     ) as child:
         for line in child.stderr:

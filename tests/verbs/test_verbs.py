@@ -121,8 +121,11 @@ def test_the_catalogs():
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, forbid="rings"), "forbid: unknown thing to forbid 'rings'"),
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, forbid=[3]), "forbid: expected words such as pipeline"),
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, forbid="tensor=8"), "forbid: sizes are not forbidden one"),
-        (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, fix="tensor=2", forbid="tp"), "--fix and --forbid: tensor=2"),
-        (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, fix="tensor=8", max_chips=4), "--fix: these axes need 8 chips, --max-chips allows 4"),
+        (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, fix="tp=2", forbid="tp"), "--fix and --forbid: tensor=2"),
+        (
+            lambda: meshwise.plan_train("llama-3-8b", **TRAIN, fix="tensor=8", max_chips=4),
+            "--fix: these axes need 8 chips, --max-chips allows 4",
+        ),
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, max_chips=0), "max_chips: expected at least 1, found 0"),
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, deadline="3d"), "a deadline needs the tokens of the run"),
         (lambda: meshwise.plan_train("llama-3-8b", **TRAIN, budget="3M$"), "a budget needs the tokens of the run"),

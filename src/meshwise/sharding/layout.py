@@ -33,7 +33,7 @@ MESH_AXES = ("tensor", "ulysses", "context", "expert", "fsdp", "data", "stage")
 #: How keys and values of other positions reach attention over the context axis.
 CONTEXT_METHODS = ("gather", "ring")
 
-#: Orders in which pipeline stages work through microbatches; `costs.pipeline` prices them.
+#: Orders in which pipeline stages work through microbatches; `costs.schedules` prices them.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 
 #: What can live in the host's memory.
