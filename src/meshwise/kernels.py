@@ -184,10 +184,10 @@ class ShortConvolution(Fused):
 class IndexScores(Attention):
     """The indexer of sparse attention: scores every key for every query, and picks the best (DeepSeek-V3.2, section 2).
 
-    Inputs `q[B, T, N, H]`, `k[B, S, H]`, mostly `w[B, T, N]`, output `chosen[B, T, K]`, K of the keys with their scores:
-    the sum over the indexer's heads of w relu(q k). One score is for all heads of attention, so these heads are not split;
-    queries are, over all devices that share a sequence, and the small keys are gathered. The backward pass is that of
-    the scores which were chosen.
+    Inputs `q[B, T, N, H]`, `k[B, S, H]`, mostly `w[B, T, N]`, output `chosen[B, T, K]`, K of the keys with their
+    scores: the sum over the indexer's heads of w relu(q k). One score is for all heads of attention, so these heads are
+    not split; queries are, over all devices that share a sequence, and the small keys are gathered. The backward pass
+    is that of the scores which were chosen.
 
     Args:
         top_k: keys that a query chooses.
