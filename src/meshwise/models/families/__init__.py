@@ -131,6 +131,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "falcon_mamba",
         "mamba2",
         "mamba_ssm",
+    ),
+    "state_space_hybrids": (
         "jamba",
         "bamba",
         "granitemoehybrid",

@@ -18,7 +18,7 @@ from meshwise.models.families.irrelevant import IRRELEVANT
 from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Architecture, Layer
 
-__all__ = ["Count", "FamilyConfig", "Index", "Layers", "Off", "Positions", "Size", "divide"]
+__all__ = ["Count", "FamilyConfig", "Index", "Layers", "Off", "Positions", "Size", "Taps", "Times", "divide"]
 
 #: A width, rank or vocabulary; a number of layers; of heads or experts; of positions; the index of a layer.
 Size = Annotated[int, Field(gt=0, le=10_000_000)]
@@ -26,6 +26,9 @@ Layers = Annotated[int, Field(gt=0, le=10_000)]
 Count = Annotated[int, Field(gt=0, le=100_000)]
 Positions = Annotated[int, Field(gt=0, le=1_000_000_000)]
 Index = Annotated[int, Field(ge=0, le=10_000)]
+#: Positions of a short convolution; how many times wider a recurrence is than the residual stream.
+Taps = Annotated[int, Field(gt=0, le=1000)]
+Times = Annotated[int, Field(gt=0, le=1000)]
 #: A switch that changes what is computed in a way that only its "off" is understood.
 Off = Literal[False] | None
 

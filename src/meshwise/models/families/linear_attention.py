@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from meshwise.errors import ConfigError
-from meshwise.models.families.base import Count, FamilyConfig, Index, Off, Positions, Size, divide
+from meshwise.models.families.base import Count, FamilyConfig, Index, Off, Positions, Size, Taps, divide
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.families.towered import TowerConfig, Towered
 from meshwise.models.families.vision_towers import Qwen3Vision
@@ -23,7 +23,6 @@ from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, S
 __all__ = ["FAMILIES"]
 
 _Kind = Literal["linear_attention", "full_attention"]
-_Taps = Annotated[int, Field(gt=0, le=1000)]
 
 
 class _Alternating(Decoder):
@@ -56,7 +55,7 @@ class _DeltaNet(_Alternating):
     max_position_embeddings: Positions | None = 32768
     head_dim: Size | None = 256
     attention_bias: bool = False
-    linear_conv_kernel_dim: _Taps = 4
+    linear_conv_kernel_dim: Taps = 4
     linear_key_head_dim: Size = 128
     linear_value_head_dim: Size = 128
     linear_num_key_heads: Count = 16
