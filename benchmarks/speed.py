@@ -2,9 +2,9 @@
 
     python benchmarks/speed.py
 
-Strategies are complete layouts (mesh, microbatches, ZeRO stage, remat, wires), each with all terms of its time and all
-classes of its memory; of what a search examines, only those that it prices in full count. Rates are per CPU-second of
-one process; the best of several runs, because other work only slows.
+Strategies are complete layouts (mesh, microbatches, schedule, ZeRO stage, remat, wires), each with all terms of its
+time and all classes of its memory; of what a search examines, those that it prices in full are counted apart. Rates are
+per CPU-second of one process; the best of several runs, because other work only slows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rich.table import Table
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import estimate_training
 from meshwise.costs.evaluate import Candidates, Structure, TrainingProblem, evaluate
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
-from meshwise.planning import SearchResult, SearchSpace, plan_training, search, training_limits
+from meshwise.planning import MAX_MEMORY, SearchResult, SearchSpace, plan_training, search, training_limits
 from meshwise.planning.space import WireTable, meshes, placements
 from meshwise.sharding.layout import MESH_AXES
 
@@ -36,11 +36,29 @@ CHUNK = 1 << 13
 PLAN = ["plan", "train", "llama-3-70b", "--on", "v5p:16x20x28", "--batch-tokens", "4Mi", "--seq-len", "4096"]
 
 
-def problem() -> TrainingProblem:
+def dense() -> TrainingProblem:
     """LLaMA-3-70B on a whole pod of 8,960 TPU v5p."""
     cluster = parse_cluster("v5p:16x20x28")
     job = TrainingJob(batch_tokens="4Mi", seq_len="4096", tokens="15T")
     return TrainingProblem(load_model("llama-3-70b"), job, cluster, default_calibration(cluster.chip))
+
+
+def mixture() -> TrainingProblem:
+    """DeepSeek-V3 on 2,048 H800, as it was trained."""
+    cluster = parse_cluster("h800:2048")
+    job = TrainingJob(batch_tokens=str(15360 * 4096), seq_len="4096", tokens="14.8T", precision="fp8-block")
+    return TrainingProblem(load_model("deepseek-v3"), job, cluster, default_calibration(cluster.chip))
+
+
+#: Structures whose layouts are evaluated, each with a schedule: without experts, and with them.
+STRUCTURES = (
+    (Structure(1, True, "attention"), "1f1b"),
+    (Structure(2, True, "full", fully_sharded=False, context_method="ring", partial_remat=True), "zb-v"),
+)
+EXPERTS = (
+    (Structure(1, True, "attention", exchanges=True), "dualpipe"),
+    (Structure(2, True, "full", exchanges=True, expert_tensor_parallel=False, partial_remat=True), "1f1b"),
+)
 
 
 def best_of(runs: int, function: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
@@ -53,40 +71,51 @@ def best_of(runs: int, function: Callable[[], object], clock: Callable[[], float
     return min(seconds)
 
 
-def random_layouts(p: TrainingProblem, fabric: Fabric) -> tuple[np.ndarray, np.ndarray]:
+def random_layouts(p: TrainingProblem, fabric: Fabric, experts: bool) -> tuple[np.ndarray, np.ndarray]:
     """Draw [rows, axes] sizes and [rows, axes, dimensions] extents of complete layouts, with a fixed seed."""
     generator = np.random.default_rng(0)
     table = meshes(math.prod(fabric.sizes), training_limits(p))
+    table = table[(table[:, MESH_AXES.index("expert")] > 1) == experts]
     some = table[generator.choice(len(table), size=64, replace=False)]
     ways = [placements(fabric.sizes, tuple(int(n) for n in mesh)) for mesh in some]
     factors = np.concatenate([w[generator.integers(len(w), size=ROWS // 64)] for w in ways])
     return np.repeat(some, ROWS // 64, axis=0).astype(float), factors
 
 
-def evaluation_rate(p: TrainingProblem) -> float:
+def evaluation_rate(p: TrainingProblem, structures: tuple[tuple[Structure, str], ...]) -> float:
     """Strategies per CPU-second of the evaluator alone: nothing shared between rows, every wire its own."""
-    fabric = Fabric.of(p.cluster)
-    mesh, factors = random_layouts(p, fabric)
+    fabric = Fabric.of(p.cluster, flat_rings=p.calibration.flat_rings)
+    mesh, factors = random_layouts(p, fabric, structures[0][0].exchanges)
     micro = np.random.default_rng(1).integers(1, 5, size=ROWS).astype(float)
 
     def run() -> None:
-        for i in range(0, ROWS, CHUNK):
-            part = slice(i, i + CHUNK)
-            columns = {a: mesh[part, k] for k, a in enumerate(MESH_AXES)}
-            candidates = Candidates(**columns, micro_batch=micro[part], num_microbatches=micro[part][::-1])
-            evaluate(p, Structure(1, True, "attention"), candidates, WireTable(fabric, factors[part]))
+        for structure, schedule in structures:
+            share = 0.5 if structure.partial_remat else 1.0
+            for i in range(0, ROWS, CHUNK):
+                part = slice(i, i + CHUNK)
+                columns = {a: mesh[part, k] for k, a in enumerate(MESH_AXES)}
+                cuts = {"micro_batch": micro[part], "num_microbatches": 2 * columns["stage"] * micro[part][::-1]}
+                candidates = Candidates(**columns, **cuts, remat_share=share, schedule=schedule)
+                with np.errstate(all="ignore"):  # some schedules cannot run on some of them
+                    evaluate(p, structure, candidates, WireTable(fabric, factors[part], p.routing))
 
-    return ROWS / best_of(5, run)
+    return ROWS * len(structures) / best_of(3, run)
 
 
 def whole_search(p: TrainingProblem) -> tuple[SearchResult, float]:
     """Search once; give what was found, and the CPU-seconds."""
-    fabric, space = Fabric.of(p.cluster), SearchSpace(training_limits(p))
+    fabric = Fabric.of(p.cluster, flat_rings=p.calibration.flat_rings)
     placements.cache_clear()  # as for a cluster that was not searched before
     begin = time.process_time()
-    result = search(p, [fabric], space, top=5)
-    seconds = time.process_time() - begin
-    return result, seconds
+    result = search(p, [fabric], SearchSpace(training_limits(p), memory_share=MAX_MEMORY), top=5)
+    return result, time.process_time() - begin
+
+
+def searched(p: TrainingProblem, runs: int) -> tuple[str, str]:
+    """What a search looked at, and how many strategies that is per CPU-second."""
+    result, seconds = min((whole_search(p) for _ in range(runs)), key=lambda found: found[1])
+    counts = f"{result.strategies:,} examined, {result.priced:,} priced, {seconds:.2f} CPU-seconds"
+    return counts, f"{result.strategies / seconds:,.0f}"
 
 
 def one_estimate(p: TrainingProblem) -> float:
@@ -111,21 +140,25 @@ def command(arguments: list[str], runs: int = 5) -> str:
 
 def main() -> None:
     """Print the table."""
-    p = problem()
-    result, seconds = min((whole_search(p) for _ in range(5)), key=lambda found: found[1])
+    p, m = dense(), mixture()
+    (many, rate), (most, best) = searched(p, 3), searched(m, 1)
     rows = [
-        ("evaluator, strategies per CPU-second", f"{evaluation_rate(p):,.0f}", "200,000; aim at 1,000,000"),
-        ("whole search, strategies per CPU-second", f"{result.priced / seconds:,.0f}", ""),
-        ("whole search", f"{result.strategies:,} examined, {result.priced:,} priced, {seconds:.2f} CPU-seconds", ""),
+        ("evaluator, 70B: strategies per CPU-second", f"{evaluation_rate(p, STRUCTURES):,.0f}", "200,000"),
+        ("evaluator, DeepSeek-V3: strategies per CPU-second", f"{evaluation_rate(m, EXPERTS):,.0f}", "200,000"),
+        ("search, 70B", many, ""),
+        ("search, 70B: strategies per CPU-second", rate, "200,000"),
+        ("search, DeepSeek-V3", most, "60 s"),
+        ("search, DeepSeek-V3: strategies per CPU-second", best, "200,000"),
         ("one warm estimate", f"{one_estimate(p):.2f} ms", "1 ms"),
         ("import meshwise", command(["-c", "import meshwise"]), ""),
         ("meshwise --help", command(["-m", "meshwise", "--help"]), "0.3 s"),
-        ("meshwise plan train, 70B on 8,960 chips", command(["-m", "meshwise", *PLAN]), "2 s"),
+        ("meshwise plan train, 70B on 8,960 chips", command(["-m", "meshwise", *PLAN], runs=2), "2 s"),
     ]
-    table = Table("what", "found", "wanted", title="LLaMA-3-70B, 4Mi tokens of 4,096, TPU v5p 16x20x28")
+    title = "LLaMA-3-70B, 4Mi tokens of 4,096, TPU v5p 16x20x28; DeepSeek-V3, 15,360 x 4,096 tokens, 2,048 H800"
+    table = Table("what", "found", "wanted", title=title)
     for row in rows:
         table.add_row(*row)
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 if __name__ == "__main__":
