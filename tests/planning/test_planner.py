@@ -91,7 +91,7 @@ def test_what_was_fixed_stays(planned):
 def test_what_cannot_be_fixed_is_said():
     with pytest.raises(InfeasibleError, match=r"tensor=5"):
         plan_training(problem(), fixed={"tensor": 5})
-    with pytest.raises(UnknownNameError, match="unknown mesh axis 'tensors'"):
+    with pytest.raises(UnknownNameError, match="unknown layout axis or choice 'tensors'"):
         plan_training(problem(), fixed={"tensors": 2})
 
 
