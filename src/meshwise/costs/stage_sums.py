@@ -17,7 +17,7 @@ from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates, 
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.place import Purpose
 
-__all__ = ["COMPUTE_PASSES", "OnceSums", "RoleSums", "role_sums", "split_exposed"]
+__all__ = ["COMPUTE_PASSES", "OnceSums", "RoleSums", "pass_of", "role_sums", "split_exposed"]
 
 _COMPUTE = ("forward", "backward", "recompute")
 
@@ -28,7 +28,8 @@ COMPUTE_PASSES = (("forward", "forward"), ("backward", "recompute"), ("backward"
 _PASSES = ("forward", "backward", "weights")
 
 
-def _pass_of(f: Flow) -> str:
+def pass_of(f: Flow) -> str:
+    """Find the pass of a microbatch that a flow belongs to: one of forward, backward, weights."""
     if f.when is Pass.FORWARD:
         return "forward"
     return "weights" if f.purpose is Purpose.GRADIENTS else "backward"
@@ -134,7 +135,7 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
             continue
         term, seconds = term_of(f.mesh_axes, f.purpose), rates.flow_seconds(f)
         sums.resources[term] = sums.resources[term] + count * rates.flow_bound(f)
-        name = _pass_of(f)
+        name = pass_of(f)
         sums.serial[name] = sums.serial[name] + count * seconds
         if f.purpose is Purpose.RING:
             circling[f.when].append((f, seconds))
@@ -204,7 +205,7 @@ def _hide(sums: RoleSums, entry: Hiding, ledger: Ledger | None) -> Any:
     together: Any = sum(seconds for _, seconds in entry.flows)
     covered, exposed_share = split_exposed(together, entry.cover)
     for f, seconds in entry.flows:
-        term, name = term_of(f.mesh_axes, f.purpose), _pass_of(f)
+        term, name = term_of(f.mesh_axes, f.purpose), pass_of(f)
         exposed = entry.count * seconds * exposed_share
         sums.terms[term] = sums.terms[term] + exposed
         sums.passes[name] = sums.passes[name] + exposed

@@ -15,6 +15,7 @@ from meshwise.costs.makespans import StageTimes
 from meshwise.costs.network import Fabric
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, num_layers
 from meshwise.costs.schedules import PipelineShape
+from meshwise.costs.stage_sums import pass_of
 from meshwise.costs.step import NETWORKS, Ledger, StepTime, term_of
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.layout import Layout
@@ -236,8 +237,7 @@ def _chunk(whole: Ledger, shares: Shares) -> _Chunk:
 
 
 def _add_flow(chunk: _Chunk, flow: Flow, seconds: float, exposed_share: float) -> None:
-    name = "forward" if flow.when is Pass.FORWARD else "weights" if flow.purpose is Purpose.GRADIENTS else "backward"
-    term = term_of(flow.mesh_axes, flow.purpose)
+    name, term = pass_of(flow), term_of(flow.mesh_axes, flow.purpose)
     for into, part in ((chunk.exposed, exposed_share), (chunk.hidden, 1 - exposed_share)):
         if part:
             mine = into.setdefault(name, {})
