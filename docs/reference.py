@@ -148,7 +148,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         },
     ),
     "plan train": (
-        ("plan", "train", *_TRAIN),
+        ("plan", "train", *_TRAIN, "--front", "--sensitivity", "--forbid", "pipeline"),
         {
             **_PLAN,
             "rejected[].name": "a well-known alternative",
@@ -161,6 +161,13 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "pareto_front[].num_chips": "chips it uses",
             "pareto_front[].time_s_per_token": "expected",
             "pareto_front[].memory_bytes": "of its fullest chip",
+            "sensitivity[].name": "with `--sensitivity`: what is less",
+            "sensitivity[].change": "by which share, negative",
+            "sensitivity[].slowdown": "time per token of the best plan then over that before; null where there is none",
+            "sensitivity[].kept_slowdown": "that of the plan as it was; null where it cannot be, or does not fit",
+            "sensitivity[].same_plan": "whether the best plan has the layout as it was",
+            "sensitivity[].layout_text": "the best layout then",
+            "sensitivity[].reason": "why there is none",
             "search.strategies": "layouts examined: their arithmetic evaluated, or priced in full",
             "search.priced": "layouts priced in full, in time and memory",
             "search.covered": "complete layouts that were laid out on the network, also placements that another beats",
