@@ -74,11 +74,6 @@ class Wire:
     tree_latency: Any
     routed: Any
 
-    @property
-    def dispatched(self) -> Any:
-        """As `routed`, were every slot sent on its own: the seconds per byte of a plain AllToAll."""
-        return self.exchange
-
     def carrying(self, *, routed: bool) -> Wire:
         """The wire as an AllToAll finds it: with `routed` one that sends a token once to each of its destinations."""
         return replace(self, exchange=self.routed) if routed else self

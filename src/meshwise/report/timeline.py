@@ -92,7 +92,9 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
             "a stage's chips do the same at the same time; the expected time's rules say what overlaps",
             f"schedule {schedule.name}: {schedule.meaning} ({schedule.source})",
         ),
-        not_modelled=("contention between streams that share links, stragglers, the input pipeline",),
+        not_modelled=(
+            "sends between stages that wait for other traffic on their links, stragglers, the input pipeline",
+        ),
         next_steps=("--trace step.json opens in ui.perfetto.dev; --svg step.svg is a picture",),
         details=lambda: Details(explanations=_explanations(timeline)),
     )

@@ -19,8 +19,8 @@ class EstimateTrainRequest(TrainRequest):
     """What `meshwise estimate train` is asked."""
 
     layout: str = Field(
-        description="The layout: fsdp=512,tensor=4 (dp fsdp tp cp pp; -1 for the rest), and remat=, zero=, "
-        "micro_batch=, num_microbatches= where they are not to be chosen.",
+        description="The layout: fsdp=512,tensor=4 (dp fsdp tp cp ulysses ep pp; -1 for the rest), and remat=, zero=, "
+        "schedule=, offload=, micro_batch=, num_microbatches=, ... where they are not to be chosen.",
         json_schema_extra={"metavar": "LAYOUT"},
     )
 
