@@ -135,7 +135,7 @@ def test_chunks_that_differ_are_off_by_their_differences_for_a_fill_and_a_drain(
     top = times.slowest
     assert simulated <= closed(case, PipelineTimes(top, top, top)) * (1 + 1e-12)
     if name != "zb-h1":
-        assert abs(found - simulated) <= 4 * shape.stages * _spread(case, times) + 1e-12 * found
+        assert abs(found - simulated) <= 6 * shape.stages * _spread(case, times) + 1e-12 * found
 
 
 def _spread(case, times):

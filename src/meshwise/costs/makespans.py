@@ -180,7 +180,7 @@ def zb_h1(shape: PipelineShape, times: PipelineTimes) -> Any:
 def zb_v(shape: PipelineShape, times: PipelineTimes) -> Any:
     """ZB-V: two chunks a device, laid out as a V, so that the first device has the first and the last chunk.
 
-    The busiest device's work and what it idles for. Exact for equal chunks. Else off by at most 4 p times the
+    The busiest device's work and what it idles for. Exact for equal chunks. Else off by at most 6 p times the
     chunks' differences (while it fills and drains), however many microbatches there are.
 
     >>> t = StageTimes(1.0, 1.0, 1.0)

@@ -27,7 +27,7 @@ _ANSWERED = {
     "SelfAttention": "heads kv_heads head_dim bias bias_out qk_norm rope window chunk sinks",
     "LatentAttention": "heads q_rank kv_rank nope_dim rope_dim v_dim bias",
     "Mlp": "hidden gated bias bias_out",
-    "Mixture": "experts top_k hidden gated expert_bias correction_bias shared shared_gate",
+    "Mixture": "experts top_k hidden gated expert_bias correction_bias groups groups_limit shared shared_gate",
 }
 
 
