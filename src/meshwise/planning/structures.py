@@ -90,11 +90,9 @@ class Choices:
 
 
 def allowed(variant: Variant, first: Variant, pipeline: Pipeline, layers: int) -> Mask:
-    """Where a schedule can run and is no copy of another: one stage has no schedule, and no chunk is empty."""
-    shape = pipeline.shape
-    several = shape.stages > 1
-    can = pipeline.schedule.allows(shape) & (pipeline.num_chunks <= layers)
-    mask: Mask = np.where(several, can, variant == first).astype(bool)
+    """Where a schedule can run and is no copy of another: no chunk is empty, and one stage has one schedule at most."""
+    can = pipeline.schedule.allows(pipeline.shape) & (pipeline.num_chunks <= layers)
+    mask: Mask = np.asarray(can & ((pipeline.shape.stages > 1) | (variant == first)), bool)
     return mask
 
 
