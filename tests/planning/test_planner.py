@@ -286,9 +286,7 @@ def test_a_layout_that_does_not_fit_is_estimated_all_the_same():
 
 
 def test_a_schedule_of_more_pieces_than_layers_is_said():
-    words = (
-        r"interleaved cuts the model into 64 pieces, at least a layer each; it has 32 layers: use fewer"
-    )
+    words = r"interleaved cuts the model into 64 pieces, at least a layer each; it has 32 layers: use fewer"
     with pytest.raises(LayoutError, match=words):
         estimate(problem("llama-3-8b"), "pp=16,schedule=interleaved,virtual_stages=4")
 
