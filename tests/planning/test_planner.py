@@ -95,6 +95,36 @@ def test_what_cannot_be_fixed_is_said():
         plan_training(problem(), fixed={"tensors": 2})
 
 
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ({"expert": 4}, r"what is fixed: expert=4: llama-3-8b has no experts to split"),
+        ({"ulysses": 16, "tensor": 4}, r"what is fixed: ulysses=16 x tensor=4 is more than the model's 32 query heads"),
+        ({"schedule": "dualpipe", "stage": 3}, r"what is fixed: schedule=dualpipe needs an even number of stages"),
+        ({"tensor": 5}, r"tensor=5: what is fixed takes 5 ways, which do not divide 64; fix other sizes"),
+    ],
+)
+def test_what_is_fixed_against_the_model_is_not_blamed_on_the_batch(fixed, words):
+    with pytest.raises((LayoutError, InfeasibleError), match=words):
+        plan_training(problem(cluster="h100:64"), fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "words"),
+    [
+        ("mixtral-8x7b", "expert=6", r"expert=6 does not divide 8 experts; use expert=4"),
+        ("llama-3-8b", "context=3", r"context=3 does not divide sequences of 8192 tokens; use context=2"),
+    ],
+)
+def test_what_a_layout_may_not_say_may_not_be_fixed(model, size, words):
+    p = problem(model, cluster="h100:48")
+    axis, _, ways = size.partition("=")
+    with pytest.raises(LayoutError, match=f"what is fixed: {words}"):
+        plan_training(p, fixed={axis: int(ways)})
+    with pytest.raises(LayoutError, match=f"layout: {words}"):
+        estimate(p, f"fsdp=-1,{size}")
+
+
 def test_an_unknown_objective_is_named():
     with pytest.raises(UnknownNameError, match="unknown objective 'speed'"):
         plan_training(problem(), objective="speed")

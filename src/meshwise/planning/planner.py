@@ -29,7 +29,7 @@ from meshwise.planning.structures import Choices
 from meshwise.planning.variations import variations
 from meshwise.planning.wishes import Wishes, asked_choices, most_seconds_per_token
 from meshwise.planning.within import Wanted, find_best, find_fewest
-from meshwise.sharding.layout import LayoutRequest
+from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.remat import check_remat
 
 __all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits", "wished_spaces"]
@@ -118,6 +118,7 @@ def plan_training(
     wishes = wishes or Wishes(**wished)
     if objective not in (*OBJECTIVES, "chips"):
         raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
+    _check_wishes(problem, wishes)
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     for space in wished_spaces(problem, wishes):
         wanted = Wanted(problem, whole, wishes, objective, top, space, progress)
@@ -284,37 +285,65 @@ def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
     _check_experts(problem, sizes["expert"])
     check_remat(request.choices.get("remat", ""), problem.train_program())
     check_offload(problem.cluster.chip, request.choices.get("offload", ()))
-    length = int(problem.job.seq_len)
-    if length % sizes["context"]:
-        nearest = max(d for d in range(1, sizes["context"] + 1) if length % d == 0)
-        raise LayoutError(
-            f"layout: context={sizes['context']} does not divide sequences of {length} tokens; use context={nearest}"
-        )
+    _check_context(problem, sizes["context"])
     _check_ulysses(problem, sizes)
 
 
-def _check_experts(problem: TrainingProblem, size: int) -> None:
+def _check_context(problem: TrainingProblem, size: int, where: str = "layout") -> None:
+    """Refuse parts of a sequence that are not equally long."""
+    length = int(problem.job.seq_len)
+    if length % size:
+        nearest = max(d for d in range(1, size + 1) if length % d == 0)
+        raise LayoutError(
+            f"{where}: context={size} does not divide sequences of {length} tokens; use context={nearest}"
+        )
+
+
+def _check_experts(problem: TrainingProblem, size: int, where: str = "layout") -> None:
     """Refuse an axis of experts that has none to split, or splits them unevenly."""
     if size > 1 and not problem.model.mixtures:
         raise LayoutError(
-            f"layout: expert={size}: {problem.model.name} has no experts to split; use data={size} or fsdp={size}"
+            f"{where}: expert={size}: {problem.model.name} has no experts to split; use data={size} or fsdp={size}"
         )
     experts = training_limits(problem).largest["expert"]
     if experts % size:
         nearest = max(d for d in range(1, size + 1) if experts % d == 0)
-        raise LayoutError(f"layout: expert={size} does not divide {experts} experts; use expert={nearest}")
+        raise LayoutError(f"{where}: expert={size} does not divide {experts} experts; use expert={nearest}")
 
 
-def _check_ulysses(problem: TrainingProblem, sizes: Mapping[str, int]) -> None:
+def _check_ulysses(problem: TrainingProblem, sizes: Mapping[str, int], where: str = "layout") -> None:
     """Refuse more of Ulysses than heads are left by tensor parallelism, and positions that it does not divide."""
     size, tensor, length = sizes["ulysses"], sizes["tensor"], int(problem.job.seq_len)
     heads = training_limits(problem).largest["ulysses"]
     if size > 1 and size * tensor > heads:
         most = max(1, heads // tensor)
         raise LayoutError(
-            f"layout: ulysses={size} x tensor={tensor} is more than the model's {heads} query heads; "
+            f"{where}: ulysses={size} x tensor={tensor} is more than the model's {heads} query heads; "
             f"use ulysses={most} or less, and context for the rest"
         )
     if length % (size * sizes["context"]):
         nearest = max(d for d in range(1, size + 1) if length % (d * sizes["context"]) == 0)
-        raise LayoutError(f"layout: ulysses={size} does not divide sequences of {length} tokens; use ulysses={nearest}")
+        raise LayoutError(
+            f"{where}: ulysses={size} does not divide sequences of {length} tokens; use ulysses={nearest}"
+        )
+
+
+def _check_wishes(problem: TrainingProblem, wishes: Wishes) -> None:
+    """Refuse what is fixed where the model or the schedule rules it out, whatever the batch.
+
+    Raises:
+        LayoutError: with the constraint.
+    """
+    where = "what is fixed"
+    sizes = dict.fromkeys(MESH_AXES, 1) | wishes.sizes
+    _check_experts(problem, sizes["expert"], where)
+    _check_context(problem, sizes["context"], where)
+    _check_ulysses(problem, sizes, where)
+    name, stages = wishes.fixed.get("schedule"), sizes["stage"]
+    if name is None or stages == 1:
+        return
+    pieces = wishes.fixed.get("virtual_stages", 2 if name == "interleaved" else 1)
+    enough = PipelineShape(stages, 4 * stages, pieces)  # microbatches for any schedule: what it lacks is not these
+    reason = find_schedule(name).why_not(enough)
+    if reason is not None:
+        raise LayoutError(f"{where}: schedule={reason}")

@@ -54,6 +54,12 @@ def nothing_found(problem: TrainingProblem, result: SearchResult, wishes: Wishes
     job, chip = problem.job, problem.cluster.chip
     if not math.isfinite(result.least_memory):
         words = f" with {wishes.words()}" if wishes.words() else ""
+        chips, ways = problem.cluster.num_chips, math.prod(wishes.sizes.values())
+        if chips % ways:
+            return InfeasibleError(
+                f"no layout of {chips:,} chips{words}: what is fixed takes {ways:,} ways, which do not divide "
+                f"{chips:,}; fix other sizes, or give a number of chips that they divide"
+            )
         return InfeasibleError(
             f"no layout of {problem.cluster.num_chips:,} chips{words} can cut a batch of {_batch(job)} "
             f"of {job.seq_len:,.0f} tokens (within {job.batch_slack:.0%}); {_whole_batch(job)}"
