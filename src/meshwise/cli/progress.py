@@ -27,6 +27,7 @@ class Progress:
         self.clock = clock
         self.begun = self.last = clock()
         self.shown = False
+        self.line = ""
 
     def __enter__(self) -> Self:
         return self
@@ -42,8 +43,9 @@ class Progress:
     def __call__(self, line: str) -> None:
         """Tell what is being done; most lines are swallowed."""
         now = self.clock()
-        if self.stream is None or now - self.begun < PATIENCE or now - self.last < PACE:
+        early = now - self.begun < PATIENCE or now - self.last < PACE
+        if self.stream is None or early or line == self.line:
             return
-        self.last, self.shown = now, True
+        self.last, self.shown, self.line = now, True, line
         self.stream.write(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n")
         self.stream.flush()

@@ -213,6 +213,14 @@ def _rank(found: Found) -> tuple[Any, ...]:
     return (found.score, found.memory_bytes, len(found.layout.used_axes), str(found.layout))
 
 
+def _best_words(state: _State) -> str:
+    """Name the mesh of the best layout so far, if there is one."""
+    if not state.best:
+        return ""
+    layout = min(state.best.values(), key=_rank).layout
+    return f", best {','.join(f'{a}={layout.sizes[a]}' for a in layout.used_axes) or 'data=1'}"
+
+
 class _OnFabric:
     """The search of one network."""
 
@@ -289,8 +297,7 @@ class _OnFabric:
             self.waiting = Rows.joined([self.waiting, bounded.take(np.flatnonzero(self.matters(bounded.bound)))])
             self.expand_waiting(_EXPANDED)
             begin, size = begin + size, min(2 * size, CHUNK)
-            best = f", best {min(state.best.values(), key=_rank).layout}" if state.best else ""
-            state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts so far{best}")
+            state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts{_best_words(state)}")
         self.expand_waiting(len(self.waiting))
         return groups.take(slice(begin, None))
 

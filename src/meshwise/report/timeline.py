@@ -70,7 +70,7 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
             "stages": stages,
         },
         body=(
-            Text(f"layout: {layout}"),
+            Text(f"layout: {layout.replace(',', ', ')}"),
             table(
                 ("stage", ">compute", ">comm.", ">idle", ">idle share", ">hidden", ">chunks held"),
                 (
