@@ -39,6 +39,11 @@ def test_every_command_has_a_working_call_here():
     assert {name.split()[0] for name in WORKING} == set(COMMANDS)
 
 
+def warned(done):
+    """What stderr says besides the progress of a search on a slow machine."""
+    return [line for line in done.err.splitlines() if not line.startswith("searching ")]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_summary_in_help_is_the_commands_own(name):
     command = COMMANDS[name].load()
@@ -50,7 +55,7 @@ def test_summary_in_help_is_the_commands_own(name):
 @pytest.mark.parametrize("name", WORKING)
 def test_text_output_fits_80_columns_and_has_no_colour(run, name):
     done = run(*name.split(), *WORKING[name], "--explain")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, warned(done)) == (0, [])
     assert max(map(len, done.out.splitlines())) <= 80
     assert "\x1b" not in done.out
     assert done.first_line.strip()
@@ -59,7 +64,7 @@ def test_text_output_fits_80_columns_and_has_no_colour(run, name):
 @pytest.mark.parametrize("name", WORKING)
 def test_json_has_one_envelope(run, name):
     done = run(*name.split(), *WORKING[name], "--json")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, warned(done)) == (0, [])
     assert list(done.json)[:4] == ["schema_version", "command", "inputs", "answer"]
     assert done.json["schema_version"] == "1"
     assert done.json["command"] == name

@@ -161,11 +161,11 @@ def test_a_size_of_an_axis_that_the_expression_lacks_is_refused(run):
     )
 
 
-def test_a_deadline_that_nothing_heeds_is_refused(run):
-    job = ("--on", "v5e:2x2", "--batch-tokens", "64Ki", "--seq-len", "1024", "--tokens", "1B")
+def test_a_deadline_of_no_run_is_refused(run):
+    job = ("--on", "v5e:2x2", "--batch-tokens", "64Ki", "--seq-len", "1024")
     done = run("plan", "train", "gpt2", *job, "--deadline", "1d")
     assert done.code == 2
-    assert done.err.startswith("error: --deadline is for --objective chips, found objective 'time'")
+    assert "--tokens" in done.err
 
 
 def test_svg_into_a_folder_that_is_not_there(run, tmp_path):
@@ -402,10 +402,10 @@ def test_fixed_axes_are_kept(run):
         (["plan", "train", *TRAIN, "--precision", "fp7"], 2, "--precision: unknown precision 'fp7'"),
         (["plan", "train", *TRAIN, "--optimizer", "adan"], 2, "--optimizer: unknown optimizer 'adan'. Nearest: adamw"),
         (["plan", "train", *TRAIN, "--calibration", "mine"], 2, "unknown calibration 'mine'"),
-        (["plan", "train", *TRAIN, "--fix", "tensr=2"], 2, "--fix: unknown mesh axis 'tensr'. Nearest: tensor"),
-        (["plan", "train", *TRAIN, "--fix", "remat=full"], 2, "--fix: remat is no mesh axis but a choice, which is searched; fix tensor, ulysses, context, expert, fsdp, data, stage, or"),
-        (["plan", "train", *TRAIN, "--fix", "tensr=x"], 2, "--fix: unknown mesh axis 'tensr'. Nearest: tensor"),
-        (["plan", "train", *TRAIN, "--fix", "tensor"], 2, "--fix: expected NAME=SIZE such as tensor=8, found 'tensor'"),
+        (["plan", "train", *TRAIN, "--fix", "tensr=2"], 2, "--fix: unknown layout axis or choice 'tensr'. Nearest: tensor"),
+        (["plan", "train", *TRAIN, "--fix", "remat=fully"], 2, "--fix: unknown remat policy 'fully'"),
+        (["plan", "train", *TRAIN, "--fix", "tensr=x"], 2, "--fix: unknown layout axis or choice 'tensr'. Nearest: tensor"),
+        (["plan", "train", *TRAIN, "--fix", "tensor"], 2, "--fix: expected name=value (such as fsdp=64 or remat=full), found 'tensor'"),
         (["plan", "train", *TRAIN, "--objective", "chips"], 2, "objective chips: expected a deadline"),
         (["plan", "train", *TRAIN, "--deadline", "30"], 2, "--deadline: '30' has no unit"),
         (["plan", "train", *TRAIN, "--price", "-3"], 2, "--price: expected more than zero, found '-3'"),
@@ -425,7 +425,8 @@ def test_fixed_axes_are_kept(run):
 )  # fmt: skip
 def test_bad_training_input_gets_one_clear_message(run, words, code, message):
     done = run(*words)
-    assert done.err.startswith(f"error: {message}")
+    told = [line for line in done.err.splitlines() if not line.startswith("searching ")]  # on a slow machine
+    assert "\n".join(told).startswith(f"error: {message}")
     assert (done.code, done.out) == (code, "")
 
 
