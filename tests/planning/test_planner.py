@@ -172,9 +172,8 @@ def test_fewest_chips_keep_hosts_whole():
 
 @pytest.mark.parametrize(("tokens", "days"), [("100B", None), (None, 3.0)])
 def test_a_deadline_needs_tokens_and_days(tokens, days):
-    with pytest.raises(
-        LayoutError, match=r"expected a deadline and the tokens of the run \(--deadline 30d --tokens 15T\)"
-    ):
+    said = "expected a deadline and the tokens of the run" if days is None else "a deadline needs the tokens of the run"
+    with pytest.raises(LayoutError, match=said):
         plan_training(problem(tokens=tokens), objective="chips", deadline_days=days)
 
 

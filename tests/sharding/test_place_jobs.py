@@ -52,7 +52,7 @@ def test_conversions_change_no_number(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_adapters_compute_what_one_device_computes(name, tuning):
     if name not in ("llama", "gemma-2", *MIXTURES) and "targets" in tuning:
-        tuning = "qlora:rank=2,targets=attention,storage=int4"
+        tuning = f"qlora:rank=2,targets={'mlp' if name.endswith(' mlp') else 'attention'},storage=int4"
     for seed in range(SEEDS):
         case = random_case(name, seed, trained(tuning=tuning))
         prove(case)

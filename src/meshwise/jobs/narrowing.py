@@ -50,7 +50,7 @@ class _Narrowing:
 
     def run(self) -> list[Op]:
         for op in self.block.ops:
-            if isinstance(op, Einsum) and is_projection(op):
+            if isinstance(op, Einsum) and is_projection(op) and not self.crosses(op):
                 inputs = tuple(self.operand(t) for t in op.inputs)
                 self.ops.append(replace(op, inputs=inputs, narrow=True, format=self.recipe.activations))
             elif isinstance(op, Route) and self.recipe.dispatches:
@@ -58,6 +58,10 @@ class _Narrowing:
             else:
                 self.ops.append(op)
         return self.ops
+
+    def crosses(self, op: Op) -> bool:
+        """Whether it reads what an encoder left for all decoder layers, which stays in the wider format."""
+        return any(t.name in self.block.inputs[1:] for t in op.inputs)
 
     def operand(self, t: Tensor) -> Tensor:
         """Give an operand of a projection in its format."""
