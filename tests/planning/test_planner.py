@@ -18,6 +18,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.planning import Plan, SearchSpace, estimate_layout, plan_training, search, training_limits
+from meshwise.planning.wishes import Wishes
 from meshwise.sharding.layout import parse_layout
 
 
@@ -64,10 +65,27 @@ def small():
     return problem(tiny(layers=4, width=1024, hidden=4096), "h100:8", batch_tokens="64Ki", seq_len="2048")
 
 
+#: Leaves few layouts, so that many searches take little time.
+FEW = {
+    "forbidden": (
+        "ulysses",
+        "context",
+        "partial-remat",
+        "offload",
+        "zero-bubble",
+        "interleaved",
+        "dualpipe",
+        "dualpipe-v",
+    )
+}
+
+
 def least_memory(p):
-    """What the leanest layout needs, bytes."""
+    """What the leanest layout needs, bytes, of FEW."""
     fabric = Fabric.of(p.cluster, flat_rings=p.calibration.flat_rings)
-    return search(p, [fabric], SearchSpace(training_limits(p), memory_share=1e-6)).least_memory
+    wishes = Wishes(**FEW)
+    space = SearchSpace(training_limits(p, wishes.sizes), wishes.choices, memory_share=1e-6)
+    return search(p, [fabric], space).least_memory
 
 
 def test_the_front_is_found_when_asked_for():
@@ -146,17 +164,19 @@ def test_fewest_chips_for_a_deadline():
     p = problem(
         tiny(layers=8, width=2048, hidden=8192, heads=16), cluster="h100:32", tokens="100B", batch_tokens="512Ki"
     )
-    free = plan_training(p, top=1).plans[0]
+    free = plan_training(p, **FEW, top=1).plans[0]
     days = 3 * free.training.days.expected
-    plan = plan_training(p, objective="chips", deadline_days=days, top=1).plans[0]
+    plan = plan_training(p, **FEW, objective="chips", deadline_days=days, top=1).plans[0]
     assert plan.estimate.num_chips < 32
     assert plan.training.days.expected <= days
-    tight = plan_training(p, objective="chips", deadline_days=free.training.days.expected * 1.001, top=1).plans[0]
+    tight = plan_training(p, **FEW, objective="chips", deadline_days=free.training.days.expected * 1.001, top=1).plans[
+        0
+    ]
     assert tight.estimate.num_chips > plan.estimate.num_chips
     with pytest.raises(
         InfeasibleError, match=r"no part of h100:32 trains 100B tokens in 3 hours: the fastest plan takes [\d.]+ hours;"
     ):
-        plan_training(p, objective="chips", deadline_days=0.125)
+        plan_training(p, **FEW, objective="chips", deadline_days=0.125)
 
 
 def test_fewest_chips_keep_hosts_whole():
@@ -164,8 +184,8 @@ def test_fewest_chips_keep_hosts_whole():
         tiny(layers=8, width=2048, hidden=8192, heads=16), cluster="h100:128", tokens="100B", batch_tokens="512Ki"
     )
     small = problem(p.model, cluster="h100:32", tokens="100B", batch_tokens="512Ki")
-    days = 1.001 * plan_training(small, top=1).plans[0].training.days.expected
-    plan = plan_training(p, objective="chips", deadline_days=days, top=1).plans[0]
+    days = 1.001 * plan_training(small, **FEW, top=1).plans[0].training.days.expected
+    plan = plan_training(p, **FEW, objective="chips", deadline_days=days, top=1).plans[0]
     assert plan.fabric.sizes[0] == 8
     assert plan.estimate.num_chips <= 32
 
@@ -182,7 +202,7 @@ def test_what_does_not_fit_is_said_with_the_factor():
     with pytest.raises(
         InfeasibleError, match=r"llama-3-70b does not fit on h800:8: the leanest of [\d,]+ layouts needs"
     ) as e:
-        plan_training(p)
+        plan_training(p, **FEW)
     factor = float(re.search(r"([\d.]+) x the", str(e.value))[1])
     # 12 bytes a parameter at least, over eight GPUs.
     assert factor >= round(70.55e9 * 12 / 8 / p.cluster.chip.hbm_usable, 2)
@@ -196,11 +216,11 @@ def test_memory_that_is_short_is_used_whole_before_giving_up():
     chip = replace(chip, hbm_capacity=need / 0.95, hbm_reported=None)
     short = replace(p, cluster=p.cluster.replace(chip=chip))
     for more in ({}, {"objective": "chips", "deadline_days": 1e6}):
-        found = plan_training(short, **more)
+        found = plan_training(short, **FEW, **more)
         assert (found.memory_share, found.memory_asked) == (1.0, False)
         assert found.plans[0].estimate.fits
         with pytest.raises(InfeasibleError, match=r"does not fit on h100:8 in 90\.0 % of the HBM \(--max-memory\)"):
-            plan_training(short, max_memory=0.9, **more)
+            plan_training(short, **FEW, max_memory=0.9, **more)
 
 
 @pytest.mark.parametrize("objective", ["time", "cost", "chips"])
@@ -209,15 +229,15 @@ def test_a_memory_that_is_asked_for_is_never_exceeded(objective):
     more = {"objective": objective, "top": 2} | ({"deadline_days": 1e6} if objective == "chips" else {})
     usable = p.cluster.chip.hbm_usable
     leanest = least_memory(p) / usable
-    found = plan_training(p, max_memory=1.02 * leanest, **more)
+    found = plan_training(p, **FEW, max_memory=1.02 * leanest, **more)
     assert found.memory_asked
     assert all(plan.estimate.memory["total"] <= 1.02 * leanest * usable for plan in found.plans)
     with pytest.raises(InfeasibleError, match=r"the leanest of [\d,]+ layouts needs [\d.]+ GiB per chip") as e:
-        plan_training(p, max_memory=0.5 * leanest, **more)
+        plan_training(p, **FEW, max_memory=0.5 * leanest, **more)
     named = float(re.search(r"raise --max-memory to ([\d.]+)% or more", str(e.value))[1]) / 100
-    assert plan_training(p, max_memory=named, **more).plans[0].estimate.fits
+    assert plan_training(p, **FEW, max_memory=named, **more).plans[0].estimate.fits
     with pytest.raises(InfeasibleError, match="--max-memory"):
-        plan_training(p, max_memory=named - 1.001e-3, **more)
+        plan_training(p, **FEW, max_memory=named - 1.001e-3, **more)
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, 90, math.nan])
