@@ -6,9 +6,9 @@ one key that is a value too `H`, what is made to compress `Hc`; streams `M`. Not
 
 from __future__ import annotations
 
-from meshwise.dtypes import DType
-from meshwise.kernels import CompressedAttention, IndexScores
-from meshwise.models.operations import ACT_FLOPS, ROPE_FLOPS, SOFTMAX_FLOPS, TOKENS, Axes, Ops, weight
+from meshwise.kernels import CompressedAttention
+from meshwise.models.indexing import choose_keys
+from meshwise.models.operations import ACT_FLOPS, ROPE_FLOPS, SOFTMAX_FLOPS, TOKENS, Axes, Ops, by_key, weight
 from meshwise.models.spec import Compressed, Norm
 from meshwise.tensors import Tensor
 
@@ -33,9 +33,9 @@ def compressed_attention(spec: Compressed, x: Tensor, axes: Axes, ops: Ops) -> T
     kv = ops.einsum("kv", x, weight("w_kv", "D", h), (*TOKENS, h))
     kv = ops.residual_norm("norm.kv", kv, Norm(), "kv.norm")
     kv = ops.elementwise("rope.kv", kv, output="kv.rope", flops=ROPE_FLOPS, linear=True)
-    read = [q, _by_key(kv)]
+    read = [q, by_key(kv)]
     if spec.ratio:
-        read.append(_by_key(_compress("compress", spec.head_dim, spec, x, axes=axes, ops=ops)))
+        read.append(by_key(_compress("compress", spec.head_dim, spec, x, axes=axes, ops=ops)))
     if spec.indexer is not None:
         read.append(_choose(spec, x, low, axes, ops))
     out = ops.add(
@@ -87,27 +87,12 @@ def _choose(spec: Compressed, x: Tensor, low: Tensor, axes: Axes, ops: Ops) -> T
     """Score the compressed positions for every query, and give the best."""
     indexer = spec.indexer
     assert indexer is not None, "what chooses"
-    n, h, chosen = axes("Ni", indexer.heads), axes("Hi", indexer.head_dim), axes("Kt", indexer.top_k)
+    n, h = axes("Ni", indexer.heads), axes("Hi", indexer.head_dim)
     keys = _compress("index.compress", indexer.head_dim, spec, x, axes=axes, ops=ops)
     q = ops.einsum("index.q", low, weight("w_index.q", low.axes[-1], n, h), (*TOKENS, n, h))
     q = ops.elementwise("rope.index.q", q, output="index.q.rope", flops=ROPE_FLOPS, linear=True)
     heads = ops.einsum("index.weigh", x, weight("w_index.weigh", "D", n), (*TOKENS, n))
-    return ops.add(
-        IndexScores(
-            name="index.scores",
-            inputs=(q, _by_key(keys), heads),
-            output=Tensor("index.chosen", (*TOKENS, chosen), dtype=DType.FP32),
-            heads_axis=n,
-            kv_heads_axis=n,
-            top_k=indexer.top_k,
-            ratio=spec.ratio,
-        )
-    )
-
-
-def _by_key(t: Tensor) -> Tensor:
-    """Read along S, which is T by position."""
-    return Tensor(t.name, tuple("S" if a == "T" else a for a in t.axes))
+    return choose_keys((q, keys, heads), indexer.top_k, axes, ops, ratio=spec.ratio)
 
 
 def stream_axes(streams: int, axes: Axes) -> tuple[str, ...]:

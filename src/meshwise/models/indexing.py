@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from meshwise.dtypes import DType
 from meshwise.kernels import IndexScores, SparseAttention
-from meshwise.models.operations import ROPE_FLOPS, TOKENS, Axes, Ops, weight
+from meshwise.models.operations import ROPE_FLOPS, TOKENS, Axes, Ops, by_key, weight
 from meshwise.models.spec import BlockIndexer, Indexer, Norm
 from meshwise.tensors import Tensor
 
-__all__ = ["index_blocks", "index_keys", "sparse_attention"]
+__all__ = ["choose_keys", "index_blocks", "index_keys", "sparse_attention"]
 
 
 def index_keys(spec: Indexer, x: Tensor, low: Tensor, axes: Axes, ops: Ops) -> Tensor:
@@ -23,23 +23,14 @@ def index_keys(spec: Indexer, x: Tensor, low: Tensor, axes: Axes, ops: Ops) -> T
         low: the latent of queries.
         axes, ops: of the block.
     """
-    n, h, chosen = axes("Ni", spec.heads), axes("Hi", spec.head_dim), axes("Kt", spec.top_k)
+    n, h = axes("Ni", spec.heads), axes("Hi", spec.head_dim)
     q = ops.einsum("index.q", low, weight("w_index.q", low.axes[-1], n, h), (*TOKENS, n, h))
     k = ops.einsum("index.k", x, weight("w_index.k", "D", h), (*TOKENS, h))
     k = ops.norm("norm.index.k", k, Norm(bias=True), "index.k.norm", over=(h,), own=(h,))
     q = ops.elementwise("rope.index.q", q, output="index.q.rope", flops=ROPE_FLOPS, linear=True)
     k = ops.elementwise("rope.index.k", k, output="index.k.rope", flops=ROPE_FLOPS, linear=True)
     heads = ops.einsum("index.weigh", x, weight("w_index.weigh", "D", n), (*TOKENS, n))
-    return ops.add(
-        IndexScores(
-            name="index.scores",
-            inputs=(q, _by_key(k), heads),
-            output=Tensor("index.chosen", (*TOKENS, chosen), dtype=DType.FP32),
-            heads_axis=n,
-            kv_heads_axis=n,
-            top_k=spec.top_k,
-        )
-    )
+    return choose_keys((q, k, heads), spec.top_k, axes, ops)
 
 
 def index_blocks(spec: BlockIndexer, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
@@ -50,19 +41,33 @@ def index_blocks(spec: BlockIndexer, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
         x: what attention reads.
         axes, ops: of the block.
     """
-    n, h, chosen = axes("Ni", spec.heads), axes("Hi", spec.head_dim), axes("Kt", spec.top_k)
+    n, h = axes("Ni", spec.heads), axes("Hi", spec.head_dim)
     q = ops.einsum("index.q", x, weight("w_index.q", "D", n, h), (*TOKENS, n, h))
     k = ops.einsum("index.k", x, weight("w_index.k", "D", h), (*TOKENS, h))
     q = ops.norm("norm.index.q", q, Norm(), "index.q.norm", over=(h,), own=(h,))
     k = ops.norm("norm.index.k", k, Norm(), "index.k.norm", over=(h,), own=(h,))
+    return choose_keys((q, k), spec.top_k, axes, ops)
+
+
+def choose_keys(read: tuple[Tensor, ...], top_k: int, axes: Axes, ops: Ops, *, ratio: int = 1) -> Tensor:
+    """Score every key for every query, and give the best, with the scores.
+
+    Args:
+        read: the indexer's queries [B, T, Ni, Hi] and keys, and the weights of its heads where it has them.
+        top_k: how many are chosen.
+        axes, ops: of the block.
+        ratio: positions that one key stands for.
+    """
+    q, k, *heads = read
     return ops.add(
         IndexScores(
             name="index.scores",
-            inputs=(q, _by_key(k)),
-            output=Tensor("index.chosen", (*TOKENS, chosen), dtype=DType.FP32),
-            heads_axis=n,
-            kv_heads_axis=n,
-            top_k=spec.top_k,
+            inputs=(q, by_key(k), *heads),
+            output=Tensor("index.chosen", (*TOKENS, axes("Kt", top_k)), dtype=DType.FP32),
+            heads_axis=q.axes[2],
+            kv_heads_axis=q.axes[2],
+            top_k=top_k,
+            ratio=ratio,
         )
     )
 
@@ -80,7 +85,7 @@ def sparse_attention(read: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int, la
     return ops.add(
         SparseAttention(
             name="attention",
-            inputs=(q, _by_key(k), _by_key(v), chosen),
+            inputs=(q, by_key(k), by_key(v), chosen),
             output=Tensor("attention", (*q.axes[:-1], v.axes[-1])),
             heads_axis=q.axes[2],
             kv_heads_axis=k.axes[2],
@@ -88,8 +93,3 @@ def sparse_attention(read: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int, la
             latent=latent,
         )
     )
-
-
-def _by_key(t: Tensor) -> Tensor:
-    """Read along S, which is T by position."""
-    return Tensor(t.name, tuple("S" if a == "T" else a for a in t.axes))

@@ -19,6 +19,7 @@ __all__ = [
     "TOKENS",
     "Axes",
     "Ops",
+    "by_key",
     "weight",
 ]
 
@@ -122,11 +123,10 @@ class Ops:
         name: str = "attention",
     ) -> Tensor:
         """Attend; keys and values are read along S, which is T by position."""
-        keys, values = (Tensor(t.name, tuple("S" if a == "T" else a for a in t.axes)) for t in (k, v))
         return self.add(
             Attention(
                 name=name,
-                inputs=(q, keys, values),
+                inputs=(q, by_key(k), by_key(v)),
                 output=Tensor(name, (*q.axes[:-1], v.axes[-1])),
                 heads_axis=q.axes[2],
                 kv_heads_axis=k.axes[2],
@@ -135,6 +135,11 @@ class Ops:
                 chunk=chunk,
             )
         )
+
+
+def by_key(t: Tensor) -> Tensor:
+    """Read `t` along S, the positions of keys, which is T by position."""
+    return Tensor(t.name, tuple("S" if a == "T" else a for a in t.axes))
 
 
 def weight(name: str, *axes: str) -> Tensor:
