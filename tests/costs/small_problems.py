@@ -17,6 +17,20 @@ from meshwise.sharding.layout import MESH_AXES, Layout
 
 REMATS = ("none", "matmuls", "attention", "full")
 
+#: Leaves few layouts, so that several searches take no time.
+FEW = {
+    "forbidden": (
+        "ulysses",
+        "context",
+        "partial-remat",
+        "offload",
+        "zero-bubble",
+        "interleaved",
+        "dualpipe",
+        "dualpipe-v",
+    )
+}
+
 
 @cache
 def tiny(*, layers=4, width=256, heads=8, kv_heads=4, hidden=512, vocab=1024, tied=False):

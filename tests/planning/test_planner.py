@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from small_problems import tiny
+from small_problems import FEW, tiny
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import Interval
@@ -63,21 +63,6 @@ def test_the_search_says_how_much_it_looked_at(planned):
 
 def small():
     return problem(tiny(layers=4, width=1024, hidden=4096), "h100:8", batch_tokens="64Ki", seq_len="2048")
-
-
-#: Leaves few layouts, so that many searches take little time.
-FEW = {
-    "forbidden": (
-        "ulysses",
-        "context",
-        "partial-remat",
-        "offload",
-        "zero-bubble",
-        "interleaved",
-        "dualpipe",
-        "dualpipe-v",
-    )
-}
 
 
 def least_memory(p):

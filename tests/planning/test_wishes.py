@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from small_problems import tiny
+from small_problems import FEW, tiny
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.evaluate import TrainingProblem
@@ -31,20 +31,6 @@ MIXTURE = read_config(
     where="tests",
 )
 DENSE = tiny(layers=4, width=256)
-
-#: Leaves few layouts, so that several searches take no time.
-FEW = {
-    "forbidden": (
-        "ulysses",
-        "context",
-        "partial-remat",
-        "offload",
-        "zero-bubble",
-        "interleaved",
-        "dualpipe",
-        "dualpipe-v",
-    )
-}
 
 
 def problem(model, cluster="h100:16", **job):
