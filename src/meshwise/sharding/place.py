@@ -30,7 +30,7 @@ from meshwise.tensors import (
     backward,
 )
 
-__all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "place_block"]
+__all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "iteration_space", "place_block"]
 
 
 class _Placer:
@@ -191,7 +191,10 @@ def _transfers(held: Held, target: Sharding, purpose: Purpose, reader: str) -> l
 
 
 def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
-    """Which mesh axes split which index of `op`: placing an operation is choosing this."""
+    """Which mesh axes split which index of `op`: placing an operation is choosing this.
+
+    Returns: axis name -> mesh axes, major to minor; axes that are not split are left out.
+    """
     if isinstance(op, Attention | AttentionGradient):
         attention = op.source if isinstance(op, AttentionGradient) else op
         heads, kv_heads = attention.heads_axis, attention.kv_heads_axis

@@ -5,7 +5,7 @@ A key belongs here only when no value of it changes a shape, an operation, or wh
 
 from __future__ import annotations
 
-__all__ = ["IRRELEVANT"]
+__all__ = ["IRRELEVANT", "NUMERICS"]
 
 _TOKENS = """
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
@@ -44,7 +44,8 @@ prefill_chunk_size tensor_parallel_shards max_batch_size skip_bias_add skip_bias
 quantization_bit model_max_length neuron use_fast_kernels kv_cache_scheme
 """
 
-_NUMERICS = """
+#: Keys that change what is computed, though no count: `numerics` reads them where a model is executed.
+NUMERICS = """
 rms_norm_eps layer_norm_eps layer_norm_epsilon
 norm_eps norm_epsilon layernorm_epsilon rope_theta rope_theta_base rotary_emb_base rotary_base rotary_pct
 rotary_percent rotary_emb_fraction rotary_emb_interleaved partial_rotary_factor rope_pct rotary_dim
@@ -53,4 +54,4 @@ initial_context_length logit_scale query_pre_attn_scalar norm_topk_prob norm_top
 routed_scaling_factor topk_method n_group topk_group
 """
 
-IRRELEVANT = frozenset(f"{_TOKENS} {_TRAINING} {_BOOKKEEPING} {_NUMERICS}".split())
+IRRELEVANT = frozenset(f"{_TOKENS} {_TRAINING} {_BOOKKEEPING} {NUMERICS}".split())

@@ -59,7 +59,8 @@ class Dimensions(FamilyConfig):
     def _norm(self) -> Norm:
         return LAYER_NORM if self.norm == "layer" else RMS_NORM
 
-    def _layer(self, index: int) -> Layer:
+    def layer(self, index: int) -> Layer:
+        """Give this layer."""
         k = self.N if self.K is None else self.K
         divide(self.N, k, "N", "K")
         h = divide(self.D, self.N, "D", "N") if self.H is None else self.H
@@ -83,7 +84,7 @@ class Dimensions(FamilyConfig):
         return Architecture(
             d_model=self.D,
             vocab=self.V,
-            groups=group_layers(self._layer(i) for i in range(self.L)),
+            groups=group_layers(self.layer(i) for i in range(self.L)),
             embedding=Embedding(positions=self.positions),
             head=Head(norm=self._norm(), tied=self.tied),
             max_positions=self.positions,

@@ -1,0 +1,60 @@
+"""Attention where a layout places it: each device attends with its queries and heads to the keys that it was given.
+
+A `shard_map`, so that what travels is what the placed program says. Not here: attention itself (`attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from meshwise.runtime.attention import Masks, attend
+from meshwise.runtime.shardings import Placement
+from meshwise.sharding import Sharding
+from meshwise.tensors import Attention
+
+__all__ = ["attend_placed"]
+
+
+def attend_placed(
+    op: Attention,
+    inputs: Sequence[jax.Array],
+    masks: Masks,
+    placement: Placement,
+    splits: Mapping[str, tuple[str, ...]],
+) -> tuple[jax.Array, jax.Array]:
+    """Attend on a mesh.
+
+    Args:
+        op: of the program.
+        inputs: q, k and v where `splits` has them.
+        masks: what is seen, by position.
+        placement: of the layout.
+        splits: of the operation's iteration space.
+
+    Returns: as `attention.attend`, split as `splits` says.
+    """
+    positions = tuple(splits.get(op.query_axis, ()))
+    keys = jnp.arange(inputs[1].shape[1])
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        queries = _first(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
+        return attend(q, k, v, masks, (queries, keys))
+
+    if placement.mesh.size == 1:
+        return local(inputs[0], inputs[1], inputs[2])
+    specs = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in op.inputs)
+    out = placement.spec(Sharding.of(op.output.axes, splits))
+    total = placement.spec(Sharding.of(op.output.axes[:-1], splits))
+    attended: tuple[jax.Array, jax.Array] = placement.local(local, specs, (out, total))(*inputs)
+    return attended
+
+
+def _first(axes: tuple[str, ...], placement: Placement) -> jax.Array | int:
+    """Index of this device's part along mesh axes, major to minor."""
+    index: jax.Array | int = 0
+    for a in placement.split(axes):
+        index = index * placement.mesh.shape[a] + jax.lax.axis_index(a)
+    return index

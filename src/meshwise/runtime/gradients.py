@@ -1,0 +1,114 @@
+"""Gradients added up over microbatches, by each replica for itself where they are reduced once a step.
+
+Not here: the loss of one microbatch (`layers`), what is done with gradients (`train`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwise.runtime.layers import Stack
+from meshwise.runtime.params import Parameter, Tree, map_parameters
+
+__all__ = ["Accumulation", "accumulate"]
+
+Batch = Mapping[str, jax.Array]
+#: Mesh axis of replicas that add up gradients of their own.
+_REPLICAS = "data"
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How gradients are added up.
+
+    Args:
+        stack: the model as it is executed.
+        parameters: by run and name.
+        dtype: in which gradients are added up.
+        replicas: whether each replica of the axis "data" adds up its own, to be reduced at the end.
+    """
+
+    stack: Stack
+    parameters: Mapping[str, Mapping[str, Parameter]]
+    dtype: Any
+    replicas: bool
+
+    def constrain(self, gradients: Tree) -> Tree:
+        """Keep gradients where they are accumulated; those of replicas have a dimension in front."""
+        placement = replace(self.stack.placement, outside=frozenset({_REPLICAS} if self.replicas else ()))
+        lead = (_REPLICAS,) if self.replicas else ()
+
+        def one(path: str, parameter: Parameter) -> jax.Array:
+            key, _, name = path.partition("/")
+            spec = placement.spec(parameter.sharding(placement, "gradients"), len(parameter.stack))
+            named = NamedSharding(placement.mesh, PartitionSpec(*lead, *spec))
+            kept: jax.Array = jax.lax.with_sharding_constraint(gradients[key][name], named)
+            return kept
+
+        return map_parameters(self.parameters, one)
+
+
+def accumulate(how: Accumulation, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+    """Add up loss and gradients of all tokens of a step.
+
+    Args:
+        how: see there.
+        weights: by run and name, as stored.
+        batch: "tokens" and "labels", [microbatches, sequences, positions].
+
+    Returns: the sum of the losses of all tokens, and its gradients in the format of accumulators.
+    """
+    one = _of_replicas(how) if how.replicas else _of_microbatch(how.stack)
+    if batch["tokens"].shape[0] == 1:
+        loss, gradients = one(weights, {name: x[0] for name, x in batch.items()})
+        return loss, how.constrain(jax.tree.map(lambda g: g.astype(how.dtype), gradients))
+
+    def add(total: tuple[jax.Array, Tree], microbatch: Batch) -> tuple[tuple[jax.Array, Tree], None]:
+        loss, gradients = one(weights, microbatch)
+        added = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[1], gradients)
+        return (total[0] + loss, how.constrain(added)), None
+
+    lead = (how.stack.placement.mesh.shape[_REPLICAS],) if how.replicas else ()
+    zeros = map_parameters(how.parameters, lambda _, p: jnp.zeros((*lead, *p.shape), how.dtype))
+    start = (jnp.zeros(lead, jnp.float32), how.constrain(zeros))
+    (loss, gradients), _ = jax.lax.scan(add, start, batch)
+    if how.replicas:
+        gradients = jax.tree.map(lambda g: jnp.sum(g, axis=0), gradients)
+    return jnp.sum(loss), gradients
+
+
+def _of_microbatch(stack: Stack) -> Any:
+    """Give the function from weights and a microbatch to the sum of its losses and gradients."""
+
+    def loss(weights: Tree, microbatch: Batch) -> jax.Array:
+        return jnp.sum(stack.losses(weights, microbatch["tokens"], microbatch["labels"]))
+
+    return jax.value_and_grad(loss)
+
+
+def _of_replicas(how: Accumulation) -> Any:
+    """Give the same for each replica alone: sequences are dealt to replicas, and a dimension in front numbers them."""
+    placement = how.stack.placement
+    inner = replace(how.stack, placement=replace(placement, outside=frozenset({_REPLICAS})))
+    count = placement.mesh.shape[_REPLICAS]
+    before = placement.ways(placement.strategy.splits(("B",))["B"]) // count
+    assert placement.split(placement.strategy.splits(("B",))["B"])[-1] == _REPLICAS, "replicas are minor"
+
+    def deal(x: jax.Array) -> jax.Array:
+        """[B, T] -> [replicas, B / replicas, T], each device keeping its sequences."""
+        sequences, length = x.shape
+        apart = x.reshape(before, count, sequences // before // count, length)
+        return jnp.moveaxis(apart, 1, 0).reshape(count, sequences // count, length)
+
+    each = jax.vmap(_of_microbatch(inner), in_axes=(None, 0), spmd_axis_name=_REPLICAS)
+
+    def all_replicas(weights: Tree, microbatch: Batch) -> Any:
+        return each(weights, {name: deal(x) for name, x in microbatch.items()})
+
+    return all_replicas

@@ -1,0 +1,121 @@
+"""Runs a whole program: embedding, loops over stacked layers with their recomputation, head and loss.
+
+Not here: one block (`forward`), gradients and microbatches (`train`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwise.models.numerics import Numerics
+from meshwise.runtime.forward import run_block
+from meshwise.runtime.ops import Surroundings
+from meshwise.runtime.params import Tree
+from meshwise.runtime.shardings import Placement
+from meshwise.runtime.stacks import Run, Segment
+from meshwise.sharding.remat import RematPolicy
+from meshwise.tensors import Block, Program
+
+__all__ = ["Stack"]
+
+Arrays = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A program with all that executing it takes.
+
+    Args:
+        program: of the model, as the job trains it.
+        numerics: of the model.
+        segments: order of the layers.
+        placement: of the layout.
+        policy: what is kept for the backward pass, in layers that follow it.
+        activations: format of activations.
+    """
+
+    program: Program
+    numerics: Numerics
+    segments: tuple[Segment, ...]
+    placement: Placement
+    policy: RematPolicy
+    activations: Any
+
+    def block(self, name: str) -> Block:
+        """Find a block."""
+        return next(b for b in self.program if b.name == name)
+
+    def losses(self, weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        """Cross-entropy of every token: [B, T] in fp32.
+
+        Args:
+            weights: by run and name, as stored.
+            tokens, labels: [B, T].
+        """
+        stream = self.embed(weights, tokens)
+        for segment in self.segments:
+            stream = self.segment(segment, weights, stream)
+        return self.head(weights, stream, labels)["loss"]
+
+    def embed(self, weights: Tree, tokens: jax.Array) -> jax.Array:
+        """From token ids [B, T] to the residual stream."""
+        positions = jnp.arange(tokens.shape[1])
+        inputs = {"tokens": tokens, "position_ids": positions}
+        return self._run(self.block("embed"), inputs, weights.get("embed", {}), positions)["x"]
+
+    def head(self, weights: Tree, x: jax.Array, labels: jax.Array) -> Arrays:
+        """From the residual stream to the head's outputs."""
+        block = self.block("head")
+        own = {**weights.get("head", {}), **{n: w for n, w in weights["embed"].items() if n in block.tied}}
+        return self._run(block, {"x": x, "labels": labels}, own, jnp.arange(x.shape[1]))
+
+    def segment(self, segment: Segment, weights: Tree, x: jax.Array) -> jax.Array:
+        """Run the layers of a segment."""
+        own = {run.key: weights[run.key] for run in segment.runs}
+
+        def once(x: jax.Array, own: Tree) -> jax.Array:
+            for run in segment.runs:
+                x = self._layers(run, own[run.key], x, looped=segment.times * run.count > 1)
+            return x
+
+        return _repeat(once, x, own, segment.times)
+
+    def _layers(self, run: Run, weights: Arrays, x: jax.Array, *, looped: bool) -> jax.Array:
+        block = self.block(run.block)
+        layer = self._recomputing(block, looped=looped) if run.remat else self._layer(block)
+        return _repeat(layer, x, weights, run.count)
+
+    def _layer(self, block: Block) -> Callable[[jax.Array, Arrays], jax.Array]:
+        def layer(x: jax.Array, weights: Arrays) -> jax.Array:
+            return self._run(block, {"x": x}, weights, jnp.arange(x.shape[1]))["x_out"]
+
+        return layer
+
+    def _recomputing(self, block: Block, *, looped: bool) -> Callable[[jax.Array, Arrays], jax.Array]:
+        """Give a layer that keeps what the policy keeps; in a loop nothing merges what is computed twice."""
+        if self.policy.name == "none":
+            return self._layer(block)
+        kept = [op.output.name for op in block.ops if self.policy.keeps(op)]
+        saved = jax.checkpoint_policies.save_only_these_names(*kept)
+        checkpointed: Callable[[jax.Array, Arrays], jax.Array] = jax.checkpoint(
+            self._layer(block), policy=saved, prevent_cse=not looped
+        )
+        return checkpointed
+
+    def _run(self, block: Block, inputs: Arrays, weights: Arrays, positions: jax.Array) -> dict[str, jax.Array]:
+        around = Surroundings(self.numerics, block.name, positions, self.activations)
+        with jax.named_scope(block.name):
+            return run_block(block, inputs, weights, self.placement, around)
+
+
+def _repeat(body: Callable[[jax.Array, Any], jax.Array], x: jax.Array, weights: Any, times: int) -> jax.Array:
+    """Run `body` once, or over the leading dimension of `weights`."""
+    if times == 1:
+        return body(x, weights)
+    out, _ = jax.lax.scan(lambda x, own: (body(x, own), None), x, weights)
+    return out

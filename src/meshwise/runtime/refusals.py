@@ -1,0 +1,128 @@
+"""What a plan asks for that cannot be executed, each refused by name and with its reason before anything runs.
+
+Not here: what can (`forward`, `train`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwise.errors import ConfigError, LayoutError, MeshwiseError
+from meshwise.jobs import TrainingJob
+from meshwise.models import Model
+from meshwise.runtime.formats import HELD
+from meshwise.runtime.ops import is_known
+from meshwise.runtime.optimizer import RUNNABLE
+from meshwise.runtime.shardings import Placement
+from meshwise.sharding import Sharding
+from meshwise.sharding.layout import Layout
+from meshwise.sharding.place import iteration_space
+from meshwise.sharding.remat import check_remat
+from meshwise.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Tensor
+
+__all__ = ["check_even", "check_job", "check_layout", "check_model"]
+
+
+def check_model(model: Model) -> None:
+    """Refuse a model with an operation that is not executed.
+
+    Raises:
+        ConfigError: names the operation.
+    """
+    if model.spec.encoder is not None:
+        raise ConfigError(f"model {model.name}: encoder-decoders are planned, but not yet executed")
+    if model.passed_along:
+        names = ", ".join(t.name for t in model.passed_along)
+        raise ConfigError(f"model {model.name}: layers that read {names} besides the stream are not yet executed")
+    for block in model.train_program():
+        for op in block.ops:
+            if not _runs(op):
+                raise ConfigError(
+                    f"model {model.name}: operation {op.name!r} of block {block.name!r} ({type(op).__name__}) is "
+                    "planned, but not yet executed"
+                )
+
+
+def _runs(op: Op) -> bool:
+    if isinstance(op, Elementwise):
+        return type(op) is Elementwise and is_known(op)
+    return type(op) in (Einsum, Attention, Lookup)
+
+
+def check_job(job: TrainingJob) -> None:
+    """Refuse formats, optimizers and fine-tuning that are not executed.
+
+    Raises:
+        MeshwiseError: names the field.
+    """
+    formats = job.formats
+    held = {
+        "weights": formats.weights,
+        "activations": formats.activations,
+        "gradients": formats.gradients,
+        "reductions": formats.reductions,
+        "master": formats.master or formats.moments,
+        "moments": formats.moments,
+        "second_moments": formats.second_moments,
+    }
+    known = ", ".join(f.value for f in HELD)
+    if formats.recipe is not None:
+        raise MeshwiseError(f"precision {job.precision!r}: narrow recipes are planned, but not yet executed; use mixed")
+    for role, format_ in held.items():
+        if format_ not in HELD:
+            raise MeshwiseError(f"precision {job.precision!r}: {role} run in {known}, found {format_.value}")
+    if {formats.compute, formats.other_compute} != {formats.activations}:
+        raise MeshwiseError(f"precision {job.precision!r}: matmuls run in the format of activations; leave out compute")
+    if job.optimizer_kind.name not in RUNNABLE:
+        raise MeshwiseError(
+            f"optimizer {job.optimizer!r} is planned, but not yet executed; use one of {', '.join(RUNNABLE)}"
+        )
+    if not job.tuning.full:
+        raise MeshwiseError(f"fine_tune {job.fine_tune!r}: adapters are planned, but not yet executed; use full")
+
+
+def check_layout(layout: Layout, model: Model) -> None:
+    """Refuse choices of a layout that are not executed.
+
+    Raises:
+        LayoutError: names the choice.
+        UnknownNameError: for operations of a remat policy that no layer has.
+    """
+    if layout.stage > 1:
+        raise LayoutError(f"layout: stage={layout.stage}: pipelines are planned, but not yet executed; use stage=1")
+    if layout.context > 1 and layout.context_method == "ring":
+        raise LayoutError("layout: context_method=ring is planned, but not yet executed; use gather")
+    if layout.offload:
+        raise LayoutError(f"layout: offload={'+'.join(layout.offload)} is planned, but not yet executed; leave it out")
+    if layout.remat_layers is not None and layout.remat_layers > model.num_layers:
+        raise LayoutError(f"layout: remat_layers={layout.remat_layers} of {model.num_layers} layers; give as many")
+    check_remat(layout.remat, model.train_program().blocks)
+
+
+def check_even(program: Program, placement: Placement, sizes: Mapping[str, float]) -> None:
+    """Refuse a split that is not even: arrays are not padded.
+
+    Raises:
+        LayoutError: names the tensor, its axis and the mesh axes.
+    """
+    strategy = placement.strategy
+    for block in program:
+        for op in block.ops:
+            splits = iteration_space(strategy, op)
+            for t in op.tensors:
+                _check_tensor(t, Sharding.of(t.axes, splits), placement, sizes)
+                _check_tensor(t, strategy.home(t.axes), placement, sizes)
+        for t in (t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT):
+            for part in ("weights", "gradients", "optimizer"):
+                _check_tensor(t, strategy.stored(t.axes, part), placement, sizes)
+
+
+def _check_tensor(t: Tensor, sharding: Sharding, placement: Placement, sizes: Mapping[str, float]) -> None:
+    for axis, split in zip(t.axes, sharding.splits, strict=True):
+        ways = placement.ways(split)
+        if axis != "C" and sizes[axis] % ways:
+            over = " x ".join(f"{a}={placement.mesh.shape[a]}" for a in placement.split(split))
+            raise LayoutError(
+                f"layout: {over} splits {axis} = {sizes[axis]:,.0f} of {t.name} into {ways:,} parts that are not "
+                f"equal; the plan pads them, execution does not: use sizes that divide {sizes[axis]:,.0f}"
+            )

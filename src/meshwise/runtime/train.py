@@ -1,0 +1,217 @@
+"""The training step of a plan: gradients over microbatches and one update, everything where the plan says.
+
+Not here: the forward pass (`layers`), a loop over steps or data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwise.costs.structure import Structure
+from meshwise.jobs import TrainingJob
+from meshwise.models import Model
+from meshwise.models.numerics import read_numerics
+from meshwise.runtime.backend import make_mesh
+from meshwise.runtime.formats import dtype_of
+from meshwise.runtime.gradients import Accumulation, accumulate
+from meshwise.runtime.layers import Stack
+from meshwise.runtime.optimizer import RUNNABLE, Hyperparameters, update
+from meshwise.runtime.params import Parameter, Tree, describe_parameters, initial_values, map_parameters
+from meshwise.runtime.refusals import check_even, check_job, check_layout, check_model
+from meshwise.runtime.shardings import Placement
+from meshwise.runtime.stacks import plan_segments
+from meshwise.sharding import Sharding
+from meshwise.sharding.layout import Layout
+from meshwise.sharding.remat import remat_policy
+
+__all__ = ["TrainStep", "train_step"]
+
+#: Weights, a master copy where there is one, moments by name, and the number of steps taken.
+State = dict[str, Any]
+Batch = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A compiled or compilable training step.
+
+    Args:
+        stack: the model as it is executed.
+        parameters: by run and name.
+        job, layout: of the plan.
+        constants: of the optimizer.
+    """
+
+    stack: Stack
+    parameters: Mapping[str, Mapping[str, Parameter]]
+    job: TrainingJob
+    layout: Layout
+    constants: Hyperparameters
+
+    @property
+    def mesh(self) -> Mesh:
+        """Devices, in a grid of those mesh axes of the layout that have more than one, outermost first."""
+        return self.stack.placement.mesh
+
+    @cached_property
+    def abstract_state(self) -> State:
+        """Shapes, formats and shardings of the training state.
+
+        Keys: "weights" (run -> name -> array), "master" likewise where the precision has one, "moments" (name of the
+        moment -> run -> name -> array), "step" (int32).
+        """
+        formats = self.job.formats
+        state: State = {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)}
+        state["weights"] = self._abstract("weights", dtype_of(formats.weights))
+        if formats.master is not None:
+            state["master"] = self._abstract("optimizer", dtype_of(formats.master))
+        state["moments"] = {name: self._abstract("optimizer", self._moment(name)) for name in self._moments}
+        return state
+
+    @cached_property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of a step's batch: "tokens" and "labels", int32 [microbatches, sequences of one, seq_len]."""
+        layout = self.layout
+        shape = (layout.num_microbatches, layout.sequences // layout.num_microbatches, int(self.job.seq_len))
+        splits = self.stack.placement.strategy.splits(("B", "T"), sequence=False)
+        sharding = self.stack.placement.named(Sharding.of(("B", "T"), splits), stack=1)
+        return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "labels")}
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The step, jitted: (state, batch) -> (state, metrics), the state donated; metrics: "loss"."""
+        state, batch = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_state, self.abstract_batch))
+        return jax.jit(
+            self._step, in_shardings=(state, batch), out_shardings=(state, {"loss": self._whole}), donate_argnums=0
+        )
+
+    @cached_property
+    def gradients(self) -> Any:
+        """Jitted: (weights, batch) -> (mean loss, its gradients as accumulated and reduced for the optimizer)."""
+        weights = jax.tree.map(lambda a: a.sharding, self.abstract_state["weights"])
+        batch = jax.tree.map(lambda a: a.sharding, self.abstract_batch)
+        return jax.jit(self._gradients, in_shardings=(weights, batch))
+
+    def initial_state(self, seed: int) -> State:
+        """Draw a training state, each array where it is stored; the same for every layout.
+
+        Args:
+            seed: of the random numbers.
+        """
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_state)
+        return dict(jax.jit(self._initial, out_shardings=shardings)(seed))
+
+    @property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def _moments(self) -> tuple[str, ...]:
+        return RUNNABLE[self.constants.name]
+
+    def _moment(self, name: str) -> Any:
+        formats = self.job.formats
+        return dtype_of(formats.second_moments if name == "variance" else formats.moments)
+
+    def _abstract(self, part: str, dtype: Any) -> Tree:
+        placement = self.stack.placement
+        return map_parameters(self.parameters, lambda _, p: p.abstract(placement, part, dtype))
+
+    def _initial(self, seed: jax.Array) -> State:
+        formats = self.job.formats
+        wide = initial_values(self.parameters, seed, dtype_of(formats.master or formats.weights))
+        state: State = {"step": jnp.zeros((), jnp.int32)}
+        state["weights"] = jax.tree.map(lambda w: w.astype(dtype_of(formats.weights)), wide)
+        if formats.master is not None:
+            state["master"] = wide
+        shapes = self.abstract_state["moments"]
+        state["moments"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        return state
+
+    def _gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+        total = int(self.layout.sequences * self.job.seq_len)
+        how = Accumulation(self.stack, self.parameters, dtype_of(self.job.formats.gradients), self._replicas)
+        loss, gradients = accumulate(how, weights, batch)
+        return loss / total, jax.tree.map(lambda g: g / total, gradients)
+
+    @property
+    def _replicas(self) -> bool:
+        """Whether replicas add up gradients of their own, and reduce them once a step."""
+        return self.layout.data > 1 and self.layout.zero < 2 and self.layout.num_microbatches > 1
+
+    def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        loss, gradients = self._gradients(state["weights"], batch)
+        step = state["step"] + 1
+        new: State = {"step": step, "weights": {}, "moments": {name: {} for name in self._moments}}
+        with jax.named_scope("update"):
+            for key, run in self.parameters.items():
+                for name, parameter in run.items():
+                    self._update(new, state, (key, name), parameter, gradients[key][name])
+        return new, {"loss": loss}
+
+    def _update(self, new: State, old: State, path: tuple[str, str], parameter: Parameter, gradient: jax.Array) -> None:
+        """Update one parameter where its optimizer state is, and bring the new weight to where weights are stored."""
+        key, name = path
+        placement, stack = self.stack.placement, len(parameter.stack)
+
+        def held(x: jax.Array, part: str) -> jax.Array:
+            named = placement.named(parameter.sharding(placement, part), stack)
+            there: jax.Array = jax.lax.with_sharding_constraint(x, named)
+            return there
+
+        kept = old["master"] if "master" in old else old["weights"]
+        moments = {m: old["moments"][m][key][name] for m in self._moments}
+        weight, changed = update(
+            self.constants,
+            held(kept[key][name], "optimizer"),
+            held(gradient, "optimizer"),
+            moments,
+            new["step"],
+        )
+        if "master" in old:
+            new.setdefault("master", {}).setdefault(key, {})[name] = held(
+                weight.astype(old["master"][key][name].dtype), "optimizer"
+            )
+        stored = held(weight.astype(old["weights"][key][name].dtype), "optimizer")
+        new["weights"].setdefault(key, {})[name] = held(stored, "weights")
+        for m, value in changed.items():
+            new["moments"][m].setdefault(key, {})[name] = held(value.astype(moments[m].dtype), "optimizer")
+
+
+def train_step(
+    model: Model, layout: Layout, job: TrainingJob, devices: Sequence[Any], constants: Hyperparameters | None = None
+) -> TrainStep:
+    """Make the training step of a plan.
+
+    Args:
+        model, layout, job: of the plan.
+        devices: as many as the layout has chips, in the order of its mesh (`layout.used_axes`, last axis fastest);
+            they may be of a topology that is only compiled for.
+        constants: of the optimizer, whose name is the job's.
+
+    Raises:
+        ConfigError: for a model that is not executed, by name.
+        LayoutError: for a choice or an uneven split that is not executed, or another number of devices.
+        MeshwiseError: for a precision or optimizer that is not executed.
+    """
+    check_model(model)
+    check_job(job)
+    check_layout(layout, model)
+    numerics = read_numerics(model)
+    mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
+    placement = Placement(mesh, Structure.of(layout).strategy)
+    program = model.train_program()
+    sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=job.seq_len)
+    check_even(program, placement, sizes)
+    segments = plan_segments(numerics.order, layout.remat_layers)
+    stack = Stack(program, numerics, segments, placement, remat_policy(layout.remat), dtype_of(job.formats.activations))
+    parameters = describe_parameters(program, segments, numerics)
+    named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
+    return TrainStep(stack, parameters, job, layout, named)

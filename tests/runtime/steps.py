@@ -1,0 +1,90 @@
+"""Small models, batches and weights drawn with NumPy, and their loss and gradients on any layout."""
+
+from functools import cache
+
+import jax
+import numpy as np
+
+from meshwise.jobs import TrainingJob
+from meshwise.models import read_config, read_dimensions
+from meshwise.runtime import train_step
+from meshwise.sharding.layout import Layout
+
+LENGTH = 16
+DENSE = "D=32 F=64 L=3 N=8 K=4 H=8 V=64"
+
+
+@cache
+def dense(text=DENSE):
+    return read_dimensions(text, name="small")
+
+
+def configured(**config):
+    return read_config(config, name="small")
+
+
+def make(model, layout, length=LENGTH, **job):
+    given = {"precision": "fp32", **job}
+    job = TrainingJob(batch_tokens=layout.sequences * length, seq_len=length, **given)
+    return train_step(model, layout, job, jax.devices()[: layout.num_chips])
+
+
+def batch_of(step, seed=0):
+    vocabulary = step.stack.program.sizes["V"]
+    shape = step.abstract_batch["tokens"].shape
+    drawn = np.random.default_rng(seed).integers(0, vocabulary, (shape[0] * shape[1], shape[2] + 1)).astype(np.int32)
+    parts = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:]}
+    return {k: jax.device_put(v.reshape(shape), step.abstract_batch[k].sharding) for k, v in parts.items()}
+
+
+def layers_of(step):
+    """Run -> numbers of its layers among those of its block, in the order in which they are stacked."""
+    numbers, seen = {}, {}
+    for segment in step.stack.segments:
+        for _ in range(segment.times):
+            for run in segment.runs:
+                for _ in range(run.count):
+                    numbers.setdefault(run.key, (run.block, []))[1].append(seen.setdefault(run.block, 0))
+                    seen[run.block] += 1
+    return numbers
+
+
+def weights_of(step, seed=0):
+    """Weights that depend on block, layer and name alone; spread enough for every path to matter."""
+    numbers, drawn = layers_of(step), {}
+    for key, run in step.parameters.items():
+        drawn[key] = {}
+        block, layers = numbers.get(key, (key, [0]))
+        for name, p in run.items():
+            own = p.shape[len(p.stack) :]
+            seeds = [[seed, layer, *block.encode(), *name.encode()] for layer in layers]
+            value = np.stack([np.random.default_rng(s).normal(size=own) for s in seeds]).reshape(p.shape)
+            value = value * (p.scale or 0.3) + (0 if p.scale else p.constant)
+            abstract = step.abstract_state["weights"][key][name]
+            drawn[key][name] = jax.device_put(value.astype(np.float32), abstract.sharding)
+    return drawn
+
+
+def loss_and_gradients(step, weights=None):
+    """The loss, and the gradient of every weight by "block/weight", layers in their order in front."""
+    loss, gradients = step.gradients(weights or weights_of(step), batch_of(step))
+    numbers, found = layers_of(step), {}
+    for key, run in gradients.items():
+        block, layers = numbers.get(key, (key, [0]))
+        for name, g in run.items():
+            p = step.parameters[key][name]
+            each = np.asarray(g).reshape(len(layers), *p.shape[len(p.stack) :])
+            found.setdefault(f"{block}/{name}", {}).update(zip(layers, each, strict=True))
+    return float(loss), {path: np.stack([each[i] for i in sorted(each)]) for path, each in found.items()}
+
+
+@cache
+def alone(model, sequences, length=LENGTH):
+    """Loss and gradients of a batch on one device, nothing recomputed."""
+    return loss_and_gradients(make(model, Layout(micro_batch=sequences, remat="none"), length))
+
+
+def worst(found, expected):
+    """Largest difference of any gradient, relative to the largest entry of that gradient."""
+    assert found.keys() == expected.keys()
+    return max(np.abs(found[k] - expected[k]).max() / max(np.abs(expected[k]).max(), 1e-3) for k in expected)

@@ -1,0 +1,27 @@
+"""Every strategy gives the loss and the gradients of one device."""
+
+import pytest
+from steps import alone, dense, loss_and_gradients, make, worst
+
+from meshwise.sharding.layout import Layout
+
+LAYOUTS = {
+    "data": {"data": 8},
+    "zero-1": {"data": 4, "tensor": 2, "zero": 1, "num_microbatches": 2},
+    "zero-2": {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2, "num_microbatches": 2},
+    "fsdp": {"fsdp": 8, "remat": "none"},
+    "fsdp-tensor": {"fsdp": 4, "tensor": 2, "num_microbatches": 2, "remat": "matmuls"},
+    "whole-stream": {"fsdp": 2, "tensor": 4, "sequence_parallel": False, "remat": "attention"},
+    "context": {"context": 4, "fsdp": 2, "remat_layers": 1},
+    "ulysses": {"ulysses": 2, "tensor": 2, "data": 2, "fully_sharded": False, "zero": 1},
+    "context-ulysses-tensor": {"context": 2, "ulysses": 2, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loss_and_gradients_are_those_of_one_device(name):
+    layout = Layout(**LAYOUTS[name])
+    expected_loss, expected = alone(dense(), layout.sequences)
+    loss, found = loss_and_gradients(make(dense(), layout))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert worst(found, expected) < 1e-5

@@ -1,0 +1,89 @@
+"""The step as a compiler and a training loop meet it: abstract state, donated buffers, the optimizer's arithmetic."""
+
+import jax
+import numpy as np
+import pytest
+from steps import DENSE, batch_of, dense, make, weights_of
+
+from meshwise.errors import ConfigError, LayoutError, MeshwiseError
+from meshwise.models import load_model
+from meshwise.runtime.optimizer import Hyperparameters, update
+from meshwise.sharding.layout import Layout
+
+
+def test_a_step_compiles_from_its_abstract_state_and_holds_what_the_tables_say():
+    step = make(dense(), Layout(data=2, fsdp=2, tensor=2, zero=1, num_microbatches=2), precision="mixed")
+    compiled = step.jitted.lower(step.abstract_state, step.abstract_batch).compile()
+    held = compiled.memory_analysis().argument_size_in_bytes
+    arrays = jax.tree.leaves((step.abstract_state, step.abstract_batch))
+    assert held == sum(np.prod(a.sharding.shard_shape(a.shape), dtype=int) * a.dtype.itemsize for a in arrays)
+    gate = step.abstract_state["weights"]["layer"]["w_gate"]
+    assert gate.sharding.shard_shape(gate.shape) == (3, 16, 32)  # D over fsdp, F over tensor
+    mean = step.abstract_state["moments"]["mean"]["layer"]["w_gate"]
+    assert mean.sharding.shard_shape(mean.shape) == (3, 8, 32)  # D over the replicas too
+    assert (gate.dtype, mean.dtype) == ("bfloat16", "float32")
+
+
+def test_steps_lower_the_loss_and_keep_their_shardings():
+    step = make(dense(), Layout(data=2, tensor=2, zero=1, micro_batch=2), precision="mixed")
+    state, batch = step.initial_state(0), batch_of(step)
+    losses = []
+    for _ in range(4):
+        state, metrics = step.jitted(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] - losses[-1] > 0.05
+    assert int(state["step"]) == 4
+    assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, step.abstract_state)
+
+
+def test_one_step_of_adamw_is_its_formula():
+    step = make(dense(), Layout(fsdp=2, tensor=2))
+    weights, batch = weights_of(step), batch_of(step)
+    _, gradients = step.gradients(weights, batch)
+    before, g = np.asarray(weights["layer"]["w_up"]), np.asarray(gradients["layer"]["w_up"])
+    state = {**step.initial_state(0), "weights": weights}
+    after, _ = step.jitted(state, batch)
+    # After one step both averages, corrected for their start at zero, are the gradient and its square.
+    expected = before - 1e-3 * (g / (np.abs(g) + 1e-8) + 0.1 * before)
+    np.testing.assert_allclose(np.asarray(after["weights"]["layer"]["w_up"]), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("sgd", 0.998), ("momentum", 0.9962), ("lion", 1 - 1e-3 * (1 + 0.1)), ("adamw", 0.9989)]
+)
+def test_optimizers_step_against_the_gradient(name, expected):
+    one = np.float32(1.0)
+    state = {"mean": 2 * one, "variance": 0 * one} if name == "momentum" else {"mean": 0 * one, "variance": 0 * one}
+    weight, _ = update(Hyperparameters(name), one, 2 * one, state, np.int32(1))
+    assert float(weight) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "job", "error", "words"),
+    [
+        ({"stage": 2}, {}, LayoutError, "stage=2"),
+        ({"offload": ("optimizer",)}, {}, LayoutError, "offload=optimizer"),
+        ({"tensor": 8}, {}, LayoutError, "tensor=8 splits K = 4 of w_k into 8 parts that are not equal"),
+        ({}, {"precision": "fp8"}, MeshwiseError, "precision 'fp8': narrow recipes"),
+        ({}, {"precision": "fp16"}, MeshwiseError, "weights run in fp32, bf16, found fp16"),
+        ({}, {"optimizer": "muon"}, MeshwiseError, "optimizer 'muon'"),
+        ({}, {"fine_tune": "lora:rank=4", "precision": "bf16"}, MeshwiseError, "adapters"),
+    ],
+)
+def test_what_is_not_executed_is_refused_by_name(layout, job, error, words):
+    with pytest.raises(error, match=words):
+        make(dense(DENSE), Layout(**layout), **job)
+
+
+@pytest.mark.parametrize(("name", "word"), [("mamba2-2.7b", "mamba2"), ("t5-11b", "encoder"), ("bloom-560m", "bloom")])
+def test_models_that_are_not_executed_are_refused_by_name(name, word):
+    with pytest.raises(ConfigError, match=word):
+        make(load_model(name), Layout())
+
+
+def test_another_number_of_devices_is_refused():
+    from meshwise.runtime.backend import make_mesh  # noqa: PLC0415
+
+    with pytest.raises(LayoutError, match="fsdp=4 runs on 4 devices, found 8"):
+        make_mesh({"fsdp": 4}, jax.devices())
