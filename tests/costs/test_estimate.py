@@ -1,13 +1,14 @@
 """What an estimate says besides time and memory: utilisation, its denominators, and what a run costs."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from small_problems import cases
+from small_problems import MIXTURE, NODE_LIMITED, cases, tiny, torus
 
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration, find_calibration
-from meshwise.costs.estimate import estimate_training, model_flops, training_run
+from meshwise.costs.estimate import estimate_training, evaluate_layout, model_flops, training_run
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
 from meshwise.dtypes import DType
@@ -96,6 +97,21 @@ def test_a_run_without_tokens_or_price():
 def test_a_layout_of_other_chips_than_the_network_is_refused():
     with pytest.raises(LayoutError, match=r"uses 4 chips, the network has 8"):
         estimate(fsdp=4, wires=(("fsdp", (4,)),))
+
+
+@pytest.mark.parametrize("model", [MIXTURE, NODE_LIMITED, tiny()], ids=lambda m: m.name)
+@pytest.mark.parametrize("calibration", ["ampere", "tpu", "none"])
+def test_a_choice_that_means_nothing_on_a_mesh_costs_nothing(model, calibration):
+    """Without replicas that keep whole weights, nothing is left to follow `zero`, and nobody to share them out."""
+    cluster = torus((2, 3))
+    job = TrainingJob(batch_tokens="4Ki", seq_len="1024", batch_slack="0%")
+    problem = TrainingProblem(model, job, cluster, CALIBRATIONS[calibration])
+    plain = Layout(fsdp=2, tensor=3, micro_batch=2, wires=(("fsdp", (2, 1)), ("tensor", (1, 3))))
+    expected = evaluate_layout(problem, Fabric.of(cluster), plain)
+    for zero, fully_sharded in itertools.product((0, 1, 2), (True, False)):
+        costs = evaluate_layout(problem, Fabric.of(cluster), plain.replace(zero=zero, fully_sharded=fully_sharded))
+        assert costs.step.expected == pytest.approx(expected.step.expected, rel=1e-12)
+        assert costs.memory["total"] == expected.memory["total"]
 
 
 @pytest.mark.parametrize(("seq_len", "bound"), [("4096", "compute"), ("64", "fsdp communication")])

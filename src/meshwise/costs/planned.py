@@ -127,7 +127,6 @@ def _heeded(structure: Structure, block: Block) -> Structure:
         structure,
         remat=structure.remat if block.role == "layer" else "none",
         expert_tensor_parallel=structure.expert_tensor_parallel or Route not in kinds,
-        exchanges=structure.exchanges and Route in kinds,
         context_method=structure.context_method if Attention in kinds else "gather",
     )
 

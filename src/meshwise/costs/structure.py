@@ -24,8 +24,8 @@ class Structure:
         zero, sequence_parallel, remat, fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
         partial_remat: whether only `Candidates.remat_share` of the layers follow `remat`; the others keep everything.
         offload: as in `Layout`; placing does not depend on it.
-        exchanges: whether experts live on several devices of the axis `expert`, so that tokens leave for them from
-            where the residual stream has them; else they are gathered first, once for all their experts.
+        exchanges: whether there is an axis `expert`, so that tokens leave for their experts from where the residual
+            stream has them; else they are gathered first, once for all their experts.
     """
 
     zero: int
@@ -53,6 +53,7 @@ class Structure:
             fully_sharded=self.fully_sharded,
             experts=self._experts,
             ring=self.context_method == "ring",
+            exchanges=self.exchanges,
         )
 
     @property

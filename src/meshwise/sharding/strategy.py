@@ -213,6 +213,7 @@ def training_strategy(
     fully_sharded: bool = True,
     experts: tuple[str, ...] = ("Fe",),
     ring: bool = False,
+    exchanges: bool = True,
 ) -> Strategy:
     """Compose all training strategies, over the mesh axes of a layout (size 1: not used).
 
@@ -221,10 +222,12 @@ def training_strategy(
         sequence, experts: see `tensor`.
         fully_sharded: whether context, ulysses and expert axes share out weights as fsdp does.
         ring: see `context`.
+        exchanges: whether there is an axis `expert`. Where it is named but has size 1, experts and other weights would
+            go in two groups of the same devices instead of in one.
     """
     # On weights `data` stays minor-most, so that ZeRO's AllGather of new weights is over a suffix; heads are split over
     # `tensor` before `ulysses`, so that attention's AllToAll moves a suffix.
     heads = Strategy(attention=tensor().attention)
     positions = context(sharded=fully_sharded, zero=zero, ring=ring) | heads | ulysses(sharded=fully_sharded, zero=zero)
-    around = positions | expert(sharded=fully_sharded, zero=zero)
+    around = positions | expert(sharded=fully_sharded, zero=zero) if exchanges else positions
     return fsdp() | around | data(zero=zero) | tensor(sequence=sequence, experts=experts)
