@@ -309,7 +309,7 @@ def _model_table() -> str:
 
 
 def _shares(c: Calibration) -> tuple[float, ...]:
-    return (c.matmul_efficiency, c.hbm_efficiency, c.link_efficiency)
+    return (c.matmul_efficiency, c.hbm_efficiency, c.link_efficiency, c.exchange_cores)
 
 
 def _precision_table() -> str:
@@ -328,7 +328,7 @@ def _precision_table() -> str:
 
 def _calibration_table() -> str:
     return _table(
-        ("name", "of peak in matmuls", "of HBM bandwidth", "of link bandwidth", "from"),
+        ("name", "of peak in matmuls", "of HBM bandwidth", "of link bandwidth", "exchanges keep busy", "from"),
         ((_code(c.name), *(f"{share:.0%}" for share in _shares(c)), c.source) for c in CALIBRATIONS.values()),
     )
 

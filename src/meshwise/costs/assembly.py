@@ -78,12 +78,13 @@ def step_time(
     send = _send(parts)
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
     exposed, hidden, bounds, serial = _once(parts, micro, stored, ledger)
-    exchanged: Any = sum(micro.terms[n] for n in NETWORKS)
-    hidden_share = minimum(schedule.pairs(shape) * saved / maximum(microbatches * exchanged, 1e-30), 1.0)
     terms = {name: microbatches * seconds for name, seconds in micro.terms.items()}
+    hidden_share = minimum(schedule.pairs(shape) * saved / maximum(terms["expert"], 1e-30), 1.0)
+    hidden["expert"] = hidden["expert"] + terms["expert"] * hidden_share
+    terms["expert"] = terms["expert"] * (1 - hidden_share)
     for n in NETWORKS:
-        hidden[n] = hidden[n] + microbatches * micro.hidden[n] + terms[n] * hidden_share
-        terms[n] = terms[n] * (1 - hidden_share) + exposed[n]
+        hidden[n] = hidden[n] + microbatches * micro.hidden[n]
+        terms[n] = terms[n] + exposed[n]
     terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
     copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
     terms["pipeline_send"] = 2 * schedule.hops(shape) * send + copied
@@ -123,8 +124,8 @@ def step_time(
 
 
 def _times(parts: StepParts, pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> PipelineTimes:
-    overlaps = pipeline.schedule.overlaps
-    return PipelineTimes(*(_stage_times(parts.sums, shares, overlaps=overlaps) for shares in chunks))
+    cores = parts.rates.calibration.exchange_cores if pipeline.schedule.overlaps else None
+    return PipelineTimes(*(_stage_times(parts.sums, shares, cores) for shares in chunks))
 
 
 def _busiest(
@@ -193,18 +194,18 @@ def _least(pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> Any:
     return where(pipeline.num_chunks > 2, minimum(least, middle), least)
 
 
-def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, *, overlaps: bool) -> StageTimes:
+def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, cores: float | None) -> StageTimes:
+    """The passes of a chunk. `cores`: share of the compute units that hidden exchanges take; None hides none."""
     passes = {name: _shared(sums, shares, "passes", name) for name in ("forward", "backward", "weights")}
-    if not overlaps:
+    if cores is None:
         return StageTimes(**passes)
     computes = _shared(sums, shares, "terms", "forward"), _shared(sums, shares, "terms", "backward", "recompute")
-    forward = maximum(passes["forward"] - computes[0], 0.0)
-    backward = maximum(passes["backward"] + passes["weights"] - computes[1], 0.0)
-    # Each communicates while the other computes; the backward pass also while its own gradients of weights, which
+    forward, backward = (_shared(sums, shares, "exchanged", name) for name in ("forward", "backward"))
+    # Each exchanges tokens while the other computes; the backward pass also while its own gradients of weights, which
     # nothing waits for, are computed. Neither hides behind the same arithmetic twice.
     free = computes[0] + minimum(passes["weights"], computes[1])
-    saved = minimum(minimum(forward, computes[1]) + minimum(backward, free), computes[0] + computes[1])
-    return StageTimes(**passes, saved=saved)
+    hidden = minimum(minimum(forward, computes[1]) + minimum(backward, free), computes[0] + computes[1])
+    return StageTimes(**passes, saved=hidden * (1 - cores))
 
 
 def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Any) -> StageTimes:

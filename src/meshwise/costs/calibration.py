@@ -34,6 +34,7 @@ class Calibration:
         distinct_dispatch: whether a token is sent once to each destination that holds experts of its choice (DeepEP),
             not once for each of them (AllToAll).
         source: the measurements behind the numbers.
+        exchange_cores: share of the compute units that an exchange of tokens keeps busy where it runs beside compute.
         narrow: format -> share of its own dense FLOP/s, where it is not `matmul_efficiency`: matrix units that are
             twice as fast are harder to feed.
     """
@@ -46,6 +47,7 @@ class Calibration:
     flat_rings: bool
     distinct_dispatch: bool
     source: str
+    exchange_cores: float = 0.0
     narrow: tuple[tuple[DType, float], ...] = ()
 
     def matmul(self, dtype: DType) -> float:
@@ -72,6 +74,7 @@ IDENTITY = Calibration("none", 1.0, 1.0, IDEAL_LINKS, False, False, False, "data
 _GEMM = "median of eight bf16 matmuls with all sizes >= 4096, NVIDIA AIConfigurator database, TensorRT-LLM 1.0 (2025)"
 _NARROW = "narrow formats: six of TensorRT-LLM 1.3"
 _NCCL = "NCCL collectives of 1 KiB to 512 MiB in one NVLink domain (same database)"
+_EXCHANGE = "exchanges beside compute take 20 SMs (DeepSeek-V3 report, 3.2.2) of"
 _KV = "largest key/value reads of generation attention (same database)"
 
 #: By family. A chip of no family inherits the one named for it in `default_calibration`.
@@ -80,13 +83,16 @@ CALIBRATIONS = {
     for c in (
         IDENTITY,
         Calibration("ampere", 0.84, 0.77, Links(0.68, 10e-6, 19e-6, 0.40), False, True, False,
-                    f"A100: {_GEMM}; {_KV}; {_NCCL}"),
+                    f"A100: {_GEMM}; {_KV}; {_NCCL}; {_EXCHANGE} 108", 20 / 108),
         Calibration("hopper", 0.80, 0.89, Links(0.74, 8e-6, 19e-6, 0.35), False, True, True,
-                    f"H100: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}", ((DType.FP8, 0.62),)),
+                    f"H100: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}; {_EXCHANGE} 132", 20 / 132, ((DType.FP8, 0.62),)),
         Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True, True,
-                    f"B200: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}", ((DType.FP8, 0.53), (DType.FP4, 0.39))),
+                    f"B200: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}; {_EXCHANGE} 148", 20 / 148,
+                    ((DType.FP8, 0.53), (DType.FP4, 0.39))),
         Calibration("cdna", 0.51, 0.85, Links(0.74, 8e-6, 19e-6, 0.35), False, True, False,
-                    "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs"),
+                    "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs, "
+                    "exchanges from Hopper",
+                    20 / 132),
         Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False, False,
                     "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGathers of 1.6 to 400 MB, "
                     "accelerator-microbenchmarks in tpu-recipes (2025)"),

@@ -43,7 +43,8 @@ class RoleSums:
         terms: exposed seconds by term; hidden: seconds of communication that were hidden.
         passes: expected seconds of the forward pass, of gradients of activations (recomputation included) and of
             gradients of weights, exposed communication included; they add up to the terms.
-        serial: the same with nothing overlapped.
+        exchanged: what of the passes is exchange of tokens with their experts, on the critical path.
+        serial: the passes with nothing overlapped.
         resources: seconds that HBM and networks are busy at data-sheet rates.
         cover: seconds of the backward pass (gradients) and of the forward pass (weights) that nothing hides behind yet.
         flops: on the matrix unit; busy: its seconds at the data-sheet rate.
@@ -52,6 +53,7 @@ class RoleSums:
     terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((*_COMPUTE, *NETWORKS), 0.0))
     hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NETWORKS, 0.0))
     passes: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, 0.0))
+    exchanged: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, 0.0))
     serial: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, 0.0))
     resources: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("hbm", *NETWORKS), 0.0))
     cover: dict[Purpose, Any] = field(default_factory=lambda: dict.fromkeys((Purpose.WEIGHTS, Purpose.GRADIENTS), 0.0))
@@ -60,9 +62,9 @@ class RoleSums:
 
     @classmethod
     def between(cls, one: RoleSums, other: RoleSums, share: Any) -> RoleSums:
-        """So large a share of `other`, the rest of `one`: passes and terms alone."""
+        """So large a share of `other`, the rest of `one`: passes, exchanges and terms alone."""
         out = cls()
-        for name in ("terms", "passes"):
+        for name in ("terms", "passes", "exchanged"):
             these, those, into = getattr(one, name), getattr(other, name), getattr(out, name)
             for key in into:
                 into[key] = these[key] if these[key] is those[key] else these[key] * (1 - share) + those[key] * share
@@ -146,6 +148,8 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
         else:
             sums.terms[term] = sums.terms[term] + count * seconds
             sums.passes[name] = sums.passes[name] + count * seconds
+            if term == "expert":
+                sums.exchanged[name] = sums.exchanged[name] + count * seconds
             if ledger is not None:
                 ledger.hidings.append(Hiding(2, b.block, f.when, ((f, seconds),), 0.0, 1.0, count))
     backward = (b.recompute, b.backward, b.weights)

@@ -13,7 +13,8 @@ The rule for the *expected* time, stated once:
    forward pass (new weights), but for one layer's worth.
 5. A pipeline takes what its schedule takes (`makespans`): the work of its busiest device, and what that waits for.
    Its sends are hidden except on the first microbatch's way through the model and the last one's way back. Where a
-   forward pass runs together with another microbatch's backward pass, each computes while the other communicates.
+   forward pass runs together with another microbatch's backward pass, each computes while the other exchanges tokens
+   with experts; compute units that the exchange keeps busy are missing meanwhile: that counts as exposed.
    Where a schedule has two copies of a stage, their gradients are added once a step, on the critical path: each device
    sends the other what its optimizer reads.
 6. What lives in the host's memory streams over the host link, hidden behind the compute of its own layer and pass, or
@@ -176,7 +177,7 @@ class Ledger:
         pipeline: schedule and sizes.
         times: seconds of its chunks; None on one stage.
         nothing_hidden: seconds of the schedule with nothing overlapped.
-        hidden_by_schedule: share of the exposed collectives of microbatches that runs behind another one's compute.
+        hidden_by_schedule: share of the exposed exchanges of microbatches that runs behind another one's compute.
         waits: runs of layers on other devices that the busiest waits for at least, in units of its own layers.
         send: seconds of one send between stages.
         copied: seconds in which copies of a stage tell each other their gradients.

@@ -155,7 +155,9 @@ def _collectives(
         if key not in found:
             routing = problem.routing if once else None
             found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes, algorithm=algorithm, routing=routing)
-        behind = 0.0 if flow.when is Pass.STEP else float(ledger.hidden_by_schedule)
+        term = term_of(flow.mesh_axes, flow.purpose)
+        exchanges = term == "expert" and flow.when is not Pass.STEP
+        behind = float(ledger.hidden_by_schedule) if exchanges else 0.0
         each, latency = seconds / flow.count, links.startup + float(ways[algorithm][1])
         yield CollectiveWorking(
             block=h.block.name,
@@ -163,7 +165,7 @@ def _collectives(
             purpose=flow.purpose,
             kind=flow.kind,
             mesh_axes=tuple(a for a in flow.mesh_axes if a in used),
-            term=term_of(flow.mesh_axes, flow.purpose),
+            term=term,
             tensors=tuple(dict.fromkeys(t.tensor.name for t in flow.transfers)),
             transfers=flow.transfers,
             used=used,

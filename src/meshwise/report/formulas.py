@@ -236,9 +236,9 @@ def _by_schedule(w: Workings) -> Iterator[Explanation]:
     together = sum(c.exposed for c in rows) / (1 - behind) / shape.num_microbatches if behind < 1 else 0.0
     pairs = w.pipeline.schedule.pairs(shape)
     yield Explanation(
-        "left exposed by the schedule",
-        "1 - pairs of passes that run together x seconds that one saves / (microbatches x exposed collectives of one); "
-        "a pair saves what the collectives of each pass find of compute in the other",
+        "exchanges left exposed by the schedule",
+        "1 - pairs of passes that run together x seconds that one saves / (microbatches x exposed exchanges of one); "
+        "a pair saves what the exchanges of each pass find of compute in the other, less the compute units they need",
         f"1 - {number(pairs)} x {format_time(behind * together * shape.num_microbatches / pairs)} / "
         f"({number(shape.num_microbatches)} x {format_time(together)})",
         format_percent(1 - behind),

@@ -296,21 +296,23 @@ def _event(event: Event, chunks: list[_Chunk], begin: float, scale: float) -> It
     beside: list[tuple[Work, str, float]] = []
     for w, chunk in zip(event.works, chunks, strict=True):
         work += [(w, "compute", name, scale * chunk.compute.get(name, 0.0)) for name in _PASS[w.task]]
-    # Of two chunks that differ, what a pair saves is their average: a pair's compute may not quite fit.
+    exchanges: list[tuple[Work, str, float]] = []
+    for w, chunk in zip(event.works, chunks, strict=True):
+        for name in _COMMUNICATES[w.task]:
+            for term, seconds in chunk.exposed.get(name, {}).items():
+                if term == "expert":
+                    exchanges.append((w, term, scale * seconds))
+                else:
+                    work.append((w, term, term, scale * seconds))
+    # Of two chunks that differ, what a pair saves is their average: what nothing hides may not quite fit.
     fit = min(1.0, room / sum(seconds for *_, seconds in work)) if len(event.works) > 1 else 1.0
     work = [(w, stream, name, fit * seconds) for w, stream, name, seconds in work]
-    computes = sum(seconds for *_, seconds in work)
-    out = [
-        (w, term, scale * seconds)
-        for w, chunk in zip(event.works, chunks, strict=True)
-        for name in _COMMUNICATES[w.task]
-        for term, seconds in chunk.exposed.get(name, {}).items()
-    ]
-    sent = sum(seconds for *_, seconds in out)
-    # Two passes that run together compute while the other communicates: less of it sticks out.
-    share = max(room - computes, 0.0) / sent if len(event.works) > 1 and sent else 1.0
-    work += [(w, term, term, seconds * share) for w, term, seconds in out]
-    beside += [(w, term, seconds * (1 - share)) for w, term, seconds in out if share < 1]
+    # Two passes that run together compute while the other exchanges tokens: less of that sticks out.
+    sent = sum(seconds for *_, seconds in exchanges)
+    left = room - sum(seconds for *_, seconds in work)
+    share = max(left, 0.0) / sent if len(event.works) > 1 and sent else 1.0
+    work += [(w, term, term, seconds * share) for w, term, seconds in exchanges]
+    beside += [(w, term, seconds * (1 - share)) for w, term, seconds in exchanges if share < 1]
     for w, chunk in zip(event.works, chunks, strict=True):
         for name in _COMMUNICATES[w.task]:
             beside += [(w, term, scale * seconds) for term, seconds in chunk.hidden.get(name, {}).items()]
