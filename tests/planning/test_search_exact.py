@@ -255,7 +255,7 @@ def test_on_any_small_problem_the_search_is_exact(case):
 
 # Slow: the same of many more problems.
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(small_searches())
 def test_on_many_small_problems_the_search_is_exact(case):
     hold_to_everything(case)
