@@ -1,0 +1,164 @@
+"""Compiles a lowered program ahead of time for devices that are not there, or finds it compiled already.
+
+The program is handed in as JAX lowered it. Not here: what the compiled program holds (`hlo`, `summary`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwise.compiler.cache import content_key, read_entry, write_entry
+from meshwise.compiler.environment import compiler_versions, prepare
+from meshwise.compiler.hlo.instructions import Module
+from meshwise.compiler.hlo.reader import read_module
+from meshwise.compiler.memory import CompiledMemory, OutOfMemory
+from meshwise.compiler.targets import Target
+from meshwise.errors import CompilerError
+
+__all__ = ["Compiled", "Lowered", "compile_ahead", "target_devices"]
+
+
+class Lowered(Protocol):
+    """What `jax.jit(f).lower(...)` gives."""
+
+    def as_text(self) -> str:
+        """The program before it is compiled."""
+        ...
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
+        """Compile it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program compiled for a target.
+
+    Args:
+        target: its name.
+        hlo: the scheduled program as text, "" where it does not fit.
+        memory: of one device, None where it does not fit.
+        out_of_memory: what the compiler said where it does not fit, else None.
+        versions: of the compiler's packages.
+        seconds: that compiling took.
+        cached: whether it was found compiled.
+    """
+
+    target: str
+    hlo: str = field(repr=False)
+    memory: CompiledMemory | None
+    out_of_memory: OutOfMemory | None
+    versions: Mapping[str, str]
+    seconds: float
+    cached: bool
+
+    @cached_property
+    def module(self) -> Module:
+        """The program, read."""
+        return read_module(self.hlo)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but whether it was found compiled."""
+        return {
+            "target": self.target,
+            "hlo": self.hlo,
+            "memory": None if self.memory is None else self.memory.to_json(),
+            "out_of_memory": None if self.out_of_memory is None else self.out_of_memory.message,
+            "versions": dict(self.versions),
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], *, cached: bool) -> Compiled:
+        """Read what `to_json` wrote."""
+        memory, message = value["memory"], value["out_of_memory"]
+        return cls(
+            target=value["target"],
+            hlo=value["hlo"],
+            memory=None if memory is None else CompiledMemory.from_json(memory),
+            out_of_memory=None if message is None else OutOfMemory(message),
+            versions=value["versions"],
+            seconds=value["seconds"],
+            cached=cached,
+        )
+
+
+def target_devices(target: Target) -> list[Any]:
+    """List the devices of a target, as JAX describes them.
+
+    Raises:
+        MissingDependencyError: when its compiler is not installed.
+        CompilerError: when the compiler does not know the topology.
+    """
+    prepare(target)
+    from jax.experimental import topologies  # noqa: PLC0415  (an optional extra)
+
+    try:
+        topology = topologies.get_topology_desc(
+            platform=target.platform, topology_name=target.topology, **target.options
+        )
+        devices = list(topology.devices)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise CompilerError(f"{target.name}: the compiler does not know this topology: {_first_line(error)}") from None
+    if len(devices) != target.num_devices:
+        raise CompilerError(
+            f"{target.name}: expected {target.num_devices} devices, the compiler lists {len(devices)}; "
+            "use a chip with one device"
+        )
+    return devices
+
+
+def compile_ahead(
+    lowered: Lowered, target: Target, device_order: Sequence[int], *, folder: Path | None = None
+) -> Compiled:
+    """Compile a program, or find it in the cache.
+
+    Args:
+        lowered: the program, lowered for devices of the target.
+        target: what to compile for.
+        device_order: numbers of the devices in the order of the mesh; the text of a lowered program does not say it.
+        folder: of the cache (default: `cache_folder()`).
+
+    Raises:
+        MissingDependencyError: when the compiler is not installed.
+        CompilerError: when the program does not compile, for another reason than memory.
+    """
+    prepare(target)
+    versions = compiler_versions(target.platform)
+    facts = {
+        "topology": target.topology,
+        "options": dict(target.options),
+        "compiler_options": dict(target.compiler_options),
+        "devices": list(device_order),
+        "versions": versions,
+    }
+    key = content_key(lowered.as_text(), facts)
+    found = read_entry(key, folder)
+    if found is not None:
+        return Compiled.from_json(found, cached=True)
+    compiled = _compile(lowered, target, versions)
+    write_entry(key, compiled.to_json(), folder)
+    return compiled
+
+
+def _compile(lowered: Lowered, target: Target, versions: Mapping[str, str]) -> Compiled:
+    begun = time.monotonic()
+    hlo, memory, message = "", None, None
+    try:
+        result = lowered.compile(compiler_options=dict(target.compiler_options) or None)
+        hlo, memory = result.as_text(), CompiledMemory.of(result.memory_analysis())
+    except RuntimeError as error:  # JaxRuntimeError is one
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise CompilerError(f"{target.name}: the program does not compile: {_first_line(error)}") from error
+        message = OutOfMemory(str(error))
+    return Compiled(target.name, hlo, memory, message, versions, time.monotonic() - begun, cached=False)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:400] if lines else type(error).__name__

@@ -1,0 +1,87 @@
+"""The compilers as optional libraries: whether they are there, and the settings that they want without a device.
+
+JAX may be imported already: what is set here is read when a compiler is loaded, not when JAX is. Not here: compiling.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from meshwise.compiler.targets import Target
+from meshwise.errors import MissingDependencyError
+
+__all__ = ["check_compiler", "compiler_versions", "prepare"]
+
+_LIBRARIES = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda12"}
+_PACKAGES = {
+    "tpu": ("jax", "jaxlib", "libtpu"),
+    "cuda": ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
+}
+
+#: Without these libtpu asks a cloud's metadata server what it runs on, or says on stderr that it cannot.
+_TPU_SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
+
+
+def check_compiler(platform: str) -> None:
+    """Refuse where the compiler of a platform ("tpu", "cuda") is not installed.
+
+    Raises:
+        MissingDependencyError: with the line that installs it.
+    """
+    try:
+        found = all(importlib.util.find_spec(name) is not None for name in ("jax", _LIBRARIES[platform]))
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        what = {"tpu": "TPUs", "cuda": "NVIDIA GPUs"}[platform]
+        raise MissingDependencyError(f"compiling for {what} needs their compiler: pip install 'meshwise[{platform}]'")
+
+
+def compiler_versions(platform: str) -> dict[str, str]:
+    """Versions of the packages that make up a compiler."""
+    return {name: metadata.version(name) for name in _PACKAGES[platform]}
+
+
+def prepare(target: Target) -> None:
+    """Set what the target's compiler wants before it is loaded; what a user has set stays.
+
+    Raises:
+        MissingDependencyError: when the compiler is not installed.
+    """
+    check_compiler(target.platform)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if target.platform == "tpu":
+        for name, value in _TPU_SETTINGS.items():
+            os.environ.setdefault(name, value)
+    import jax  # noqa: PLC0415  (an optional extra, and slow)
+
+    settings: Any = jax.config
+    if not (os.environ.get("JAX_PLATFORMS") or settings.jax_platforms):
+        settings.update("jax_platforms", "cpu")  # else JAX looks for a device of every compiler that it finds
+    if target.platform == "cuda":
+        _register_cuda()
+
+
+@functools.cache
+def _register_cuda() -> None:
+    """Make the CUDA compiler known. It registers itself when plugins are looked for, unless it finds no driver."""
+    from jax._src import xla_bridge as private  # noqa: PLC0415  (there is no public way; used here only)
+
+    xla_bridge: Any = private
+    xla_bridge._discover_and_register_pjrt_plugins()
+    if "cuda" in xla_bridge._topology_factories:
+        return
+    package = importlib.util.find_spec("jax_plugins.xla_cuda12")
+    assert package is not None
+    assert package.origin is not None
+    library = Path(package.origin).parent / "xla_cuda_plugin.so"
+    xla_bridge.register_plugin("cuda", library_path=str(library))

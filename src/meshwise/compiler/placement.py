@@ -1,0 +1,69 @@
+"""Which device stands where in a mesh: mesh axes laid along the network as a layout's wires say.
+
+Not here: choosing wires (`planning`), or what a group of devices can send (`costs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.errors import CompilerError
+from meshwise.sharding.layout import MESH_AXES, Layout
+
+__all__ = ["device_mesh", "place_devices"]
+
+
+def place_devices(devices: Sequence[Any], layout: Layout) -> Any:
+    """Arrange devices as the layout's wires place its mesh axes on the network.
+
+    Within one dimension of the network axes nest in the order of `MESH_AXES`, innermost first, as costs price them.
+
+    Args:
+        devices: of the target, in any order: TPUs know their coordinates and slice, GPUs their number.
+        layout: with wires.
+
+    Returns: an array of the mesh's shape, axes of more than one device, outermost first (or one axis of size 1).
+
+    Raises:
+        CompilerError: another number of devices than the layout has chips; a layout without wires.
+    """
+    if layout.wires is None:
+        raise CompilerError(f"layout {layout}: expected wires, which say where each mesh axis lies; plans have them")
+    if len(devices) != layout.num_chips:
+        raise CompilerError(f"layout {layout} has {layout.num_chips:,} chips, found {len(devices):,} devices")
+    factors = _factors(layout)
+    ordered = np.empty(len(devices), dtype=object)
+    ordered[:] = sorted(devices, key=_place)
+    grid = ordered.reshape([extent for _, extent in reversed(factors)])  # outermost first
+    names = [axis for axis, _ in reversed(factors)]
+    order = [d for axis in layout.used_axes for d, name in enumerate(names) if name == axis]
+    shape = tuple(layout.sizes[axis] for axis in layout.used_axes) or (1,)
+    return grid.transpose(order).reshape(shape)
+
+
+def device_mesh(placed: Any, layout: Layout) -> DeviceMesh:
+    """Describe the mesh of placed devices: its axes, and the slices of its places where there are several."""
+    sizes = {axis: layout.sizes[axis] for axis in layout.used_axes} or {"data": 1}
+    slices = tuple(_slice_of(device) for device in placed.reshape(-1))
+    return DeviceMesh(sizes, slices if len(set(slices)) > 1 else ())
+
+
+def _factors(layout: Layout) -> list[tuple[str, int]]:
+    """Mesh axes as they nest in the network, innermost first; an axis once for each dimension that it lies on."""
+    wires = dict(layout.wires or ())
+    dimensions = max((len(extents) for extents in wires.values()), default=0)
+    return [(a, wires[a][d]) for d in range(dimensions) for a in MESH_AXES if a in wires and wires[a][d] > 1]
+
+
+def _slice_of(device: Any) -> int:
+    return int(getattr(device, "slice_index", 0) or 0)
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    """Order devices as they lie in the network: the first dimension fastest, slices last."""
+    coordinates = getattr(device, "coords", None) or ()
+    return (_slice_of(device), *reversed([int(c) for c in coordinates]), int(device.id))

@@ -1,0 +1,133 @@
+"""What a compiler must know of a cluster: the platform, the name of its topology, and of GPUs a description.
+
+Made from a cluster's values, so that a plan and its compilation mean the same chips. Not here: JAX (`compiling`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwise.compiler.gpu_description import describe_gpu, known_gpus
+from meshwise.costs.fabric import Dimension, Fabric
+from meshwise.errors import CompilerError
+from meshwise.hardware import Chip, Cluster, Torus
+
+__all__ = ["Target"]
+
+#: TPUs whose devices are chips, so that a mesh of chips is a mesh of devices, and whose programs the compiler prints.
+_TPUS = ("v5e", "v5p", "v6e")
+
+#: Chip -> why no program is compiled for it.
+_REFUSED = {
+    "v2": "its chips are two devices each to the compiler, and layouts are of chips",
+    "v3": "its chips are two devices each to the compiler, and layouts are of chips",
+    "v4": "its chips are two devices each to the compiler unless their cores are joined, and layouts are of chips",
+    "tpu7x": "its chips are two devices each to the compiler, whose programs cannot be printed by this version of JAX",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Devices to compile for.
+
+    Args:
+        name: of the cluster, and of the part that is used where that is not all of it.
+        platform: "tpu" or "cuda".
+        topology: as `jax.experimental.topologies.get_topology_desc` names it.
+        options: its further arguments.
+        num_devices: how many there are.
+        compiler_options: options of the compiler that make it work without the device.
+    """
+
+    name: str
+    platform: str
+    topology: str
+    num_devices: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    compiler_options: Mapping[str, bool | int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cluster: Cluster, fabric: Fabric | None = None) -> Target:
+        """Describe a cluster, or the part of it that a plan uses.
+
+        >>> from meshwise.hardware import parse_cluster
+        >>> target = Target.of(parse_cluster("v5p:4x4x4"))
+        >>> target.platform, target.topology, target.num_devices
+        ('tpu', 'v5p:4x4x4', 64)
+        >>> Target.of(parse_cluster("v5e:4x8*2")).options
+        {'num_slices': 2}
+        >>> Target.of(parse_cluster("h100:64")).options["topology"]
+        '1x8x8'
+
+        Args:
+            cluster: the chips and their network.
+            fabric: the part that is used; all of it where None.
+
+        Raises:
+            CompilerError: chips that no compiler here knows, or a network that it cannot be told.
+        """
+        used = fabric or Fabric.of(cluster)
+        if isinstance(cluster.network, Torus):
+            return _tpu(cluster, cluster.network, used.dimensions)
+        return _gpu(cluster, used)
+
+
+def _tpu(cluster: Cluster, torus: Torus, dimensions: Sequence[Dimension]) -> Target:
+    chip = cluster.chip
+    if chip.name not in _TPUS:
+        why = _REFUSED.get(chip.name, "the compiler does not know it")
+        raise CompilerError(f"{cluster.name}: no program is compiled for {chip.title}: {why}; use {_choices()}")
+    if torus.twisted:
+        raise CompilerError(
+            f"{cluster.name}: the compiler cannot be told of a twisted torus; compile for the slice without '_twisted'"
+        )
+    shape = [d.size for d in dimensions if d.torus]
+    slices = math.prod(d.size for d in dimensions if not d.torus)
+    name = f"{chip.name}:{'x'.join(map(str, shape))}"
+    return Target(
+        name=name if slices == 1 else f"{name}*{slices}",
+        platform="tpu",
+        topology=name,
+        options={} if slices == 1 else {"num_slices": slices},
+        num_devices=math.prod(shape) * slices,
+    )
+
+
+def _gpu(cluster: Cluster, fabric: Fabric) -> Target:
+    chip = cluster.chip
+    if chip.name not in known_gpus():
+        why = "AMD's compiler is not here" if chip.vendor == "amd" else "it is not described to the compiler"
+        raise CompilerError(f"{cluster.name}: no program is compiled for {chip.title}: {why}; use {_choices()}")
+    number = math.prod(fabric.sizes)
+    per_host = min(chip.chips_per_host, number)
+    domain = _domain(chip, number)
+    hosts, rest = divmod(domain, per_host)
+    if rest or number % domain:
+        raise CompilerError(
+            f"{cluster.name}: {number} GPUs are not whole hosts of {per_host}; use a multiple of {per_host}"
+        )
+    return Target(
+        name=f"{chip.name}:{number}",
+        platform="cuda",
+        topology=chip.name,
+        options={
+            "target_config": describe_gpu(chip),
+            "topology": f"{number // domain}x{hosts}x{per_host}",
+        },
+        num_devices=number,
+        # Nothing can be timed without a GPU: libraries' own choice of algorithm, and no search among generated ones.
+        compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+    )
+
+
+def _domain(chip: Chip, number: int) -> int:
+    """GPUs that the compiler takes as one partition: an NVLink domain of several hosts, else all of them."""
+    innermost = chip.scale_up[0].degree if chip.scale_up else 1
+    return min(innermost, number) if innermost > chip.chips_per_host else number
+
+
+def _choices() -> str:
+    return ", ".join((*_TPUS, *known_gpus()))
