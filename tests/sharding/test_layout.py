@@ -219,6 +219,13 @@ def test_a_layout_may_leave_chips_idle() -> None:
             ),
         ),
         (
+            "ep=8,dp=16",
+            (
+                "layout 'ep=8,dp=16' needs 128 chips, the cluster has 64; lower an axis, or write -1 for one "
+                "to let it take the rest; expert is an axis of its own, not a part of data"
+            ),
+        ),
+        (
             "vpp=2",
             (
                 "layout: virtual_stages=2 is for schedule=interleaved, found 1f1b; write schedule=interleaved, or "
@@ -232,7 +239,13 @@ def test_a_layout_may_leave_chips_idle() -> None:
                 "needs sequence_parallel=on"
             ),
         ),
-        ("etp=2", "layout: expert_tensor_parallel is on or off, found 'etp=2'"),
+        (
+            "etp=2",
+            (
+                "layout: expert_tensor_parallel is on or off, found 'etp=2'; on splits each expert over the whole "
+                "tensor axis, off leaves experts whole"
+            ),
+        ),
         (
             "fully_sharded=8",
             "layout: fully_sharded is on or off, found 'fully_sharded=8'; the axis of that name is fsdp",

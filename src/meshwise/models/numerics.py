@@ -146,9 +146,7 @@ rope_scaling rope_parameters embedding_multiplier logits_scaling residual_multip
 attn_logit_softcapping final_logit_softcapping swiglu_limit use_bidirectional_attention
 """
 #: Keys that change what is computed, and that only a reader here understands.
-_NUMERIC_KEYS = frozenset(
-    f"{NUMERICS} {' '.join(sorted(ACTIVATION_KEYS))} {_FURTHER_KEYS}".split()
-)
+_NUMERIC_KEYS = frozenset(f"{NUMERICS} {' '.join(sorted(ACTIVATION_KEYS))} {_FURTHER_KEYS}".split())
 
 
 class _Keys:

@@ -59,6 +59,7 @@ _WORDS = ("remat", "context_method", "schedule")
 _NOT_AN_AXIS = {
     "sequence_parallel": "; to split positions over an axis of their own use context",
     "fully_sharded": "; the axis of that name is fsdp",
+    "expert_tensor_parallel": "; on splits each expert over the whole tensor axis, off leaves experts whole",
 }
 _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
@@ -347,6 +348,7 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
         raise LayoutError(
             f"layout {text!r} needs {request.num_chips:,} chips, the cluster has {num_chips:,}; "
             "lower an axis, or write -1 for one to let it take the rest"
+            + ("; expert is an axis of its own, not a part of data" if request.sizes["expert"] > 1 else "")
         )
     return request
 
