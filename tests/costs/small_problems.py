@@ -49,27 +49,32 @@ def tiny(*, layers=4, width=256, heads=8, kv_heads=4, hidden=512, vocab=1024, ti
     return read_config(config, name="tiny", where="tests")
 
 
-MIXTURE = read_config(
-    {
+@cache
+def tiny_mixture(*, layers=4, width=1024, hidden=2048, vocab=1024, experts=8):
+    """A Mixtral of two experts a token."""
+    config = {
         "model_type": "mixtral",
-        "hidden_size": 1024,
-        "intermediate_size": 2048,
+        "hidden_size": width,
+        "intermediate_size": hidden,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "num_hidden_layers": 4,
-        "vocab_size": 1024,
-        "num_local_experts": 8,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "num_local_experts": experts,
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
         "max_position_embeddings": 131072,
-    },
-    name="tiny-mixture",
-    where="tests",
-)
+    }
+    return read_config(config, name="tiny-mixture", where="tests")
 
-#: Latent attention, a leading dense layer, shared experts, and a router that keeps a token's experts in few groups.
-NODE_LIMITED = read_config(
-    {
+
+MIXTURE = tiny_mixture()
+
+
+@cache
+def tiny_latent(**sizes):
+    """Latent attention, a leading dense layer, shared experts, a router that keeps a token's experts in few groups."""
+    config = {
         "model_type": "deepseek_v3",
         "hidden_size": 1024,
         "intermediate_size": 2048,
@@ -98,10 +103,12 @@ NODE_LIMITED = read_config(
         "num_nextn_predict_layers": 0,
         "tie_word_embeddings": False,
         "max_position_embeddings": 131072,
-    },
-    name="tiny-node-limited",
-    where="tests",
-)
+    }
+    assert sizes.keys() <= config.keys()
+    return read_config(config | sizes, name="tiny-node-limited", where="tests")
+
+
+NODE_LIMITED = tiny_latent()
 
 
 def torus(shape, *, wraps=True, chip="v5p"):

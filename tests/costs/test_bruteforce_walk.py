@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from device_walk import Walk, local_operations, rule_splits
-from small_problems import tiny
+from small_problems import tiny, tiny_latent, tiny_mixture
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.evaluate import (
@@ -25,63 +25,25 @@ from meshwise.costs.evaluate import (
 from meshwise.costs.network import NO_WIRE
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.models import read_config
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.tensors import Einsum
 
 T = 16
 DENSE = tiny(layers=2, width=32, heads=8, kv_heads=4, hidden=48, vocab=64)
-MIXTURE = read_config(
-    {
-        "model_type": "mixtral",
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-    },
-    name="tiny-mixture",
-    where="tests",
-)
-LATENT = read_config(
-    {
-        "model_type": "deepseek_v3",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 16,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "vocab_size": 64,
-        "hidden_act": "silu",
-        "num_nextn_predict_layers": 0,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-    },
-    name="tiny-latent",
-    where="tests",
+MIXTURE = tiny_mixture(layers=2, width=32, hidden=24, vocab=64, experts=4)
+LATENT = tiny_latent(
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    num_hidden_layers=3,
+    n_routed_experts=8,
+    vocab_size=64,
 )
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT}
 

@@ -101,35 +101,25 @@ _BLOCKS_OF_16 = 1 / 16  # one e4m3 scale
 #: weight gradient needs activations in a second layout.
 _LAYOUTS = 2
 
+_FP8 = Recipe(
+    activations=Format(DType.FP8, writes=_LAYOUTS),
+    weights=Format(DType.FP8),
+    weight_copies=1,
+    dispatches=False,
+    needs=(DType.FP8,),
+    vendor="",
+    accumulates="fp32 (14 bits of it inside Hopper's tensor cores)",
+)
+
 _PRECISIONS = (
     _precision("bf16", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)"),
     _MIXED,
     _precision("fp16", DType.FP16, DType.FP32, DType.FP32, "fp16 matmuls; fp32 gradients, master weights, moments"),
     _precision("fp32", DType.FP32, DType.FP32, None, "everything in fp32"),
-    _narrow(
-        "fp8",
-        Recipe(
-            activations=Format(DType.FP8, writes=_LAYOUTS),
-            weights=Format(DType.FP8),
-            weight_copies=1,
-            dispatches=False,
-            needs=(DType.FP8,),
-            vendor="",
-            accumulates="fp32 (14 bits of it inside Hopper's tensor cores)",
-        ),
-        "fp8 weights and operands, one delayed scale a tensor; fp32 gradients, master, moments",
-    ),
+    _narrow("fp8", _FP8, "fp8 weights and operands, one delayed scale a tensor; fp32 gradients, master, moments"),
     _narrow(
         "fp8-current",
-        Recipe(
-            activations=Format(DType.FP8, reads=2, writes=_LAYOUTS),
-            weights=Format(DType.FP8),
-            weight_copies=1,
-            dispatches=False,
-            needs=(DType.FP8,),
-            vendor="",
-            accumulates="fp32 (14 bits of it inside Hopper's tensor cores)",
-        ),
+        replace(_FP8, activations=replace(_FP8.activations, reads=2)),
         "as fp8, each tensor scaled by its own largest value, which is read first",
     ),
     _narrow(

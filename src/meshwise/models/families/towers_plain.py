@@ -12,7 +12,7 @@ from pydantic import AliasChoices, Field
 from meshwise.errors import ConfigError
 from meshwise.models.families.base import Count, Layers, Size
 from meshwise.models.families.towered import TowerConfig
-from meshwise.models.families.vision_towers import layers, table
+from meshwise.models.families.vision_towers import SquareVision, layers, table
 from meshwise.models.towers import TowerPart, TowerWeight, attention, convolution, mlp, norm
 
 __all__ = ["IdeficsVision", "InternVision", "PixtralVision", "StepVision"]
@@ -99,28 +99,14 @@ def _pair(size: list[int] | int, key: str) -> tuple[int, int]:
     return size[0], size[1]
 
 
-class IdeficsVision(TowerConfig):
+class IdeficsVision(SquareVision):
     """Idefics3 and SmolVLM: SigLIP without its pooling head."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"max_image_size", "size", "use_base_siglip"})
 
     hidden_size: Size = 1152
-    intermediate_size: Size = 3072
-    num_hidden_layers: Layers = 12
     num_attention_heads: Count = 16
-    num_channels: Count = 3
-    image_size: Size = 224
     patch_size: Size = 32
-
-    def parts(self) -> tuple[TowerPart, ...]:
-        """Patches and positions, layers, a last norm."""
-        d, patch = self.hidden_size, self.num_channels * self.patch_size**2
-        patches = convolution("embed", patch, d) + table("positions", (self.image_size // self.patch_size) ** 2, d)
-        return (
-            TowerPart("patches", patches),
-            layers(d, self.num_attention_heads, self.intermediate_size, self.num_hidden_layers),
-            TowerPart("end", norm("norm", d)),
-        )
 
 
 class StepVision(TowerConfig):

@@ -23,6 +23,7 @@ __all__ = [
     "MiniMaxVision",
     "Qwen3Vision",
     "SiglipVision",
+    "SquareVision",
 ]
 
 
@@ -43,12 +44,8 @@ def table(name: str, rows: int, width: int) -> tuple[TowerWeight, ...]:
     return (TowerWeight(f"w_{name}", (("rows", rows), ("D", width))),)
 
 
-class SiglipVision(TowerConfig):
-    """SigLIP."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({
-        "num_image_tokens", "projection_dim", "projector_hidden_act", "num_positions",
-    })  # fmt: skip
+class SquareVision(TowerConfig):
+    """A plain vision transformer of square images: patches and positions, layers, a last norm."""
 
     hidden_size: Size = 768
     intermediate_size: Size = 3072
@@ -57,40 +54,41 @@ class SiglipVision(TowerConfig):
     num_channels: Count = 3
     image_size: Size = 224
     patch_size: Size = 16
-    vision_use_head: bool = True
 
     def parts(self) -> tuple[TowerPart, ...]:
-        """Patches and positions, layers, a last norm, and a pooling head where it is used."""
+        """Patches and positions, layers, a last norm."""
         d, patch = self.hidden_size, self.num_channels * self.patch_size**2
         patches = convolution("embed", patch, d) + table("positions", (self.image_size // self.patch_size) ** 2, d)
-        found = (
+        return (
             TowerPart("patches", patches),
             layers(d, self.num_attention_heads, self.intermediate_size, self.num_hidden_layers),
             TowerPart("end", norm("norm", d)),
         )
-        if not self.vision_use_head:
-            return found
+
+
+class SiglipVision(SquareVision):
+    """SigLIP."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({
+        "num_image_tokens", "projection_dim", "projector_hidden_act", "num_positions",
+    })  # fmt: skip
+
+    vision_use_head: bool = True
+
+    def parts(self) -> tuple[TowerPart, ...]:
+        """A pooling head, too, where it is used."""
+        d = self.hidden_size
         head = (
             *table("probe", 1, d),
             *attention(d, self.num_attention_heads),
             *norm("norm", d),
             *mlp(d, self.intermediate_size),
         )
-        return (*found, TowerPart("pool", head))
+        return (*super().parts(), *((TowerPart("pool", head),) if self.vision_use_head else ()))
 
 
-class ClipVision(TowerConfig):
-    """CLIP: a class embedding, and norms before and after the layers."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"projection_dim", "vocab_size", "initializer_factor"})
-
-    hidden_size: Size = 768
-    intermediate_size: Size = 3072
-    num_hidden_layers: Layers = 12
-    num_attention_heads: Count = 12
-    num_channels: Count = 3
-    image_size: Size = 224
-    patch_size: Size = 32
+class ClassedVision(SquareVision):
+    """One with a class embedding, and norms before and after the layers."""
 
     def parts(self) -> tuple[TowerPart, ...]:
         """Patches, positions and the class, layers, two norms."""
@@ -102,6 +100,14 @@ class ClipVision(TowerConfig):
             layers(d, self.num_attention_heads, self.intermediate_size, self.num_hidden_layers),
             TowerPart("ends", norm("norm.first", d) + norm("norm.last", d)),
         )
+
+
+class ClipVision(ClassedVision):
+    """CLIP."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"projection_dim", "vocab_size", "initializer_factor"})
+
+    patch_size: Size = 32
 
 
 class Qwen3Vision(TowerConfig):
@@ -215,7 +221,7 @@ class MiniMaxVision(TowerConfig):
         )
 
 
-class Llama4Vision(TowerConfig):
+class Llama4Vision(ClassedVision):
     """Llama 4's: a class embedding, learned positions, and shuffled pixels projected twice."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({
@@ -223,10 +229,8 @@ class Llama4Vision(TowerConfig):
         "pixel_shuffle_ratio",
     })  # fmt: skip
 
-    hidden_size: Size = 768
     num_hidden_layers: Layers = 34
     num_attention_heads: Count = 16
-    num_channels: Count = 3
     intermediate_size: Size = 5632
     vision_output_dim: Size = 7680
     image_size: Size = 448
@@ -236,17 +240,9 @@ class Llama4Vision(TowerConfig):
 
     def parts(self) -> tuple[TowerPart, ...]:
         """Patches, class and positions; layers between two norms; an adapter without bias."""
-        d, patch = self.hidden_size, self.num_channels * self.patch_size**2
-        positions = (self.image_size // self.patch_size) ** 2 + 1
-        patches = convolution("embed", patch, d, bias=False) + table("positions", positions, d) + table("class", 1, d)
         adapter = linear("first", self.intermediate_size, self.projector_input_dim, bias=False)
         adapter += linear("second", self.projector_output_dim, self.projector_output_dim, bias=False, into="O")
-        return (
-            TowerPart("patches", patches),
-            layers(d, self.num_attention_heads, self.intermediate_size, self.num_hidden_layers),
-            TowerPart("ends", norm("norm.first", d) + norm("norm.last", d)),
-            TowerPart("adapter", adapter),
-        )
+        return (*super().parts(), TowerPart("adapter", adapter))
 
 
 class Gemma4Vision(TowerConfig):
