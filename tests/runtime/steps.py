@@ -19,8 +19,12 @@ def dense(text=DENSE):
     return read_dimensions(text, name="small")
 
 
-def configured(**config):
-    return read_config(config, name="small")
+_MODELS = {}
+
+
+def configured(name, config):
+    """The model of a configuration, the same value each time."""
+    return _MODELS.setdefault(name, read_config(config, name=name))
 
 
 def make(model, layout, length=LENGTH, **job):
@@ -68,14 +72,20 @@ def weights_of(step, seed=0):
 def loss_and_gradients(step, weights=None):
     """The loss, and the gradient of every weight by "block/weight", layers in their order in front."""
     loss, gradients = step.gradients(weights or weights_of(step), batch_of(step))
+    found = by_layer(step, gradients)
+    return float(loss), {f"{block}/{name}": g for block, run in found.items() for name, g in run.items()}
+
+
+def by_layer(step, tree):
+    """Block -> name -> [layers, ...], from arrays by run and name."""
     numbers, found = layers_of(step), {}
-    for key, run in gradients.items():
+    for key, run in tree.items():
         block, layers = numbers.get(key, (key, [0]))
-        for name, g in run.items():
+        for name, array in run.items():
             p = step.parameters[key][name]
-            each = np.asarray(g).reshape(len(layers), *p.shape[len(p.stack) :])
-            found.setdefault(f"{block}/{name}", {}).update(zip(layers, each, strict=True))
-    return float(loss), {path: np.stack([each[i] for i in sorted(each)]) for path, each in found.items()}
+            each = np.asarray(array).reshape(len(layers), *p.shape[len(p.stack) :])
+            found.setdefault(block, {}).setdefault(name, {}).update(zip(layers, each, strict=True))
+    return {b: {n: np.stack([each[i] for i in sorted(each)]) for n, each in run.items()} for b, run in found.items()}
 
 
 @cache

@@ -18,7 +18,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+#: Slow because each is a compiled program, and proves the same of another way to split.
+QUICK = ("zero-1", "fsdp-tensor", "context", "context-ulysses-tensor")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])
 def test_loss_and_gradients_are_those_of_one_device(name):
     layout = Layout(**LAYOUTS[name])
     expected_loss, expected = alone(dense(), layout.sequences)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwise.runtime.attention import Masks, attend
+from meshwise.runtime.local import part_index
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.tensors import Attention
@@ -40,7 +41,7 @@ def attend_placed(
     keys = jnp.arange(inputs[1].shape[1])
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        queries = _first(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
+        queries = part_index(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
         return attend(q, k, v, masks, (queries, keys))
 
     if placement.mesh.size == 1:
@@ -50,11 +51,3 @@ def attend_placed(
     total = placement.spec(Sharding.of(op.output.axes[:-1], splits))
     attended: tuple[jax.Array, jax.Array] = placement.local(local, specs, (out, total))(*inputs)
     return attended
-
-
-def _first(axes: tuple[str, ...], placement: Placement) -> jax.Array | int:
-    """Index of this device's part along mesh axes, major to minor."""
-    index: jax.Array | int = 0
-    for a in placement.split(axes):
-        index = index * placement.mesh.shape[a] + jax.lax.axis_index(a)
-    return index

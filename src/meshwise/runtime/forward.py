@@ -6,21 +6,23 @@ completed where the tensor lives. Not here: loops over layers (`layers`), gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.runtime.attention import Masks
 from meshwise.runtime.attention_placed import attend_placed
+from meshwise.runtime.lookup import look_up
+from meshwise.runtime.mixture import Experts
 from meshwise.runtime.named import named_einsum
 from meshwise.runtime.ops import Surroundings, elementwise
+from meshwise.runtime.router import choose
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.sharding.place import iteration_space
-from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Tensor
+from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 
 __all__ = ["run_block"]
 
@@ -37,42 +39,88 @@ class _Walk:
 
     def bring(self, t: Tensor, splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         """Give tensor `t` where an operation with these splits reads it; a copy that was made before is read again."""
-        wanted, held = Sharding.of(t.axes, splits), self.held[t.name]
-        if t.kind is Kind.INDEX or wanted == held:
+        return self._bring_to(t, Sharding.of(t.axes, splits))
+
+    def _bring_to(self, t: Tensor, wanted: Sharding) -> jax.Array:
+        if t.kind is Kind.INDEX or wanted == self.held[t.name]:
             return self.arrays[t.name]
+        held = self.held[t.name]
         if (t.name, wanted) not in self.copies:
             back = self.placement.strategy.stored(t.axes, "gradients") if t.kind is Kind.WEIGHT else held
             self.copies[t.name, wanted] = self.placement.move(self.arrays[t.name], back, wanted)
         return self.copies[t.name, wanted]
 
-    def run(self, op: Op) -> None:
-        """Execute one operation."""
+    def run(self, ops: Sequence[Op]) -> None:
+        """Execute operations in order; those between a dispatch and its combination as one."""
+        at = 0
+        while at < len(ops):
+            stop = at + 1
+            if isinstance(ops[at], Route):
+                stop = next(i for i in range(at + 1, len(ops)) if isinstance(ops[i], Route)) + 1
+                self._run_experts(tuple(ops[at:stop]))
+            else:
+                self._run_one(ops[at])
+            at = stop
+
+    def _run_experts(self, ops: tuple[Op, ...]) -> None:
+        experts = Experts(ops, self.placement, self.around)
+        splits = iteration_space(self.placement.strategy, experts.dispatch)
+        x, gates = (self.bring(replace(t, kind=Kind.ACTIVATION), splits) for t in experts.dispatch.inputs)
+        chosen = self.arrays[f"{experts.dispatch.inputs[1].name}.chosen"]
+        weights = {t.name: self._bring_to(t, sharding) for t, sharding in experts.weights}
+        self._keep(experts.combine, experts.run(x, gates, chosen, weights))
+
+    def _run_one(self, op: Op) -> None:
         splits = iteration_space(self.placement.strategy, op)
         inputs = [self.bring(t, splits) for t in op.inputs]
+        if isinstance(op, Lookup):
+            with jax.named_scope(op.name):
+                self._keep(op, look_up(op, inputs[0], inputs[1], self.placement, splits))
+            return
+        if op.name == "sinks":
+            inputs.append(self.bring(_denominator(op.inputs[0]), splits))
         with jax.named_scope(op.name):
             out = self._compute(op, inputs, splits)
         local = Sharding.of(op.output.axes, splits)
         split = {m for s in local.splits for m in s}
         pending = {m for a in op.axes for m in splits.get(a, ())} - split
         home = self.placement.strategy.home(op.output.axes) if pending else local
-        out = self.placement.move(out, local, home)
+        self._keep(op, self.placement.move(out, local, home), home)
+
+    def _keep(self, op: Op, out: jax.Array, held: Sharding | None = None) -> None:
+        """Remember what an operation made, and where it is: at home unless said."""
         self.arrays[op.output.name] = checkpoint_name(out, op.output.name)
-        self.held[op.output.name] = home
+        self.held[op.output.name] = self.placement.strategy.home(op.output.axes) if held is None else held
 
     def _compute(self, op: Op, inputs: list[jax.Array], splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         if isinstance(op, Einsum):
             return named_einsum(op, *inputs)
+        if op.name == "top_k":
+            return self._choose(op, inputs)
         if isinstance(op, Elementwise):
             return elementwise(op, inputs, self.around)
-        if isinstance(op, Lookup):
-            index, table = inputs
-            return jnp.take(table, index, axis=0)
         assert isinstance(op, Attention), f"refused before: {op.name}"
         numerics = self.around.numerics
         scale = numerics.attention_scale[self.around.block]
         masks = Masks(op.causal, op.window, op.chunk, scale, numerics.attention_cap)
-        out, _ = attend_placed(op, inputs, masks, self.placement, splits)
+        out, total = attend_placed(op, inputs, masks, self.placement, splits)
+        denominator = _denominator(op.output)
+        self.arrays[denominator.name] = checkpoint_name(total, op.output.name)
+        self.held[denominator.name] = Sharding.of(denominator.axes, splits)
         return out
+
+    def _choose(self, op: Op, inputs: list[jax.Array]) -> jax.Array:
+        """Give the weights of the experts that are chosen, and remember which they are."""
+        correction = inputs[1] if len(inputs) > 1 else None
+        top_k = int(self.around.sizes[op.output.axes[-1]])
+        gates, chosen = choose(inputs[0], correction, self.around.numerics.router, top_k)
+        self.arrays[f"{op.output.name}.chosen"] = checkpoint_name(chosen, op.output.name)
+        return gates
+
+
+def _denominator(t: Tensor) -> Tensor:
+    """Name what attention says beside its output: the logarithm of each softmax's denominator."""
+    return Tensor(f"{t.name}.denominator", t.axes[:-1])
 
 
 def run_block(
@@ -102,6 +150,5 @@ def run_block(
             walk.held[name] = strategy.stored(t.axes, "weights")
         else:
             walk.held[name] = strategy.home(t.axes)
-    for op in block.ops:
-        walk.run(op)
+    walk.run(block.ops)
     return {name: walk.arrays[name] for name in block.outputs}

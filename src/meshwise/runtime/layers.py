@@ -37,6 +37,7 @@ class Stack:
         placement: of the layout.
         policy: what is kept for the backward pass, in layers that follow it.
         activations: format of activations.
+        capacity: slots of an expert over the mean, or None where none may be dropped.
     """
 
     program: Program
@@ -45,6 +46,7 @@ class Stack:
     placement: Placement
     policy: RematPolicy
     activations: Any
+    capacity: float | None = None
 
     def block(self, name: str) -> Block:
         """Find a block."""
@@ -108,9 +110,23 @@ class Stack:
         return checkpointed
 
     def _run(self, block: Block, inputs: Arrays, weights: Arrays, positions: jax.Array) -> dict[str, jax.Array]:
-        around = Surroundings(self.numerics, block.name, positions, self.activations)
+        around = Surroundings(
+            numerics=self.numerics,
+            block=block.name,
+            positions=positions,
+            activations=self.activations,
+            sizes=self.program.sizes,
+            latent_rope=_latent_rope(self.program, block),
+            capacity=self.capacity,
+        )
         with jax.named_scope(block.name):
             return run_block(block, inputs, weights, self.placement, around)
+
+
+def _latent_rope(program: Program, block: Block) -> int | None:
+    """Width of the part of a head that latent attention rotates, if the block has such."""
+    shared = (t for op in block.ops if op.name == "rope.k" for t in op.inputs[1:])
+    return next((int(program.sizes[t.axes[-1]]) for t in shared), None)
 
 
 def _repeat(body: Callable[[jax.Array, Any], jax.Array], x: jax.Array, weights: Any, times: int) -> jax.Array:

@@ -4,9 +4,11 @@ One function an operation, on whole arrays; norms and losses compute in fp32. No
 or where anything is (`forward`).
 """
 
+# ruff: noqa: ARG001 -- all functions of the table take the same arguments
+
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +34,18 @@ class Surroundings:
         block: its name.
         positions: of the tokens, [T].
         activations: format of activations, to which weights are brought as they are read.
+        sizes: of the program's axes.
+        latent_rope: width of the part that latent attention rotates, or None.
+        capacity: slots of an expert over the mean, or None where none may be dropped.
     """
 
     numerics: Numerics
     block: str
     positions: jax.Array
     activations: Any
+    sizes: Mapping[str, float]
+    latent_rope: int | None = None
+    capacity: float | None = None
 
     @property
     def rotary(self) -> Rotary:
@@ -79,8 +87,25 @@ def _norm(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     return x.astype(inputs[0].dtype)
 
 
-def _rope(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:  # noqa: ARG001
-    return rotate(inputs[0], around.rotary, around.positions)
+def _rope(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
+    """Rotate; of latent attention only the last part of a head, and in keys the part that all heads share."""
+    if around.latent_rope is None:
+        return rotate(inputs[0], around.rotary, around.positions)
+    if len(inputs) == 1:
+        still = inputs[0].shape[-1] - around.latent_rope
+        turned = rotate(inputs[0][..., still:], around.rotary, around.positions)
+        return jnp.concatenate([inputs[0][..., :still], turned], axis=-1)
+    own, shared = inputs
+    turned = rotate(shared, around.rotary, around.positions)[:, :, None, :]  # [B, T, Hr] -> [B, T, 1, Hr]
+    turned = jnp.broadcast_to(turned, (*own.shape[:3], turned.shape[-1])).astype(own.dtype)
+    return jnp.concatenate([own, turned], axis=-1)
+
+
+def _sinks(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
+    """Rescale what a softmax gave as if it had one more logit: by t / (t + e^sink), t being its denominator."""
+    out, sink, denominator = inputs
+    share = jax.nn.sigmoid(denominator - align(sink.astype(jnp.float32), op.inputs[1].axes, op.output.axes[:-1]))
+    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -92,30 +117,37 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _act(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:  # noqa: ARG001
+def _act(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     first, *rest = inputs
+    if around.numerics.activation == "swiglu_oai":
+        return _swiglu_oai(first, rest[0], around.numerics.clamp or jnp.inf)
     active = _ACTIVATIONS[around.numerics.activation](first)
     return active * rest[0] if rest else active
 
 
-def _add(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:  # noqa: ARG001
+def _swiglu_oai(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+def _add(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     total = inputs[0]
     for t, x in zip(op.inputs[1:], inputs[1:], strict=True):
         total = total + align(x, t.axes, op.output.axes).astype(total.dtype)
     return total
 
 
-def _embedding_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:  # noqa: ARG001
+def _embedding_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     return inputs[0] * jnp.asarray(around.numerics.embedding_scale, inputs[0].dtype)
 
 
-def _logits_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:  # noqa: ARG001
+def _logits_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     x = inputs[0].astype(jnp.float32) * around.numerics.logits_scale
     cap = around.numerics.logits_cap
     return (x if cap is None else cap * jnp.tanh(x / cap)).astype(inputs[0].dtype)
 
 
-def _loss(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:  # noqa: ARG001
+def _loss(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     """Cross-entropy of every token [B, T] from logits [B, T, V], without an index into an axis that may be split."""
     logits, labels = inputs[0].astype(jnp.float32), inputs[1]
     largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -124,8 +156,19 @@ def _loss(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:  
     return denominator - jnp.sum(jnp.where(own, logits, 0.0), axis=-1)
 
 
+def _weigh(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
+    """Weigh by a gate of one column a token, opened by a sigmoid."""
+    gate = jax.nn.sigmoid(inputs[1].astype(jnp.float32)).astype(inputs[0].dtype)
+    return inputs[0] * align(gate, op.inputs[1].axes, op.output.axes)
+
+
 _EXACT: dict[str, Callable[[Elementwise, Arrays, Surroundings], jax.Array]] = {
     "act": _act,
+    "shared.act": _act,
+    "expert.act": _act,
+    "shared.add": _add,
+    "shared.scale": _weigh,
+    "sinks": _sinks,
     "rope.q": _rope,
     "rope.k": _rope,
     "residual": _add,

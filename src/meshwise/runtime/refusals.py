@@ -18,7 +18,7 @@ from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.place import iteration_space
 from meshwise.sharding.remat import check_remat
-from meshwise.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Tensor
+from meshwise.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
 
 __all__ = ["check_even", "check_job", "check_layout", "check_model"]
 
@@ -45,8 +45,8 @@ def check_model(model: Model) -> None:
 
 def _runs(op: Op) -> bool:
     if isinstance(op, Elementwise):
-        return type(op) is Elementwise and is_known(op)
-    return type(op) in (Einsum, Attention, Lookup)
+        return type(op) is Elementwise and (is_known(op) or op.name == "top_k")
+    return type(op) in (Einsum, Attention, Lookup, Route)
 
 
 def check_job(job: TrainingJob) -> None:

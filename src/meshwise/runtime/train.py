@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwise.costs.structure import Structure
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
-from meshwise.models.numerics import read_numerics
+from meshwise.models.numeric_readers import read_numerics
 from meshwise.runtime.backend import make_mesh
 from meshwise.runtime.formats import dtype_of
 from meshwise.runtime.gradients import Accumulation, accumulate
@@ -211,7 +211,15 @@ def train_step(
     sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=job.seq_len)
     check_even(program, placement, sizes)
     segments = plan_segments(numerics.order, layout.remat_layers)
-    stack = Stack(program, numerics, segments, placement, remat_policy(layout.remat), dtype_of(job.formats.activations))
+    stack = Stack(
+        program,
+        numerics,
+        segments,
+        placement,
+        policy=remat_policy(layout.remat),
+        activations=dtype_of(job.formats.activations),
+        capacity=job.capacity_factor,
+    )
     parameters = describe_parameters(program, segments, numerics)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     return TrainStep(stack, parameters, job, layout, named)

@@ -1,0 +1,347 @@
+"""Reads from a configuration what execution needs of a model, family by family.
+
+What is not understood is refused by name, so that a model either runs as its authors meant it or not at all. Defaults
+are those of the families' reference implementations. Not here: what the values mean (`numerics`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwise.errors import ConfigError
+from meshwise.models.families import FAMILIES
+from meshwise.models.families.activations import ACTIVATION_KEYS
+from meshwise.models.families.decoder import Decoder
+from meshwise.models.families.irrelevant import NUMERICS
+from meshwise.models.families.plain import Dimensions
+from meshwise.models.families.towered import Towered
+from meshwise.models.model import Model
+from meshwise.models.numerics import Numerics, Rotary, Router, Scaling
+from meshwise.models.spec import LatentAttention, SelfAttention
+
+__all__ = ["EXECUTED_FAMILIES", "read_numerics"]
+
+
+def read_numerics(model: Model) -> Numerics:
+    """Read what execution needs from a model's configuration.
+
+    >>> from meshwise.models import load_model
+    >>> read_numerics(load_model("llama-3-8b")).rotary["layer"].theta
+    500000.0
+
+    Raises:
+        ConfigError: for a family, a key or a value that is not understood, by name.
+    """
+    keys = _Keys(model)
+    if keys.family not in _READERS:
+        raise ConfigError(
+            f"model {model.name}: family {keys.family!r} can be planned, but not yet executed: its activation, "
+            f"rotations and scales are not read; families that run: {', '.join(EXECUTED_FAMILIES)}"
+        )
+    numerics = _READERS[keys.family](keys)
+    keys.refuse_rest()
+    return numerics
+
+
+_FURTHER_KEYS = """
+rope_scaling rope_parameters embedding_multiplier logits_scaling residual_multiplier attention_multiplier
+attn_logit_softcapping final_logit_softcapping swiglu_limit use_bidirectional_attention
+"""
+#: Keys that change what is computed, and that only a reader here understands.
+_NUMERIC_KEYS = frozenset(f"{NUMERICS} {' '.join(sorted(ACTIVATION_KEYS))} {_FURTHER_KEYS}".split())
+
+
+class _Keys:
+    """A configuration whose numeric keys must all be read."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        family = FAMILIES[model.family]
+        values = family.unwrap(dict(model.config))
+        #: The family's own reading; of a model with towers that of its text part.
+        self.parsed: Any = family.model_validate(values)
+        if isinstance(self.parsed, Towered):
+            values, self.parsed = self.parsed.text_values, self.parsed.text
+        self.config: Mapping[str, Any] = values
+        self.family: str = self.parsed.model_type
+        self.read: set[str] = set()
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """Give a key's value; null is as if it were not there."""
+        self.read.add(name)
+        value = self.config.get(name)
+        return default if value is None else value
+
+    def first(self, *names: str, default: Any = None) -> Any:
+        """Give the value of the first of several spellings that is there."""
+        found = [v for v in (self(name) for name in names) if v is not None]
+        return found[0] if found else default
+
+    def refuse(self, name: str, expected: str) -> ConfigError:
+        """Say that a value is not understood."""
+        return ConfigError(
+            f"model {self.model.name}: key {name!r}: to execute it, expected {expected}, "
+            f"found {self.config.get(name)!r:.80}"
+        )
+
+    def refuse_rest(self) -> None:
+        """Refuse a numeric key that no reader read."""
+        for key, value in self.config.items():
+            if key in _NUMERIC_KEYS - self.read and value is not None:
+                raise ConfigError(
+                    f"model {self.model.name}: key {key!r} changes what is computed, and is not understood for "
+                    f"{self.family!r} where a model is executed"
+                )
+
+
+def _order(keys: _Keys) -> tuple[str, ...]:
+    """Name the block of each layer."""
+    groups = keys.model.spec.groups
+    if len(groups) == 1:
+        return (groups[0].name,) * groups[0].repeat
+    family = keys.parsed
+    layer = family.layer if isinstance(family, Decoder | Dimensions) else None
+    if layer is None:
+        raise ConfigError(f"model {keys.model.name}: the order of its {len(groups)} kinds of layers is not known")
+    names = {g.layer: g.name for g in groups}
+    return tuple(names[layer(i)] for i in range(sum(g.repeat for g in groups)))
+
+
+def _activation(keys: _Keys, default: str) -> str:
+    name = str(keys.first("hidden_activation", "hidden_act", "activation_function", default=default)).lower()
+    if name not in ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_tanh", "relu", "relu2"):
+        raise keys.refuse("hidden_act", "silu, gelu, gelu_pytorch_tanh, gelu_new, relu or relu2")
+    return {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.get(name, name)
+
+
+def _scaling(keys: _Keys) -> Scaling | None:
+    """Read `rope_scaling`."""
+    said = keys("rope_scaling")
+    if said is None:
+        return None
+    kind = said.get("rope_type", said.get("type"))
+    known = {
+        "linear": {"factor"},
+        "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+                 "attention_factor", "truncate"},
+        "default": set(),
+    }  # fmt: skip
+    if kind not in known or set(said) - known[kind] - {"rope_type", "type", "rope_theta"}:
+        raise keys.refuse("rope_scaling", "null, or one of rope_type linear, llama3 or yarn with its own keys")
+    if kind == "default":
+        return None
+    factor = float(said["factor"])
+    original = float(said.get("original_max_position_embeddings") or keys.model.max_seq_len or 0)
+    if kind == "linear":
+        return Scaling("linear", factor)
+    if kind == "llama3":
+        return Scaling("llama3", factor, original, float(said["low_freq_factor"]), float(said["high_freq_factor"]))
+    attention = said.get("attention_factor")
+    if attention is None:
+        some, every = said.get("mscale"), said.get("mscale_all_dim")
+        attention = _mscale(factor, some) / _mscale(factor, every) if some and every else _mscale(factor, 1.0)
+    fast, slow = float(said.get("beta_fast") or 32), float(said.get("beta_slow") or 1)
+    return Scaling("yarn", factor, original, slow, fast, float(attention), bool(said.get("truncate", True)))
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """Yarn's temperature: 1 + 0.1 w ln(factor) (Peng et al. 2023, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _rotary(keys: _Keys, theta: float = 10_000.0, *, interleaved: bool = False) -> Rotary:
+    """Read one rotation for all layers."""
+    said = keys("rope_parameters")
+    if said is not None:
+        if not isinstance(said, dict) or said.get("rope_type", "default") != "default" or "rope_theta" not in said:
+            raise keys.refuse("rope_parameters", "rope_theta alone")
+        return Rotary(float(said["rope_theta"]), interleaved=interleaved)
+    return Rotary(float(keys("rope_theta", theta)), interleaved=interleaved, scaling=_scaling(keys))
+
+
+def _attention_scales(keys: _Keys) -> dict[str, float]:
+    """1 / sqrt(width of a head) for every kind of layer."""
+    scales = {}
+    for group in keys.model.spec.groups:
+        attention = group.layer.attention
+        if isinstance(attention, SelfAttention):
+            scales[group.name] = attention.head_dim**-0.5
+        elif isinstance(attention, LatentAttention):
+            scales[group.name] = (attention.nope_dim + attention.rope_dim) ** -0.5
+    return scales
+
+
+def _rotated(keys: _Keys, rotary: Rotary) -> dict[str, Rotary]:
+    """The blocks whose layers have positions."""
+    attentions = {g.name: g.layer.attention for g in keys.model.spec.groups}
+    return {
+        name: rotary
+        for name, a in attentions.items()
+        if isinstance(a, LatentAttention) or (isinstance(a, SelfAttention) and a.rope)
+    }
+
+
+def _plain(keys: _Keys, theta: float, epsilon: float, default_activation: str = "silu") -> Numerics:
+    """Llama and what follows its plan."""
+    return Numerics(
+        order=_order(keys),
+        activation=_activation(keys, default_activation),
+        norm_epsilon=float(keys("rms_norm_eps", epsilon)),
+        rotary=_rotated(keys, _rotary(keys, theta)),
+        attention_scale=_attention_scales(keys),
+    )
+
+
+def _llama(keys: _Keys) -> Numerics:
+    return _plain(keys, 10_000.0, 1e-6)
+
+
+def _smollm3(keys: _Keys) -> Numerics:
+    return _plain(keys, 2_000_000.0, 1e-6)
+
+
+def _mixtral(keys: _Keys) -> Numerics:
+    return _plain(keys, 1_000_000.0, 1e-5)
+
+
+def _olmo2(keys: _Keys) -> Numerics:
+    return _plain(keys, 10_000.0, 1e-5)
+
+
+def _phi3(keys: _Keys) -> Numerics:
+    """Phi-3: a part of each head is rotated; the long variants, which stretch by lists of factors, are refused."""
+    keys("original_max_position_embeddings")
+    found, share = _plain(keys, 10_000.0, 1e-5), float(keys("partial_rotary_factor", 1.0))
+    return replace(found, rotary={name: replace(r, share=share) for name, r in found.rotary.items()})
+
+
+def _qwen_moe(keys: _Keys) -> Numerics:
+    return replace(_llama(keys), router=Router(normalised=bool(keys("norm_topk_prob", False))))
+
+
+def _gemma(keys: _Keys) -> Numerics:
+    """Gemma 1: norms that store w - 1, embeddings times the root of the width."""
+    found = _plain(keys, 10_000.0, 1e-6, "gelu_pytorch_tanh")
+    return replace(found, norm_offset=1.0, embedding_scale=math.sqrt(keys.model.d_model))
+
+
+def _gemma2(keys: _Keys) -> Numerics:
+    """Gemma 2: a scale of its own for queries, caps."""
+    scale = float(keys("query_pre_attn_scalar", 256)) ** -0.5
+    return replace(
+        _gemma(keys),
+        attention_scale=dict.fromkeys(_attention_scales(keys), scale),
+        attention_cap=_cap(keys, "attn_logit_softcapping", 50.0),
+        logits_cap=_cap(keys, "final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma3(keys: _Keys) -> Numerics:
+    """Gemma 3: local layers rotate by another base, and without the stretch."""
+    found = replace(
+        _gemma2(keys),
+        attention_cap=_cap(keys, "attn_logit_softcapping", None),
+        logits_cap=_cap(keys, "final_logit_softcapping", None),
+    )
+    whole, local = _rotary(keys, 1_000_000.0), Rotary(float(keys("rope_local_base_freq", 10_000.0)))
+    attentions = {g.name: g.layer.attention for g in keys.model.spec.groups}
+    windows = {name for name, a in attentions.items() if isinstance(a, SelfAttention) and a.window is not None}
+    return replace(found, rotary={name: local if name in windows else whole for name in attentions})
+
+
+def _cap(keys: _Keys, name: str, default: float | None) -> float | None:
+    """Read a cap, of which null means that there is none."""
+    value = keys(name)
+    return default if name not in keys.config else None if value is None else float(value)
+
+
+def _gpt_oss(keys: _Keys) -> Numerics:
+    """gpt-oss: a gated unit of its own, weights of the chosen experts by a softmax over them."""
+    keys("hidden_act")
+    keys("initial_context_length")
+    if keys("rope_scaling") is None and keys("rope_parameters") is None:
+        raise keys.refuse("rope_scaling", "yarn's, as published")
+    found = replace(_plain(keys, 150_000.0, 1e-5), activation="swiglu_oai", clamp=float(keys("swiglu_limit", 7.0)))
+    if keys("swiglu_alpha", 1.702) != 1.702:
+        raise keys.refuse("swiglu_alpha", "1.702")
+    return found
+
+
+def _deepseek_v3(keys: _Keys) -> Numerics:
+    """DeepSeek-V3: sigmoid scores, chosen with a correction within groups, neighbours rotated as pairs."""
+    found = replace(
+        _plain(keys, 10_000.0, 1e-6),
+        rotary=_rotated(keys, _rotary(keys, interleaved=bool(keys("rope_interleave", True)))),
+    )
+    scaling = keys("rope_scaling") or {}
+    if scaling.get("mscale_all_dim"):
+        temperature = _mscale(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
+        found = replace(found, attention_scale={n: s * temperature for n, s in found.attention_scale.items()})
+    if keys("scoring_func", "sigmoid") != "sigmoid":
+        raise keys.refuse("scoring_func", "sigmoid")
+    if keys("topk_method", "noaux_tc") != "noaux_tc":
+        raise keys.refuse("topk_method", "noaux_tc")
+    for name in ("n_group", "topk_group"):
+        if keys(name) is None:
+            raise keys.refuse(name, "a number of groups of experts")
+    groups = next(((m.groups, m.groups_limit) for m in keys.model.mixtures), (1, 1))
+    router = Router(
+        scores="sigmoid",
+        normalised=bool(keys("norm_topk_prob", True)),
+        scale=float(keys("routed_scaling_factor", 2.5)),
+        groups=groups[0],
+        groups_limit=groups[1],
+    )
+    return replace(found, router=router)
+
+
+def _gpt2(keys: _Keys) -> Numerics:
+    """GPT-2: layer norms, learned positions."""
+    return Numerics(
+        order=_order(keys),
+        activation=_activation(keys, "gelu_new"),
+        norm_epsilon=float(keys("layer_norm_epsilon", 1e-5)),
+        norm_centred=True,
+        attention_scale=_attention_scales(keys),
+    )
+
+
+def _dimensions(keys: _Keys) -> Numerics:
+    """A model of dimensions alone: Llama's functions; plain feed-forwards take gelu, as transformers of their time."""
+    gated, layer_norm = keys("gated", True), keys("norm", "rms") == "layer"
+    return Numerics(
+        order=_order(keys),
+        activation="silu" if gated else "gelu_tanh",
+        norm_centred=layer_norm,
+        rotary=_rotated(keys, Rotary()),
+        attention_scale=_attention_scales(keys),
+    )
+
+
+_READERS: dict[str, Callable[[_Keys], Numerics]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "ministral": _llama,
+    "smollm3": _smollm3,
+    "mixtral": _mixtral,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "qwen3_moe": _qwen_moe,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "gpt2": _gpt2,
+    "dimensions": _dimensions,
+}
+
+#: Values of `model_type` of models that are executed.
+EXECUTED_FAMILIES = tuple(sorted(_READERS))

@@ -1,0 +1,213 @@
+"""Routed experts: the operations between dispatch and combination, on each device's own tokens and experts.
+
+One `shard_map`, so that what travels is what the placed program says: slots to the devices of their experts and back,
+by dense AllToAlls; partial sums over the tensor axis only once there is one value a token again. Not here: which
+experts a token visits (`router`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshwise.runtime.local import complete
+from meshwise.runtime.named import named_einsum
+from meshwise.runtime.ops import Surroundings, elementwise
+from meshwise.runtime.shardings import Placement
+from meshwise.sharding import Sharding
+from meshwise.sharding.place import iteration_space
+from meshwise.tensors import Einsum, Elementwise, Kind, Op, Route, Tensor
+
+__all__ = ["Experts"]
+
+Arrays = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed part of a block.
+
+    Args:
+        ops: from the dispatch to the combination.
+        placement: of the layout.
+        around: what operations read besides.
+    """
+
+    ops: tuple[Op, ...]
+    placement: Placement
+    around: Surroundings
+
+    @property
+    def dispatch(self) -> Route:
+        """Tokens to slots."""
+        op = self.ops[0]
+        assert isinstance(op, Route)
+        return op
+
+    @property
+    def combine(self) -> Route:
+        """Slots to tokens."""
+        op = self.ops[-1]
+        assert isinstance(op, Route)
+        return op
+
+    @property
+    def weights(self) -> tuple[tuple[Tensor, Sharding], ...]:
+        """Weights of the experts, and where the operations read them."""
+        strategy = self.placement.strategy
+        return tuple(
+            (t, Sharding.of(t.axes, iteration_space(strategy, op)))
+            for op in self.ops
+            for t in op.inputs
+            if t.kind is Kind.WEIGHT
+        )
+
+    def run(self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays) -> jax.Array:
+        """Send tokens to their experts, compute, and bring the results back.
+
+        Args:
+            x: tokens [B, T, D] where the dispatch reads them.
+            gates, chosen: weights and numbers of each token's experts [B, T, top_k], likewise.
+            weights: of the experts by name, where the operations read them.
+
+        Returns: the combination [B, T, D], where it lives.
+        """
+        if self.placement.mesh.size == 1:
+            return self._local(x, gates, chosen, weights)
+        strategy, placement = self.placement.strategy, self.placement
+        splits = iteration_space(strategy, self.dispatch)
+        tokens = [placement.spec(Sharding.of(t.axes, splits)) for t in self.dispatch.inputs]
+        held = {t.name: placement.spec(sharding) for t, sharding in self.weights}
+        home = placement.spec(strategy.home(self.combine.output.axes))
+        specs = (tokens[0], tokens[1], tokens[1], held)
+        out: jax.Array = placement.local(self._local, specs, home)(x, gates, chosen, weights)
+        return out
+
+    def _local(self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays) -> jax.Array:
+        """Run on one device's tokens [b, t, D]."""
+        tokens = x.reshape(-1, x.shape[-1])
+        picked = chosen.reshape(tokens.shape[0], -1)
+        slots, count = self._slots(picked)
+        experts = int(self.num_experts)
+        filled = jnp.zeros((experts * count + 1, x.shape[-1]), x.dtype)
+        filled = filled.at[slots].set(tokens[:, None, :].astype(x.dtype))[:-1]  # the last row takes what is dropped
+        values: dict[str, jax.Array] = dict(weights)
+        values[self.dispatch.output.name] = self._leave(filled.reshape(experts, count, -1))
+        for op in self.ops[1:-1]:
+            with jax.named_scope(op.name):
+                out = self._compute(op, [values[t.name] for t in op.inputs])
+            values[op.output.name] = checkpoint_name(out, op.output.name)
+        back = self._return(values[self.combine.inputs[0].name])
+        rows = jnp.concatenate([back.reshape(experts * count, -1), jnp.zeros((1, back.shape[-1]), back.dtype)])
+        weighed = rows[slots].astype(jnp.float32) * gates.reshape(*picked.shape, 1)
+        made = jnp.sum(weighed, axis=1).astype(x.dtype).reshape(*x.shape[:2], -1)
+        return self._settle(made)
+
+    @property
+    def num_experts(self) -> float:
+        """E."""
+        (weight, *_) = (t for t, _ in self.weights)
+        return self.sizes[weight.axes[0]]
+
+    @property
+    def sizes(self) -> Mapping[str, float]:
+        """Axis sizes of the program."""
+        return self.around.sizes
+
+    def _slots(self, picked: jax.Array) -> tuple[jax.Array, int]:
+        """Number the slots of a device's tokens: expert by expert, in the order of tokens.
+
+        Args:
+            picked: experts of each token [tokens, top_k].
+
+        Returns: a slot for each [tokens, top_k], and the slots of an expert; what has none is numbered after the last.
+        """
+        tokens, top_k = picked.shape
+        experts = int(self.num_experts)
+        count = tokens  # no expert is chosen twice by a token
+        if self.around.capacity is not None:  # what is beyond it is dropped
+            count = min(count, math.ceil(self.around.capacity * tokens * top_k / experts))
+        ours = jax.nn.one_hot(picked.reshape(-1), experts, dtype=jnp.int32)
+        before = jnp.sum((jnp.cumsum(ours, axis=0) - ours) * ours, axis=-1).reshape(picked.shape)
+        return jnp.where(before < count, picked * count + before, experts * count), count
+
+    def _compute(self, op: Op, inputs: Sequence[jax.Array]) -> jax.Array:
+        if isinstance(op, Einsum):
+            return named_einsum(op, *inputs)
+        assert isinstance(op, Elementwise), f"refused before: {op.name}"
+        if op.name.startswith("bias.") and self._partial_over:
+            # What is added to partial sums is added by one device of those that hold them.
+            first = sum(jax.lax.axis_index(a) for a in self._partial_after(op)) == 0
+            inputs = [inputs[0], jnp.where(first, inputs[1], jnp.zeros_like(inputs[1]))]
+        return elementwise(op, inputs, self.around)
+
+    def _partial_after(self, op: Op) -> tuple[str, ...]:
+        """Mesh axes over which the first input of `op` is a partial sum."""
+        maker = next((o for o in self.ops if o.output.name == op.inputs[0].name), None)
+        if not isinstance(maker, Einsum):
+            return ()
+        splits = iteration_space(self.placement.strategy, maker)
+        return self.placement.split(tuple(m for a in maker.contracted for m in splits.get(a, ())))
+
+    @property
+    def _partial_over(self) -> tuple[str, ...]:
+        """Mesh axes over which the last product of the experts is a partial sum."""
+        last = next(op for op in reversed(self.ops) if isinstance(op, Einsum))
+        splits = iteration_space(self.placement.strategy, last)
+        return self.placement.split(tuple(m for a in last.contracted for m in splits.get(a, ())))
+
+    @property
+    def _split(self) -> tuple[str, ...]:
+        """Mesh axes that split the experts, major to minor."""
+        product = next(op for op in self.ops if isinstance(op, Einsum))
+        splits = iteration_space(self.placement.strategy, product)
+        return self.placement.split(splits.get(product.output.axes[0], ()))
+
+    @property
+    def _token_axes(self) -> frozenset[str]:
+        """Mesh axes over which devices route tokens of their own."""
+        splits = iteration_space(self.placement.strategy, self.dispatch)
+        return frozenset(self.placement.split(tuple(m for a in ("B", "T") for m in splits.get(a, ()))))
+
+    @property
+    def _gathered(self) -> tuple[str, ...]:
+        """Mesh axes whose devices route tokens of their own, and then share the work on all of these."""
+        return tuple(a for a in self._partial_over if a in self._token_axes)
+
+    def _leave(self, slots: jax.Array) -> jax.Array:
+        """Bring slots [E, C, D] to the devices of their experts: [E / ways, C x ways, D]."""
+        with jax.named_scope(self.dispatch.name):
+            for a in self._split:
+                if a in self._token_axes:
+                    slots = jax.lax.all_to_all(slots, a, split_axis=0, concat_axis=1, tiled=True)
+                else:  # all devices of this axis hold the same tokens
+                    each = slots.shape[0] // self.placement.mesh.shape[a]
+                    slots = jax.lax.dynamic_slice_in_dim(slots, jax.lax.axis_index(a) * each, each)
+            for a in self._gathered:
+                slots = jax.lax.all_gather(slots, a, axis=1, tiled=True)
+        named: jax.Array = checkpoint_name(slots, self.dispatch.output.name)
+        return named
+
+    def _return(self, slots: jax.Array) -> jax.Array:
+        """Bring what the experts made back to where the tokens are."""
+        with jax.named_scope(self.combine.name):
+            for a in reversed(self._gathered):
+                slots = jax.lax.psum_scatter(slots, a, scatter_dimension=1, tiled=True)
+            for a in reversed(self._split):
+                if a in self._token_axes:
+                    slots = jax.lax.all_to_all(slots, a, split_axis=1, concat_axis=0, tiled=True)
+                else:
+                    slots = jax.lax.all_gather(slots, a, axis=0, tiled=True)
+        return slots
+
+    def _settle(self, made: jax.Array) -> jax.Array:
+        """Complete partial sums of [b, t, D], and leave each device what it holds of them."""
+        strategy = self.placement.strategy
+        source = Sharding.of(self.combine.output.axes, iteration_space(strategy, self.combine))
+        partial = tuple(a for a in self._partial_over if a not in self._gathered)
+        return complete(made, source, strategy.home(self.combine.output.axes), partial, self.placement)
