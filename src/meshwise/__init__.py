@@ -14,6 +14,7 @@ from meshwise.errors import InfeasibleError, MeshwiseError
 if TYPE_CHECKING:
     from meshwise.handover import HandedOver
     from meshwise.planning import Plan, Planning
+    from meshwise.verbs.bench import bench
     from meshwise.verbs.catalogs import all_models, chip, chips, cluster, clusters, model
     from meshwise.verbs.collective import collective
     from meshwise.verbs.estimate_train import estimate_train
@@ -33,6 +34,7 @@ __all__ = [
     "Planning",
     "__version__",
     "all_models",
+    "bench",
     "chip",
     "chips",
     "cluster",
@@ -60,7 +62,7 @@ _HOMES = {
     **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.verbs.catalogs"),
     **{
         name: f"meshwise.verbs.{name}"
-        for name in ("collective", "estimate_train", "export", "plan_train", "roofline", "shard")
+        for name in ("bench", "collective", "estimate_train", "export", "plan_train", "roofline", "shard")
     },
 }
 

@@ -12,7 +12,7 @@ an `AssertionError` or anything else that escapes it is ours.
     |-- LayoutError                        a layout that cannot be placed, with the constraint and the nearest that can
     |-- ShardingError                      an operation that the sharding algebra forbids
     |-- HandoverError                      a choice of a plan that another tool cannot express, with the nearest it can
-    |-- CompilerError                      a target that no compiler here knows, or a compiled program that cannot be read
+    |-- CompilerError                      a target that no compiler here knows, or a program of it that cannot be read
     |-- InfeasibleError                    exit code 3: nothing fits, or a check failed
     `-- MissingDependencyError             exit code 4: an optional dependency is absent
 """

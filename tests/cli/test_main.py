@@ -32,6 +32,7 @@ WORKING = {
     "roofline": [MATMUL, "--on", "v5e", "--set", "B=128,D=8Ki,F=32Ki"],
     "shard": ["A[I, J_X] * B[J, K] -> C[I, K]", "--mesh", "X=4", "--set", "I=1Ki,J=8Ki,K=8Ki", "--on", "v5e:4x4"],
     "collective": ["all-gather", "bf16[1024, 4096_X]", "--mesh", "X=16", "--on", "v5e:16x16"],
+    "bench": ["matmul", "--dtype", "fp32", "--sizes", "64x64x64", "--seconds", "1ms"],
 }
 
 

@@ -39,6 +39,7 @@ COMMANDS = {
     ),
     "shard": LazyCommand("meshwise.cli.shard:shard", "List the collectives that a sharded product needs."),
     "collective": LazyCommand("meshwise.cli.collective:collective", "Time one collective on a cluster."),
+    "bench": LazyCommand("meshwise.cli.bench:bench", "Measure single operations on the devices that are there."),
 }
 
 INTERRUPTED = 130

@@ -1,0 +1,105 @@
+"""The bench verb's answer: operations measured, beside what they should take. Not here: measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwise.costs.measured import MeasuredOperation
+from meshwise.report.report import Report
+from meshwise.report.table import table
+from meshwise.units import format_bandwidth, format_flops_per_s, format_time
+
+__all__ = ["BenchResult", "BenchRow", "bench_report"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One operation.
+
+    Args:
+        text: what ran, in words.
+        measured: its row of the format.
+        work: FLOPs or bytes of one call; unit: "FLOP/s" or "bytes/s" says which.
+        expected: seconds at the calibration of its chip; None where the chip or its network is not known.
+    """
+
+    text: str
+    measured: MeasuredOperation
+    work: float
+    unit: str
+    expected: float | None
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s or bytes/s."""
+        return self.work / self.measured.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """All operations of one run.
+
+    Args:
+        rows: one for each.
+        hardware: what the devices call themselves; num_devices: how many there are.
+        software: what ran them.
+        chip: of the catalog; None where it has no such one.
+        basis: what expectations are computed from; None without.
+    """
+
+    rows: tuple[BenchRow, ...]
+    hardware: str
+    num_devices: int
+    software: str
+    chip: str | None
+    basis: str | None
+
+
+def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
+    """Say what was measured."""
+    show = format_flops_per_s if result.rows[0].unit == "FLOP/s" else format_bandwidth
+    best = max(result.rows, key=lambda row: row.rate)
+    columns = ["!operation", ">measured", ">rate"]
+    known = any(row.expected is not None for row in result.rows)
+    if known:
+        columns += [">expected", ">measured / expected"]
+
+    def cells(row: BenchRow) -> list[str]:
+        found = [row.text, format_time(row.measured.seconds), show(row.rate)]
+        if known and row.expected is not None:
+            found += [format_time(row.expected), f"{row.measured.seconds / row.expected:.2f}"]
+        return found + [""] * (len(columns) - len(found))
+
+    return Report(
+        command="bench",
+        inputs=inputs,
+        answer=f"{result.num_devices} x {result.hardware}: up to {show(best.rate)} ({best.text})",
+        data={
+            "hardware": result.hardware,
+            "num_devices": result.num_devices,
+            "software": result.software,
+            "chip": result.chip,
+            "rows": [
+                {
+                    **asdict(row.measured),
+                    "seconds": row.measured.seconds,
+                    "rate": row.rate,
+                    "rate_unit": row.unit,
+                    "expected_s": row.expected,
+                }
+                for row in result.rows
+            ],
+        },
+        body=(table(columns, (cells(row) for row in result.rows)),),
+        assumed=(
+            f"software: {result.software}",
+            *((f"expected: {result.basis}",) if result.basis and known else ()),
+        ),
+        not_modelled=(
+            *(() if known else ("what these operations should take: chip or network is not known here",)),
+            "what else runs on the machine: repeat on a quiet one",
+        ),
+        next_steps=("--save rows.csv: the rows in the format of measurements (docs/measurements.md)",),
+    )

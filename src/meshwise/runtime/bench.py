@@ -1,0 +1,197 @@
+"""How long single operations take on the devices that are there: products, attention, copies, collectives.
+
+Not here: what they should take (`costs`), or the format that rows are written in (`costs.measured`).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.errors import MeshwiseError
+from meshwise.runtime.backend import make_mesh, require_jax
+from meshwise.sharding import CollectiveKind
+
+__all__ = ["Bench", "Sample", "attention_sizes", "matmul_sizes"]
+
+#: At least so many timed calls, however long each takes.
+_CALLS = 5
+
+#: Calls that are queued before one waits: a device works through them without waiting for the host.
+_QUEUED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One operation, measured.
+
+    Args:
+        seconds: the median of a call; low, high: the fastest and the slowest batch of calls, for each call of it.
+        calls: that were timed.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    calls: int
+
+
+def matmul_sizes(largest: int) -> tuple[tuple[int, int, int], ...]:
+    """Give (m, k, n) of square products, and of thin ones that the memory binds, up to so large a side."""
+    squares = tuple((n, n, n) for n in (512, 1024, 2048, 4096, 8192, 16384) if n <= largest)
+    thin = tuple((m, largest, largest) for m in (1, 16, 128) if m < largest)
+    return (*squares, *thin)
+
+
+def attention_sizes(largest: int) -> tuple[tuple[int, int, int], ...]:
+    """Give (batch, queries, keys) of causal attention over whole sequences, and of one query each over a cache."""
+    lengths = tuple(n for n in (512, 1024, 2048, 4096, 8192, 16384) if n <= largest)
+    return (*((1, n, n) for n in lengths), *((8, 1, n) for n in lengths))
+
+
+class Bench:
+    """The devices of this process, and operations on them.
+
+    Args:
+        cpu_devices: so many fake devices of the CPU; None for the devices that there are.
+        seconds: to spend on each operation, about.
+
+    Raises:
+        MissingDependencyError: JAX is missing.
+        MeshwiseError: fake devices were asked for after JAX had looked for devices.
+    """
+
+    def __init__(self, *, cpu_devices: int | None = None, seconds: float = 0.5) -> None:
+        require_jax()
+        if cpu_devices is not None:
+            flags = os.environ.get("XLA_FLAGS", "")
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpu_devices}".strip()
+            os.environ["JAX_PLATFORMS"] = "cpu"
+        import jax  # noqa: PLC0415 -- loaded when something runs
+
+        self.devices = jax.devices()
+        self.seconds = seconds
+        if cpu_devices is not None and len(self.devices) != cpu_devices:
+            raise MeshwiseError(
+                f"{cpu_devices} fake devices were asked for, but JAX has looked for devices before and found "
+                f"{len(self.devices)}; ask in a new process"
+            )
+
+    @property
+    def hardware(self) -> str:
+        """What the devices call themselves."""
+        return str(self.devices[0].device_kind)
+
+    @property
+    def platform(self) -> str:
+        """One of cpu, gpu, tpu."""
+        return str(self.devices[0].platform)
+
+    @property
+    def software(self) -> str:
+        """What runs the operations."""
+        import jax  # noqa: PLC0415 -- loaded already
+
+        return f"jax {jax.__version__} on {self.platform}, {self.devices[0].client.platform_version.splitlines()[0]}"
+
+    def matmul(self, m: int, k: int, n: int, dtype: str) -> Sample:
+        """Multiply (m, k) by (k, n) on one device."""
+        import jax.numpy as jnp  # noqa: PLC0415
+
+        a, b = self._drawn((m, k), dtype), self._drawn((k, n), dtype)
+        out = jnp.int32 if dtype == "int8" else None
+        return self._time(lambda a, b: jnp.matmul(a, b, preferred_element_type=out), a, b)
+
+    def attention(  # noqa: PLR0917 -- the sizes of one operation
+        self, batch: int, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int, dtype: str
+    ) -> Sample:
+        """Attend on one device: causal where there are as many queries as keys, else a query over all keys."""
+        import jax  # noqa: PLC0415
+
+        q = self._drawn((batch, queries, heads, head_dim), dtype)
+        k, v = (self._drawn((batch, keys, kv_heads, head_dim), dtype) for _ in range(2))
+        causal = queries == keys
+        return self._time(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), q, k, v)
+
+    def copy(self, num_bytes: int) -> Sample:
+        """Read half of so many bytes, and write as many, on one device."""
+        x = self._drawn((max(num_bytes // 8, 1),), "fp32")
+        return self._time(lambda x: x + 1, x)
+
+    def collective(self, kind: CollectiveKind, num_bytes: int, dtype: str) -> Sample:
+        """Run a collective over all devices.
+
+        Args:
+            kind: which.
+            num_bytes: of the whole array that is gathered, scattered or reduced, or that each device exchanges.
+            dtype: of its elements.
+        """
+        import jax  # noqa: PLC0415
+        from jax.sharding import NamedSharding  # noqa: PLC0415
+        from jax.sharding import PartitionSpec as P  # noqa: PLC0415
+
+        group = len(self.devices)
+        mesh = make_mesh({"x": group}, self.devices)
+        width = _bytes_of(dtype)
+        length = max(num_bytes // width // group, 1) * group
+        # What a device holds before: a shard of what is gathered, else all of it.
+        share = length // group if kind is CollectiveKind.ALL_GATHER else length
+        body: Callable[[Any], Any] = {
+            CollectiveKind.ALL_GATHER: lambda x: jax.lax.all_gather(x, "x", tiled=True),
+            CollectiveKind.REDUCE_SCATTER: lambda x: jax.lax.psum_scatter(x, "x", tiled=True),
+            CollectiveKind.ALL_REDUCE: lambda x: jax.lax.psum(x, "x"),
+            CollectiveKind.ALL_TO_ALL: lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True),
+            CollectiveKind.PERMUTE: lambda x: jax.lax.ppermute(x, "x", [(i, (i + 1) % group) for i in range(group)]),
+        }[kind]
+        run = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        x = jax.device_put(self._drawn((share * group,), dtype), NamedSharding(mesh, P("x")))
+        return self._time(run, x)
+
+    def _drawn(self, shape: Sequence[int], dtype: str) -> Any:
+        """Give random numbers: constants multiply faster than real ones on chips that save power."""
+        import jax  # noqa: PLC0415
+        import jax.numpy as jnp  # noqa: PLC0415
+
+        key = jax.random.key(0)
+        if dtype == "int8":
+            return jax.random.randint(key, shape, -127, 127, jnp.int8)
+        return jax.random.normal(key, shape, jnp.float32).astype(_DTYPES[dtype])
+
+    def _time(self, function: Callable[..., Any], *operands: Any) -> Sample:
+        """Compile, warm up, and time batches of queued calls until the time is spent."""
+        import jax  # noqa: PLC0415
+
+        run = jax.jit(function)
+        jax.block_until_ready(run(*operands))
+        begin = time.perf_counter()
+        jax.block_until_ready(run(*operands))
+        one = time.perf_counter() - begin
+        queued = max(1, min(_QUEUED, int(self.seconds / _CALLS / max(one, 1e-9))))
+        spent, times = 0.0, list[float]()
+        while len(times) < _CALLS or spent < self.seconds:
+            begin = time.perf_counter()
+            for _ in range(queued):
+                result = run(*operands)
+            jax.block_until_ready(result)
+            took = time.perf_counter() - begin
+            spent += took
+            times.append(took / queued)
+        return Sample(statistics.median(times), min(times), max(times), len(times) * queued)
+
+    def kinds(self) -> Iterator[CollectiveKind]:
+        """Give the collectives that mean something here: none on one device."""
+        yield from (k for k in CollectiveKind if k is not CollectiveKind.SLICE and len(self.devices) > 1)
+
+
+#: Our names of formats -> JAX's.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
+
+
+def _bytes_of(dtype: str) -> int:
+    import jax.numpy as jnp  # noqa: PLC0415
+
+    return int(jnp.dtype(_DTYPES[dtype]).itemsize)

@@ -1,0 +1,90 @@
+"""Operations measured on this machine: their rows, their words, and what cannot be measured."""
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+import meshwise
+from meshwise.costs.measured import MeasuredOperation, write_rows
+from meshwise.errors import MeshwiseError
+from meshwise.runtime.bench import Bench
+from meshwise.sharding import CollectiveKind
+
+COLUMNS = [f.name for f in fields(MeasuredOperation)]
+
+
+def test_a_larger_product_takes_longer_and_its_rate_is_its_flops():
+    found = meshwise.bench("matmul", dtype="fp32", sizes="64x64x64,512x512x512", seconds="20ms")
+    small, large = found.rows
+    assert large.measured.seconds > small.measured.seconds
+    assert large.rate == pytest.approx(2 * 512**3 / large.measured.seconds)
+    assert (small.measured.m, small.measured.n, small.measured.k) == (64, 64, 64)
+    assert (found.chip, large.expected, large.measured.chip) == (None, None, "cpu")
+
+
+@pytest.mark.parametrize("kind", [k for k in CollectiveKind if k is not CollectiveKind.SLICE])
+def test_every_collective_runs_over_all_devices(kind):
+    sample = Bench(seconds=0.005).collective(kind, 4096, "fp32")
+    assert 0 < sample.low <= sample.seconds <= sample.high
+    assert sample.calls >= 5
+
+
+def test_causal_attention_is_that_of_whole_sequences():
+    found = meshwise.bench(
+        "attention", dtype="fp32", sizes="1x16x16,2x1x16", heads=4, kv_heads=2, head_dim=8, seconds="5ms"
+    )
+    whole, last = (row.measured for row in found.rows)
+    assert (whole.category, whole.causal, last.category, last.causal) == (
+        "attention prefill",
+        "yes",
+        "attention decode",
+        "no",
+    )
+    assert found.rows[0].work == 4 * 4 * 8 * 16 * 17 / 2
+    assert found.rows[1].work == 4 * 2 * 4 * 8 * 16
+
+
+def test_rows_are_written_in_the_documented_columns_and_nothing_is_overwritten(tmp_path):
+    file = tmp_path / "rows.csv"
+    rows = [row.measured for row in meshwise.bench("memory", sizes="64KiB,1MiB", seconds="5ms").rows]
+    write_rows(file, rows)
+    with file.open() as lines:
+        read = list(csv.DictReader(lines))
+    assert list(read[0]) == COLUMNS
+    assert [float(r["measured_value"]) for r in read] == [r.measured_value for r in rows]
+    assert [(r["bytes"], r["m"], r["unit"]) for r in read] == [("65536", "", "ms"), ("1048576", "", "ms")]
+    with pytest.raises(MeshwiseError, match="nothing was overwritten"):
+        write_rows(file, rows)
+    page = (tmp_path.__class__(__file__).parents[2] / "docs" / "measurements.md").read_text()
+    assert all(f"`{name}`" in page for name in COLUMNS)
+
+
+def test_fake_devices_of_a_new_process():
+    words = ["collectives", "--cpu-devices", "2", "--sizes", "1KiB", "--seconds", "1ms", "--json"]
+    command = [sys.executable, "-m", "meshwise", "bench", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    answer = json.loads(done.stdout)
+    assert answer["num_devices"] == 2
+    assert {row["op"] for row in answer["rows"]} == {
+        "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"what": "matmul", "sizes": "4x4"}, "--sizes: expected sizes such as 4096x4096x4096, found '4x4'"),
+        ({"what": "memory", "sizes": "many"}, "--sizes: expected sizes such as 1MiB,16MiB, found 'many'"),
+        ({"what": "attention", "heads": 6, "kv_heads": 4}, "--heads 6: expected a multiple of --kv-heads 4"),
+        ({"what": "collectives", "on": "h100:8"}, "--on h100:8: expected the cluster that this runs on, found 8 x cpu"),
+        ({"what": "matmul", "cpu_devices": 3}, "3 fake devices were asked for, but JAX has looked for devices before"),
+    ],
+)
+def test_words_for_what_cannot_be_measured(given, message):
+    Bench()  # devices have been looked for
+    with pytest.raises(MeshwiseError, match="^.*" + message.split("(", maxsplit=1)[0]):
+        meshwise.bench(**given)
