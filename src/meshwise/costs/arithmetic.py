@@ -6,11 +6,12 @@ Everything else in the cost model is plain `+ - * /`, which already does. Not he
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-__all__ = ["ceil", "floor", "log2", "maximum", "minimum", "where"]
+__all__ = ["ceil", "floor", "log2", "maximum", "minimum", "take", "where"]
 
 
 def maximum(first: Any, *rest: Any) -> Any:
@@ -52,3 +53,20 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     if isinstance(condition, np.ndarray):
         return np.where(condition, yes, no)
     return yes if condition else no
+
+
+def take(value: Any, index: Any) -> Any:
+    """Other rows: entries `index` of an array, or of every array in a mapping, a tuple or a dataclass.
+
+    >>> take({"a": np.array([1.0, 2.0]), "b": (3.0, np.array([4.0, 5.0]))}, np.array([1, 1]))
+    {'a': array([2., 2.]), 'b': (3.0, array([5., 5.]))}
+    """
+    if isinstance(value, np.ndarray):
+        return value[index]
+    if isinstance(value, float | int):
+        return value  # the same for all rows
+    if isinstance(value, Mapping):
+        return {key: take(v, index) for key, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(take(v, index) for v in value)
+    return type(value)(*(take(getattr(value, name), index) for name in value.__dataclass_fields__))

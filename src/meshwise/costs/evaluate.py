@@ -271,7 +271,7 @@ def evaluated(
     if local is None:
         local = evaluate_local(problem, structure, c.local)
     extents = whole_extents(problem, structure, c)
-    parts = [p.part(structure, c) for p in planned]
+    parts = [p.part(structure, c.remat_share) for p in planned]
     times = [_block_time(p, part, own, extents) for p, part, own in zip(planned, parts, local, strict=True)]
     step = _step_parts(
         times,
@@ -308,18 +308,22 @@ def offloaded(costs: Costs, which: Iterable[str], share: Any = 1.0, *, ledger: L
 def evaluate_activations(
     problem: TrainingProblem,
     structure: Structure,
-    candidates: Candidates,
     wires: Callable[[tuple[str, ...]], Wire],
     local: tuple[LocalBlock, ...],
 ) -> StepParts:
     """Sums of a step whose weights, gradients, optimizer and sends take no time: their makespan bounds the expected.
 
-    They do not depend on how replicas are split between data and fsdp, nor on what is stored where. Args: as in
-    `evaluate`.
+    They depend on the sizes of one device's own work alone: not on pipelines, nor on how replicas are split between
+    data and fsdp, nor on what is stored where.
+
+    Args:
+        problem, local: as in `evaluate`.
+        structure: whose layers all follow its remat policy.
+        wires: mesh axes of `LocalSizes` -> wire of the group along them.
     """
     planned = plan_structure(problem, structure)
     times = [
-        BlockTime(p.part(structure, candidates), **own.passes, flows=_activation_flows(p, own))
+        BlockTime(p.part(structure, 1.0), **own.passes, flows=_activation_flows(p, own))
         for p, own in zip(planned, local, strict=True)
     ]
     return _step_parts(times, StepRates(problem.cluster.chip, problem.calibration, wires), 0.0)
@@ -331,7 +335,7 @@ def evaluate_memory(
     """Evaluate the memory alone, which needs no wires. Args: as in `evaluate`."""
     extents = whole_extents(problem, structure, candidates)
     planned = plan_structure(problem, structure)
-    blocks = tuple((p, p.part(structure, candidates), own) for p, own in zip(planned, local, strict=True))
+    blocks = tuple((p, p.part(structure, candidates.remat_share), own) for p, own in zip(planned, local, strict=True))
     return Evaluated(problem, structure, candidates.offload_share, blocks, extents)
 
 

@@ -5,7 +5,7 @@ What a class holds is read from the placed blocks. Not here: allocator fragmenta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "MEMORY_CLASSES",
     "RESERVE_SHARE",
     "End",
+    "HeldActivations",
     "Holding",
     "LayerMemory",
     "LocalMemory",
@@ -30,6 +31,7 @@ __all__ = [
     "StageMemory",
     "activation_floor",
     "fullest",
+    "held_activations",
     "local_memory",
     "memory_plan",
     "pipeline_ends",
@@ -223,17 +225,21 @@ def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Hol
     return {**{name: result[name] for name in MEMORY_CLASSES}, "total": total}
 
 
-def activation_floor(
-    blocks: Sequence[tuple[Part, LocalMemory]], pipeline: Pipeline, hbm_capacity: float, *, offloaded: bool
-) -> Any:
-    """Bytes that some chip holds at least, however weights and optimizer are stored: activations, logits, the reserve.
+@dataclass(frozen=True, slots=True)
+class HeldActivations:
+    """Bytes of activations of one microbatch on one device (floats or arrays).
 
     Args:
-        blocks: all blocks, with what one device holds of their activations.
-        pipeline: schedule and sizes (floats or arrays).
-        hbm_capacity: bytes; the reserve is a share of it.
-        offloaded: whether kept activations may be in the host's memory, so that they do not count.
+        kept: role -> of all copies of its blocks.
+        workspace: of the layer that needs most.
     """
+
+    kept: Mapping[str, Any]
+    workspace: Any
+
+
+def held_activations(blocks: Iterable[tuple[Part, LocalMemory]]) -> HeldActivations:
+    """Add up what one device holds of each block's activations."""
     kept: dict[str, Any] = {"embed": 0.0, "layer": 0.0, "head": 0.0}
     workspace: Any = 0.0
     for part, local in blocks:
@@ -241,13 +247,25 @@ def activation_floor(
         kept[role] = kept[role] + n * (local.kept + local.workspace if role == "head" else local.kept)
         if role == "layer":
             workspace = maximum(workspace, local.workspace * (part.share > 0))
-    floor: Any = 0.0
-    for end in pipeline_ends(num_layers(program_of(part for part, _ in blocks)), pipeline):
-        held = end.counts["head"] * end.logits_in_flight * kept["head"]
+    return HeldActivations(kept, workspace)
+
+
+def activation_floor(held: HeldActivations, ends: Iterable[End], hbm_capacity: float, *, offloaded: bool) -> Any:
+    """Bytes that some chip holds at least, however weights and optimizer are stored: activations, logits, the reserve.
+
+    Args:
+        held: of all blocks.
+        ends: the devices that may be the fullest.
+        hbm_capacity: bytes; the reserve is a share of it.
+        offloaded: whether kept activations may be in the host's memory, so that they do not count.
+    """
+    kept, floor = held.kept, 0.0
+    for end in ends:
+        most: Any = end.counts["head"] * end.logits_in_flight * kept["head"]
         if not offloaded:
-            held = held + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
-        floor = maximum(floor, held)
-    return floor + workspace + RESERVE_SHARE * hbm_capacity
+            most = most + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
+        floor = maximum(floor, most)
+    return floor + held.workspace + RESERVE_SHARE * hbm_capacity
 
 
 #: Classes of which the largest holding counts; the others are sums of their holdings.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.costs.arithmetic import ceil, where
+from meshwise.costs.arithmetic import ceil, take, where
 from meshwise.costs.schedules import PipelineShape, Schedule, find_schedule
 from meshwise.tensors import Block
 
@@ -51,6 +51,10 @@ class Pipeline:
             UnknownNameError: for an unknown schedule.
         """
         return cls(find_schedule(schedule), PipelineShape(stages, num_microbatches, virtual_stages))
+
+    def at(self, index: Any) -> Pipeline:
+        """The same schedule with the sizes of other rows."""
+        return Pipeline(self.schedule, take(self.shape, index))
 
     @property
     def num_chunks(self) -> Any:

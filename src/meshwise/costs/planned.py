@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.costs.arithmetic import take
 from meshwise.costs.compute import OpWork, PassCompute, pass_work
 from meshwise.costs.memory import LocalMemory, MemoryPlan, memory_plan
 from meshwise.costs.pipeline import Part
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.structure import Candidates, Structure
+from meshwise.costs.structure import Structure
 from meshwise.costs.traffic import FlowPlan, flow_plans
 from meshwise.costs.update import UpdatePlan, update_plan
 from meshwise.jobs import Optimizer, Precision
@@ -38,14 +39,14 @@ class PlannedBlock:
     memory: MemoryPlan
     update: UpdatePlan
 
-    def part(self, structure: Structure, candidates: Candidates) -> Part:
-        """Which copies of its block it stands for."""
+    def part(self, structure: Structure, remat_share: Any) -> Part:
+        """Which copies of its block it stands for; `remat_share` as in `Candidates`."""
         block = self.placed.block
         if not structure.partial_remat or block.role != "layer":
             return Part(block)
         if block.name.endswith(_REST):
-            return Part(block, 1 - candidates.remat_share, rest=True)
-        return Part(block, candidates.remat_share)
+            return Part(block, 1 - remat_share, rest=True)
+        return Part(block, remat_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +59,7 @@ class LocalBlock:
 
     def take(self, index: Any) -> LocalBlock:
         """The same for other rows: entries `index` of every array."""
-
-        def pick(value: Any) -> Any:
-            return value[index] if isinstance(value, np.ndarray) else value
-
-        def pick_all(values: Any) -> Any:
-            return type(values)(*(pick(getattr(values, f.name)) for f in fields(values)))
-
-        passes = {name: pick_all(p) for name, p in self.passes.items()}
-        return LocalBlock(passes, {i: pick(v) for i, v in self.flows.items()}, pick_all(self.memory))
+        return LocalBlock(take(self.passes, index), take(self.flows, index), take(self.memory, index))
 
     def joined(self, other: LocalBlock, numbers: tuple[int, int]) -> LocalBlock:
         """The rows of this one, then those of `other`; `numbers` of each."""

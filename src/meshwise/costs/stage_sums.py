@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, minimum, where
+from meshwise.costs.arithmetic import maximum, minimum, take, where
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.pipeline import Shares
 from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates, term_of
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.place import Purpose
 
-__all__ = ["COMPUTE_PASSES", "OnceSums", "RoleSums", "pass_of", "role_sums", "split_exposed"]
+__all__ = ["COMPUTE_PASSES", "COMPUTE_TERMS", "OnceSums", "RoleSums", "pass_of", "role_sums", "split_exposed"]
 
-_COMPUTE = ("forward", "backward", "recompute")
+#: Terms of a microbatch that are no communication.
+COMPUTE_TERMS = ("forward", "backward", "recompute")
 
 #: Pass of a microbatch, and the arithmetic that belongs to it.
 COMPUTE_PASSES = (("forward", "forward"), ("backward", "recompute"), ("backward", "backward"), ("weights", "weights"))
@@ -50,7 +51,7 @@ class RoleSums:
         flops: on the matrix unit; busy: its seconds at the data-sheet rate.
     """
 
-    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((*_COMPUTE, *NETWORKS), 0.0))
+    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((*COMPUTE_TERMS, *NETWORKS), 0.0))
     hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NETWORKS, 0.0))
     passes: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, 0.0))
     exchanged: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, 0.0))
@@ -59,6 +60,11 @@ class RoleSums:
     cover: dict[Purpose, Any] = field(default_factory=lambda: dict.fromkeys((Purpose.WEIGHTS, Purpose.GRADIENTS), 0.0))
     flops: Any = 0.0
     busy: Any = 0.0
+
+    def at(self, index: Any) -> RoleSums:
+        """Other rows: passes and compute alone."""
+        passes = {name: take(self.passes[name], index) for name in _PASSES}
+        return RoleSums({name: take(self.terms[name], index) for name in COMPUTE_TERMS}, passes=passes)
 
     @classmethod
     def between(cls, one: RoleSums, other: RoleSums, share: Any) -> RoleSums:

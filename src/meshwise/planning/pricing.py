@@ -7,83 +7,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.assembly import StepParts, passes_makespan
 from meshwise.costs.evaluate import (
     Candidates,
     Costs,
     LocalBlock,
-    LocalSizes,
-    PlannedBlock,
     Structure,
     TrainingProblem,
-    evaluate_activations,
-    evaluate_local,
-    evaluate_local_memory,
     evaluate_memory,
     evaluated,
     offloaded,
     place_structure,
 )
-from meshwise.costs.memory import LocalMemory, activation_floor
 from meshwise.costs.network import Fabric
 from meshwise.costs.pipeline import Pipeline
-from meshwise.costs.stage_sums import RoleSums
 from meshwise.costs.step import term_of
+from meshwise.planning.bounds import CHUNK, Bounds, Groups
 from meshwise.planning.front import Found
-from meshwise.planning.rows import Rows, Table, distinct
+from meshwise.planning.local import LocalTables
+from meshwise.planning.rows import Rows, Table
 from meshwise.planning.space import IdealWires, WireTable, placements, undominated
-from meshwise.planning.structures import Choices, Variant, Work, allowed
+from meshwise.planning.structures import Choices, Variant, Work
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.placed import Purpose, Transfer
 
-__all__ = ["CHUNK", "Groups", "Priced", "Pricing"]
+__all__ = ["Priced", "Pricing"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
-
-#: Rows evaluated at a time: arrays stay in the cache.
-CHUNK = 8192
-
-
-@dataclass(slots=True)
-class Groups:
-    """Candidates that share their work and its cut into microbatches, whatever is stored where; parallel columns.
-
-    Args:
-        bound: lower bound of the seconds per token of every candidate of the group.
-        key: which work in which cut.
-        work, variant: which kind of work, and which schedule of the pipeline.
-    """
-
-    bound: Array
-    key: Index
-    work: Index
-    variant: Index
-
-    @classmethod
-    def none(cls) -> Groups:
-        """Without a group."""
-        return cls(np.zeros(0), *(np.zeros(0, int) for _ in range(3)))
-
-    def __len__(self) -> int:
-        return len(self.bound)
-
-    def take(self, index: Any) -> Groups:
-        """Other groups."""
-        return Groups(*(getattr(self, f.name)[index] for f in fields(self)))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Groups]) -> Groups:
-        """Groups of all parts, smallest bound first."""
-        whole = cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
-        return whole.take(np.argsort(whole.bound, kind="stable"))
 
 
 @dataclass(frozen=True)
@@ -101,36 +58,6 @@ class Priced:
     factors: Array
     seconds: Array
     covered: int
-
-
-class _LocalTable:
-    """What one device does on its own under one structure, for the distinct sizes that were asked for so far."""
-
-    def __init__(
-        self, problem: TrainingProblem, structure: Structure, sizes: LocalSizes, known: _LocalTable | None
-    ) -> None:
-        self.problem = problem
-        self.known = known  # that of a structure with the same work
-        self.structure = structure
-        self.sizes = sizes
-        self.position = np.full(len(sizes.micro_batch), -1)
-        self.number = 0
-        self.blocks: tuple[LocalBlock, ...] = ()
-
-    def __call__(self, local: Index) -> tuple[LocalBlock, ...]:
-        """One row for each of `local`, indices into the distinct sizes."""
-        missing = np.unique(local[self.position[local] < 0])
-        if len(missing):
-            sizes = LocalSizes(*(getattr(self.sizes, f.name)[missing] for f in fields(self.sizes)))
-            known = None if self.known is None else self.known(missing)
-            new = evaluate_local(self.problem, self.structure, sizes, known)
-            numbers = (self.number, len(missing))
-            pairs = zip(self.blocks, new, strict=True)
-            self.blocks = tuple(a.joined(b, numbers) for a, b in pairs) if self.number else new
-            self.position[missing] = self.number + np.arange(len(missing))
-            self.number += len(missing)
-        at = self.position[local]
-        return tuple(block.take(at) for block in self.blocks)
 
 
 class Pricing:
@@ -158,7 +85,6 @@ class Pricing:
         self.fabric = fabric
         self.works = works
         self.structures = [(work, s) for work in works for s in work.structures]
-        self.own = {s: work.own for work in works for s in work.structures}
         self.capacity = capacity
         self.variants = choices.variants
         known = problem.cluster.chip.host_memory is not None
@@ -167,132 +93,26 @@ class Pricing:
         self.table = table
         sizes = {a: table.meshes[:, k] for k, a in enumerate(MESH_AXES)}
         self.ideal = IdealWires(fabric, sizes, problem.routing)
-        self.first, self.which = distinct((table.local, table.axis("stage"), table.num_microbatches))
-        self.members = np.argsort(self.which, kind="stable")
-        self.number = np.bincount(self.which)
-        self.begins = np.cumsum(self.number) - self.number
-        self.examined = 0  # layouts that some bound, or a price, was worked out for
-        meant = [works[0].differs(s, table.axis) for s in works[0].structures]
-        self.meant = np.bincount(self.which, np.sum(meant, axis=0))  # members of a key in all structures
-        self.tables: dict[Structure, _LocalTable] = {}
-        self.kept: dict[Structure, tuple[tuple[PlannedBlock, LocalMemory], ...]] = {}
+        self.local = LocalTables(problem, works, table.sizes)
+        elsewhere = any("activations" in o for o in self.offloads)
+        self.bounds = Bounds(problem, fabric, works, choices, table, self.local, capacity, offloaded=elsewhere)
         self.groups_of: dict[Structure, tuple[tuple[str, ...], ...]] = {}
         self.pairs_of: dict[Structure, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {}
         self.worthy: dict[tuple[Any, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
 
     def groups(self, variants: Sequence[int], below: Callable[[Array], NDArray[np.bool_]]) -> Groups:
-        """All groups of some variants whose bound is `below`, smallest bound first; weights and gradients cost nothing.
-
-        How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
-        whose activations alone do not fit are left out.
-        """
-        found = [Groups.none()]
-        for alike in self._families() if variants else ():
-            keys = np.flatnonzero(alike[0][1].applies(lambda name: self.table.axis(name, self.first)))
-            for begin in range(0, len(keys), CHUNK):
-                found += self._groups_of(alike, keys[begin : begin + CHUNK], variants, below)
-        return Groups.joined(found)
-
-    def _families(self) -> list[list[tuple[int, Work]]]:
-        """Works, numbered, that differ in nothing but the remat policy."""
-        families: dict[Structure, list[tuple[int, Work]]] = {}
-        for w, work in enumerate(self.works):
-            families.setdefault(replace(work.own, remat="", partial_remat=False), []).append((w, work))
-        return list(families.values())
-
-    def _groups_of(
-        self,
-        alike: list[tuple[int, Work]],
-        keys: Index,
-        variants: Sequence[int],
-        below: Callable[[Array], NDArray[np.bool_]],
-    ) -> Iterator[Groups]:
-        fits = {w: self._may_fit(self._floors(work, keys, variants)) for w, work in alike}
-        some = np.any([f.any(axis=1) for f in fits.values()], axis=0)
-        keys = keys[some]
-        if not len(keys):
-            return
-        candidates = self.table.candidates(self.first[keys])
-        tokens = candidates.sequences * self.problem.job.seq_len
-        sums: dict[str, StepParts] = {}
-        for w, work in alike:
-            parts = self._activations(work, candidates, self.first[keys], sums)
-            for k, v in enumerate(variants):
-                mine = fits[w][some, k]
-                if not mine.any():
-                    continue
-                with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
-                    seconds = passes_makespan(parts, self._pipeline(v, candidates))
-                # The terms of a step are added up in another order: never above it for a last bit.
-                bound = np.asarray((1 - 1e-12) * seconds / tokens)
-                kept = np.flatnonzero(mine & below(bound))
-                yield Groups(bound[kept], keys[kept], np.full(len(kept), w), np.full(len(kept), v))
-
-    def _activations(self, work: Work, candidates: Candidates, at: Index, known: dict[str, StepParts]) -> StepParts:
-        """Sums of one microbatch; `known` by policies of the same work otherwise."""
-
-        def of(remat: str) -> StepParts:
-            if remat not in known:
-                structure = replace(work.own, remat=remat, partial_remat=False)
-                wires, local = self.ideal.at(self.table.mesh_id[at]), self._local(structure)(self.table.local[at])
-                known[remat] = evaluate_activations(self.problem, structure, candidates, wires, local)
-            return known[remat]
-
-        whole = of(work.own.remat)
-        if work.remat_layers is None:
-            return whole
-        rest, share = of("none"), work.remat_layers / self.problem.model.num_layers  # linear in the layers that follow
-        return replace(whole, sums={r: RoleSums.between(rest.sums[r], own, share) for r, own in whole.sums.items()})
-
-    def _may_fit(self, floors: Array) -> NDArray[np.bool_]:
-        return np.asarray((floors <= self.capacity) & np.isfinite(floors))
+        """All groups of some variants whose bound is `below`, smallest bound first; see `bounds`."""
+        return self.bounds.groups(variants, below)
 
     def least_memory(self) -> float:
         """Least memory of any candidate, bytes, with whatever the host has room for."""
-        least, variants = math.inf, range(len(self.variants))
-        found = [Groups.none()]
-        for w, work in enumerate(self.works):
-            keys = np.flatnonzero(work.applies(lambda name: self.table.axis(name, self.first)))
-            floors = self._floors(work, keys, variants)
-            for v in variants:
-                can = np.flatnonzero(np.isfinite(floors[:, v]))
-                found.append(Groups(floors[can, v], keys[can], np.full(len(can), w), np.full(len(can), v)))
-        groups = Groups.joined(found)  # least activations first
+        groups, least = self.bounds.by_memory(), math.inf
         begin, size = 0, CHUNK // 32
-        while begin < len(groups) and groups.bound[begin] < least:
+        while begin < len(groups) and groups.memory[begin] < least:
             _, some = self.fitting(self.rows(groups.take(slice(begin, begin + size))))
             least, begin, size = min(least, some), begin + size, min(2 * size, CHUNK)
         return least
-
-    def _floors(self, work: Work, keys: Index, variants: Sequence[int]) -> Array:
-        """[keys, variants]: bytes that activations alone need; infinite where a schedule cannot run."""
-        at = self.first[keys]
-        candidates = self._candidates(work, at)
-        local = self.table.local[at]
-        blocks = [
-            (planned.part(work.own, candidates), LocalMemory(*(_pick(getattr(m, f.name), local) for f in fields(m))))
-            for planned, m in self._local_memory(work.own)
-        ]
-        elsewhere = any("activations" in o for o in self.offloads)
-        hbm = self.problem.cluster.chip.hbm_usable
-        floors = []
-        with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
-            for v in variants:
-                pipeline = self._pipeline(v, candidates)
-                mask = np.broadcast_to(
-                    allowed(self.variants[v], self.variants[0], pipeline, self.problem.model.num_layers), len(at)
-                )
-                self.examined += int(self.meant[keys[mask]].sum())
-                floor = activation_floor(blocks, pipeline, hbm, offloaded=elsewhere) if mask.any() else math.inf
-                floors.append(np.broadcast_to(np.where(mask, floor, math.inf), len(at)))
-        return np.stack(floors, axis=1)
-
-    def _local_memory(self, structure: Structure) -> tuple[tuple[PlannedBlock, LocalMemory], ...]:
-        """Activations of all distinct sizes."""
-        if structure not in self.kept:
-            self.kept[structure] = evaluate_local_memory(self.problem, structure, self.table.sizes)
-        return self.kept[structure]
 
     def rows(self, groups: Groups) -> Rows:
         """All candidates of groups: every member of each in every structure that means something there."""
@@ -301,10 +121,10 @@ class Pricing:
         for w, work in enumerate(self.works):
             mine = groups.take(np.flatnonzero(groups.work == w))
             if len(mine):
-                repeats = self.number[mine.key]
+                repeats = self.bounds.number[mine.key]
                 group = np.repeat(np.arange(len(mine)), repeats)
                 offset = np.arange(len(group)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-                at = self.members[self.begins[mine.key][group] + offset]
+                at = self.bounds.members[self.bounds.begins[mine.key][group] + offset]
                 for s, structure in enumerate(work.structures, begin):
                     kept = np.flatnonzero(work.differs(structure, partial(self.table.axis, at=at)))
                     own = group[kept]
@@ -376,7 +196,7 @@ class Pricing:
                 part = slice(begin, begin + CHUNK)
                 chosen, where = mine.take(row[part]), factors[placement[part]]
                 wires = WireTable(self.fabric, where, self.problem.routing)
-                local = self._local(structure)(self.table.local[chosen.at])
+                local = self.local(structure)(self.table.local[chosen.at])
                 every = np.arange(len(chosen))
                 candidates = self._candidates(work, chosen.at)
                 seconds = self._seconds(s, candidates, wires, local, chosen.variant, chosen.offload, every)
@@ -448,7 +268,7 @@ class Pricing:
             for begin in range(0, len(places), CHUNK):
                 part = places[begin : begin + CHUNK]
                 span = slice(*np.searchsorted(inverse, (begin, begin + len(part))))
-                local = self._local(self.structures[s][1])(self.table.local[part])
+                local = self.local(self.structures[s][1])(self.table.local[part])
                 yield int(s), part, (mine[span], inverse[span] - begin), local
 
     def _candidates(self, work: Work, at: Index) -> Candidates:
@@ -460,13 +280,6 @@ class Pricing:
     def _pipeline(self, v: int, c: Candidates) -> Pipeline:
         variant: Variant = self.variants[v]
         return Pipeline.of(variant.schedule, c.stage, c.num_microbatches, float(variant.virtual_stages))
-
-    def _local(self, structure: Structure) -> _LocalTable:
-        if structure not in self.tables:
-            own = self.own.get(structure, structure)
-            known = None if structure == own else self._local(own)
-            self.tables[structure] = _LocalTable(self.problem, structure, self.table.sizes, known)
-        return self.tables[structure]
 
     def _groups(self, structure: Structure) -> tuple[tuple[str, ...], ...]:
         """Every group of mesh axes that some collective of the structure runs over."""
@@ -513,10 +326,6 @@ class Pricing:
                 self.worthy[kind, i] = factors[kept[_span(owner, k)]]
                 self.counts[i] = int(counts[k])
         return [self.worthy[kind, int(i)] for i in ids]
-
-
-def _pick(value: Any, index: Index) -> Any:
-    return value[index] if isinstance(value, np.ndarray) else value
 
 
 def _span(owner: Index, k: int) -> slice:

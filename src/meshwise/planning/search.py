@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from meshwise.costs.estimate import model_flops
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
+from meshwise.planning.bounds import CHUNK, Groups
 from meshwise.planning.front import Found, Front
-from meshwise.planning.pricing import CHUNK, Groups, Priced, Pricing
+from meshwise.planning.pricing import Priced, Pricing
 from meshwise.planning.rows import Rows, candidate_table
 from meshwise.planning.space import Limits, meshes
 from meshwise.planning.structures import Choices, works
@@ -42,7 +43,7 @@ OBJECTIVES: dict[str, Callable[[Any, Any], Any]] = {
 _KIND = [MESH_AXES.index(a) for a in ("tensor", "ulysses", "context", "expert", "stage")]
 
 #: Groups of candidates looked at in the first round; later rounds are larger.
-_FIRST = 256
+_FIRST = 64
 
 #: Rows whose placements are priced in one go, so that the cut falls before the next.
 _EXPANDED = 512
@@ -254,7 +255,7 @@ class _OnFabric:
             state.covered += priced.covered
             state.priced += len(priced.seconds)
             scores = np.asarray(state.score(priced.seconds, self.chips))
-            kinds = self.pricing.table.meshes[self.pricing.table.mesh_id[priced.rows.at]][:, _KIND]
+            kinds = self._kinds(priced.rows)
             within = np.where(priced.seconds <= self.most_seconds, scores, math.nan)  # what is over is below no cut
             for i in _best_of_kinds(priced.rows, kinds, within, state.cut):
                 kind = (int(self.chips), *(int(n) for n in kinds[i]))
@@ -274,6 +275,13 @@ class _OnFabric:
     def expand_waiting(self, most: int) -> None:
         """Expand those that wait, best bound first, at least `most` of them while they may enter the ranking."""
         rows = self.waiting.take(np.argsort(self.waiting.bound, kind="stable"))
+        if math.isinf(self.state.cut):  # the ranking is not full: begin with the best of each kind, which fill it
+            kinds = self._kinds(rows)
+            _, leaders = np.unique(kinds, axis=0, return_index=True)
+            chosen = np.sort(leaders)[: 2 * self.state.top]
+            chosen = chosen[self.below_cut(rows.bound[chosen])]
+            self.expand(rows.take(chosen))
+            rows = rows.take(np.delete(np.arange(len(rows)), chosen))
         begin = 0
         while begin < min(len(rows), most) and self.below_cut(rows.bound[begin : begin + 1])[0]:
             # The others of the next rows wait on: they may be on the front.
@@ -281,6 +289,11 @@ class _OnFabric:
             self.expand(rows.take(slice(begin, end)))
             begin = end
         self.waiting = rows.take(slice(begin, None))
+
+    def _kinds(self, rows: Rows) -> Array:
+        """[rows, axes]: the sizes that tell kinds of layouts apart."""
+        table = self.pricing.table
+        return table.meshes[table.mesh_id[rows.at]][:, _KIND]
 
     def rank(self, groups: Groups, most: float = math.inf) -> Groups:
         """Go through `groups`, sorted by their bound, until none can enter the ranking, or `most` have been seen.
@@ -290,13 +303,14 @@ class _OnFabric:
         begin, size = 0, _FIRST
         while begin < min(len(groups), most) and self.below_cut(groups.bound[begin : begin + 1])[0]:
             state = self.state
-            rows = self.pricing.rows(groups.take(slice(begin, begin + size)))
-            fitting = self._fitting(rows)
+            # Those over the cut wait on: they may be on the front.
+            end = begin + int(self.below_cut(groups.bound[begin : begin + size]).sum())
+            fitting = self._fitting(self.pricing.rows(groups.take(slice(begin, end))))
             state.priced += len(fitting)
             bounded = self.pricing.bounded(fitting)
             self.waiting = Rows.joined([self.waiting, bounded.take(np.flatnonzero(self.matters(bounded.bound)))])
             self.expand_waiting(_EXPANDED)
-            begin, size = begin + size, min(2 * size, CHUNK)
+            begin, size = end, min(4 * size, CHUNK)
             state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts{_best_words(state)}")
         self.expand_waiting(len(self.waiting))
         return groups.take(slice(begin, None))
@@ -313,15 +327,22 @@ class _OnFabric:
         The front ends at FRONT_SPAN times the best time: nobody trades more than that for memory.
         """
         front, pricing = self.state.front, self.pricing
-        groups = groups.take(slice(0, int(np.searchsorted(groups.bound, front.reach))))
-        found = [self._undominated(self.waiting)]
-        for begin in range(0, len(groups), _FIRST):
-            rows = pricing.rows(groups.take(slice(begin, begin + _FIRST)))
+        left, self.waiting = self._undominated(self.waiting), Rows.none()
+        begin, size = 0, CHUNK // 8
+        while True:
+            self._expand_front(left)
+            groups = groups.take(slice(begin, int(np.searchsorted(groups.bound, front.reach))))
+            groups = groups.take(np.flatnonzero(~front.dominated(groups.bound, groups.memory)))
+            if not len(groups):
+                break
             # Memory needs no wires: what it rules out need not be bounded.
-            possible = self._undominated(self._fitting(rows))
+            possible = self._undominated(self._fitting(pricing.rows(groups.take(slice(0, size)))))
             self.state.priced += len(possible)
-            found.append(self._undominated(pricing.bounded(possible)))
-        left = Rows.joined(found)
+            left = self._undominated(pricing.bounded(possible))
+            begin, size = size, 2 * size
+
+    def _expand_front(self, left: Rows) -> None:
+        """Price the placements of rows that may enter the front, in rounds, until none is left."""
         left = left.take(np.argsort(left.bound, kind="stable"))
         while len(left):
             # Those that no other row bounds in both time and memory, and some more.
@@ -368,11 +389,11 @@ def _search_fabric(state: _State, fabric: Fabric) -> None:
     on_fabric = _OnFabric(state, fabric, pricing)
     others = range(1, len(pricing.variants))
     plain = pricing.groups([0], on_fabric.matters)
-    state.strategies += pricing.examined
+    state.strategies += pricing.bounds.examined
     left = on_fabric.rank(plain, most=_FIRST)
-    before = pricing.examined
+    before = pricing.bounds.examined
     more = pricing.groups(others, on_fabric.matters)
-    state.strategies += pricing.examined - before
+    state.strategies += pricing.bounds.examined - before
     left = on_fabric.rank(Groups.joined([left, more]))
     if not state.best:  # candidates whose activations alone do not fit were not looked at
         state.least_memory = min(state.least_memory, pricing.least_memory())
