@@ -44,13 +44,18 @@ def batch_of(step, seed=0):
 def layers_of(step):
     """Run -> numbers of its layers among those of its block, in the order in which they are stacked."""
     numbers, seen = {}, {}
-    for segment in step.stack.segments:
-        for _ in range(segment.times):
-            for run in segment.runs:
-                for _ in range(run.count):
-                    numbers.setdefault(run.key, (run.block, []))[1].append(seen.setdefault(run.block, 0))
-                    seen[run.block] += 1
-    return numbers
+    stages, pieces = step.layout.stage, step.layout.virtual_stages
+    for place in [(stage, piece) for piece in range(pieces) for stage in range(stages)]:
+        for segment in step.stack.segments:
+            for _ in range(segment.times):
+                for run in segment.runs:
+                    for _ in range(run.count):
+                        found = numbers.setdefault(run.key, (run.block, {}))[1]
+                        found.setdefault(place, []).append(seen.setdefault(run.block, 0))
+                        seen[run.block] += 1
+    return {
+        key: (block, [n for place in sorted(found) for n in found[place]]) for key, (block, found) in numbers.items()
+    }
 
 
 def weights_of(step, seed=0):
@@ -74,6 +79,19 @@ def loss_and_gradients(step, weights=None):
     loss, gradients = step.gradients(weights or weights_of(step), batch_of(step))
     found = by_layer(step, gradients)
     return float(loss), {f"{block}/{name}": g for block, run in found.items() for name, g in run.items()}
+
+
+def state_of(step, seed=0):
+    """A training state of the weights of `weights_of`, without drawing any in JAX."""
+    weights = weights_of(step, seed)
+    zeros = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), step.abstract_state)
+
+    def cast(part):
+        return jax.tree.map(
+            lambda w, a: jax.device_put(np.asarray(w).astype(a.dtype), a.sharding), weights, zeros[part]
+        )
+
+    return {**zeros, **{part: cast(part) for part in ("weights", "master") if part in zeros}}
 
 
 def by_layer(step, tree):

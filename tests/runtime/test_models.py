@@ -54,6 +54,8 @@ def test_losses_of_tokens_are_those_of_the_formulas(name):
 
 SPLIT = {
     "windows-over-context": ("gemma3", {"fsdp": 2, "tensor": 2, "context": 2}),
+    "windows-and-caps-round-a-ring": ("gemma3", {"context": 4, "fsdp": 2, "context_method": "ring"}),
+    "sinks-round-a-ring": ("gpt_oss", {"context": 2, "tensor": 2, "expert": 2, "context_method": "ring"}),
     "sinks-over-ulysses": ("gpt_oss", {"ulysses": 2, "expert": 2, "fsdp": 2}),
     "experts-split-by-width-and-number": ("gpt_oss", {"expert": 2, "tensor": 2, "context": 2, "num_microbatches": 2}),
     "latent-and-whole-experts": ("deepseek_v3", {"expert": 4, "tensor": 2, "expert_tensor_parallel": False}),
@@ -67,7 +69,7 @@ SPLIT = {
     "learned-positions": ("gpt2", {"data": 2, "zero": 1, "tensor": 2, "fsdp": 2, "num_microbatches": 2}),
 }  # fmt: skip
 #: Slow because each is two compiled programs, and proves the same of another kind of model.
-QUICK = ("windows-over-context", "experts-split-by-width-and-number", "latent-and-whole-experts")
+QUICK = ("experts-split-by-width-and-number",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in SPLIT])

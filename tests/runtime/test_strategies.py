@@ -15,11 +15,13 @@ LAYOUTS = {
     "context": {"context": 4, "fsdp": 2, "remat_layers": 1},
     "ulysses": {"ulysses": 2, "tensor": 2, "data": 2, "fully_sharded": False, "zero": 1},
     "context-ulysses-tensor": {"context": 2, "ulysses": 2, "tensor": 2},
+    "ring": {"context": 4, "tensor": 2, "context_method": "ring"},
+    "ring-ulysses": {"context": 2, "ulysses": 2, "data": 2, "context_method": "ring", "num_microbatches": 2},
 }
 
 
 #: Slow because each is a compiled program, and proves the same of another way to split.
-QUICK = ("zero-1", "fsdp-tensor", "context", "context-ulysses-tensor")
+QUICK = ("zero-1", "context-ulysses-tensor", "ring")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])

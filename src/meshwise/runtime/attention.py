@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Masks", "attend"]
+__all__ = ["Masks", "attend", "weigh_scores"]
 
 #: Queries that are worked on at a time, where there are more than twice as many.
 _BLOCK = 512
@@ -73,15 +73,71 @@ def attend(
     return whole, jnp.moveaxis(total, 0, 1).reshape(q.shape[:3])
 
 
-def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, positions: tuple[jax.Array, jax.Array]
+def weigh_scores(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    masks: Masks,
+    positions: tuple[jax.Array, jax.Array],
+    total: jax.Array,
+    d_out: jax.Array,
+    shift: jax.Array,
+) -> jax.Array:
+    """Sum p (d_out . v + shift) over queries and keys, p being weights of a softmax whose denominator is given.
+
+    Its gradients are those of attention to a part of the keys, in the backward pass.
+
+    Args:
+        q, k, v, masks, positions: as in `attend`.
+        total: logarithm of the denominator over all keys [B, T, N].
+        d_out: gradient of the output [B, T, N, Hv].
+        shift: what is added [B, T, N].
+    """
+    groups = q.shape[2] // k.shape[2]
+
+    @jax.checkpoint
+    def one(start: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        own_q, own_total, own_d, own_shift, queries = block
+        logits, seen = _logits(own_q, k, masks, (queries, positions[1]))
+        finite = jnp.where(jnp.isfinite(own_total), own_total, 0.0)
+        weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0.0) - _by_group(finite, groups)), 0.0)
+        grouped = own_d.reshape(*own_d.shape[:2], k.shape[2], groups, own_d.shape[3])
+        along = jnp.einsum("btkgh,bskh->bkgts", grouped, v, preferred_element_type=jnp.float32)
+        return start + jnp.sum(weights * (along + _by_group(own_shift, groups))), None
+
+    length = q.shape[1]
+    blocks = 1 if length <= 2 * _BLOCK or length % _BLOCK else length // _BLOCK
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], blocks, length // blocks, *x.shape[2:]), 1, 0)
+
+    parts = (cut(q), cut(total), cut(d_out), cut(shift), positions[0].reshape(blocks, length // blocks))
+    return jax.lax.scan(one, jnp.zeros((), jnp.float32), parts)[0]
+
+
+def _by_group(x: jax.Array, groups: int) -> jax.Array:
+    """[B, T, N] -> [B, K, G, T, 1]."""
+    apart = x.reshape(*x.shape[:2], x.shape[2] // groups, groups)
+    return jnp.moveaxis(apart, 1, 3)[..., None]
+
+
+def _logits(
+    q: jax.Array, k: jax.Array, masks: Masks, positions: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
+    """Give scaled and capped logits [B, K, G, T, S], and which of them are seen [T, S]."""
     groups = q.shape[2] // k.shape[2]
     grouped = q.reshape(*q.shape[:2], k.shape[2], groups, q.shape[3])
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * masks.scale
     if masks.cap is not None:
         logits = masks.cap * jnp.tanh(logits / masks.cap)
-    seen = masks.seen(*positions)
+    return logits, masks.seen(*positions)
+
+
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, positions: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    logits, seen = _logits(q, k, masks, positions)
     logits = jnp.where(seen, logits, -jnp.inf)
     # A query that sees nothing here (possible in a ring) has no largest logit.
     largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))

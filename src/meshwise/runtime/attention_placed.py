@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from meshwise.runtime.attention import Masks, attend
 from meshwise.runtime.local import part_index
+from meshwise.runtime.ring import Ring, ring_attend
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.tensors import Attention
@@ -33,14 +34,18 @@ def attend_placed(
         inputs: q, k and v where `splits` has them.
         masks: what is seen, by position.
         placement: of the layout.
-        splits: of the operation's iteration space.
+        splits: of the operation's iteration space; keys are split only where they go round a ring.
 
     Returns: as `attention.attend`, split as `splits` says.
     """
     positions = tuple(splits.get(op.query_axis, ()))
+    around = placement.split(splits.get(op.key_axis, ()))
     keys = jnp.arange(inputs[1].shape[1])
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if around:
+            assert around == placement.split(positions), "a ring is of the axes that split queries"
+            return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]]))
         queries = part_index(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
         return attend(q, k, v, masks, (queries, keys))
 

@@ -72,6 +72,8 @@ class _Walk:
 
     def _run_one(self, op: Op) -> None:
         splits = iteration_space(self.placement.strategy, op)
+        if isinstance(op, Attention) and self.placement.strategy.ring:  # keys stay where their positions are
+            splits[op.key_axis] = splits.get(op.query_axis, ())
         inputs = [self.bring(t, splits) for t in op.inputs]
         if isinstance(op, Lookup):
             with jax.named_scope(op.name):

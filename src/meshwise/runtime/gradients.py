@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree, map_parameters
+from meshwise.runtime.pipeline import Pipeline
 
 __all__ = ["Accumulation", "accumulate"]
 
@@ -31,12 +31,14 @@ class Accumulation:
         stack: the model as it is executed.
         parameters: by run and name.
         dtype: in which gradients are added up.
+        pipeline: its stages, or None.
         replicas: whether each replica of the axis "data" adds up its own, to be reduced at the end.
     """
 
     stack: Stack
     parameters: Mapping[str, Mapping[str, Parameter]]
     dtype: Any
+    pipeline: Pipeline | None
     replicas: bool
 
     def constrain(self, gradients: Tree) -> Tree:
@@ -46,8 +48,7 @@ class Accumulation:
 
         def one(path: str, parameter: Parameter) -> jax.Array:
             key, _, name = path.partition("/")
-            spec = placement.spec(parameter.sharding(placement, "gradients"), len(parameter.stack))
-            named = NamedSharding(placement.mesh, PartitionSpec(*lead, *spec))
+            named = parameter.named(placement, "gradients", lead)
             kept: jax.Array = jax.lax.with_sharding_constraint(gradients[key][name], named)
             return kept
 
@@ -64,6 +65,11 @@ def accumulate(how: Accumulation, weights: Tree, batch: Batch) -> tuple[jax.Arra
 
     Returns: the sum of the losses of all tokens, and its gradients in the format of accumulators.
     """
+    if how.pipeline is not None:
+        loss, gradients = (_of_replicas(how, how.pipeline) if how.replicas else how.pipeline.loss_and_gradients)(
+            weights, batch
+        )
+        return _finish(how, loss, how.constrain(jax.tree.map(lambda g: g.astype(how.dtype), gradients)))
     one = _of_replicas(how) if how.replicas else _of_microbatch(how.stack)
     if batch["tokens"].shape[0] == 1:
         loss, gradients = one(weights, {name: x[0] for name, x in batch.items()})
@@ -78,6 +84,11 @@ def accumulate(how: Accumulation, weights: Tree, batch: Batch) -> tuple[jax.Arra
     zeros = map_parameters(how.parameters, lambda _, p: jnp.zeros((*lead, *p.shape), how.dtype))
     start = (jnp.zeros(lead, jnp.float32), how.constrain(zeros))
     (loss, gradients), _ = jax.lax.scan(add, start, batch)
+    return _finish(how, loss, gradients)
+
+
+def _finish(how: Accumulation, loss: jax.Array, gradients: Tree) -> tuple[jax.Array, Tree]:
+    """Add up what replicas have."""
     if how.replicas:
         gradients = jax.tree.map(lambda g: jnp.sum(g, axis=0), gradients)
     return jnp.sum(loss), gradients
@@ -92,21 +103,22 @@ def _of_microbatch(stack: Stack) -> Any:
     return jax.value_and_grad(loss)
 
 
-def _of_replicas(how: Accumulation) -> Any:
+def _of_replicas(how: Accumulation, pipeline: Pipeline | None = None) -> Any:
     """Give the same for each replica alone: sequences are dealt to replicas, and a dimension in front numbers them."""
     placement = how.stack.placement
     inner = replace(how.stack, placement=replace(placement, outside=frozenset({_REPLICAS})))
+    own = _of_microbatch(inner) if pipeline is None else replace(pipeline, stack=inner).loss_and_gradients
     count = placement.mesh.shape[_REPLICAS]
     before = placement.ways(placement.strategy.splits(("B",))["B"]) // count
     assert placement.split(placement.strategy.splits(("B",))["B"])[-1] == _REPLICAS, "replicas are minor"
 
     def deal(x: jax.Array) -> jax.Array:
-        """[B, T] -> [replicas, B / replicas, T], each device keeping its sequences."""
-        sequences, length = x.shape
-        apart = x.reshape(before, count, sequences // before // count, length)
-        return jnp.moveaxis(apart, 1, 0).reshape(count, sequences // count, length)
+        """[..., B, T] -> [replicas, ..., B / replicas, T], each device keeping its sequences."""
+        *lead, sequences, length = x.shape
+        apart = x.reshape(*lead, before, count, sequences // before // count, length)
+        return jnp.moveaxis(apart, len(lead) + 1, 0).reshape(count, *lead, sequences // count, length)
 
-    each = jax.vmap(_of_microbatch(inner), in_axes=(None, 0), spmd_axis_name=_REPLICAS)
+    each = jax.vmap(own, in_axes=(None, 0), spmd_axis_name=_REPLICAS)
 
     def all_replicas(weights: Tree, microbatch: Batch) -> Any:
         return each(weights, {name: deal(x) for name, x in microbatch.items()})

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
@@ -33,6 +34,7 @@ class Parameter:
     Args:
         tensor: of the program, with its axes.
         stack: sizes of the leading dimensions that number layers.
+        staged: whether the first of these numbers stages of a pipeline, which hold their own.
         shape: of all, stack first.
         scale: standard deviation of the initial values; 0 for constants.
         constant: initial value where `scale` is 0.
@@ -43,6 +45,7 @@ class Parameter:
     shape: tuple[int, ...]
     scale: float
     constant: float = 0.0
+    staged: bool = False
 
     def sharding(self, placement: Placement, part: str) -> Sharding:
         """How it is stored: part "weights", "gradients" or "optimizer" of the rule tables."""
@@ -50,19 +53,36 @@ class Parameter:
 
     def abstract(self, placement: Placement, part: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """Give the array that holds it, without values."""
-        named = placement.named(self.sharding(placement, part), len(self.stack))
-        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=named)
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.named(placement, part))
+
+    def named(self, placement: Placement, part: str, lead: tuple[str, ...] = ()) -> NamedSharding:
+        """Give JAX's sharding of the array that holds it; `lead` are mesh axes of dimensions in front."""
+        spec = placement.spec(self.sharding(placement, part))
+        stack = ("stage", *[None] * (len(self.stack) - 1)) if self.staged else (None,) * len(self.stack)
+        return NamedSharding(placement.mesh, PartitionSpec(*lead, *stack, *spec))
 
 
 def describe_parameters(
-    program: Program, segments: tuple[Segment, ...], numerics: Numerics
+    program: Program, segments: tuple[Segment, ...], numerics: Numerics, pipeline: tuple[int, ...] = ()
 ) -> dict[str, dict[str, Parameter]]:
-    """Describe every weight of a program, by run and name; tied ones once, where they are counted."""
-    layers = {run.key: (run.block, segment.stack(run)) for segment in segments for run in segment.runs}
+    """Describe every weight of a program, by run and name; tied ones once, where they are counted.
+
+    Args:
+        program: of the model.
+        segments: of its layers; in a pipeline those of one piece.
+        numerics: of the model.
+        pipeline: stages, and pieces of each where there are several; empty for none.
+    """
+    layers = {run.key: (run.block, (*pipeline, *segment.stack(run))) for segment in segments for run in segment.runs}
     blocks = {block.name: block for block in program}
     others = {b.name: (b.name, () if b.repeat == 1 else (b.repeat,)) for b in program if not _is_run(b, layers)}
     return {
-        key: {t.name: _parameter(t, blocks[name], stack, program.sizes, numerics) for t in blocks[name].weights}
+        key: {
+            t.name: replace(
+                _parameter(t, blocks[name], stack, program.sizes, numerics), staged=key in layers and pipeline != ()
+            )
+            for t in blocks[name].weights
+        }
         for key, (name, stack) in (others | layers).items()
         if blocks[name].weights
     }

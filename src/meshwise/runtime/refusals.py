@@ -13,6 +13,7 @@ from meshwise.models import Model
 from meshwise.runtime.formats import HELD
 from meshwise.runtime.ops import is_known
 from meshwise.runtime.optimizer import RUNNABLE
+from meshwise.runtime.pipeline import PIPELINES
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
@@ -88,10 +89,15 @@ def check_layout(layout: Layout, model: Model) -> None:
         LayoutError: names the choice.
         UnknownNameError: for operations of a remat policy that no layer has.
     """
-    if layout.stage > 1:
-        raise LayoutError(f"layout: stage={layout.stage}: pipelines are planned, but not yet executed; use stage=1")
-    if layout.context > 1 and layout.context_method == "ring":
-        raise LayoutError("layout: context_method=ring is planned, but not yet executed; use gather")
+    if layout.stage > 1 and layout.schedule not in PIPELINES:
+        known = ", ".join(PIPELINES)
+        raise LayoutError(f"layout: schedule={layout.schedule} is planned, but not yet executed; use one of {known}")
+    if layout.stage > 1 and layout.remat_layers is not None:
+        pieces = layout.stage * layout.virtual_stages
+        if layout.remat_layers % pieces:
+            raise LayoutError(
+                f"layout: remat_layers={layout.remat_layers} of {pieces} pieces that run in step; use a multiple"
+            )
     if layout.offload:
         raise LayoutError(f"layout: offload={'+'.join(layout.offload)} is planned, but not yet executed; leave it out")
     if layout.remat_layers is not None and layout.remat_layers > model.num_layers:

@@ -24,6 +24,7 @@ from meshwise.runtime.gradients import Accumulation, accumulate
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.optimizer import RUNNABLE, Hyperparameters, update
 from meshwise.runtime.params import Parameter, Tree, describe_parameters, initial_values, map_parameters
+from meshwise.runtime.pipeline import Pipeline, piece_order
 from meshwise.runtime.refusals import check_even, check_job, check_layout, check_model
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.stacks import plan_segments
@@ -47,6 +48,7 @@ class TrainStep:
         parameters: by run and name.
         job, layout: of the plan.
         constants: of the optimizer.
+        pipeline: the stages, or None.
     """
 
     stack: Stack
@@ -54,6 +56,7 @@ class TrainStep:
     job: TrainingJob
     layout: Layout
     constants: Hyperparameters
+    pipeline: Pipeline | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -137,7 +140,8 @@ class TrainStep:
 
     def _gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         total = int(self.layout.sequences * self.job.seq_len)
-        how = Accumulation(self.stack, self.parameters, dtype_of(self.job.formats.gradients), self._replicas)
+        dtype = dtype_of(self.job.formats.gradients)
+        how = Accumulation(self.stack, self.parameters, dtype, self.pipeline, self._replicas)
         loss, gradients = accumulate(how, weights, batch)
         return loss / total, jax.tree.map(lambda g: g / total, gradients)
 
@@ -159,11 +163,10 @@ class TrainStep:
     def _update(self, new: State, old: State, path: tuple[str, str], parameter: Parameter, gradient: jax.Array) -> None:
         """Update one parameter where its optimizer state is, and bring the new weight to where weights are stored."""
         key, name = path
-        placement, stack = self.stack.placement, len(parameter.stack)
+        placement = self.stack.placement
 
         def held(x: jax.Array, part: str) -> jax.Array:
-            named = placement.named(parameter.sharding(placement, part), stack)
-            there: jax.Array = jax.lax.with_sharding_constraint(x, named)
+            there: jax.Array = jax.lax.with_sharding_constraint(x, parameter.named(placement, part))
             return there
 
         kept = old["master"] if "master" in old else old["weights"]
@@ -210,7 +213,11 @@ def train_step(
     program = model.train_program()
     sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=job.seq_len)
     check_even(program, placement, sizes)
-    segments = plan_segments(numerics.order, layout.remat_layers)
+    order, remat_layers, pieces = numerics.order, layout.remat_layers, layout.stage * layout.virtual_stages
+    if layout.stage > 1:
+        order = piece_order(order, layout)
+        remat_layers = None if remat_layers is None else remat_layers // pieces
+    segments = plan_segments(order, remat_layers)
     stack = Stack(
         program,
         numerics,
@@ -220,6 +227,17 @@ def train_step(
         activations=dtype_of(job.formats.activations),
         capacity=job.capacity_factor,
     )
-    parameters = describe_parameters(program, segments, numerics)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
-    return TrainStep(stack, parameters, job, layout, named)
+    if layout.stage == 1:
+        return TrainStep(stack, describe_parameters(program, segments, numerics), job, layout, named)
+    stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1)
+    parameters = describe_parameters(program, segments, numerics, stacked)
+    pipeline = Pipeline(
+        stack,
+        stages=layout.stage,
+        pieces=layout.virtual_stages,
+        schedule=layout.schedule,
+        parameters=parameters,
+        accumulates=dtype_of(job.formats.gradients),
+    )
+    return TrainStep(stack, parameters, job, layout, named, pipeline)

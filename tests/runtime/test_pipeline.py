@@ -1,0 +1,73 @@
+"""Stages that work in step give the loss and the gradients of one device, whatever the schedule."""
+
+import pytest
+from steps import alone, configured, dense, loss_and_gradients, make, worst
+from test_models import MODELS
+
+from meshwise.errors import LayoutError
+from meshwise.sharding.layout import Layout
+
+FOUR = "D=32 F=64 L=4 N=4 K=2 H=8 V=64"
+LAYOUTS = {
+    "gpipe": {"stage": 4, "tensor": 2, "schedule": "gpipe", "num_microbatches": 4, "remat": "none"},
+    "1f1b": {"stage": 2, "data": 2, "tensor": 2, "num_microbatches": 4},
+    "1f1b-fsdp": {"stage": 4, "fsdp": 2, "num_microbatches": 4, "remat": "matmuls"},
+    "1f1b-ring": {"stage": 2, "context": 2, "data": 2, "zero": 2, "context_method": "ring", "num_microbatches": 2},
+    "interleaved": {
+        "stage": 2, "fsdp": 2, "tensor": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4,
+    },
+    "interleaved-replicas": {
+        "stage": 2, "data": 2, "zero": 1, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4,
+        "remat_layers": 4,
+    },
+    "fewer-microbatches-than-stages": {"stage": 4, "data": 2, "num_microbatches": 2, "micro_batch": 2},
+}  # fmt: skip
+#: Slow because each is a compiled program, and proves the same of another way to split.
+QUICK = ("1f1b", "interleaved")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])
+def test_loss_and_gradients_are_those_of_one_device(name):
+    layout = Layout(**LAYOUTS[name])
+    expected_loss, expected = alone(dense(FOUR), layout.sequences)
+    loss, found = loss_and_gradients(make(dense(FOUR), layout))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert worst(found, expected) < 1e-5
+
+
+@pytest.mark.slow  # two more compiled programs: stages of two kinds of layers, and of experts
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_stages_of_several_kinds_of_layers(name):
+    model = configured(name, MODELS[name])
+    layout = Layout(stage=2, expert=2 if name == "gpt_oss" else 1, tensor=2, num_microbatches=2)
+    expected_loss, expected = alone(model, layout.sequences)
+    loss, found = loss_and_gradients(make(model, layout))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert worst(found, expected) < 1e-5
+
+
+def test_stages_hold_their_own_layers():
+    step = make(dense(FOUR), Layout(stage=2, tensor=2, schedule="interleaved", virtual_stages=2, num_microbatches=2))
+    up = step.abstract_state["weights"]["layer"]["w_up"]
+    assert up.shape == (2, 2, 32, 64)  # stages, pieces of each, D, F: one layer a piece
+    assert up.sharding.shard_shape(up.shape) == (1, 2, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "words"),
+    [
+        (FOUR, {"stage": 2, "schedule": "zb-h1", "num_microbatches": 2}, "schedule=zb-h1 is planned"),
+        ("D=32 F=64 L=3 N=4 K=2 V=64", {"stage": 2, "num_microbatches": 2}, "3 layers do not divide"),
+        ("deepseek_v3", {"stage": 2, "num_microbatches": 2}, "different kinds of layers"),
+        (FOUR, {"stage": 2, "num_microbatches": 2, "remat_layers": 3}, "remat_layers=3 of 2 pieces"),
+        (
+            FOUR,
+            {"stage": 2, "num_microbatches": 3, "schedule": "interleaved", "virtual_stages": 2},
+            "in groups of stage=2, found num_microbatches=3",
+        ),
+    ],
+)
+def test_pipelines_that_do_not_run_in_step_are_refused(config, layout, words):
+    model = configured(config, MODELS[config]) if config in MODELS else dense(config)
+    with pytest.raises(LayoutError, match=words):
+        make(model, Layout(**layout))
