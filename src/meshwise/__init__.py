@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwise.verbs.roofline import roofline
     from meshwise.verbs.shard import shard
     from meshwise.verbs.simulate import simulate_step
+    from meshwise.verbs.verify import verify
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "scale_train",
     "shard",
     "simulate_step",
+    "verify",
 ]
 
 #: Public name -> the module that it is loaded from.
@@ -62,7 +64,7 @@ _HOMES = {
     **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.verbs.catalogs"),
     **{
         name: f"meshwise.verbs.{name}"
-        for name in ("bench", "collective", "estimate_train", "export", "plan_train", "roofline", "shard")
+        for name in ("bench", "collective", "estimate_train", "export", "plan_train", "roofline", "shard", "verify")
     },
 }
 

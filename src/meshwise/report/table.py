@@ -54,7 +54,7 @@ class _Noted:
         yield Text(line(names), style="bold")
         for cells, note in self.rows:
             yield Text(line(cells))
-            for part in Text(note).wrap(console, options.max_width - 4):
+            for part in Text(note).wrap(console, options.max_width - 4) if note else ():
                 yield Text("    ") + part
 
 

@@ -1,0 +1,53 @@
+"""`meshwise verify`: a plan's step compiled for its target, predicted beside compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from meshwise.cli.options import request_options
+from meshwise.cli.output import Output, output_options
+from meshwise.cli.progress import Progress
+from meshwise.errors import InfeasibleError
+from meshwise.planning import Plan
+from meshwise.report.verify import verification_report
+from meshwise.verbs.estimate_train import EstimateTrainRequest, find_estimate
+from meshwise.verbs.export import read_plan
+from meshwise.verbs.train import TRAIN_FLAGS
+from meshwise.verbs.verify import verify_plan
+
+__all__ = ["verify"]
+
+
+@click.command()
+@request_options(
+    EstimateTrainRequest, arguments=("model",), flags={**TRAIN_FLAGS, "model": "PLAN|MODEL"}, optional=True
+)
+@click.option("--full", is_flag=True, help="Compile all layers, not two smaller models from which the whole follows.")
+@output_options
+def verify(request: EstimateTrainRequest | None, model: str, full: bool, output: Output) -> None:
+    """Compile a training step for its target with the real compiler, and compare: memory, collectives, matmuls.
+
+    Of a saved plan (what --save wrote, and no option that states a job), or of a model, a job and a layout as
+    'estimate train' takes them. No accelerator is needed; the compilers are extras: pip install 'meshwise[tpu]' or
+    'meshwise[cuda]'. The exit code is 3 when the program does not fit in memory.
+
+    \b
+      meshwise verify plan.json
+      meshwise verify llama-3-8b --on v5p:2x2x2 --batch-tokens 64Ki --seq-len 4096 \\
+        --layout fsdp=4,tensor=2,remat=full
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    with Progress() as progress:
+        plan, inputs = (read_plan(model), {"plan": model}) if request is None else _estimated(request, progress)
+        found = verify_plan(plan, full=full, progress=progress)
+    output.show(verification_report(found, str(plan.layout), {**inputs, "full": full}))
+    if not found.fits:
+        raise click.exceptions.Exit(InfeasibleError.exit_code)
+
+
+def _estimated(request: EstimateTrainRequest, progress: Progress) -> tuple[Plan, dict[str, Any]]:
+    """Find the plan of a layout; what it was asked, for JSON."""
+    problem = request.problem()
+    planning = find_estimate(request, problem, progress=progress)
+    return planning.plans[0], {**request.echo_training(problem), "layout": request.layout}

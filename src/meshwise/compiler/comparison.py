@@ -1,0 +1,113 @@
+"""A plan's step beside its compiled program, line by line: memory, collectives, FLOPs.
+
+Not here: compiling, and what reasons of traffic are (`traffic_reasons`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from meshwise.compiler.compiling import Compiled
+from meshwise.compiler.expected import Expected
+from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.compiler.hlo.flops import Matmul, matmuls
+from meshwise.compiler.hlo.instructions import Module
+from meshwise.compiler.hlo.rewrites import meant_collectives
+from meshwise.compiler.lines import Difference, Line, explained
+from meshwise.compiler.memory import CompiledMemory
+from meshwise.compiler.traffic_reasons import traffic_lines
+
+__all__ = ["compare"]
+
+#: Classes of an estimate's memory that are passed to the step, and those that live within it.
+STATE = ("parameters", "master_copies", "optimizer")
+WITHIN = ("gradients", "activations", "logits_and_loss", "workspace", "gathered_weights", "communication_buffers")
+
+_WORD = re.compile(r"[\w.]+")
+
+
+def compare(expected: Expected, compiled: Compiled, mesh: DeviceMesh) -> tuple[Line, ...]:
+    """Compare what was expected with what was compiled.
+
+    Args:
+        expected: of the plan, for the model that was compiled.
+        compiled: that fits.
+        mesh: that it was compiled for.
+    """
+    assert compiled.memory is not None, "programs that do not fit have nothing to compare"
+    return (
+        *_memory_lines(expected, compiled.memory, compiled.module),
+        *traffic_lines(expected, meant_collectives(compiled.module, mesh)),
+        *_flops_lines(expected, matmuls(compiled.module)),
+    )
+
+
+def _memory_lines(expected: Expected, memory: CompiledMemory, module: Module) -> Iterator[Line]:
+    state = sum(expected.memory[name] for name in STATE)
+    padding = sum(a.padded_bytes - a.num_bytes for p in module.main.parameters for a in p.shape.arrays)
+    yield explained(
+        Line("memory", "arguments", state, memory.arguments),
+        (Difference("batch", expected.batch), Difference("tiles", padding)),
+        exact=0.001 * state,
+    )
+    within = sum(expected.memory[name] for name in WITHIN)
+    own_outputs = memory.outputs - memory.aliased
+    yield _memory_line("temporaries", within, memory.temporaries + own_outputs)
+    yield _memory_line("peak", state + within, memory.total)
+
+
+def _memory_line(name: str, predicted: float, compiled: float) -> Line:
+    """What the estimate counts as alive at once, and XLA's schedule needs less or more of."""
+    line = Line("memory", name, predicted, compiled)
+    return explained(line, [Difference("reuse" if compiled < predicted else "scratch", compiled - predicted)])
+
+
+def _flops_lines(expected: Expected, found: Sequence[Matmul]) -> Iterator[Line]:
+    keys = list(expected.flops)
+    compiled: dict[tuple[str, str], float] = defaultdict(float)
+    for matmul in found:
+        compiled[_operation(matmul.scope, keys)] += matmul.flops_per_step
+    small = 0.001 * sum(expected.flops.values())
+    every = dict.fromkeys([*keys, *compiled])
+    lines = {
+        k: Line("flops", "/".join(k).strip("/") or "elsewhere", expected.flops.get(k, 0.0), compiled[k]) for k in every
+    }
+    reasons = {key: _flops_reasons(key, line, expected) for key, line in lines.items()}
+    for block in {key[0] for key in every}:
+        reasons |= _one_matmul({key: line for key, line in lines.items() if key[0] == block}, expected, small)
+    for key, line in lines.items():
+        yield explained(line, reasons[key], exact=small)
+
+
+def _one_matmul(
+    lines: dict[tuple[str, str], Line], expected: Expected, small: float
+) -> dict[tuple[str, str], list[Difference]]:
+    """Products of one block that have more, and others that have less, by as much: they are one matmul."""
+    missing = {k: x.compiled - x.predicted for k, x in lines.items() if k not in expected.attentions}
+    missing = {key: amount for key, amount in missing.items() if abs(amount) >= small}
+    if len(missing) < 2 or abs(sum(missing.values())) >= small:
+        return {}
+    return {key: [Difference("one matmul", amount)] for key, amount in missing.items()}
+
+
+def _operation(scope: str, keys: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Find block and operation in a path of scopes: `.../layer/q/dot_general`."""
+    words = _WORD.findall(scope)
+    for block, operation in keys:
+        if block in words and operation in words[words.index(block) + 1 :]:
+            return block, operation
+    return "", ""
+
+
+def _flops_reasons(key: tuple[str, str], line: Line, expected: Expected) -> list[Difference]:
+    missing = line.compiled - line.predicted
+    if key in expected.attentions and missing > 0:
+        return [Difference("masked pairs", missing)]
+    forward = expected.forward_flops.get(key, 0.0)
+    if forward and abs(missing + forward) < 0.02 * forward:
+        return [Difference("not again", missing)]
+    if forward and abs(missing - forward) < 0.02 * forward:
+        return [Difference("again", missing)]
+    return []

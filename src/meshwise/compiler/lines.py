@@ -1,0 +1,134 @@
+"""A comparison line by line: what was predicted, what was compiled, and a named reason for every difference.
+
+Values that extrapolate: a line of a whole model follows from those of two smaller copies. Not here: finding reasons
+(`traffic_reasons`, `comparison`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshwise.compiler.reduction import Reduction
+
+__all__ = ["REASONS", "UNEXPLAINED", "Difference", "Line", "explained", "extrapolated"]
+
+UNEXPLAINED = "unexplained"
+
+#: Reason -> what it means.
+REASONS = {
+    "gathered once": "XLA keeps what it gathered for the forward pass until the backward pass next to it has read it",
+    "lookup": "rows of an embedding table are looked up, and their gradients added, by exchanges that XLA chose",
+    "token numbers": "integers: token numbers, labels and places travel where a lookup or the loss needs them",
+    "reduced whole": "an AllReduce, where a ReduceScatter would do",
+    "reduced at once": "sums over several mesh axes, or of several arrays, are taken by one collective",
+    "joined": "a ReduceScatter and an AllGather became one AllReduce; the bytes are the same",
+    "statistics": "scalars for each token that the loss needs of all parts of the vocabulary",
+    "small arrays": "arrays of less than a thousandth of all bytes: norms' gradients, counters",
+    "padding": "parts are padded to whole tiles",
+    "wider format": "sent in fp32 where bf16 was expected",
+    "as exchange": "an AllToAll, where an AllGather and a slice were expected, or the other way round",
+    "collective matmul": "pieces go round both ways of a ring beside the matmul: more bytes than one collective needs",
+    "masked pairs": "attention multiplies whole blocks, masked pairs among them; causal ones were expected",
+    "not again": "a product whose result nothing reads is not computed again",
+    "again": "a product is computed once more than expected",
+    "one matmul": "products of one input are taken by one matmul, which is named after one of them",
+    "batch": "token numbers and labels are passed in",
+    "tiles": "arrays are padded to whole tiles in memory",
+    "reuse": "XLA reuses memory as soon as it is free, and fuses what would only pass through it",
+    "scratch": "results of matmuls and collectives that are waiting, copies in other layouts, workspaces of libraries",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Part of a difference between what was compiled and what was predicted.
+
+    Args:
+        reason: a key of `REASONS`, or "unexplained".
+        amount: compiled less predicted, in the line's unit.
+    """
+
+    reason: str
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One quantity, on one device, of one step.
+
+    Args:
+        group: "memory", "collectives" or "flops".
+        name: of the quantity: a class of memory; a kind of collective and its mesh axes; an operation.
+        predicted, compiled: bytes held, bytes received, or FLOPs.
+        differences: that add up to `compiled - predicted`.
+        predicted_count, compiled_count: of collectives.
+    """
+
+    group: str
+    name: str
+    predicted: float
+    compiled: float
+    differences: tuple[Difference, ...] = ()
+    predicted_count: float = 0.0
+    compiled_count: float = 0.0
+
+    @property
+    def unexplained(self) -> float:
+        """What no reason was found for."""
+        return sum(abs(d.amount) for d in self.differences if d.reason == UNEXPLAINED)
+
+    @property
+    def ratio(self) -> float | None:
+        """Compiled over predicted, None where nothing was predicted."""
+        return self.compiled / self.predicted if self.predicted else None
+
+
+def explained(line: Line, reasons: Iterable[Difference], *, exact: float = 1.0) -> Line:
+    """Give a line its differences; what they do not cover is unexplained.
+
+    Args:
+        line: without differences.
+        reasons: parts of its difference.
+        exact: what is left over, and less than this, counts as nothing.
+    """
+    found = [d for d in reasons if abs(d.amount) >= 1]
+    rest = line.compiled - line.predicted - sum(d.amount for d in found)
+    if abs(rest) >= exact:
+        found.append(Difference(UNEXPLAINED, rest))
+    return Line(
+        line.group,
+        line.name,
+        line.predicted,
+        line.compiled,
+        tuple(found),
+        line.predicted_count,
+        line.compiled_count,
+    )
+
+
+def extrapolated(small: Sequence[Line], large: Sequence[Line], reduction: Reduction) -> tuple[Line, ...]:
+    """Follow from two copies of a model to the whole, line by line and reason by reason.
+
+    A line that only one copy has counts as zero in the other.
+    """
+    left, right = ({(line.group, line.name): line for line in lines} for lines in (small, large))
+    keys = dict.fromkeys([*right, *left])
+    return tuple(_whole(key, left.get(key), right.get(key), reduction) for key in keys)
+
+
+def _whole(key: tuple[str, str], small: Line | None, large: Line | None, reduction: Reduction) -> Line:
+    nothing = Line(*key, 0.0, 0.0)
+    a, b = small or nothing, large or nothing
+    amounts = [{d.reason: d.amount for d in line.differences} for line in (a, b)]
+    return Line(
+        *key,
+        predicted=reduction.whole(a.predicted, b.predicted),
+        compiled=reduction.whole(a.compiled, b.compiled),
+        differences=tuple(
+            Difference(reason, reduction.whole(amounts[0].get(reason, 0.0), amounts[1].get(reason, 0.0)))
+            for reason in dict.fromkeys([*amounts[1], *amounts[0]])
+        ),
+        predicted_count=reduction.whole(a.predicted_count, b.predicted_count),
+        compiled_count=reduction.whole(a.compiled_count, b.compiled_count),
+    )

@@ -1,0 +1,191 @@
+"""Why the collectives of a compiled program are not those that were expected: one rule a reason, each with its proof.
+
+A rule moves bytes from what is left over to a named reason only where something in the program shows that reason. Not
+here: which collectives there are (`hlo`, `expected`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwise.compiler.expected import Expected
+from meshwise.compiler.hlo.rewrites import Meant
+from meshwise.compiler.lines import Difference, Line, explained
+
+__all__ = ["traffic_lines"]
+
+Key = tuple[str, tuple[str, ...]]
+
+_LOOKUP = re.compile(r"_take|/gather|scatter-add|/scatter")
+_STATISTICS = re.compile(r"reduce_max|reduce_sum|logsumexp|/loss|argmax")
+_INTEGERS = re.compile(r"[su]\d+|pred")
+#: Share of all bytes below which an array is small.
+_SMALL = 1e-3
+#: Relative difference that padding to tiles may make.
+_PADDED = 0.05
+
+
+@dataclass
+class _Ledger:
+    """What is left to explain, and what has been: line -> bytes received, compiled less expected."""
+
+    left: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    reasons: dict[Key, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+
+    def explain(self, key: Key, reason: str, amount: float) -> None:
+        """Take `amount` of what is left to a reason."""
+        self.left[key] -= amount
+        self.reasons[key][reason] += amount
+
+
+def traffic_lines(expected: Expected, compiled: Sequence[Meant]) -> tuple[Line, ...]:
+    """Compare collectives, one line for each kind and mesh axes, in bytes that one device receives in a step.
+
+    Args:
+        expected: of the plan.
+        compiled: of the program, as they were meant.
+    """
+    ledger = _Ledger()
+    for e in expected.collectives:
+        ledger.left[e.kind, e.axes] -= e.received
+    for c in compiled:
+        ledger.left[c.kind, c.axes] += c.needed * c.count
+    total = sum(c.received * c.count for c in compiled)
+    _integers(ledger, expected, compiled)
+    _statistics(ledger, compiled)
+    _gathered_once(ledger, expected)
+    _lookups(ledger, expected, compiled)
+    _joined(ledger)
+    _reduced_whole(ledger)
+    _at_once(ledger, expected, compiled)
+    _padding(ledger, expected)
+    _small(ledger, expected, compiled, total)
+    for c in compiled:
+        ledger.reasons[c.kind, c.axes][
+            "collective matmul" if c.rewrite == "collective matmul" else "reduced whole"
+        ] += (c.received - c.needed) * c.count
+    keys = {(e.kind, e.axes) for e in expected.collectives} | {(c.kind, c.axes) for c in compiled}
+    return tuple(_line(key, expected, compiled, ledger) for key in sorted(keys, key=lambda k: (k[1], k[0])))
+
+
+def _line(key: Key, expected: Expected, compiled: Sequence[Meant], ledger: _Ledger) -> Line:
+    wanted = [e for e in expected.collectives if (e.kind, e.axes) == key]
+    found = [c for c in compiled if (c.kind, c.axes) == key]
+    line = Line(
+        "collectives",
+        f"{key[0]} over {','.join(key[1]) or 'nothing'}",
+        predicted=sum(e.received for e in wanted),
+        compiled=sum(c.received * c.count for c in found),
+        predicted_count=sum(e.count for e in wanted),
+        compiled_count=sum(len(c.members[0].arrays) * c.count for c in found),
+    )
+    reasons = (Difference(reason, amount) for reason, amount in ledger.reasons[key].items())
+    return explained(line, reasons, exact=1e-5 * max(line.predicted, line.compiled))
+
+
+def _integers(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant]) -> None:
+    """Token numbers and labels: expected as gathers, compiled as arrays of integers."""
+    for c in compiled:
+        if _INTEGERS.fullmatch(c.dtype):
+            ledger.explain((c.kind, c.axes), "token numbers", c.needed * c.count)
+    for e in expected.collectives:
+        if set(e.tensors) <= {"tokens", "labels"}:
+            ledger.explain((e.kind, e.axes), "token numbers", -e.received)
+
+
+def _statistics(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
+    """The loss of a vocabulary that is split: a largest value and a sum for each token, in fp32."""
+    for c in compiled:
+        if c.dtype == "f32" and _STATISTICS.search(c.scope) and c.kind == "all-reduce":
+            ledger.explain((c.kind, c.axes), "statistics", c.needed * c.count)
+
+
+def _lookups(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant]) -> None:
+    """Exchanges of a lookup's own that were not expected; what was expected of the table and is not there."""
+    own = [c for c in compiled if _LOOKUP.search(c.scope) and not _INTEGERS.fullmatch(c.dtype)]
+    for c in own:
+        ledger.explain((c.kind, c.axes), "lookup", c.needed * c.count)
+    for e in expected.collectives if own else ():
+        key = e.kind, e.axes
+        if e.block == "embed" and ledger.left[key] < 0:
+            ledger.explain(key, "lookup", max(-e.received, ledger.left[key]))
+
+
+def _gathered_once(ledger: _Ledger, expected: Expected) -> None:
+    """A gather of the backward pass whose tensors were gathered in the forward pass, too, and that is missing."""
+    forward = {(e.block, e.axes, t) for e in expected.collectives if e.when == "forward" for t in e.tensors}
+    again = [
+        e
+        for e in expected.collectives
+        if e.when == "backward" and e.kind == "all-gather" and all((e.block, e.axes, t) in forward for t in e.tensors)
+    ]
+    # First the blocks whose passes follow each other: nothing runs between the head's forward and backward.
+    for e in sorted(again, key=lambda e: (e.block != "head", -e.received)):
+        key = e.kind, e.axes
+        if ledger.left[key] <= -0.99 * e.received and e.received:
+            ledger.explain(key, "gathered once", max(-e.received, ledger.left[key]))
+
+
+def _joined(ledger: _Ledger) -> None:
+    """An AllReduce more, a ReduceScatter and an AllGather less over the same axes: the same bytes."""
+    for kind, axes in list(ledger.left):
+        parts = (("reduce-scatter", axes), ("all-gather", axes))
+        if kind != "all-reduce" or ledger.left[kind, axes] <= 0:
+            continue
+        each = min(ledger.left[kind, axes] / 2, *(-ledger.left[p] for p in parts))
+        if each > 0:
+            ledger.explain((kind, axes), "joined", 2 * each)
+            for part in parts:
+                ledger.explain(part, "joined", -each)
+
+
+def _reduced_whole(ledger: _Ledger) -> None:
+    """An AllReduce more where a ReduceScatter is missing, or the other way round."""
+    for kind, axes in list(ledger.left):
+        other = ("reduce-scatter", axes)
+        if kind != "all-reduce":
+            continue
+        each = min(ledger.left[kind, axes] / 2, -ledger.left[other])
+        if each > 0:
+            ledger.explain((kind, axes), "reduced whole", 2 * each)
+            ledger.explain(other, "reduced whole", -each)
+
+
+def _at_once(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant]) -> None:
+    """A sum over several axes at once, where sums over some of them were expected one after the other."""
+    for c in compiled:
+        key = c.kind, c.axes
+        if c.kind != "all-reduce" or len(c.axes) < 2 or ledger.left[key] <= 0:
+            continue
+        ledger.explain(key, "reduced at once", min(ledger.left[key], c.needed * c.count))
+        for e in expected.collectives:
+            part = e.kind, e.axes
+            smaller = e.kind in ("all-reduce", "reduce-scatter") and set(e.axes) < set(c.axes)
+            if smaller and e.purpose == "gradients" and -2 * c.needed * c.count <= ledger.left[part] < 0:
+                ledger.explain(part, "reduced at once", max(-e.received, ledger.left[part]))
+
+
+def _padding(ledger: _Ledger, expected: Expected) -> None:
+    """A few percent more of what was expected: parts that are padded."""
+    for key in list(ledger.left):
+        wanted = sum(e.received for e in expected.collectives if (e.kind, e.axes) == key)
+        if 0 < ledger.left[key] <= _PADDED * wanted and key[0] == "reduce-scatter":
+            ledger.explain(key, "padding", ledger.left[key])
+
+
+def _small(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant], total: float) -> None:
+    """What is left of lines that hold next to nothing."""
+    for key in list(ledger.left):
+        both = [e.received for e in expected.collectives if (e.kind, e.axes) == key]
+        both += [c.needed * c.count for c in compiled if (c.kind, c.axes) == key]
+        if sum(both) <= _SMALL * total:
+            ledger.explain(key, "small arrays", ledger.left[key])
+        elif _edges(compiled, key) and ledger.left[key] > 0:
+            ledger.explain(key, "padding", min(ledger.left[key], _edges(compiled, key)))
+
+
+def _edges(compiled: Sequence[Meant], key: Key) -> float:
+    return sum(c.needed * c.count for c in compiled if (c.kind, c.axes) == key and c.rewrite == "edges")

@@ -1,0 +1,79 @@
+"""What comparing a plan with its compiled program found, as one value.
+
+Not here: how it was found (`comparison`), and words (`report`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwise.compiler.lines import Line
+from meshwise.compiler.memory import CompiledMemory, OutOfMemory
+
+__all__ = ["CompiledCopy", "Verification"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCopy:
+    """One program that was compiled.
+
+    Args:
+        layers: of the model.
+        memory: of one device, None where it does not fit.
+        seconds: that compiling took; cached, whether it was found compiled.
+    """
+
+    layers: int
+    memory: CompiledMemory | None
+    seconds: float
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A plan beside its compiled program.
+
+    Args:
+        target: what was compiled for.
+        layers: of the model; copies: what was compiled, all layers or two smaller models.
+        lines: predicted beside compiled, of all layers; empty where a copy does not fit.
+        capacity: bytes of memory of one device.
+        predicted_total: bytes that the estimate counts, its reserve left out.
+        out_of_memory: what the compiler said of a copy that does not fit, else None.
+        versions: of the compiler's packages.
+    """
+
+    target: str
+    layers: int
+    copies: tuple[CompiledCopy, ...]
+    lines: tuple[Line, ...]
+    capacity: float
+    predicted_total: float
+    out_of_memory: OutOfMemory | None
+    versions: Mapping[str, str]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers were compiled."""
+        return any(copy.layers == self.layers for copy in self.copies)
+
+    @property
+    def peak(self) -> float | None:
+        """Bytes that all layers need at once, None where a copy did not fit."""
+        return next((line.compiled for line in self.lines if line.name == "peak"), None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiled program fits in a device's memory."""
+        return self.peak is not None and self.peak <= self.capacity
+
+    def group(self, name: str) -> tuple[Line, ...]:
+        """Lines of one group: "memory", "collectives" or "flops"."""
+        return tuple(line for line in self.lines if line.group == name)
+
+    @property
+    def unexplained_share(self) -> float:
+        """Bytes received that no reason explains, of all that the compiled program receives."""
+        total = sum(line.compiled for line in self.group("collectives"))
+        return sum(line.unexplained for line in self.group("collectives")) / total if total else 0.0

@@ -1,0 +1,145 @@
+"""A plan beside its compiled program, in tables: what matches, what does not, and the reason for each difference.
+
+Not here: compiling and comparing (`compiler`, `verbs.verify`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
+from meshwise.compiler.verification import CompiledCopy, Verification
+from meshwise.report.report import Report, listed
+from meshwise.report.table import noted_table
+from meshwise.report.words import counted
+from meshwise.units import format_bytes, format_flops, format_percent, format_time
+
+__all__ = ["verification_report"]
+
+
+def verification_report(found: Verification, layout: str, inputs: Mapping[str, Any]) -> Report:
+    """Report a verification.
+
+    Args:
+        found: what was found.
+        layout: in words.
+        inputs: what was asked.
+    """
+    return Report(
+        command="verify",
+        inputs=inputs,
+        answer=_answer(found),
+        data=_data(found, layout),
+        body=tuple(_body(found, layout)),
+        assumed=_assumed(found),
+        not_modelled=(
+            "time: the compiler's own estimates of it are not used",
+            "how memory fragments when the program runs, and what runtime and other programs hold",
+        ),
+        next_steps=() if found.whole else ("--full compiles all layers instead of two smaller models",),
+    )
+
+
+def _answer(found: Verification) -> str:
+    if found.out_of_memory is not None:
+        used, capacity = found.out_of_memory.used, found.out_of_memory.capacity
+        amount = "" if used is None or capacity is None else f": {format_bytes(used)} of {format_bytes(capacity)}"
+        return f"Does not fit: compiled for {found.target}, {found.copies[-1].layers} layers run out of memory{amount}"
+    peak = found.peak or 0.0
+    fits = "Fits" if found.fits else "Does not fit"
+    return (
+        f"{fits}: compiled for {found.target} it needs {format_bytes(peak)} of {format_bytes(found.capacity)} a chip, "
+        f"predicted {format_bytes(found.predicted_total)} ({_signed(peak / found.predicted_total - 1)}); "
+        f"{format_percent(found.unexplained_share)} of the bytes sent are unexplained"
+    )
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.3g} %"
+
+
+def _body(found: Verification, layout: str) -> Iterable[RenderableType]:
+    yield Text(f"layout: {layout.replace(',', ', ')}")
+    if found.out_of_memory is not None:
+        yield listed("The compiler's own account", found.out_of_memory.breakdown or (_first(found),))
+        return
+    yield _table("memory of a chip", found.group("memory"), format_bytes)
+    yield _table("received by a chip a step", found.group("collectives"), format_bytes, counts=True)
+    yield _table("matmuls of a chip a step", found.group("flops"), format_flops)
+    used = dict.fromkeys(d.reason for line in found.lines for d in line.differences if d.reason != UNEXPLAINED)
+    if used:
+        yield listed("Reasons", (f"{reason}: {REASONS[reason]}" for reason in used))
+
+
+def _first(found: Verification) -> str:
+    assert found.out_of_memory is not None
+    return found.out_of_memory.message.splitlines()[0]
+
+
+def _table(title: str, lines: Iterable[Line], show: Any, *, counts: bool = False) -> RenderableType:
+    columns = [title, ">predicted", ">compiled", ">ratio", *([">arrays"] if counts else [])]
+    rows = []
+    for line in lines:
+        ratio = "" if line.ratio is None else f"{line.ratio:.3f}"
+        cells = [line.name, show(line.predicted), show(line.compiled), ratio]
+        if counts:
+            cells.append(f"{line.predicted_count:,.0f} / {line.compiled_count:,.0f}")
+        why = "; ".join(f"{d.reason} {'+' if d.amount > 0 else '-'}{show(abs(d.amount))}" for d in line.differences)
+        rows.append((cells, why))
+    return noted_table(columns, rows)
+
+
+def _assumed(found: Verification) -> tuple[str, ...]:
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    sizes = " and ".join(str(copy.layers) for copy in found.copies)
+    how = "all layers compiled"
+    if not found.whole:
+        how = f"{sizes} of {found.layers} layers compiled; the whole follows on a line through both"
+    took = sum(copy.seconds for copy in found.copies if not copy.cached)
+    cached = sum(copy.cached for copy in found.copies)
+    parts = [f"compiled in {format_time(took)}" if took else "", f"{counted(cached, 'program')} found compiled"]
+    said = ", ".join(part for part in parts if part and not part.startswith("0 "))
+    return (f"{how} ({said})", f"compiler: {versions}")
+
+
+def _data(found: Verification, layout: str) -> dict[str, Any]:
+    return {
+        "target": found.target,
+        "layout": layout,
+        "fits": found.fits,
+        "layers": found.layers,
+        "compiled": [_copy(copy) for copy in found.copies],
+        "capacity_bytes": found.capacity,
+        "predicted_bytes": found.predicted_total,
+        "compiled_bytes": found.peak,
+        "unexplained_share_of_received": found.unexplained_share,
+        "out_of_memory": None if found.out_of_memory is None else found.out_of_memory.message,
+        "memory": [_line(line, "bytes") for line in found.group("memory")],
+        "collectives": [_line(line, "received_bytes") for line in found.group("collectives")],
+        "matmuls": [_line(line, "flops") for line in found.group("flops")],
+        "compiler_versions": dict(found.versions),
+    }
+
+
+def _copy(copy: CompiledCopy) -> dict[str, Any]:
+    return {
+        "layers": copy.layers,
+        "memory_bytes": None if copy.memory is None else copy.memory.to_json(),
+        "compile_s": copy.seconds,
+        "cached": copy.cached,
+    }
+
+
+def _line(line: Line, unit: str) -> dict[str, Any]:
+    counts = {"predicted_count": line.predicted_count, "compiled_count": line.compiled_count}
+    return {
+        "name": line.name,
+        f"predicted_{unit}": line.predicted,
+        f"compiled_{unit}": line.compiled,
+        "differences": [{"reason": d.reason, unit: d.amount} for d in line.differences],
+        **(counts if line.group == "collectives" else {}),
+    }

@@ -1,0 +1,71 @@
+"""`meshwise verify`: with XLA's compilers, on small models; and what it refuses."""
+
+import pytest
+
+SMALL = "D=256 F=512 L=2 N=4 K=2 V=1024"
+JOB = ["--batch-tokens", "8192", "--seq-len", "512", "--layout", "fsdp=2,tensor=2,remat=full"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("MESHWISE_CACHE", str(tmp_path / "cache"))
+
+
+def check(done):
+    assert done.code == 0, done.err
+    memory = {line["name"]: line for line in done.json["memory"]}
+    assert done.json["fits"] is True
+    arguments = memory["arguments"]
+    assert arguments["compiled_bytes"] == pytest.approx(arguments["predicted_bytes"], rel=0.01)
+    assert done.json["unexplained_share_of_received"] < 0.05
+    wanted = {line["name"]: line["predicted_flops"] for line in done.json["matmuls"]}
+    found = {line["name"]: line["compiled_flops"] for line in done.json["matmuls"]}
+    attention = wanted.pop("layer/attention"), found.pop("layer/attention")
+    assert sum(found.values()) == pytest.approx(sum(wanted.values()), rel=1e-3)
+    assert attention[0] < attention[1] < 2.01 * attention[0]
+
+
+def test_a_step_is_compiled_for_gpus_that_are_not_there(run, tmp_path):
+    done = run("verify", SMALL, "--on", "h100:4", *JOB, "--json")
+    check(done)
+    assert done.json["target"] == "h100-sxm:4"
+    assert [c["cached"] for c in done.json["compiled"]] == [False]
+    again = run("verify", SMALL, "--on", "h100:4", *JOB)
+    assert again.first_line.startswith("Fits: compiled for h100-sxm:4 it needs")
+    assert "1 program found compiled" in " ".join(again.out.split())
+    assert len(list((tmp_path / "cache" / "compiled").iterdir())) == 1
+
+
+@pytest.mark.slow  # XLA's TPU compiler takes a minute for any program; proves that it is asked right
+def test_a_step_is_compiled_for_tpus_that_are_not_there(run):
+    done = run("verify", SMALL, "--on", "v5e:2x2", *JOB, "--json")
+    check(done)
+    assert {"jax", "jaxlib", "libtpu"} == set(done.json["compiler_versions"])
+
+
+def test_a_saved_plan_is_verified_as_it_is(run, tmp_path):
+    plan = tmp_path / "plan.json"
+    run("plan", "train", SMALL, "--on", "h100:4", *JOB[:4], "--fix", "fsdp=4,remat=full", "--save", str(plan))
+    assert run("verify", str(plan), "--json").json["layout"].startswith("fsdp=4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.json"], "plan 'nowhere.json'"),
+        ([SMALL, "--on", "tpu7x:2x2x1", *JOB], "two devices"),
+        ([SMALL, "--on", "h100:4", *JOB[:4]], "--layout is missing"),
+        ([SMALL, "--on", "h100:4", *JOB[:5], "stage=2,fsdp=2"], "not yet executed"),
+    ],
+)
+def test_what_cannot_be_verified_is_said(run, arguments, words):
+    done = run("verify", *arguments)
+    assert done.code == 2
+    assert words in done.err
+
+
+def test_a_missing_compiler_is_named_with_the_line_that_installs_it(run, monkeypatch):
+    monkeypatch.setattr("meshwise.compiler.environment.importlib.util.find_spec", lambda _: None)
+    done = run("verify", SMALL, "--on", "v5e:2x2", *JOB)
+    assert done.code == 4
+    assert "pip install 'meshwise[tpu]'" in done.err

@@ -1,0 +1,184 @@
+"""A plan beside programs that XLA compiled: every byte and FLOP has its line, and every difference its reason."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+import meshwise
+from meshwise.compiler.compiling import Compiled
+from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.compiler.lines import REASONS, UNEXPLAINED
+from meshwise.compiler.memory import CompiledMemory
+from meshwise.errors import CompilerError, ConfigError, MeshwiseError
+from meshwise.report.verify import verification_report
+from meshwise.verbs.verify import compare_copy, verify, verify_plan
+
+DATA = Path(__file__).parents[1] / "data" / "compiled"
+
+
+def stored(name):
+    with gzip.open(DATA / f"{name}.json.gz", "rt", encoding="utf-8") as file:
+        value = json.load(file)
+    mesh = DeviceMesh(value["mesh"]["sizes"], tuple(value["mesh"]["slices"]))
+    return Compiled.from_json(value["compiled"], cached=True), mesh
+
+
+def compiler_of(name):
+    """A compiler that knows the programs of one plan."""
+
+    def compiler(plan, layers, *, progress):
+        progress(f"{layers}")
+        return stored(f"{name}_{layers}_layers")
+
+    return compiler
+
+
+@pytest.fixture(scope="module")
+def gpu_plan():
+    return meshwise.estimate_train(
+        "llama-3-8b", on="h100:8", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+    ).plans[0]
+
+
+@pytest.fixture(scope="module")
+def gpu(gpu_plan):
+    return verify_plan(gpu_plan, compiler=compiler_of("llama-3-8b_h100_8_fsdp4_tensor2"))
+
+
+def line(found, name):
+    (one,) = [x for x in found.lines if x.name == name]
+    return one
+
+
+def reasons(one):
+    return {d.reason: d.amount for d in one.differences}
+
+
+def test_two_and_four_layers_stand_for_thirty_two(gpu):
+    assert [c.layers for c in gpu.copies] == [2, 4]
+    assert (gpu.layers, gpu.whole, gpu.target) == (32, False, "h100-sxm:8")
+
+
+def test_arguments_are_the_training_state_within_a_thousandth(gpu, gpu_plan):
+    arguments = line(gpu, "arguments")
+    memory = gpu_plan.estimate.memory
+    assert arguments.predicted == pytest.approx(memory["parameters"] + memory["optimizer"], rel=1e-9)
+    assert arguments.compiled == pytest.approx(arguments.predicted, rel=1e-3)
+
+
+def test_what_is_predicted_of_two_copies_is_what_the_whole_plan_says(gpu, gpu_plan):
+    """The estimate is linear in layers, so that extrapolating it must give the estimate of all of them."""
+    assert line(gpu, "peak").predicted == pytest.approx(gpu.predicted_total, rel=1e-9)
+    memory = gpu_plan.estimate.memory
+    assert gpu.predicted_total == pytest.approx(memory["total"] - memory["reserve"], rel=1e-12)
+
+
+def test_peak_memory_is_within_fifteen_percent(gpu):
+    assert line(gpu, "peak").ratio == pytest.approx(1.0, abs=0.15)
+    assert gpu.fits
+
+
+def test_all_traffic_is_explained(gpu):
+    assert gpu.unexplained_share == 0.0
+    assert all(d.reason in REASONS for x in gpu.lines for d in x.differences)
+
+
+def test_differences_add_up(gpu):
+    for x in gpu.lines:
+        assert sum(d.amount for d in x.differences) == pytest.approx(x.compiled - x.predicted, abs=0.002 * x.compiled)
+
+
+def test_collectives_have_the_bytes_that_the_algebra_derived(gpu):
+    """Gathers, scatters of layers: the same bytes; the embedding table is looked up in XLA's own way."""
+    scatters = line(gpu, "reduce-scatter over tensor")
+    assert scatters.compiled == pytest.approx(scatters.predicted, rel=1e-4)
+    table = 128256 / 2 * 4096 * 2 * 3 / 4
+    assert reasons(line(gpu, "reduce-scatter over fsdp"))["lookup"] == pytest.approx(-table, rel=1e-6)
+    head = table + 3 / 4 * 4096 * 2
+    assert reasons(line(gpu, "all-gather over fsdp"))["gathered once"] == pytest.approx(-head, rel=1e-6)
+
+
+def test_matmuls_are_those_of_the_program(gpu):
+    for x in gpu.group("flops"):
+        if x.name == "layer/attention":
+            assert x.ratio == pytest.approx(2.0, rel=1e-3)  # causal pairs were expected, all are multiplied
+            assert set(reasons(x)) == {"masked pairs"}
+        else:
+            assert x.compiled == pytest.approx(x.predicted, rel=1e-6), x.name
+            assert not x.differences
+
+
+def test_a_tpu_program_of_two_layers_compares_as_well():
+    plan = meshwise.estimate_train(
+        "llama-3-8b", on="v5p:2x2x2", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+    ).plans[0]
+    compiled, mesh = stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")
+    lines = {x.name: x for x in compare_copy(plan, 2, compiled, mesh)}
+    assert lines["arguments"].ratio == pytest.approx(1.0, rel=1e-3)
+    assert sum(x.unexplained for x in lines.values()) == 0.0
+    assert reasons(lines["all-reduce over fsdp"])["reduced whole"] == lines["all-reduce over fsdp"].compiled
+
+
+def test_a_program_that_runs_out_of_memory_is_an_answer(gpu_plan):
+    message = (
+        "RESOURCE_EXHAUSTED: Used 36.63G of 15.75G hbm. Exceeded.\n\nTotal hbm usage >= 36.88G:\n    program  36.63G"
+    )
+
+    def compiler(plan, layers, *, progress):
+        value = {**stored("llama-3-8b_h100_8_fsdp4_tensor2_2_layers")[0].to_json(), "hlo": ""}
+        return Compiled.from_json({**value, "memory": None, "out_of_memory": message}, cached=False), DeviceMesh({})
+
+    found = verify_plan(gpu_plan, compiler=compiler)
+    assert not found.fits
+    assert found.lines == ()
+    assert len(found.copies) == 1  # the larger copy is not tried
+    report = verification_report(found, str(gpu_plan.layout), {})
+    assert report.answer == ("Does not fit: compiled for h100-sxm:8, 2 layers run out of memory: 36.6 GiB of 15.8 GiB")
+
+
+def test_a_program_whose_memory_exceeds_the_chip_does_not_fit(gpu_plan):
+    def compiler(plan, layers, *, progress):
+        compiled, mesh = stored(f"llama-3-8b_h100_8_fsdp4_tensor2_{layers}_layers")
+        big = CompiledMemory.from_json({**compiled.memory.to_json(), "temporaries": 90 * 10**9})
+        return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
+
+    assert not verify_plan(gpu_plan, compiler=compiler).fits
+
+
+def test_what_the_report_says(gpu, gpu_plan):
+    report = verification_report(gpu, str(gpu_plan.layout), {"plan": "plan.json"})
+    assert report.answer.startswith("Fits: compiled for h100-sxm:8 it needs 18.6 GiB of 79.1 GiB a chip, predicted")
+    data = report.envelope()
+    assert {"memory", "collectives", "matmuls", "fits", "compiler_versions"} <= set(data)
+    assert all(x["differences"] or x["predicted_flops"] for x in data["matmuls"])
+    json.dumps(data, allow_nan=False)
+
+
+def test_reasons_are_said_once_and_none_is_the_unexplained_one():
+    assert UNEXPLAINED not in REASONS
+    assert len(set(REASONS.values())) == len(REASONS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"on": "tpu7x:2x2x1", "layout": "fsdp=4"}, CompilerError, "two devices"),
+        ({"on": "mi300x:8", "layout": "fsdp=8"}, CompilerError, "AMD"),
+        ({"layout": "fsdp=8"}, MeshwiseError, "on"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_before_anything_is_compiled(asked, error, words):
+    with pytest.raises(error, match=words):
+        verify("llama-3-8b", batch_tokens="64Ki", seq_len=4096, **asked)
+
+
+def test_bad_plans(tmp_path, gpu_plan):
+    (tmp_path / "torn.json").write_text('{"model": ')
+    with pytest.raises(ConfigError, match="plan JSON"):
+        verify(tmp_path / "torn.json")
+    with pytest.raises(MeshwiseError, match="its job in it"):
+        verify(gpu_plan, layout="fsdp=8")
+    with pytest.raises(MeshwiseError, match="found 3"):
+        verify(3)
