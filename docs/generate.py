@@ -35,7 +35,6 @@ PAGES = (
     DOCS / "precision.md",
     DOCS / "worked-plans.md",
     DOCS / "export.md",
-    DOCS / "verify.md",
     *sorted((DOCS / "strategies").glob("*.md")),
     DOCS / "reference.md",
 )

@@ -38,3 +38,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
         return Ran(code, captured.out, captured.err)
 
     return go
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    """Keep compiled programs apart from the user's; one folder for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWISE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -27,11 +27,12 @@ __all__ = ["verify"]
 @click.option("--full", is_flag=True, help="Compile all layers, not two smaller models from which the whole follows.")
 @output_options
 def verify(request: EstimateTrainRequest | None, model: str, full: bool, output: Output) -> None:
-    """Compile a training step for its target with the real compiler, and compare: memory, collectives, matmuls.
+    """Compile a step for its target, and compare with the plan.
 
-    Of a saved plan (what --save wrote, and no option that states a job), or of a model, a job and a layout as
-    'estimate train' takes them. No accelerator is needed; the compilers are extras: pip install 'meshwise[tpu]' or
-    'meshwise[cuda]'. The exit code is 3 when the program does not fit in memory.
+    The real compiler, XLA: memory, every collective and every matmul, predicted beside compiled. Of a saved plan (what
+    --save wrote, and no option that states a job), or of a model, a job and a layout as 'estimate train' takes them. No
+    accelerator is needed; the compilers are extras: pip install 'meshwise[tpu]' or 'meshwise[cuda]'. The exit code is 3
+    when the program does not fit in memory.
 
     \b
       meshwise verify plan.json
