@@ -51,7 +51,7 @@ def test_a_saved_plan_is_verified_as_it_is(run, tmp_path):
         (["nowhere.json"], "plan 'nowhere.json'"),
         ([SMALL, "--on", "tpu7x:2x2x1", *JOB], "two devices"),
         ([SMALL, "--on", "h100:4", *JOB[:4]], "--layout is missing"),
-        ([SMALL, "--on", "h100:4", *JOB[:5], "stage=2,fsdp=2"], "not yet executed"),
+        ([SMALL, "--on", "h100:4", *JOB[:5], "fsdp=4,offload=optimizer"], "not yet executed"),
     ],
 )
 def test_what_cannot_be_verified_is_said(run, arguments, words):
