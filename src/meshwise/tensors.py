@@ -345,12 +345,14 @@ class Lookup(Op):
 class Route(Op):
     """Tokens to the slots of the experts they chose, or back: `x[B, T, D]` <-> `xe[E, C, D]`. Moves bytes, no FLOPs.
 
+    The gates of a token's choices, `[B, T, top_k]`, go to the same slots, `[E, C]`. Inputs: what moves, and the choice.
+
     C counts the slots of one expert: B * T * top_k / E when routing is balanced (`Program.bind` sets it). On a mesh,
     the slots are split as the tokens were; experts that live elsewhere make it an AllToAll, which the sharding algebra
     derives.
 
     Args:
-        combine: from slots back to tokens (weighted by the router's gates), else dispatch.
+        combine: from slots back to tokens, whose slots are added up, else dispatch.
         format: in which the gradients of a combination travel to the experts (None: as they come).
     """
 
@@ -543,18 +545,9 @@ def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
         rest = [t for t in further if t in differentiable]
         return [kernel, *(FusedGradient.of(kernel, op, t, contribute(t, op.name)) for t in rest)]
     if isinstance(op, Route):
-        source, *gates = op.inputs
-        out = [
-            replace(op, name=f"d{op.name}", inputs=(grad, *gates), output=contribute(source, op.name, grad),
-                    combine=not op.combine)
-        ]  # fmt: skip
-        # The gates that weigh a combination: each is the product of a slot with the gradient of its token.
-        out += [
-            replace(op, name=f"d{op.name}.{t.name}", inputs=(source, grad), output=contribute(t, op.name))
-            for t in gates
-            if t.kind is not Kind.INDEX
-        ]
-        return out
+        source, *chosen = op.inputs
+        made = contribute(source, op.name, grad)
+        return [replace(op, name=f"d{op.name}", inputs=(grad, *chosen), output=made, combine=not op.combine)]
     if isinstance(op, Lookup):
         index, _ = op.inputs
         made = [contribute(t, op.name) for t in differentiable]

@@ -41,43 +41,72 @@ AROUND = (CollectiveKind.ALL_TO_ALL, CollectiveKind.ALL_GATHER, CollectiveKind.R
 
 
 def test_mixtral_dispatches_and_combines_two_copies_of_every_token():
-    """D = 4096, top 2 of 8 experts, one on each of eight GPUs: 7/8 of the copies leave, and come back."""
-    one = T * 2 * 4096 * BF16 * 7 / 8
+    """D = 4096, top 2 of 8 experts, one on each of eight GPUs: 7/8 of the copies leave, and come back.
+
+    Their gates leave with them, and the gradients of gates come back with those of tokens.
+    """
+    one, gates = T * 2 * 4096 * BF16 * 7 / 8, T * 2 * BF16 * 7 / 8
     found = moved("mixtral-8x7b", "layer", EXCHANGE, expert=8, remat="none")
-    assert found == {("forward", "all-to-all", ("expert",)): 2 * one, ("backward", "all-to-all", ("expert",)): 2 * one}
+    both = 2 * one + gates
+    assert found == {("forward", "all-to-all", ("expert",)): both, ("backward", "all-to-all", ("expert",)): both}
 
 
 def test_a_layer_that_is_computed_again_is_dispatched_again():
-    """Slots are made again, and what gates weigh comes back again: as often as the forward pass did."""
-    one = T * 2 * 4096 * BF16 * 7 / 8
+    """Slots are made again; what experts make of them is only added up, and need not come back again."""
+    one, gates = T * 2 * 4096 * BF16 * 7 / 8, T * 2 * BF16 * 7 / 8
     found = moved("mixtral-8x7b", "layer", EXCHANGE, expert=8, remat="full")
-    assert found == {("forward", "all-to-all", ("expert",)): 2 * one, ("backward", "all-to-all", ("expert",)): 4 * one}
+    assert found == {
+        ("forward", "all-to-all", ("expert",)): 2 * one + gates,
+        ("backward", "all-to-all", ("expert",)): 3 * one + 2 * gates,
+    }
 
 
 def test_deepseek_v3_over_64_gpus():
     """D = 7168, top 8 of 256: 8 copies of every token, 63/64 of them to other GPUs."""
-    one = T * 8 * 7168 * BF16 * 63 / 64
+    one, gates = T * 8 * 7168 * BF16 * 63 / 64, T * 8 * BF16 * 63 / 64
     found = moved("deepseek-v3", "layer.moe", EXCHANGE, expert=64, remat="none")
+    both = 2 * one + gates
+    assert found == {("forward", "all-to-all", ("expert",)): both, ("backward", "all-to-all", ("expert",)): both}
+
+
+def test_llama_4_weighs_tokens_before_they_leave():
+    """D = 5120, one of 16 experts: no gate travels."""
+    one = T * 5120 * BF16 * 15 / 16
+    found = moved("llama-4-scout", "layer.global", EXCHANGE, expert=16, remat="none")
     assert found == {("forward", "all-to-all", ("expert",)): 2 * one, ("backward", "all-to-all", ("expert",)): 2 * one}
+
+
+def test_gates_travel_with_their_tokens():
+    """A dispatch starts one collective, not two; so does what brings gradients back."""
+    job = TrainingJob(batch_tokens=str(T * 8), seq_len=str(T), precision="bf16")
+    problem = TrainingProblem(load_model("mixtral-8x7b"), job, parse_cluster("h100:64"), IDENTITY)
+    blocks = plan_structure(problem, Structure.of(Layout(expert=8, remat="full")))
+    (planned,) = (b for b in blocks if b.placed.block.name == "layer")
+    exchanges = [p for p in planned.flows if p.mesh_axes == ("expert",) and p.kind in EXCHANGE]
+    counts = Counter()
+    for plan in exchanges:
+        counts[plan.when] += plan.count
+    assert counts == {"forward": 2, "backward": 3}  # out and back; out again, gradients out and back
+    tensors = {tuple(t.tensor.name for t in p.transfers) for p in exchanges if len(p.transfers) == 2 * p.count}
+    assert tensors == {("slots", "slot_gates"), ("d_slots", "d_slot_gates")}
 
 
 def test_experts_divided_by_tensor_parallelism_exchange_a_share_and_gather_it():
     """Tensor 2 x expert 8: a GPU sends the copies of half the positions, and gathers the other half on arrival."""
-    slots = T * 2 * 4096 * BF16
+    slots, gates = T * 2 * 4096 * BF16, T * 2 * BF16
     found = moved("mixtral-8x7b", "layer", AROUND, expert=8, tensor=2, remat="none")
     stream = T * 4096 * BF16 / 2  # of the residual stream around attention, gathered and scattered over tensor
-    assert found["forward", "all-to-all", ("expert",)] == 2 * slots / 2 * 7 / 8
-    assert found["backward", "all-to-all", ("expert",)] == 2 * slots / 2 * 7 / 8
-    gates = found["forward", "all-gather", ("tensor",)] - slots / 2 - stream
-    assert gates == 0  # scores stay where their tokens are
+    assert found["forward", "all-to-all", ("expert",)] == (2 * slots + gates) / 2 * 7 / 8
+    assert found["backward", "all-to-all", ("expert",)] == (2 * slots + gates) / 2 * 7 / 8
+    assert found["forward", "all-gather", ("tensor",)] == slots / 2 + gates / 2 + stream
     assert found["forward", "reduce-scatter", ("tensor",)] == slots / 2 + stream
 
 
 def test_whole_experts_over_both_axes_exchange_a_share_and_gather_nothing():
-    slots = T * 2 * 4096 * BF16
+    slots, gates = T * 2 * 4096 * BF16, T * 2 * BF16
     found = moved("mixtral-8x7b", "layer", AROUND, expert=4, tensor=2, expert_tensor_parallel=False, remat="none")
     stream = T * 4096 * BF16 / 2
-    assert found["forward", "all-to-all", ("expert", "tensor")] == 2 * slots / 2 * 7 / 8
+    assert found["forward", "all-to-all", ("expert", "tensor")] == (2 * slots + gates) / 2 * 7 / 8
     assert found["forward", "all-gather", ("tensor",)] == stream
     assert found["forward", "reduce-scatter", ("tensor",)] == stream
 

@@ -115,16 +115,36 @@ def _rope_gradient(op: Op, i: int, grad: Part, _: Sequence[Part]) -> np.ndarray:
 NOPE_SHARE = 0.5
 
 
+def _times(inputs: Sequence[Part], axes: Axes) -> np.ndarray | float:
+    """The product of the inputs, spread over `axes`: those of an expert's slots come with one number a slot."""
+    out: np.ndarray | float = 1.0
+    for x in inputs:
+        out = out * spread(x.values, x.axes, axes)
+    return out
+
+
 def _act(op: Op, inputs: Sequence[Part]) -> np.ndarray:
-    gate = inputs[0].values
-    return gate * sigmoid(gate) * (inputs[1].values if len(inputs) == 2 else 1)
+    gate, *others = inputs
+    return gate.values * sigmoid(gate.values) * _times(others, gate.axes)
 
 
 def _act_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
-    gate = inputs[0].values
-    if i == 1:
-        return grad.values * gate * sigmoid(gate)
-    return grad.values * silu_slope(gate) * (inputs[1].values if len(inputs) == 2 else 1)
+    gate = inputs[0]
+    others = _times([x for n, x in enumerate(inputs) if n not in (0, i)], gate.axes)
+    slope = silu_slope(gate.values) if i == 0 else gate.values * sigmoid(gate.values)
+    return sum_to(grad.values * slope * others, gate.axes, inputs[i].axes)
+
+
+# A product: tokens, slots or biases, and their gates.
+
+
+def _product(op: Op, inputs: Sequence[Part]) -> np.ndarray:
+    return sum_to(np.asarray(_times(inputs, op.axes)), op.axes, op.output.axes)
+
+
+def _product_gradient(op: Op, i: int, grad: Part, inputs: Sequence[Part]) -> np.ndarray:
+    others = (x for n, x in enumerate(inputs) if n != i)
+    return sum_to(np.asarray(_times([grad, *others], op.axes)), op.axes, op.inputs[i].axes)
 
 
 def _weighed(op: Op, inputs: Sequence[Part]) -> np.ndarray:
@@ -331,6 +351,7 @@ FORMULAS = {
     "attn.open": Formula(_opened, _opened_gradient),
     "sinks": Formula(_weighed, _weighed_gradient),
     "shared.scale": Formula(_weighed, _weighed_gradient),
+    "weigh": Formula(_product, _product_gradient),
     "scale": Formula(_scaled, _scaled_gradient),
     "join": Formula(_join, _join_gradient),
     "loss": Formula(_loss, _loss_gradient),
@@ -427,16 +448,14 @@ class Formulas:
         b, t, i = token
         x = inputs[0].values
         match op.name:
-            case "dispatch":
+            case "dispatch" | "dcombine":
                 out[place] += x[b, t]
-            case "ddispatch":
+            case "ddispatch" | "combine":
                 out[b, t] += x[place]
-            case "combine":
-                out[b, t] += inputs[1].values[b, t, i] * x[place]
-            case "dcombine":
-                out[place] += inputs[1].values[b, t, i] * x[b, t]
-            case "dcombine.gates":
-                out[b, t, i] += x[place] @ inputs[1].values[b, t]
+            case "dispatch.gates":
+                out[place] += x[b, t, i]
+            case "ddispatch.gates":
+                out[b, t, i] += x[place]
             case _:
                 raise AssertionError(f"no formula for {op.name}")
 

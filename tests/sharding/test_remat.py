@@ -8,9 +8,11 @@ import pytest
 from tiny_models import BLOCKS, Shape, tiny_block
 
 from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.jobs import narrowed, parse_precision
 from meshwise.kernels import Scan, SelectiveScan
+from meshwise.models import load_model
 from meshwise.sharding.remat import REMAT_POLICIES, Saved, check_remat, remat_policy, saved_activations
-from meshwise.tensors import Attention, Block, Einsum, Kind, backward
+from meshwise.tensors import Attention, Block, Einsum, Kind, Program, backward
 
 POLICIES = ["none", "matmuls", "attention", "full"]
 
@@ -73,9 +75,23 @@ def test_a_bias_needs_nothing_kept() -> None:
     assert "q.bias" in kept("gpt-2", "none")
 
 
-def test_gates_of_a_mixture_need_what_they_weigh() -> None:
-    assert {"gates", "expert.down", "slots"} <= kept("mixtral", "none")
-    assert "expert.down" in again("mixtral", "full")
+def test_gates_of_a_mixture_weigh_what_experts_made_before_their_last_matrix() -> None:
+    """Megatron-LM: what comes back from the experts is only added up, and nothing so wide is kept or made again."""
+    assert {"slots", "slot_gates", "expert.gate", "expert.up", "expert.act"} <= kept("mixtral", "none")
+    assert not {"expert.down", "combine"} & kept("mixtral", "none")
+    assert not {"expert.down", "combine"} & set(again("mixtral", "full"))
+    assert not {"expert.down", "expert.down.weighed"} & kept("gpt-oss", "none")
+
+
+def test_gates_that_weigh_what_experts_read_do_not_travel() -> None:
+    """Llama 4, whose tokens go to one expert each: the token is weighed before it leaves."""
+    block = next(b for b in load_model("llama-4-scout").train_program() if b.name == "layer.global")
+    names = [op.name for op in block.ops]
+    assert names.index("weigh") < names.index("dispatch")
+    assert "dispatch.gates" not in names
+    made = {t.name for t in saved_activations(block, remat_policy("none")).kept}
+    assert {"x.mlp", "slots", "expert.act"} <= made
+    assert not {"weighed", "expert.down", "combine"} & made
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -140,7 +156,7 @@ def test_projections_keep_what_weights_make() -> None:
     """A dot with no batch dimensions: not attention, and not experts, whose weights differ along E."""
     assert kept("llama", "projections") == {"x", "q", "k", "v", "o", "gate", "up"}
     assert "attention" in again("llama", "projections")
-    assert {"expert.gate", "expert.down"} <= set(again("mixtral", "projections"))
+    assert {"expert.gate", "expert.up"} <= set(again("mixtral", "projections"))
     assert "router" not in again("mixtral", "projections")
 
 
@@ -165,6 +181,14 @@ def test_modules_of_a_mixture_and_of_latent_attention() -> None:
     assert again("mixtral", "recompute:moe")[0] == "router"
     latent = next(name for name in BLOCKS if "q_a" in {op.name for op in block_of(name).ops})
     assert again(latent, "recompute:mla_up_proj") == ["q", "k", "v", "rope.q", "rope.k"]
+
+
+def test_modules_are_the_same_in_narrow_formats() -> None:
+    block = next(b for b in load_model("deepseek-v3").train_program() if b.name == "layer.moe")
+    (narrow,) = narrowed(Program("train", (block,)), parse_precision("fp8-block"))
+    check_remat("recompute:mla_up_proj+moe_act", [narrow])
+    recompute = saved_activations(narrow, remat_policy("recompute:mla_up_proj")).recompute
+    assert [op.name for op in recompute] == ["q", "k", "v", "rope.q", "rope.k"]
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -174,6 +174,7 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
         latent_attention(s, low_rank_queries=True), mixture(s, correction_bias=True, shared=s.split())
     ),
     "mamba": lambda s: Layer(selective(s), None),
+    "llama-4": lambda s: Layer(self_attention(s), mixture(s, shared=s.split(), weighs_inputs=True)),
     "jamba": lambda s: Layer(selective(s, inner_norms=True, bias=True), mixture(s)),
     "falcon mamba": lambda s: Layer(selective(s, inner_norms=True, weightless=True, conv_bias=False), None),
     "mamba-2": lambda s: Layer(state_space(s, norm_groups=1), None),

@@ -1,7 +1,7 @@
 """What a placed block sends: bytes by pass, purpose, kind of collective and mesh axes, before any wire is known.
 
-Weights and gradients of one block travel together (one bucket a pass); activations one by one. Not here: seconds
-(`step`).
+Weights and gradients of one block travel together (one bucket a pass); activations one by one, and the gates of slots
+with these. Not here: seconds (`step`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class Pass(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"
+
+
+#: What one collective moves.
+Message = tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +106,16 @@ def flow_plans(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) 
 
     An optimizer that works on whole matrices adds an exchange of their shards, there and back, once a step.
     """
-    groups: dict[tuple[Any, ...], list[Transfer]] = {}
+    groups: dict[tuple[Any, ...], list[Message]] = {}
     for when, items in ((Pass.FORWARD, placed.forward), (Pass.BACKWARD, placed.backward), (Pass.STEP, placed.step)):
-        for item in items:
-            if isinstance(item, Transfer):
-                c = item.collective
-                alike = (_bytes_of(item, precision),) if item.purpose in _ONE_BY_ONE else ()
-                groups.setdefault((when, item.purpose, c.kind, c.mesh_axes, *alike), []).append(item)
-    exchanged: dict[tuple[str, ...], list[Transfer]] = {}
+        for message in _messages([item for item in items if isinstance(item, Transfer)]):
+            first = message[0]
+            c = first.collective
+            alike = _message_bytes(message, precision) if first.purpose in _ONE_BY_ONE else ()
+            groups.setdefault((when, first.purpose, c.kind, c.mesh_axes, *alike), []).append(message)
+    exchanged: dict[tuple[str, ...], list[Message]] = {}
     for _, item in update_transfers(placed, optimizer):
-        exchanged.setdefault(item.collective.mesh_axes, []).append(item)
+        exchanged.setdefault(item.collective.mesh_axes, []).append((item,))
     return (
         *(_plan(key, items, precision) for key, items in groups.items()),
         *(
@@ -121,12 +125,40 @@ def flow_plans(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) 
     )
 
 
-def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> FlowPlan:
+def _messages(transfers: list[Transfer]) -> list[Message]:
+    """Say what travels in one collective: the gates of slots go with the slots that are on the same way."""
+    messages: list[Message] = [(t,) for t in transfers if not _is_of_gates(t)]
+    for gates in filter(_is_of_gates, transfers):
+        alone = [i for i, m in enumerate(messages) if len(m) == 1 and _way(m[0]) == _way(gates)]
+        if alone:
+            messages[alone[0]] += (gates,)
+        else:
+            messages.append((gates,))
+    return messages
+
+
+def _is_of_gates(t: Transfer) -> bool:
+    """Whether it moves one number a slot."""
+    return tuple(a.partition(".")[0] for a in t.tensor.axes) == ("E", "C")
+
+
+def _way(t: Transfer) -> tuple[Any, ...]:
+    """From where to where slots go, whatever they hold."""
+    c = t.collective
+    return (t.tensor.axes[:2], c.kind, c.mesh_axes, c.before.splits[:2], c.after.splits[:2])
+
+
+def _message_bytes(message: Message, precision: Precision) -> WeightedSum:
+    return tuple(pair for t in message for pair in _bytes_of(t, precision))
+
+
+def _plan(key: tuple[Any, ...], messages: list[Message], precision: Precision) -> FlowPlan:
     when, purpose, kind, mesh_axes = key[:4]
     alike = purpose in _ONE_BY_ONE
+    items = [t for message in messages for t in message]
     # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a
     # bucket.
-    total = weighted_sum(pair for t in (items[:1] if alike else items) for pair in _bytes_of(t, precision))
+    total = weighted_sum(pair for m in (messages[:1] if alike else messages) for pair in _message_bytes(m, precision))
     # Shards of weights are padded alike, and the padding travels: what is gathered is one shard times the group.
     by_shard = not alike and kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     names = list(dict.fromkeys(t.tensor.name for t in items))
@@ -143,7 +175,7 @@ def _plan(key: tuple[Any, ...], items: list[Transfer], precision: Precision) -> 
         purpose=purpose,
         kind=kind,
         mesh_axes=mesh_axes,
-        count=len(items) if alike else 1,
+        count=len(messages) if alike else 1,
         num_bytes=total,
         scaled_by=mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else (),
         local=not far & {"data", "fsdp"},

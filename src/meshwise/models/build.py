@@ -171,21 +171,47 @@ def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops, routed_by: Tensor |
         width = axes("Dl", spec.latent)
         source = ops.einsum("latent.in", x, weight("w_latent.in", "D", width), (*TOKENS, width))
         source = ops.bias("latent.in", source, spec.shared_bias)
-    slots = ops.route("dispatch", (source, choice), Tensor("slots", (e, "C", width)), combine=False)
-
-    def into(name: str) -> Tensor:
-        t = ops.einsum(f"expert.{name}", slots, weight(f"w_expert.{name}", e, width, f), (e, "C", f))
-        return ops.bias(f"expert.{name}", t, spec.expert_bias)
-
-    parts = [into("gate"), into("up")] if spec.gated else [into("up")]
-    act = ops.elementwise("expert.act", *parts, output="expert.act", flops=ACT_FLOPS)
-    down = ops.einsum("expert.down", act, weight("w_expert.down", e, f, width), (e, "C", width))
-    down = ops.bias("expert.down", down, spec.expert_bias)
-    out = ops.route("combine", (down, gates), Tensor("combine", (*TOKENS, width)), combine=True)
+    down = _routed_experts(spec, (source, gates, choice), (e, f), ops)
+    out = ops.route("combine", (down, choice), Tensor("combine", (*TOKENS, width)), combine=True)
     if spec.latent is not None:
         out = ops.einsum("latent.out", out, weight("w_latent.out", width, "D"), (*TOKENS, "D"))
         out = ops.bias("latent.out", out, spec.shared_bias)
     return _shared_experts(spec, x, out, axes, ops) if spec.shared else out
+
+
+def _routed_experts(spec: Mixture, routed: tuple[Tensor, Tensor, Tensor], widths: tuple[str, str], ops: Ops) -> Tensor:
+    """Send tokens to their experts, and give what these make of them: slots, weighed by their tokens' gates.
+
+    Experts are linear in what they multiply by their last matrix, so that a gate may weigh that: the backward pass then
+    reads nothing as wide as the stream, and bringing slots back only adds. The gates travel with the tokens. Where they
+    weigh what experts read, and a token has one, the token is weighed before it leaves.
+
+    Args:
+        spec: the mixture.
+        routed: the tokens, their gates, and the experts that they chose.
+        widths: axes of experts, and of the width of one.
+    """
+    x, gates, choice = routed
+    e, f = widths
+    early = spec.weighs_inputs and spec.top_k == 1
+    if early:
+        x = ops.elementwise("weigh", x, gates, output="weighed")
+    slots = ops.route("dispatch", (x, choice), Tensor("slots", (e, "C", x.axes[-1])), combine=False)
+    weights: tuple[Tensor, ...] = ()
+    if not early:
+        weights = (ops.route("dispatch.gates", (gates, choice), Tensor("slot_gates", (e, "C")), combine=False),)
+    if spec.weighs_inputs and not early:
+        slots, weights = ops.elementwise("expert.weigh", slots, *weights, output="slots.weighed"), ()
+
+    def into(name: str) -> Tensor:
+        t = ops.einsum(f"expert.{name}", slots, weight(f"w_expert.{name}", e, slots.axes[-1], f), (e, "C", f))
+        return ops.bias(f"expert.{name}", t, spec.expert_bias)
+
+    parts = [into("gate"), into("up")] if spec.gated else [into("up")]
+    flops = ACT_FLOPS + len(weights)
+    act = ops.elementwise("expert.act", *parts, *weights, output="expert.act", flops=flops)
+    down = ops.einsum("expert.down", act, weight("w_expert.down", e, f, slots.axes[-1]), slots.axes)
+    return ops.bias("expert.down", down, spec.expert_bias, weighed_by=weights)
 
 
 def _shared_experts(spec: Mixture, x: Tensor, routed: Tensor, axes: Axes, ops: Ops) -> Tensor:

@@ -96,12 +96,15 @@ class Ops:
             return x
         return self.norm(name, x, norm, output, over=x.axes[-1:], own=x.axes[-1:])
 
-    def bias(self, name: str, x: Tensor, present: bool) -> Tensor:
-        """Add a bias of the axes of `x` that are no tokens (and no slots)."""
+    def bias(self, name: str, x: Tensor, present: bool, *, weighed_by: tuple[Tensor, ...] = ()) -> Tensor:
+        """Add a bias of the axes of `x` that are no tokens (and no slots), times the gates of slots where given."""
         if not present:
             return x
         own = tuple(a for a in x.axes if a not in ("B", "T", "C"))
-        return self.elementwise(f"bias.{name}", x, weight(f"b_{name}", *own), output=f"{x.name}.bias", linear=True)
+        added = weight(f"b_{name}", *own)
+        if weighed_by:
+            added = self.elementwise(f"weigh.{name}", added, *weighed_by, output=f"{x.name}.weighed", axes=x.axes)
+        return self.elementwise(f"bias.{name}", x, added, output=f"{x.name}.bias", linear=True)
 
     def route(self, name: str, inputs: tuple[Tensor, ...], output: Tensor, *, combine: bool) -> Tensor:
         """Bring tokens to the slots of their experts, or back."""

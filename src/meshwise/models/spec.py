@@ -258,6 +258,7 @@ class Mixture:
         beside: a feed-forward that every token visits beside the experts, each of the two between norms of its own, or
             None; the router then reads the residual stream, scaled, and weighs each expert's output (Gemma 4).
         latent: width that tokens are projected to before the routed experts, and from after them; None for none.
+        weighs_inputs: whether gates weigh what experts read (Llama 4), else what they make.
     """
 
     experts: int
@@ -274,6 +275,7 @@ class Mixture:
     shared_bias: bool = False
     beside: Mlp | None = None
     latent: int | None = None
+    weighs_inputs: bool = False
 
 
 #: What mixes positions: attention, or a recurrence in its place.

@@ -56,7 +56,7 @@ class _Walk:
         while at < len(ops):
             stop = at + 1
             if isinstance(ops[at], Route):
-                stop = next(i for i in range(at + 1, len(ops)) if isinstance(ops[i], Route)) + 1
+                stop = next(i for i in range(at, len(ops)) if _combines(ops[i])) + 1
                 self._run_experts(tuple(ops[at:stop]))
             else:
                 self._run_one(ops[at])
@@ -118,6 +118,10 @@ class _Walk:
         gates, chosen = choose(inputs[0], correction, self.around.numerics.router, top_k)
         self.arrays[f"{op.output.name}.chosen"] = checkpoint_name(chosen, op.output.name)
         return gates
+
+
+def _combines(op: Op) -> bool:
+    return isinstance(op, Route) and op.combine
 
 
 def _denominator(t: Tensor) -> Tensor:

@@ -97,15 +97,18 @@ class Experts:
         filled = jnp.zeros((experts * count + 1, x.shape[-1]), x.dtype)
         filled = filled.at[slots].set(tokens[:, None, :].astype(x.dtype))[:-1]  # the last row takes what is dropped
         values: dict[str, jax.Array] = dict(weights)
-        values[self.dispatch.output.name] = self._leave(filled.reshape(experts, count, -1))
+        values[self.dispatch.output.name] = self._leave(self.dispatch, filled.reshape(experts, count, -1))
         for op in self.ops[1:-1]:
+            if isinstance(op, Route):  # the gates of slots, on the way that these took
+                weighed = jnp.zeros(experts * count + 1, gates.dtype).at[slots].set(gates.reshape(picked.shape))[:-1]
+                values[op.output.name] = self._leave(op, weighed.reshape(experts, count))
+                continue
             with jax.named_scope(op.name):
                 out = self._compute(op, [values[t.name] for t in op.inputs])
             values[op.output.name] = checkpoint_name(out, op.output.name)
         back = self._return(values[self.combine.inputs[0].name])
         rows = jnp.concatenate([back.reshape(experts * count, -1), jnp.zeros((1, back.shape[-1]), back.dtype)])
-        weighed = rows[slots].astype(jnp.float32) * gates.reshape(*picked.shape, 1)
-        made = jnp.sum(weighed, axis=1).astype(x.dtype).reshape(*x.shape[:2], -1)
+        made = jnp.sum(rows[slots].astype(jnp.float32), axis=1).astype(x.dtype).reshape(*x.shape[:2], -1)
         return self._settle(made)
 
     @property
@@ -179,9 +182,9 @@ class Experts:
         """Mesh axes whose devices route tokens of their own, and then share the work on all of these."""
         return tuple(a for a in self._partial_over if a in self._token_axes)
 
-    def _leave(self, slots: jax.Array) -> jax.Array:
-        """Bring slots [E, C, D] to the devices of their experts: [E / ways, C x ways, D]."""
-        with jax.named_scope(self.dispatch.name):
+    def _leave(self, op: Route, slots: jax.Array) -> jax.Array:
+        """Bring slots [E, C, D] to the devices of their experts, [E / ways, C x ways, D]; numbers of slots likewise."""
+        with jax.named_scope(op.name):
             for a in self._split:
                 if a in self._token_axes:
                     slots = jax.lax.all_to_all(slots, a, split_axis=0, concat_axis=1, tiled=True)
@@ -190,7 +193,7 @@ class Experts:
                     slots = jax.lax.dynamic_slice_in_dim(slots, jax.lax.axis_index(a) * each, each)
             for a in self._gathered:
                 slots = jax.lax.all_gather(slots, a, axis=1, tiled=True)
-        named: jax.Array = checkpoint_name(slots, self.dispatch.output.name)
+        named: jax.Array = checkpoint_name(slots, op.output.name)
         return named
 
     def _return(self, slots: jax.Array) -> jax.Array:

@@ -118,11 +118,17 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _act(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
-    first, *rest = inputs
+    """Activate, and weigh slots of experts by their gates where these are among the inputs."""
+    whole = [x for t, x in zip(op.inputs, inputs, strict=True) if t.axes == op.output.axes]
+    first, *rest = whole
     if around.numerics.activation == "swiglu_oai":
-        return _swiglu_oai(first, rest[0], around.numerics.clamp or jnp.inf)
-    active = _ACTIVATIONS[around.numerics.activation](first)
-    return active * rest[0] if rest else active
+        active = _swiglu_oai(first, rest[0], around.numerics.clamp or jnp.inf)
+    else:
+        active = _ACTIVATIONS[around.numerics.activation](first)
+        active = active * rest[0] if rest else active
+    for t, gates in zip(op.inputs[len(whole) :], inputs[len(whole) :], strict=True):
+        active = (active.astype(jnp.float32) * align(gates, t.axes, op.output.axes)).astype(first.dtype)
+    return active
 
 
 def _swiglu_oai(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -135,6 +141,15 @@ def _add(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     for t, x in zip(op.inputs[1:], inputs[1:], strict=True):
         total = total + align(x, t.axes, op.output.axes).astype(total.dtype)
     return total
+
+
+def _product(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
+    """Weigh tokens, slots or biases by gates; a token has one."""
+    total: jax.Array = jnp.ones((), jnp.float32)
+    for t, x in zip(op.inputs, inputs, strict=True):
+        one = x[..., 0] if "top_k" in t.axes else x
+        total = total * align(one, tuple(a for a in t.axes if a != "top_k"), op.output.axes)
+    return total.astype(around.activations)
 
 
 def _embedding_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
@@ -168,6 +183,8 @@ _EXACT: dict[str, Callable[[Elementwise, Arrays, Surroundings], jax.Array]] = {
     "expert.act": _act,
     "shared.add": _add,
     "shared.scale": _weigh,
+    "expert.weigh": _product,
+    "weigh": _product,
     "sinks": _sinks,
     "rope.q": _rope,
     "rope.k": _rope,
@@ -179,7 +196,11 @@ _EXACT: dict[str, Callable[[Elementwise, Arrays, Surroundings], jax.Array]] = {
     "scale.logits": _logits_scale,
     "loss": _loss,
 }
-_BEGINNING: dict[str, Callable[[Elementwise, Arrays, Surroundings], jax.Array]] = {"norm.": _norm, "bias.": _add}
+_BEGINNING: dict[str, Callable[[Elementwise, Arrays, Surroundings], jax.Array]] = {
+    "norm.": _norm,
+    "bias.": _add,
+    "weigh.": _product,
+}
 
 
 def _find(name: str) -> Callable[[Elementwise, Arrays, Surroundings], jax.Array] | None:

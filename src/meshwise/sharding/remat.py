@@ -105,7 +105,9 @@ FURTHER_POLICIES = {
 
 
 def _reads_latent(op: Op) -> bool:
-    return isinstance(op, Einsum) and any(t.name.startswith(("q_a", "kv_a")) for t in op.inputs)
+    """Whether an operation multiplies a latent, in whichever format."""
+    names = (t.name if t.dtype is None else t.name.removeprefix(f"{t.dtype.value}.") for t in op.inputs)
+    return isinstance(op, Einsum) and any(name.startswith(("q_a", "kv_a")) for name in names)
 
 
 #: Part of a layer, by Megatron-LM's name for it -> whether an operation is of it.
@@ -116,7 +118,7 @@ MODULES: dict[str, Callable[[Op], bool]] = {
     "mlp": lambda op: op.name.removeprefix("bias.") in ("gate", "up", "act", "down"),
     "moe_act": lambda op: op.name == "expert.act",
     "moe": lambda op: (
-        op.name.startswith(("expert.", "shared.")) or op.name in ("router", "top_k", "dispatch", "combine")
+        op.name.startswith(("expert.", "shared.", "dispatch")) or op.name in ("router", "top_k", "weigh", "combine")
     ),
     "shared_experts": lambda op: op.name.startswith("shared."),
 }

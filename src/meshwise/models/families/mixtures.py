@@ -204,7 +204,8 @@ class Llama4Text(PatternMixin):
             sparse = index in self.moe_layers
         if not sparse:
             return Mlp(self.intermediate_size_mlp)
-        return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width, shared=self.width)
+        experts, chosen = self.num_local_experts, self.num_experts_per_tok
+        return Mixture(experts, chosen, self.width, shared=self.width, weighs_inputs=True)
 
 
 class Ernie45(Decoder):
