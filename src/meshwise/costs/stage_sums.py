@@ -62,9 +62,9 @@ class RoleSums:
     busy: Any = 0.0
 
     def at(self, index: Any) -> RoleSums:
-        """Other rows: passes and compute alone."""
-        passes = {name: take(self.passes[name], index) for name in _PASSES}
-        return RoleSums({name: take(self.terms[name], index) for name in COMPUTE_TERMS}, passes=passes)
+        """Other rows: passes, exchanges and compute alone."""
+        compute = {name: take(self.terms[name], index) for name in COMPUTE_TERMS}
+        return RoleSums(compute, passes=take(self.passes, index), exchanged=take(self.exchanged, index))
 
     @classmethod
     def between(cls, one: RoleSums, other: RoleSums, share: Any) -> RoleSums:
