@@ -214,6 +214,13 @@ def cases(draw):
     return Case(TrainingProblem(model, job, cluster, calibration), fabric, layout)
 
 
+def case(cluster, calibration, layout, *, precision="bf16", **model):
+    """One case, of sequences of 1,920, whose wires have the extents given."""
+    fabric = Fabric.of(CLUSTERS[cluster](), flat_rings=CALIBRATIONS[calibration].flat_rings)
+    job = TrainingJob(batch_tokens=str(layout.sequences * 1920), seq_len="1920", precision=precision)
+    return Case(TrainingProblem(tiny(**model), job, CLUSTERS[cluster](), CALIBRATIONS[calibration]), fabric, layout)
+
+
 def structure_of(layout):
     return Structure.of(layout)
 

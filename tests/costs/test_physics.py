@@ -7,9 +7,9 @@ import math
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from small_problems import cases, structure_of
+from small_problems import case, cases, structure_of
 
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_wires
 from meshwise.costs.evaluate import Candidates, evaluate
@@ -18,6 +18,7 @@ from meshwise.costs.network import Fabric, Wire
 from meshwise.costs.step import TERMS
 from meshwise.dtypes import DType
 from meshwise.hardware import Torus, Tree
+from meshwise.sharding.layout import Layout
 
 NEAR = 1 - 1e-9
 
@@ -198,8 +199,31 @@ def faster(problem, fabric, *, flops=1.0, hbm=1.0, links=1.0):
     return replace(problem, cluster=problem.cluster.replace(chip=chip)), replace(fabric, dimensions=dims)
 
 
+#: What of its exposed weights counts as a backward pass, and what as gradients of weights, shifts with faster matmuls.
+SHIFTING = case(
+    "v5e 4x4 mesh",
+    "blackwell",
+    Layout(
+        stage=2,
+        ulysses=4,
+        tensor=2,
+        sequence_parallel=False,
+        micro_batch=3,
+        num_microbatches=3,
+        remat="none",
+        wires=(("tensor", (1, 2)), ("ulysses", (4, 1)), ("stage", (1, 2))),
+    ),
+    layers=6,
+    width=4096,
+    hidden=512,
+    vocab=16384,
+)
+
+
 @settings(max_examples=120, deadline=None)
 @given(cases(), st.sampled_from(["flops", "hbm", "links"]), st.floats(1.0, 30.0))
+@example(SHIFTING, "flops", 1.15)
+@example(SHIFTING, "flops", 2.0)
 def test_faster_hardware_never_slows_a_plan(case, what, factor):
     problem, fabric, layout = case
     before = evaluate_layout(problem, fabric, layout).step

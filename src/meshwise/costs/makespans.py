@@ -48,7 +48,7 @@ class StageTimes:
     @property
     def total(self) -> Any:
         """All three passes, one after another."""
-        return self.forward + self.backward + self.weights
+        return self.forward + (self.backward + self.weights)
 
     def longest(self, *others: StageTimes) -> StageTimes:
         """The longest of each pass; what is saved is the least."""
@@ -108,6 +108,12 @@ class PipelineTimes:
         """The longest of each pass."""
         return self.last.longest(self.first, self.middle)
 
+    @property
+    def slowest_whole(self) -> Any:
+        """Seconds of the longest forward and the longest whole backward pass, gradients of weights included."""
+        everyone = (self.last, self.first, self.middle)
+        return maximum(*(s.forward for s in everyone)) + maximum(*(s.backward + s.weights for s in everyone))
+
 
 def one_after_another(shape: PipelineShape, times: PipelineTimes) -> Any:
     """GPipe and 1F1B: the last stage works without a pause; the others fill before it and drain after it.
@@ -123,7 +129,7 @@ def one_after_another(shape: PipelineShape, times: PipelineTimes) -> Any:
     """
     p, M = shape.stages, shape.num_microbatches
     times = times.used(p, times.first)
-    return M * times.slowest.total + (p > 1) * (times.first.total + (p - 2) * times.middle.total)
+    return M * times.slowest_whole + (p > 1) * (times.first.total + (p - 2) * times.middle.total)
 
 
 def interleaved(shape: PipelineShape, times: PipelineTimes) -> Any:
@@ -143,7 +149,7 @@ def interleaved(shape: PipelineShape, times: PipelineTimes) -> Any:
     filling = maximum(first.forward, middle.forward) + maximum(
         first.backward + first.weights, middle.backward + middle.weights
     )
-    return M * times.slowest.total + (M * (v - 1) - 1) * middle.total + first.total + (p - 1) * filling
+    return M * times.slowest_whole + (M * (v - 1) - 1) * middle.total + first.total + (p - 1) * filling
 
 
 def zb_h1(shape: PipelineShape, times: PipelineTimes) -> Any:
