@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwise.verbs.export import export
     from meshwise.verbs.plan_train import plan_train
     from meshwise.verbs.roofline import roofline
+    from meshwise.verbs.run import run_plan
     from meshwise.verbs.shard import shard
     from meshwise.verbs.simulate import simulate_step
     from meshwise.verbs.verify import verify
@@ -47,6 +48,7 @@ __all__ = [
     "model",
     "plan_train",
     "roofline",
+    "run_plan",
     "scale_train",
     "shard",
     "simulate_step",
@@ -56,6 +58,7 @@ __all__ = [
 #: Public name -> the module that it is loaded from.
 _HOMES = {
     "HandedOver": "meshwise.handover",
+    "run_plan": "meshwise.verbs.run",
     "simulate_step": "meshwise.verbs.simulate",
     "compare_train": "meshwise.verbs.plan_many",
     "scale_train": "meshwise.verbs.plan_many",

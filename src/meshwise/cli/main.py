@@ -29,6 +29,7 @@ COMMANDS = {
     "export": LazyCommand("meshwise.cli.export:export", "Write a saved plan as the configuration of another tool."),
     "simulate": LazyCommand("meshwise.cli.simulate:simulate", "Show one training step as a timeline."),
     "verify": LazyCommand("meshwise.cli.verify:verify", "Compile a step for its target, and compare with the plan."),
+    "run": LazyCommand("meshwise.cli.run:run", "Train as a plan says on the devices that are there."),
     "model": LazyCommand("meshwise.cli.model:model", "Count a model: parameters, FLOPs and KV cache, part by part."),
     "models": LazyCommand("meshwise.cli.models:models", "List the models known by name."),
     "chips": LazyCommand("meshwise.cli.chips:chips", "List the chips known by name, with their numbers and sources."),

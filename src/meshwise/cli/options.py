@@ -32,14 +32,16 @@ def request_options(
     arguments: tuple[str, ...] = (),
     flags: Mapping[str, str] | None = None,
     optional: bool = False,
+    passed_as: str = "request",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a verb with one option a field of `model`, and pass it the validated model as `request`.
+    """Decorate a verb with one option a field of `model`, and pass it the validated model.
 
     Args:
         model: the request; its field names become flags (`batch_tokens` -> `--batch-tokens`).
         arguments: fields that are positional.
         flags: other flags for some fields, `{"chip": "--on"}`.
-        optional: without any option, pass the verb `request=None`, and the arguments as they were typed.
+        optional: without any option, pass the verb None, and the arguments as they were typed.
+        passed_as: the verb's parameter.
     """
     names = _flags(model, arguments, flags or {})
 
@@ -50,7 +52,7 @@ def request_options(
             kept = {name: value for name, value in given.items() if value is not None and value != ()}
             typed = {name: given[name] for name in arguments} if optional else {}
             request = None if optional and set(kept) <= set(arguments) else validated(model, kept, names)
-            function(*args, request=request, **typed, **kwargs)
+            function(*args, **{passed_as: request}, **typed, **kwargs)
 
         for name, info in reversed(model.model_fields.items()):
             verb = _parameter(name, info, names[name], positional=name in arguments)(verb)

@@ -5,15 +5,14 @@ Not here: what they should take (`costs`), or the format that rows are written i
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.errors import MeshwiseError
-from meshwise.runtime.backend import make_mesh, require_jax
+from meshwise.runtime.backend import make_mesh
+from meshwise.runtime.devices import find_devices, software_of
 from meshwise.sharding import CollectiveKind
 
 __all__ = ["Bench", "Sample", "attention_sizes", "matmul_sizes"]
@@ -66,20 +65,8 @@ class Bench:
     """
 
     def __init__(self, *, cpu_devices: int | None = None, seconds: float = 0.5) -> None:
-        require_jax()
-        if cpu_devices is not None:
-            flags = os.environ.get("XLA_FLAGS", "")
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpu_devices}".strip()
-            os.environ["JAX_PLATFORMS"] = "cpu"
-        import jax  # noqa: PLC0415 -- loaded when something runs
-
-        self.devices = jax.devices()
+        self.devices = find_devices(cpu_devices)
         self.seconds = seconds
-        if cpu_devices is not None and len(self.devices) != cpu_devices:
-            raise MeshwiseError(
-                f"{cpu_devices} fake devices were asked for, but JAX has looked for devices before and found "
-                f"{len(self.devices)}; ask in a new process"
-            )
 
     @property
     def hardware(self) -> str:
@@ -94,9 +81,7 @@ class Bench:
     @property
     def software(self) -> str:
         """What runs the operations."""
-        import jax  # noqa: PLC0415 -- loaded already
-
-        return f"jax {jax.__version__} on {self.platform}, {self.devices[0].client.platform_version.splitlines()[0]}"
+        return software_of(self.devices[0])
 
     def matmul(self, m: int, k: int, n: int, dtype: str) -> Sample:
         """Multiply (m, k) by (k, n) on one device."""

@@ -1,0 +1,277 @@
+"""Training states on disk: a step is saved when all of it is there, else it is not there at all.
+
+One folder a step, written under another name and renamed when the disk has it; beside the state a record of what it is
+the state of, and of every file. Not here: when to save (`loop`), the order of layers in another layout (`layer_order`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from meshwise.errors import ConfigError, MeshwiseError, MissingDependencyError
+from meshwise.runtime.layer_order import layer_order, rearranged
+from meshwise.runtime.train import State, TrainStep
+
+__all__ = ["Checkpoints"]
+
+_VERSION = "1"
+_STEP = re.compile(r"step-(\d{8})")
+_STATE, _RECORD, _UNFINISHED = "state", "meshwise.json", ".unfinished"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The saved steps of one training run.
+
+    Args:
+        folder: holds them.
+        identity: what they are the states of, by the words for it; a run that differs is refused.
+        every: steps from one to the next.
+        step: the program whose states they are.
+        told: hears the number of each step that is safely on disk.
+    """
+
+    folder: Path
+    identity: Mapping[str, Any]
+    every: int
+    step: TrainStep
+    told: Callable[[int], None]
+    lock: int = -1
+
+    @classmethod
+    def open(
+        cls, folder: Path, identity: Mapping[str, Any], every: int, step: TrainStep, told: Callable[[int], None]
+    ) -> Self:
+        """Make or find the folder, keep it for this run, and see that its steps are of it.
+
+        Args: see the class. Values of `identity` are mappings of JSON values; their "name" is not compared.
+
+        Raises:
+            MissingDependencyError: orbax is missing.
+            MeshwiseError: a folder that cannot be used, is used by another run, or holds something else.
+            ConfigError: it holds the steps of another model, job or text, or a record that cannot be read.
+        """
+        if importlib.util.find_spec("orbax") is None:
+            raise MissingDependencyError("--checkpoint needs the library orbax: pip install 'meshwise[run]'")
+        if jax.process_count() > 1:
+            raise MeshwiseError("--checkpoint: states of several processes are not yet saved; leave it out")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(folder)
+        except OSError as error:
+            raise MeshwiseError(f"--checkpoint {folder}: {error.strerror}") from None
+        found = cls(folder, json.loads(json.dumps(identity)), every, step, told, lock)
+        try:
+            found._check_folder()
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        """Let other runs use the folder."""
+        os.close(self.lock)
+
+    def _check_folder(self) -> None:
+        """See that the folder holds steps of this run, or nothing."""
+        others = sorted(p.name for p in self.folder.iterdir() if p.name != "lock" and not _STEP.match(p.name))
+        if others:
+            raise MeshwiseError(
+                f"--checkpoint {self.folder}: expected an empty folder or saved steps, found {others[0]!r}; "
+                "name a new one"
+            )
+        if self.latest:
+            self._check(self._record(self.latest))
+
+    @property
+    def latest(self) -> int:
+        """Number of the last step that was saved; 0 for none."""
+        matches = (_STEP.fullmatch(p.name) for p in self.folder.iterdir())
+        return max((int(m[1]) for m in matches if m), default=0)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after a step is to be kept."""
+        return step % self.every == 0
+
+    def save(self, step: int, state: State) -> None:
+        """Keep the state after a step; it is on disk when this returns.
+
+        Raises:
+            MeshwiseError: the disk cannot take it, or the step is there already.
+        """
+        there = self._place(step)
+        unfinished = there.with_name(there.name + _UNFINISHED)
+        if there.exists():
+            raise MeshwiseError(f"--checkpoint {self.folder}: step {step} is there already; nothing was overwritten")
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed: it was never reported
+            _write_state(unfinished / _STATE, state)
+            record = {
+                "format": _VERSION,
+                "step": step,
+                **self.identity,
+                "layout": str(self.step.layout),
+                "order": layer_order(self.step),
+                "files": _files(unfinished),
+            }
+            (unfinished / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+            _sync(unfinished)
+            unfinished.rename(there)
+            _sync_one(self.folder)
+        except (OSError, ValueError) as error:
+            words = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise MeshwiseError(f"--checkpoint {self.folder}: step {step} could not be saved: {words}") from None
+        self.told(step)
+
+    def load(self, step: TrainStep) -> tuple[int, State]:
+        """Give the last saved step and its state, where `step` reads it, whatever layout it was saved in.
+
+        Raises:
+            ConfigError: files are missing, or are not what was saved.
+        """
+        number = self.latest
+        record = self._record(number)
+        self._check_files(number, record)
+        there = self._place(number) / _STATE
+        try:
+            if record["order"] == layer_order(step):
+                return number, _read_state(there, step.abstract_state)
+            whole = rearranged(_read_whole(there), record["order"], step)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._torn(number, str(error).splitlines()[0]) from None
+        return number, jax.tree.map(_put, step.abstract_state, whole)
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _record(self, number: int) -> dict[str, Any]:
+        """Read what a step is the state of."""
+        file = self._place(number) / _RECORD
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self._torn(number, f"{_RECORD}: {error}") from None
+        if not isinstance(record, dict) or record.get("format") != _VERSION:
+            raise ConfigError(
+                f"checkpoint {self._place(number)}: expected format {_VERSION!r}, found another; "
+                "it was written by another version"
+            )
+        if record.get("step") != number or not {"files", "order", "layout", *self.identity} <= set(record):
+            raise self._torn(number, f"{_RECORD} was changed")
+        return record
+
+    def _check(self, record: Mapping[str, Any]) -> None:
+        """Refuse what differs, by name."""
+        for what, here in self.identity.items():
+            there = record[what]
+            keys = [k for k in {**here, **there} if k != "name" and here.get(k) != there.get(k)]
+            if keys:
+                name = f" {there['name']!r}" if "name" in there else ""
+                raise ConfigError(
+                    f"--checkpoint {self.folder} is of another run: {what}{name}: {keys[0]}: it has "
+                    f"{_short(there.get(keys[0]))}, this run {_short(here.get(keys[0]))}; name another folder"
+                )
+
+    def _check_files(self, number: int, record: Mapping[str, Any]) -> None:
+        """See that every file is what was saved."""
+        found = _files(self._place(number))
+        found.pop(_RECORD, None)
+        for name, expected in record["files"].items():
+            if name not in found:
+                raise self._torn(number, f"{name} is missing")
+            if found[name] != expected:
+                raise self._torn(number, f"{name} is not what was saved ({found[name][0]:,} bytes)")
+
+    def _torn(self, number: int, words: str) -> ConfigError:
+        place = self._place(number)
+        return ConfigError(
+            f"checkpoint {place} is torn: {words}; remove that folder to go on from the step that was saved before it"
+        )
+
+
+def _lock(folder: Path) -> int:
+    """Keep the folder for this process, until it ends or the handle is closed."""
+    handle = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise MeshwiseError(f"--checkpoint {folder}: another run uses it; name another folder") from None
+    return handle
+
+
+def _write_state(there: Path, state: State) -> None:
+    import orbax.checkpoint as ocp  # noqa: PLC0415  (an optional extra)
+
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(there.absolute(), state)
+        writer.wait_until_finished()
+
+
+def _read_state(there: Path, abstract: State) -> State:
+    import orbax.checkpoint as ocp  # noqa: PLC0415
+
+    with ocp.StandardCheckpointer() as reader:
+        return dict(reader.restore(there.absolute(), abstract))
+
+
+def _read_whole(there: Path) -> State:
+    """Read arrays whole, into the memory of the host."""
+    import orbax.checkpoint as ocp  # noqa: PLC0415
+
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.metadata(there.absolute()).item_metadata.tree
+        how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        return dict(reader.restore(there.absolute(), restore_args=how))
+
+
+def _put(abstract: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
+    whole = np.asarray(value)
+    assert whole.shape == abstract.shape, f"{whole.shape} is not {abstract.shape}"
+    return jax.make_array_from_callback(whole.shape, abstract.sharding, whole.__getitem__)
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    """File -> bytes and checksum."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {p.relative_to(folder).as_posix(): [p.stat().st_size, _checksum(p)] for p in paths}
+
+
+def _checksum(file: Path) -> int:
+    total = 0
+    with file.open("rb") as stream:
+        while part := stream.read(1 << 24):
+            total = zlib.crc32(part, total)
+    return total
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the disk has a folder and all in it."""
+    for path in (*folder.rglob("*"), folder):
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,259 @@
+"""The loop over training steps: batches in, losses and seconds out; saved, resumed and profiled on the way.
+
+Not here: the step (`train`), where tokens come from (`data`), how a state is stored (`checkpoints`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from meshwise.errors import InfeasibleError, MeshwiseError
+from meshwise.runtime.data import TokenSource
+from meshwise.runtime.train import State, TrainStep
+
+__all__ = ["CompiledMemory", "Keeper", "Trained", "put_batch", "train"]
+
+#: Steps that are not timed, and steps of a profile.
+WARM_UP, PROFILED = 2, 3
+
+
+class Keeper(Protocol):
+    """What keeps training states."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after a step is to be kept."""
+        ...
+
+    def save(self, step: int, state: State) -> None:
+        """Keep the state after a step; it is kept when this returns."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledMemory:
+    """Bytes of one device that the compiled step needs.
+
+    Args:
+        arguments: training state and batch.
+        temporaries: everything else at once.
+    """
+
+    arguments: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.arguments + self.temporaries
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Steps that were run.
+
+    Args:
+        first: number of the first, from 1.
+        losses: mean over the tokens of each step.
+        seconds: of each step.
+        timed: indexes of those that neither warm up nor are profiled, where there are such.
+        saved: numbers of those whose state is on disk.
+        compile_seconds: that compiling took.
+        compiled: memory that the compiled step needs, None where the backend does not tell.
+        in_use: peak bytes in use on the fullest device, None where the backend does not tell.
+    """
+
+    first: int
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    timed: tuple[int, ...]
+    saved: tuple[int, ...]
+    compile_seconds: float
+    compiled: CompiledMemory | None
+    in_use: int | None
+
+
+def put_batch(step: TrainStep, source: TokenSource, number: int) -> dict[str, jax.Array]:
+    """Put the batch of a step where the step reads it.
+
+    Args:
+        step: the program.
+        source: of the tokens.
+        number: of the step, from 1.
+
+    Returns: "tokens" and "labels" as `TrainStep.abstract_batch` says.
+    """
+    shape = step.abstract_batch["tokens"].shape
+    drawn = source.sequences(number, shape[0] * shape[1], shape[2] + 1)
+    parts = {"tokens": drawn[:, :-1].reshape(shape), "labels": drawn[:, 1:].reshape(shape)}
+    return {
+        name: jax.make_array_from_callback(shape, step.abstract_batch[name].sharding, part.__getitem__)
+        for name, part in parts.items()
+    }
+
+
+def train(
+    step: TrainStep,
+    source: TokenSource,
+    *,
+    last: int,
+    seed: int = 0,
+    load: Callable[[TrainStep], tuple[int, State]] | None = None,
+    keeper: Keeper | None = None,
+    profile: Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Trained:
+    """Train up to a step.
+
+    Args:
+        step: the program.
+        source: of the tokens.
+        last: number of the last step.
+        seed: of the initial weights.
+        load: gives the number of steps taken and their state, to go on from there.
+        keeper: keeps states.
+        profile: a folder for a profile of a few steps.
+        progress: hears of what is done.
+
+    Raises:
+        InfeasibleError: the devices' memory does not suffice; a loss that is no number.
+        MeshwiseError: the devices cannot run the program.
+    """
+    _check_room(step)
+    with _in_words():
+        taken, state = (0, None) if load is None else load(step)
+        progress("compiling")
+        begun = time.perf_counter()
+        compiled = step.jitted.lower(step.abstract_state, step.abstract_batch).compile()
+        compile_seconds = time.perf_counter() - begun
+        loop = _Loop(step, source, compiled, keeper, progress, first=taken + 1, last=last)
+        loop.run(step.initial_state(seed) if state is None else state, profile)
+    return Trained(
+        loop.first,
+        tuple(loop.losses),
+        tuple(loop.seconds),
+        tuple(loop.timed()),
+        tuple(loop.saved),
+        compile_seconds,
+        _compiled_memory(compiled),
+        _in_use(step),
+    )
+
+
+@dataclass
+class _Loop:
+    """Steps `first` to `last`, and what they gave so far."""
+
+    step: TrainStep
+    source: TokenSource
+    compiled: Any
+    keeper: Keeper | None
+    progress: Callable[[str], None]
+    first: int
+    last: int
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    profiled: frozenset[int] = frozenset()
+
+    def run(self, state: State, profile: Path | None) -> None:
+        """Run all; the batch of the next step is made while the devices work."""
+        count = self.last - self.first + 1
+        if profile is not None:
+            begin = min(WARM_UP, count - 1)
+            self.profiled = frozenset(range(begin, min(begin + PROFILED, count)))
+        batch = put_batch(self.step, self.source, self.first)
+        for index in range(count):
+            number = self.first + index
+            if profile is not None and index == min(self.profiled):
+                _start_profile(profile)
+            begun = time.perf_counter()
+            state, metrics = self.compiled(state, batch)
+            if number < self.last:
+                batch = put_batch(self.step, self.source, number + 1)
+            loss = float(metrics["loss"])
+            jax.block_until_ready(state)
+            self.seconds.append(time.perf_counter() - begun)
+            if profile is not None and index == max(self.profiled):
+                jax.profiler.stop_trace()
+            self._keep(number, loss, state)
+
+    def _keep(self, number: int, loss: float, state: State) -> None:
+        if not math.isfinite(loss):
+            raise InfeasibleError(f"step {number}: the loss is {loss}; lower --learning-rate, or choose wider formats")
+        self.losses.append(loss)
+        self.progress(f"step {number:,} of {self.last:,}: loss {loss:.4f}, {self.seconds[-1]:.3g} s")
+        if self.keeper is not None and (self.keeper.is_due(number) or number == self.last):
+            self.keeper.save(number, state)
+            self.saved.append(number)
+
+    def timed(self) -> Iterator[int]:
+        """Give the steps to time: those after warming up and outside the profile, or what there is instead."""
+        every = range(len(self.seconds))
+        warm = [i for i in every if i >= WARM_UP]
+        yield from [i for i in warm if i not in self.profiled] or warm or every[-1:]
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Say what JAX raises when devices cannot run a program.
+
+    Raises:
+        MeshwiseError: instead of it.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
+            raise InfeasibleError(f"the devices' memory does not suffice: {first}") from None
+        raise MeshwiseError(f"the devices cannot run this plan: {first}") from None
+
+
+def _check_room(step: TrainStep) -> None:
+    """Refuse to train on a CPU what its memory cannot hold: it would be killed without a word.
+
+    Raises:
+        InfeasibleError: with both sizes.
+    """
+    devices = step.mesh.devices.reshape(-1)
+    if devices[0].platform != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    arrays = jax.tree.leaves(step.abstract_state)
+    needed = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays) * len(devices)
+    if needed > there:
+        raise InfeasibleError(
+            f"the training state alone takes {needed / 2**30:,.1f} GiB, found {there / 2**30:,.1f} GiB of memory in "
+            "this machine; run the plan on the chips that it is for, or a smaller model here"
+        )
+
+
+def _start_profile(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MeshwiseError(f"--profile {folder}: {error.strerror}") from None
+    jax.profiler.start_trace(str(folder))
+
+
+def _compiled_memory(compiled: Any) -> CompiledMemory | None:
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    return CompiledMemory(int(found.argument_size_in_bytes), int(found.temp_size_in_bytes))
+
+
+def _in_use(step: TrainStep) -> int | None:
+    """Give the peak of the fullest device of this process, where the backend tells."""
+    stats: list[Mapping[str, int] | None] = [d.memory_stats() for d in step.mesh.local_devices]
+    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    return max(peaks, default=None)

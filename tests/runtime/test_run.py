@@ -1,0 +1,289 @@
+"""Plans that are run: losses, saved steps, what goes on after a kill, and words for what cannot be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import meshwise
+from meshwise.errors import ClusterError, ConfigError, InfeasibleError, LayoutError, MeshwiseError
+from meshwise.runtime.data import SyntheticTokens, read_text
+
+TINY = "D=8 F=16 L=2 N=2 K=2 H=4 V=32"
+ONE_LAYER = TINY.replace("L=2", "L=1")
+TOKENS, LENGTH = 64, 8
+
+
+def plan_of(layout="fsdp=2,remat=full,micro_batch=4,num_microbatches=1", model=TINY, *, chips=2, tokens=TOKENS, **job):
+    """The plan of a layout; a step has eight sequences."""
+    given = {"precision": "fp32", **job}
+    asked = {"on": f"h100:{chips}", "batch_tokens": tokens, "seq_len": LENGTH, "layout": layout}
+    return meshwise.estimate_train(model, **asked, **given).plans[0]
+
+
+#: Compiling is nearly all that these tests do, and the same few programs: they are compiled once.
+CACHE = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A cache of compiled programs for this process and those that it starts."""
+    settings = {**CACHE, "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache"))}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+        del os.environ[name.upper()]
+    compilation_cache.reset_cache()
+
+
+def train(plan, **given):
+    """Run a plan; the learning rate is part of the program."""
+    return meshwise.run_plan(plan, **{"learning_rate": 0.01, **given})
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Six steps without interruption."""
+    return train(plan_of(), steps=6)
+
+
+def test_a_plan_trains_and_says_what_it_measured(alone):
+    assert (alone.first, alone.last, len(alone.losses), alone.num_devices, alone.hardware) == (1, 6, 6, 2, "cpu")
+    assert alone.losses[0] == pytest.approx(np.log(32), rel=0.3)
+    assert alone.losses[-1] < alone.losses[0] - 0.02
+    assert alone.timed == (2, 3, 4, 5)
+    assert alone.step_seconds == sorted(alone.seconds[2:])[1] / 2 + sorted(alone.seconds[2:])[2] / 2
+    assert alone.tokens_per_s == TOKENS / alone.step_seconds
+    assert (alone.chip, alone.mfu, alone.peak_bytes_in_use, alone.is_planned_chip) == (None, None, None, False)
+    parameters = alone.plan.problem.model.parameters.total
+    assert alone.state_bytes == pytest.approx(3 * 4 * parameters / 2, rel=0.1)  # weights and moments over two
+    assert alone.saved == ()
+
+
+def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(alone, tmp_path):
+    told = []
+    given = {"checkpoint": str(tmp_path), "every": 2, "saved": told.append}
+    first = train(plan_of(), steps=3, **given)
+    second = train(plan_of(), steps=6, **given)
+    assert (first.losses + second.losses, second.first) == (alone.losses, 4)
+    assert (first.saved, second.saved, told) == ((2, 3), (4, 6), [2, 3, 4, 6])
+    with pytest.raises(MeshwiseError, match="holds step 6 already; ask for a later one"):
+        train(plan_of(), steps=6, **given)
+
+
+def test_a_step_is_resharded_for_another_layout(alone, tmp_path):
+    layout = "fsdp=2,data=2,zero=1,remat=full:1,micro_batch=1,num_microbatches=2"  # layers in two stacks
+    given = {"checkpoint": str(tmp_path)}
+    train(plan_of(), steps=3, **given)
+    other = train(plan_of(layout, chips=4), steps=6, **given)
+    assert other.first == 4
+    np.testing.assert_allclose(other.losses, alone.losses[3:], rtol=1e-5)
+    back = train(plan_of(), steps=7, **given)
+    assert back.first == 7
+
+
+def command(plan, folder, steps):
+    """A run in a process of its own."""
+    words = [str(plan), "--cpu-devices", "2", "--steps", str(steps), "--learning-rate", "0.01", "--json"]
+    return [sys.executable, "-m", "meshwise", "run", *words, "--checkpoint", str(folder), "--every", "2"]
+
+
+def test_a_step_that_was_reported_saved_outlives_a_kill(alone, tmp_path):
+    file, folder = tmp_path / "plan.json", tmp_path / "steps"
+    file.write_text(plan_of().to_json())
+    endless = command(file, folder, 10**6)
+    with subprocess.Popen(endless, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
+        reported = next(line for line in process.stderr if line.startswith("saved step"))
+        os.kill(process.pid, signal.SIGKILL)
+    assert reported == "saved step 2\n"
+    latest = max(int(p.name[5:]) for p in folder.glob("step-*") if p.suffix == "")
+    last = max(latest + 2, 6)
+    done = subprocess.run(command(file, folder, last), capture_output=True, text=True, check=True)  # noqa: S603
+    resumed = json.loads(done.stdout)
+    whole = alone if last == 6 else train(str(file), steps=last)
+    assert resumed["first_step"] == latest + 1 >= 3
+    assert resumed["losses"] == list(whole.losses[latest:])
+    assert f"saved step {last}\n" in done.stderr
+    assert (resumed["num_devices"], resumed["planned_chip"]) == (2, "h100-sxm")
+    assert "the prediction is for h100-sxm, and this ran on cpu: they are not to be compared" in resumed["not_modelled"]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder with steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("kept")
+    train(plan_of(), steps=2, checkpoint=str(folder), every=1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "words"),
+    [
+        ({"model": TINY.replace("F=16", "F=32")}, {}, "model 'D=8 F=16 .*: d_ff|F: it has .*16.*, this run .*32"),
+        ({"precision": "mixed"}, {}, 'job: precision: it has "fp32", this run "mixed"'),
+        (
+            {"layout": "fsdp=2,micro_batch=2,num_microbatches=1", "tokens": 32},
+            {},
+            "job: sequences: it has 8, this run 4",
+        ),
+        ({}, {"learning_rate": 0.1}, "run: learning_rate: it has 0.01, this run 0.1"),
+        ({}, {"seed": 1}, "run: seed: it has 0, this run 1"),
+    ],
+)
+def test_steps_of_another_run_are_refused_by_name(kept, plan, given, words):
+    with pytest.raises(ConfigError, match=words):
+        train(plan_of(**plan), steps=3, checkpoint=str(kept), **given)
+
+
+def torn(kept, tmp_path, hurt):
+    folder = tmp_path / "torn"
+    subprocess.run(["cp", "-r", str(kept), str(folder)], check=True)  # noqa: S603, S607
+    hurt(folder / "step-00000002")
+    return folder
+
+
+def cut_largest(step):
+    largest = max(
+        (p for p in step.rglob("*") if p.is_file() and p.name != "meshwise.json"), key=lambda p: p.stat().st_size
+    )
+    largest.write_bytes(largest.read_bytes()[:-7])
+
+
+def flip_a_byte(step):
+    largest = max(
+        (p for p in step.rglob("*") if p.is_file() and p.name != "meshwise.json"), key=lambda p: p.stat().st_size
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def lose_a_file(step):
+    next(p for p in sorted(step.rglob("*")) if p.is_file() and p.name != "meshwise.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("hurt", "words"),
+    [
+        (cut_largest, "is not what was saved"),
+        (flip_a_byte, "is not what was saved"),
+        (lose_a_file, "is missing"),
+        (lambda step: (step / "meshwise.json").write_text("{"), "meshwise.json: Expecting"),
+        (lambda step: (step / "meshwise.json").unlink(), "No such file"),
+    ],
+)
+def test_a_torn_step_is_said_and_the_one_before_it_is_there(kept, tmp_path, hurt, words):
+    folder = torn(kept, tmp_path, hurt)
+    with pytest.raises(ConfigError, match=f"step-00000002 is torn: .*{words}.*remove that folder"):
+        train(plan_of(), steps=3, checkpoint=str(folder))
+
+
+def test_what_a_killed_run_left_is_no_step(kept, tmp_path):
+    folder = torn(kept, tmp_path, lambda step: step.rename(step.with_name(step.name + ".unfinished")))
+    assert train(plan_of(), steps=2, checkpoint=str(folder)).first == 2
+    assert sorted(p.name for p in folder.iterdir()) == ["lock", "step-00000001", "step-00000002"]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(MeshwiseError, match=r"expected an empty folder or saved steps, found 'thesis.txt'"):
+        train(plan_of(), steps=1, checkpoint=str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir() if p.name != "lock"] == ["thesis.txt"]
+
+
+def test_synthetic_tokens_depend_on_seed_and_step_and_can_be_learned():
+    tokens = SyntheticTokens(50, 1)
+    drawn = tokens.sequences(7, 64, 100)
+    assert (drawn == tokens.sequences(7, 64, 100)).all()
+    assert (drawn != tokens.sequences(8, 64, 100)).any()
+    assert (drawn != SyntheticTokens(50, 2).sequences(7, 64, 100)).any()
+    follows = (drawn[:, 1:] == (drawn[:, :-1] + 1) % 50).mean()
+    assert follows == pytest.approx(7 / 8 + 1 / 8 / 50, abs=0.02)
+    assert (drawn.min(), drawn.max(), drawn.dtype) == (0, 49, np.int32)
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A text, and a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
+
+    text, rules = tmp_path / "text.txt", tmp_path / "tokenizer.json"
+    spoken = [f"w{n % 30}" for n in range(200)]
+    text.write_text(" ".join(spoken))
+    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(30)}, unk_token="w0"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(rules))
+    return text, rules
+
+
+def test_a_text_is_cut_by_its_tokenizer(words):
+    text, rules = words
+    source = read_text(text, rules, vocabulary=32, shortest=9, seed=0)
+    assert source.ids.tolist() == [n % 30 for n in range(200)]
+    drawn = source.sequences(1, 5, 9)
+    assert ((drawn[:, 1:] - drawn[:, :-1]) % 30 == 1).all()
+    ran = train(plan_of(), steps=1, text=str(text), tokenizer=str(rules))
+    assert ran.data == f"random windows of {text}"
+
+
+def test_words_for_texts_that_cannot_be_read(words, tmp_path):
+    text, rules = words
+    latin, empty = tmp_path / "latin.txt", tmp_path / "empty.txt"
+    latin.write_bytes(b"gr\xfc\xdfe")
+    empty.write_text("")
+    for given, message in [
+        ({"text": tmp_path / "none", "tokenizer": rules}, "--text .*none: No such file"),
+        ({"text": text, "tokenizer": tmp_path}, "--tokenizer .*: Is a directory"),
+        ({"text": text, "tokenizer": text}, "--tokenizer .*: expected a tokenizer.json"),
+        ({"text": latin, "tokenizer": rules}, "--text .*: expected UTF-8, found another byte at 2"),
+        ({"text": empty, "tokenizer": rules}, "expected at least 9 tokens .*, found 0"),
+    ]:
+        with pytest.raises(MeshwiseError, match=message):
+            read_text(**given, vocabulary=32, shortest=9, seed=0)
+    with pytest.raises(MeshwiseError, match="token 29 is not among the 20 of the model"):
+        read_text(text, rules, vocabulary=20, shortest=9, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "error", "words"),
+    [
+        ({"layout": "fsdp=16", "chips": 16, "tokens": 128}, {}, ClusterError, "found 8 x cpu; --cpu-devices 16"),
+        ({}, {"cpu_devices": 4}, ClusterError, "--cpu-devices 4: the plan runs on 2 devices"),
+        ({}, {"cpu_devices": 2}, MeshwiseError, "2 fake devices were asked for, but JAX has looked"),
+        ({}, {"text": "x"}, MeshwiseError, "--text needs --tokenizer"),
+        ({}, {"tokenizer": "x"}, MeshwiseError, "--tokenizer needs --text"),
+        ({}, {"every": 2}, MeshwiseError, "--every needs --checkpoint"),
+        ({}, {"steps": 0}, MeshwiseError, "steps: expected at least 1, found 0"),
+        ({"model": ONE_LAYER}, {"learning_rate": 1e3}, InfeasibleError, "the loss is nan; lower --learning-rate"),
+        ({"precision": "fp8"}, {}, MeshwiseError, "precision 'fp8'"),
+        ({"layout": "fsdp=2,offload=optimizer"}, {}, LayoutError, "offload=optimizer"),
+        ({"model": "D=65536 F=262144 L=200 N=64 K=8 H=128 V=32"}, {}, InfeasibleError, "the training state alone"),
+        ({}, {"model": "x"}, MeshwiseError, "a plan has its job in it, found model besides"),
+        ("no.json", {}, MeshwiseError, "plan 'no.json': No such file"),
+        (7, {}, MeshwiseError, "expected a plan or the file of one, found 7"),
+    ],
+)  # fmt: skip
+def test_words_for_what_cannot_be_run(plan, given, error, words):
+    jax.devices()
+    with pytest.raises(error, match=words):
+        train(plan_of(**plan) if isinstance(plan, dict) else plan, **given)
+
+
+def test_a_profile_is_written(tmp_path):
+    ran = train(plan_of(), steps=4, profile=str(tmp_path / "profile"))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert ran.timed == (2, 3)  # no step is left outside the profile
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MeshwiseError, match=r"--profile .*file: File exists"):
+        train(plan_of(), steps=1, profile=str(tmp_path / "file"))
