@@ -309,7 +309,7 @@ def _model_table() -> str:
 
 
 def _shares(c: Calibration) -> tuple[float, ...]:
-    return (c.matmul_efficiency, c.hbm_efficiency, c.link_efficiency, c.exchange_cores)
+    return (c.matmul_efficiency, c.attention(DType.BF16), c.hbm_efficiency, c.link_efficiency, c.exchange_cores)
 
 
 def _precision_table() -> str:
@@ -328,7 +328,15 @@ def _precision_table() -> str:
 
 def _calibration_table() -> str:
     return _table(
-        ("name", "of peak in matmuls", "of HBM bandwidth", "of link bandwidth", "exchanges keep busy", "from"),
+        (
+            "name",
+            "of peak in matmuls",
+            "in attention",
+            "of HBM bandwidth",
+            "of link bandwidth",
+            "set aside for exchanges",
+            "from",
+        ),
         ((_code(c.name), *(f"{share:.0%}" for share in _shares(c)), c.source) for c in CALIBRATIONS.values()),
     )
 

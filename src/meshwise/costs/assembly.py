@@ -195,7 +195,7 @@ def _least(pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> Any:
 
 
 def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, cores: float | None) -> StageTimes:
-    """The passes of a chunk. `cores`: share of the compute units that hidden exchanges take; None hides none."""
+    """The passes of a chunk. `cores`: share of the compute units set aside for hidden exchanges; None hides none."""
     passes = {name: _shared(sums, shares, "passes", name) for name in ("forward", "backward", "weights")}
     if cores is None:
         return StageTimes(**passes)
@@ -205,7 +205,9 @@ def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, cores: float | No
     # nothing waits for, are computed. Neither hides behind the same arithmetic twice.
     free = computes[0] + minimum(passes["weights"], computes[1])
     hidden = minimum(minimum(forward, computes[1]) + minimum(backward, free), computes[0] + computes[1])
-    return StageTimes(**passes, saved=hidden * (1 - cores))
+    # While a pair runs, its arithmetic does without the compute units that are set aside.
+    longer = (computes[0] + computes[1]) * (cores / (1 - cores))
+    return StageTimes(**passes, saved=maximum(hidden - longer, 0.0))
 
 
 def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Any) -> StageTimes:

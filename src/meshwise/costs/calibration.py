@@ -34,7 +34,9 @@ class Calibration:
         distinct_dispatch: whether a token is sent once to each destination that holds experts of its choice (DeepEP),
             not once for each of them (AllToAll).
         source: the measurements behind the numbers.
-        exchange_cores: share of the compute units that an exchange of tokens keeps busy where it runs beside compute.
+        exchange_cores: share of the compute units that is set aside while exchanges of tokens run beside compute.
+        attention_efficiency: of the dense FLOP/s, for attention over long sequences, and other kernels of many small
+            matmuls; None where only large matmuls were measured.
         narrow: format -> share of its own dense FLOP/s, where it is not `matmul_efficiency`: matrix units that are
             twice as fast are harder to feed.
     """
@@ -48,6 +50,7 @@ class Calibration:
     distinct_dispatch: bool
     source: str
     exchange_cores: float = 0.0
+    attention_efficiency: float | None = None
     narrow: tuple[tuple[DType, float], ...] = ()
 
     def matmul(self, dtype: DType) -> float:
@@ -58,9 +61,20 @@ class Calibration:
         """
         return dict(self.narrow).get(dtype, self.matmul_efficiency)
 
+    def attention(self, dtype: DType) -> float:
+        """Achieved share of the dense FLOP/s of a format in attention.
+
+        >>> CALIBRATIONS["hopper"].attention(DType.BF16), CALIBRATIONS["none"].attention(DType.BF16)
+        (0.51, 1.0)
+        """
+        return self.matmul(dtype) if self.attention_efficiency is None else self.attention_efficiency
+
     def __post_init__(self) -> None:
         for field in ("matmul_efficiency", "hbm_efficiency"):
             assert 0 < getattr(self, field) <= 1, f"{self.name}: {field} is a share"
+        # The search bounds a step by its FLOPs at the rate of large matmuls.
+        assert (self.attention_efficiency or 0) <= self.matmul_efficiency, f"{self.name}: attention beats matmuls"
+        assert 0 <= self.exchange_cores < 1, f"{self.name}: exchange_cores is a share"
 
     @property
     def link_efficiency(self) -> float:
@@ -75,6 +89,7 @@ _GEMM = "median of eight bf16 matmuls with all sizes >= 4096, NVIDIA AIConfigura
 _NARROW = "narrow formats: six of TensorRT-LLM 1.3"
 _NCCL = "NCCL collectives of 1 KiB to 512 MiB in one NVLink domain (same database)"
 _EXCHANGE = "exchanges beside compute take 20 SMs (DeepSeek-V3 report, 3.2.2) of"
+_ATTENTION = "median of causal attention over 4,096 to 16,384 positions (same database)"
 _KV = "largest key/value reads of generation attention (same database)"
 
 #: By family. A chip of no family inherits the one named for it in `default_calibration`.
@@ -83,12 +98,13 @@ CALIBRATIONS = {
     for c in (
         IDENTITY,
         Calibration("ampere", 0.84, 0.77, Links(0.68, 10e-6, 19e-6, 0.40), False, True, False,
-                    f"A100: {_GEMM}; {_KV}; {_NCCL}; {_EXCHANGE} 108", 20 / 108),
+                    f"A100: {_GEMM}; {_KV}; {_NCCL}; {_ATTENTION}; {_EXCHANGE} 108", 20 / 108, 0.55),
         Calibration("hopper", 0.80, 0.89, Links(0.74, 8e-6, 19e-6, 0.35), False, True, True,
-                    f"H100: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}; {_EXCHANGE} 132", 20 / 132, ((DType.FP8, 0.62),)),
+                    f"H100: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}; {_ATTENTION}; {_EXCHANGE} 132",
+                    20 / 132, 0.51, ((DType.FP8, 0.62),)),
         Calibration("blackwell", 0.66, 0.89, Links(0.68, 12e-6, 19e-6, 0.25), False, True, True,
-                    f"B200: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}; {_EXCHANGE} 148", 20 / 148,
-                    ((DType.FP8, 0.53), (DType.FP4, 0.39))),
+                    f"B200: {_GEMM} ({_NARROW}); {_KV}; {_NCCL}; {_ATTENTION}; {_EXCHANGE} 148",
+                    20 / 148, 0.43, ((DType.FP8, 0.53), (DType.FP4, 0.39))),
         Calibration("cdna", 0.51, 0.85, Links(0.74, 8e-6, 19e-6, 0.35), False, True, False,
                     "MI300X best bf16 matmul, stas00/ml-engineering (2025); bandwidths inherited from Hopper and TPUs, "
                     "exchanges from Hopper",

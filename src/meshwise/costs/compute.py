@@ -135,6 +135,7 @@ class ComputeRates:
     Args:
         tile: rows, depth, columns.
         matmul, other_matmul: of matmuls in the precision's `compute` and `other_compute`.
+        attention: of attention, and of other kernels of many small matmuls, in `other_compute`.
         matmul_sheet, other_matmul_sheet: the same at data-sheet rates.
         vector: of the vector unit.
         byte: of HBM.
@@ -143,6 +144,7 @@ class ComputeRates:
     tile: tuple[int, int, int]
     matmul: float
     other_matmul: float
+    attention: float
     matmul_sheet: float
     other_matmul_sheet: float
     vector: float
@@ -161,6 +163,7 @@ class ComputeRates:
             tile=chip.matmul_tile,
             matmul=narrow / calibration.matmul(precision.compute),
             other_matmul=other / calibration.matmul(precision.other_compute),
+            attention=other / calibration.attention(precision.other_compute),
             matmul_sheet=narrow,
             other_matmul_sheet=other,
             vector=1 / chip.vector_flops_per_s,
@@ -285,11 +288,11 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
     elif work.attention is not None:
         flops = _attention_flops(*work.attention, extents)
         busy = flops * rates.other_matmul_sheet
-        compute = flops * rates.other_matmul
+        compute = flops * rates.attention
     elif work.kernel is not None:
         operations = _kernel_flops(*work.kernel, extents)
         if work.kernel[0].matmul:
-            flops, busy, compute = operations, operations * rates.other_matmul_sheet, operations * rates.other_matmul
+            flops, busy, compute = operations, operations * rates.other_matmul_sheet, operations * rates.attention
         else:
             compute = operations * rates.vector
     elif work.vector:

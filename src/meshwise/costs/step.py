@@ -14,7 +14,7 @@ The rule for the *expected* time, stated once:
 5. A pipeline takes what its schedule takes (`makespans`): the work of its busiest device, and what that waits for.
    Its sends are hidden except on the first microbatch's way through the model and the last one's way back. Where a
    forward pass runs together with another microbatch's backward pass, each computes while the other exchanges tokens
-   with experts; compute units that the exchange keeps busy are missing meanwhile: that counts as exposed.
+   with experts; compute units are set aside for the exchange meanwhile, and what that costs counts as exposed.
    Where a schedule has two copies of a stage, their gradients are added once a step, on the critical path: each device
    sends the other what its optimizer reads.
 6. What lives in the host's memory streams over the host link, hidden behind the compute of its own layer and pass, or

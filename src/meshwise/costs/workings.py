@@ -122,7 +122,7 @@ def _operations(
                 num_bytes=float(one.num_bytes),
                 compute=float(one.compute),
                 memory=float(one.memory),
-                tile_waste=float(one.compute / real) if real else 1.0,
+                tile_waste=float(one.compute / real) if work.matmul is not None else 1.0,
             )
 
 

@@ -89,10 +89,12 @@ def _compute(w: Workings, name: str, seconds: float) -> Explanation:
     runs = [b for b in w.blocks if b.seconds(name)]
     peak = f"{peak_words(chip, job.formats)} x {format_percent(calibration.matmul(job.formats.compute))}"
     hbm = f"{format_bandwidth(chip.hbm_bandwidth)} x {format_percent(calibration.hbm_efficiency)}"
+    attention = calibration.attention_efficiency
+    kernels = "" if attention is None else f"; of attention's peak {format_percent(attention)}"
     return Explanation(
         name,
         "sum over blocks of copies x microbatches x seconds of a pass; "
-        f"each operation: max(FLOPs / ({peak}), bytes / ({hbm}))",
+        f"each operation: max(FLOPs / ({peak}), bytes / ({hbm})){kernels}",
         " + ".join(_run(b, name) for b in runs),
         format_time(seconds),
         f"{RULE.format(1)}; {ROOFLINES}; "

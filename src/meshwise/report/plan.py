@@ -165,6 +165,8 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
         )
     formats = dict.fromkeys((job.formats.compute, job.formats.other_compute))
     shares = {f"{f.value} peak in matmuls": calibration.matmul(f) for f in formats}
+    if calibration.attention_efficiency is not None:
+        shares[f"{job.formats.other_compute.value} peak in attention"] = calibration.attention_efficiency
     shares |= {"HBM": calibration.hbm_efficiency, "links": calibration.link_efficiency}
     achieved = ", ".join(f"{format_percent(share)} of {what}" for what, share in shares.items())
     lines += [
