@@ -45,6 +45,27 @@ def test_a_saved_plan_is_verified_as_it_is(run, tmp_path):
     assert run("verify", str(plan), "--json").json["layout"].startswith("fsdp=4")
 
 
+def test_the_best_plans_of_a_search_are_compiled(run):
+    asked = [
+        SMALL,
+        "--on",
+        "h100:4",
+        *JOB[:4],
+        "--fix",
+        "remat=full",
+        "--forbid",
+        "pipeline,context,ulysses",
+        "--top",
+        "2",
+    ]
+    done = run("plan", "train", *asked, "--verify", "1", "--json")
+    assert done.code == 0, done.err
+    (row,) = done.json["verified"]
+    assert (row["rank"], row["fits"], row["refused"]) == (1, True, None)
+    assert done.json["inputs"]["verify"] == 1
+    assert run("plan", "train", *asked, "--verify", "1", "--scaling").code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

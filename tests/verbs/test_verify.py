@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.lines import REASONS, UNEXPLAINED
 from meshwise.compiler.memory import CompiledMemory
 from meshwise.errors import CompilerError, ConfigError, MeshwiseError
-from meshwise.report.verify import verification_report
+from meshwise.report.verify import VerifiedRow, verification_report, with_verified
 from meshwise.verbs.verify import compare_copy, verify, verify_plan
+from meshwise.verbs.verify_best import verify_best
 
 DATA = Path(__file__).parents[1] / "data" / "compiled"
 
@@ -154,6 +156,33 @@ def test_what_the_report_says(gpu, gpu_plan):
     assert {"memory", "collectives", "matmuls", "fits", "compiler_versions"} <= set(data)
     assert all(x["differences"] or x["predicted_flops"] for x in data["matmuls"])
     json.dumps(data, allow_nan=False)
+
+
+def test_the_best_plans_are_verified_and_those_that_fail_go_last(gpu_plan):
+    planning = meshwise.estimate_train(
+        "llama-3-8b", on="h100:8", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+    )
+    names = [replace(gpu_plan, training=None) for _ in range(4)]
+    planning = replace(planning, plans=tuple(names))
+
+    def compiler(plan, layers, *, progress):
+        compiled, mesh = stored(f"llama-3-8b_h100_8_fsdp4_tensor2_{layers}_layers")
+        if plan is names[1]:
+            raise CompilerError("no")
+        if plan is names[0]:
+            value = {**compiled.to_json(), "hlo": "", "memory": None, "out_of_memory": "RESOURCE_EXHAUSTED"}
+            return Compiled.from_json(value, cached=False), mesh
+        return compiled, mesh
+
+    ranked, verified = verify_best(planning, 3, compiler=compiler)
+    assert [p is n for p, n in zip(ranked.plans, (*names[1:], names[0]), strict=True)] == [True] * 4
+    assert [(v.rank, v.fails, v.refused) for v in verified] == [(1, True, ""), (2, False, "no"), (3, False, "")]
+    assert ranked.reasons[0].startswith("it is the fastest whose compiled program")
+    kept, _ = verify_best(replace(planning, plans=tuple(names[2:])), 2, compiler=compiler)
+    assert kept.plans == tuple(names[2:])
+    rows = [VerifiedRow(v.rank, str(v.plan.layout), v.found, v.refused) for v in verified]
+    report = with_verified(verification_report(verified[2].found, "", {}), rows)
+    assert [row["fits"] for row in report.data["verified"]] == [False, None, True]
 
 
 def test_reasons_are_said_once_and_none_is_the_unexplained_one():

@@ -11,12 +11,14 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
-from meshwise.errors import MeshwiseError
+from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.report.plan import plan_report
 from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
+from meshwise.report.verify import VerifiedRow, with_verified
 from meshwise.verbs.plan_many import check_asked, compare_clusters, find_scaling
 from meshwise.verbs.plan_train import PlanTrainRequest, find_plans
 from meshwise.verbs.train import TRAIN_FLAGS, check_save, save_plan
+from meshwise.verbs.verify_best import Verified, verify_best
 
 __all__ = ["train"]
 
@@ -34,8 +36,22 @@ __all__ = ["train"]
     type=click.Path(dir_okay=False, path_type=Path),
     help="With several clusters (--on a,b,c) or --scaling: write the picture to this file.",
 )
+@click.option(
+    "--verify",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Compile the best N plans for their target; those that do not fit go to the end ('meshwise verify').",
+)
 @output_options
-def train(request: PlanTrainRequest, save: Path | None, scaling: bool, svg: Path | None, output: Output) -> None:
+def train(
+    *,
+    request: PlanTrainRequest,
+    save: Path | None,
+    scaling: bool,
+    svg: Path | None,
+    verify: int | None,
+    output: Output,
+) -> None:
     """Find the best layouts for a training job, and why the others lose.
 
     \b
@@ -51,6 +67,10 @@ def train(request: PlanTrainRequest, save: Path | None, scaling: bool, svg: Path
     if save is not None:
         check_save(save)
     check_asked(several=several, scaling=scaling, pictured=pictured, saved=save is not None)
+    if verify is not None and (several or scaling):
+        raise MeshwiseError(
+            "--verify: expected one cluster and no --scaling; verify a plan of one with 'meshwise verify'"
+        )
     picture: Callable[[], str] = str
     with Progress() as progress:
         if several:
@@ -65,10 +85,19 @@ def train(request: PlanTrainRequest, save: Path | None, scaling: bool, svg: Path
             problem = request.problem()
             planning = find_plans(request, problem, progress=progress)
             inputs = {**request.echo_training(problem), **request.echo_search(planning.memory_share)}
-            report = plan_report(planning, inputs)
+            verified: tuple[Verified, ...] = ()
+            if verify is not None:
+                planning, verified = verify_best(planning, verify, progress=progress)
+            report = plan_report(planning, {**inputs, "verify": verify})
+            if verified:
+                report = with_verified(
+                    report, [VerifiedRow(v.rank, str(v.plan.layout), v.found, v.refused) for v in verified]
+                )
     if svg is not None:
         _write(svg, picture())
     output.show(report)
+    if not (several or scaling) and verify is not None and all(v.fails for v in verified):
+        raise click.exceptions.Exit(InfeasibleError.exit_code)
     if save is not None:  # last: an answer that cannot be saved is shown all the same
         save_plan(planning.plans[0], save)
 

@@ -5,7 +5,8 @@ Not here: compiling and comparing (`compiler`, `verbs.verify`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -18,7 +19,7 @@ from meshwise.report.table import noted_table
 from meshwise.report.words import counted
 from meshwise.units import format_bytes, format_flops, format_percent, format_time
 
-__all__ = ["verification_report"]
+__all__ = ["VerifiedRow", "verification_report", "with_verified"]
 
 
 def verification_report(found: Verification, layout: str, inputs: Mapping[str, Any]) -> Report:
@@ -142,4 +143,52 @@ def _line(line: Line, unit: str) -> dict[str, Any]:
         f"compiled_{unit}": line.compiled,
         "differences": [{"reason": d.reason, unit: d.amount} for d in line.differences],
         **(counts if line.group == "collectives" else {}),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRow:
+    """One plan of a ranking that was compiled.
+
+    Args:
+        rank: that the search gave it.
+        layout: in words.
+        found: what was found, None where it could not be compiled.
+        refused: why not, else "".
+    """
+
+    rank: int
+    layout: str
+    found: Verification | None
+    refused: str
+
+
+def with_verified(report: Report, rows: Sequence[VerifiedRow]) -> Report:
+    """Add to the report of a ranking what compiling its best plans found."""
+    columns = ("compiled", ">predicted", ">compiled", ">unexplained", "fits")
+    shown = noted_table(columns, [_verified_cells(row) for row in rows])
+    data = {"verified": [_verified_data(row) for row in rows]}
+    return replace(report, body=(*report.body[:2], shown, *report.body[2:]), data={**report.data, **data})
+
+
+def _verified_cells(row: VerifiedRow) -> tuple[tuple[str, ...], str]:
+    found = row.found
+    if found is None:
+        return (f"{row.rank}", "", "", "", "not compiled"), f"{row.layout.replace(',', ', ')}: {row.refused}"
+    compiled = "" if found.peak is None else format_bytes(found.peak)
+    share = "" if found.peak is None else format_percent(found.unexplained_share)
+    cells = (f"{row.rank}", format_bytes(found.predicted_total), compiled, share, "yes" if found.fits else "no")
+    return cells, row.layout.replace(",", ", ")
+
+
+def _verified_data(row: VerifiedRow) -> dict[str, Any]:
+    found = row.found
+    return {
+        "rank": row.rank,
+        "layout": row.layout,
+        "fits": None if found is None else found.fits,
+        "predicted_bytes": None if found is None else found.predicted_total,
+        "compiled_bytes": None if found is None else found.peak,
+        "unexplained_share_of_received": None if found is None or found.peak is None else found.unexplained_share,
+        "refused": row.refused or None,
     }
