@@ -9,6 +9,7 @@ from meshwise.runtime.backend import require_jax
 
 require_jax()
 
-from meshwise.runtime.train import TrainStep, train_step  # noqa: E402 -- JAX is needed from here on
+from meshwise.runtime.generate import Generator, generator  # noqa: E402 -- JAX is needed from here on
+from meshwise.runtime.train import TrainStep, train_step  # noqa: E402
 
-__all__ = ["TrainStep", "require_jax", "train_step"]
+__all__ = ["Generator", "TrainStep", "generator", "require_jax", "train_step"]

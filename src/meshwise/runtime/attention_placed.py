@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from meshwise.runtime.attention import Masks, attend
 from meshwise.runtime.local import part_index
@@ -26,6 +27,8 @@ def attend_placed(
     masks: Masks,
     placement: Placement,
     splits: Mapping[str, tuple[str, ...]],
+    *,
+    start: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend on a mesh.
 
@@ -34,6 +37,7 @@ def attend_placed(
         inputs: q, k and v where `splits` has them.
         masks: what is seen, by position.
         placement: of the layout.
+        start: position of the first query; keys begin at zero.
         splits: of the operation's iteration space; keys are split only where they go round a ring.
 
     Returns: as `attention.attend`, split as `splits` says.
@@ -42,17 +46,19 @@ def attend_placed(
     around = placement.split(splits.get(op.key_axis, ()))
     keys = jnp.arange(inputs[1].shape[1])
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local(start: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         if around:
             assert around == placement.split(positions), "a ring is of the axes that split queries"
             return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]]))
-        queries = part_index(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
+        queries = start + part_index(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
         return attend(q, k, v, masks, (queries, keys))
 
     if placement.mesh.size == 1:
-        return local(inputs[0], inputs[1], inputs[2])
+        return local(jnp.asarray(start), inputs[0], inputs[1], inputs[2])
     specs = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in op.inputs)
     out = placement.spec(Sharding.of(op.output.axes, splits))
     total = placement.spec(Sharding.of(op.output.axes[:-1], splits))
-    attended: tuple[jax.Array, jax.Array] = placement.local(local, specs, (out, total))(*inputs)
+    attended: tuple[jax.Array, jax.Array] = placement.local(local, (PartitionSpec(), *specs), (out, total))(
+        jnp.asarray(start), *inputs
+    )
     return attended

@@ -26,6 +26,9 @@ from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup
 
 __all__ = ["run_block"]
 
+#: Keys and values of earlier positions, where a block is given them.
+_CACHED = ("cache.k", "cache.v")
+
 
 @dataclass
 class _Walk:
@@ -105,7 +108,12 @@ class _Walk:
         numerics = self.around.numerics
         scale = numerics.attention_scale[self.around.block]
         masks = Masks(op.causal, op.window, op.chunk, scale, numerics.attention_cap)
-        out, total = attend_placed(op, inputs, masks, self.placement, splits)
+        start = self.around.positions[0]
+        if _CACHED[0] in self.arrays:
+            for place, name in enumerate(_CACHED, 1):
+                held = jax.lax.dynamic_update_slice_in_dim(self.arrays[name], inputs[place], start, axis=1)
+                inputs[place] = self.arrays[name] = held
+        out, total = attend_placed(op, inputs, masks, self.placement, splits, start=start)
         denominator = _denominator(op.output)
         self.arrays[denominator.name] = checkpoint_name(total, op.output.name)
         self.held[denominator.name] = Sharding.of(denominator.axes, splits)
@@ -145,7 +153,8 @@ def run_block(
         placement: of the layout.
         around: what operations read besides.
 
-    Returns: the block's outputs by name, where they live.
+    Returns: the block's outputs by name, where they live; and the cache, where it enters: "cache.k" and "cache.v",
+    [B, positions, heads, width], to which keys and values of the new positions are added.
     """
     read = {t.name: t for op in block.ops for t in op.inputs if t.name in weights or t.name in arrays}
     strategy = placement.strategy
@@ -157,4 +166,4 @@ def run_block(
         else:
             walk.held[name] = strategy.home(t.axes)
     walk.run(block.ops)
-    return {name: walk.arrays[name] for name in block.outputs}
+    return {name: walk.arrays[name] for name in (*block.outputs, *(c for c in _CACHED if c in arrays))}

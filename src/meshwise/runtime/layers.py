@@ -6,7 +6,7 @@ Not here: one block (`forward`), gradients and microbatches (`train`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -64,17 +64,26 @@ class Stack:
             stream = self.segment(segment, weights, stream)
         return self.head(weights, stream, labels)["loss"]
 
-    def embed(self, weights: Tree, tokens: jax.Array) -> jax.Array:
-        """From token ids [B, T] to the residual stream."""
-        positions = jnp.arange(tokens.shape[1])
+    def embed(self, weights: Tree, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """From token ids [B, T] to the residual stream; positions count from zero unless given [T]."""
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])
         inputs = {"tokens": tokens, "position_ids": positions}
-        return self._run(self.block("embed"), inputs, weights.get("embed", {}), positions)["x"]
+        return self.run(self.block("embed"), inputs, weights.get("embed", {}), positions)["x"]
 
     def head(self, weights: Tree, x: jax.Array, labels: jax.Array) -> Arrays:
         """From the residual stream to the head's outputs."""
         block = self.block("head")
         own = {**weights.get("head", {}), **{n: w for n, w in weights["embed"].items() if n in block.tied}}
-        return self._run(block, {"x": x, "labels": labels}, own, jnp.arange(x.shape[1]))
+        return self.run(block, {"x": x, "labels": labels}, own, jnp.arange(x.shape[1]))
+
+    def logits(self, weights: Tree, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """From the residual stream [B, T, D] to logits [B, T, V]: the head without its loss."""
+        block = self.block("head")
+        ops = tuple(op for op in block.ops if op.name != "loss")
+        last = ops[-1].output.name
+        own = {**weights.get("head", {}), **{n: w for n, w in weights["embed"].items() if n in block.tied}}
+        return self.run(replace(block, ops=ops, outputs=(last,)), {"x": x}, own, positions)[last]
 
     def segment(self, segment: Segment, weights: Tree, x: jax.Array) -> jax.Array:
         """Run the layers of a segment."""
@@ -94,7 +103,7 @@ class Stack:
 
     def _layer(self, block: Block) -> Callable[[jax.Array, Arrays], jax.Array]:
         def layer(x: jax.Array, weights: Arrays) -> jax.Array:
-            return self._run(block, {"x": x}, weights, jnp.arange(x.shape[1]))["x_out"]
+            return self.run(block, {"x": x}, weights, jnp.arange(x.shape[1]))["x_out"]
 
         return layer
 
@@ -109,7 +118,8 @@ class Stack:
         )
         return checkpointed
 
-    def _run(self, block: Block, inputs: Arrays, weights: Arrays, positions: jax.Array) -> dict[str, jax.Array]:
+    def run(self, block: Block, inputs: Arrays, weights: Arrays, positions: jax.Array) -> dict[str, jax.Array]:
+        """Execute one copy of a block; arguments and result as in `run_block`."""
         around = Surroundings(
             numerics=self.numerics,
             block=block.name,

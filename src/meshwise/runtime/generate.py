@@ -1,0 +1,202 @@
+"""Prefill and generation: the program over new tokens, attending to keys and values of those before.
+
+One function extends every sequence by some tokens: by a prompt, then by one token at a time. Not here: serving many
+requests, or sampling other than by the largest logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwise.costs.structure import Structure
+from meshwise.dtypes import DType
+from meshwise.errors import LayoutError
+from meshwise.models import Model
+from meshwise.models.numeric_readers import read_numerics
+from meshwise.runtime.backend import make_mesh
+from meshwise.runtime.formats import dtype_of
+from meshwise.runtime.layers import Stack
+from meshwise.runtime.params import Parameter, Tree, describe_parameters, initial_values, map_parameters
+from meshwise.runtime.refusals import check_even, check_model
+from meshwise.runtime.shardings import Placement
+from meshwise.runtime.stacks import Segment, plan_segments
+from meshwise.sharding import Sharding
+from meshwise.sharding.layout import Layout
+from meshwise.sharding.remat import remat_policy
+from meshwise.tensors import Attention
+
+__all__ = ["Generator", "generator"]
+
+#: Run -> "k" and "v" -> [layers, sequences, positions, heads, width].
+Cache = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Extends sequences.
+
+    Args:
+        stack: the model as it is executed.
+        parameters: by run and name.
+        sequences: that are extended together.
+        length: of the longest sequence, prompt included.
+        dtype: of weights, activations and cache.
+    """
+
+    stack: Stack
+    parameters: Mapping[str, Mapping[str, Parameter]]
+    sequences: int
+    length: int
+    dtype: Any
+
+    @cached_property
+    def abstract_weights(self) -> Tree:
+        """Shapes, formats and shardings of the weights, by run and name."""
+        placement = self.stack.placement
+        return map_parameters(self.parameters, lambda _, p: p.abstract(placement, "weights", self.dtype))
+
+    @cached_property
+    def abstract_cache(self) -> Cache:
+        """Shapes, formats and shardings of keys and values of all layers: run -> "k" and "v"."""
+        placement, sizes = self.stack.placement, self.stack.program.sizes
+        cache: Cache = {}
+        for segment in self.stack.segments:
+            for run in segment.runs:
+                attention = next(op for op in self.stack.block(run.block).ops if isinstance(op, Attention))
+                stack, cache[run.key] = segment.stack(run), {}
+                for name, t in zip(("k", "v"), attention.inputs[1:], strict=True):
+                    heads = (int(sizes[a]) for a in t.axes[2:])
+                    sharding = Sharding.of(t.axes, placement.strategy.attention_splits(t.axes))
+                    cache[run.key][name] = jax.ShapeDtypeStruct(
+                        (*stack, self.sequences, self.length, *heads),
+                        self.dtype,
+                        sharding=placement.named(sharding, len(stack)),
+                    )
+        return cache
+
+    def empty_cache(self) -> Cache:
+        """Give a cache of zeros, where it is held."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_cache)
+        zeros: Any = jax.jit(
+            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.abstract_cache), out_shardings=shardings
+        )
+        return dict(zeros())
+
+    def initial_weights(self, seed: int) -> Tree:
+        """Draw weights, as `TrainStep.initial_state` does."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights)
+        draw = jax.jit(lambda s: initial_values(self.parameters, s, self.dtype), out_shardings=shardings)
+        return dict(draw(seed))
+
+    @cached_property
+    def extend(self) -> Any:
+        """Jitted: (weights, cache, tokens [sequences, new], start) -> (logits [sequences, new, V], cache).
+
+        The cache is donated. `start` is the number of tokens before: 0 for a prompt (prefill), and one more for each
+        token that is generated.
+        """
+        weights, cache = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_weights, self.abstract_cache))
+        return jax.jit(
+            self._extend, in_shardings=(weights, cache, None, None), out_shardings=(None, cache), donate_argnums=1
+        )
+
+    def greedy(self, weights: Tree, prompt: jax.Array, count: int) -> jax.Array:
+        """Generate the most likely tokens.
+
+        Args:
+            weights: by run and name.
+            prompt: [sequences, tokens].
+            count: of new tokens.
+
+        Returns: new tokens [sequences, count].
+
+        Raises:
+            LayoutError: for more tokens than the cache has room for.
+        """
+        if prompt.shape[1] + count > self.length:
+            raise LayoutError(
+                f"generate: {prompt.shape[1]} tokens of the prompt and {count} new ones do not fit the cache of "
+                f"{self.length}; give a longer one"
+            )
+        logits, cache = self.extend(weights, self.empty_cache(), prompt, 0)
+        made = [jnp.argmax(logits[:, -1], axis=-1)]
+        for i in range(count - 1):
+            logits, cache = self.extend(weights, cache, made[-1][:, None], prompt.shape[1] + i)
+            made.append(jnp.argmax(logits[:, -1], axis=-1))
+        return jnp.stack(made, axis=1)
+
+    def _extend(self, weights: Tree, cache: Cache, tokens: jax.Array, start: jax.Array) -> tuple[jax.Array, Cache]:
+        positions = start + jnp.arange(tokens.shape[1])
+        x, kept = self.stack.embed(weights, tokens, positions), Cache()
+        for segment in self.stack.segments:
+            x, more = self._segment(segment, weights, cache, x, positions)
+            kept |= more
+        return self.stack.logits(weights, x, positions), kept
+
+    def _segment(
+        self, segment: Segment, weights: Tree, cache: Cache, x: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        keys = [run.key for run in segment.runs]
+
+        def once(x: jax.Array, own: tuple[Tree, Cache]) -> tuple[jax.Array, Cache]:
+            kept = {}
+            for run in segment.runs:
+                layer = self._layer(run.block, positions)
+                x, kept[run.key] = _repeat(layer, x, (own[0][run.key], own[1][run.key]), run.count)
+            return x, kept
+
+        made: tuple[jax.Array, Cache] = _repeat(
+            once, x, ({k: weights[k] for k in keys}, {k: cache[k] for k in keys}), segment.times
+        )
+        return made
+
+    def _layer(self, name: str, positions: jax.Array) -> Callable[[jax.Array, Any], tuple[jax.Array, Any]]:
+        def layer(x: jax.Array, own: Any) -> tuple[jax.Array, Any]:
+            weights, cache = own
+            inputs = {"x": x, "cache.k": cache["k"], "cache.v": cache["v"]}
+            made = self.stack.run(self.stack.block(name), inputs, weights, positions)
+            return made["x_out"], {"k": made["cache.k"], "v": made["cache.v"]}
+
+        return layer
+
+
+def _repeat(body: Callable[[jax.Array, Any], Any], x: jax.Array, own: Any, times: int) -> Any:
+    """Run `body` once, or over the leading dimension of `own`, collecting what it gives besides."""
+    return body(x, own) if times == 1 else jax.lax.scan(body, x, own)
+
+
+def generator(
+    model: Model, layout: Layout, devices: Sequence[Any], *, sequences: int, length: int, dtype: DType = DType.BF16
+) -> Generator:
+    """Make what extends sequences.
+
+    Args:
+        model: of `EXECUTED_FAMILIES`.
+        layout: data, fsdp and expert split sequences, tensor splits heads and widths; there is nothing else to split.
+        devices: as many as the layout has chips, in the order of its mesh.
+        sequences: that are extended together.
+        length: of the longest sequence, prompt included.
+        dtype: of weights, activations and cache.
+
+    Raises:
+        ConfigError: for a model that is not executed, by name.
+        LayoutError: for a layout that splits positions or layers, or unevenly.
+    """
+    check_model(model)
+    for axis in ("context", "ulysses", "stage"):
+        if layout.sizes[axis] > 1:
+            raise LayoutError(f"generate: {axis}={layout.sizes[axis]} splits positions or layers; use tensor or data")
+    numerics = read_numerics(model)
+    mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
+    whole = layout.replace(sequence_parallel=False, expert_tensor_parallel=True)
+    placement = Placement(mesh, Structure.of(whole).strategy)
+    program = model.train_program()
+    check_even(program, placement, program.bind(batch=sequences, queries=1, keys=length))
+    stack = Stack(program, numerics, plan_segments(numerics.order), placement, remat_policy("none"), dtype_of(dtype))
+    return Generator(stack, describe_parameters(program, stack.segments, numerics), sequences, length, dtype_of(dtype))

@@ -1,0 +1,54 @@
+"""What is generated token by token is what the whole sequence says at once."""
+
+import jax
+import numpy as np
+import pytest
+from steps import configured, dense
+from test_models import MODELS
+
+from meshwise.dtypes import DType
+from meshwise.errors import LayoutError
+from meshwise.runtime import generator
+from meshwise.sharding.layout import Layout
+
+
+def make(model, layout, length=12):
+    return generator(model, layout, jax.devices()[: layout.num_chips], sequences=4, length=length, dtype=DType.FP32)
+
+
+def weights_of(made):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype) * 0.2, a.sharding), made.abstract_weights
+    )
+
+
+@pytest.mark.slow  # three compiled programs each: windows, latents, sinks and experts, learned positions
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gpt_oss", "gpt2"])
+def test_a_token_at_a_time_gives_the_logits_of_all_at_once(name):
+    made = make(configured(name, MODELS[name]), Layout(fsdp=2, tensor=2))
+    weights, tokens = weights_of(made), np.random.default_rng(1).integers(0, 64, (4, 12))
+    whole, _ = made.extend(weights, made.empty_cache(), tokens, 0)
+    logits, cache = made.extend(weights, made.empty_cache(), tokens[:, :8], 0)
+    found = [np.asarray(logits)]
+    for i in range(8, 12):
+        logits, cache = made.extend(weights, cache, tokens[:, i : i + 1], i)
+        found.append(np.asarray(logits))
+    np.testing.assert_allclose(np.concatenate(found, axis=1), np.asarray(whole), rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_tokens_are_the_largest_logits_of_the_whole_sequence():
+    made = make(dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64"), Layout(data=2, tensor=2))
+    weights, prompt = weights_of(made), np.random.default_rng(1).integers(0, 64, (4, 8))
+    new = np.asarray(made.greedy(weights, prompt, 4))
+    whole, _ = made.extend(weights, made.empty_cache(), np.concatenate([prompt, new], axis=1), 0)
+    np.testing.assert_array_equal(new, np.asarray(whole)[:, 7:11].argmax(axis=-1))
+
+
+def test_what_generation_cannot_do_is_refused():
+    model = dense()
+    with pytest.raises(LayoutError, match="context=2 splits positions"):
+        make(model, Layout(context=2))
+    made = make(model, Layout())
+    with pytest.raises(LayoutError, match="8 tokens of the prompt and 9 new ones do not fit the cache of 12"):
+        made.greedy({}, np.zeros((4, 8), int), 9)
