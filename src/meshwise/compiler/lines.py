@@ -27,7 +27,7 @@ REASONS = {
     "small arrays": "arrays of less than a thousandth of all bytes: norms' gradients, counters",
     "padding": "parts are padded to whole tiles",
     "wider format": "sent in fp32 where bf16 was expected",
-    "as exchange": "an AllToAll, where an AllGather and a slice were expected, or the other way round",
+    "as gather": "an AllGather and a slice, where an AllToAll would do: as many times the bytes as members",
     "collective matmul": "pieces go round both ways of a ring beside the matmul: more bytes than one collective needs",
     "masked pairs": "attention multiplies whole blocks, masked pairs among them; causal ones were expected",
     "not again": "a product whose result nothing reads is not computed again",
@@ -121,14 +121,24 @@ def _whole(key: tuple[str, str], small: Line | None, large: Line | None, reducti
     nothing = Line(*key, 0.0, 0.0)
     a, b = small or nothing, large or nothing
     amounts = [{d.reason: d.amount for d in line.differences} for line in (a, b)]
+    whole = {
+        reason: reduction.whole(amounts[0].get(reason, 0.0), amounts[1].get(reason, 0.0))
+        for reason in dict.fromkeys([*amounts[1], *amounts[0]])
+    }
     return Line(
         *key,
         predicted=reduction.whole(a.predicted, b.predicted),
         compiled=reduction.whole(a.compiled, b.compiled),
-        differences=tuple(
-            Difference(reason, reduction.whole(amounts[0].get(reason, 0.0), amounts[1].get(reason, 0.0)))
-            for reason in dict.fromkeys([*amounts[1], *amounts[0]])
-        ),
+        differences=tuple(Difference(reason, amount) for reason, amount in _more_or_less(whole).items()),
         predicted_count=reduction.whole(a.predicted_count, b.predicted_count),
         compiled_count=reduction.whole(a.compiled_count, b.compiled_count),
     )
+
+
+def _more_or_less(amounts: dict[str, float]) -> dict[str, float]:
+    """Name memory within the step by the sign of its sum: small copies may need less where the whole needs more."""
+    if not {"reuse", "scratch"} & set(amounts):
+        return amounts
+    total = amounts.get("reuse", 0.0) + amounts.get("scratch", 0.0)
+    others = {reason: amount for reason, amount in amounts.items() if reason not in ("reuse", "scratch")}
+    return {**others, "reuse" if total < 0 else "scratch": total}

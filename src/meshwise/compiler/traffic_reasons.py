@@ -61,6 +61,7 @@ def traffic_lines(expected: Expected, compiled: Sequence[Meant]) -> tuple[Line, 
     _joined(ledger)
     _reduced_whole(ledger)
     _at_once(ledger, expected, compiled)
+    _as_exchange(ledger, compiled)
     _padding(ledger, expected)
     _small(ledger, expected, compiled, total)
     for c in compiled:
@@ -166,6 +167,17 @@ def _at_once(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant]) -> 
             smaller = e.kind in ("all-reduce", "reduce-scatter") and set(e.axes) < set(c.axes)
             if smaller and e.purpose == "gradients" and -2 * c.needed * c.count <= ledger.left[part] < 0:
                 ledger.explain(part, "reduced at once", max(-e.received, ledger.left[part]))
+
+
+def _as_exchange(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
+    """An AllGather more, an AllToAll less by the share that it would have taken: gathered whole, then cut."""
+    sizes = {c.axes: c.group_size for c in compiled if c.kind == "all-gather"}
+    for axes, size in sizes.items():
+        gather, exchange = ("all-gather", axes), ("all-to-all", axes)
+        amount = min(ledger.left[gather] / size, -ledger.left[exchange])
+        if amount > 0:
+            ledger.explain(gather, "as gather", amount * size)
+            ledger.explain(exchange, "as gather", -amount)
 
 
 def _padding(ledger: _Ledger, expected: Expected) -> None:

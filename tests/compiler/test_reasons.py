@@ -1,0 +1,157 @@
+"""Reasons of differences: each rule alone, on collectives made up for it, and what it must leave unexplained."""
+
+import pytest
+
+from meshwise.compiler.expected import Expected, ExpectedCollective
+from meshwise.compiler.hlo.instructions import Computation, Instruction
+from meshwise.compiler.hlo.loops import Execution
+from meshwise.compiler.hlo.rewrites import Meant
+from meshwise.compiler.hlo.shapes import parse_shape
+from meshwise.compiler.hlo.traffic import Emitted
+from meshwise.compiler.lines import Difference, Line, extrapolated
+from meshwise.compiler.reduction import Reduction
+from meshwise.compiler.traffic_reasons import traffic_lines
+
+MB = 1e6
+
+
+def wanted(kind, axes, received, *, block="layer", when="forward", purpose="weights", tensors=("w",)):
+    return ExpectedCollective(block, when, purpose, kind, axes, tensors, 1.0, received)
+
+
+def found(kind, axes, received, *, size=4, dtype="bf16", scope="jit(step)/layer/x", rewrite="", sent=None):
+    others = 1 - 1 / size
+    factor = {"all-reduce": 2 * others, "permute": 1.0}.get(kind, others)
+    payload = received / factor
+    shape = parse_shape(f"{dtype}[{int(payload)}]")
+    i = Instruction("c", shape, kind, (), f', metadata={{op_name="{scope}"}}')
+    emitted = Emitted(
+        kind, axes, size, payload, dtype, (shape,), Execution(1), i, Computation("m", (i,)), 1, asynchronous=False
+    )
+    return Meant(kind, axes, size, payload, 1, received if sent is None else sent, rewrite, (emitted,))
+
+
+def reasons(expected, compiled):
+    lines = traffic_lines(Expected(tuple(expected), {}, {}, frozenset(), {}, 0.0), compiled)
+    return {line.name: {d.reason: round(d.amount / MB, 3) for d in line.differences} for line in lines}
+
+
+X, Y = ("x",), ("y",)
+
+
+def test_what_matches_needs_no_reason():
+    assert reasons([wanted("all-gather", X, 100 * MB)], [found("all-gather", X, 100 * MB)]) == {"all-gather over x": {}}
+
+
+def test_what_nothing_explains_is_unexplained():
+    assert reasons([wanted("all-gather", X, 100 * MB)], [found("all-gather", X, 130 * MB)]) == {
+        "all-gather over x": {"unexplained": 30.0}
+    }
+    assert reasons([], [found("all-to-all", X, 30 * MB)]) == {"all-to-all over x": {"unexplained": 30.0}}
+    assert reasons([wanted("all-to-all", X, 30 * MB)], []) == {"all-to-all over x": {"unexplained": -30.0}}
+
+
+def test_a_gather_of_both_passes_may_be_taken_once():
+    both = [
+        wanted("all-gather", X, 40 * MB, block="head", when=w, tensors=("w_head",)) for w in ("forward", "backward")
+    ]
+    assert reasons(both, [found("all-gather", X, 40 * MB)]) == {"all-gather over x": {"gathered once": -40.0}}
+    assert reasons(both, []) == {"all-gather over x": {"gathered once": -40.0, "unexplained": -40.0}}
+    assert reasons(both, [found("all-gather", X, 70 * MB)]) == {"all-gather over x": {"unexplained": -10.0}}
+
+
+def test_a_sum_may_be_taken_whole():
+    assert reasons([wanted("reduce-scatter", X, 10 * MB)], [found("all-reduce", X, 20 * MB)]) == {
+        "all-reduce over x": {"reduced whole": 20.0},
+        "reduce-scatter over x": {"reduced whole": -10.0},
+    }
+
+
+def test_a_scatter_and_a_gather_may_be_joined():
+    expected = [wanted("reduce-scatter", X, 10 * MB), wanted("all-gather", X, 10 * MB)]
+    assert reasons(expected, [found("all-reduce", X, 20 * MB)]) == {
+        "all-gather over x": {"joined": -10.0},
+        "all-reduce over x": {"joined": 20.0},
+        "reduce-scatter over x": {"joined": -10.0},
+    }
+
+
+def test_sums_over_two_axes_may_be_one():
+    expected = [
+        wanted("all-reduce", X, 10 * MB, when="step", purpose="gradients"),
+        wanted("reduce-scatter", Y, 8 * MB, when="backward", purpose="gradients"),
+    ]
+    assert reasons(expected, [found("all-reduce", ("x", "y"), 16 * MB)]) == {
+        "all-reduce over x": {"reduced at once": -10.0},
+        "all-reduce over x,y": {"reduced at once": 16.0},
+        "reduce-scatter over y": {"reduced at once": -8.0},
+    }
+
+
+def test_an_exchange_may_be_a_gather():
+    assert reasons([wanted("all-to-all", X, 10 * MB)], [found("all-gather", X, 40 * MB, size=4)]) == {
+        "all-gather over x": {"as gather": 40.0},
+        "all-to-all over x": {"as gather": -10.0},
+    }
+
+
+def test_a_lookup_has_ways_of_its_own():
+    expected = [wanted("reduce-scatter", X, 50 * MB, block="embed", when="backward", purpose="gradients")]
+    compiled = [found("all-to-all", X, 20 * MB, scope="transpose(jvp(embed))/embed/jit(_take)/scatter-add")]
+    assert reasons(expected, compiled) == {
+        "all-to-all over x": {"lookup": 20.0},
+        "reduce-scatter over x": {"lookup": -50.0},
+    }
+    assert reasons(expected, []) == {"reduce-scatter over x": {"unexplained": -50.0}}
+
+
+def test_integers_and_statistics_are_told_by_their_format():
+    compiled = [
+        found("all-gather", X, 5 * MB, dtype="s32"),
+        found("all-reduce", X, 3 * MB, dtype="f32", scope="jvp(head)/loss/reduce_max"),
+        found("all-gather", X, 100 * MB),
+    ]
+    assert reasons([wanted("all-gather", X, 100 * MB)], compiled) == {
+        "all-gather over x": {"token numbers": 5.0},
+        "all-reduce over x": {"statistics": 3.0},
+    }
+
+
+def test_a_collective_matmul_counts_what_it_stands_for_and_says_what_it_sends_more():
+    compiled = [found("reduce-scatter", X, 30 * MB, rewrite="collective matmul", sent=50 * MB)]
+    assert reasons([wanted("reduce-scatter", X, 30 * MB)], compiled) == {
+        "reduce-scatter over x": {"collective matmul": 20.0}
+    }
+
+
+def test_a_little_more_is_padding_of_scatters_only():
+    assert reasons([wanted("reduce-scatter", X, 100 * MB)], [found("reduce-scatter", X, 102 * MB)]) == {
+        "reduce-scatter over x": {"padding": 2.0}
+    }
+    assert reasons([wanted("all-gather", X, 100 * MB)], [found("all-gather", X, 102 * MB)]) == {
+        "all-gather over x": {"unexplained": 2.0}
+    }
+
+
+def test_lines_extrapolate_reason_by_reason():
+    small = (Line("collectives", "a", 10.0, 12.0, (Difference("padding", 2.0),)),)
+    large = (
+        Line("collectives", "a", 20.0, 23.0, (Difference("padding", 2.0), Difference("unexplained", 1.0))),
+        Line("collectives", "b", 0.0, 5.0),
+    )
+    a, b = extrapolated(small, large, Reduction(2, 4, 3.0))
+    assert (a.predicted, a.compiled, a.differences) == (
+        50.0,
+        56.0,
+        (Difference("padding", 2.0), Difference("unexplained", 4.0)),
+    )
+    assert (b.predicted, b.compiled) == (0.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "reason", "whole"), [((-5.0, -8.0), "reuse", -17.0), ((-5.0, -1.0), "scratch", 11.0)]
+)
+def test_memory_that_changes_its_sign_changes_its_name(amounts, reason, whole):
+    lines = [(Line("memory", "temporaries", 100.0, 100.0 + a, (Difference("reuse", a),)),) for a in amounts]
+    (line,) = extrapolated(*lines, Reduction(2, 4, 3.0))
+    assert line.differences == (Difference(reason, whole),)
