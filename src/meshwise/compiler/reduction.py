@@ -96,11 +96,11 @@ def _kinds(model: Model, layout: Layout) -> dict[object, int]:
 
 def _steps(fewer: Mapping[object, int], more: Mapping[object, int], wanted: Mapping[object, int]) -> float | None:
     """How often what `more` has beyond `fewer` leads from `more` to `wanted`; None where it does not."""
-    if set(more) != set(wanted):
+    if not set(fewer) == set(more) == set(wanted):  # all kinds in both, so that they have the names of the whole
         return None
     steps: float | None = None
     for kind, number in wanted.items():
-        grown, missing = more[kind] - fewer.get(kind, 0), number - more[kind]
+        grown, missing = more[kind] - fewer[kind], number - more[kind]
         if grown <= 0:
             if missing:
                 return None
