@@ -1,7 +1,9 @@
 """Plans that are run: losses, saved steps, what goes on after a kill, and words for what cannot be."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +202,21 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     with pytest.raises(MeshwiseError, match=r"expected an empty folder or saved steps, found 'thesis.txt'"):
         train(plan_of(), steps=1, checkpoint=str(tmp_path))
     assert [p.name for p in tmp_path.iterdir() if p.name != "lock"] == ["thesis.txt"]
+
+
+def test_a_full_disk_is_said_before_a_part_is_written(tmp_path, monkeypatch):
+    usage = type(shutil.disk_usage(tmp_path))(10**9, 10**9 - 5000, 5000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(MeshwiseError, match=r"step 1 takes 19.\d KiB, found 4.88 KiB free"):
+        train(plan_of(), steps=1, checkpoint=str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_folder_is_for_one_run_at_a_time(kept):
+    with (kept / "lock").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(MeshwiseError, match="another run uses it"):
+            train(plan_of(), steps=3, checkpoint=str(kept))
 
 
 def test_synthetic_tokens_depend_on_seed_and_step_and_can_be_learned():

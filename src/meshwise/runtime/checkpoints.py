@@ -24,6 +24,7 @@ import numpy as np
 from meshwise.errors import ConfigError, MeshwiseError, MissingDependencyError
 from meshwise.runtime.layer_order import layer_order, rearranged
 from meshwise.runtime.train import State, TrainStep
+from meshwise.units import format_bytes
 
 __all__ = ["Checkpoints"]
 
@@ -118,6 +119,7 @@ class Checkpoints:
             raise MeshwiseError(f"--checkpoint {self.folder}: step {step} is there already; nothing was overwritten")
         try:
             shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed: it was never reported
+            self._check_room(step, state)
             _write_state(unfinished / _STATE, state)
             record = {
                 "format": _VERSION,
@@ -131,10 +133,21 @@ class Checkpoints:
             _sync(unfinished)
             unfinished.rename(there)
             _sync_one(self.folder)
+        except MeshwiseError:
+            raise
         except (OSError, ValueError) as error:
             words = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise MeshwiseError(f"--checkpoint {self.folder}: step {step} could not be saved: {words}") from None
         self.told(step)
+
+    def _check_room(self, step: int, state: State) -> None:
+        """Refuse what the disk cannot take before a part of it is written."""
+        needed, free = sum(a.nbytes for a in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise MeshwiseError(
+                f"--checkpoint {self.folder}: step {step} takes {format_bytes(needed)}, found {format_bytes(free)} "
+                "free; make room, and the same command goes on from the step that was saved before it"
+            )
 
     def load(self, step: TrainStep) -> tuple[int, State]:
         """Give the last saved step and its state, where `step` reads it, whatever layout it was saved in.
