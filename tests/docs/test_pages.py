@@ -69,7 +69,7 @@ def test_every_command_is_in_the_reference():
 def test_every_command_is_shown_in_the_readme():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     for name, _ in reference.commands():
-        assert f"\n$ meshwise {name}" in page, name
+        assert re.search(rf"^(\$ )?meshwise {name}\b", page, re.MULTILINE), name  # what a machine measures is not run
 
 
 @pytest.mark.parametrize("kind", [chips, networks, machines])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,10 +16,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import meshwise
 from meshwise.errors import ClusterError, ConfigError, InfeasibleError, LayoutError, MeshwiseError
+from meshwise.runtime import loop, train_step
 from meshwise.runtime.data import SyntheticTokens, read_text
+from meshwise.runtime.optimizer import Hyperparameters
+from meshwise.units import format_bytes
 
 TINY = "D=8 F=16 L=2 N=2 K=2 H=4 V=32"
-ONE_LAYER = TINY.replace("L=2", "L=1")
 TOKENS, LENGTH = 64, 8
 
 
@@ -118,6 +121,10 @@ def test_a_step_that_was_reported_saved_outlives_a_kill(alone, tmp_path):
     assert resumed["losses"] == list(whole.losses[latest:])
     assert f"saved step {last}\n" in done.stderr
     assert (resumed["num_devices"], resumed["planned_chip"]) == (2, "h100-sxm")
+    page = (Path(__file__).parents[2] / "docs" / "run.md").read_text()
+    envelope = ("schema_version", "command", "inputs", "answer", "assumed", "not_modelled")
+    fields = {*resumed, *resumed["measured"], *resumed["predicted"]} - {*envelope}
+    assert not [name for name in fields if f"`{name}`" not in page]
     assert "the prediction is for h100-sxm, and this ran on cpu: they are not to be compared" in resumed["not_modelled"]
 
 
@@ -207,8 +214,10 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 def test_a_full_disk_is_said_before_a_part_is_written(tmp_path, monkeypatch):
     usage = type(shutil.disk_usage(tmp_path))(10**9, 10**9 - 5000, 5000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(MeshwiseError, match=r"step 1 takes 19.\d KiB, found 4.88 KiB free"):
-        train(plan_of(), steps=1, checkpoint=str(tmp_path))
+    plan = plan_of()
+    needed = format_bytes(3 * 4 * plan.problem.model.parameters.total + 4)  # weights, two moments, the step's number
+    with pytest.raises(MeshwiseError, match=f"step 1 takes {needed}, found 4.88 KiB free"):
+        train(plan, steps=1, checkpoint=str(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["lock"]
 
 
@@ -282,7 +291,6 @@ def test_words_for_texts_that_cannot_be_read(words, tmp_path):
         ({}, {"tokenizer": "x"}, MeshwiseError, "--tokenizer needs --text"),
         ({}, {"every": 2}, MeshwiseError, "--every needs --checkpoint"),
         ({}, {"steps": 0}, MeshwiseError, "steps: expected at least 1, found 0"),
-        ({"model": ONE_LAYER}, {"learning_rate": 1e3}, InfeasibleError, "the loss is nan; lower --learning-rate"),
         ({"precision": "fp8"}, {}, MeshwiseError, "precision 'fp8'"),
         ({"layout": "fsdp=2,offload=optimizer"}, {}, LayoutError, "offload=optimizer"),
         ({"model": "D=65536 F=262144 L=200 N=64 K=8 H=128 V=32"}, {}, InfeasibleError, "the training state alone"),
@@ -295,6 +303,20 @@ def test_words_for_what_cannot_be_run(plan, given, error, words):
     jax.devices()
     with pytest.raises(error, match=words):
         train(plan_of(**plan) if isinstance(plan, dict) else plan, **given)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    plan = plan_of()
+    constants = Hyperparameters(learning_rate=0.01)
+    step = train_step(plan.problem.model, plan.layout, plan.problem.job, jax.devices()[:2], constants)
+
+    def load(step):
+        state = step.initial_state(0)
+        return 4, {**state, "weights": jax.tree.map(lambda w: w * np.nan, state["weights"])}
+
+    with pytest.raises(InfeasibleError, match="step 5: the loss is nan; lower --learning-rate") as raised:
+        loop.train(step, SyntheticTokens(32, 0), last=6, load=load)
+    assert raised.value.exit_code == 3
 
 
 def test_a_profile_is_written(tmp_path):

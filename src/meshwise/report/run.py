@@ -135,7 +135,7 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
                 "memory_bytes": estimate.memory["total"],
             },
         },
-        body=(table(["!", ">measured", f">predicted, {chip}", ">ratio"], _rows(result)),),
+        body=(table(["!", ">measured", f">predicted, {chip}", *_ratio(result)], _rows(result)),),
         assumed=(
             f"tokens: {result.data}",
             f"times: {times}; compiling took {format_time(result.compile_seconds)}",
@@ -146,15 +146,20 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
     )
 
 
-def _rows(result: RunResult) -> list[tuple[str, str, str, str]]:
+def _ratio(result: RunResult) -> tuple[str, ...]:
+    """Head the column of ratios, where they mean something."""
+    return (">measured / predicted",) if result.is_planned_chip else ()
+
+
+def _rows(result: RunResult) -> list[tuple[str, ...]]:
     """Lay measured beside predicted."""
     estimate = result.plan.estimate
     memory = estimate.memory["total"]
 
-    def row(name: str, measured: float | None, predicted: float, show: Any) -> tuple[str, str, str, str]:
-        if measured is None:
-            return name, "not known", show(predicted), ""
-        return name, show(measured), show(predicted), f"{measured / predicted:.3g}"
+    def row(name: str, measured: float | None, predicted: float, show: Any) -> tuple[str, ...]:
+        cells = (name, "not known" if measured is None else show(measured), show(predicted))
+        ratio = "" if measured is None else f"{measured / predicted:.2f}"
+        return (*cells, ratio) if _ratio(result) else cells
 
     return [
         row("step time", result.step_seconds, estimate.step_time.expected, format_time),
