@@ -20,7 +20,7 @@ PLANS = {
         ("llama-3-8b", "h100:8", "128Ki", 4096, "fsdp=4,tensor=2,remat=full,micro_batch=2"),
         ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=2,tensor=4,remat=full"),
         ("llama-3-8b", "h100:8", "64Ki", 4096, "tensor=8,remat=full"),
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=4,context=2,remat=full"),
+        ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=4,context=2,remat=full,context_method=gather"),
         ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=4,ulysses=2,remat=full"),
         ("llama-3-8b", "h100:8", "64Ki", 4096, "data=2,fsdp=4,zero=1,remat=full"),
         ("llama-3-70b", "h100:64", "512Ki", 4096, "fsdp=64,remat=full"),
