@@ -49,6 +49,14 @@ def tiny(*, layers=4, width=256, heads=8, kv_heads=4, hidden=512, vocab=1024, ti
     return read_config(config, name="tiny", where="tests")
 
 
+#: Learned positions: a table of the sequence's own, whose gradient is summed over replicas in every microbatch.
+LEARNED = read_config(
+    {"model_type": "gpt2", "n_embd": 256, "n_head": 8, "n_layer": 2, "vocab_size": 1024, "n_positions": 1024},
+    name="tiny-learned",
+    where="tests",
+)
+
+
 @cache
 def tiny_mixture(*, layers=4, width=1024, hidden=2048, vocab=1024, experts=8):
     """A Mixtral of two experts a token."""

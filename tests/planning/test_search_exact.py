@@ -12,7 +12,7 @@ import pytest
 from everything import KIND, all_places, everything
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_problems import MIXTURE, NODE_LIMITED, all_factorings, all_placements, tiny, torus
+from small_problems import LEARNED, MIXTURE, NODE_LIMITED, all_factorings, all_placements, tiny, torus
 
 from meshwise.costs.calibration import CALIBRATIONS, default_calibration
 from meshwise.costs.estimate import evaluate_layout
@@ -93,6 +93,10 @@ PROBLEMS = {
     "12 chips": (
         lambda: problem_on(torus((3, 4)), sequences=12, layers=3, width=1536, hidden=4608),
         {"remat": ("none", "full"), "zero": (0, 1), "schedule": ("1f1b", "interleaved")},
+    ),
+    "8 H100, learned positions": (
+        lambda: problem_on(parse_cluster("h100:8"), model=LEARNED, sequences=8),
+        {"remat": ("none", "full"), "zero": (0, 2), "context_method": ("gather",), "schedule": ("1f1b",)},
     ),
     "two slices": (
         lambda: problem_on(parse_cluster("v5e:2x2*2"), width=1024, hidden=4096, layers=2),
@@ -227,7 +231,7 @@ def small_searches(draw):
         precision=draw(st.sampled_from(("bf16", "mixed"))),
     )
     calibration = CALIBRATIONS[draw(st.sampled_from(sorted(CALIBRATIONS)))]
-    problem = TrainingProblem(draw(st.sampled_from((dense, MIXTURE, NODE_LIMITED))), job, cluster, calibration)
+    problem = TrainingProblem(draw(st.sampled_from((dense, MIXTURE, NODE_LIMITED, LEARNED))), job, cluster, calibration)
     varied = {
         "remat": draw(some("none", "matmuls", "attention", "full")),
         "zero": draw(some(0, 1, 2)),

@@ -340,8 +340,13 @@ def evaluate_memory(
 
 
 def _activation_flows(planned: PlannedBlock, local: LocalBlock) -> tuple[Flow, ...]:
-    moving = (Purpose.ACTIVATIONS, Purpose.RING)
-    return tuple(p.sized(local.flows[i]) for i, p in enumerate(planned.flows) if p.local and p.purpose in moving)
+    """What moves activations. Gradients of learned positions are summed over replicas, too: no bound counts them."""
+    moving = [
+        i
+        for i, p in enumerate(planned.flows)
+        if p.local and p.purpose in (Purpose.ACTIVATIONS, Purpose.RING) and not {"data", "fsdp"} & set(p.mesh_axes)
+    ]
+    return tuple(planned.flows[i].sized(local.flows[i]) for i in moving)
 
 
 def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: Extents) -> BlockTime:
