@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from meshwise.dtypes import DType
@@ -439,6 +440,7 @@ class Program:
         return sum(b.repeat * b.flops(sizes) for b in self.blocks)
 
 
+@lru_cache(maxsize=256)  # every strategy and every policy asks again
 def backward(block: Block) -> tuple[Op, ...]:
     """Derive the backward pass of `block`, operation by operation.
 

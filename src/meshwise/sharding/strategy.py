@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from meshwise.sharding.mesh import Sharding
 
@@ -104,6 +105,11 @@ class Strategy:
 
 def apply_rules(rules: tuple[Rule, ...], axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Apply `rules` in order to a tensor or iteration space with `axes`."""
+    return dict(_applied(rules, axes))
+
+
+@lru_cache(maxsize=65536)  # few tables, few kinds of tensors
+def _applied(rules: tuple[Rule, ...], axes: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     bases = {a.partition(".")[0]: a for a in reversed(axes)}
     splits: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
@@ -112,7 +118,7 @@ def apply_rules(rules: tuple[Rule, ...], axes: tuple[str, ...]) -> dict[str, tup
         if axis is not None and rule.mesh_axis not in used:
             splits[axis] = (*splits.get(axis, ()), rule.mesh_axis)
             used.add(rule.mesh_axis)
-    return splits
+    return tuple(splits.items())
 
 
 def _sharding(axes: tuple[str, ...], splits: dict[str, tuple[str, ...]]) -> Sharding:
@@ -206,6 +212,7 @@ def tensor(axis: str = "tensor", *, sequence: bool = True, experts: tuple[str, .
     )
 
 
+@lru_cache(maxsize=256)
 def training_strategy(
     *,
     zero: int = 0,
