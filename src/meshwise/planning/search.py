@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from meshwise.costs.estimate import model_flops
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
+from meshwise.planning.allocator import keep_freed_memory
 from meshwise.planning.bounds import CHUNK, Groups
 from meshwise.planning.front import Found, Front
 from meshwise.planning.pricing import Priced, Pricing
@@ -130,6 +131,7 @@ def search(
         progress: told a line now and then.
     """
     started = time.process_time()
+    keep_freed_memory()
     state = _State(problem, space, objective, top, progress)
     ideal = ideal_chip_seconds_per_token(problem)
     interrupted_on = 0
