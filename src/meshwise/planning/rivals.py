@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from meshwise.costs.estimate import Estimate
 from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
 from meshwise.costs.network import Fabric, PlacedWires
@@ -120,20 +122,25 @@ def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, 
     sizes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1.0) | {axis: float(chips)}
     replicas = chips if axis in ("data", "fsdp") else 1
     job = problem.job
-    found = []
     wires = PlacedWires(whole, factors)
     cuts: Sequence[tuple[float, int]] = batch_cuts(job.sequences, job.batch_slack, replicas)
-    for micro, number in cuts or [(job.sequences / replicas, 1)]:
-        candidates = Candidates(**sizes, micro_batch=float(micro), num_microbatches=float(number))
-        for remat in REMAT_POLICIES:
-            costs = evaluate(problem, Structure(0, True, remat), candidates, wires)
-            # Where communication hides everything, policies tie in time: prefer the one that computes least.
-            time = (round(float(costs.step.expected), 9), float(costs.step.resources["compute"]))
-            over = costs.memory["total"] > limit
-            found.append((over, time, float(candidates.sequences), costs))
-    leanest = min(found, key=lambda f: float(f[3].memory["total"]))
-    best = min((f for f in found if not f[0]), key=lambda f: (f[1][0] / f[2], f[1][1] / f[2]), default=leanest)
-    return best[3], best[2]
+    micro, number = np.array(cuts or [(job.sequences / replicas, 1)], float).T
+    found = []
+    for remat in REMAT_POLICIES:
+        candidates = Candidates(**sizes, micro_batch=micro, num_microbatches=number)
+        costs = evaluate(problem, Structure(0, True, remat), candidates, wires)
+        columns = costs.memory["total"], costs.step.expected, costs.step.resources["compute"], candidates.sequences
+        rows = np.broadcast_arrays(np.arange(len(micro)), *columns)
+        # Where communication hides everything, policies tie in time: prefer the one that computes least.
+        found += [
+            (memory, (round(seconds, 9) / sequences, busy / sequences), int(i), remat)
+            for i, memory, seconds, busy, sequences in zip(*(column.tolist() for column in rows), strict=True)
+        ]
+    found.sort(key=lambda f: f[2])  # of equal ones that of the first cut
+    leanest = min(found, key=lambda f: f[0])
+    *_, i, remat = min((f for f in found if f[0] <= limit), key=lambda f: f[1], default=leanest)
+    chosen = Candidates(**sizes, micro_batch=float(micro[i]), num_microbatches=float(number[i]))
+    return evaluate(problem, Structure(0, True, remat), chosen, wires), float(chosen.sequences)
 
 
 def _memory_reason(costs: Costs, memory: float, capacity: float, limit: float) -> str:
