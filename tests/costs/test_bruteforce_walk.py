@@ -115,7 +115,7 @@ class Case:
         extents = whole_extents(self.problem, self.structure, self.candidates)
         total = defaultdict(float)
         for i, plan in enumerate(block.flows):
-            flow = plan.sized(local.flows[i]) if i in local.flows else plan.flow(extents)
+            flow = plan.sized(local.flows[i] if i in local.flows else plan.bytes(extents))
             group = math.prod(self.layout.sizes[a] for a in flow.mesh_axes)
             share = {  # of the bytes of `wire_time`'s convention, what one device receives
                 CollectiveKind.ALL_REDUCE: 2 * (1 - 1 / group),

@@ -28,7 +28,7 @@ def moved(model, block, kinds, **layout):
     (planned,) = (b for b in plan_structure(problem, structure) if b.placed.block.name == block)
     total = Counter()
     for plan in planned.flows:
-        flow = plan.flow(extents)
+        flow = plan.sized(plan.bytes(extents))
         n = extents.devices(flow.mesh_axes)
         if n > 1 and flow.purpose in (Purpose.ACTIVATIONS, Purpose.RING) and flow.kind in kinds:
             whole = flow.num_bytes / n if flow.kind is CollectiveKind.ALL_TO_ALL else flow.num_bytes

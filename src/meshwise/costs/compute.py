@@ -6,12 +6,11 @@ The structure is worked out once per placement; sizes, floats or arrays, come af
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from meshwise.costs.arithmetic import ceil, maximum
+from meshwise.costs.arithmetic import maximum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import (
     Extents,
@@ -21,6 +20,7 @@ from meshwise.costs.extents import (
     element_bytes,
     held_bytes,
     held_key,
+    the_same,
     weighted_sum,
 )
 from meshwise.errors import MeshwiseError
@@ -43,12 +43,13 @@ __all__ = [
     "ComputeRates",
     "OpCompute",
     "OpWork",
+    "OperationPrices",
     "PassCompute",
     "check_precision",
     "operation_compute",
     "operation_work",
-    "pass_compute",
     "pass_work",
+    "passes_alike",
 ]
 
 
@@ -65,6 +66,7 @@ class OpWork:
         num_bytes: HBM bytes.
         fused: whether a fusion could remove the bytes (elementwise operations).
         narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.
+        alike: one and the same value for operations in which all of that is equal.
         placed: the operation.
     """
 
@@ -76,6 +78,7 @@ class OpWork:
     num_bytes: WeightedSum
     fused: bool
     narrow: bool
+    alike: object
     placed: LocalOp
 
 
@@ -89,6 +92,8 @@ class OpCompute:
         num_bytes: HBM traffic.
         compute: seconds of its FLOPs (tiles padded) at achieved rates, on whichever unit does them.
         memory: seconds of its bytes.
+        seconds: the longer of the two.
+        serial_seconds: both, one after the other.
     """
 
     flops: Any
@@ -96,11 +101,12 @@ class OpCompute:
     num_bytes: Any
     compute: Any
     memory: Any
+    seconds: Any
+    serial_seconds: Any
 
-    @property
-    def seconds(self) -> Any:
-        """The longer of the two."""
-        return maximum(self.compute, self.memory)
+
+#: FLOPs of what the matrix unit has no part in.
+_NONE = 0.0
 
 
 @dataclass(slots=True)
@@ -232,7 +238,8 @@ def operation_work(item: LocalOp, precision: Precision) -> OpWork:
         vector = ((volume(op.counted or op.axes), op.flops_per_element),)
     fused = not (op.matmul or isinstance(op, Lookup | Fused | FusedGradient))
     narrow = isinstance(op, Einsum) and op.narrow
-    return OpWork(matmul, tiles, attention, kernel, vector, _operation_bytes(item, precision), fused, narrow, item)
+    what = (matmul, tiles, attention, kernel, vector, _operation_bytes(item, precision), fused, narrow)
+    return OpWork(*what, the_same(what), item)
 
 
 def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
@@ -252,32 +259,53 @@ def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
     return held_bytes((*item.inputs, item.output), precision)
 
 
-def pass_compute(works: Iterable[OpWork], extents: Extents, rates: ComputeRates) -> PassCompute:
-    """Price the operations of one pass of one block, for one microbatch.
+def passes_alike(works: Mapping[str, tuple[OpWork, ...]]) -> dict[str, object]:
+    """For each pass one and the same value as for all passes whose operations are alike."""
+    return {name: the_same(tuple(id(work.alike) for work in of)) for name, of in works.items()}
+
+
+class OperationPrices:
+    """Prices of operations with the same sizes and rates, worked out once for all that are alike.
 
     Args:
-        works: from `pass_work`.
         extents: local sizes; B is the sequences of one microbatch over all devices.
         rates: of the chip.
     """
-    total = PassCompute()
-    for work in works:
-        one = operation_compute(work, extents, rates)
-        total.flops = total.flops + one.flops
-        total.busy = total.busy + one.busy
-        if not work.fused:
-            total.matmul_bytes = total.matmul_bytes + one.num_bytes
-        total.seconds = total.seconds + one.seconds
-        total.serial_seconds = total.serial_seconds + one.compute + one.memory
-        if work.attention is not None:
-            total.attention_seconds = total.attention_seconds + one.seconds
-    return total
+
+    def __init__(self, extents: Extents, rates: ComputeRates) -> None:
+        self.extents = extents
+        self.rates = rates
+        self._operations: dict[int, OpCompute] = {}
+        self._passes: dict[int, PassCompute] = {}
+
+    def pass_compute(self, works: tuple[OpWork, ...], alike: object) -> PassCompute:
+        """Price the operations of one pass of one block, for one microbatch; `alike` as from `passes_alike`."""
+        if id(alike) not in self._passes:
+            self._passes[id(alike)] = self._sum(works)
+        return self._passes[id(alike)]
+
+    def _sum(self, works: Iterable[OpWork]) -> PassCompute:
+        total = PassCompute()
+        for work in works:
+            one = self._operations.get(id(work.alike))
+            if one is None:
+                one = self._operations[id(work.alike)] = operation_compute(work, self.extents, self.rates)
+            if one.flops is not _NONE:
+                total.flops = total.flops + one.flops
+                total.busy = total.busy + one.busy
+            if not work.fused:
+                total.matmul_bytes = total.matmul_bytes + one.num_bytes
+            total.seconds = total.seconds + one.seconds
+            total.serial_seconds = total.serial_seconds + one.serial_seconds
+            if work.attention is not None:
+                total.attention_seconds = total.attention_seconds + one.seconds
+        return total
 
 
 def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> OpCompute:
-    """Price one operation; arguments as in `pass_compute`."""
-    flops: Any = 0.0
-    busy: Any = 0.0
+    """Price one operation; arguments as in `OperationPrices`."""
+    flops: Any = _NONE
+    busy: Any = _NONE
     compute: Any = 0.0
     if work.matmul is not None and work.tiles is not None:
         flops = 2 * extents.volume(work.matmul)
@@ -298,7 +326,8 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
     elif work.vector:
         compute = extents.weighted(work.vector) * rates.vector
     num_bytes = extents.weighted(work.num_bytes)
-    return OpCompute(flops, busy, num_bytes, compute, num_bytes * rates.byte)
+    memory = num_bytes * rates.byte
+    return OpCompute(flops, busy, num_bytes, compute, memory, maximum(compute, memory), compute + memory)
 
 
 def _attention_flops(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Any:
@@ -315,10 +344,8 @@ def _kernel_flops(op: Fused, splits: tuple[tuple[str, Split], ...], extents: Ext
 
 def _tile_waste(tiles: tuple[Volume, Volume, Volume], extents: Extents, units: tuple[int, int, int]) -> Any:
     """Padded over real FLOPs when rows, depth and columns of the local matmul are rounded up to whole tiles."""
-    waste: Any = 1.0
+    waste: Any = None
     for key, unit in zip(tiles, units, strict=True):
-        length = extents.volume(key)
-        if isinstance(length, float | int) and math.fmod(length, unit) == 0:
-            continue
-        waste = waste * (ceil(length / unit) * unit / length)
+        padded = extents.tiled(key, unit)
+        waste = padded if waste is None else waste * padded
     return waste

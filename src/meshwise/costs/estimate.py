@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate, place_structure
+from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate, plan_structure
 from meshwise.costs.network import Fabric, PlacedWires
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline, num_layers
@@ -167,7 +167,7 @@ def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:
     sizes = problem.train_program().bind(batch=layout.sequences, queries=problem.job.seq_len)
     structure, candidates = layout_candidate(problem.model, layout)
     total = 0.0
-    for placed in place_structure(problem, structure):
+    for placed in (planned.placed for planned in plan_structure(problem, structure)):
         again = [op for op in placed.block.ops if op.name in placed.recomputed and op.matmul]
         total += placed.block.repeat * sum(op.flops(sizes) for op in again)
     return float(total * candidates.remat_share)

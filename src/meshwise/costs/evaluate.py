@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwise.costs.arithmetic import maximum, where
 from meshwise.costs.assembly import StepParts, step_time
-from meshwise.costs.compute import ComputeRates, pass_compute
+from meshwise.costs.compute import ComputeRates, OperationPrices
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, held_bytes
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
@@ -87,15 +87,16 @@ def evaluate_local(
     extents = local_extents(problem, structure, sizes)
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
     planned = plan_structure(problem, structure)
+    prices = OperationPrices(extents, rates)
     passes = (
-        [{name: pass_compute(works, extents, rates) for name, works in b.works.items()} for b in planned]
+        [{name: prices.pass_compute(works, b.alike[name]) for name, works in b.works.items()} for b in planned]
         if known is None
         else [b.passes for b in known]
     )
     return tuple(
         LocalBlock(
             own,
-            {i: plan.flow(extents).num_bytes for i, plan in enumerate(b.flows) if plan.local},
+            {i: plan.bytes(extents) for i, plan in enumerate(b.flows) if plan.local},
             local_memory(b.memory, extents),
         )
         for own, b in zip(passes, planned, strict=True)
@@ -201,11 +202,11 @@ class Evaluated:
             noted=self.ledger is not None,
         )
 
-    def costs(self, pipeline: Pipeline) -> Costs:
-        """Time and memory under a schedule, of the stages that were evaluated."""
-        chip, formats = self.problem.cluster.chip, self.problem.job.formats
+    def time(self, pipeline: Pipeline) -> StepTime:
+        """Time under a schedule, with nothing in the host's memory."""
         assert self.step is not None, "without sums of time there is memory alone"
-        step = step_time(
+        chip, formats = self.problem.cluster.chip, self.problem.job.formats
+        return step_time(
             self.step,
             pipeline,
             optimizer_bytes=self._update(pipeline, lambda plan: self.extents.weighted(plan.traffic)),
@@ -213,10 +214,14 @@ class Evaluated:
             optimizer_matmul=self._orthogonal_seconds(pipeline, chip.peak(formats.other_compute)),
             ledger=self.ledger,
         )
-        stages = self._stages(pipeline)
+
+    def costs(self, pipeline: Pipeline) -> Costs:
+        """Time and memory under a schedule, of the stages that were evaluated."""
+        step, stages = self.time(pipeline), self._stages(pipeline)
         offload = self.structure.offload
         holdings = None if self.ledger is None or offload else self.ledger.holdings
-        costs = Costs(step, fullest(stages, chip.hbm_usable, holdings), self._host_inputs(pipeline, stages))
+        memory = fullest(stages, self.problem.cluster.chip.hbm_usable, holdings)
+        costs = Costs(step, memory, self._host_inputs(pipeline, stages))
         return offloaded(costs, offload, self.offload_share, ledger=self.ledger) if offload else costs
 
     def _host_inputs(self, pipeline: Pipeline, stages: tuple[StageMemory, ...]) -> HostInputs:
@@ -351,7 +356,7 @@ def _activation_flows(planned: PlannedBlock, local: LocalBlock) -> tuple[Flow, .
 
 def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: Extents) -> BlockTime:
     flows = tuple(
-        plan.sized(local.flows[i]) if i in local.flows else plan.flow(extents) for i, plan in enumerate(planned.flows)
+        plan.sized(local.flows[i] if i in local.flows else plan.bytes(extents)) for i, plan in enumerate(planned.flows)
     )
     return BlockTime(part, **local.passes, flows=flows)
 

@@ -24,6 +24,7 @@ __all__ = [
     "element_bytes",
     "held_bytes",
     "held_key",
+    "the_same",
     "volume_key",
     "weighted_sum",
 ]
@@ -52,6 +53,10 @@ class Extents:
         self._devices: dict[Split, Any] = {(): 1.0}
         self._lengths: dict[tuple[str, Split], Any] = {}
         self._volumes: dict[Volume, Any] = {}
+        self._tiled: dict[tuple[Volume, int], Any] = {}
+        self._parts: dict[int, Any] = {}
+        self._sums: dict[int, tuple[WeightedSum, Any]] = {}
+        self._scaled: dict[tuple[int, Split], Any] = {}
 
     def devices(self, split: Split) -> Any:
         """Devices along the mesh axes of `split` together."""
@@ -74,18 +79,40 @@ class Extents:
     def volume(self, key: Volume) -> Any:
         """Product of the local lengths of `key`'s axes."""
         if key not in self._volumes:
-            total: Any = 1.0
+            total: Any = None
             for axis, split in key:
-                total = total * self.length(axis, split)
-            self._volumes[key] = total
+                length = self.length(axis, split)
+                total = length if total is None else total * length
+            self._volumes[key] = 1.0 if total is None else total
         return self._volumes[key]
 
+    def tiled(self, key: Volume, unit: int) -> Any:
+        """Padded over real length when a volume is rounded up to whole tiles of `unit`."""
+        if (key, unit) not in self._tiled:
+            length = self.volume(key)
+            self._tiled[key, unit] = ceil(length / unit) * unit / length
+        return self._tiled[key, unit]
+
     def weighted(self, sum_of: WeightedSum) -> Any:
-        """Sum of volumes, each times its weight (bytes per element, mostly)."""
-        total: Any = 0.0
-        for key, weight in sum_of:
-            total = total + self.volume(key) * weight
-        return total
+        """Sum of volumes, each times its weight (bytes per element, mostly); worked out once for each sum."""
+        known = self._sums.get(id(sum_of))  # a sum is kept beside its value, so that its id stays its own
+        if known is not None:
+            return known[1]
+        total: Any = None
+        for pair in sum_of:
+            part = self._parts.get(id(pair))
+            if part is None:
+                part = self._parts[id(pair)] = self.volume(pair[0]) * pair[1]
+            total = part if total is None else total + part
+        self._sums[id(sum_of)] = sum_of, 0.0 if total is None else total
+        return self._sums[id(sum_of)][1]
+
+    def scaled(self, sum_of: WeightedSum, split: Split) -> Any:
+        """The same times the devices along `split`; equal ones are one and the same value."""
+        key = id(sum_of), split
+        if key not in self._scaled:
+            self._scaled[key] = self.weighted(sum_of) * self.devices(split)
+        return self._scaled[key]
 
 
 def volume_key(axes: Iterable[str], splits: Iterable[Split]) -> Volume:
@@ -99,11 +126,20 @@ def held_key(held: Held) -> Volume:
 
 
 def weighted_sum(terms: Iterable[tuple[Volume, float]]) -> WeightedSum:
-    """Merge equal volumes."""
+    """Merge equal volumes; equal sums are one and the same value."""
     merged: dict[Volume, float] = {}
     for key, weight in terms:
         merged[key] = merged.get(key, 0.0) + weight
-    return tuple(merged.items())
+    whole: WeightedSum = the_same(tuple(the_same(pair) for pair in merged.items()))
+    return whole
+
+
+_VALUES: dict[Any, Any] = {}
+
+
+def the_same(value: Any) -> Any:
+    """One value for all that are equal, so that what depends on it can be told by its identity, and done once."""
+    return _VALUES.setdefault(value, value)
 
 
 def held_bytes(held: Iterable[Held], precision: Precision) -> WeightedSum:
@@ -115,11 +151,12 @@ def element_bytes(tensor: Tensor, precision: Precision) -> float:
     """Bytes of one element: the tensor's own format with its scales, else what the precision policy gives its kind."""
     if tensor.dtype is not None:
         return tensor.dtype.bytes + tensor.scale_bytes
-    by_kind = {
-        Kind.WEIGHT: precision.weights,
-        Kind.ACTIVATION: precision.activations,
-        Kind.GRADIENT: precision.gradients,
-        Kind.KV_CACHE: precision.activations,
-        Kind.INDEX: DType.FP32,  # 32-bit integers
-    }
-    return by_kind[tensor.kind].bytes
+    match tensor.kind:
+        case Kind.WEIGHT:
+            return precision.weights.bytes
+        case Kind.GRADIENT:
+            return precision.gradients.bytes
+        case Kind.ACTIVATION | Kind.KV_CACHE:
+            return precision.activations.bytes
+        case Kind.INDEX:
+            return DType.FP32.bytes  # 32-bit integers

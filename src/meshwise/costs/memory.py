@@ -125,7 +125,13 @@ def _operations(placed: PlacedBlock, precision: Precision) -> tuple[WeightedSum,
                 if h.tensor.kind is Kind.ACTIVATION and h.tensor.name not in known
             ]
             sums.add(held_bytes(held, precision))
-    return tuple(sorted(sums))
+    # What another operation holds all of, and more, is never the largest.
+    terms = {one: dict(one) for one in sums}
+    return tuple(
+        one
+        for one in sorted(sums)
+        if not any(other != one and all(terms[other].get(key, 0.0) >= w for key, w in one) for other in sums)
+    )
 
 
 def _buffers(placed: PlacedBlock, precision: Precision) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:

@@ -105,7 +105,18 @@ def make_wire(
 
     Returns: the wire; arrays where a factor is an array.
     """
-    spans = [_extent_and_stride(factors, axes, i) for i in range(len(fabric.dimensions))]
+    return _wire_of(fabric, _spans_of(fabric, factors, axes), routing)
+
+
+#: Extent and stride of a group on every dimension of a network.
+_Spans = Sequence[tuple[Any, Any]]
+
+
+def _spans_of(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...]) -> _Spans:
+    return [_extent_and_stride(factors, axes, i) for i in range(len(fabric.dimensions))]
+
+
+def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
     ring = _TorusSums(_twist_of(fabric, spans))
     tree = _TreeSums(not fabric.dimensions[0].torus, fabric.flat_rings)
     size: Any = 1.0
@@ -254,10 +265,14 @@ def shares_links(
     >>> [shares_links(pod, factors, ("tensor",), (b,)) for b in ("fsdp", "data")]
     [False, True]
     """
+    return _share_links(fabric, *(_spans_of(fabric, factors, axes) for axes in (one, other)))
+
+
+def _share_links(fabric: Fabric, one: _Spans, other: _Spans) -> Any:
     shared: Any = False
     outside: Any = (False, False)
     for i, dim in enumerate(fabric.dimensions):
-        uses = tuple(_extent_and_stride(factors, axes, i)[0] > 1 for axes in (one, other))
+        uses = one[i][0] > 1, other[i][0] > 1
         if dim.torus or i == 0:
             shared = shared | (uses[0] & uses[1])
         else:
@@ -278,22 +293,30 @@ class PlacedWires:
         self.fabric = fabric
         self.factors = factors
         self.routing = routing
-        self._made: dict[tuple[str, ...], Wire] = {}
+        self._spans: dict[tuple[str, ...], _Spans] = {}
+        self._made: dict[tuple[str, ...], Wire] = {}  # by axes in any order, as they are asked for
         self._shared: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
 
     def __call__(self, axes: tuple[str, ...]) -> Wire:
         """Look up the wire of the group along `axes`, in any order."""
-        key = tuple(sorted(axes))
-        if key not in self._made:
-            self._made[key] = make_wire(self.fabric, self.factors, key, routing=routing_of(key, self.routing))
-        return self._made[key]
+        if axes not in self._made:
+            key = tuple(sorted(axes))
+            if key not in self._made:
+                self._made[key] = _wire_of(self.fabric, self._spans_along(key), routing_of(key, self.routing))
+            self._made[axes] = self._made[key]
+        return self._made[axes]
 
     def share_links(self, one: tuple[str, ...], other: tuple[str, ...]) -> Any:
         """Say whether two groups need the same links; see `shares_links`."""
-        key = tuple(sorted(one)), tuple(sorted(other))
-        if key not in self._shared:
-            self._shared[key] = shares_links(self.fabric, self.factors, *key)
-        return self._shared[key]
+        if (one, other) not in self._shared:
+            spans = (self._spans_along(tuple(sorted(axes))) for axes in (one, other))
+            self._shared[one, other] = _share_links(self.fabric, *spans)
+        return self._shared[one, other]
+
+    def _spans_along(self, axes: tuple[str, ...]) -> _Spans:
+        if axes not in self._spans:
+            self._spans[axes] = _spans_of(self.fabric, self.factors, axes)
+        return self._spans[axes]
 
 
 def routing_of(axes: tuple[str, ...], routing: Routing | None) -> Routing | None:

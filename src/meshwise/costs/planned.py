@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.costs.arithmetic import take
-from meshwise.costs.compute import OpWork, PassCompute, pass_work
+from meshwise.costs.compute import OpWork, PassCompute, pass_work, passes_alike
 from meshwise.costs.memory import LocalMemory, MemoryPlan, memory_plan
 from meshwise.costs.pipeline import Part
 from meshwise.costs.problem import TrainingProblem
@@ -24,7 +24,7 @@ from meshwise.models import Model
 from meshwise.sharding.place import place_block
 from meshwise.sharding.placed import PlacedBlock
 from meshwise.sharding.remat import remat_policy
-from meshwise.tensors import Attention, Block, Route
+from meshwise.tensors import Attention, Block, Program, Route
 
 __all__ = ["LocalBlock", "PlannedBlock", "place_structure", "plan_structure"]
 
@@ -35,6 +35,7 @@ class PlannedBlock:
 
     placed: PlacedBlock
     works: Mapping[str, tuple[OpWork, ...]]
+    alike: Mapping[str, object]
     flows: tuple[FlowPlan, ...]
     memory: MemoryPlan
     update: UpdatePlan
@@ -85,6 +86,7 @@ _REST = " (all kept)"
 
 _PLACED: dict[tuple[int, Structure, bool], tuple[Block, PlacedBlock]] = {}
 _PLANNED: dict[tuple[int, Precision, Optimizer], tuple[PlacedBlock, PlannedBlock]] = {}
+_STRUCTURES: dict[tuple[int, Structure, Precision, Optimizer], tuple[Program, tuple[PlannedBlock, ...]]] = {}
 
 
 def place_structure(problem: TrainingProblem | Model, structure: Structure) -> tuple[PlacedBlock, ...]:
@@ -126,16 +128,30 @@ def _heeded(structure: Structure, block: Block) -> Structure:
 
 def plan_structure(problem: TrainingProblem, structure: Structure) -> tuple[PlannedBlock, ...]:
     """Place every block and work out what its costs are sums of; once in a process."""
-    planned = []
     formats, optimizer = problem.job.formats, problem.job.optimizer_kind
+    program = problem.train_program()  # kept beside its blocks, so that its id stays its own
+    whole = id(program), structure, formats, optimizer
+    if len(_STRUCTURES) > _KEPT:
+        _STRUCTURES.clear()
+    if whole not in _STRUCTURES:
+        _STRUCTURES[whole] = program, _plan_blocks(problem, structure, formats, optimizer)
+    return _STRUCTURES[whole][1]
+
+
+def _plan_blocks(
+    problem: TrainingProblem, structure: Structure, formats: Precision, optimizer: Optimizer
+) -> tuple[PlannedBlock, ...]:
+    planned = []
     for placed in place_structure(problem, structure):
         key = (id(placed), formats, optimizer)
         if len(_PLANNED) > _KEPT:
             _PLANNED.clear()
         if key not in _PLANNED:
+            works = pass_work(placed, formats)
             block = PlannedBlock(
                 placed,
-                pass_work(placed, formats),
+                works,
+                passes_alike(works),
                 flow_plans(placed, formats, optimizer),
                 memory_plan(placed, formats, optimizer),
                 update_plan(placed, formats, optimizer),

@@ -13,11 +13,11 @@ from typing import Any
 from meshwise.costs.arithmetic import maximum, minimum, take, where
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.pipeline import Shares
-from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates, term_of
+from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.place import Purpose
 
-__all__ = ["COMPUTE_PASSES", "COMPUTE_TERMS", "OnceSums", "RoleSums", "pass_of", "role_sums", "split_exposed"]
+__all__ = ["COMPUTE_PASSES", "COMPUTE_TERMS", "OnceSums", "RoleSums", "role_sums", "split_exposed"]
 
 #: Terms of a microbatch that are no communication.
 COMPUTE_TERMS = ("forward", "backward", "recompute")
@@ -27,13 +27,6 @@ COMPUTE_PASSES = (("forward", "forward"), ("backward", "recompute"), ("backward"
 
 #: Passes of a microbatch, as schedules order them: gradients of weights may wait.
 _PASSES = ("forward", "backward", "weights")
-
-
-def pass_of(f: Flow) -> str:
-    """Find the pass of a microbatch that a flow belongs to: one of forward, backward, weights."""
-    if f.when is Pass.FORWARD:
-        return "forward"
-    return "weights" if f.purpose is Purpose.GRADIENTS else "backward"
 
 
 @dataclass(slots=True)
@@ -132,32 +125,61 @@ def role_sums(
     return sums, once
 
 
+@dataclass(slots=True)
+class _Together:
+    """Flows of one pass that hide behind the same thing: each with its seconds, and those by (term, part) together."""
+
+    flows: list[tuple[Flow, Any]] = field(default_factory=list)
+    seconds: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def add(self, f: Flow, seconds: Any) -> None:
+        self.flows.append((f, seconds))
+        _add(self.seconds, (f.term, f.part), seconds)
+
+    @property
+    def total(self) -> Any:
+        return sum(self.seconds.values())
+
+
+def _add(sums: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add to an entry, or make it."""
+    sums[key] = sums[key] + value if key in sums else value
+
+
+@dataclass(slots=True)
+class _PassFlows:
+    """Flows of one pass of a block: on the critical path, as collective matmuls, in a ring of attention, beside it."""
+
+    critical: _Together = field(default_factory=_Together)
+    fused: _Together = field(default_factory=_Together)
+    circling: _Together = field(default_factory=_Together)
+    hideable: _Together = field(default_factory=_Together)
+
+    def of(self, f: Flow, rates: StepRates) -> _Together:
+        """Those that a flow belongs to."""
+        if f.purpose is Purpose.RING:
+            return self.circling
+        if f.purpose is not Purpose.ACTIVATIONS:
+            return self.hideable
+        return self.fused if f.term == "tensor" and rates.calibration.collective_matmul else self.critical
+
+
 def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:
     """Add `count` runs of a block: compute, exposed activations, and what sticks out of weights and gradients."""
     _add_compute(sums, b, count, rates)
-    hideable: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
-    fused: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
-    circling: dict[Pass, list[tuple[Flow, Any]]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
+    passes = {Pass.FORWARD: _PassFlows(), Pass.BACKWARD: _PassFlows()}
+    bounds: dict[str, Any] = {}
+    serial: dict[str, Any] = {}
     for f in b.flows:
-        if f.when is Pass.STEP:
-            continue
-        term, seconds = term_of(f.mesh_axes, f.purpose), rates.flow_seconds(f)
-        sums.resources[term] = sums.resources[term] + count * rates.flow_bound(f)
-        name = pass_of(f)
-        sums.serial[name] = sums.serial[name] + count * seconds
-        if f.purpose is Purpose.RING:
-            circling[f.when].append((f, seconds))
-        elif f.purpose is not Purpose.ACTIVATIONS:
-            hideable[f.when].append((f, seconds))
-        elif term == "tensor" and rates.calibration.collective_matmul:
-            fused[f.when].append((f, seconds))
-        else:
-            sums.terms[term] = sums.terms[term] + count * seconds
-            sums.passes[name] = sums.passes[name] + count * seconds
-            if term == "expert":
-                sums.exchanged[name] = sums.exchanged[name] + count * seconds
-            if ledger is not None:
-                ledger.hidings.append(Hiding(2, b.block, f.when, ((f, seconds),), 0.0, 1.0, count))
+        if f.when is not Pass.STEP:
+            seconds, bound = rates.flow_seconds(f)
+            _add(bounds, f.term, bound)
+            _add(serial, f.part, seconds)
+            passes[f.when].of(f, rates).add(f, seconds)
+    for term, seconds in bounds.items():
+        sums.resources[term] = sums.resources[term] + count * seconds
+    for part, seconds in serial.items():
+        sums.serial[part] = sums.serial[part] + count * seconds
     backward = (b.recompute, b.backward, b.weights)
     compute = {Pass.FORWARD: b.forward.seconds, Pass.BACKWARD: sum(p.seconds for p in backward)}
     attention = {
@@ -166,15 +188,24 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
     }
     purposes = {Pass.FORWARD: Purpose.WEIGHTS, Pass.BACKWARD: Purpose.GRADIENTS}
     once = [f for f in b.flows if f.when is Pass.STEP]
-    for when, cover in compute.items():
-        circled = _hide(sums, Hiding(2, b.block, when, tuple(circling[when]), attention[when], 0.0, count), ledger)
-        _hide(sums, Hiding(2, b.block, when, tuple(fused[when]), cover, 0.0, count), ledger)
-        multiplied = sum(seconds for _, seconds in fused[when])
+    for when, flows in passes.items():
+
+        def hide(rule: int, together: _Together, cover: Any, when: Pass = when) -> Any:
+            return _hide(sums, together, Hiding(rule, b.block, when, tuple(together.flows), cover, 0.0, count), ledger)
+
+        cover = compute[when]
+        hide(2, flows.critical, 0.0)
+        for (term, part), seconds in flows.critical.seconds.items():
+            if term == "expert":
+                sums.exchanged[part] = sums.exchanged[part] + count * seconds
+        circled = hide(2, flows.circling, attention[when])
+        hide(2, flows.fused, cover)
+        multiplied = flows.fused.total
         # What sticks out of collective matmuls covers weights, too, but on the links that they are on.
         busy = maximum(cover, multiplied)
-        beside = ((fused[when], multiplied), (circling[when], circled))
-        room = _room(busy, beside, [f for f, _ in hideable[when]], rates)
-        hidden = _hide(sums, Hiding(3, b.block, when, tuple(hideable[when]), room, 0.0, count), ledger)
+        beside = ((flows.fused.flows, multiplied), (flows.circling.flows, circled))
+        room = _room(busy, beside, [f for f, _ in flows.hideable.flows], rates)
+        hidden = hide(3, flows.hideable, room)
         left = maximum(_room(busy, beside, once, rates) - hidden, 0.0)
         sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * left
 
@@ -205,30 +236,36 @@ def _add_compute(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates) -> 
         sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
 
 
-def _hide(sums: RoleSums, entry: Hiding, ledger: Ledger | None) -> Any:
+def _hide(sums: RoleSums, together: _Together, entry: Hiding, ledger: Ledger | None) -> Any:
     """Hide the flows of `entry` behind its cover, and write down what share was exposed.
 
     Returns: seconds that were hidden, once.
     """
     if not entry.flows:
         return 0.0
-    together: Any = sum(seconds for _, seconds in entry.flows)
-    covered, exposed_share = split_exposed(together, entry.cover)
-    for f, seconds in entry.flows:
-        term, name = term_of(f.mesh_axes, f.purpose), pass_of(f)
-        exposed = entry.count * seconds * exposed_share
+    covered, exposed_share = split_exposed(together.total, entry.cover)
+    for (term, part), seconds in together.seconds.items():
+        all_of_it = entry.count * seconds
+        exposed = all_of_it if exposed_share is _ALL else all_of_it * exposed_share
         sums.terms[term] = sums.terms[term] + exposed
-        sums.passes[name] = sums.passes[name] + exposed
-        sums.hidden[term] = sums.hidden[term] + (entry.count * seconds - exposed)
+        sums.passes[part] = sums.passes[part] + exposed
+        if exposed_share is not _ALL:
+            sums.hidden[term] = sums.hidden[term] + (all_of_it - exposed)
     if ledger is not None:
         ledger.hidings.append(replace(entry, exposed_share=exposed_share))
     return covered
+
+
+#: Share of what nothing hides.
+_ALL = 1.0
 
 
 def split_exposed(together: Any, cover: Any) -> tuple[Any, Any]:
     """Hide what fits behind `cover` seconds. Returns: seconds that were hidden, and the share that was exposed."""
     if isinstance(together, float | int) and together == 0:
         return 0.0, 0.0
+    if isinstance(cover, float) and cover == 0:
+        return 0.0, _ALL
     covered = minimum(together, cover)
     return covered, (together - covered) / maximum(together, 1e-30)
 
@@ -236,9 +273,8 @@ def split_exposed(together: Any, cover: Any) -> tuple[Any, Any]:
 def _add_step_flows(once: OnceSums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:
     for f in b.flows:
         if f.when is Pass.STEP:
-            term, seconds = term_of(f.mesh_axes, f.purpose), rates.flow_seconds(f)
-            key = (f.purpose, term)
-            once.seconds[key] = once.seconds.get(key, 0.0) + count * seconds
-            once.bounds[term] = once.bounds.get(term, 0.0) + count * rates.flow_bound(f)
+            seconds, bound = rates.flow_seconds(f)
+            _add(once.seconds, (f.purpose, f.term), count * seconds)
+            _add(once.bounds, f.term, count * bound)
             if ledger is not None:
                 ledger.hidings.append(Hiding(4, b.block, Pass.STEP, ((f, seconds),), 0.0, 0.0, count))

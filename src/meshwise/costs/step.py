@@ -39,10 +39,9 @@ from meshwise.costs.network import PlacedWires, Wire
 from meshwise.costs.pipeline import Part, Pipeline
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.hardware import Chip
-from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
-__all__ = ["NETWORKS", "TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime", "term_of"]
+__all__ = ["NETWORKS", "TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime"]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
@@ -107,18 +106,6 @@ class StepTime:
     upper: Any
     resources: Mapping[str, Any]
     flops: Any
-
-
-def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
-    """The term (and network use) that a flow counts under."""
-    if purpose is Purpose.ACTIVATIONS:
-        uses = {"expert": "expert", "context": "context", "ulysses": "context", "tensor": "tensor"}
-        return next((use for axis, use in uses.items() if axis in mesh_axes), "data")
-    if purpose is Purpose.RING:
-        return "context"
-    if "data" in mesh_axes and "fsdp" not in mesh_axes:
-        return "data"
-    return "fsdp" if {"fsdp", "context", "ulysses", "expert"} & set(mesh_axes) else "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,20 +197,26 @@ NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 
 @dataclass(frozen=True, slots=True)
 class StepRates:
-    """What every function here needs: the chip, what it achieves, and the wires of the mesh."""
+    """What every function here needs: the chip, what it achieves, and the wires of the mesh; for one evaluation."""
 
     chip: Chip
     calibration: Calibration
     wires: Wires
+    _known: dict[tuple[Any, ...], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
-    def flow_seconds(self, f: Flow) -> Any:
-        """Expected seconds of all collectives of a flow in one pass."""
-        wire = self._wire(f, routed=f.routed and self.calibration.distinct_dispatch)
-        return f.count * collective_time(f.kind, f.num_bytes, wire, links=self.calibration.links)
+    def flow_seconds(self, f: Flow) -> tuple[Any, Any]:
+        """Seconds of all collectives of a flow in one pass: expected, and by data-sheet bandwidth alone.
 
-    def flow_bound(self, f: Flow) -> Any:
-        """The same by data-sheet bandwidth alone, one copy of a token to each of its destinations."""
-        return f.count * wire_time(f.kind, f.num_bytes, self._wire(f, routed=f.routed))
+        The latter sends one copy of a token to each of its destinations.
+        """
+        key = id(f.num_bytes), f.kind, f.mesh_axes, f.routed  # flows of the same bytes share their value
+        if key not in self._known:
+            wire = self.wires(f.mesh_axes)
+            bound = wire_time(f.kind, f.num_bytes, wire.carrying(routed=f.routed))
+            wire = wire.carrying(routed=f.routed and self.calibration.distinct_dispatch)
+            self._known[key] = collective_time(f.kind, f.num_bytes, wire, links=self.calibration.links), bound
+        seconds, bound = self._known[key]
+        return (seconds, bound) if f.count == 1 else (f.count * seconds, f.count * bound)
 
     def share_links(self, flows: Iterable[Flow], others: Iterable[Flow]) -> Any:
         """Whether any of `flows` needs links that any of `others` does; never where wires have no place (bounds)."""
@@ -234,6 +227,3 @@ class StepRates:
                 for group in groups:
                     shared = shared | self.wires.share_links(axes, group)
         return shared
-
-    def _wire(self, f: Flow, *, routed: bool) -> Wire:
-        return self.wires(f.mesh_axes).carrying(routed=routed)

@@ -16,7 +16,7 @@ from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.place import PlacedBlock, Purpose, Transfer
 
-__all__ = ["Flow", "FlowPlan", "Pass", "flow_plans"]
+__all__ = ["Flow", "FlowPlan", "Pass", "flow_plans", "term_of"]
 
 
 class Pass(StrEnum):
@@ -31,7 +31,7 @@ class Pass(StrEnum):
 Message = tuple[Transfer, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flow:
     """Collectives of one kind that one block causes in one pass.
 
@@ -42,6 +42,8 @@ class Flow:
         count: how many of them in a pass.
         routed: whether tokens leave for the experts they chose, or come back.
         transfers: what moves, as placed.
+        term: of a step's time that it counts under, and use of the network.
+        part: of a microbatch that it belongs to: "forward", "backward" or "weights".
     """
 
     name: str
@@ -51,8 +53,10 @@ class Flow:
     mesh_axes: tuple[str, ...]
     num_bytes: Any
     count: int
-    routed: bool = False
-    transfers: tuple[Transfer, ...] = ()
+    routed: bool
+    transfers: tuple[Transfer, ...]
+    term: str
+    part: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class FlowPlan:
     """A flow before sizes are known.
 
     Args:
-        name, when, purpose, kind, mesh_axes, count, routed, transfers: as in `Flow`.
+        name, when, purpose, kind, mesh_axes, count, routed, transfers, term, part: as in `Flow`.
         num_bytes: bytes of the local block, as a sum still to be given sizes.
         scaled_by: mesh axes over which the bytes are counted together (AllToAll).
         local: whether they depend only on the sizes of one device's own work, not on data and fsdp.
@@ -77,23 +81,27 @@ class FlowPlan:
     local: bool
     routed: bool
     transfers: tuple[Transfer, ...]
+    term: str
+    part: str
 
-    def flow(self, extents: Extents) -> Flow:
-        """Give it sizes."""
-        return self.sized(extents.weighted(self.num_bytes) * extents.devices(self.scaled_by))
+    def bytes(self, extents: Extents) -> Any:
+        """Bytes of each collective; equal ones are one and the same value."""
+        return extents.scaled(self.num_bytes, self.scaled_by)
 
     def sized(self, num_bytes: Any) -> Flow:
-        """Give it bytes that are known already."""
+        """Give it bytes that are known."""
         return Flow(
-            name=self.name,
-            when=self.when,
-            purpose=self.purpose,
-            kind=self.kind,
-            mesh_axes=self.mesh_axes,
-            num_bytes=num_bytes,
-            count=self.count,
-            routed=self.routed,
-            transfers=self.transfers,
+            self.name,
+            self.when,
+            self.purpose,
+            self.kind,
+            self.mesh_axes,
+            num_bytes,
+            self.count,
+            self.routed,
+            self.transfers,
+            self.term,
+            self.part,
         )
 
 
@@ -181,7 +189,21 @@ def _plan(key: tuple[Any, ...], messages: list[Message], precision: Precision) -
         local=not far & {"data", "fsdp"},
         routed=kind is CollectiveKind.ALL_TO_ALL and any(a.partition(".")[0] == "E" for a in items[0].tensor.axes),
         transfers=tuple(items),
+        term=term_of(mesh_axes, purpose),
+        part="forward" if when is Pass.FORWARD else "weights" if purpose is Purpose.GRADIENTS else "backward",
     )
+
+
+def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
+    """The term (and network use) that a flow counts under."""
+    if purpose is Purpose.ACTIVATIONS:
+        uses = {"expert": "expert", "context": "context", "ulysses": "context", "tensor": "tensor"}
+        return next((use for axis, use in uses.items() if axis in mesh_axes), "data")
+    if purpose is Purpose.RING:
+        return "context"
+    if "data" in mesh_axes and "fsdp" not in mesh_axes:
+        return "data"
+    return "fsdp" if {"fsdp", "context", "ulysses", "expert"} & set(mesh_axes) else "tensor"
 
 
 def _bytes_of(t: Transfer, precision: Precision) -> WeightedSum:

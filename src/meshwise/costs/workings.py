@@ -17,7 +17,7 @@ from meshwise.costs.extents import Extents, held_bytes, held_key
 from meshwise.costs.memory import LARGEST_COUNTS, RESERVE_SHARE
 from meshwise.costs.network import Fabric
 from meshwise.costs.paths import Path, paths
-from meshwise.costs.step import Ledger, term_of
+from meshwise.costs.step import Ledger
 from meshwise.costs.traffic import Pass
 from meshwise.costs.worked import (
     BlockWorking,
@@ -155,7 +155,7 @@ def _collectives(
         if key not in found:
             routing = problem.routing if once else None
             found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes, algorithm=algorithm, routing=routing)
-        term = term_of(flow.mesh_axes, flow.purpose)
+        term = flow.term
         exchanges = term == "expert" and flow.when is not Pass.STEP
         behind = float(ledger.hidden_by_schedule) if exchanges else 0.0
         each, latency = seconds / flow.count, links.startup + float(ways[algorithm][1])

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from meshwise.costs.evaluate import (
     Candidates,
-    Costs,
     LocalBlock,
     Structure,
     TrainingProblem,
@@ -27,7 +26,7 @@ from meshwise.costs.evaluate import (
 )
 from meshwise.costs.network import Fabric
 from meshwise.costs.pipeline import Pipeline
-from meshwise.costs.step import term_of
+from meshwise.costs.traffic import term_of
 from meshwise.planning.bounds import CHUNK, Bounds, Groups
 from meshwise.planning.front import Found
 from meshwise.planning.local import LocalTables
@@ -247,12 +246,17 @@ class Pricing:
         out = np.zeros(len(variant))
         with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
             for v in np.unique(variant):
-                plain: Costs = shared.costs(self._pipeline(int(v), candidates))
-                for o in np.unique(offload[variant == v]):
+                pipeline, away = self._pipeline(int(v), candidates), np.unique(offload[variant == v])
+                # What is offloaded is arithmetic on time and memory; without, time is enough.
+                plain = shared.costs(pipeline) if any(self.offloads[int(o)] for o in away) else None
+                step = shared.time(pipeline) if plain is None else plain.step
+                for o in away:
                     which = self.offloads[int(o)]
-                    costs = offloaded(plain, which, candidates.offload_share) if which else plain
+                    own = step
+                    if plain is not None and which:
+                        own = offloaded(plain, which, candidates.offload_share).step
                     mine = np.flatnonzero((variant == v) & (offload == o))
-                    seconds = np.broadcast_to(costs.step.expected, len(tokens)) / tokens
+                    seconds = np.broadcast_to(own.expected, len(tokens)) / tokens
                     out[mine] = seconds[inverse[mine]]
         return out
 

@@ -15,8 +15,7 @@ from meshwise.costs.makespans import StageTimes
 from meshwise.costs.network import Fabric
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, num_layers
 from meshwise.costs.schedules import PipelineShape
-from meshwise.costs.stage_sums import pass_of
-from meshwise.costs.step import NETWORKS, Ledger, StepTime, term_of
+from meshwise.costs.step import NETWORKS, Ledger, StepTime
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.place import Purpose
@@ -237,7 +236,7 @@ def _chunk(whole: Ledger, shares: Shares) -> _Chunk:
 
 
 def _add_flow(chunk: _Chunk, flow: Flow, seconds: float, exposed_share: float) -> None:
-    name, term = pass_of(flow), term_of(flow.mesh_axes, flow.purpose)
+    name, term = flow.part, flow.term
     for into, part in ((chunk.exposed, exposed_share), (chunk.hidden, 1 - exposed_share)):
         if part:
             mine = into.setdefault(name, {})
@@ -263,7 +262,7 @@ def _once(ledger: Ledger) -> tuple[_ByPurpose, _ByPurpose]:
     hidden: _ByPurpose = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
     for h in ledger.hidings:
         for flow, seconds in h.flows if h.when is Pass.STEP else ():
-            term, share = term_of(flow.mesh_axes, flow.purpose), float(h.exposed_share)
+            term, share = flow.term, float(h.exposed_share)
             for into, part in ((exposed, share), (hidden, 1 - share)):
                 mine = into[flow.purpose]
                 mine[term] = mine.get(term, 0.0) + part * float(h.count * seconds)
