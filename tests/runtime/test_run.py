@@ -1,6 +1,7 @@
 """Plans that are run: losses, saved steps, what goes on after a kill, and words for what cannot be."""
 
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
@@ -15,7 +16,14 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import meshwise
-from meshwise.errors import ClusterError, ConfigError, InfeasibleError, LayoutError, MeshwiseError
+from meshwise.errors import (
+    ClusterError,
+    ConfigError,
+    InfeasibleError,
+    LayoutError,
+    MeshwiseError,
+    MissingDependencyError,
+)
 from meshwise.runtime import loop, train_step
 from meshwise.runtime.data import SyntheticTokens, read_text
 from meshwise.runtime.optimizer import Hyperparameters
@@ -182,6 +190,11 @@ def lose_a_file(step):
     next(p for p in sorted(step.rglob("*")) if p.is_file() and p.name != "meshwise.json").unlink()
 
 
+def change(step, key, value):
+    record = json.loads((step / "meshwise.json").read_text())
+    (step / "meshwise.json").write_text(json.dumps({**record, key: value}))
+
+
 @pytest.mark.parametrize(
     ("hurt", "words"),
     [
@@ -190,12 +203,34 @@ def lose_a_file(step):
         (lose_a_file, "is missing"),
         (lambda step: (step / "meshwise.json").write_text("{"), "meshwise.json: Expecting"),
         (lambda step: (step / "meshwise.json").unlink(), "No such file"),
+        (lambda step: change(step, "model", "small"), "meshwise.json was changed"),
+        (lambda step: change(step, "step", 7), "meshwise.json was changed"),
+        (lambda step: change(step, "order", {}), "meshwise.json lacks 'embed'"),
     ],
 )
 def test_a_torn_step_is_said_and_the_one_before_it_is_there(kept, tmp_path, hurt, words):
     folder = torn(kept, tmp_path, hurt)
     with pytest.raises(ConfigError, match=f"step-00000002 is torn: .*{words}.*remove that folder"):
         train(plan_of(), steps=3, checkpoint=str(folder))
+
+
+def test_steps_of_another_version_are_said(kept, tmp_path):
+    folder = torn(kept, tmp_path, lambda step: change(step, "format", "0"))
+    with pytest.raises(ConfigError, match="expected format '1', found '0'; it was written by another version"):
+        train(plan_of(), steps=3, checkpoint=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("library", "given"),
+    [("orbax", {"checkpoint": "steps"}), ("tokenizers", {"text": "a.txt", "tokenizer": "tokenizer.json"})],
+)
+def test_a_library_that_is_missing_is_said_with_the_line_that_installs_it(monkeypatch, library, given):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == library else found(name, *rest)
+    )
+    with pytest.raises(MissingDependencyError, match=rf"needs the library {library}: pip install 'meshwise\[run\]'"):
+        train(plan_of(), steps=1, **given)
 
 
 def test_what_a_killed_run_left_is_no_step(kept, tmp_path):

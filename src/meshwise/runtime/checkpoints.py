@@ -164,7 +164,8 @@ class Checkpoints:
                 return number, _read_state(there, step.abstract_state)
             whole = rearranged(_read_whole(there), record["order"], step)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._torn(number, str(error).splitlines()[0]) from None
+            words = f"{_RECORD} lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            raise self._torn(number, words) from None
         return number, jax.tree.map(_put, step.abstract_state, whole)
 
     def _place(self, step: int) -> Path:
@@ -178,11 +179,13 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise self._torn(number, f"{_RECORD}: {error}") from None
         if not isinstance(record, dict) or record.get("format") != _VERSION:
+            other = record.get("format") if isinstance(record, dict) else None
             raise ConfigError(
-                f"checkpoint {self._place(number)}: expected format {_VERSION!r}, found another; "
+                f"checkpoint {self._place(number)}: expected format {_VERSION!r}, found {other!r}; "
                 "it was written by another version"
             )
-        if record.get("step") != number or not {"files", "order", "layout", *self.identity} <= set(record):
+        mappings = ("files", "order", *self.identity)
+        if record.get("step") != number or not all(isinstance(record.get(name), dict) for name in mappings):
             raise self._torn(number, f"{_RECORD} was changed")
         return record
 
@@ -206,7 +209,7 @@ class Checkpoints:
             if name not in found:
                 raise self._torn(number, f"{name} is missing")
             if found[name] != expected:
-                raise self._torn(number, f"{name} is not what was saved ({found[name][0]:,} bytes)")
+                raise self._torn(number, f"{name} is not what was saved (it has {found[name][0]:,} bytes)")
 
     def _torn(self, number: int, words: str) -> ConfigError:
         place = self._place(number)

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -167,24 +167,25 @@ class _Loop:
     def run(self, state: State, profile: Path | None) -> None:
         """Run all; the batch of the next step is made while the devices work."""
         count = self.last - self.first + 1
-        if profile is not None:
-            begin = min(WARM_UP, count - 1)
-            self.profiled = frozenset(range(begin, min(begin + PROFILED, count)))
         batch = put_batch(self.step, self.source, self.first)
-        for index in range(count):
-            number = self.first + index
-            if profile is not None and index == min(self.profiled):
-                _start_profile(profile)
-            begun = time.perf_counter()
-            state, metrics = self.compiled(state, batch)
-            if number < self.last:
-                batch = put_batch(self.step, self.source, number + 1)
-            loss = float(metrics["loss"])
-            jax.block_until_ready(state)
-            self.seconds.append(time.perf_counter() - begun)
-            if profile is not None and index == max(self.profiled):
-                jax.profiler.stop_trace()
-            self._keep(number, loss, state)
+        with ExitStack() as running:
+            if profile is not None:
+                begin = min(WARM_UP, count - 1)
+                self.profiled = frozenset(range(begin, min(begin + PROFILED, count)))
+            for index in range(count):
+                number = self.first + index
+                if profile is not None and index == min(self.profiled):
+                    running.enter_context(_profile(profile))
+                begun = time.perf_counter()
+                state, metrics = self.compiled(state, batch)
+                if number < self.last:
+                    batch = put_batch(self.step, self.source, number + 1)
+                loss = float(metrics["loss"])
+                jax.block_until_ready(state)
+                self.seconds.append(time.perf_counter() - begun)
+                if index == max(self.profiled, default=None):
+                    running.close()
+                self._keep(number, loss, state)
 
     def _keep(self, number: int, loss: float, state: State) -> None:
         if not math.isfinite(loss):
@@ -237,12 +238,18 @@ def _check_room(step: TrainStep) -> None:
         )
 
 
-def _start_profile(folder: Path) -> None:
+@contextmanager
+def _profile(folder: Path) -> Iterator[None]:
+    """Write what happens meanwhile to a folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MeshwiseError(f"--profile {folder}: {error.strerror}") from None
     jax.profiler.start_trace(str(folder))
+    try:
+        yield
+    finally:
+        jax.profiler.stop_trace()
 
 
 def _compiled_memory(compiled: Any) -> CompiledMemory | None:
