@@ -14,9 +14,9 @@ from meshwise.sharding.layout import Layout
         ("llama-3-70b", Layout(), (2, 4)),
         ("llama-3-70b", Layout(remat_layers=20), (4, 8)),
         ("llama-3-70b", Layout(stage=4, num_microbatches=8), (4, 8)),
-        ("gemma-3-27b", Layout(), (8, 14)),  # five local layers and a global one, ten times, and two local
-        ("gpt-oss-120b", Layout(), (2, 4)),
-        ("deepseek-v3", Layout(), (4, 5)),  # the first three are dense
+        ("gemma-3-27b", Layout(), None),  # local and global layers: loops of another structure
+        ("gpt-oss-120b", Layout(), None),
+        ("deepseek-v3", Layout(), None),  # the first three are dense
         ("D=64 F=128 L=2 N=2 K=2 V=256", Layout(), None),
         ("D=64 F=128 L=6 N=2 K=2 V=256", Layout(), (2, 4)),
     ],

@@ -14,6 +14,7 @@ from meshwise.compiler.lines import REASONS, UNEXPLAINED
 from meshwise.compiler.memory import CompiledMemory
 from meshwise.errors import CompilerError, ConfigError, MeshwiseError
 from meshwise.report.verify import VerifiedRow, verification_report, with_verified
+from meshwise.verbs.compile_worker import compile_apart
 from meshwise.verbs.verify import compare_copy, verify, verify_plan
 from meshwise.verbs.verify_best import verify_best
 
@@ -211,3 +212,14 @@ def test_bad_plans(tmp_path, gpu_plan):
         verify(gpu_plan, layout="fsdp=8")
     with pytest.raises(MeshwiseError, match="found 3"):
         verify(3)
+
+
+def test_a_compiler_that_stops_its_process_is_an_error_with_its_last_words(gpu_plan, monkeypatch, tmp_path):
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\necho noise\necho 'Check failed: ok' >&2\nexit 134\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr("meshwise.verbs.compile_worker.sys.executable", str(stub))
+    with pytest.raises(
+        CompilerError, match="compiling 2 layers of llama-3-8b: the compiler stopped with code 134: Check"
+    ):
+        compile_apart(gpu_plan, 2)

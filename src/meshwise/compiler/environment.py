@@ -28,6 +28,7 @@ _TPU_SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two processes that compile at once exclude each other
 }
 
 

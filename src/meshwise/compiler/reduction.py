@@ -57,9 +57,11 @@ def reduction_of(model: Model, layout: Layout) -> Reduction | None:
         model: the whole.
         layout: whose share of recomputed layers must be kept; copies have whole layers of each stage.
 
-    Returns: None where no two copies of at most 24 layers are much smaller than the whole.
+    Returns: None where no two copies of at most 24 layers are smaller than the whole, or layers are of several kinds.
     """
     total, wanted = model.num_layers, _kinds(model, layout)
+    if len({group.layer for group in model.spec.groups}) > 1:
+        return None  # short runs of several kinds are loops of another structure, and hold something else
     multiple = layout.stage * layout.virtual_stages
     sizes = [n for n in range(2, min(_MOST, total - 1) + 1) if n % multiple == 0 and _shares(layout, n, total)]
     kinds = {n: found for n in sizes if (found := _kinds_of(model, layout, n)) is not None}
