@@ -3,9 +3,10 @@
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import DENSE, batch_of, dense, make, state_of, weights_of
+from steps import DENSE, alone, batch_of, dense, loss_and_gradients, make, state_of, weights_of
 
 from meshwise.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.models import load_model
@@ -47,6 +48,35 @@ def test_steps_lower_the_loss_and_keep_their_shardings():
     assert losses[0] - losses[-1] > 0.05
     assert int(state["step"]) == 4
     assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, step.abstract_state)
+
+
+@pytest.mark.parametrize(
+    ("choices", "config"),
+    [
+        ({"fsdp": 2, "tensor": 2, "num_microbatches": 2}, "D=32 F=64 L=2 N=4 K=2 H=8 V=64 bias=yes"),
+        pytest.param(  # slow: one more compiled program each, of experts and of stages
+            {"expert": 2, "tensor": 2}, "D=32 L=2 N=4 K=2 H=8 V=64 E=4 top_k=2 Fe=32", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"stage": 2, "tensor": 2, "num_microbatches": 2},
+            "D=32 F=64 L=2 N=4 K=2 H=8 V=64 tied=yes",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_gradients_are_as_wide_as_the_precision_says(choices, config):
+    """What bf16 products leave is no bf16 number: it was never rounded on its way; and it is near the exact one."""
+    step = make(dense(config), Layout(**choices), precision="mixed")
+    _, found = loss_and_gradients(step, state_of(step)["weights"])
+    _, exact = alone(dense(config), step.layout.sequences)
+    for path, gradient in found.items():
+        assert gradient.dtype == np.float32
+        rounded = gradient.astype(jnp.bfloat16).astype(np.float32)
+        least = 0.05 if path == "embed/w_embed" else 0.3  # of an embedding only tokens that came twice are sums
+        assert (gradient != rounded).mean() > least, path
+    wide = np.concatenate([g.ravel() for g in exact.values()])
+    near = np.concatenate([found[path].ravel() for path in exact])
+    assert np.linalg.norm(near - wide) < 0.03 * np.linalg.norm(wide)
 
 
 @pytest.mark.slow  # two more compiled programs: the whole update against its formula, in fp32

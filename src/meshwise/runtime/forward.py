@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,6 +21,7 @@ from meshwise.runtime.named import named_einsum
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.router import choose
 from meshwise.runtime.shardings import Placement
+from meshwise.runtime.watched import Watched, plain
 from meshwise.sharding import Sharding
 from meshwise.sharding.place import iteration_space
 from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
@@ -100,6 +102,7 @@ class _Walk:
     def _compute(self, op: Op, inputs: list[jax.Array], splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         if isinstance(op, Einsum):
             return named_einsum(op, *inputs)
+        inputs = [plain(x) for x in inputs]
         if op.name == "top_k":
             return self._choose(op, inputs)
         if isinstance(op, Elementwise):
@@ -132,6 +135,11 @@ def _combines(op: Op) -> bool:
     return isinstance(op, Route) and op.combine
 
 
+def _cast(w: Any, dtype: Any) -> Any:
+    """Bring a weight to the format in which it is multiplied; its gradient stays as wide as it is."""
+    return Watched(w.value.astype(dtype), w.sink) if isinstance(w, Watched) else w.astype(dtype)
+
+
 def _denominator(t: Tensor) -> Tensor:
     """Name what attention says beside its output: the logarithm of each softmax's denominator."""
     return Tensor(f"{t.name}.denominator", t.axes[:-1])
@@ -161,7 +169,7 @@ def run_block(
     walk = _Walk(placement, around, dict(arrays), {})
     for name, t in read.items():
         if t.kind is Kind.WEIGHT:
-            walk.arrays[name] = weights[name].astype(around.activations)
+            walk.arrays[name] = _cast(weights[name], around.activations)
             walk.held[name] = strategy.stored(t.axes, "weights")
         else:
             walk.held[name] = strategy.home(t.axes)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree, map_parameters
 from meshwise.runtime.pipeline import Pipeline
+from meshwise.runtime.watched import sunk, watch
 
 __all__ = ["Accumulation", "accumulate"]
 
@@ -31,6 +32,7 @@ class Accumulation:
         stack: the model as it is executed.
         parameters: by run and name.
         dtype: in which gradients are added up.
+        reductions: in which they are made and reduced.
         pipeline: its stages, or None.
         replicas: whether each replica of the axis "data" adds up its own, to be reduced at the end.
     """
@@ -38,6 +40,7 @@ class Accumulation:
     stack: Stack
     parameters: Mapping[str, Mapping[str, Parameter]]
     dtype: Any
+    reductions: Any
     pipeline: Pipeline | None
     replicas: bool
 
@@ -70,7 +73,7 @@ def accumulate(how: Accumulation, weights: Tree, batch: Batch) -> tuple[jax.Arra
             weights, batch
         )
         return _finish(how, loss, how.constrain(jax.tree.map(lambda g: g.astype(how.dtype), gradients)))
-    one = _of_replicas(how) if how.replicas else _of_microbatch(how.stack)
+    one = _of_replicas(how) if how.replicas else _of_microbatch(how.stack, how.reductions)
     if batch["tokens"].shape[0] == 1:
         loss, gradients = one(weights, {name: x[0] for name, x in batch.items()})
         return loss, how.constrain(jax.tree.map(lambda g: g.astype(how.dtype), gradients))
@@ -94,20 +97,26 @@ def _finish(how: Accumulation, loss: jax.Array, gradients: Tree) -> tuple[jax.Ar
     return jnp.sum(loss), gradients
 
 
-def _of_microbatch(stack: Stack) -> Any:
+def _of_microbatch(stack: Stack, reductions: Any) -> Any:
     """Give the function from weights and a microbatch to the sum of its losses and gradients."""
 
     def loss(weights: Tree, microbatch: Batch) -> jax.Array:
         return jnp.sum(stack.losses(weights, microbatch["tokens"], microbatch["labels"]))
 
-    return jax.value_and_grad(loss)
+    def one(weights: Tree, microbatch: Batch) -> tuple[jax.Array, Tree]:
+        total, gradients = jax.value_and_grad(loss)(watch(weights, reductions), microbatch)
+        return total, sunk(gradients)
+
+    return one
 
 
 def _of_replicas(how: Accumulation, pipeline: Pipeline | None = None) -> Any:
     """Give the same for each replica alone: sequences are dealt to replicas, and a dimension in front numbers them."""
     placement = how.stack.placement
     inner = replace(how.stack, placement=replace(placement, outside=frozenset({_REPLICAS})))
-    own = _of_microbatch(inner) if pipeline is None else replace(pipeline, stack=inner).loss_and_gradients
+    own = (
+        _of_microbatch(inner, how.reductions) if pipeline is None else replace(pipeline, stack=inner).loss_and_gradients
+    )
     count = placement.mesh.shape[_REPLICAS]
     before = placement.ways(placement.strategy.splits(("B",))["B"]) // count
     assert placement.split(placement.strategy.splits(("B",))["B"])[-1] == _REPLICAS, "replicas are minor"

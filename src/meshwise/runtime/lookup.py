@@ -5,13 +5,16 @@ Not here: the table's gradient, which is the transpose of this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshwise.runtime.local import complete, part_index
 from meshwise.runtime.shardings import Placement
+from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.tensors import Lookup
 
@@ -19,7 +22,11 @@ __all__ = ["look_up"]
 
 
 def look_up(
-    op: Lookup, index: jax.Array, table: jax.Array, placement: Placement, splits: Mapping[str, tuple[str, ...]]
+    op: Lookup,
+    index: jax.Array,
+    table: jax.Array | Watched,
+    placement: Placement,
+    splits: Mapping[str, tuple[str, ...]],
 ) -> jax.Array:
     """Pick rows.
 
@@ -31,6 +38,8 @@ def look_up(
 
     Returns: the rows, where the output lives.
     """
+    if isinstance(table, Watched):
+        return _look_up_watched(partial(look_up, op, placement=placement, splits=splits), index, table)
     if placement.mesh.size == 1:
         return jnp.take(table, index, axis=0)
     rows = placement.split(splits.get(op.inputs[1].axes[0], ()))
@@ -45,3 +54,22 @@ def look_up(
     specs = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in op.inputs)
     found: jax.Array = placement.local(local, specs, placement.spec(home))(index, table)
     return found
+
+
+def _look_up_watched(pick: Callable[..., jax.Array], index: jax.Array, table: Watched) -> jax.Array:
+    """Pick rows; their gradients are added up in the format of the sink."""
+    shape, dtype = table.sink.shape, table.sink.dtype
+
+    @jax.custom_vjp
+    def picked(index: jax.Array, value: jax.Array, sink: jax.Array) -> jax.Array:  # noqa: ARG001
+        return pick(index, value)
+
+    def forward(index: jax.Array, value: jax.Array, sink: jax.Array) -> tuple[jax.Array, Any]:  # noqa: ARG001
+        return pick(index, value), index
+
+    def backward(index: jax.Array, gradient: jax.Array) -> tuple[Any, ...]:
+        _, back = jax.vjp(lambda wide: pick(index, wide), jnp.zeros(shape, dtype))
+        return None, jnp.zeros(shape, table.value.dtype), back(gradient.astype(dtype))[0]
+
+    picked.defvjp(forward, backward)
+    return picked(index, table.value, table.sink)

@@ -19,6 +19,7 @@ from meshwise.runtime.local import complete
 from meshwise.runtime.named import named_einsum
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.shardings import Placement
+from meshwise.runtime.watched import plain
 from meshwise.sharding import Sharding
 from meshwise.sharding.place import iteration_space
 from meshwise.tensors import Einsum, Elementwise, Kind, Op, Route, Tensor
@@ -143,6 +144,7 @@ class Experts:
         if isinstance(op, Einsum):
             return named_einsum(op, *inputs)
         assert isinstance(op, Elementwise), f"refused before: {op.name}"
+        inputs = [plain(x) for x in inputs]
         if op.name.startswith("bias.") and self._partial_over:
             # What is added to partial sums is added by one device of those that hold them.
             first = sum(jax.lax.axis_index(a) for a in self._partial_after(op)) == 0

@@ -8,16 +8,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from meshwise.runtime.watched import Watched, product
 from meshwise.tensors import Einsum
 
 __all__ = ["align", "named_einsum"]
 
 
-def named_einsum(op: Einsum, left: jax.Array, right: jax.Array) -> jax.Array:
+def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched) -> jax.Array:
     """Multiply two arrays over the named axes of an operation."""
     letters = {axis: chr(ord("a") + i) for i, axis in enumerate(op.axes)}
     first, second, out = ("".join(letters[a] for a in t.axes) for t in (*op.inputs, op.output))
-    return jnp.einsum(f"{first},{second}->{out}", left, right)
+    equation = f"{first},{second}->{out}"
+    return product(equation, left, right) if isinstance(right, Watched) else jnp.einsum(equation, left, right)
 
 
 def align(x: jax.Array, axes: tuple[str, ...], onto: tuple[str, ...]) -> jax.Array:

@@ -139,7 +139,7 @@ def _swiglu_oai(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 def _add(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     total = inputs[0]
     for t, x in zip(op.inputs[1:], inputs[1:], strict=True):
-        total = total + align(x, t.axes, op.output.axes).astype(total.dtype)
+        total = (total + align(x, t.axes, op.output.axes)).astype(total.dtype)  # in the wider of both formats
     return total
 
 

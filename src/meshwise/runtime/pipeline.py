@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwise.errors import LayoutError
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree, map_parameters
+from meshwise.runtime.watched import sunk, watch
 from meshwise.sharding.layout import Layout
 
 __all__ = ["PIPELINES", "STAGE", "Pipeline", "piece_order"]
@@ -74,6 +75,7 @@ class Pipeline:
         schedule: of `PIPELINES`.
         parameters: by run and name.
         accumulates: format in which gradients are added up.
+        reductions: format in which they are made and reduced.
     """
 
     stack: Stack
@@ -82,6 +84,7 @@ class Pipeline:
     schedule: str
     parameters: Mapping[str, Mapping[str, Parameter]]
     accumulates: Any
+    reductions: Any
 
     def loss_and_gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         """Run all microbatches.
@@ -92,10 +95,11 @@ class Pipeline:
 
         Returns: the sum of the losses of all tokens, and its gradients.
         """
+        weights = watch(weights, self.reductions)
         if self.schedule == "1f1b":
             return self._one_forward_one_backward(weights, batch)
         loss, gradients = jax.value_and_grad(self._loss)(weights, batch)
-        return loss, gradients
+        return loss, sunk(gradients)
 
     # All forward, then all backward ----------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ class Pipeline:
             _, embedded = jax.vjp(lambda w: self.stack.embed(w, batch["tokens"][first]), others)
             (d_embed,) = embedded(d_x[0])
             scaled = jax.tree.map(lambda g, e: g * valid.astype(g.dtype) + e, d_others, d_embed)
-            added = jax.tree.map(lambda s, g: s + g.astype(s.dtype), gradients, {**scaled, **d_ours})
+            added = jax.tree.map(lambda s, g: s + g.astype(s.dtype), gradients, sunk({**scaled, **d_ours}))
             return (
                 self._shift(y, 1),
                 self._shift(d_x, -1),

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.sharding.strategy import Strategy
 
@@ -74,10 +75,12 @@ class Placement:
         """Give JAX's sharding."""
         return NamedSharding(self.mesh, self.spec(sharding, stack))
 
-    def move(self, x: jax.Array, source: Sharding, target: Sharding) -> jax.Array:
+    def move(self, x: Any, source: Sharding, target: Sharding) -> Any:
         """Bring a value to `target`, and its gradient back to `source` (partial sums completed)."""
         if self.mesh.size == 1:
             return x
+        if isinstance(x, Watched):
+            return x.map(lambda part: self.move(part, source, target))
         return _moved(x, self.named(target), self.named(source))
 
     def local(self, function: Any, inputs: Any, outputs: Any) -> Any:

@@ -140,8 +140,15 @@ class TrainStep:
 
     def _gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         total = int(self.layout.sequences * self.job.seq_len)
-        dtype = dtype_of(self.job.formats.gradients)
-        how = Accumulation(self.stack, self.parameters, dtype, self.pipeline, self._replicas)
+        formats = self.job.formats
+        how = Accumulation(
+            self.stack,
+            self.parameters,
+            dtype=dtype_of(formats.gradients),
+            reductions=dtype_of(formats.reductions),
+            pipeline=self.pipeline,
+            replicas=self._replicas,
+        )
         loss, gradients = accumulate(how, weights, batch)
         return loss / total, jax.tree.map(lambda g: g / total, gradients)
 
@@ -239,5 +246,6 @@ def train_step(
         schedule=layout.schedule,
         parameters=parameters,
         accumulates=dtype_of(job.formats.gradients),
+        reductions=dtype_of(job.formats.reductions),
     )
     return TrainStep(stack, parameters, job, layout, named, pipeline)
