@@ -1,6 +1,6 @@
-"""Why the collectives of a compiled program are not those that were expected: one rule a reason, each with its proof.
+"""Why the collectives of a compiled program are not those that were expected: one rule a reason.
 
-A rule moves bytes from what is left over to a named reason only where something in the program shows that reason. Not
+A rule moves bytes from what is left over to a named reason where scope, format, kind or axes show it, or bytes fit. Not
 here: which collectives there are (`hlo`, `expected`).
 """
 
