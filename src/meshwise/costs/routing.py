@@ -75,7 +75,14 @@ class Routing:
         3.63
         """
         if isinstance(parts, np.ndarray):
-            unique, inverse = np.unique(parts, return_inverse=True)  # few: parts are products of a cluster's factors
+            # Few different ones: parts are products of a cluster's factors. Whole numbers are found without sorting.
+            whole = parts.astype(np.int64)
+            if whole.size and (whole == parts).all():
+                found = np.flatnonzero(np.bincount(whole.ravel()))
+                values = np.zeros(found[-1] + 1)
+                values[found] = [_distinct(self, float(n)) for n in found]
+                return values[whole]
+            unique, inverse = np.unique(parts, return_inverse=True)
             return np.array([_distinct(self, n) for n in unique.tolist()])[inverse].reshape(parts.shape)
         return _distinct(self, float(parts))
 
