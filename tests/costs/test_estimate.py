@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from small_problems import MIXTURE, NODE_LIMITED, cases, tiny, torus
+from small_problems import LEARNED, MIXTURE, NODE_LIMITED, cases, tiny, torus
 
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration, find_calibration
 from meshwise.costs.estimate import estimate_training, evaluate_layout, model_flops, training_run
@@ -99,7 +99,7 @@ def test_a_layout_of_other_chips_than_the_network_is_refused():
         estimate(fsdp=4, wires=(("fsdp", (4,)),))
 
 
-@pytest.mark.parametrize("model", [MIXTURE, NODE_LIMITED, tiny()], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [MIXTURE, NODE_LIMITED, LEARNED, tiny()], ids=lambda m: m.name)
 @pytest.mark.parametrize("calibration", ["ampere", "tpu", "none"])
 def test_a_choice_that_means_nothing_on_a_mesh_costs_nothing(model, calibration):
     """Without replicas that keep whole weights, nothing is left to follow `zero`, and nobody to share them out."""

@@ -153,12 +153,14 @@ def structures_on(problem, places, choices):
     partial = (None, *sorted(some)) if "none" in choices.remat else (None,)  # what the others of the layers keep
     remats = [(policy, n) for policy in choices.remat for n in (partial if policy == "full" else (None,))]
     experts = choices.expert_tensor_parallel if problem.model.mixtures else (True,)
-    options = (remats, choices.zero, choices.fully_sharded, experts, choices.context_method, (False, True))
+    stored = ({0, *choices.zero}, {True, *choices.fully_sharded})
+    options = (remats, *stored, experts, choices.context_method, (False, True))
     for (remat, n), zero, sharded, expert_tensor, method, exchanges in itertools.product(*options):
         shared = places.context * places.ulysses * places.expert > 1
         means = (places.expert > 1) == exchanges
-        means &= shared | (sharded == choices.fully_sharded[0])
-        means &= (places.data > 1) | (shared & (not sharded)) | (zero == min(choices.zero))
+        # What means nothing on a mesh is as if it had not been chosen.
+        means &= np.where(shared, sharded in choices.fully_sharded, sharded)
+        means &= np.where((places.data > 1) | (shared & (not sharded)), zero in choices.zero, zero == 0)
         means &= (places.tensor > 1) | (expert_tensor == experts[0])
         means &= (places.context > 1) | (method == choices.context_method[0])
         if means.any():

@@ -40,8 +40,11 @@ class Structure:
 
     @classmethod
     def of(cls, layout: Layout) -> Structure:
-        """Read the choices of a layout."""
+        """Read the choices of a layout; those that mean nothing on its mesh as if they had not been made."""
         own = {f.name: getattr(layout, f.name) for f in fields(cls) if f.name not in ("exchanges", "partial_remat")}
+        shared = layout.context * layout.ulysses * layout.expert > 1
+        own["fully_sharded"] = layout.fully_sharded or not shared
+        own["zero"] = layout.zero if layout.data > 1 or not own["fully_sharded"] else 0
         return cls(**own, exchanges=layout.expert > 1, partial_remat=layout.remat_layers is not None)
 
     @property

@@ -120,12 +120,16 @@ class Work:
         return exchanges & ((axis("tensor") > 1) | whole) & ((axis("context") > 1) | gathers)
 
     def differs(self, structure: Structure, axis: Axis) -> Mask:
-        """On which meshes `structure` is no copy of another: where every axis that its choices are about is used."""
+        """On which meshes `structure` is one of the choices, and no copy of another.
+
+        Where no axis is used that a choice is about, it is as if it had not been made: ZeRO stage 0, fully sharded.
+        """
         shared = (axis("context") > 1) | (axis("ulysses") > 1) | (axis("expert") > 1)
         followers = (axis("data") > 1) | (shared & (not structure.fully_sharded))
-        return (followers | (structure.zero == min(self.choices.zero))) & (
-            shared | (structure.fully_sharded == self.choices.fully_sharded[0])
-        )
+        stage = np.where(followers, structure.zero in self.choices.zero, structure.zero == 0)
+        sharded = np.where(shared, structure.fully_sharded in self.choices.fully_sharded, structure.fully_sharded)
+        mask: Mask = stage & sharded
+        return mask
 
 
 def works(model: Model, choices: Choices) -> tuple[Work, ...]:
@@ -139,16 +143,17 @@ def works(model: Model, choices: Choices) -> tuple[Work, ...]:
         if (exchanges and not mixture) or not (expert_tensor or choices.sequence_parallel):
             continue
         own = Structure(
-            zero=min(choices.zero),
+            zero=0,
             sequence_parallel=choices.sequence_parallel,
             remat=remat,
-            fully_sharded=choices.fully_sharded[0],
+            fully_sharded=True,
             expert_tensor_parallel=expert_tensor,
             context_method=method,
             exchanges=exchanges,
             partial_remat=layers is not None,
         )
-        stored = itertools.product(choices.zero, choices.fully_sharded)
+        stages, sharings = dict.fromkeys((0, *choices.zero)), dict.fromkeys((True, *choices.fully_sharded))
+        stored = itertools.product(stages, sharings)
         structures = tuple(replace(own, zero=z, fully_sharded=f) for z, f in stored)
         found.append(Work(own, layers, structures, choices))
     return tuple(found)
