@@ -155,10 +155,14 @@ def test_ulysses_before_context_parallelism_exchanges_and_then_gathers_fewer_hea
 
 
 def test_expert_parallelism_sends_tokens_to_their_experts_and_back_in_each_pass() -> None:
-    """Lepikhin et al. 2020, GShard, section 3.2: two AllToAlls, and two for their gradients. Slots are kept there."""
+    """Lepikhin et al. 2020, GShard, section 3.2: two AllToAlls, and two for their gradients. Slots are kept there.
+
+    Gates go with the tokens, where their experts weigh what they make.
+    """
     p = placed("mixtral", expert())
-    assert moves(p.forward, Purpose.ACTIVATIONS) == each("all-to-all", ["slots", "expert.down"], "expert")
-    assert moves(p.backward, Purpose.ACTIVATIONS) == each("all-to-all", ["expert.down", "slots"], "expert", "d_")
+    there, back = ["slots", "slot_gates"], ["expert.down"]
+    assert moves(p.forward, Purpose.ACTIVATIONS) == each("all-to-all", [*there, *back], "expert")
+    assert moves(p.backward, Purpose.ACTIVATIONS) == each("all-to-all", [*back, *reversed(there)], "expert", "d_")
 
 
 def test_experts_of_which_tensor_parallelism_has_parts_gather_slots_where_they_are() -> None:
@@ -187,9 +191,9 @@ def test_whole_experts_dealt_over_tensor_too_need_one_exchange_over_both() -> No
     """Megatron-LM with expert-tensor-parallel size 1: the tensor group's devices hold other experts."""
     p = placed("mixtral", expert() | tensor(experts=("E", "C")))
     both = [m for m in moves(p.forward, Purpose.ACTIVATIONS) if "expert,tensor" in m]
-    assert both == each("all-to-all", ["slots", "expert.down"], "expert,tensor")
+    assert both == each("all-to-all", ["slots", "slot_gates", "expert.down"], "expert,tensor")
     back = [m for m in moves(p.backward, Purpose.ACTIVATIONS) if "expert,tensor" in m]
-    assert back == each("all-to-all", ["expert.down", "slots"], "expert,tensor", "d_")
+    assert back == each("all-to-all", ["expert.down", "slot_gates", "slots"], "expert,tensor", "d_")
 
 
 def test_gradients_of_experts_are_reduced_over_the_replicas_of_each_expert_only() -> None:
