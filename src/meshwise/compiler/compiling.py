@@ -96,14 +96,15 @@ def target_devices(target: Target) -> list[Any]:
         CompilerError: when the compiler does not know the topology.
     """
     prepare(target)
-    from jax.experimental import topologies  # noqa: PLC0415  (an optional extra)
+    from jax.errors import JaxRuntimeError  # noqa: PLC0415  (an optional extra)
+    from jax.experimental import topologies  # noqa: PLC0415
 
     try:
         topology = topologies.get_topology_desc(
             platform=target.platform, topology_name=target.topology, **target.options
         )
         devices = list(topology.devices)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (JaxRuntimeError, NotImplementedError) as error:
         raise CompilerError(f"{target.name}: the compiler does not know this topology: {_first_line(error)}") from None
     if len(devices) != target.num_devices:
         raise CompilerError(

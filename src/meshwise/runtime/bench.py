@@ -5,12 +5,14 @@ Not here: what they should take (`costs`), or the format that rows are written i
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwise.errors import MeshwiseError
 from meshwise.runtime.backend import make_mesh
 from meshwise.runtime.devices import find_devices, software_of
 from meshwise.sharding import CollectiveKind
@@ -142,16 +144,29 @@ class Bench:
         import jax.numpy as jnp  # noqa: PLC0415
 
         key = jax.random.key(0)
-        if dtype == "int8":
-            return jax.random.randint(key, shape, -127, 127, jnp.int8)
-        return jax.random.normal(key, shape, jnp.float32).astype(_DTYPES[dtype])
+        with self._in_words():
+            if dtype == "int8":
+                return jax.random.randint(key, shape, -127, 127, jnp.int8)
+            return jax.random.normal(key, shape, jnp.float32).astype(_DTYPES[dtype])
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Say what the devices cannot do, such as too large an array or a format that they lack."""
+        import jax  # noqa: PLC0415
+
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            first = str(error).splitlines()[0]
+            raise MeshwiseError(f"{self.hardware} cannot run it: {first}; use other sizes or another format") from None
 
     def _time(self, function: Callable[..., Any], *operands: Any) -> Sample:
         """Compile, warm up, and time batches of queued calls until the time is spent."""
         import jax  # noqa: PLC0415
 
         run = jax.jit(function)
-        jax.block_until_ready(run(*operands))
+        with self._in_words():
+            jax.block_until_ready(run(*operands))
         begin = time.perf_counter()
         jax.block_until_ready(run(*operands))
         one = time.perf_counter() - begin
