@@ -1,75 +1,109 @@
-"""Verifies plans with XLA's compilers and prints one row each: the table of docs/verify.md.
+"""Verifies plans with XLA's compilers, all layers of each, and prints one row each: the table of docs/verify.md.
 
-`python benchmarks/verify_plans.py gpu` (a minute a row on two cores) or `tpu` (ten minutes a row); rows that were
-compiled before come from the cache. Not here: a verdict, which is for the reader of the table.
+`python benchmarks/verify_plans.py [WORD ...]` takes rows that have all words in model, target or layout (`v5e`,
+`llama-3-70b h100`), all without. A program for GPUs takes a quarter of a minute on two quiet cores, one for TPUs one to
+four; what was compiled before comes from the cache, so that a run that was broken off goes on. `--details` adds every
+line. Not here: a verdict, which is for the reader of the table.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 
+from meshwise.compiler.verification import Verification
 from meshwise.errors import MeshwiseError
 from meshwise.verbs.verify import verify
 
-PLANS = {
-    "gpu": [
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=8,remat=full"),
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=8,remat=matmuls"),
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=8,remat=none"),
-        ("llama-3-8b", "h100:8", "128Ki", 4096, "fsdp=4,tensor=2,remat=full,micro_batch=2"),
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=2,tensor=4,remat=full"),
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "tensor=8,remat=full"),
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=4,context=2,remat=full,context_method=gather"),
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "fsdp=4,ulysses=2,remat=full"),
-        ("llama-3-8b", "h100:8", "64Ki", 4096, "data=2,fsdp=4,zero=1,remat=full"),
-        ("llama-3-70b", "h100:64", "512Ki", 4096, "fsdp=64,remat=full"),
-        ("llama-3-70b", "h100:64", "512Ki", 4096, "fsdp=16,tensor=4,remat=full"),
-        ("llama-3-70b", "h100:64", "512Ki", 4096, "fsdp=8,tensor=8,remat=full"),
-        ("gemma-3-27b", "h100:64", "512Ki", 4096, "fsdp=32,tensor=2,remat=full"),
-        ("mixtral-8x7b", "h100:64", "512Ki", 4096, "fsdp=8,expert=8,remat=full"),
-    ],
-    "tpu": [
-        ("llama-3-8b", "v5p:2x2x2", "64Ki", 4096, "fsdp=4,tensor=2,remat=full"),
-        ("llama-3-8b", "v5e:4x8", "128Ki", 4096, "fsdp=32,remat=full"),
-        ("llama-3-70b", "v5p:4x4x4", "256Ki", 4096, "fsdp=16,tensor=4,remat=full"),
-        ("gemma-3-27b", "v6e:8x8", "256Ki", 4096, "fsdp=16,tensor=4,remat=full"),
-    ],
-}
+_GIB = 2**30
 
 
-def row(model: str, on: str, batch: str, seq_len: int, layout: str) -> str:
-    """Verify one plan."""
+@dataclass(frozen=True)
+class Row:
+    """A plan: sequences of 4,096 tokens, bf16, AdamW; mixtures with as many slots as tokens choose on average."""
+
+    model: str
+    on: str
+    batch: str
+    layout: str
+
+    @property
+    def words(self) -> str:
+        """What it is found by."""
+        return f"{self.model} {self.on} {self.layout}"
+
+    def verify(self) -> Verification:
+        """Compile and compare."""
+        slots = {"capacity_factor": 1} if self.model.startswith("mixtral") else {}
+        return verify(
+            self.model, on=self.on, batch_tokens=self.batch, seq_len=4096, layout=f"{self.layout},remat=full", **slots
+        )
+
+
+ROWS = [
+    Row("llama-3-8b", "h100:64", "256Ki", "fsdp=64"),
+    Row("llama-3-8b", "h100:64", "256Ki", "fsdp=16,tensor=4"),
+    Row("llama-3-8b", "h100:64", "256Ki", "fsdp=8,tensor=8,sequence_parallel=false"),
+    Row("llama-3-8b", "h100:64", "512Ki", "data=8,fsdp=8,zero=2,micro_batch=1"),
+    Row("llama-3-70b", "h100:64", "256Ki", "fsdp=64"),
+    Row("llama-3-70b", "h100:64", "256Ki", "fsdp=16,tensor=4"),
+    Row("llama-3-70b", "h100:64", "512Ki", "fsdp=16,tensor=4,micro_batch=4"),
+    Row("llama-3-70b", "h100:64", "256Ki", "fsdp=32,context=2,context_method=ring"),
+    Row("mixtral-8x7b", "h100:64", "256Ki", "fsdp=64"),
+    Row("mixtral-8x7b", "h100:64", "256Ki", "fsdp=8,expert=8"),
+    Row("gemma-3-27b", "h100:64", "256Ki", "fsdp=64"),
+    Row("gemma-3-27b", "h100:64", "256Ki", "fsdp=32,tensor=2"),
+    Row("llama-3-8b", "v5p:4x4x4", "256Ki", "fsdp=16,tensor=4"),
+    Row("llama-3-8b", "v5e:8x8", "256Ki", "fsdp=64"),
+    Row("llama-3-8b", "v6e:8x8", "512Ki", "data=4,fsdp=16,zero=2,micro_batch=1"),
+    Row("llama-3-70b", "v5p:4x4x4", "512Ki", "fsdp=32,tensor=2"),
+    Row("llama-3-70b", "v5e:16x16", "1Mi", "fsdp=256"),
+    Row("llama-3-70b", "v6e:8x8", "256Ki", "fsdp=64"),
+    Row("mixtral-8x7b", "v5p:4x4x4", "256Ki", "fsdp=8,expert=8"),
+    Row("mixtral-8x7b", "v5e:8x16", "512Ki", "fsdp=16,expert=8"),
+    Row("mixtral-8x7b", "v6e:8x8", "256Ki", "fsdp=64"),
+    Row("gemma-3-27b", "v5p:4x4x4", "256Ki", "fsdp=32,context=2,context_method=gather"),
+    Row("gemma-3-27b", "v5e:8x16", "512Ki", "fsdp=128"),
+    Row("gemma-3-27b", "v6e:8x8", "256Ki", "fsdp=64"),
+]
+
+
+def show(row: Row, *, details: bool) -> str:
+    """Verify one plan: a row of the table."""
     begun = time.monotonic()
+    name = f"| {row.model} | `{row.on}` | `{row.layout}` |"
     try:
-        found = verify(model, on=on, batch_tokens=batch, seq_len=seq_len, layout=layout)
+        found = row.verify()
     except MeshwiseError as error:
-        return f"| {model} | {on} | `{layout}` | {str(error).splitlines()[0][:110]} |"
+        return f"{name} {str(error).splitlines()[0][:110]} |"
+    sys.stderr.write(f"{row.words}: {time.monotonic() - begun:.0f} s\n")
     if not found.lines:
-        return f"| {model} | {on} | `{layout}` | does not fit |"
-    lines = {line.name: line for line in found.lines}
-    received = [line for line in found.lines if line.group == "collectives"]
-    flops = [line for line in found.lines if line.group == "flops" and "attention" not in line.name]
-    same = sum(min(x.predicted, x.compiled) for x in received) / max(sum(x.compiled for x in received), 1.0)
-    cells = [
-        model,
-        on,
-        f"`{layout}`",
-        f"{lines['arguments'].predicted / 2**30:.2f} / {lines['arguments'].compiled / 2**30:.2f}",
-        f"{lines['peak'].predicted / 2**30:.1f} / {lines['peak'].compiled / 2**30:.1f}",
-        f"{100 * (lines['peak'].compiled / lines['peak'].predicted - 1):+.0f} %",
-        f"{sum(x.predicted for x in received) / 2**30:.2f} / {sum(x.compiled for x in received) / 2**30:.2f}",
-        f"{100 * same:.0f} %",
+        return f"{name} does not fit |"
+    if details:
+        for x in found.lines:
+            why = ", ".join(f"{d.reason} {d.amount / 2**20:+,.1f}" for d in x.differences)
+            sys.stderr.write(f"    {x.name:32} {x.predicted / 2**20:14,.1f} {x.compiled / 2**20:14,.1f}  {why}\n")
+    return f"{name} {' | '.join(_cells(found))} |"
+
+
+def _cells(found: Verification) -> list[str]:
+    lines = {line.name: line for line in found.group("memory")}
+    arguments, peak = lines["arguments"], lines["peak"]
+    received = found.group("collectives")
+    sums = sum(x.predicted for x in received), sum(x.compiled for x in received)
+    return [
+        f"{arguments.predicted / _GIB:.2f} / {arguments.compiled / _GIB:.2f}",
+        f"{peak.predicted / _GIB:.2f} / {peak.compiled / _GIB:.2f}",
+        f"{100 * (peak.compiled / peak.predicted - 1):+.0f} %",
+        f"{lines['set aside'].compiled / _GIB:.1f}",
+        f"{sums[0] / _GIB:.1f} / {sums[1] / _GIB:.1f}",
         f"{100 * found.unexplained_share:.1f} %",
-        f"{sum(x.compiled for x in flops) / max(sum(x.predicted for x in flops), 1.0):.3f}",
     ]
-    sys.stderr.write(f"{time.monotonic() - begun:.0f} s {found.copies}\n")
-    for x in (*received, *flops, lines["temporaries"]):
-        why = ", ".join(f"{d.reason} {d.amount / 2**20:+,.1f}" for d in x.differences)
-        sys.stderr.write(f"    {x.name:32} {x.predicted / 2**20:14,.1f} {x.compiled / 2**20:14,.1f}  {why}\n")
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    for plan in PLANS[sys.argv[1]]:
-        print(row(*plan), flush=True)
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    for row in ROWS:
+        if all(word in row.words for word in words):
+            print(show(row, details="--details" in sys.argv), flush=True)

@@ -48,6 +48,9 @@ _PLAN = {
     "plans[].choices.sequence_parallel": "whether the residual stream is split over `tensor` between matmuls",
     "plans[].choices.expert_tensor_parallel": "whether `tensor` splits the width of an expert, else their number",
     "plans[].choices.context_method": "how keys and values of other positions reach attention over `context`",
+    "plans[].choices.collective_matmul": "whether the compiler or the program runs collectives of `tensor` "
+    "beside their products",
+    "plans[].choices.expert_dispatch": "whether tokens are given to experts in slots, or ragged: as many as there are",
     "plans[].choices.schedule": "the order in which pipeline stages work through microbatches",
     "plans[].choices.virtual_stages": "pieces of the model that each pipeline stage holds",
     "plans[].choices.remat": "what is computed again in the backward pass",

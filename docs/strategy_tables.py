@@ -59,7 +59,7 @@ def _layer(model: str) -> Block:
 
 def _rules(strategy: Strategy) -> str:
     """Write the rules, those of one table and mesh axis together."""
-    known = {f.name for f in fields(Strategy)} - {"ring"}
+    known = {f.name for f in fields(Strategy)} - {"ring", "pieces"}
     assert known == set(_TABLES), "a table of rules has no words here"
     found: dict[tuple[str, str], list[str]] = {}
     for name, words in _TABLES.items():

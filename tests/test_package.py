@@ -51,5 +51,5 @@ def test_every_module_says_what_it_is_for(name):
 
 def test_the_layers_are_these():
     layers = " ".join(sorted({name.split(".")[1] for name in MODULES}))
-    lower = "cli compiler costs dtypes errors explanation handover hardware jobs kernels models planning report runtime"
-    assert layers == f"{lower} sharding simulation tensors units verbs"
+    lower = "backward cli compiler costs dtypes errors explanation handover hardware jobs kernels models planning"
+    assert layers == f"{lower} report runtime scoring sharding simulation tensors units verbs"

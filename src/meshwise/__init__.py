@@ -14,14 +14,17 @@ from meshwise.errors import InfeasibleError, MeshwiseError
 if TYPE_CHECKING:
     from meshwise.handover import HandedOver
     from meshwise.planning import Plan, Planning
+    from meshwise.scoring import Score
     from meshwise.verbs.bench import bench
     from meshwise.verbs.catalogs import all_models, chip, chips, cluster, clusters, model
     from meshwise.verbs.collective import collective
     from meshwise.verbs.estimate_train import estimate_train
     from meshwise.verbs.export import export
+    from meshwise.verbs.generate import generate
     from meshwise.verbs.plan_train import plan_train
     from meshwise.verbs.roofline import roofline
     from meshwise.verbs.run import run_plan
+    from meshwise.verbs.score import score
     from meshwise.verbs.shard import shard
     from meshwise.verbs.simulate import simulate_step
     from meshwise.verbs.verify import verify
@@ -34,6 +37,7 @@ __all__ = [
     "MeshwiseError",
     "Plan",
     "Planning",
+    "Score",
     "__version__",
     "all_models",
     "bench",
@@ -45,11 +49,13 @@ __all__ = [
     "compare_train",
     "estimate_train",
     "export",
+    "generate",
     "model",
     "plan_train",
     "roofline",
     "run_plan",
     "scale_train",
+    "score",
     "shard",
     "simulate_step",
     "verify",
@@ -64,10 +70,22 @@ _HOMES = {
     "scale_train": "meshwise.verbs.plan_many",
     "Plan": "meshwise.planning",
     "Planning": "meshwise.planning",
+    "Score": "meshwise.scoring",
     **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.verbs.catalogs"),
     **{
         name: f"meshwise.verbs.{name}"
-        for name in ("bench", "collective", "estimate_train", "export", "plan_train", "roofline", "shard", "verify")
+        for name in (
+            "bench",
+            "collective",
+            "estimate_train",
+            "export",
+            "generate",
+            "plan_train",
+            "roofline",
+            "score",
+            "shard",
+            "verify",
+        )
     },
 }
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any
 
 from meshwise.dtypes import DType
@@ -32,7 +31,6 @@ __all__ = [
     "Route",
     "Sizes",
     "Tensor",
-    "backward",
     "convert",
 ]
 
@@ -290,6 +288,21 @@ class FusedGradient(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGradient(Op):
+    """One of the key/value gradients that an attention backward kernel writes: bytes, but no FLOPs of its own.
+
+    The kernel writes it for every key position, and a device that holds only some of the queries contributes a partial
+    sum over them. The output is named by the query axis, because it is the gradient of what the projection made.
+    """
+
+    source: Attention
+
+    def flops(self, sizes: Sizes) -> Any:
+        """None."""
+        return 0 * math.prod(sizes[a] for a in self.output.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Elementwise(Op):
     """Anything that reads its inputs once and writes its output once: norms, activations, residual sums, the loss.
 
@@ -440,144 +453,6 @@ class Program:
         return sum(b.repeat * b.flops(sizes) for b in self.blocks)
 
 
-@lru_cache(maxsize=256)  # every strategy and every policy asks again
-def backward(block: Block) -> tuple[Op, ...]:
-    """Derive the backward pass of `block`, operation by operation.
-
-    Every einsum gives two (the gradient of each input), attention gives one op that writes three gradients (its output
-    stands for d_q; d_k and d_v follow as zero-FLOP outputs of `Elementwise`), elementwise ops give one that reads the
-    gradient and what the forward pass read. Where a tensor feeds several operations, the partial gradients are added by
-    an op named `add.*`. The gradient of tensor `x` is named `d_x`; weights' gradients have kind GRADIENT.
-
-    Returns: operations in order of execution. The gradients of the block's outputs are taken as given.
-    """
-    parts: dict[str, list[Tensor]] = {name: [] for name in block.outputs}
-    produced = {op.output.name for op in block.ops}
-    ops: list[Op] = []
-
-    def gradient_of(t: Tensor) -> Tensor:
-        kind = Kind.GRADIENT if t.kind is Kind.WEIGHT else t.kind
-        return replace(t, name=f"d_{t.name}", kind=kind, dtype=None, scale_bytes=0.0)
-
-    def collect(t: Tensor) -> Tensor:
-        """Give the whole gradient of `t`: the sum of what its readers contributed."""
-        grads = parts.get(t.name, [])
-        total = gradient_of(t)
-        if t.name in block.outputs:  # arrives from the next block, besides any inner readers
-            grads = [total, *grads] if grads else []
-        if len(grads) > 1:
-            whole = replace(total, name=f"{total.name}.sum") if t.name in block.outputs else total
-            ops.append(Elementwise(name=f"add.{t.name}", inputs=tuple(grads), output=whole, linear=True,
-                                   flops_per_element=len(grads) - 1))  # fmt: skip
-            return whole
-        return grads[0] if grads else total
-
-    def contribute(t: Tensor, op_name: str, like: Tensor | None = None) -> Tensor:
-        """Name the contribution of one reader to the gradient of `t`, in the format of `like`."""
-        g = gradient_of(t)
-        if like is not None:
-            g = replace(g, dtype=like.dtype, scale_bytes=like.scale_bytes)
-        readers = sum(t.name == i.name for op in block.ops for i in op.inputs)
-        part = g if readers == 1 and t.name not in block.outputs else replace(g, name=f"{g.name}.{op_name}")
-        parts.setdefault(t.name, []).append(part)
-        return part
-
-    for op in reversed(block.ops):
-        grad = collect(op.output)
-        if isinstance(op, Convert):  # the gradient passes through
-            parts |= {t.name: [*parts.get(t.name, ()), grad] for t in _trained(op)}
-            continue
-        narrow = _narrow_gradient(op, grad)
-        ops.extend(narrow)
-        ops.extend(_backward_of(op, narrow[-1].output if narrow else grad, contribute))
-    for name in dict.fromkeys(t.name for op in block.ops for t in op.inputs):
-        source = next(t for op in block.ops for t in op.inputs if t.name == name)
-        if name not in produced and len(parts.get(name, [])) > 1:
-            collect(source)
-    return tuple(ops)
-
-
 def convert(name: str, t: Tensor, into: Format) -> Convert:
     """Bring `t` into a narrow format."""
     return Convert(name=name, inputs=(t,), output=into.of(t), reads=into.reads, writes=into.writes)
-
-
-def _narrow_gradient(op: Op, grad: Tensor) -> list[Op]:
-    """Give the conversion of the output's gradient that `op` asks for, if it is needed."""
-    if not isinstance(op, Einsum | Route) or op.format is None or grad.dtype == op.format.dtype:
-        return []
-    return [convert(f"convert.d{op.name}", grad, op.format)]
-
-
-def _trained(op: Op) -> list[Tensor]:
-    """The inputs that have a gradient."""
-    return [t for t in op.inputs if t.kind is not Kind.INDEX and not t.frozen]
-
-
-def _backward_of(op: Op, grad: Tensor, contribute: Any) -> list[Op]:
-    """Give the operations that turn the gradient of `op.output` into gradients of its inputs."""
-    differentiable = _trained(op)
-    if isinstance(op, Einsum):
-        out: list[Op] = []
-        for t in differentiable:
-            others = tuple(o for o in op.inputs if o is not t)
-            out.append(replace(op, name=f"d{op.name}.{t.name}", inputs=(grad, *others), output=contribute(t, op.name)))
-        return out
-    if isinstance(op, Attention):
-        q, *further = op.inputs
-        read = (*op.inputs, op.output, grad)
-        first = replace(op, name=f"d{op.name}", inputs=read, output=contribute(q, op.name), gradient=True)
-        # d_k and d_v come out of the same kernel: they cost their bytes, not FLOPs of their own. As gradients of what
-        # the k and v projections made, their positions are called T again.
-        written = [
-            AttentionGradient(
-                name=f"d{op.name}.{t.name}", inputs=(first.output, t), output=contribute(made, op.name), source=op
-            )
-            for t in further
-            if op.key_axis in t.axes
-            for made in [replace(t, axes=tuple(op.query_axis if a == op.key_axis else a for a in t.axes))]
-        ]
-        along = [t for t in further if op.key_axis not in t.axes]  # what is known of each query, such as its choice
-        return [first, *written, *(FusedGradient.of(first, op, t, contribute(t, op.name)) for t in along)]
-    if isinstance(op, Fused):
-        source, *further = op.inputs
-        kernel = replace(
-            op, name=f"d{op.name}", inputs=(*op.inputs, grad), output=contribute(source, op.name), gradient=True
-        )
-        rest = [t for t in further if t in differentiable]
-        return [kernel, *(FusedGradient.of(kernel, op, t, contribute(t, op.name)) for t in rest)]
-    if isinstance(op, Route):
-        source, *chosen = op.inputs
-        made = contribute(source, op.name, grad)
-        return [replace(op, name=f"d{op.name}", inputs=(grad, *chosen), output=made, combine=not op.combine)]
-    if isinstance(op, Lookup):
-        index, _ = op.inputs
-        made = [contribute(t, op.name) for t in differentiable]
-        return [Lookup(name=f"d{op.name}", inputs=(index, grad), output=t, scatter=True) for t in made]
-    assert isinstance(op, Elementwise), f"no backward rule for {type(op).__name__}"
-    return [
-        Elementwise(
-            name=f"d{op.name}.{t.name}",
-            inputs=(grad,) if op.linear else (grad, *op.inputs),
-            output=contribute(t, op.name),
-            flops_per_element=op.flops_per_element,
-            reduced=op.reduced,
-            counted=op.counted,
-        )
-        for t in differentiable
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionGradient(Op):
-    """One of the key/value gradients that an attention backward kernel writes: bytes, but no FLOPs of its own.
-
-    The kernel writes it for every key position, and a device that holds only some of the queries contributes a partial
-    sum over them. The output is named by the query axis, because it is the gradient of what the projection made.
-    """
-
-    source: Attention
-
-    def flops(self, sizes: Sizes) -> Any:
-        """None."""
-        return 0 * math.prod(sizes[a] for a in self.output.axes)

@@ -52,8 +52,8 @@ def test_a_refusal_is_an_error_of_usage(run, tmp_path):
     ("name", "content", "message"),
     [
         ("gone.json", None, "No such file or directory; 'meshwise plan train ... --save plan.json' writes one"),
-        ("text.json", b"no plan", "plan JSON: Expecting value"),
-        ("other.json", b"{}", "plan JSON: expected the keys"),
+        ("text.json", b"no plan", "text.json': expected what --save writes: Expecting value"),
+        ("other.json", b"{}", "other.json': expected the keys"),
         ("image.json", b"\xff\xfe\x00", "expected JSON as --save writes it, found no text"),
     ],
 )

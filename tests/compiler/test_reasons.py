@@ -1,5 +1,7 @@
 """Reasons of differences: each rule alone, on collectives made up for it, and what it must leave unexplained."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwise.compiler.expected import Expected, ExpectedCollective
@@ -117,6 +119,23 @@ def test_integers_and_statistics_are_told_by_their_format():
     }
 
 
+def test_wider_elements_are_told_by_their_format_up_to_twice_the_bytes():
+    gates = wanted("all-to-all", X, 10 * MB, purpose="activations")
+    other = found("all-to-all", X, 90 * MB)
+    expected = [gates, wanted("all-to-all", X, 90 * MB)]
+    assert reasons(expected, [found("all-to-all", X, 20 * MB, dtype="f32"), other]) == {
+        "all-to-all over x": {"wider format": 10.0}
+    }
+    assert reasons(expected, [found("all-to-all", X, 30 * MB, dtype="f32"), other]) == {
+        "all-to-all over x": {"wider format": 15.0, "unexplained": 5.0}
+    }
+
+
+def test_sums_that_are_no_part_of_the_loss_are_no_statistics():
+    compiled = [found("all-reduce", X, 30 * MB, dtype="f32", scope="transpose(jvp(layer))/q/reduce_sum")]
+    assert reasons([], compiled) == {"all-reduce over x": {"wider format": 15.0, "unexplained": 15.0}}
+
+
 def test_a_collective_matmul_counts_what_it_stands_for_and_says_what_it_sends_more():
     compiled = [found("reduce-scatter", X, 30 * MB, rewrite="collective matmul", sent=50 * MB)]
     assert reasons([wanted("reduce-scatter", X, 30 * MB)], compiled) == {
@@ -155,3 +174,51 @@ def test_memory_that_changes_its_sign_changes_its_name(amounts, reason, whole):
     lines = [(Line("memory", "temporaries", 100.0, 100.0 + a, (Difference("reuse", a),)),) for a in amounts]
     (line,) = extrapolated(*lines, Reduction(2, 4, 3.0))
     assert line.differences == (Difference(reason, whole),)
+
+
+def test_what_nothing_reads_of_a_pass_run_again_is_not_there():
+    both = ("o", "down")
+    again = replace(wanted("reduce-scatter", X, 20 * MB, purpose="activations", tensors=both), reason="forward again")
+    kept = wanted("reduce-scatter", X, 50 * MB, purpose="activations", tensors=both)
+    assert reasons([kept, again], [found("reduce-scatter", X, 60 * MB)]) == {
+        "reduce-scatter over x": {"forward again": 20.0, "not again": -10.0}
+    }
+    assert reasons([kept, again], [found("reduce-scatter", X, 66 * MB)]) == {
+        "reduce-scatter over x": {"forward again": 20.0, "unexplained": -4.0}
+    }
+
+
+def test_keys_and_values_may_go_round_and_once_more_for_what_is_computed_again():
+    expected = [
+        wanted("all-gather", X, 60 * MB, purpose="ring"),
+        wanted("all-gather", X, 60 * MB, purpose="ring", when="backward"),
+        wanted("reduce-scatter", X, 60 * MB, purpose="ring", when="backward"),
+    ]
+    sends = [found("permute", X, 240 * MB), found("permute", X, 60 * MB, dtype="f32")]
+    assert reasons(expected, sends) == {
+        "all-gather over x": {"ring": -120.0},
+        "reduce-scatter over x": {"ring": -60.0},
+        "permute over x": {"ring": 180.0, "again": 60.0, "wider format": 30.0, "unexplained": 30.0},
+    }
+    assert reasons(expected, sends[:1])["permute over x"] == {"ring": 180.0, "again": 60.0}
+
+
+def test_products_of_one_sum_may_be_scattered_apart():
+    expected = [wanted("reduce-scatter", X, 30 * MB, when="backward", purpose="activations")]
+    scope = "transpose(jvp())/while/body/layer/{}/dot_general"
+    both = [
+        found("reduce-scatter", X, 30 * MB, scope=scope.format(n), rewrite="collective matmul") for n in ("up", "gate")
+    ]
+    assert reasons(expected, both) == {"reduce-scatter over x": {"apart": 30.0}}
+    forward = [found("reduce-scatter", X, 60 * MB, scope="jvp()/layer/down/dot_general", rewrite="collective matmul")]
+    assert reasons(expected, forward) == {"reduce-scatter over x": {"unexplained": 30.0}}
+
+
+def test_single_small_arrays_beside_large_ones_have_a_name():
+    large = found("all-gather", X, 100 * MB)
+    assert reasons([wanted("all-gather", X, 100 * MB)], [large, found("all-gather", X, 0.009 * MB)]) == {
+        "all-gather over x": {"small arrays": 0.009}
+    }
+    assert reasons([wanted("all-gather", X, 100 * MB)], [large, found("all-gather", X, 0.02 * MB)]) == {
+        "all-gather over x": {"unexplained": 0.02}
+    }

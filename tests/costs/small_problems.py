@@ -9,11 +9,19 @@ from hypothesis import strategies as st
 
 from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.evaluate import Structure, TrainingProblem
+from meshwise.costs.fitted import SOFTWARE, fitted_calibration
 from meshwise.costs.network import Fabric
-from meshwise.hardware import Torus, TorusAxis, parse_cluster
+from meshwise.hardware import Torus, TorusAxis, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import read_config
 from meshwise.sharding.layout import MESH_AXES, Layout
+
+#: Every calibration that a problem may have: families, and the fitted ones of each with each software.
+ALL_CALIBRATIONS = CALIBRATIONS | {
+    f"{chip}: {software}": fitted_calibration(load_chip(chip), software)
+    for chip in ("a100-sxm-80gb", "h100-sxm", "v5e")
+    for software in SOFTWARE
+}
 
 REMATS = ("none", "matmuls", "attention", "full")
 
@@ -210,7 +218,7 @@ def cases(draw):
         hidden=draw(st.sampled_from((512, 1000, 16384))),
         tied=draw(st.booleans()),
     )
-    calibration = CALIBRATIONS[draw(st.sampled_from(sorted(CALIBRATIONS)))]
+    calibration = ALL_CALIBRATIONS[draw(st.sampled_from(sorted(ALL_CALIBRATIONS)))]
     fabric = Fabric.of(cluster, flat_rings=calibration.flat_rings)
     layout = draw(layouts(fabric))
     seq_len = draw(st.sampled_from((1920, 8192, 32768)))

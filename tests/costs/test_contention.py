@@ -2,9 +2,10 @@
 
 import pytest
 
-from meshwise.costs.calibration import CALIBRATIONS, find_calibration
+from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.estimate import layout_candidate, layout_wires
 from meshwise.costs.evaluate import TrainingProblem, evaluate
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import Fabric
 from meshwise.costs.step import Ledger
 from meshwise.hardware import parse_cluster

@@ -29,10 +29,10 @@ KEPT = {
 }
 
 
-def memory(*, precision="bf16", sequences=8, tied=False, **layout):
+def memory(*, precision="bf16", sequences=8, tied=False, vocabulary=V, **layout):
     cluster = parse_cluster("h100:8")
     job = TrainingJob(batch_tokens=str(sequences * T), seq_len=str(T), precision=precision)
-    config = {**load_model("llama-3-8b").config, "tie_word_embeddings": tied}
+    config = {**load_model("llama-3-8b").config, "tie_word_embeddings": tied, "vocab_size": vocabulary}
     problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, IDENTITY)
     wires = tuple((a, (n,)) for a, n in layout.items() if a in ("data", "fsdp", "tensor", "stage", "context"))
     return estimate_training(problem, Fabric.of(cluster), Layout(**layout, wires=wires)).memory
@@ -50,11 +50,40 @@ def test_fsdp_over_eight(remat):
     assert m["optimizer"] == PARAMETERS * 2 * FP32 / 8
     assert m["master_copies"] == 0
     assert m["activations"] == L * KEPT[remat] * T * BF16  # one sequence a GPU
-    # Head: the residual, its norm, the logits; then the gradients of logits and norm while the loss is differentiated.
-    assert m["logits_and_loss"] == T * (D + D + V + V + D) * BF16
-    # The largest block's weights are the head's: at work, on their way (of the next), and a whole gradient; 7/8 on top.
-    assert m["gathered_weights"] == pytest.approx((V * D + D) * (2 * BF16 + BF16) * 7 / 8, rel=1e-12)
-    assert m["communication_buffers"] == 0
+    # The head needs more than a layer, most while the gradient of its weights is made: the residual, its norm and the
+    # norm's gradient, and that of the logits, which are gone by then.
+    assert m["logits_and_loss"] == T * (3 * D + V) * BF16
+    # Its weights once, 7/8 on top of what is stored, and the whole gradient before it is scattered.
+    assert m["gathered_weights"] == pytest.approx((V * D + D) * BF16 * 7 / 8 + V * D * BF16, rel=1e-12)
+    assert m["workspace"] == m["communication_buffers"] == 0  # no layer is at work
+
+
+def test_a_layer_at_work_counts_where_it_needs_more_than_the_head():
+    m = memory(fsdp=8, remat="none", vocabulary=1024)
+    assert m["logits_and_loss"] == 0
+    # Two layers' weights, one at work and one on its way, and one's gradients before they are scattered.
+    assert m["gathered_weights"] == pytest.approx(LAYER * (2 * BF16 + BF16) * 7 / 8, rel=1e-12)
+    # Of all operations those of the feed-forward part hold most: from one gradient, and what is kept, two more.
+    assert m["workspace"] == T * 2 * F * BF16
+    m = memory(tensor=8, remat="none", micro_batch=8, vocabulary=1024)
+    assert m["logits_and_loss"] == m["gathered_weights"] == 0
+    assert m["communication_buffers"] == 8 * T * D * BF16 * 7 / 8  # one gathered activation, besides its own shard
+
+
+def test_the_head_and_a_layer_are_not_at_work_at_once():
+    """What the larger of both needs, and no more: the smaller one changes nothing."""
+    small, large = (memory(fsdp=8, remat="none", vocabulary=v) for v in (1024, 2048))
+    state = ("parameters", "gradients", "optimizer")
+    assert [small[name] for name in small if name not in (*state, "total")] == [
+        large[name] for name in large if name not in (*state, "total")
+    ]
+
+
+def test_what_a_lookup_alone_reads_is_not_there_when_its_gradient_is():
+    # A first stage that is the fullest, since it holds two microbatches, with a table that outweighs a layer.
+    m = memory(stage=2, fsdp=4, remat="none", num_microbatches=8, sequences=32, vocabulary=4 * V)
+    assert m["logits_and_loss"] == 0
+    assert m["gathered_weights"] == 4 * V * D * BF16  # the gathered table, or its gradient before it is scattered
 
 
 @pytest.mark.parametrize("remat", sorted(KEPT))
@@ -67,7 +96,9 @@ def test_tensor_over_eight(remat):
     assert m["optimizer"] == local * 2 * FP32
     assert m["activations"] == L * KEPT[remat] / 8 * 8 * T * BF16  # every tensor is split: heads, width, or positions
     assert m["gathered_weights"] == 0
-    assert m["communication_buffers"] == 8 * T * D * BF16 * 7 / 8  # one gathered activation, besides its own shard
+    # The head, most while the loss is differentiated: the residual, its norm as it was gathered for the forward pass,
+    # logits, their gradient, and that of the loss, a number a token.
+    assert m["logits_and_loss"] == 8 * T * (D / 8 + D + 2 * V / 8 + 1) * BF16
     alone = memory(tensor=8, remat=remat, micro_batch=8, sequence_parallel=False)
     split = {
         "none": 2 * NH + 2 * KH + 3 * F,
@@ -106,13 +137,14 @@ def test_a_pipeline_holds_as_many_microbatches_as_are_in_flight(stages, microbat
 def test_the_last_stage_counts_where_it_is_fuller():
     m = memory(stage=8, remat="full", num_microbatches=8, micro_batch=1)
     # 4 layers of one kept input are little against a head with its logits.
-    assert m["logits_and_loss"] == T * (3 * D + 2 * V) * BF16
+    # The loss differentiated: residual, norm, logits, their gradient, and that of the loss.
+    assert m["logits_and_loss"] == T * (2 * D + 2 * V + 1) * BF16
     assert m["activations"] == 4 * D * T * BF16
     assert m["parameters"] == (4 * LAYER + V * D + D) * BF16
 
 
 def test_the_last_stage_holds_a_tied_table_and_what_adds_up_to_its_gradient():
-    m = memory(stage=2, fsdp=4, remat="full", num_microbatches=2, precision="mixed", tied=True)
+    m = memory(stage=2, fsdp=4, remat="full", sequences=4, precision="mixed", tied=True)
     # The head multiplies by a copy of the embedding's table and accumulates a gradient of it over all microbatches.
     # Once a step the first stage adds that to its own and updates the table; its moments are there alone.
     assert m["logits_and_loss"] > 0

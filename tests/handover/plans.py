@@ -3,8 +3,8 @@
 import math
 from pathlib import Path
 
-from meshwise.costs.calibration import find_calibration
 from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import Fabric
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

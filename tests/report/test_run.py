@@ -29,6 +29,7 @@ def on_its_chip():
         state_bytes=20 * 10**9,
         temporary_bytes=30 * 10**9,
         peak_bytes_in_use=55 * 10**9,
+        learning_rate="0.0003",
         data="synthetic",
     )
 

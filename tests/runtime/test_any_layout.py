@@ -9,7 +9,7 @@ from steps import alone, dense, loss_and_gradients, make, worst
 from meshwise.costs.structure import Structure
 from meshwise.errors import LayoutError
 from meshwise.planning.space import Limits, meshes
-from meshwise.sharding.layout import MESH_AXES, Layout
+from meshwise.sharding.layout import COLLECTIVE_MATMULS, MESH_AXES, Layout
 
 #: Sizes that every mesh of 8 divides, so that few draws are refused.
 DENSE = "D=32 F=64 L=4 N=8 K=8 H=8 V=64"
@@ -36,6 +36,7 @@ def plans(draw):
         sequence_parallel=sequence_parallel,
         expert_tensor_parallel=not sequence_parallel or draw(st.booleans()),
         context_method=draw(st.sampled_from(["gather", "ring"])),
+        collective_matmul=draw(st.sampled_from(COLLECTIVE_MATMULS)),
         schedule=schedule,
         virtual_stages=pieces,
         remat=draw(st.sampled_from(["none", "matmuls", "attention", "full"])),

@@ -9,9 +9,12 @@ from dataclasses import fields
 import pytest
 
 import meshwise
+from meshwise.cli.bench import bench as bench_command
 from meshwise.costs.measured import MeasuredOperation, write_rows
 from meshwise.errors import MeshwiseError
+from meshwise.hardware.cluster_file import read_cluster
 from meshwise.runtime.bench import Bench
+from meshwise.runtime.devices import machine_memory, share_of_machine
 from meshwise.sharding import CollectiveKind
 
 COLUMNS = [f.name for f in fields(MeasuredOperation)]
@@ -63,6 +66,30 @@ def test_rows_are_written_in_the_documented_columns_and_nothing_is_overwritten(t
     assert all(f"`{name}`" in page for name in COLUMNS)
 
 
+def test_a_machine_is_a_cluster_of_the_devices_that_share_it():
+    found = meshwise.bench("machine", dtype="fp32", seconds="1ms")
+    assert [row.measured.op for row in found.rows if row.measured.category != "collective"] == [
+        *["GEMM (m,k)x(k,n)"] * 3, "copy", "copy", "silu_mul", "empty program",
+    ]  # fmt: skip
+    assert {row.measured.n_chips for row in found.rows} == {8}
+    cluster = read_cluster(found.document, name="machine", where="machine.toml")
+    assert cluster.num_chips == 8
+    assert cluster.chip.title == share_of_machine(8)
+    assert cluster.chip.hbm_capacity == pytest.approx(machine_memory() / 8, rel=1e-3)
+
+
+def test_files_that_cannot_be_written_are_said_before_anything_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "there.csv").touch()
+    monkeypatch.setattr("meshwise.cli.bench.run_bench", lambda *_, **__: pytest.fail("it was measured"))
+    for words, message in [
+        (["matmul", "--save-cluster", "m.toml"], "matmul describes no cluster"),
+        (["matmul", "--save", str(tmp_path / "there.csv")], "nothing was overwritten"),
+        (["machine", "--save-cluster", str(tmp_path / "none" / "m.toml")], "is no folder that can be written to"),
+    ]:
+        with pytest.raises(MeshwiseError, match=message):
+            bench_command.main(words, standalone_mode=False)
+
+
 def test_fake_devices_of_a_new_process():
     words = ["collectives", "--cpu-devices", "2", "--sizes", "1KiB", "--seconds", "1ms", "--json"]
     command = [sys.executable, "-m", "meshwise", "bench", *words]
@@ -79,6 +106,12 @@ def test_fake_devices_of_a_new_process():
     [
         ({"what": "matmul", "sizes": "4x4"}, "--sizes: expected sizes such as 4096x4096x4096, found '4x4'"),
         ({"what": "memory", "sizes": "many"}, "--sizes: expected sizes such as 1MiB,16MiB, found 'many'"),
+        (
+            {"what": "machine", "sizes": "1MiB"},
+            "--sizes: a machine is measured at the sizes that its description needs",
+        ),
+        ({"what": "machine", "dtype": "int8"}, "--dtype int8: plans run in bf16 or fp32 on a CPU"),
+        ({"what": "memory", "dtype": "int8"}, "--dtype int8: copies are of fp32"),
         ({"what": "attention", "heads": 6, "kv_heads": 4}, "--heads 6: expected a multiple of --kv-heads 4"),
         ({"what": "collectives", "on": "h100:8"}, "--on h100:8: expected the cluster that this runs on, found 8 x cpu"),
         ({"what": "matmul", "cpu_devices": 3}, "3 fake devices were asked for, but JAX has looked for devices before"),

@@ -1,9 +1,12 @@
 """Several processes, each with devices of its own, run one step together."""
 
+import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +14,15 @@ import pytest
 from steps import alone, dense
 
 
-@pytest.mark.slow  # two processes that start and compile JAX; it proves that no array is assumed to be at hand
-def test_two_processes_give_the_loss_and_gradients_of_one_device():
+def free_address():
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+        return f"localhost:{free.getsockname()[1]}"
+
+
+@pytest.mark.slow  # two processes that start and compile JAX; it proves that no array is assumed to be at hand
+def test_two_processes_give_the_loss_and_gradients_of_one_device():
+    address = free_address()
     script = Path(__file__).with_name("run_process.py")
     command = [sys.executable, str(script), address]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -33,3 +40,61 @@ def test_two_processes_give_the_loss_and_gradients_of_one_device():
     for path, gradient in gradients.items():
         block, _, name = path.partition("/")
         assert found[0]["sizes"][block][name] == pytest.approx(np.sqrt((gradient**2).sum()), rel=1e-4)
+
+
+TINY = "D=8 F=16 L=2 N=2 K=2 H=4 V=32"
+JOB = ["--on", "h100:4", "--batch-tokens", "64", "--seq-len", "8", "--precision", "fp32", "--learning-rate", "0.01"]
+LAYOUT = "fsdp=2,data=2,remat=full,micro_batch=2,num_microbatches=1"
+
+
+def command(devices, *words):
+    return [sys.executable, "-m", "meshwise", "run", TINY, *JOB, "--layout", LAYOUT, "--cpu-devices", str(devices),
+            "--json", *words]  # fmt: skip
+
+
+@contextlib.contextmanager
+def two(folder, *words):
+    """Two processes of two devices each, started as a user does."""
+    together = ["--coordinator", free_address(), "--num-processes", "2"]
+    processes = []
+    try:
+        for n in range(2):
+            with (folder / f"{n}.out").open("w") as out, (folder / f"{n}.err").open("w") as err:
+                line = command(2, *together, "--process-id", str(n), *words)
+                processes.append(subprocess.Popen(line, stdout=out, stderr=err))  # noqa: S603
+        yield processes
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+
+
+def answer_of_two(folder, *words):
+    with two(folder, *words) as processes:
+        codes = [p.wait(timeout=400) for p in processes]
+    assert codes == [0, 0], (folder / "0.err").read_text() + (folder / "1.err").read_text()
+    assert (folder / "1.out").read_text() == ""  # the first speaks for both
+    return json.loads((folder / "0.out").read_text())
+
+
+@pytest.mark.slow  # seven processes that start and compile JAX: that no process's part of a saved state is lost
+def test_two_processes_save_and_go_on_after_a_kill(tmp_path, monkeypatch):
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    saved = tmp_path / "steps"
+    keep = ["--checkpoint", str(saved), "--every", "2"]
+    with two(tmp_path, "--steps", "1000000", *keep):
+        deadline = time.monotonic() + 400
+        while not (saved / "step-00000002").exists():
+            assert time.monotonic() < deadline, (tmp_path / "0.err").read_text()
+            time.sleep(0.05)
+    latest = max(int(p.name[5:]) for p in saved.glob("step-*") if not p.suffix)
+    last = latest + 2
+    resumed = answer_of_two(tmp_path, "--steps", str(last), *keep)
+    whole = answer_of_two(tmp_path, "--steps", str(last))
+    assert (resumed["first_step"], resumed["num_devices"]) == (latest + 1, 4)
+    assert resumed["losses"] == whole["losses"][latest:]
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    line = command(4, "--steps", str(last + 1), *keep)
+    alone = subprocess.run(line, capture_output=True, text=True, check=True, env=environment)  # noqa: S603
+    assert json.loads(alone.stdout)["first_step"] == last + 1  # one process reads what two have written

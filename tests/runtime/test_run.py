@@ -26,6 +26,7 @@ from meshwise.errors import (
 )
 from meshwise.runtime import loop, train_step
 from meshwise.runtime.data import SyntheticTokens, read_text
+from meshwise.runtime.devices import share_of_machine
 from meshwise.runtime.optimizer import Hyperparameters
 from meshwise.units import format_bytes
 
@@ -93,6 +94,19 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(alone, tmp_p
     assert (first.saved, second.saved, told) == ((2, 3), (4, 6), [2, 3, 4, 6])
     with pytest.raises(MeshwiseError, match="holds step 6 already; ask for a later one"):
         train(plan_of(), steps=6, **given)
+
+
+def test_rates_are_of_the_step_and_go_on_where_they_were(alone, tmp_path):
+    rates = {"warmup_steps": 2, "learning_rate_decay": "cosine", "decay_steps": 6, "final_learning_rate": 0.001}
+    whole = train(plan_of(), steps=6, **rates)
+    assert whole.learning_rate == "up to 0.01 in 2 steps, then as half a cosine to 0.001 at step 6"
+    first = train(plan_of(), steps=3, checkpoint=str(tmp_path), **rates)
+    second = train(plan_of(), steps=6, checkpoint=str(tmp_path), **rates)
+    assert first.losses + second.losses == whole.losses
+    assert whole.losses[0] == alone.losses[0]  # before any update
+    assert whole.losses[1] > alone.losses[1]  # after one of half the rate
+    with pytest.raises(ConfigError, match="run: decay_steps: it has 6, this run 8"):
+        train(plan_of(), steps=8, checkpoint=str(tmp_path), **{**rates, "decay_steps": 8})
 
 
 def test_a_step_is_resharded_for_another_layout(alone, tmp_path):
@@ -325,6 +339,22 @@ def test_words_for_texts_that_cannot_be_read(words, tmp_path):
         ({}, {"text": "x"}, MeshwiseError, "--text needs --tokenizer"),
         ({}, {"tokenizer": "x"}, MeshwiseError, "--tokenizer needs --text"),
         ({}, {"every": 2}, MeshwiseError, "--every needs --checkpoint"),
+        ({}, {"decay_steps": 2}, MeshwiseError, "--decay-steps needs --learning-rate-decay linear or cosine"),
+        ({}, {"final_learning_rate": 0}, MeshwiseError, "--final-learning-rate needs --learning-rate-decay"),
+        ({}, {"learning_rate_decay": "linear", "warmup_steps": 20}, MeshwiseError,
+         "--steps 20: expected more steps than --warmup-steps 20"),
+        ({}, {"learning_rate_decay": "linear", "final_learning_rate": 1}, MeshwiseError,
+         "--final-learning-rate 1: expected at most --learning-rate 0.01"),
+        ({}, {"learning_rate_decay": "square"}, MeshwiseError, "expected 'none', 'linear' or 'cosine', found 'square'"),
+        ({}, {"num_processes": 2}, MeshwiseError, "--num-processes needs --coordinator HOST:PORT"),
+        ({}, {"coordinator": "localhost:1", "num_processes": 2}, MeshwiseError, "needs --num-processes and --pro"),
+        ({}, {"coordinator": "auto", "process_id": 1}, MeshwiseError, "--process-id: with --coordinator auto JAX"),
+        ({}, {"coordinator": "here", "num_processes": 2, "process_id": 0}, MeshwiseError,
+         "--coordinator: expected HOST:PORT or auto, found 'here'"),
+        ({}, {"coordinator": "localhost:1", "num_processes": 2, "process_id": 2}, MeshwiseError,
+         "--process-id 2: expected less than --num-processes 2"),
+        ({}, {"coordinator": "localhost:1", "num_processes": 2, "process_id": 0, "cpu_devices": 2}, ClusterError,
+         "--cpu-devices 2: the plan runs on 2 devices .*; ask for as many in all 2 processes together"),
         ({}, {"steps": 0}, MeshwiseError, "steps: expected at least 1, found 0"),
         ({"precision": "fp8"}, {}, MeshwiseError, "precision 'fp8'"),
         ({"layout": "fsdp=2,offload=optimizer"}, {}, LayoutError, "offload=optimizer"),
@@ -361,3 +391,31 @@ def test_a_profile_is_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MeshwiseError, match=r"--profile .*file: File exists"):
         train(plan_of(), steps=1, profile=str(tmp_path / "file"))
+
+
+def test_a_plan_for_this_machine_is_compared_and_one_for_another_is_not(alone, tmp_path):
+    def plan_on(title):
+        file = tmp_path / "machine.toml"
+        rows = "".join(
+            f'{key} = "{value}"\n'
+            for key, value in {
+                "vector_flops_per_s": "1GFLOP/s", "hbm_capacity": "1GiB", "hbm_bandwidth": "1GB/s",
+                "link_bandwidth_one_way": "1GB/s", "hop_latency": "1us", "host_link_bandwidth": "1GB/s",
+            }.items()
+        )  # fmt: skip
+        level = 'name = "m"\ndegree = 2\nbandwidth_per_chip_one_way = "1GB/s"\nlatency = "1us"\n'
+        file.write_text(
+            f'num_chips = 2\n[[network.levels]]\n{level}[chip]\nname = "cpu-1of2"\ntitle = "{title}"\nvendor = "cpu"\n'
+            f'flops_per_s = {{ fp32 = "2GFLOP/s" }}\nmatmul_tile = [1, 1, 1]\n'
+            f"chips_per_host = 2\npower_watts = 1\n{rows}"
+        )
+        layout = "fsdp=2,remat=full,micro_batch=4,num_microbatches=1"
+        asked = {"batch_tokens": TOKENS, "seq_len": LENGTH, "precision": "fp32", "layout": layout}
+        return meshwise.estimate_train(TINY, cluster=str(file), **asked).plans[0]
+
+    same = train(plan_on(share_of_machine(2)), steps=1)
+    assert (same.is_planned_chip, same.chip, same.peak_flops_per_s) == (True, "cpu-1of2", 2e9)
+    assert same.mfu == pytest.approx(same.plan.estimate.model_flops / (same.step_seconds * 2 * 2e9))
+    assert same.losses[0] == alone.losses[0]
+    other = train(plan_on("1/2 of another machine"), steps=1)
+    assert (other.is_planned_chip, other.chip, other.mfu) == (False, None, None)

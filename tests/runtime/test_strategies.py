@@ -17,11 +17,20 @@ LAYOUTS = {
     "context-ulysses-tensor": {"context": 2, "ulysses": 2, "tensor": 2},
     "ring": {"context": 4, "tensor": 2, "context_method": "ring"},
     "ring-ulysses": {"context": 2, "ulysses": 2, "data": 2, "context_method": "ring", "num_microbatches": 2},
-}
+    "pieces": {"fsdp": 2, "tensor": 4, "collective_matmul": "bidirectional"},
+    "pieces-whole-stream": {"fsdp": 2, "tensor": 4, "sequence_parallel": False, "collective_matmul": "unidirectional"},
+    "pieces-of-replicas": {
+        "data": 2, "fsdp": 2, "tensor": 2, "zero": 1, "num_microbatches": 2, "remat": "none",
+        "collective_matmul": "unidirectional",
+    },
+    "pieces-context": {
+        "context": 2, "ulysses": 2, "tensor": 2, "remat": "matmuls", "collective_matmul": "bidirectional",
+    },
+}  # fmt: skip
 
 
 #: Slow because each is a compiled program, and proves the same of another way to split.
-QUICK = ("zero-1", "context-ulysses-tensor", "ring")
+QUICK = ("zero-1", "context-ulysses-tensor", "ring", "pieces")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])

@@ -37,6 +37,15 @@ def test_a_step_compiles_from_its_abstract_state_and_holds_what_the_tables_say()
     assert (gate.dtype, mean.dtype) == ("bfloat16", "float32")
 
 
+def test_layers_go_back_only_after_the_head_has_the_gradients_of_its_weights():
+    """Else a compiler may hold the gradient of the logits meanwhile, for a product that only the update reads."""
+    step = planned()
+    text = step.jitted.lower(step.abstract_state, step.abstract_batch).as_text()
+    held = [line for line in text.splitlines() if "optimization_barrier" in line]
+    stream, table = "x16x32xbf16>", "tensor<32x64xf32>"  # [B, T, D]; [D, V], as wide as gradients are reduced
+    assert any(stream in line and table in line for line in held), held
+
+
 def test_steps_lower_the_loss_and_keep_their_shardings():
     step = planned()
     state, batch = state_of(step), batch_of(step)

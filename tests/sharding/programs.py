@@ -207,10 +207,14 @@ class Step:
         machine.run(self.placed.forward)
         outputs = {n: self._at_home(machine, n, tensors[n].axes) for n in self.placed.block.outputs}
         kept = {h.tensor.name: {h.sharding: machine.fetch(h.tensor.name, h.sharding)} for h in self.placed.kept}
-        machine.held = {**kept}
+        for t in self.placed.forward if self.placed.block.role == "head" else ():
+            if isinstance(t, Transfer):  # nothing runs between the passes of a head: what it gathered is still there
+                there = t.collective.after
+                kept.setdefault(t.tensor.name, {})[there] = machine.fetch(t.tensor.name, there)
+        machine.held = kept
         for name, copies in entering.items():  # token ids are not "kept activations", but are there
             if tensors[name].kind is Kind.INDEX:
-                machine.held[name] = copies
+                machine.held[name] = {**machine.held.get(name, {}), **copies}
         self._load_weights(machine)
         for name, array in batch.output_gradients.items():
             home = self.strategy.home(tensors[name.removeprefix("d_")].axes)

@@ -10,7 +10,9 @@ import pytest
 
 from meshwise.errors import LayoutError, MeshwiseError, UnknownNameError
 from meshwise.sharding.layout import (
+    COLLECTIVE_MATMULS,
     CONTEXT_METHODS,
+    EXPERT_DISPATCHES,
     MESH_AXES,
     OFFLOADABLE,
     SCHEDULES,
@@ -41,6 +43,8 @@ def random_layout(choose: random.Random) -> Layout:
         sequence_parallel=sequence_parallel,
         expert_tensor_parallel=choose.random() < 0.5 or sizes["tensor"] == 1 or not sequence_parallel,
         context_method=choose.choice(CONTEXT_METHODS) if sizes["context"] > 1 else "gather",
+        collective_matmul=choose.choice(COLLECTIVE_MATMULS) if sizes["tensor"] > 1 else "compiler",
+        expert_dispatch=choose.choice(EXPERT_DISPATCHES),
         schedule=schedule,
         virtual_stages=choose.randint(1, 4) if schedule == "interleaved" else 1,
         remat=remat,
@@ -76,7 +80,8 @@ def test_json_has_every_field_by_name() -> None:
     assert layout.to_json() == {
         "data": 2, "fsdp": 4, "expert": 1, "context": 1, "ulysses": 1, "tensor": 2, "stage": 1,
         "zero": 1, "fully_sharded": True, "sequence_parallel": True, "expert_tensor_parallel": True,
-        "context_method": "gather", "schedule": "1f1b", "virtual_stages": 1,
+        "context_method": "gather", "collective_matmul": "compiler", "expert_dispatch": "slots",
+        "schedule": "1f1b", "virtual_stages": 1,
         "remat": "none", "remat_layers": None, "offload": [], "offload_layers": None,
         "micro_batch": 1, "num_microbatches": 1,
         "wires": {"fsdp": [2, 2], "tensor": [2]},
@@ -108,6 +113,7 @@ def test_json_may_leave_out_what_is_as_usual() -> None:
                 fully_sharded=False,
                 expert_tensor_parallel=False,
                 context_method="ring",
+                collective_matmul="bidirectional",
                 schedule="interleaved",
                 virtual_stages=2,
                 remat_layers=3,
@@ -115,7 +121,7 @@ def test_json_may_leave_out_what_is_as_usual() -> None:
             ),
             (
                 "stage=4,data=2,expert=8,context=2,ulysses=2,tensor=2,zero=1,fully_sharded=off,expert_tensor_parallel=off,"
-                "context_method=ring,schedule=interleaved,virtual_stages=2,micro_batch=1,num_microbatches=1,remat=full,"
+                "context_method=ring,collective_matmul=bidirectional,schedule=interleaved,virtual_stages=2,micro_batch=1,num_microbatches=1,remat=full,"
                 "remat_layers=3,offload=optimizer+activations"
             ),
         ),
@@ -277,13 +283,17 @@ def test_words_for_a_layout_that_cannot_be(text: str, words: str) -> None:
         (
             "wires=3",
             (
-                "unknown layout axis or choice 'wires'. Known: context, context_method, data, expert, "
-                "expert_tensor_parallel, fsdp, fully_sharded, micro_batch, num_microbatches, offload, "
-                "offload_layers, remat, remat_layers, schedule, sequence_parallel, stage, tensor, ulysses, "
-                "virtual_stages, zero."
+                "unknown layout axis or choice 'wires'. Known: collective_matmul, context, context_method, data, "
+                "expert, expert_dispatch, expert_tensor_parallel, fsdp, fully_sharded, micro_batch, "
+                "num_microbatches, offload, offload_layers, remat, remat_layers, schedule, sequence_parallel, "
+                "stage, tensor, ulysses, virtual_stages, zero."
             ),
         ),
         ("cp=2,context_method=rings", "unknown context method 'rings'. Nearest: ring."),
+        (
+            "tp=2,collective_matmul=both",
+            "unknown collective matmul 'both'. Known: bidirectional, compiler, unidirectional.",
+        ),
         ("pp=2,schedule=zbv", "unknown pipeline schedule 'zbv'. Nearest: zb-v, zb-h1."),
         ("offload=optimiser", "unknown part to offload 'optimiser'. Nearest: optimizer."),
         ("remat=ful", "unknown remat policy 'ful'. Nearest: full."),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from meshwise.backward import backward
 from meshwise.models import load_model
-from meshwise.tensors import Attention, Block, Einsum, Kind, Op, backward
+from meshwise.tensors import Attention, Block, Einsum, Kind, Op
 
 #: Dense, tied, biased, parallel, post-norm, windowed; mixtures with and without shared experts; latent attention.
 MODELS = [

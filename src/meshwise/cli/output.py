@@ -5,11 +5,13 @@ Not here: what a report says (`report`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from rich.console import Console
 
 from meshwise.report import Report
 
-__all__ = ["Output", "output_options", "to_text"]
+__all__ = ["Output", "output_options", "say", "stdout_for_the_answer", "to_text"]
 
 #: Columns when nobody looks at a terminal.
 WIDTH = 80
@@ -37,6 +39,30 @@ class Output:
             click.echo(json.dumps(report.envelope(explain=self.explain), indent=2, allow_nan=False))
         else:
             click.echo(to_text(report.renderable(explain=self.explain)), nl=False)
+
+
+def say(line: str) -> None:
+    """Tell something at once, on stderr, whatever the form of the answer."""
+    click.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def stdout_for_the_answer(noisy: bool) -> Iterator[None]:
+    """Send what libraries print on stdout to stderr meanwhile, where `noisy`: an answer in JSON is alone there.
+
+    They print from C++, below `sys.stdout`.
+    """
+    if not noisy:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def to_text(renderable: Any) -> str:

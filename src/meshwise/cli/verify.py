@@ -24,9 +24,11 @@ __all__ = ["verify"]
 @request_options(
     EstimateTrainRequest, arguments=("model",), flags={**TRAIN_FLAGS, "model": "PLAN|MODEL"}, optional=True
 )
-@click.option("--full", is_flag=True, help="Compile all layers, not two smaller models from which the whole follows.")
+@click.option(
+    "--reduced", is_flag=True, help="Compile two smaller models, from which the whole follows, instead of all layers."
+)
 @output_options
-def verify(request: EstimateTrainRequest | None, model: str, full: bool, output: Output) -> None:
+def verify(request: EstimateTrainRequest | None, model: str, reduced: bool, output: Output) -> None:
     """Compile a step for its target, and compare with the plan.
 
     The real compiler, XLA: memory, every collective and every matmul, predicted beside compiled. Of a saved plan (what
@@ -41,8 +43,8 @@ def verify(request: EstimateTrainRequest | None, model: str, full: bool, output:
     """  # noqa: D301  (click's mark for lines that stay as they are)
     with Progress() as progress:
         plan, inputs = (read_plan(model), {"plan": model}) if request is None else _estimated(request, progress)
-        found = verify_plan(plan, full=full, progress=progress)
-    output.show(verification_report(found, str(plan.layout), {**inputs, "full": full}))
+        found = verify_plan(plan, reduced=reduced, progress=progress)
+    output.show(verification_report(found, str(plan.layout), {**inputs, "reduced": reduced}))
     if not found.fits:
         raise click.exceptions.Exit(InfeasibleError.exit_code)
 

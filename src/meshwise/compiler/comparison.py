@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwise.compiler.compiling import Compiled
-from meshwise.compiler.expected import Expected
+from meshwise.compiler.expected import Expected, Operation
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.hlo.flops import Matmul, matmuls
 from meshwise.compiler.hlo.instructions import Module
@@ -47,52 +47,69 @@ def compare(expected: Expected, compiled: Compiled, mesh: DeviceMesh) -> tuple[L
 def _memory_lines(expected: Expected, memory: CompiledMemory, module: Module) -> Iterator[Line]:
     state = sum(expected.memory[name] for name in STATE)
     padding = sum(a.padded_bytes - a.num_bytes for p in module.main.parameters for a in p.shape.arrays)
+    passed, held = (_differences(expected.more_memory.get(name, {})) for name in ("arguments", "temporaries"))
     yield explained(
         Line("memory", "arguments", state, memory.arguments),
-        (Difference("batch", expected.batch), Difference("tiles", padding)),
+        (Difference("batch", expected.batch), Difference("tiles", padding), *passed),
         exact=0.001 * state,
     )
     within = sum(expected.memory[name] for name in WITHIN)
-    own_outputs = memory.outputs - memory.aliased
-    yield _memory_line("temporaries", within, memory.temporaries + own_outputs)
-    yield _memory_line("peak", state + within, memory.total)
+    both = _joined((*passed, *held))
+    yield _memory_line("temporaries", within, memory.alive - memory.arguments, held)
+    yield _memory_line("peak", state + within, memory.alive, both)
+    gaps = Difference("gaps", memory.total - memory.alive)
+    reserve = expected.memory["reserve"]
+    aside = (*both, gaps, Difference("reserve", -reserve))
+    yield _memory_line("set aside", state + within + reserve, memory.total, aside)
 
 
-def _memory_line(name: str, predicted: float, compiled: float) -> Line:
-    """What the estimate counts as alive at once, and XLA's schedule needs less or more of."""
+def _memory_line(name: str, predicted: float, compiled: float, known: Sequence[Difference]) -> Line:
+    """Beyond what is known: what XLA needs more or less than the estimate counts as alive at once."""
     line = Line("memory", name, predicted, compiled)
-    return explained(line, [Difference("reuse" if compiled < predicted else "scratch", compiled - predicted)])
+    rest = compiled - predicted - sum(d.amount for d in known)
+    return explained(line, [*known, Difference("reuse" if rest < 0 else "scratch", rest)])
+
+
+def _differences(amounts: Mapping[str, float]) -> tuple[Difference, ...]:
+    return tuple(Difference(reason, amount) for reason, amount in amounts.items())
+
+
+def _joined(differences: Iterable[Difference]) -> tuple[Difference, ...]:
+    """Add up those of equal reason."""
+    amounts: dict[str, float] = defaultdict(float)
+    for d in differences:
+        amounts[d.reason] += d.amount
+    return _differences(amounts)
 
 
 def _flops_lines(expected: Expected, found: Sequence[Matmul]) -> Iterator[Line]:
-    keys = list(expected.flops)
-    compiled: dict[tuple[str, str], float] = defaultdict(float)
+    keys = list(dict.fromkeys([*expected.flops, *expected.more_flops]))
+    compiled: dict[Operation, float] = defaultdict(float)
     for matmul in found:
         compiled[_operation(matmul.scope, keys)] += matmul.flops_per_step
     small = 0.001 * sum(expected.flops.values())
-    every = dict.fromkeys([*keys, *compiled])
+    every = [key for key in dict.fromkeys([*keys, *compiled]) if expected.flops.get(key) or compiled[key]]
     lines = {
         k: Line("flops", "/".join(k).strip("/") or "elsewhere", expected.flops.get(k, 0.0), compiled[k]) for k in every
     }
-    reasons = {key: _flops_reasons(key, line, expected) for key, line in lines.items()}
+    known = {key: _differences(expected.more_flops.get(key, {})) for key in every}
+    missing = {k: x.compiled - x.predicted - sum(d.amount for d in known[k]) for k, x in lines.items()}
+    reasons = {key: _flops_reasons(key, missing[key], expected) for key in every}
     for block in {key[0] for key in every}:
-        reasons |= _one_matmul({key: line for key, line in lines.items() if key[0] == block}, expected, small)
+        reasons |= _one_matmul({key: amount for key, amount in missing.items() if key[0] == block}, expected, small)
     for key, line in lines.items():
-        yield explained(line, reasons[key], exact=small)
+        yield explained(line, (*known[key], *reasons[key]), exact=small)
 
 
-def _one_matmul(
-    lines: dict[tuple[str, str], Line], expected: Expected, small: float
-) -> dict[tuple[str, str], list[Difference]]:
+def _one_matmul(missing: dict[Operation, float], expected: Expected, small: float) -> dict[Operation, list[Difference]]:
     """Products of one block that have more, and others that have less, by as much: they are one matmul."""
-    missing = {k: x.compiled - x.predicted for k, x in lines.items() if k not in expected.attentions}
-    missing = {key: amount for key, amount in missing.items() if abs(amount) >= small}
+    missing = {k: amount for k, amount in missing.items() if k not in expected.attentions and abs(amount) >= small}
     if len(missing) < 2 or abs(sum(missing.values())) >= small:
         return {}
     return {key: [Difference("one matmul", amount)] for key, amount in missing.items()}
 
 
-def _operation(scope: str, keys: Sequence[tuple[str, str]]) -> tuple[str, str]:
+def _operation(scope: str, keys: Sequence[Operation]) -> Operation:
     """Find block and operation in a path of scopes: `.../layer/q/dot_general`."""
     words = _WORD.findall(scope)
     for block, operation in keys:
@@ -101,8 +118,7 @@ def _operation(scope: str, keys: Sequence[tuple[str, str]]) -> tuple[str, str]:
     return "", ""
 
 
-def _flops_reasons(key: tuple[str, str], line: Line, expected: Expected) -> list[Difference]:
-    missing = line.compiled - line.predicted
+def _flops_reasons(key: Operation, missing: float, expected: Expected) -> list[Difference]:
     if key in expected.attentions and missing > 0:
         return [Difference("masked pairs", missing)]
     forward = expected.forward_flops.get(key, 0.0)

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from meshwise.compiler.rounds import Rounds
+from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.memory import Holding
 from meshwise.costs.network import Fabric
+from meshwise.costs.step import Ledger
+from meshwise.costs.traffic import Flow, Pass
 from meshwise.costs.workings import Workings, work_out
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
+from meshwise.sharding.placed import Purpose
 from meshwise.tensors import Attention
 
-__all__ = ["Expected", "ExpectedCollective", "expect"]
+__all__ = ["Expected", "ExpectedCollective", "Operation", "expect"]
+
+#: Names of a block and of an operation in it.
+Operation = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +35,13 @@ class ExpectedCollective:
     """Equal collectives of one block in one pass.
 
     Args:
-        block, when, purpose: as in `CollectiveWorking`.
+        block, when, purpose: as of a `Flow`.
         kind: as `Emitted.kind`.
         axes: mesh axes, outermost first.
         tensors: what moves.
         count: in a step.
         received: bytes that one device receives in a step.
+        reason: why the program has them and the plan does not; "" for those of the plan.
     """
 
     block: str
@@ -41,6 +52,7 @@ class ExpectedCollective:
     tensors: tuple[str, ...]
     count: float
     received: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +62,22 @@ class Expected:
     Args:
         collectives: that move data.
         flops: (block, operation) -> FLOPs on the matrix unit, all passes.
-        forward_flops: likewise, of one forward pass.
+        forward_flops: likewise, of one forward pass, as the program runs it.
         attentions: operations that are attention.
         memory: class -> bytes.
         batch: bytes of token numbers and labels.
+        more_flops: (block, operation) -> reason -> FLOPs that the program has and the plan does not.
+        more_memory: "arguments" or "temporaries" -> reason -> bytes, likewise.
     """
 
     collectives: tuple[ExpectedCollective, ...]
-    flops: Mapping[tuple[str, str], float]
-    forward_flops: Mapping[tuple[str, str], float]
-    attentions: frozenset[tuple[str, str]]
+    flops: Mapping[Operation, float]
+    forward_flops: Mapping[Operation, float]
+    attentions: frozenset[Operation]
     memory: Mapping[str, float]
     batch: float
+    more_flops: Mapping[Operation, Mapping[str, float]] = field(default_factory=dict)
+    more_memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Mapping[str, float]) -> Expected:
@@ -71,41 +87,104 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
         problem, fabric, layout: of the plan.
         memory: class -> bytes, of its estimate.
     """
-    workings = work_out(problem, fabric, layout)
-    flops, forward = _flops(workings)
+    workings, ledger = work_out(problem, fabric, layout), Ledger()
+    evaluate_layout(problem, fabric, layout, ledger)
+    rounds = Rounds.of(layout)
+    flops = _flops(workings, rounds)
     attentions = frozenset(
         (block.name, op.name) for block in problem.train_program() for op in block.ops if isinstance(op, Attention)
     )
     positions = layout.micro_batch * layout.num_microbatches * problem.job.seq_len / (layout.context * layout.ulysses)
+    collectives = _collectives(ledger, layout, rounds)
+    more_memory: dict[str, Mapping[str, float]] = {}
+    if rounds is not None:
+        stream = float(ledger.boundary_bytes)
+        collectives += _between_stages(rounds, stream)
+        collectives += _of_shared_weights(rounds, ledger.holdings)
+        more_memory["arguments"] = {"every stage": rounds.state(ledger.holdings)}
+        more_memory["temporaries"] = rounds.held(ledger.holdings, stream)
     return Expected(
-        collectives=tuple(_collectives(workings, layout)),
-        flops=flops,
-        forward_flops=forward,
+        collectives=tuple(collectives),
+        flops=flops.planned,
+        forward_flops=flops.forward,
         attentions=attentions,
         memory=memory,
         batch=2 * 4 * positions,
+        more_flops=flops.more,
+        more_memory=more_memory,
     )
 
 
-def _collectives(workings: Workings, layout: Layout) -> list[ExpectedCollective]:
-    order = list(layout.used_axes)
-    found = []
-    for c in workings.collectives:
-        size = math.prod(layout.sizes[a] for a in c.mesh_axes)
-        each = _received(c.kind, c.num_bytes, size)
-        found.append(
-            ExpectedCollective(
-                block=c.block,
-                when=c.when.value,
-                purpose=c.purpose.value,
-                kind=c.kind.value,
-                axes=tuple(sorted(c.mesh_axes, key=order.index)),
-                tensors=c.tensors,
-                count=c.count_per_step,
-                received=each * c.count_per_step,
-            )
-        )
+def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None) -> list[ExpectedCollective]:
+    """Those of the plan, and those that a pipelined program has beyond it."""
+    found: list[ExpectedCollective] = []
+    for block, copies in ledger.blocks:
+        for flow in block.flows:
+            one = _collective(block.block.name, flow, layout)
+            if not one.received:
+                continue
+            once = flow.when is Pass.STEP
+            runs = {"": float(copies) * (1 if once else layout.num_microbatches)}
+            if rounds is not None:
+                more = rounds.stored if once else partial(rounds.beyond, when=flow.when.value)
+                runs |= more(block.block.role, planned=float(copies))
+            found += [
+                replace(one, count=one.count * n, received=one.received * n, reason=reason)
+                for reason, n in runs.items()
+                if n
+            ]
     return found
+
+
+def _collective(block: str, flow: Flow, layout: Layout) -> ExpectedCollective:
+    """The collectives of one run of one copy of a block."""
+    order = layout.used_axes
+    axes = tuple(sorted((a for a in flow.mesh_axes if a in order), key=order.index))
+    size = math.prod(layout.sizes[a] for a in axes)
+    return ExpectedCollective(
+        block=block,
+        when=flow.when.value,
+        purpose=flow.purpose.value,
+        kind=flow.kind.value,
+        axes=axes,
+        tensors=tuple(dict.fromkeys(t.tensor.name for t in flow.transfers)),
+        count=flow.count,
+        received=flow.count * _received(flow.kind, float(flow.num_bytes), size) if size > 1 else 0.0,
+    )
+
+
+def _between_stages(rounds: Rounds, stream: float) -> list[ExpectedCollective]:
+    """Streams that go from stage to stage."""
+    each = partial(
+        ExpectedCollective, "layer", "step", Purpose.ACTIVATIONS.value, "permute", axes=("stage",), tensors=("x",)
+    )
+    idle = 2 * rounds.number - rounds.sends
+    return [
+        each(count=rounds.sends, received=rounds.sends * stream),
+        each(count=idle, received=idle * stream, reason="idle rounds"),
+    ]
+
+
+def _of_shared_weights(rounds: Rounds, holdings: Iterable[Holding]) -> list[ExpectedCollective]:
+    """Gradients of embedding and head, which every stage holds, added up over stages once a step."""
+    own: dict[str, float] = {}
+    for h in holdings:
+        if h.name == "gradients" and h.block.role != "layer":
+            own.setdefault(h.block.name, float(h.num_bytes))
+    return [
+        ExpectedCollective(
+            block=block,
+            when="step",
+            purpose=Purpose.GRADIENTS.value,
+            kind="all-reduce",
+            axes=("stage",),
+            tensors=("gradients",),
+            count=1.0,
+            received=_received(CollectiveKind.ALL_REDUCE, num_bytes, rounds.stages),
+            reason="every stage",
+        )
+        for block, num_bytes in own.items()
+    ]
 
 
 def _received(kind: CollectiveKind, num_bytes: float, size: int) -> float:
@@ -122,18 +201,33 @@ def _received(kind: CollectiveKind, num_bytes: float, size: int) -> float:
             return num_bytes * others
 
 
-def _flops(workings: Workings) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
-    """FLOPs by the operation of the forward pass that they belong to: its backward halves are named after it."""
-    flops: dict[tuple[str, str], float] = defaultdict(float)
-    forward: dict[tuple[str, str], float] = defaultdict(float)
+@dataclass(frozen=True, slots=True)
+class _Flops:
+    """FLOPs by operation: of the plan, of one forward pass of the program, and what it has more, by reason."""
+
+    planned: Mapping[Operation, float]
+    forward: Mapping[Operation, float]
+    more: Mapping[Operation, Mapping[str, float]]
+
+
+def _flops(workings: Workings, rounds: Rounds | None) -> _Flops:
+    """Add up by the operation of the forward pass that they belong to: its backward halves are named after it."""
+    planned: dict[Operation, float] = defaultdict(float)
+    forward: dict[Operation, float] = defaultdict(float)
+    more: dict[Operation, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    roles = {block.name: block.role for block in workings.problem.train_program()}
     for block in workings.blocks:
         names = {o.name for o in block.operations if o.when == "forward"}
         for o in block.operations:
             key = (block.name, _home(o.name, names))
-            flops[key] += o.flops * block.copies * block.num_microbatches
+            runs = block.copies * block.num_microbatches
+            beyond = {} if rounds is None else rounds.beyond(roles[block.name], when=o.when, planned=block.copies)
+            planned[key] += o.flops * runs
             if o.when == "forward":
-                forward[key] += o.flops * block.copies * block.num_microbatches
-    return {k: v for k, v in flops.items() if v}, dict(forward)
+                forward[key] += o.flops * (runs + beyond.get("every stage", 0.0) + beyond.get("idle rounds", 0.0))
+            for reason, n in beyond.items():
+                more[key][reason] += o.flops * n
+    return _Flops({k: v for k, v in planned.items() if v}, forward, more)
 
 
 def _home(name: str, forward: set[str]) -> str:

@@ -52,8 +52,13 @@ class CompiledMemory:
 
     @property
     def total(self) -> int:
-        """Arguments, temporaries, and outputs that have a place of their own."""
+        """What is set aside: arguments, temporaries, and outputs that have a place of their own."""
         return self.arguments + self.temporaries + self.outputs - self.aliased
+
+    @property
+    def alive(self) -> int:
+        """The most that is alive at once; where the compiler does not say, all that is set aside."""
+        return min(self.peak, self.total) if self.peak >= self.arguments else self.total
 
     def to_json(self) -> dict[str, int]:
         """All fields."""

@@ -123,7 +123,7 @@ def reduce_layers(model: Model, layout: Layout, layers: int) -> tuple[Model, Lay
     config = copy.deepcopy(dict(model.config))
     if not _cut(config, model.num_layers, layers):
         raise CompilerError(
-            f"model {model.name}: its {model.num_layers} layers are not in its configuration; use --full"
+            f"model {model.name}: its {model.num_layers} layers are not in its configuration; leave --reduced out"
         )
     value = json.loads(model.to_json())
     reduced = Model.from_json(json.dumps({**value, "config": config}))

@@ -20,10 +20,12 @@ __all__ = ["traffic_lines"]
 Key = tuple[str, tuple[str, ...]]
 
 _LOOKUP = re.compile(r"_take|/gather|scatter-add|/scatter")
-_STATISTICS = re.compile(r"reduce_max|reduce_sum|logsumexp|/loss|argmax")
+_STATISTICS = re.compile(r"\bloss\b")
 _INTEGERS = re.compile(r"[su]\d+|pred")
 #: Share of all bytes below which an array is small.
 _SMALL = 1e-3
+#: Likewise of a collective beside others of its line.
+_TINY = 1e-4
 #: Relative difference that padding to tiles may make.
 _PADDED = 0.05
 
@@ -51,19 +53,25 @@ def traffic_lines(expected: Expected, compiled: Sequence[Meant]) -> tuple[Line, 
     ledger = _Ledger()
     for e in expected.collectives:
         ledger.left[e.kind, e.axes] -= e.received
+        if e.reason:
+            ledger.reasons[e.kind, e.axes][e.reason] += e.received
     for c in compiled:
         ledger.left[c.kind, c.axes] += c.needed * c.count
     total = sum(c.received * c.count for c in compiled)
     _integers(ledger, expected, compiled)
     _statistics(ledger, compiled)
+    _ring(ledger, expected)
     _gathered_once(ledger, expected)
     _lookups(ledger, expected, compiled)
+    _not_again(ledger, expected)
     _joined(ledger)
     _reduced_whole(ledger)
     _at_once(ledger, expected, compiled)
     _as_exchange(ledger, compiled)
+    _apart(ledger, compiled)
     _padding(ledger, expected)
     _small(ledger, expected, compiled, total)
+    _wider(ledger, compiled)
     for c in compiled:
         ledger.reasons[c.kind, c.axes][
             "collective matmul" if c.rewrite == "collective matmul" else "reduced whole"
@@ -73,7 +81,7 @@ def traffic_lines(expected: Expected, compiled: Sequence[Meant]) -> tuple[Line, 
 
 
 def _line(key: Key, expected: Expected, compiled: Sequence[Meant], ledger: _Ledger) -> Line:
-    wanted = [e for e in expected.collectives if (e.kind, e.axes) == key]
+    wanted = [e for e in expected.collectives if (e.kind, e.axes) == key and not e.reason]
     found = [c for c in compiled if (c.kind, c.axes) == key]
     line = Line(
         "collectives",
@@ -115,6 +123,21 @@ def _lookups(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant]) -> 
             ledger.explain(key, "lookup", max(-e.received, ledger.left[key]))
 
 
+def _ring(ledger: _Ledger, expected: Expected) -> None:
+    """Keys, values and their gradients are sent round, where gathers and scatters of them were expected."""
+    going = [e for e in expected.collectives if e.purpose == "ring"]
+    for e in going:
+        key, sends = (e.kind, e.axes), ("permute", e.axes)
+        amount = min(ledger.left[sends], e.received, -ledger.left[key])
+        if amount > 0:
+            ledger.explain(key, "ring", -amount)
+            ledger.explain(sends, "ring", amount)
+    for e in going:  # attention that is computed again goes round once more
+        sends = ("permute", e.axes)
+        if e.when == "forward" and ledger.left[sends] >= 0.99 * e.received > 0:
+            ledger.explain(sends, "again", e.received)
+
+
 def _gathered_once(ledger: _Ledger, expected: Expected) -> None:
     """A gather of the backward pass whose tensors were gathered in the forward pass, too, and that is missing."""
     forward = {(e.block, e.axes, t) for e in expected.collectives if e.when == "forward" for t in e.tensors}
@@ -128,6 +151,14 @@ def _gathered_once(ledger: _Ledger, expected: Expected) -> None:
         key = e.kind, e.axes
         if ledger.left[key] <= -0.99 * e.received and e.received:
             ledger.explain(key, "gathered once", max(-e.received, ledger.left[key]))
+
+
+def _not_again(ledger: _Ledger, expected: Expected) -> None:
+    """Of a forward pass that is run once more, what nothing reads: a stage's own output, where it is no loop's."""
+    for e in expected.collectives:
+        key, each = (e.kind, e.axes), e.received / max(len(e.tensors), 1)
+        if e.reason == "forward again" and each and ledger.left[key] <= -0.99 * each:
+            ledger.explain(key, "not again", max(-each, ledger.left[key]))
 
 
 def _joined(ledger: _Ledger) -> None:
@@ -180,6 +211,25 @@ def _as_exchange(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
             ledger.explain(exchange, "as gather", -amount)
 
 
+def _wider(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
+    """Arrays of four bytes an element where two were expected: half of what they send."""
+    for c in compiled:
+        key = c.kind, c.axes
+        amount = min(ledger.left[key], c.needed * c.count / 2)
+        if c.dtype == "f32" and amount > 0:
+            ledger.explain(key, "wider format", amount)
+
+
+def _apart(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
+    """Collective matmuls of the backward pass that scatter more than expected: products of one sum, each on its own."""
+    for c in compiled:
+        key = c.kind, c.axes
+        if c.kind == "reduce-scatter" and c.rewrite == "collective matmul" and "transpose(" in c.scope:
+            amount = min(ledger.left[key], c.needed * c.count)
+            if amount > 0:
+                ledger.explain(key, "apart", amount)
+
+
 def _padding(ledger: _Ledger, expected: Expected) -> None:
     """A few percent more of what was expected: parts that are padded."""
     for key in list(ledger.left):
@@ -197,6 +247,9 @@ def _small(ledger: _Ledger, expected: Expected, compiled: Sequence[Meant], total
             ledger.explain(key, "small arrays", ledger.left[key])
         elif _edges(compiled, key) and ledger.left[key] > 0:
             ledger.explain(key, "padding", min(ledger.left[key], _edges(compiled, key)))
+        single = [c.needed * c.count for c in compiled if (c.kind, c.axes) == key]
+        if 0 < ledger.left[key] <= sum(n for n in single if n <= _TINY * total):
+            ledger.explain(key, "small arrays", ledger.left[key])
 
 
 def _edges(compiled: Sequence[Meant], key: Key) -> float:

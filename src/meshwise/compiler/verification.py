@@ -42,6 +42,7 @@ class Verification:
         predicted_total: bytes that the estimate counts, its reserve left out.
         out_of_memory: what the compiler said of a copy that does not fit, else None.
         versions: of the compiler's packages.
+        unread: what of the program could not be counted, in words.
     """
 
     target: str
@@ -52,6 +53,7 @@ class Verification:
     predicted_total: float
     out_of_memory: OutOfMemory | None
     versions: Mapping[str, str]
+    unread: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -60,13 +62,21 @@ class Verification:
 
     @property
     def peak(self) -> float | None:
-        """Bytes that all layers need at once, None where a copy did not fit."""
-        return next((line.compiled for line in self.lines if line.name == "peak"), None)
+        """Bytes that are alive at once, of all layers; None where a copy did not fit."""
+        return self._compiled("peak")
+
+    @property
+    def set_aside(self) -> float | None:
+        """Bytes that the program asks for: what is alive at once, and gaps; None where a copy did not fit."""
+        return self._compiled("set aside")
+
+    def _compiled(self, name: str) -> float | None:
+        return next((line.compiled for line in self.lines if line.name == name), None)
 
     @property
     def fits(self) -> bool:
         """Whether the compiled program fits in a device's memory."""
-        return self.peak is not None and self.peak <= self.capacity
+        return self.set_aside is not None and self.set_aside <= self.capacity
 
     def group(self, name: str) -> tuple[Line, ...]:
         """Lines of one group: "memory", "collectives" or "flops"."""

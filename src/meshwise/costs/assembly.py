@@ -160,8 +160,9 @@ def _once(
                 if why is purpose:
                     by_term[term] = by_term.get(term, 0.0) + stored[role] * seconds
         together: Any = sum(by_term.values())
-        cover = micro.cover[purpose] * (1 - 1 / layers)
-        _, share = split_exposed(together, cover)
+        calibration = parts.rates.calibration
+        cover = 0.0 if calibration.late_exchange else micro.cover[purpose] * (1 - 1 / layers)
+        _, share = split_exposed(together, cover, calibration.interference)
         for term, seconds in by_term.items():
             exposed[term] = exposed[term] + seconds * share
             hidden[term] = hidden[term] + seconds * (1 - share)

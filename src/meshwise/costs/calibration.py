@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.dtypes import DType
-from meshwise.errors import UnknownNameError
 from meshwise.hardware import Chip
 
-__all__ = ["CALIBRATIONS", "IDENTITY", "Calibration", "default_calibration", "find_calibration"]
+__all__ = ["CALIBRATIONS", "IDENTITY", "Calibration", "default_calibration"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,20 @@ class Calibration:
         exchange_cores: share of the compute units that is set aside while exchanges of tokens run beside compute.
         attention_efficiency: of the dense FLOP/s, for attention over long sequences, and other kernels of many small
             matmuls; None where only large matmuls were measured.
+        overlap: share of compute time that collectives can run beside: none where the same cores do both.
         narrow: format -> share of its own dense FLOP/s, where it is not `matmul_efficiency`: matrix units that are
             twice as fast are harder to feed.
+        half_depth: terms of a sum (K of a matmul) at which filling and emptying the pipeline takes as long as the sum.
+        half_attention: keys at which attention reaches half of its rate: diagonal tiles are half masked, short rows
+            leave compute units idle.
+        attention_backward: rate of attention's backward pass over that of its forward pass.
+        unfused_attention: whether scores are written to memory, all pairs of them, as before FlashAttention.
+        elementwise_passes: times the bytes of elementwise operations move that one fusion of each would.
+        gap: seconds between operations: launches, first and last waves.
+        mixture_launch: seconds that the host takes for an operation of a layer with experts, at least: what routing
+            decides cannot be launched ahead.
+        interference: share of hidden communication's time that the compute beside it loses.
+        late_exchange: whether what is exchanged once a step over the data axis waits for the last backward pass.
     """
 
     name: str
@@ -52,6 +63,16 @@ class Calibration:
     exchange_cores: float = 0.0
     attention_efficiency: float | None = None
     narrow: tuple[tuple[DType, float], ...] = ()
+    overlap: float = 1.0
+    half_depth: float = 0.0
+    half_attention: float = 0.0
+    attention_backward: float = 1.0
+    unfused_attention: bool = False
+    elementwise_passes: float = 1.0
+    gap: float = 0.0
+    mixture_launch: float = 0.0
+    interference: float = 0.0
+    late_exchange: bool = False
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.
@@ -74,7 +95,15 @@ class Calibration:
             assert 0 < getattr(self, field) <= 1, f"{self.name}: {field} is a share"
         # The search bounds a step by its FLOPs at the rate of large matmuls.
         assert (self.attention_efficiency or 0) <= self.matmul_efficiency, f"{self.name}: attention beats matmuls"
+        assert 0 <= self.overlap <= 1, f"{self.name}: overlap is a share"
         assert 0 <= self.exchange_cores < 1, f"{self.name}: exchange_cores is a share"
+        # Bounds of the search leave these out, so they may only cost time.
+        assert 0 < self.attention_backward <= 1, f"{self.name}: attention_backward is a share"
+        assert self.elementwise_passes >= 1, f"{self.name}: an elementwise operation moves its bytes once at least"
+        assert 0 <= self.interference < 1, f"{self.name}: interference is a share"
+        assert min(self.half_depth, self.half_attention, self.gap, self.mixture_launch) >= 0, (
+            f"{self.name}: nothing is below 0"
+        )
 
     @property
     def link_efficiency(self) -> float:
@@ -112,6 +141,9 @@ CALIBRATIONS = {
         Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False, False,
                     "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGathers of 1.6 to 400 MB, "
                     "accelerator-microbenchmarks in tpu-recipes (2025)"),
+        Calibration("cpu", 1.0, 1.0, Links(1.0), False, False, False,
+                    "the rates of its chips are measured ones (meshwise bench machine), with all devices at work; the "
+                    "cores that compute also move the bytes of collectives", overlap=0.0),
     )
 }  # fmt: skip
 
@@ -126,7 +158,7 @@ _FAMILY_PREFIXES = (
     ("gb200", "blackwell"),
     ("gb300", "blackwell"),
 )
-_VENDOR_FAMILY = {"google": "tpu", "nvidia": "ampere", "amd": "cdna"}
+_VENDOR_FAMILY = {"google": "tpu", "nvidia": "ampere", "amd": "cdna", "cpu": "cpu"}
 
 
 def default_calibration(chip: Chip) -> Calibration:
@@ -138,16 +170,3 @@ def default_calibration(chip: Chip) -> Calibration:
     """
     by_name = next((family for prefix, family in _FAMILY_PREFIXES if chip.name.startswith(prefix)), None)
     return CALIBRATIONS[by_name or _VENDOR_FAMILY.get(chip.vendor, "none")]
-
-
-def find_calibration(name: str, chip: Chip) -> Calibration:
-    """Read `--calibration`: "default" for the chip's family, "none", or a family by name.
-
-    Raises:
-        UnknownNameError: with the names there are.
-    """
-    if name == "default":
-        return default_calibration(chip)
-    if name not in CALIBRATIONS:
-        raise UnknownNameError("calibration", name, ["default", *CALIBRATIONS])
-    return CALIBRATIONS[name]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwise.costs.arithmetic import minimum
+from meshwise.costs.arithmetic import floor, maximum, minimum
 from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.costs.network import Wire
 from meshwise.sharding import CollectiveKind
 
-__all__ = ["collective_time", "latency", "scheduled_time", "schedules", "wire_time"]
+__all__ = ["collective_time", "latency", "ring_time", "scheduled_time", "schedules", "wire_time"]
 
 
 def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
@@ -85,3 +85,25 @@ def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, links: 
     busy = wire.size > 1
     first, *others = (links.seconds(hops, num_bytes * per_byte, busy) for per_byte, hops in schedules(kind, wire))
     return minimum(first, others[0]) if others else first
+
+
+def ring_time(num_bytes: Any, wire: Wire, *, both_ways: bool, links: Links = IDEAL_LINKS) -> Any:
+    """Expected seconds of an AllGather or ReduceScatter in pieces that a program sends round a ring of the group.
+
+    One way round n - 1 sends of a shard each, through one link of a chip in one direction. Both ways half as many
+    sends, whose directions carry half of the bytes each: on a ring as fast as any schedule; on a line, and at a port of
+    a switch, both directions share what one has. Each send starts up anew.
+
+    Args:
+        num_bytes: of the whole array.
+        wire: of the group.
+        both_ways: whether pieces go round in both directions.
+        links: what the software achieves.
+
+    Source: book, Sharded matrices, AllGather on a ring; Wang et al. 2023.
+    """
+    around = (1 - 1 / wire.size) * num_bytes * wire.send
+    transfer = maximum(around / 2 if both_ways else around, num_bytes * wire.gather)
+    sends = floor(wire.size / 2) if both_ways else wire.size - 1
+    each = maximum(sends, 1.0)
+    return each * links.seconds(wire.send_latency, transfer / each, wire.size > 1)

@@ -37,6 +37,7 @@ from meshwise.tensors import (
     FusedGradient,
     Kind,
     Lookup,
+    Route,
 )
 
 __all__ = [
@@ -66,6 +67,7 @@ class OpWork:
         num_bytes: HBM bytes.
         fused: whether a fusion could remove the bytes (elementwise operations).
         narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.
+        routed: whether it is of a layer with experts.
         alike: one and the same value for operations in which all of that is equal.
         placed: the operation.
     """
@@ -78,6 +80,7 @@ class OpWork:
     num_bytes: WeightedSum
     fused: bool
     narrow: bool
+    routed: bool
     alike: object
     placed: LocalOp
 
@@ -145,6 +148,8 @@ class ComputeRates:
         matmul_sheet, other_matmul_sheet: the same at data-sheet rates.
         vector: of the vector unit.
         byte: of HBM.
+        attention_backward: of attention's backward pass.
+        half_depth, half_attention, elementwise_passes, gap, mixture_launch, unfused_attention: as in `Calibration`.
     """
 
     tile: tuple[int, int, int]
@@ -155,6 +160,13 @@ class ComputeRates:
     other_matmul_sheet: float
     vector: float
     byte: float
+    attention_backward: float
+    half_depth: float
+    half_attention: float
+    elementwise_passes: float
+    gap: float
+    mixture_launch: float
+    unfused_attention: bool
 
     @classmethod
     def of(cls, chip: Chip, precision: Precision, calibration: Calibration) -> ComputeRates:
@@ -165,15 +177,23 @@ class ComputeRates:
         """
         check_precision(chip, precision)
         narrow, other = 1 / chip.peak(precision.compute), 1 / chip.peak(precision.other_compute)
+        attention = other / calibration.attention(precision.other_compute)
         return cls(
             tile=chip.matmul_tile,
             matmul=narrow / calibration.matmul(precision.compute),
             other_matmul=other / calibration.matmul(precision.other_compute),
-            attention=other / calibration.attention(precision.other_compute),
+            attention=attention,
             matmul_sheet=narrow,
             other_matmul_sheet=other,
             vector=1 / chip.vector_flops_per_s,
             byte=1 / (chip.hbm_bandwidth * calibration.hbm_efficiency),
+            attention_backward=attention / calibration.attention_backward,
+            half_depth=calibration.half_depth,
+            half_attention=calibration.half_attention,
+            elementwise_passes=calibration.elementwise_passes,
+            gap=calibration.gap,
+            mixture_launch=calibration.mixture_launch,
+            unfused_attention=calibration.unfused_attention,
         )
 
 
@@ -205,19 +225,20 @@ def pass_work(placed: PlacedBlock, precision: Precision) -> dict[str, tuple[OpWo
     Returns: "forward", "recompute", "backward" (gradients of activations), "weights" (gradients of weights).
     """
     works: dict[str, list[OpWork]] = {"forward": [], "recompute": [], "backward": [], "weights": []}
+    routed = any(isinstance(op, Route) for op in placed.block.ops)
     for item in placed.forward:
         if isinstance(item, LocalOp):
-            works["forward"].append(operation_work(item, precision))
+            works["forward"].append(operation_work(item, precision, routed=routed))
     for item in placed.backward:
         if isinstance(item, LocalOp):
             name = "weights" if item.output.tensor.kind is Kind.GRADIENT else "backward"
             name = "recompute" if item.op.name in placed.recomputed else name
-            works[name].append(operation_work(item, precision))
+            works[name].append(operation_work(item, precision, routed=routed))
     return {name: tuple(items) for name, items in works.items()}
 
 
-def operation_work(item: LocalOp, precision: Precision) -> OpWork:
-    """Resolve the structure of one local operation."""
+def operation_work(item: LocalOp, precision: Precision, *, routed: bool = False) -> OpWork:
+    """Resolve the structure of one local operation; `routed` where it is of a layer with experts."""
     op, splits = item.op, dict(item.splits)
 
     def volume(axes: Iterable[str]) -> Volume:
@@ -238,7 +259,7 @@ def operation_work(item: LocalOp, precision: Precision) -> OpWork:
         vector = ((volume(op.counted or op.axes), op.flops_per_element),)
     fused = not (op.matmul or isinstance(op, Lookup | Fused | FusedGradient))
     narrow = isinstance(op, Einsum) and op.narrow
-    what = (matmul, tiles, attention, kernel, vector, _operation_bytes(item, precision), fused, narrow)
+    what = (matmul, tiles, attention, kernel, vector, _operation_bytes(item, precision), fused, narrow, routed)
     return OpWork(*what, the_same(what), item)
 
 
@@ -313,10 +334,16 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
         compute = (
             flops * (rates.matmul if work.narrow else rates.other_matmul) * _tile_waste(work.tiles, extents, rates.tile)
         )
+        if rates.half_depth:
+            compute = compute * (1 + rates.half_depth / extents.volume(work.tiles[1]))
     elif work.attention is not None:
         flops = _attention_flops(*work.attention, extents)
         busy = flops * rates.other_matmul_sheet
-        compute = flops * rates.attention
+        if rates.unfused_attention:
+            return _unfused(work, flops, busy, extents, rates)
+        compute = flops * (rates.attention_backward if work.attention[0].gradient else rates.attention)
+        if rates.half_attention:
+            compute = compute * (1 + rates.half_attention / extents.sizes[work.attention[0].key_axis])
     elif work.kernel is not None:
         operations = _kernel_flops(*work.kernel, extents)
         if work.kernel[0].matmul:
@@ -327,14 +354,51 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
         compute = extents.weighted(work.vector) * rates.vector
     num_bytes = extents.weighted(work.num_bytes)
     memory = num_bytes * rates.byte
-    return OpCompute(flops, busy, num_bytes, compute, memory, maximum(compute, memory), compute + memory)
+    if work.fused and rates.elementwise_passes != 1 and not isinstance(work.placed.op, Convert):
+        memory = memory * rates.elementwise_passes
+    seconds, serial = maximum(compute, memory), compute + memory
+    if rates.gap:
+        seconds, serial = seconds + rates.gap, serial + rates.gap
+    if work.routed and rates.mixture_launch:
+        seconds, serial = maximum(seconds, rates.mixture_launch), maximum(serial, rates.mixture_launch)
+    return OpCompute(flops, busy, num_bytes, compute, memory, seconds, serial)
 
 
-def _attention_flops(op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Any:
-    """FLOPs of this device's queries; positions are dealt out so that causal work is even (zig-zag order)."""
+#: Bytes that one score of attention moves where kernels are not fused, its values of 16 bits. Forward: written by
+#: q k, read and written by the softmax, read and written by dropout, which writes a mask of a byte, read by the product
+#: with v. Backward: the same the other way round, where products read the gradient of the scores twice.
+_SCORE_BYTES, _SCORE_GRADIENT_BYTES = 13.0, 19.0
+
+
+def _unfused(work: OpWork, flops: Any, busy: Any, extents: Extents, rates: ComputeRates) -> OpCompute:
+    """Price attention as products and a softmax that hand each other the scores of all pairs through memory.
+
+    `flops` and `busy` count what causality leaves, as for fused attention: a bound must hold for both.
+    """
+    assert work.attention is not None
+    op, splits = work.attention
+    whole = _attention_flops(op, splits, extents, full=True)
+    axes = (op.inputs[0].axes[-1], op.inputs[2].axes[-1])
+    width = sum(extents.sizes[a] for a in axes)
+    scores = whole / (2 * width * (2.5 if op.gradient else 1))
+    products = whole * (2 / 2.5 if op.gradient else 1) * rates.other_matmul  # nothing is computed again
+    moved = scores * (_SCORE_GRADIENT_BYTES if op.gradient else _SCORE_BYTES)
+    num_bytes = extents.weighted(work.num_bytes)
+    memory = (num_bytes + moved) * rates.byte
+    seconds = products + memory + rates.gap
+    return OpCompute(flops, busy, num_bytes, products, memory, seconds, seconds)
+
+
+def _attention_flops(
+    op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents, *, full: bool = False
+) -> Any:
+    """FLOPs of this device's queries; positions are dealt out so that causal work is even (zig-zag order).
+
+    `full` counts every pair.
+    """
     positions = (op.query_axis, op.key_axis)
     sizes = {a: extents.sizes[a] if a in positions else extents.length(a, split) for a, split in splits}
-    return op.flops(sizes) / extents.devices(dict(splits)[op.query_axis])
+    return (op.full_flops if full else op.flops)(sizes) / extents.devices(dict(splits)[op.query_axis])
 
 
 def _kernel_flops(op: Fused, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Any:

@@ -54,6 +54,10 @@ __all__ = [
 ]
 
 
+#: Purposes of what moves for the activations of a microbatch.
+_OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What the evaluator says of candidates: floats or arrays.
@@ -280,12 +284,17 @@ def evaluated(
     times = [_block_time(p, part, own, extents) for p, part, own in zip(planned, parts, local, strict=True)]
     step = _step_parts(
         times,
-        StepRates(problem.cluster.chip, problem.calibration, wires),
+        _rates(problem, structure, wires),
         extents.weighted(held_bytes(_between_stages(problem.model, structure), formats)),
         ledger,
     )
     blocks = tuple((p, part, own) for p, part, own in zip(planned, parts, local, strict=True))
     return Evaluated(problem, structure, c.offload_share, blocks, extents, step, ledger)
+
+
+def _rates(problem: TrainingProblem, structure: Structure, wires: Callable[[tuple[str, ...]], Wire]) -> StepRates:
+    both_ways = structure.collective_matmul == "bidirectional"
+    return StepRates(problem.cluster.chip, problem.calibration, wires, both_ways=both_ways)
 
 
 def _step_parts(
@@ -331,7 +340,7 @@ def evaluate_activations(
         BlockTime(p.part(structure, 1.0), **own.passes, flows=_activation_flows(p, own))
         for p, own in zip(planned, local, strict=True)
     ]
-    return _step_parts(times, StepRates(problem.cluster.chip, problem.calibration, wires), 0.0)
+    return _step_parts(times, _rates(problem, structure, wires), 0.0)
 
 
 def evaluate_memory(
@@ -349,7 +358,7 @@ def _activation_flows(planned: PlannedBlock, local: LocalBlock) -> tuple[Flow, .
     moving = [
         i
         for i, p in enumerate(planned.flows)
-        if p.local and p.purpose in (Purpose.ACTIVATIONS, Purpose.RING) and not {"data", "fsdp"} & set(p.mesh_axes)
+        if p.local and p.purpose in _OF_ACTIVATIONS and not {"data", "fsdp"} & set(p.mesh_axes)
     ]
     return tuple(planned.flows[i].sized(local.flows[i]) for i in moving)
 

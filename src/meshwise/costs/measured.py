@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from meshwise.errors import MeshwiseError
 
-__all__ = ["MeasuredOperation", "rows_text", "write_rows"]
+__all__ = ["MeasuredOperation", "check_new", "rows_text", "write_new", "write_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class MeasuredOperation:
         source: who measured.
         chip: our name for the hardware, or what the device calls itself.
         year: of the measurement.
-        category: "gemm", "attention prefill", "attention decode", "collective" or "memory".
+        category: "gemm", "attention prefill", "attention decode", "collective", "memory", "vector" or "overhead".
         op: what ran.
         hardware: what the device calls itself.
         n_chips: devices that took part.
@@ -84,16 +85,36 @@ def rows_text(rows: Sequence[MeasuredOperation]) -> str:
     return out.getvalue()
 
 
-def write_rows(path: Path, rows: Sequence[MeasuredOperation]) -> None:
-    """Write rows to a new file.
+def check_new(path: Path | None) -> None:
+    """Refuse, before anything is measured, a file that could not be written after it.
+
+    Raises:
+        MeshwiseError: it exists, or its folder does not.
+    """
+    if path is not None and path.exists():
+        raise MeshwiseError(f"{path}: there is a file already; nothing was overwritten, give another name")
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise MeshwiseError(f"{path}: {str(path.parent)!r} is no folder that can be written to; make it first")
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a text to a new file.
 
     Raises:
         MeshwiseError: the file exists, or cannot be written.
     """
     try:
         with path.open("x", encoding="utf-8", newline="") as file:
-            file.write(rows_text(rows))
+            file.write(text)
     except FileExistsError:
         raise MeshwiseError(f"{path}: there is a file already; nothing was overwritten, give another name") from None
     except OSError as error:
         raise MeshwiseError(f"{path}: {error.strerror}") from None
+
+
+def write_rows(path: Path, rows: Sequence[MeasuredOperation]) -> None:
+    """Write rows to a new file.
+
+    Raises: as `write_new`.
+    """
+    write_new(path, rows_text(rows))

@@ -1,25 +1,25 @@
 """HBM bytes of a training step on one chip, by class. The total is the sum of its classes, exactly.
 
-What a class holds is read from the placed blocks. Not here: allocator fragmentation beyond the named reserve.
+One block is at work at a time, a layer or the head: of what they hold while at work, that of the block which needs most
+counts. Not here: what a block holds (`memory_plan`), allocator fragmentation beyond the named reserve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from meshwise.costs.arithmetic import maximum, where
-from meshwise.costs.extents import Extents, WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
+from meshwise.costs.extents import Extents
+from meshwise.costs.memory_plan import MemoryPlan
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of, uneven
-from meshwise.costs.update import moment_bytes, weight_bytes
-from meshwise.jobs import Optimizer, Precision
-from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
-from meshwise.tensors import Block, Kind
+from meshwise.jobs import Precision
+from meshwise.tensors import Block
 
 __all__ = [
-    "LARGEST_COUNTS",
     "MEMORY_CLASSES",
     "RESERVE_SHARE",
     "End",
@@ -27,13 +27,11 @@ __all__ = [
     "Holding",
     "LayerMemory",
     "LocalMemory",
-    "MemoryPlan",
     "StageMemory",
     "activation_floor",
     "fullest",
     "held_activations",
     "local_memory",
-    "memory_plan",
     "pipeline_ends",
     "stage_memories",
     "state_bytes",
@@ -46,10 +44,10 @@ MEMORY_CLASSES = {
     "gradients": "accumulated gradients of the weights",
     "optimizer": "the optimizer's moments",
     "activations": "what the forward pass keeps for the backward pass, over all layers and microbatches in flight",
-    "logits_and_loss": "logits, their gradient, and what the loss keeps",
-    "workspace": "operands of the largest operation, and what one layer computes again",
-    "gathered_weights": "weights gathered for the layer at work and the next, and one layer's unreduced gradients",
-    "communication_buffers": "the largest gathered or unreduced activation",
+    "logits_and_loss": "what the head holds while it is at work: logits, their gradient; of others in flight, logits",
+    "workspace": "operands of the largest operation of the layer at work, and what it computes again",
+    "gathered_weights": "weights gathered for the block at work, of layers also the next, and unreduced gradients",
+    "communication_buffers": "the largest gathered or unreduced activation of the layer at work",
     "reserve": "runtime, code, compiler scratch and fragmentation (a stated share of HBM)",
 }
 
@@ -58,103 +56,22 @@ MEMORY_CLASSES = {
 RESERVE_SHARE = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes of one copy of a block before sizes are known.
-
-    Args:
-        parameters, tied, gradients: the training state as stored; `tied` belongs to another block.
-        tied_gradients: accumulated here for that block, which adds them to its own once a step.
-        states: elements (not bytes) of the optimizer's shard.
-        moments: bytes of the optimizer's state.
-        kept: activations held for the backward pass.
-        remade: activations computed again.
-        operations: what each operation of the backward pass holds besides these; the largest counts.
-        gathered, stored: weights as used and as stored, each weighted by what is alive at once.
-        buffers: gathered or unreduced activations, each with the mesh axes over which it was moved.
-    """
-
-    parameters: WeightedSum
-    tied: WeightedSum
-    gradients: WeightedSum
-    tied_gradients: WeightedSum
-    states: WeightedSum
-    moments: WeightedSum
-    kept: WeightedSum
-    remade: WeightedSum
-    operations: tuple[WeightedSum, ...]
-    gathered: WeightedSum
-    stored: WeightedSum
-    buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
-
-
-def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> MemoryPlan:
-    """Read from a placed block what it holds."""
-    stored = {h.tensor.name: h for h in (*placed.weights, *placed.tied)}
-    # Where the copy is larger than what is stored: one layer at work, one on its way, and the gradient of the whole
-    # before it is scattered.
-    alive = [
-        (h, 2 * element_bytes(h.tensor, precision) + (0.0 if h.tensor.frozen else precision.gradients.bytes))
-        for h in placed.gathered
-    ]
-    return MemoryPlan(
-        parameters=weighted_sum((held_key(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
-        tied=held_bytes(placed.tied, precision),
-        gradients=held_bytes(placed.gradients, precision),
-        tied_gradients=held_bytes(placed.tied_gradients, precision),
-        states=weighted_sum((held_key(h), 1.0) for h in placed.optimizer),
-        moments=moment_bytes(placed, precision, optimizer),
-        kept=held_bytes(placed.kept, precision),
-        remade=held_bytes(placed.workspace, precision),
-        operations=_operations(placed, precision),
-        gathered=weighted_sum((held_key(h), w) for h, w in alive),
-        stored=weighted_sum((held_key(stored[h.tensor.name]), w) for h, w in alive),
-        buffers=_buffers(placed, precision),
-    )
-
-
-def _operations(placed: PlacedBlock, precision: Precision) -> tuple[WeightedSum, ...]:
-    """Activations that each operation of the backward pass makes or reads besides what is kept anyway."""
-    known = {h.tensor.name for h in (*placed.kept, *placed.workspace)}
-    sums = set()
-    for item in placed.backward:
-        if isinstance(item, LocalOp):
-            held = [
-                h
-                for h in (*item.inputs, item.output)
-                if h.tensor.kind is Kind.ACTIVATION and h.tensor.name not in known
-            ]
-            sums.add(held_bytes(held, precision))
-    # What another operation holds all of, and more, is never the largest.
-    terms = {one: dict(one) for one in sums}
-    return tuple(
-        one
-        for one in sorted(sums)
-        if not any(other != one and all(terms[other].get(key, 0.0) >= w for key, w in one) for other in sums)
-    )
-
-
-def _buffers(placed: PlacedBlock, precision: Precision) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
-    found = set()
-    for item in (*placed.forward, *placed.backward):
-        if not isinstance(item, Transfer):
-            continue
-        c = item.collective
-        gathers = c.kind is CollectiveKind.ALL_GATHER
-        if item.purpose is Purpose.ACTIVATIONS:
-            found.add((held_bytes((Held(item.tensor, c.after if gathers else c.before),), precision), c.mesh_axes))
-        elif item.purpose is Purpose.RING:  # one block at work, the next on its way
-            shard = Held(item.tensor, c.before if gathers else c.after)
-            found.add((held_bytes((shard, shard), precision), c.mesh_axes))
-    return tuple(sorted(found))
-
-
 @dataclass(slots=True)
 class LocalMemory:
-    """What depends only on the sizes of one device's own work: bytes (floats or arrays)."""
+    """What depends only on the sizes of one device's own work: bytes (floats or arrays).
+
+    Args:
+        kept: as in the plan.
+        workspace: of the moment that holds most activations.
+        beside: likewise, of the moment that holds most with unreduced gradients.
+        unreduced: gradients at that moment.
+        gathered, buffers: as in the plan.
+    """
 
     kept: Any
     workspace: Any
+    beside: Any
+    unreduced: Any
     gathered: Any
     buffers: Any
 
@@ -162,15 +79,23 @@ class LocalMemory:
 def local_memory(plan: MemoryPlan, extents: Extents) -> LocalMemory:
     """Give sizes to the activations of a block."""
     largest: Any = 0.0
-    for operation in plan.operations:
-        largest = maximum(largest, extents.weighted(operation))
+    beside: Any = 0.0
+    unreduced: Any = 0.0
+    for activations, gradients in plan.operations:
+        one, made = extents.weighted(activations), extents.weighted(gradients)
+        largest = maximum(largest, one)
+        more = one + made > beside + unreduced
+        beside, unreduced = where(more, one, beside), where(more, made, unreduced)
     buffers: Any = 0.0
     for num_bytes, axes in plan.buffers:
         if not set(axes) & {"data", "fsdp"}:
             buffers = maximum(buffers, extents.weighted(num_bytes) * (1 - 1 / extents.devices(axes)))
+    remade = extents.weighted(plan.remade)
     return LocalMemory(
         kept=extents.weighted(plan.kept),
-        workspace=extents.weighted(plan.remade) + largest,
+        workspace=remade + largest,
+        beside=remade + beside,
+        unreduced=unreduced,
         gathered=extents.weighted(plan.gathered),
         buffers=buffers,
     )
@@ -236,7 +161,7 @@ class HeldActivations:
     """Bytes of activations of one microbatch on one device (floats or arrays).
 
     Args:
-        kept: role -> of all copies of its blocks.
+        kept: role -> of all copies of its blocks; of the head, what it holds at work, at least.
         workspace: of the layer that needs most.
     """
 
@@ -250,7 +175,7 @@ def held_activations(blocks: Iterable[tuple[Part, LocalMemory]]) -> HeldActivati
     workspace: Any = 0.0
     for part, local in blocks:
         role, n = part.block.role, part.block.repeat * part.share
-        kept[role] = kept[role] + n * (local.kept + local.workspace if role == "head" else local.kept)
+        kept[role] = kept[role] + n * (local.beside if role == "head" else local.kept)
         if role == "layer":
             workspace = maximum(workspace, local.workspace * (part.share > 0))
     return HeldActivations(kept, workspace)
@@ -267,15 +192,12 @@ def activation_floor(held: HeldActivations, ends: Iterable[End], hbm_capacity: f
     """
     kept, floor = held.kept, 0.0
     for end in ends:
-        most: Any = end.counts["head"] * end.logits_in_flight * kept["head"]
+        head = end.counts["head"] * kept["head"]
+        most: Any = (end.logits_in_flight - 1) * head + maximum(head, held.workspace)
         if not offloaded:
             most = most + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
         floor = maximum(floor, most)
-    return floor + held.workspace + RESERVE_SHARE * hbm_capacity
-
-
-#: Classes of which the largest holding counts; the others are sums of their holdings.
-LARGEST_COUNTS = ("workspace", "gathered_weights", "communication_buffers")
+    return floor + RESERVE_SHARE * hbm_capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +207,7 @@ class Holding:
     Args:
         name: the class.
         block: whose it is.
-        copies: on the stage, times microbatches in flight for activations; 0 or 1 where only the largest counts.
+        copies: on the stage, times microbatches in flight for activations; 1 of the block at work when most is held.
         num_bytes: of one copy.
     """
 
@@ -390,6 +312,52 @@ def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dic
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _AtWork:
+    """What a stage holds while one of its blocks is at work, besides what it holds anyway (floats or arrays)."""
+
+    block: Block
+    present: Any
+    workspace: Any
+    gathered: Any
+    buffers: Any
+
+    @classmethod
+    def of(cls, block: Block, present: Any, local: LocalMemory, stored: Any) -> _AtWork:
+        """`stored`: bytes of the weights as stored, weighted as those that are gathered."""
+        apart = local.gathered > stored  # else weights are used where they are, and gradients added where they are made
+        unreduced = where(apart, local.unreduced, 0.0)
+        workspace = where(apart, local.beside, local.workspace)
+        # A lookup's table is read in the forward pass alone: it is among the moments, as its gradient is.
+        gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0))
+        return cls(block, present, workspace, gathered, local.buffers)
+
+    @property
+    def total(self) -> Any:
+        """Bytes on this stage."""
+        return self.present * (self.workspace + self.gathered + self.buffers)
+
+    @property
+    def classes(self) -> tuple[tuple[str, Any], ...]:
+        """Class -> bytes."""
+        own = "logits_and_loss" if self.block.role == "head" else "workspace"
+        return ((own, self.workspace), ("gathered_weights", self.gathered), ("communication_buffers", self.buffers))
+
+
+def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Any, Holding]]:
+    """Of blocks, of which one is at work at a time, what the one holds that needs most: class, bytes, and whose."""
+    most: Any = 0.0
+    for moment in moments:
+        most = maximum(most, moment.total)
+    before: Any = False  # of several alike, the first
+    for moment in moments:
+        chosen = (moment.total >= most) & (before == False)  # noqa: E712 -- elementwise
+        before = before | chosen
+        for name, num_bytes in moment.classes:
+            copies = moment.present * chosen
+            yield name, copies * num_bytes, Holding(name, moment.block, copies, num_bytes)
+
+
 def _stage_memory(
     blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
     state: Sequence[Mapping[str, Any]],
@@ -398,17 +366,13 @@ def _stage_memory(
 ) -> StageMemory:
     """Classes of one stage, the reserve left out; `holdings` is filled with what they are made of."""
     layers: list[LayerMemory] = []
+    moments: list[_AtWork] = []
     out: dict[str, Any] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
 
     def add(name: str, block: Block, copies: Any, num_bytes: Any) -> None:
         out[name] = out[name] + copies * num_bytes
         if holdings is not None:
             holdings.append(Holding(name, block, copies, num_bytes))
-
-    def largest(name: str, block: Block, present: Any, num_bytes: Any) -> None:
-        out[name] = maximum(out[name], present * num_bytes)
-        if holdings is not None:
-            holdings.append(Holding(name, block, present, num_bytes))
 
     for (part, _, local), held in zip(blocks, state, strict=True):
         block = part.block
@@ -420,11 +384,15 @@ def _stage_memory(
             add(name, block, n, held[name])
         add("parameters", block, end.tied_apart * n, held["tied"])
         add("gradients", block, end.tied_apart * n, held["tied_gradients"])
-        if block.role == "head":
-            add("logits_and_loss", block, n * end.logits_in_flight, local.kept + local.workspace)
-        else:
+        moments.append(_AtWork.of(block, present, local, held["stored"]))
+        if block.role != "head":
             add("activations", block, n * end.in_flight, local.kept)
-            largest("workspace", block, present, local.workspace)
-        largest("gathered_weights", block, present, maximum(local.gathered - held["stored"], 0.0))
-        largest("communication_buffers", block, present, local.buffers)
+        else:
+            others = n * (end.logits_in_flight - 1)
+            if np.any(others > 0):
+                add("logits_and_loss", block, others, moments[-1].workspace)
+    for name, value, holding in _fullest_moment(moments):
+        out[name] = out[name] + value
+        if holdings is not None:
+            holdings.append(holding)
     return StageMemory(out, tuple(layers), holdings)

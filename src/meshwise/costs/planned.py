@@ -13,7 +13,8 @@ import numpy as np
 
 from meshwise.costs.arithmetic import take
 from meshwise.costs.compute import OpWork, PassCompute, pass_work, passes_alike
-from meshwise.costs.memory import LocalMemory, MemoryPlan, memory_plan
+from meshwise.costs.memory import LocalMemory
+from meshwise.costs.memory_plan import MemoryPlan, memory_plan
 from meshwise.costs.pipeline import Part
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.structure import Structure

@@ -159,6 +159,8 @@ class _PassFlows:
         """Those that a flow belongs to."""
         if f.purpose is Purpose.RING:
             return self.circling
+        if f.purpose is Purpose.MATMUL:
+            return self.fused
         if f.purpose is not Purpose.ACTIVATIONS:
             return self.hideable
         return self.fused if f.term == "tensor" and rates.calibration.collective_matmul else self.critical
@@ -191,14 +193,15 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
     for when, flows in passes.items():
 
         def hide(rule: int, together: _Together, cover: Any, when: Pass = when) -> Any:
-            return _hide(sums, together, Hiding(rule, b.block, when, tuple(together.flows), cover, 0.0, count), ledger)
+            entry = Hiding(rule, b.block, when, tuple(together.flows), cover, 0.0, count)
+            return _hide(sums, together, entry, ledger, rates.calibration.interference)
 
-        cover = compute[when]
+        cover = compute[when] * rates.calibration.overlap
         hide(2, flows.critical, 0.0)
         for (term, part), seconds in flows.critical.seconds.items():
             if term == "expert":
                 sums.exchanged[part] = sums.exchanged[part] + count * seconds
-        circled = hide(2, flows.circling, attention[when])
+        circled = hide(2, flows.circling, attention[when] * rates.calibration.overlap)
         hide(2, flows.fused, cover)
         multiplied = flows.fused.total
         # What sticks out of collective matmuls covers weights, too, but on the links that they are on.
@@ -236,14 +239,14 @@ def _add_compute(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates) -> 
         sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
 
 
-def _hide(sums: RoleSums, together: _Together, entry: Hiding, ledger: Ledger | None) -> Any:
+def _hide(sums: RoleSums, together: _Together, entry: Hiding, ledger: Ledger | None, interference: float = 0.0) -> Any:
     """Hide the flows of `entry` behind its cover, and write down what share was exposed.
 
     Returns: seconds that were hidden, once.
     """
     if not entry.flows:
         return 0.0
-    covered, exposed_share = split_exposed(together.total, entry.cover)
+    covered, exposed_share = split_exposed(together.total, entry.cover, interference)
     for (term, part), seconds in together.seconds.items():
         all_of_it = entry.count * seconds
         exposed = all_of_it if exposed_share is _ALL else all_of_it * exposed_share
@@ -260,14 +263,17 @@ def _hide(sums: RoleSums, together: _Together, entry: Hiding, ledger: Ledger | N
 _ALL = 1.0
 
 
-def split_exposed(together: Any, cover: Any) -> tuple[Any, Any]:
-    """Hide what fits behind `cover` seconds. Returns: seconds that were hidden, and the share that was exposed."""
+def split_exposed(together: Any, cover: Any, interference: float = 0.0) -> tuple[Any, Any]:
+    """Hide what fits behind `cover` seconds, of which the compute beside it loses the share `interference`.
+
+    Returns: seconds that fit, and the share of all that is exposed, or lost.
+    """
     if isinstance(together, float | int) and together == 0:
         return 0.0, 0.0
     if isinstance(cover, float) and cover == 0:
         return 0.0, _ALL
     covered = minimum(together, cover)
-    return covered, (together - covered) / maximum(together, 1e-30)
+    return covered, (together - covered * (1 - interference)) / maximum(together, 1e-30)
 
 
 def _add_step_flows(once: OnceSums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:

@@ -4,8 +4,9 @@ The rule for the *expected* time, stated once:
 
 1. An operation takes the longer of its FLOPs and its bytes, at the calibration's achieved rates.
 2. Collectives on activations stand on the critical path, with two exceptions. On TPUs those over the tensor axis run
-   as collective matmuls: they hide behind the compute of their own block and pass, as far as that lasts. The keys and
-   values of ring attention hide behind the attention of their own block and pass.
+   as collective matmuls: they hide behind the compute of their own block and pass, as far as that lasts. So do those
+   that a layout asks for, on any chip; they go round a ring, send by send. The keys and values of ring attention hide
+   behind the attention of their own block and pass.
 3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
    out of its collective matmuls), as far as that lasts. Where they need links that collective matmuls or the ring of
    attention use at the same time, they hide behind what those leave of it: the times on shared links add up.
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.collectives import collective_time, wire_time
+from meshwise.costs.collectives import collective_time, ring_time, wire_time
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import Holding
@@ -39,6 +40,7 @@ from meshwise.costs.network import PlacedWires, Wire
 from meshwise.costs.pipeline import Part, Pipeline
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.hardware import Chip
+from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
 __all__ = ["NETWORKS", "TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime"]
@@ -197,11 +199,15 @@ NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 
 @dataclass(frozen=True, slots=True)
 class StepRates:
-    """What every function here needs: the chip, what it achieves, and the wires of the mesh; for one evaluation."""
+    """What every function here needs: the chip, what it achieves, and the wires of the mesh; for one evaluation.
+
+    Collective matmuls that a layout asks for send one way round, or `both_ways`.
+    """
 
     chip: Chip
     calibration: Calibration
     wires: Wires
+    both_ways: bool = False
     _known: dict[tuple[Any, ...], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def flow_seconds(self, f: Flow) -> tuple[Any, Any]:
@@ -209,12 +215,17 @@ class StepRates:
 
         The latter sends one copy of a token to each of its destinations.
         """
-        key = id(f.num_bytes), f.kind, f.mesh_axes, f.routed  # flows of the same bytes share their value
+        pieces = f.purpose is Purpose.MATMUL
+        key = id(f.num_bytes), f.kind, f.mesh_axes, f.routed, pieces  # flows of the same bytes share their value
         if key not in self._known:
             wire = self.wires(f.mesh_axes)
             bound = wire_time(f.kind, f.num_bytes, wire.carrying(routed=f.routed))
             wire = wire.carrying(routed=f.routed and self.calibration.distinct_dispatch)
-            self._known[key] = collective_time(f.kind, f.num_bytes, wire, links=self.calibration.links), bound
+            links = self.calibration.links
+            if pieces:
+                self._known[key] = ring_time(f.num_bytes, wire, links=links, both_ways=self.both_ways), bound
+            else:
+                self._known[key] = collective_time(f.kind, f.num_bytes, wire, links=links), bound
         seconds, bound = self._known[key]
         return (seconds, bound) if f.count == 1 else (f.count * seconds, f.count * bound)
 

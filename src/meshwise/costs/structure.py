@@ -22,6 +22,7 @@ class Structure:
 
     Args:
         zero, sequence_parallel, remat, fully_sharded, expert_tensor_parallel, context_method: as in `Layout`.
+        collective_matmul: likewise.
         partial_remat: whether only `Candidates.remat_share` of the layers follow `remat`; the others keep everything.
         offload: as in `Layout`; placing does not depend on it.
         exchanges: whether there is an axis `expert`, so that tokens leave for their experts from where the residual
@@ -37,6 +38,7 @@ class Structure:
     exchanges: bool = False
     partial_remat: bool = False
     offload: tuple[str, ...] = ()
+    collective_matmul: str = "compiler"
 
     @classmethod
     def of(cls, layout: Layout) -> Structure:
@@ -45,6 +47,7 @@ class Structure:
         shared = layout.context * layout.ulysses * layout.expert > 1
         own["fully_sharded"] = layout.fully_sharded or not shared
         own["zero"] = layout.zero if layout.data > 1 or not own["fully_sharded"] else 0
+        own["collective_matmul"] = layout.collective_matmul if layout.tensor > 1 else "compiler"
         return cls(**own, exchanges=layout.expert > 1, partial_remat=layout.remat_layers is not None)
 
     @property
@@ -57,6 +60,7 @@ class Structure:
             experts=self._experts,
             ring=self.context_method == "ring",
             exchanges=self.exchanges,
+            pieces=self.collective_matmul != "compiler",
         )
 
     @property

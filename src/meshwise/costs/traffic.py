@@ -106,7 +106,7 @@ class FlowPlan:
 
 
 #: Purposes whose tensors travel one by one; the others share a bucket.
-_ONE_BY_ONE = (Purpose.ACTIVATIONS, Purpose.RING)
+_ONE_BY_ONE = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)
 
 
 def flow_plans(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> tuple[FlowPlan, ...]:
@@ -199,8 +199,8 @@ def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
     if purpose is Purpose.ACTIVATIONS:
         uses = {"expert": "expert", "context": "context", "ulysses": "context", "tensor": "tensor"}
         return next((use for axis, use in uses.items() if axis in mesh_axes), "data")
-    if purpose is Purpose.RING:
-        return "context"
+    if purpose in (Purpose.RING, Purpose.MATMUL):
+        return "context" if purpose is Purpose.RING else "tensor"
     if "data" in mesh_axes and "fsdp" not in mesh_axes:
         return "data"
     return "fsdp" if {"fsdp", "context", "ulysses", "expert"} & set(mesh_axes) else "tensor"

@@ -42,7 +42,8 @@ class OperationWorking:
         name: of the operation.
         signature: in the notation, mesh axes of size 1 left out.
         flops: on the matrix unit; num_bytes: HBM traffic.
-        compute, memory: seconds that each of them takes; the longer is the operation's.
+        compute, memory: seconds that each of them takes.
+        seconds: of the operation: the longer of the two, and what the calibration has it wait for besides.
         tile_waste: FLOPs with tiles padded, over real ones; 1 for operations that use no matrix unit.
     """
 
@@ -54,11 +55,7 @@ class OperationWorking:
     compute: float
     memory: float
     tile_waste: float
-
-    @property
-    def seconds(self) -> float:
-        """The longer of the two."""
-        return max(self.compute, self.memory)
+    seconds: float
 
     @property
     def binds(self) -> str:
@@ -208,19 +205,17 @@ class ClassWorking:
 
     Args:
         name: of the class.
-        largest: whether the largest holding counts; else their sum.
         holdings: those that hold anything.
     """
 
     name: str
-    largest: bool
     holdings: tuple[HoldingWorking, ...]
 
     @property
     def total(self) -> float:
         """Bytes."""
         parts = [h.copies * h.num_bytes for h in self.holdings]
-        return max(parts, default=0.0) if self.largest else sum(parts)
+        return sum(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from meshwise.costs.compute import ComputeRates, operation_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import PlannedBlock, TrainingProblem, local_extents, plan_structure, whole_extents
 from meshwise.costs.extents import Extents, held_bytes, held_key
-from meshwise.costs.memory import LARGEST_COUNTS, RESERVE_SHARE
+from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.costs.network import Fabric
 from meshwise.costs.paths import Path, paths
 from meshwise.costs.step import Ledger
@@ -114,6 +114,8 @@ def _operations(
         for work in works:
             one = operation_compute(work, extents, rates)
             real = one.flops * (rates.matmul if work.narrow else rates.other_matmul)
+            if work.tiles is not None:
+                real = real * (1 + rates.half_depth / extents.volume(work.tiles[1]))
             yield OperationWorking(
                 when="backward" if when == "weights" else when,
                 name=work.placed.op.name,
@@ -123,6 +125,7 @@ def _operations(
                 compute=float(one.compute),
                 memory=float(one.memory),
                 tile_waste=float(one.compute / real) if work.matmul is not None else 1.0,
+                seconds=float(one.seconds),
             )
 
 
@@ -191,7 +194,6 @@ def _memory(ledger: Ledger) -> tuple[ClassWorking, ...]:
     classes = (
         ClassWorking(
             name,
-            name in LARGEST_COUNTS,
             tuple(
                 HoldingWorking(h.block.name, float(h.copies), float(h.num_bytes))
                 for h in ledger.holdings

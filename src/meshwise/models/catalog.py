@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshwise.errors import ConfigError, UnknownNameError
 from meshwise.models.dimensions import DIMENSION_SUFFIXES, looks_like_dimensions, read_dimensions
+from meshwise.models.gguf_metadata import config_of_gguf
 from meshwise.models.model import Model, Source
 from meshwise.models.reading import parse_json, read_config
 
@@ -88,8 +89,8 @@ def load_model(text: str) -> Model:
     """Find a model.
 
     Args:
-        text: a built-in name, a hub name that a built-in carries, a path to a config.json or its folder, or dimensions
-            in the book's letters, as text or in a file.
+        text: a built-in name, a hub name that a built-in carries, a path to a config.json or its folder, or to a GGUF
+            file, or dimensions in the book's letters, as text or in a file.
 
     Raises:
         UnknownNameError: no built-in has this name and there is no such file; the nearest names are suggested.
@@ -121,6 +122,8 @@ def _from_file(path: Path) -> Model:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"model {str(path)!r}: the folder holds no config.json")
+    if file.suffix == ".gguf":
+        return read_config(config_of_gguf(file), name=file.stem, source=Source(str(file)), where=str(file))
     try:
         text = file.read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the text
     except (OSError, UnicodeDecodeError) as e:

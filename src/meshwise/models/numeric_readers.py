@@ -117,12 +117,11 @@ def _activation(keys: _Keys, default: str) -> str:
     return {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.get(name, name)
 
 
-def _scaling(keys: _Keys) -> Scaling | None:
-    """Read `rope_scaling`."""
-    said = keys("rope_scaling")
+def _scaling(keys: _Keys, name: str, said: Mapping[str, Any] | None) -> Scaling | None:
+    """Read how rotations are stretched: what key `name` says, a base of the frequencies aside."""
     if said is None:
         return None
-    kind = said.get("rope_type", said.get("type"))
+    kind = said.get("rope_type", said.get("type", "default" if name == "rope_parameters" else None))
     known = {
         "linear": {"factor"},
         "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
@@ -130,8 +129,8 @@ def _scaling(keys: _Keys) -> Scaling | None:
                  "attention_factor", "truncate"},
         "default": set(),
     }  # fmt: skip
-    if kind not in known or set(said) - known[kind] - {"rope_type", "type", "rope_theta"}:
-        raise keys.refuse("rope_scaling", "null, or one of rope_type linear, llama3 or yarn with its own keys")
+    if kind not in known or set(said) - known[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}:
+        raise keys.refuse(name, "one of rope_type default, linear, llama3 or yarn with its own keys")
     if kind == "default":
         return None
     factor = float(said["factor"])
@@ -153,14 +152,21 @@ def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _rotary(keys: _Keys, theta: float = 10_000.0, *, interleaved: bool = False) -> Rotary:
-    """Read one rotation for all layers."""
+def _rotary(keys: _Keys, theta: float = 10_000.0, *, interleaved: bool = False, kind: str | None = None) -> Rotary:
+    """Read one rotation for all layers, or that of layers of one kind where each kind has its own.
+
+    Newer files hold base, share and stretch in `rope_parameters`, which older ones hold apart.
+    """
     said = keys("rope_parameters")
-    if said is not None:
-        if not isinstance(said, dict) or said.get("rope_type", "default") != "default" or "rope_theta" not in said:
-            raise keys.refuse("rope_parameters", "rope_theta alone")
-        return Rotary(float(said["rope_theta"]), interleaved=interleaved)
-    return Rotary(float(keys("rope_theta", theta)), interleaved=interleaved, scaling=_scaling(keys))
+    if said is None:
+        share = float(keys("partial_rotary_factor", 1.0))
+        stretch = _scaling(keys, "rope_scaling", keys("rope_scaling"))
+        return Rotary(float(keys("rope_theta", theta)), share, interleaved, stretch)
+    own = said.get(kind, said) if isinstance(said, dict) and kind else said
+    if not isinstance(own, dict) or "rope_theta" not in own:
+        raise keys.refuse("rope_parameters", "rope_theta, and rope_type with its own keys")
+    share = float(own.get("partial_rotary_factor") or keys("partial_rotary_factor", 1.0))
+    return Rotary(float(own["rope_theta"]), share, interleaved, _scaling(keys, "rope_parameters", own))
 
 
 def _attention_scales(keys: _Keys) -> dict[str, float]:
@@ -185,13 +191,15 @@ def _rotated(keys: _Keys, rotary: Rotary) -> dict[str, Rotary]:
     }
 
 
-def _plain(keys: _Keys, theta: float, epsilon: float, default_activation: str = "silu") -> Numerics:
-    """Llama and what follows its plan."""
+def _plain(
+    keys: _Keys, theta: float, epsilon: float, default_activation: str = "silu", kind: str | None = None
+) -> Numerics:
+    """Llama and what follows its plan; `kind` as in `_rotary`."""
     return Numerics(
         order=_order(keys),
         activation=_activation(keys, default_activation),
         norm_epsilon=float(keys("rms_norm_eps", epsilon)),
-        rotary=_rotated(keys, _rotary(keys, theta)),
+        rotary=_rotated(keys, _rotary(keys, theta, kind=kind)),
         attention_scale=_attention_scales(keys),
     )
 
@@ -215,25 +223,26 @@ def _olmo2(keys: _Keys) -> Numerics:
 def _phi3(keys: _Keys) -> Numerics:
     """Phi-3: a part of each head is rotated; the long variants, which stretch by lists of factors, are refused."""
     keys("original_max_position_embeddings")
-    found, share = _plain(keys, 10_000.0, 1e-5), float(keys("partial_rotary_factor", 1.0))
-    return replace(found, rotary={name: replace(r, share=share) for name, r in found.rotary.items()})
+    return _plain(keys, 10_000.0, 1e-5)
 
 
 def _qwen_moe(keys: _Keys) -> Numerics:
     return replace(_llama(keys), router=Router(normalised=bool(keys("norm_topk_prob", False))))
 
 
-def _gemma(keys: _Keys) -> Numerics:
+def _gemma(keys: _Keys, kind: str | None = None) -> Numerics:
     """Gemma 1: norms that store w - 1, embeddings times the root of the width."""
-    found = _plain(keys, 10_000.0, 1e-6, "gelu_pytorch_tanh")
+    if keys("use_bidirectional_attention"):
+        raise keys.refuse("use_bidirectional_attention", "false")
+    found = _plain(keys, 10_000.0, 1e-6, "gelu_pytorch_tanh", kind)
     return replace(found, norm_offset=1.0, embedding_scale=math.sqrt(keys.model.d_model))
 
 
-def _gemma2(keys: _Keys) -> Numerics:
+def _gemma2(keys: _Keys, kind: str | None = None) -> Numerics:
     """Gemma 2: a scale of its own for queries, caps."""
     scale = float(keys("query_pre_attn_scalar", 256)) ** -0.5
     return replace(
-        _gemma(keys),
+        _gemma(keys, kind),
         attention_scale=dict.fromkeys(_attention_scales(keys), scale),
         attention_cap=_cap(keys, "attn_logit_softcapping", 50.0),
         logits_cap=_cap(keys, "final_logit_softcapping", 30.0),
@@ -243,11 +252,14 @@ def _gemma2(keys: _Keys) -> Numerics:
 def _gemma3(keys: _Keys) -> Numerics:
     """Gemma 3: local layers rotate by another base, and without the stretch."""
     found = replace(
-        _gemma2(keys),
+        _gemma2(keys, "full_attention"),
         attention_cap=_cap(keys, "attn_logit_softcapping", None),
         logits_cap=_cap(keys, "final_logit_softcapping", None),
     )
-    whole, local = _rotary(keys, 1_000_000.0), Rotary(float(keys("rope_local_base_freq", 10_000.0)))
+    whole = _rotary(keys, 1_000_000.0, kind="full_attention")
+    local = Rotary(float(keys("rope_local_base_freq", 10_000.0)))
+    if "sliding_attention" in (keys("rope_parameters") or {}):
+        local = _rotary(keys, kind="sliding_attention")
     attentions = {g.name: g.layer.attention for g in keys.model.spec.groups}
     windows = {name for name, a in attentions.items() if isinstance(a, SelfAttention) and a.window is not None}
     return replace(found, rotary={name: local if name in windows else whole for name in attentions})
@@ -277,7 +289,7 @@ def _deepseek_v3(keys: _Keys) -> Numerics:
         _plain(keys, 10_000.0, 1e-6),
         rotary=_rotated(keys, _rotary(keys, interleaved=bool(keys("rope_interleave", True)))),
     )
-    scaling = keys("rope_scaling") or {}
+    scaling = keys.first("rope_parameters", "rope_scaling", default={})
     if scaling.get("mscale_all_dim"):
         temperature = _mscale(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
         found = replace(found, attention_scale={n: s * temperature for n, s in found.attention_scale.items()})

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.costs.calibration import find_calibration
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
 from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import Fabric
 from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
@@ -96,12 +96,17 @@ class Plan:
         try:
             value: Any = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"plan JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+            raise ConfigError(
+                f"plan JSON: expected what --save writes: {error.msg} at line {error.lineno}, column {error.colno}"
+            ) from None
+        if isinstance(value, Mapping) and value.get("schema_version", "1") != "1":
+            raise ConfigError(
+                f"plan JSON: schema_version: expected '1', found {value['schema_version']!r}; another version of "
+                "meshwise saved it: plan again with this one"
+            )
         if not isinstance(value, Mapping) or set(value) != _KEYS:
             found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
             raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS))}; found {found}")
-        if value["schema_version"] != "1":
-            raise ConfigError(f"plan JSON: schema_version: expected '1', found {value['schema_version']!r}")
         try:
             if value["layout"]["wires"] is None:
                 raise ConfigError("plan JSON: layout.wires: expected where each mesh axis lies, found null")

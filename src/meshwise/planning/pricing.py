@@ -218,6 +218,8 @@ class Pricing:
             sequence_parallel=structure.sequence_parallel,
             expert_tensor_parallel=structure.expert_tensor_parallel or sizes["tensor"] == 1,
             context_method=structure.context_method if sizes["context"] > 1 else "gather",
+            collective_matmul=structure.collective_matmul if sizes["tensor"] > 1 else "compiler",
+            expert_dispatch=work.choices.expert_dispatch,
             schedule=variant.schedule,
             virtual_stages=variant.virtual_stages,
             remat=structure.remat,
@@ -307,7 +309,7 @@ class Pricing:
                         axes = tuple(sorted(item.collective.mesh_axes))
                         if item.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
                             weights.add(axes)
-                        elif item.purpose is Purpose.RING or (
+                        elif item.purpose in (Purpose.RING, Purpose.MATMUL) or (
                             self.problem.calibration.collective_matmul and term_of(axes, item.purpose) == "tensor"
                         ):
                             beside.add(axes)

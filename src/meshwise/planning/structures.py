@@ -57,6 +57,9 @@ class Choices:
         offload_layers: whose activations are offloaded; None for all.
         sequence_parallel: whether the residual stream is split over the tensor axis between matmuls; never worse, so
             on.
+        collective_matmul: as in `Layout`; tried where it is asked for, as what compilers do by themselves depends on
+            their version.
+        expert_dispatch: as in `Layout`, which plans price alike.
     """
 
     remat: tuple[str, ...] = tuple(REMAT_POLICIES)
@@ -70,6 +73,8 @@ class Choices:
     offload: tuple[tuple[str, ...], ...] = OFFLOADS
     offload_layers: int | None = None
     sequence_parallel: bool = True
+    collective_matmul: str = "compiler"
+    expert_dispatch: str = "slots"
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -135,7 +140,7 @@ class Work:
 def works(model: Model, choices: Choices) -> tuple[Work, ...]:
     """Every kind of work that the choices allow for `model`, with its structures."""
     mixture = bool(model.mixtures)
-    choices = choices if mixture else replace(choices, expert_tensor_parallel=(True,))
+    choices = choices if mixture else replace(choices, expert_tensor_parallel=(True,), expert_dispatch="slots")
     found = []
     ways = choices.expert_tensor_parallel
     kinds = itertools.product(choices.remats(model.num_layers), ways, choices.context_method, (False, True))
@@ -151,6 +156,7 @@ def works(model: Model, choices: Choices) -> tuple[Work, ...]:
             context_method=method,
             exchanges=exchanges,
             partial_remat=layers is not None,
+            collective_matmul=choices.collective_matmul,
         )
         stages, sharings = dict.fromkeys((0, *choices.zero)), dict.fromkeys((True, *choices.fully_sharded))
         stored = itertools.product(stages, sharings)

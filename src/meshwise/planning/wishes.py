@@ -112,7 +112,7 @@ def asked_choices(written: Mapping[str, Any], **others: Any) -> Choices:
     asked: dict[str, Any] = {f.name: (written[f.name],) for f in fields(Choices) if f.name in written}
     if "remat_layers" in written and "remat" not in written:
         asked["remat"] = tuple(policy for policy in Choices().remat if policy != "none")
-    for single in ("sequence_parallel", "offload_layers"):
+    for single in ("sequence_parallel", "collective_matmul", "expert_dispatch", "offload_layers"):
         if single in written:
             asked[single] = written[single]
     return Choices(**{**others, **asked})

@@ -21,7 +21,7 @@ class BenchRow:
     Args:
         text: what ran, in words.
         measured: its row of the format.
-        work: FLOPs or bytes of one call; unit: "FLOP/s" or "bytes/s" says which.
+        work: FLOPs or bytes of one call; unit: "FLOP/s" or "bytes/s" says which, "" that it has neither.
         expected: seconds at the calibration of its chip; None where the chip or its network is not known.
     """
 
@@ -47,6 +47,7 @@ class BenchResult:
         software: what ran them.
         chip: of the catalog; None where it has no such one.
         basis: what expectations are computed from; None without.
+        document: the machine as a cluster file, where it was asked for.
     """
 
     rows: tuple[BenchRow, ...]
@@ -55,19 +56,19 @@ class BenchResult:
     software: str
     chip: str | None
     basis: str | None
+    document: str | None = None
 
 
 def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
     """Say what was measured."""
-    show = format_flops_per_s if result.rows[0].unit == "FLOP/s" else format_bandwidth
-    best = max(result.rows, key=lambda row: row.rate)
+    best = max((row for row in result.rows if row.unit == result.rows[0].unit), key=lambda row: row.rate)
     columns = ["!operation", ">measured", ">rate"]
     known = any(row.expected is not None for row in result.rows)
     if known:
         columns += [">expected", ">measured / expected"]
 
     def cells(row: BenchRow) -> list[str]:
-        found = [row.text, format_time(row.measured.seconds), show(row.rate)]
+        found = [row.text, format_time(row.measured.seconds), _rate(row)]
         if known and row.expected is not None:
             found += [format_time(row.expected), f"{row.measured.seconds / row.expected:.2f}"]
         return found + [""] * (len(columns) - len(found))
@@ -75,12 +76,13 @@ def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
     return Report(
         command="bench",
         inputs=inputs,
-        answer=f"{result.num_devices} x {result.hardware}: up to {show(best.rate)} ({best.text})",
+        answer=f"{result.num_devices} x {result.hardware}: up to {_rate(best)} ({best.text})",
         data={
             "hardware": result.hardware,
             "num_devices": result.num_devices,
             "software": result.software,
             "chip": result.chip,
+            **({"cluster_document": result.document} if result.document else {}),
             "rows": [
                 {
                     **asdict(row.measured),
@@ -101,5 +103,17 @@ def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
             *(() if known else ("what these operations should take: chip or network is not known here",)),
             "what else runs on the machine: repeat on a quiet one",
         ),
-        next_steps=("--save rows.csv: the rows in the format of measurements (docs/measurements.md)",),
+        next_steps=(
+            "--save rows.csv: the rows in the format of measurements (docs/measurements.md)",
+            *(
+                ("--save-cluster machine.toml: this machine for --cluster of other commands",)
+                if result.document
+                else ()
+            ),
+        ),
     )
+
+
+def _rate(row: BenchRow) -> str:
+    show = {"FLOP/s": format_flops_per_s, "bytes/s": format_bandwidth}
+    return show[row.unit](row.rate) if row.unit else ""

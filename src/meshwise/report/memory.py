@@ -18,6 +18,8 @@ from meshwise.units import format_bytes, format_count, format_percent
 
 __all__ = ["explain_memory", "padding_words", "stage_words"]
 
+#: One block is at work at a time, and holds these classes.
+_AT_WORK = "of the block that needs most while at work"
 
 _CLASSES = {
     "parameters": ("sum over blocks of copies x parameters x bytes / ways that share them", STATE),
@@ -25,13 +27,16 @@ _CLASSES = {
     "gradients": ("sum over blocks of copies x elements of the gradients' shard x bytes", STATE),
     "optimizer": ("sum over blocks of copies x elements of the optimizer's shard x bytes of its state", STATE),
     "activations": ("layers of the stage x microbatches in flight x bytes that one layer keeps", REMAT),
-    "logits_and_loss": ("what the head keeps and works on: logits, their gradient, the loss", REMAT),
-    "workspace": ("the largest over blocks of the largest operation's operands and what is computed again", REMAT),
+    "logits_and_loss": (f"{_AT_WORK}, the head: what is alive at its fullest operation; logits that wait", REMAT),
+    "workspace": (f"{_AT_WORK}: its largest operation's operands and what it computes again", REMAT),
     "gathered_weights": (
-        "the largest over blocks of two layers' weights and one's gradients as gathered, less what is stored anyway",
+        f"{_AT_WORK}: two layers' weights and one's gradients as gathered, less what is stored; or another's, once",
         "the book, Training, Fully-Sharded Data Parallelism",
     ),
-    "communication_buffers": ("the largest gathered or unreduced activation, less the chip's own share", SHARDED),
+    "communication_buffers": (
+        f"{_AT_WORK}: the largest gathered or unreduced activation, less the chip's own share",
+        SHARDED,
+    ),
 }
 
 
@@ -54,7 +59,7 @@ def explain_memory(w: Workings, memory: Mapping[str, float], paddings: Sequence[
 def _class(w: Workings, one: ClassWorking, num_bytes: float, paddings: Sequence[Padding]) -> Explanation:
     formula, source = _CLASSES[one.name]
     parts = [f"{number(h.copies)} {h.block} x {format_bytes(h.num_bytes)}" for h in one.holdings]
-    text = f"max({', '.join(parts)})" if one.largest and len(parts) > 1 else " + ".join(parts)
+    text = " + ".join(parts)
     if one.name == "parameters":
         text += f"; {_shares(w)}" + "".join(f"; {padding_words(p)}" for p in paddings if p.waste)
     if one.name == "optimizer":

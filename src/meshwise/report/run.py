@@ -31,7 +31,9 @@ class RunResult:
         compile_seconds: that compiling took.
         state_bytes, temporary_bytes: of one device, as compiled; None where the backend does not tell.
         peak_bytes_in_use: of the fullest device; None where the backend does not tell.
+        learning_rate: of the steps, in words.
         data: the tokens, in words.
+        is_first_process: whether this process speaks for all that ran together.
     """
 
     plan: Plan
@@ -49,7 +51,9 @@ class RunResult:
     state_bytes: int | None
     temporary_bytes: int | None
     peak_bytes_in_use: int | None
+    learning_rate: str
     data: str
+    is_first_process: bool = True
 
     @property
     def last(self) -> int:
@@ -138,6 +142,7 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
         body=(table(["!", ">measured", f">predicted, {chip}", *_ratio(result)], _rows(result)),),
         assumed=(
             f"tokens: {result.data}",
+            f"learning rate: {result.learning_rate}",
             f"times: {times}; compiling took {format_time(result.compile_seconds)}",
             f"software: {result.software}",
         ),

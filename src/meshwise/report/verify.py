@@ -25,7 +25,7 @@ __all__ = ["VerifiedRow", "verification_report", "with_verified"]
 #: Of a line through two copies.
 _PEAKS = (
     "temporaries of all layers, exactly: those of small copies may be largest at another moment, so that the line "
-    "through them is off by up to a third; --full compiles all layers, and takes about as long"
+    "through them is off by up to a third; without --reduced all layers are compiled, which takes about as long"
 )
 
 
@@ -49,7 +49,7 @@ def verification_report(found: Verification, layout: str, inputs: Mapping[str, A
             "time: the compiler's own estimates of it are not used",
             "how memory fragments when the program runs, and what runtime and other programs hold",
         ),
-        next_steps=() if found.whole else ("--full compiles all layers instead of two smaller models",),
+        next_steps=() if found.whole else ("leave --reduced out: all layers instead of two smaller models",),
     )
 
 
@@ -61,8 +61,9 @@ def _answer(found: Verification) -> str:
     peak = found.peak or 0.0
     fits = "Fits" if found.fits else "Does not fit"
     return (
-        f"{fits}: compiled for {found.target} it needs {format_bytes(peak)} of {format_bytes(found.capacity)} a chip, "
-        f"predicted {format_bytes(found.predicted_total)} ({_signed(peak / found.predicted_total - 1)}); "
+        f"{fits}: compiled for {found.target} it takes {format_bytes(found.set_aside or 0.0)} of "
+        f"{format_bytes(found.capacity)} a chip, {format_bytes(peak)} of it alive at once, predicted "
+        f"{format_bytes(found.predicted_total)} ({_signed(peak / found.predicted_total - 1)}); "
         f"{format_percent(found.unexplained_share)} of the bytes sent are unexplained"
     )
 
@@ -79,6 +80,8 @@ def _body(found: Verification, layout: str) -> Iterable[RenderableType]:
     yield _table("memory of a chip", found.group("memory"), format_bytes)
     yield _table("received by a chip a step", found.group("collectives"), format_bytes, counts=True)
     yield _table("matmuls of a chip a step", found.group("flops"), format_flops)
+    if found.unread:
+        yield listed("In the program, and not counted", found.unread)
     used = dict.fromkeys(d.reason for line in found.lines for d in line.differences if d.reason != UNEXPLAINED)
     if used:
         yield listed("Reasons", (f"{reason}: {REASONS[reason]}" for reason in used))
@@ -125,11 +128,13 @@ def _data(found: Verification, layout: str) -> dict[str, Any]:
         "capacity_bytes": found.capacity,
         "predicted_bytes": found.predicted_total,
         "compiled_bytes": found.peak,
+        "set_aside_bytes": found.set_aside,
         "unexplained_share_of_received": found.unexplained_share,
         "out_of_memory": None if found.out_of_memory is None else found.out_of_memory.message,
         "memory": [_line(line, "bytes") for line in found.group("memory")],
         "collectives": [_line(line, "received_bytes") for line in found.group("collectives")],
         "matmuls": [_line(line, "flops") for line in found.group("flops")],
+        "not_counted": list(found.unread),
         "compiler_versions": dict(found.versions),
     }
 

@@ -150,7 +150,6 @@ def workings_data(w: Workings) -> dict[str, Any]:
         "memory": [
             {
                 "class": c.name,
-                "combined_by": "max" if c.largest else "sum",
                 "bytes": c.total,
                 "parts": [{"block": h.block, "copies": h.copies, "bytes_each": h.num_bytes} for h in c.holdings],
             }

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshwise.runtime.attention import Masks, attend
@@ -40,7 +41,7 @@ def attend_placed(
         start: position of the first query; keys begin at zero.
         splits: of the operation's iteration space; keys are split only where they go round a ring.
 
-    Returns: as `attention.attend`, split as `splits` says.
+    Returns: as `attention.attend`, split as `splits` says, named as the operation's output for what is kept of it.
     """
     positions = tuple(splits.get(op.query_axis, ()))
     around = placement.split(splits.get(op.key_axis, ()))
@@ -49,9 +50,10 @@ def attend_placed(
     def local(start: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         if around:
             assert around == placement.split(positions), "a ring is of the axes that split queries"
-            return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]]))
+            return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]], op.output.name))
         queries = start + part_index(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
-        return attend(q, k, v, masks, (queries, keys))
+        named: tuple[jax.Array, jax.Array] = checkpoint_name(attend(q, k, v, masks, (queries, keys)), op.output.name)
+        return named
 
     if placement.mesh.size == 1:
         return local(jnp.asarray(start), inputs[0], inputs[1], inputs[2])

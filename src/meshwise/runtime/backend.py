@@ -14,7 +14,7 @@ from meshwise.errors import LayoutError, MissingDependencyError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["make_mesh", "require_jax"]
+__all__ = ["make_mesh", "one_at_a_time", "require_jax"]
 
 
 def require_jax() -> None:
@@ -48,3 +48,20 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
             "give as many, or another layout"
         )
     return Mesh(found.reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def one_at_a_time(made: Any) -> Any:
+    """Wait for what a program makes where its devices are fake ones of a CPU; accelerators keep their order themselves.
+
+    Fake devices share a few threads. When programs follow each other without waiting, those that are ahead wait in a
+    collective for others, with the threads that these would need: forever.
+
+    Args:
+        made: arrays, returned as they are.
+    """
+    import jax  # noqa: PLC0415 -- loaded when something runs
+
+    arrays = jax.tree.leaves(made)
+    if any(device.platform == "cpu" for array in arrays[:1] for device in array.devices()):
+        jax.block_until_ready(made)
+    return made

@@ -26,6 +26,11 @@ _CALLS = 5
 _QUEUED = 10
 
 
+#: Collectives of at most so many bytes are run so many in a row on a CPU, in one program, as in a step: to start a
+#: program takes longer than they do.
+_SMALL, _CHAINED = 1 << 16, 8
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One operation, measured.
@@ -60,14 +65,17 @@ class Bench:
     Args:
         cpu_devices: so many fake devices of the CPU; None for the devices that there are.
         seconds: to spend on each operation, about.
+        told: hears what is to be known of the devices.
 
     Raises:
         MissingDependencyError: JAX is missing.
         MeshwiseError: fake devices were asked for after JAX had looked for devices.
     """
 
-    def __init__(self, *, cpu_devices: int | None = None, seconds: float = 0.5) -> None:
-        self.devices = find_devices(cpu_devices)
+    def __init__(
+        self, *, cpu_devices: int | None = None, seconds: float = 0.5, told: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.devices = find_devices(cpu_devices, told)
         self.seconds = seconds
 
     @property
@@ -109,6 +117,17 @@ class Bench:
         x = self._drawn((max(num_bytes // 8, 1),), "fp32")
         return self._time(lambda x: x + 1, x)
 
+    def activation(self, elements: int) -> Sample:
+        """Compute SiLU(x) * y of so many fp32 elements on one device."""
+        import jax  # noqa: PLC0415
+
+        x, y = self._drawn((elements,), "fp32"), self._drawn((elements,), "fp32")
+        return self._time(lambda x, y: jax.nn.silu(x) * y, x, y)
+
+    def nothing(self) -> Sample:
+        """Start a program that does nothing, on one device."""
+        return self._time(lambda x: x + 1, self._drawn((1,), "fp32"), queued=1)
+
     def collective(self, kind: CollectiveKind, num_bytes: int, dtype: str) -> Sample:
         """Run a collective over all devices.
 
@@ -127,16 +146,24 @@ class Bench:
         length = max(num_bytes // width // group, 1) * group
         # What a device holds before: a shard of what is gathered, else all of it.
         share = length // group if kind is CollectiveKind.ALL_GATHER else length
-        body: Callable[[Any], Any] = {
+        one: Callable[[Any], Any] = {
             CollectiveKind.ALL_GATHER: lambda x: jax.lax.all_gather(x, "x", tiled=True),
             CollectiveKind.REDUCE_SCATTER: lambda x: jax.lax.psum_scatter(x, "x", tiled=True),
             CollectiveKind.ALL_REDUCE: lambda x: jax.lax.psum(x, "x"),
             CollectiveKind.ALL_TO_ALL: lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True),
             CollectiveKind.PERMUTE: lambda x: jax.lax.ppermute(x, "x", [(i, (i + 1) % group) for i in range(group)]),
         }[kind]
+        times = _CHAINED if self.platform == "cpu" and length * width <= _SMALL else 1
+
+        def body(x: Any) -> Any:
+            for _ in range(times - 1):  # each needs the one before, brought back to the length that it began with
+                x = jax.numpy.resize(one(x), x.shape)
+            return one(x)
+
         run = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
         x = jax.device_put(self._drawn((share * group,), dtype), NamedSharding(mesh, P("x")))
-        return self._time(run, x)
+        found = self._timed(run, x)
+        return Sample(found.seconds / times, found.low / times, found.high / times, found.calls * times)
 
     def _drawn(self, shape: Sequence[int], dtype: str) -> Any:
         """Give random numbers: constants multiply faster than real ones on chips that save power."""
@@ -160,7 +187,34 @@ class Bench:
             first = str(error).splitlines()[0]
             raise MeshwiseError(f"{self.hardware} cannot run it: {first}; use other sizes or another format") from None
 
-    def _time(self, function: Callable[..., Any], *operands: Any) -> Sample:
+    @property
+    def busy_devices(self) -> int:
+        """Devices that run an operation of one device at the same time: fake ones share the cores, so all of them."""
+        return len(self.devices) if self.platform == "cpu" else 1
+
+    def _time(self, function: Callable[..., Any], *operands: Any, queued: int = _QUEUED) -> Sample:
+        """Time an operation of one device, on as many as are busy at once."""
+        import jax  # noqa: PLC0415
+        from jax.sharding import NamedSharding  # noqa: PLC0415
+        from jax.sharding import PartitionSpec as P  # noqa: PLC0415
+
+        if self.busy_devices == 1:
+            return self._timed(function, *operands, queued=queued)
+        mesh = make_mesh({"x": self.busy_devices}, self.devices)
+        each = P("x")
+        run = jax.shard_map(
+            lambda *local: function(*(x[0] for x in local))[None],
+            mesh=mesh,
+            in_specs=(each,) * len(operands),
+            out_specs=each,
+            check_vma=False,
+        )
+        copies = jax.jit(
+            lambda x: jax.numpy.broadcast_to(x, (self.busy_devices, *x.shape)), out_shardings=NamedSharding(mesh, each)
+        )
+        return self._timed(run, *map(copies, operands), queued=queued)
+
+    def _timed(self, function: Callable[..., Any], *operands: Any, queued: int = _QUEUED) -> Sample:
         """Compile, warm up, and time batches of queued calls until the time is spent."""
         import jax  # noqa: PLC0415
 
@@ -170,7 +224,7 @@ class Bench:
         begin = time.perf_counter()
         jax.block_until_ready(run(*operands))
         one = time.perf_counter() - begin
-        queued = max(1, min(_QUEUED, int(self.seconds / _CALLS / max(one, 1e-9))))
+        queued = max(1, min(queued, int(self.seconds / _CALLS / max(one, 1e-9))))
         spent, times = 0.0, list[float]()
         while len(times) < _CALLS or spent < self.seconds:
             begin = time.perf_counter()

@@ -14,7 +14,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from meshwise.errors import ConfigError, MeshwiseError, MissingDependencyError
 from meshwise.runtime.layer_order import layer_order, rearranged
+from meshwise.runtime.processes import agree, first_process, on_first
 from meshwise.runtime.train import State, TrainStep
 from meshwise.units import format_bytes
 
@@ -42,7 +43,11 @@ class Checkpoints:
         identity: what they are the states of, by the words for it; a run that differs is refused.
         every: steps from one to the next.
         step: the program whose states they are.
-        told: hears the number of each step that is safely on disk.
+        told: hears the number of each step that is safely on disk; in the first process.
+        locks: what keeps the folder for this run.
+
+    Of several processes each writes its part of a state; the first keeps the folder, and writes the record when all
+    parts are there.
     """
 
     folder: Path
@@ -50,7 +55,7 @@ class Checkpoints:
     every: int
     step: TrainStep
     told: Callable[[int], None]
-    lock: int = -1
+    locks: list[int] = field(default_factory=list)
 
     @classmethod
     def open(
@@ -67,16 +72,10 @@ class Checkpoints:
         """
         if importlib.util.find_spec("orbax") is None:
             raise MissingDependencyError("--checkpoint needs the library orbax: pip install 'meshwise[run]'")
-        if jax.process_count() > 1:
-            raise MeshwiseError("--checkpoint: states of several processes are not yet saved; leave it out")
+        found = cls(folder, json.loads(json.dumps(identity)), every, step, told)
+        on_first(found._take)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = _lock(folder)
-        except OSError as error:
-            raise MeshwiseError(f"--checkpoint {folder}: {error.strerror}") from None
-        found = cls(folder, json.loads(json.dumps(identity)), every, step, told, lock)
-        try:
-            found._check_folder()
+            agree(found._sees_what_the_first_sees())
         except BaseException:
             found.close()
             raise
@@ -84,7 +83,37 @@ class Checkpoints:
 
     def close(self) -> None:
         """Let other runs use the folder."""
-        os.close(self.lock)
+        for lock in self.locks:
+            os.close(lock)
+        self.locks.clear()
+
+    def _take(self) -> None:
+        """Make the folder, keep it for this run, and see what is in it: the first process alone."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.locks.append(_lock(self.folder))
+        except OSError as error:
+            raise MeshwiseError(f"--checkpoint {self.folder}: {error.strerror}") from None
+        try:
+            self._check_folder()
+        except BaseException:
+            self.close()
+            raise
+
+    def _sees_what_the_first_sees(self) -> MeshwiseError | None:
+        """Say whether this process has the folder of the first one before it."""
+        if jax.process_count() == 1:
+            return None
+        from jax.experimental import multihost_utils  # noqa: PLC0415
+
+        latest = self.latest if self.folder.is_dir() else -1
+        first = int(multihost_utils.broadcast_one_to_all(np.array(latest)))
+        if latest == first:
+            return None
+        return MeshwiseError(
+            f"--checkpoint {self.folder}: process {jax.process_index()} does not find there what the first one does; "
+            "name a folder that all processes share"
+        )
 
     def _check_folder(self) -> None:
         """See that the folder holds steps of this run, or nothing."""
@@ -113,14 +142,36 @@ class Checkpoints:
         Raises:
             MeshwiseError: the disk cannot take it, or the step is there already.
         """
-        there = self._place(step)
-        unfinished = there.with_name(there.name + _UNFINISHED)
-        if there.exists():
-            raise MeshwiseError(f"--checkpoint {self.folder}: step {step} is there already; nothing was overwritten")
+        unfinished = self._unfinished(step)
+        on_first(lambda: self._begin(step, state))
+        failure = None
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed: it was never reported
-            self._check_room(step, state)
             _write_state(unfinished / _STATE, state)
+        except (OSError, ValueError) as error:
+            failure = self._not_saved(step, error)
+        agree(failure)
+        on_first(lambda: self._finish(step))
+        if first_process():
+            self.told(step)
+
+    def _unfinished(self, step: int) -> Path:
+        there = self._place(step)
+        return there.with_name(there.name + _UNFINISHED)
+
+    def _begin(self, step: int, state: State) -> None:
+        """See that a step can be written, and clear its place."""
+        if self._place(step).exists():
+            raise MeshwiseError(f"--checkpoint {self.folder}: step {step} is there already; nothing was overwritten")
+        shutil.rmtree(self._unfinished(step), ignore_errors=True)  # of a run that was killed: it was never reported
+        try:
+            self._check_room(step, state)
+        except OSError as error:
+            raise self._not_saved(step, error) from None
+
+    def _finish(self, step: int) -> None:
+        """Write the record of a state that is there, and give it its name when the disk has all of it."""
+        unfinished = self._unfinished(step)
+        try:
             record = {
                 "format": _VERSION,
                 "step": step,
@@ -131,14 +182,14 @@ class Checkpoints:
             }
             (unfinished / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
             _sync(unfinished)
-            unfinished.rename(there)
+            unfinished.rename(self._place(step))
             _sync_one(self.folder)
-        except MeshwiseError:
-            raise
         except (OSError, ValueError) as error:
-            words = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise MeshwiseError(f"--checkpoint {self.folder}: step {step} could not be saved: {words}") from None
-        self.told(step)
+            raise self._not_saved(step, error) from None
+
+    def _not_saved(self, step: int, error: Exception) -> MeshwiseError:
+        words = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        return MeshwiseError(f"--checkpoint {self.folder}: step {step} could not be saved: {words}")
 
     def _check_room(self, step: int, state: State) -> None:
         """Refuse what the disk cannot take before a part of it is written."""
@@ -157,7 +208,7 @@ class Checkpoints:
         """
         number = self.latest
         record = self._record(number)
-        self._check_files(number, record)
+        on_first(lambda: self._check_files(number, record))
         there = self._place(number) / _STATE
         try:
             if record["order"] == layer_order(step):

@@ -6,7 +6,6 @@ So nothing of them is state that a checkpoint must hold. Not here: where they go
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError, MissingDependencyError
+from meshwise.errors import MeshwiseError
+from meshwise.runtime.tokenizer import read_bytes, read_tokenizer
 
 __all__ = ["SyntheticTokens", "TextTokens", "TokenSource", "read_text"]
 
@@ -116,16 +116,8 @@ def read_text(text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, se
         MissingDependencyError: the `tokenizers` library is missing.
         MeshwiseError: a file that cannot be read; another vocabulary than the model's; a text that is too short.
     """
-    if importlib.util.find_spec("tokenizers") is None:
-        raise MissingDependencyError("--text needs the library tokenizers: pip install 'meshwise[run]'")
-    from tokenizers import Tokenizer  # noqa: PLC0415  (an optional extra)
-
-    raw, rules = _read("--text", text), _read("--tokenizer", tokenizer)
-    try:
-        reader = Tokenizer.from_buffer(rules)
-    except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
-        first = str(error).splitlines()[0]
-        raise MeshwiseError(f"--tokenizer {tokenizer}: expected a tokenizer.json: {first}") from None
+    reader, rules = read_tokenizer(tokenizer)
+    raw = read_bytes("--text", text)
     try:
         words = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -141,10 +133,3 @@ def read_text(text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, se
             "give the tokenizer of this model"
         )
     return TextTokens(ids, seed, hashlib.sha256(hashlib.sha256(raw).digest() + rules).hexdigest())
-
-
-def _read(flag: str, file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None

@@ -17,12 +17,15 @@ from meshwise.runtime.attention import Masks
 from meshwise.runtime.attention_placed import attend_placed
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts
-from meshwise.runtime.named import named_einsum
 from meshwise.runtime.ops import Surroundings, elementwise
+from meshwise.runtime.placed_products import PlacedProducts, multiply_placed
+from meshwise.runtime.products import multiply
+from meshwise.runtime.ragged_mixture import RaggedExperts
 from meshwise.runtime.router import choose
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched, plain
 from meshwise.sharding import Sharding
+from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
 from meshwise.sharding.place import iteration_space
 from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 
@@ -41,6 +44,7 @@ class _Walk:
     arrays: dict[str, jax.Array]
     held: dict[str, Sharding]
     copies: dict[tuple[str, Sharding], jax.Array] = field(default_factory=dict)
+    rings: Mapping[str, CollectiveProducts] = field(default_factory=dict)  # by the name of each product
 
     def bring(self, t: Tensor, splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         """Give tensor `t` where an operation with these splits reads it; a copy that was made before is read again."""
@@ -51,8 +55,11 @@ class _Walk:
             return self.arrays[t.name]
         held = self.held[t.name]
         if (t.name, wanted) not in self.copies:
-            back = self.placement.strategy.stored(t.axes, "gradients") if t.kind is Kind.WEIGHT else held
-            self.copies[t.name, wanted] = self.placement.move(self.arrays[t.name], back, wanted)
+            back = self.placement.reduced(t.axes) if t.kind is Kind.WEIGHT else held
+            moved = self.placement.move(self.arrays[t.name], held, wanted, back)
+            if self.placement.is_exchange(held, wanted):  # as large, and kept as it is read again
+                moved = checkpoint_name(moved, t.name)
+            self.copies[t.name, wanted] = moved
         return self.copies[t.name, wanted]
 
     def run(self, ops: Sequence[Op]) -> None:
@@ -68,14 +75,29 @@ class _Walk:
             at = stop
 
     def _run_experts(self, ops: tuple[Op, ...]) -> None:
-        experts = Experts(ops, self.placement, self.around)
+        kind = RaggedExperts if self.around.expert_dispatch == "ragged" else Experts
+        experts = kind(ops, self.placement, self.around)
         splits = iteration_space(self.placement.strategy, experts.dispatch)
         x, gates = (self.bring(replace(t, kind=Kind.ACTIVATION), splits) for t in experts.dispatch.inputs)
         chosen = self.arrays[f"{experts.dispatch.inputs[1].name}.chosen"]
         weights = {t.name: self._bring_to(t, sharding) for t, sharding in experts.weights}
         self._keep(experts.combine, experts.run(x, gates, chosen, weights))
 
+    def _run_ring(self, products: CollectiveProducts) -> None:
+        """Execute products that share a collective, all at once."""
+        again = bool(self.around.recomputed & {op.name for op in products.ops})
+        how = PlacedProducts(products, self.placement, self.around.collective_matmul == "bidirectional", again)
+        x = self._bring_to(products.ops[0].inputs[0], how.input)
+        weights = [self._bring_to(op.inputs[1], held) for op, held in zip(products.ops, how.weights, strict=True)]
+        for op, made, held in zip(products.ops, multiply_placed(how, x, weights), how.outputs, strict=True):
+            self._keep(op, made, held)
+
     def _run_one(self, op: Op) -> None:
+        if op.name in self.rings:
+            products = self.rings[op.name]
+            if op.name == products.ops[0].name:
+                self._run_ring(products)
+            return
         splits = iteration_space(self.placement.strategy, op)
         if isinstance(op, Attention) and self.placement.strategy.ring:  # keys stay where their positions are
             splits[op.key_axis] = splits.get(op.query_axis, ())
@@ -92,16 +114,17 @@ class _Walk:
         split = {m for s in local.splits for m in s}
         pending = {m for a in op.axes for m in splits.get(a, ())} - split
         home = self.placement.strategy.home(op.output.axes) if pending else local
-        self._keep(op, self.placement.move(out, local, home), home)
+        self._keep(op, self.placement.complete(out, home, local), home)
 
     def _keep(self, op: Op, out: jax.Array, held: Sharding | None = None) -> None:
         """Remember what an operation made, and where it is: at home unless said."""
-        self.arrays[op.output.name] = checkpoint_name(out, op.output.name)
+        named = isinstance(op, Attention)  # by what attends
+        self.arrays[op.output.name] = out if named else checkpoint_name(out, op.output.name)
         self.held[op.output.name] = self.placement.strategy.home(op.output.axes) if held is None else held
 
     def _compute(self, op: Op, inputs: list[jax.Array], splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
         if isinstance(op, Einsum):
-            return named_einsum(op, *inputs)
+            return multiply(op, inputs[0], inputs[1], self.placement, splits)
         inputs = [plain(x) for x in inputs]
         if op.name == "top_k":
             return self._choose(op, inputs)
@@ -118,7 +141,7 @@ class _Walk:
                 inputs[place] = self.arrays[name] = held
         out, total = attend_placed(op, inputs, masks, self.placement, splits, start=start)
         denominator = _denominator(op.output)
-        self.arrays[denominator.name] = checkpoint_name(total, op.output.name)
+        self.arrays[denominator.name] = total
         self.held[denominator.name] = Sharding.of(denominator.axes, splits)
         return out
 
@@ -129,6 +152,13 @@ class _Walk:
         gates, chosen = choose(inputs[0], correction, self.around.numerics.router, top_k)
         self.arrays[f"{op.output.name}.chosen"] = checkpoint_name(chosen, op.output.name)
         return gates
+
+
+def _rings(block: Block, placement: Placement, around: Surroundings) -> dict[str, CollectiveProducts]:
+    """Products that the layout asks to run as collective matmuls, by the name of each."""
+    if around.collective_matmul == "compiler" or AXIS not in placement.axes:
+        return {}
+    return {op.name: products for products in collective_products(block, placement.strategy) for op in products.ops}
 
 
 def _combines(op: Op) -> bool:
@@ -166,7 +196,7 @@ def run_block(
     """
     read = {t.name: t for op in block.ops for t in op.inputs if t.name in weights or t.name in arrays}
     strategy = placement.strategy
-    walk = _Walk(placement, around, dict(arrays), {})
+    walk = _Walk(placement, around, dict(arrays), {}, rings=_rings(block, placement, around))
     for name, t in read.items():
         if t.kind is Kind.WEIGHT:
             walk.arrays[name] = _cast(weights[name], around.activations)

@@ -19,13 +19,15 @@ from meshwise.dtypes import DType
 from meshwise.errors import LayoutError
 from meshwise.models import Model
 from meshwise.models.numeric_readers import read_numerics
-from meshwise.runtime.backend import make_mesh
+from meshwise.runtime.backend import make_mesh, one_at_a_time
 from meshwise.runtime.formats import dtype_of
+from meshwise.runtime.layer_order import order_of
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree, describe_parameters, initial_values, map_parameters
 from meshwise.runtime.refusals import check_even, check_model
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.stacks import Segment, plan_segments
+from meshwise.runtime.weights import Weights
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
@@ -88,6 +90,11 @@ class Generator:
         )
         return dict(zeros())
 
+    def load(self, published: Weights) -> Tree:
+        """Read weights from published files, each where it is held."""
+        order = order_of(self.stack.segments, self.parameters)
+        return published.load(self.parameters, order, self.abstract_weights)
+
     def initial_weights(self, seed: int) -> Tree:
         """Draw weights, as `TrainStep.initial_state` does."""
         shardings = jax.tree.map(lambda a: a.sharding, self.abstract_weights)
@@ -104,6 +111,17 @@ class Generator:
         weights, cache = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_weights, self.abstract_cache))
         return jax.jit(
             self._extend, in_shardings=(weights, cache, None, None), out_shardings=(None, cache), donate_argnums=1
+        )
+
+    @cached_property
+    def next_token(self) -> Any:
+        """Jitted: (weights, cache, tokens [sequences, new], start) -> (most likely next tokens [sequences], cache).
+
+        As `extend`, with the head on the last position alone.
+        """
+        weights, cache = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_weights, self.abstract_cache))
+        return jax.jit(
+            self._next, in_shardings=(weights, cache, None, None), out_shardings=(None, cache), donate_argnums=1
         )
 
     def greedy(self, weights: Tree, prompt: jax.Array, count: int) -> jax.Array:
@@ -124,20 +142,32 @@ class Generator:
                 f"generate: {prompt.shape[1]} tokens of the prompt and {count} new ones do not fit the cache of "
                 f"{self.length}; give a longer one"
             )
-        logits, cache = self.extend(weights, self.empty_cache(), prompt, 0)
-        made = [jnp.argmax(logits[:, -1], axis=-1)]
+        token, cache = self.next_token(weights, self.empty_cache(), prompt, 0)
+        made = [one_at_a_time(token)]
         for i in range(count - 1):
-            logits, cache = self.extend(weights, cache, made[-1][:, None], prompt.shape[1] + i)
-            made.append(jnp.argmax(logits[:, -1], axis=-1))
+            token, cache = self.next_token(weights, cache, token[:, None], prompt.shape[1] + i)
+            made.append(one_at_a_time(token))
         return jnp.stack(made, axis=1)
 
     def _extend(self, weights: Tree, cache: Cache, tokens: jax.Array, start: jax.Array) -> tuple[jax.Array, Cache]:
+        x, positions, kept = self._stream(weights, cache, tokens, start)
+        return self.stack.logits(weights, x, positions), kept
+
+    def _next(self, weights: Tree, cache: Cache, tokens: jax.Array, start: jax.Array) -> tuple[jax.Array, Cache]:
+        x, positions, kept = self._stream(weights, cache, tokens, start)
+        logits = self.stack.logits(weights, x[:, -1:], positions[-1:])
+        return jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32), kept
+
+    def _stream(
+        self, weights: Tree, cache: Cache, tokens: jax.Array, start: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        """Run all layers over new tokens: the residual stream [sequences, new, D], their positions, and the cache."""
         positions = start + jnp.arange(tokens.shape[1])
         x, kept = self.stack.embed(weights, tokens, positions), Cache()
         for segment in self.stack.segments:
             x, more = self._segment(segment, weights, cache, x, positions)
             kept |= more
-        return self.stack.logits(weights, x, positions), kept
+        return x, positions, kept
 
     def _segment(
         self, segment: Segment, weights: Tree, cache: Cache, x: jax.Array, positions: jax.Array

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from meshwise.runtime.layers import Stack
+from meshwise.runtime.local import complete
 from meshwise.runtime.params import Parameter, Tree, map_parameters
 from meshwise.runtime.pipeline import Pipeline
 from meshwise.runtime.watched import sunk, watch
@@ -51,7 +53,7 @@ class Accumulation:
 
         def one(path: str, parameter: Parameter) -> jax.Array:
             key, _, name = path.partition("/")
-            named = parameter.named(placement, "gradients", lead)
+            named = parameter.named(placement, placement.reduces, lead)
             kept: jax.Array = jax.lax.with_sharding_constraint(gradients[key][name], named)
             return kept
 
@@ -92,9 +94,25 @@ def accumulate(how: Accumulation, weights: Tree, batch: Batch) -> tuple[jax.Arra
 
 def _finish(how: Accumulation, loss: jax.Array, gradients: Tree) -> tuple[jax.Array, Tree]:
     """Add up what replicas have."""
-    if how.replicas:
-        gradients = jax.tree.map(lambda g: jnp.sum(g, axis=0), gradients)
-    return jnp.sum(loss), gradients
+    return jnp.sum(loss), _of_all_replicas(how, gradients) if how.replicas else gradients
+
+
+def _of_all_replicas(how: Accumulation, gradients: Tree) -> Tree:
+    """Add up what replicas have, and leave each device what its optimizer reads."""
+    placement = how.stack.placement
+
+    def one(path: str, parameter: Parameter) -> jax.Array:
+        key, _, name = path.partition("/")
+        each, home = (parameter.stacked_sharding(placement, part) for part in ("gradients", "optimizer"))
+
+        def local(own: jax.Array) -> jax.Array:
+            return complete(own[0], each, home, (_REPLICAS,), placement)
+
+        reads, made = PartitionSpec(_REPLICAS, *placement.spec(each)), placement.spec(home)
+        added: jax.Array = placement.local(local, reads, made)(gradients[key][name])
+        return added
+
+    return map_parameters(how.parameters, one)
 
 
 def _of_microbatch(stack: Stack, reductions: Any) -> Any:

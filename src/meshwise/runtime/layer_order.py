@@ -5,14 +5,16 @@ Layouts stack layers differently where they recompute some of them or have stage
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from meshwise.runtime.params import Parameter
+from meshwise.runtime.stacks import Segment
 from meshwise.runtime.train import State, TrainStep
 
-__all__ = ["layer_order", "rearranged"]
+__all__ = ["Order", "layer_order", "order_of", "rearranged"]
 
 #: Run -> its block, its layers among those of the block in the order in which they are stacked, and the stack's sizes.
 Order = dict[str, dict[str, Any]]
@@ -20,17 +22,30 @@ Order = dict[str, dict[str, Any]]
 
 def layer_order(step: TrainStep) -> Order:
     """Say which layers each run of a program holds, as JSON values; blocks that are no layers hold number 0."""
+    layout = step.layout
+    return order_of(step.stack.segments, step.parameters, layout.stage, layout.virtual_stages)
+
+
+def order_of(
+    segments: Sequence[Segment], parameters: Mapping[str, Mapping[str, Parameter]], stages: int = 1, pieces: int = 1
+) -> Order:
+    """Say the same of a program whose layers are not in a `TrainStep`.
+
+    Args:
+        segments: of its layers; in a pipeline those of one piece.
+        parameters: by run and name.
+        stages, pieces: of a pipeline, and of each of its stages.
+    """
     found: dict[str, tuple[str, dict[tuple[int, int], list[int]]]] = {}
     seen: dict[str, int] = {}
-    layout = step.layout
-    for place in [(stage, piece) for piece in range(layout.virtual_stages) for stage in range(layout.stage)]:
-        for segment in step.stack.segments:
+    for place in [(stage, piece) for piece in range(pieces) for stage in range(stages)]:
+        for segment in segments:
             for run in [r for _ in range(segment.times) for r in segment.runs for _ in range(r.count)]:
                 numbers = found.setdefault(run.key, (run.block, {}))[1]
                 numbers.setdefault(place, []).append(seen.setdefault(run.block, 0))
                 seen[run.block] += 1
     order: Order = {}
-    for key, weights in step.parameters.items():
+    for key, weights in parameters.items():
         stack = list(next(iter(weights.values())).stack)
         block, places = found.get(key, (key, {(0, 0): list(range(int(np.prod(stack, dtype=int))))}))
         layers = [n for place in sorted(places) for n in places[place]]

@@ -18,12 +18,15 @@ from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import Tree
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.stacks import Run, Segment
-from meshwise.sharding.remat import RematPolicy
+from meshwise.sharding.remat import RematPolicy, remat_policy
 from meshwise.tensors import Block, Program
 
 __all__ = ["Stack"]
 
 Arrays = Mapping[str, jax.Array]
+
+#: Of layers that follow no policy.
+_KEEP_ALL = remat_policy("none")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Stack:
         policy: what is kept for the backward pass, in layers that follow it.
         activations: format of activations.
         capacity: slots of an expert over the mean, or None where none may be dropped.
+        collective_matmul, expert_dispatch: as in `Layout`.
     """
 
     program: Program
@@ -47,6 +51,8 @@ class Stack:
     policy: RematPolicy
     activations: Any
     capacity: float | None = None
+    collective_matmul: str = "compiler"
+    expert_dispatch: str = "slots"
 
     def block(self, name: str) -> Block:
         """Find a block."""
@@ -75,7 +81,8 @@ class Stack:
         """From the residual stream to the head's outputs."""
         block = self.block("head")
         own = {**weights.get("head", {}), **{n: w for n, w in weights["embed"].items() if n in block.tied}}
-        return self.run(block, {"x": x, "labels": labels}, own, jnp.arange(x.shape[1]))
+        x, held_back = _gradients_together(x, own)
+        return self.run(block, {"x": x, "labels": labels}, held_back, jnp.arange(x.shape[1]))
 
     def logits(self, weights: Tree, x: jax.Array, positions: jax.Array) -> jax.Array:
         """From the residual stream [B, T, D] to logits [B, T, V]: the head without its loss."""
@@ -98,28 +105,45 @@ class Stack:
 
     def _layers(self, run: Run, weights: Arrays, x: jax.Array, *, looped: bool) -> jax.Array:
         block = self.block(run.block)
-        layer = self._recomputing(block, looped=looped) if run.remat else self._layer(block)
+        layer = self._keeping(block, self.policy if run.remat else _KEEP_ALL, looped=looped)
         return _repeat(layer, x, weights, run.count)
 
-    def _layer(self, block: Block) -> Callable[[jax.Array, Arrays], jax.Array]:
+    def _layer(
+        self, block: Block, recomputed: frozenset[str] = frozenset()
+    ) -> Callable[[jax.Array, Arrays], jax.Array]:
         def layer(x: jax.Array, weights: Arrays) -> jax.Array:
-            return self.run(block, {"x": x}, weights, jnp.arange(x.shape[1]))["x_out"]
+            return self.run(block, {"x": x}, weights, jnp.arange(x.shape[1]), recomputed)["x_out"]
 
         return layer
 
-    def _recomputing(self, block: Block, *, looped: bool) -> Callable[[jax.Array, Arrays], jax.Array]:
-        """Give a layer that keeps what the policy keeps; in a loop nothing merges what is computed twice."""
-        if self.policy.name == "none":
-            return self._layer(block)
-        kept = [op.output.name for op in block.ops if self.policy.keeps(op)]
+    def _keeping(self, block: Block, policy: RematPolicy, *, looped: bool) -> Callable[[jax.Array, Arrays], jax.Array]:
+        """Give a layer that keeps what the policy keeps; in a loop nothing merges what is computed twice.
+
+        Only what operations make is ever kept: what was gathered for one of them, a weight above all, is gathered
+        again in the backward pass, also where every activation is kept.
+        """
+        kept = [op.output.name for op in block.ops if policy.keeps(op)]
         saved = jax.checkpoint_policies.save_only_these_names(*kept)
+        recomputed = frozenset(op.name for op in block.ops if op.output.name not in kept)
         checkpointed: Callable[[jax.Array, Arrays], jax.Array] = jax.checkpoint(
-            self._layer(block), policy=saved, prevent_cse=not looped
+            self._layer(block, recomputed), policy=saved, prevent_cse=not looped
         )
         return checkpointed
 
-    def run(self, block: Block, inputs: Arrays, weights: Arrays, positions: jax.Array) -> dict[str, jax.Array]:
-        """Execute one copy of a block; arguments and result as in `run_block`."""
+    def run(
+        self,
+        block: Block,
+        inputs: Arrays,
+        weights: Arrays,
+        positions: jax.Array,
+        recomputed: frozenset[str] = frozenset(),
+    ) -> dict[str, jax.Array]:
+        """Execute one copy of a block; arguments and result as in `run_block`.
+
+        Args:
+            block, inputs, weights, positions: as there.
+            recomputed: names of the operations that the backward pass runs again.
+        """
         around = Surroundings(
             numerics=self.numerics,
             block=block.name,
@@ -128,9 +152,33 @@ class Stack:
             sizes=self.program.sizes,
             latent_rope=_latent_rope(self.program, block),
             capacity=self.capacity,
+            collective_matmul=self.collective_matmul,
+            expert_dispatch=self.expert_dispatch,
+            recomputed=recomputed,
         )
         with jax.named_scope(block.name):
             return run_block(block, inputs, weights, self.placement, around)
+
+
+@jax.custom_vjp
+def _gradients_together(x: jax.Array, weights: Arrays) -> tuple[jax.Array, Arrays]:
+    """Pass both on, and nothing of the gradient of `x` before that of the weights is made.
+
+    Else a compiler may put off what only the update reads, and hold the gradient of the logits all the while.
+    """
+    return x, weights
+
+
+def _pass_on(x: jax.Array, weights: Arrays) -> tuple[tuple[jax.Array, Arrays], None]:
+    return (x, weights), None
+
+
+def _hold_back(_: None, gradients: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+    together: tuple[jax.Array, Arrays] = jax.lax.optimization_barrier(gradients)
+    return together
+
+
+_gradients_together.defvjp(_pass_on, _hold_back)
 
 
 def _latent_rope(program: Program, block: Block) -> int | None:

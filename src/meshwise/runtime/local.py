@@ -33,7 +33,7 @@ def complete(
         had, wanted = placement.split(before), placement.split(after)
         assert wanted[: len(had)] == had, f"{source} to {home}"
         for a in wanted[len(had) :]:
-            if a in waiting:
+            if a in waiting:  # one after the other, as planned: the second has less to send
                 waiting.remove(a)
                 x = jax.lax.psum_scatter(x, a, scatter_dimension=dimension, tiled=True)
             else:

@@ -17,10 +17,13 @@ from typing import Any, Protocol
 import jax
 
 from meshwise.errors import InfeasibleError, MeshwiseError
+from meshwise.runtime.backend import one_at_a_time
 from meshwise.runtime.data import TokenSource
+from meshwise.runtime.devices import machine_memory
+from meshwise.runtime.processes import meet
 from meshwise.runtime.train import State, TrainStep
 
-__all__ = ["CompiledMemory", "Keeper", "Trained", "put_batch", "train"]
+__all__ = ["CompiledMemory", "Keeper", "Trained", "in_words", "put_batch", "train"]
 
 #: Steps that are not timed, and steps of a profile.
 WARM_UP, PROFILED = 2, 3
@@ -128,14 +131,17 @@ def train(
         MeshwiseError: the devices cannot run the program.
     """
     _check_room(step)
-    with _in_words():
+    if profile is not None:
+        _make_folder(profile)
+    with in_words():
         taken, state = (0, None) if load is None else load(step)
         progress("compiling")
         begun = time.perf_counter()
         compiled = step.jitted.lower(step.abstract_state, step.abstract_batch).compile()
         compile_seconds = time.perf_counter() - begun
+        meet("the compiled step")
         loop = _Loop(step, source, compiled, keeper, progress, first=taken + 1, last=last)
-        loop.run(step.initial_state(seed) if state is None else state, profile)
+        loop.run(one_at_a_time(step.initial_state(seed) if state is None else state), profile)
     return Trained(
         loop.first,
         tuple(loop.losses),
@@ -204,7 +210,7 @@ class _Loop:
 
 
 @contextmanager
-def _in_words() -> Iterator[None]:
+def in_words() -> Iterator[None]:
     """Say what JAX raises when devices cannot run a program.
 
     Raises:
@@ -225,10 +231,10 @@ def _check_room(step: TrainStep) -> None:
     Raises:
         InfeasibleError: with both sizes.
     """
-    devices = step.mesh.devices.reshape(-1)
-    if devices[0].platform != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+    devices = step.mesh.local_devices
+    there = machine_memory()
+    if devices[0].platform != "cpu" or there is None:
         return
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     arrays = jax.tree.leaves(step.abstract_state)
     needed = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays) * len(devices)
     if needed > there:
@@ -238,13 +244,23 @@ def _check_room(step: TrainStep) -> None:
         )
 
 
+def _make_folder(profile: Path) -> None:
+    """Make the folder of a profile before anything runs.
+
+    Raises:
+        MeshwiseError: it cannot be written to.
+    """
+    try:
+        profile.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MeshwiseError(f"--profile {profile}: {error.strerror}") from None
+    if not os.access(profile, os.W_OK):
+        raise MeshwiseError(f"--profile {profile}: Permission denied")
+
+
 @contextmanager
 def _profile(folder: Path) -> Iterator[None]:
     """Write what happens meanwhile to a folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MeshwiseError(f"--profile {folder}: {error.strerror}") from None
     jax.profiler.start_trace(str(folder))
     try:
         yield

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwise.runtime.local import complete
 from meshwise.runtime.named import named_einsum
 from meshwise.runtime.ops import Surroundings, elementwise
+from meshwise.runtime.products import spread, spread_spec
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import plain
 from meshwise.sharding import Sharding
@@ -83,10 +84,18 @@ class Experts:
         strategy, placement = self.placement.strategy, self.placement
         splits = iteration_space(strategy, self.dispatch)
         tokens = [placement.spec(Sharding.of(t.axes, splits)) for t in self.dispatch.inputs]
-        held = {t.name: placement.spec(sharding) for t, sharding in self.weights}
+        held = {t.name: spread_spec(sharding, placement) for t, sharding in self.weights}
+        copies = {
+            t.name: spread(weights[t.name], sharding, placement.reduced(t.axes), placement)
+            for t, sharding in self.weights
+        }
         home = placement.spec(strategy.home(self.combine.output.axes))
         specs = (tokens[0], tokens[1], tokens[1], held)
-        out: jax.Array = placement.local(self._local, specs, home)(x, gates, chosen, weights)
+
+        def local(x: jax.Array, gates: jax.Array, chosen: jax.Array, copies: Arrays) -> jax.Array:
+            return self._local(x, gates, chosen, jax.tree.map(lambda w: w[0], copies))
+
+        out: jax.Array = placement.local(local, specs, home)(x, gates, chosen, copies)
         return out
 
     def _local(self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays) -> jax.Array:

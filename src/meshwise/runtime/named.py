@@ -11,13 +11,19 @@ import jax.numpy as jnp
 from meshwise.runtime.watched import Watched, product
 from meshwise.tensors import Einsum
 
-__all__ = ["align", "named_einsum"]
+__all__ = ["align", "named_einsum", "subscripts"]
+
+
+def subscripts(op: Einsum) -> tuple[str, str, str]:
+    """Write both inputs and the output of an operation, a letter an axis."""
+    letters = {axis: chr(ord("a") + i) for i, axis in enumerate(op.axes)}
+    first, second, out = ("".join(letters[a] for a in t.axes) for t in (*op.inputs, op.output))
+    return first, second, out
 
 
 def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched) -> jax.Array:
     """Multiply two arrays over the named axes of an operation."""
-    letters = {axis: chr(ord("a") + i) for i, axis in enumerate(op.axes)}
-    first, second, out = ("".join(letters[a] for a in t.axes) for t in (*op.inputs, op.output))
+    first, second, out = subscripts(op)
     equation = f"{first},{second}->{out}"
     return product(equation, left, right) if isinstance(right, Watched) else jnp.einsum(equation, left, right)
 

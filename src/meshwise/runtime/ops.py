@@ -37,6 +37,8 @@ class Surroundings:
         sizes: of the program's axes.
         latent_rope: width of the part that latent attention rotates, or None.
         capacity: slots of an expert over the mean, or None where none may be dropped.
+        collective_matmul, expert_dispatch: as in `Layout`.
+        recomputed: names of the operations that the backward pass runs again.
     """
 
     numerics: Numerics
@@ -46,6 +48,9 @@ class Surroundings:
     sizes: Mapping[str, float]
     latent_rope: int | None = None
     capacity: float | None = None
+    collective_matmul: str = "compiler"
+    expert_dispatch: str = "slots"
+    recomputed: frozenset[str] = frozenset()
 
     @property
     def rotary(self) -> Rotary:
@@ -164,11 +169,38 @@ def _logits_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.
 
 def _loss(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     """Cross-entropy of every token [B, T] from logits [B, T, V], without an index into an axis that may be split."""
-    logits, labels = inputs[0].astype(jnp.float32), inputs[1]
-    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    denominator = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1)) + largest[..., 0]
-    own = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
-    return denominator - jnp.sum(jnp.where(own, logits, 0.0), axis=-1)
+    return _cross_entropy(inputs[0], inputs[1])
+
+
+@jax.custom_vjp
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return _cross_entropy_forward(logits, labels)[0]
+
+
+def _cross_entropy_forward(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    wide = logits.astype(jnp.float32)
+    largest = jnp.max(wide, axis=-1, keepdims=True)
+    denominator = jnp.log(jnp.sum(jnp.exp(wide - largest), axis=-1)) + largest[..., 0]
+    own = jnp.sum(jnp.where(_is_label(logits, labels), wide, 0.0), axis=-1)
+    return denominator - own, (logits, labels, denominator)
+
+
+def _cross_entropy_backward(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, None]:
+    """Logits, element by element, become their gradient, which may take their place.
+
+    It is made once: a compiler that made it again for each product that reads it would hold logits and copies of it.
+    """
+    logits, labels, denominator = kept
+    share = jnp.exp(logits.astype(jnp.float32) - denominator[..., None])
+    wide = gradient[..., None] * (share - _is_label(logits, labels))
+    return jax.lax.optimization_barrier(wide.astype(logits.dtype)), None
+
+
+def _is_label(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _weigh(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwise.runtime.learning_rate import LearningRate
+
 __all__ = ["RUNNABLE", "Hyperparameters", "update"]
 
 #: Optimizers that run -> names of the moments that they keep.
@@ -29,18 +31,23 @@ class Hyperparameters:
 
     Args:
         name: of `RUNNABLE`.
-        learning_rate: of every step.
+        learning_rate: of each step; a number is that of every step.
         beta1, beta2: decay of the averages of gradients and of their squares.
         epsilon: added to the root of the latter.
         weight_decay: decoupled, times the learning rate (Loshchilov & Hutter 2019).
     """
 
     name: str = "adamw"
-    learning_rate: float = 1e-3
+    learning_rate: float | LearningRate = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
+
+    def rate(self, step: Any) -> Any:
+        """Learning rate of a step, whose number may be traced."""
+        given = self.learning_rate
+        return given.at(step) if isinstance(given, LearningRate) else given
 
 
 def update(
@@ -59,7 +66,7 @@ def update(
     """
     w, g = weight.astype(jnp.float32), gradient.astype(jnp.float32)
     old = {k: v.astype(jnp.float32) for k, v in state.items()}
-    rate, decay = constants.learning_rate, constants.weight_decay
+    rate, decay = constants.rate(step), constants.weight_decay
     if constants.name == "sgd":
         return w - rate * g, {}
     if constants.name == "momentum":

@@ -55,11 +55,15 @@ class Parameter:
         """Give the array that holds it, without values."""
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.named(placement, part))
 
+    def stacked_sharding(self, placement: Placement, part: str) -> Sharding:
+        """How the array that holds it is stored, with the dimensions that number layers."""
+        stack = tuple(("stage",) if self.staged and place == 0 else () for place in range(len(self.stack)))
+        return Sharding((*stack, *self.sharding(placement, part).splits))
+
     def named(self, placement: Placement, part: str, lead: tuple[str, ...] = ()) -> NamedSharding:
         """Give JAX's sharding of the array that holds it; `lead` are mesh axes of dimensions in front."""
-        spec = placement.spec(self.sharding(placement, part))
-        stack = ("stage", *[None] * (len(self.stack) - 1)) if self.staged else (None,) * len(self.stack)
-        return NamedSharding(placement.mesh, PartitionSpec(*lead, *stack, *spec))
+        spec = placement.spec(self.stacked_sharding(placement, part))
+        return NamedSharding(placement.mesh, PartitionSpec(*lead, *spec))
 
 
 def describe_parameters(

@@ -1,7 +1,8 @@
 """Pipelines as one program: all stages work in step, and hand on what they made with one permutation a tick.
 
 GPipe and interleaved schedules are loops over ticks whose gradient JAX derives; 1F1B is a loop in which each stage
-runs one microbatch forward and another one backward, keeping only the inputs of those in flight. Not here: layers.
+runs one microbatch forward and another one backward, keeping only the inputs of those in flight. Every stage has
+embedding and head of its own and runs both; those of the first and of the last count. Not here: layers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.errors import LayoutError
+from meshwise.runtime.formats import added_up
 from meshwise.runtime.layers import Stack
-from meshwise.runtime.params import Parameter, Tree, map_parameters
+from meshwise.runtime.params import Parameter, Tree
 from meshwise.runtime.watched import sunk, watch
 from meshwise.sharding.layout import Layout
 
@@ -95,38 +97,51 @@ class Pipeline:
 
         Returns: the sum of the losses of all tokens, and its gradients.
         """
-        weights = watch(weights, self.reductions)
-        if self.schedule == "1f1b":
-            return self._one_forward_one_backward(weights, batch)
-        loss, gradients = jax.value_and_grad(self._loss)(weights, batch)
-        return loss, sunk(gradients)
+        spread = self._spread(watch(weights, self.reductions))
+        run = self._one_forward_one_backward if self.schedule == "1f1b" else self._all_forward_all_backward
+        loss, gradients = run(spread, batch)
+        return loss, self._gathered_up(gradients)
 
     # All forward, then all backward ----------------------------------------------------------------------------------
 
-    def _loss(self, weights: Tree, batch: Batch) -> jax.Array:
-        """Sum of the losses, every microbatch going through all pieces: groups of as many as there are stages."""
-        microbatches, rounds = batch["tokens"].shape[0], self.pieces * self.stages
-        works = microbatches * self.pieces
-        ours = self._stacked(weights)
+    def _all_forward_all_backward(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+        """The stages' forward pass of all microbatches, the head of one after the other, the stages' backward pass."""
+        made, backward = jax.vjp(lambda w: self._made(w, batch["tokens"]), weights)
+        read = self._read_by_head(weights)
+
+        def add(total: tuple[jax.Array, Tree], one: tuple[jax.Array, jax.Array]) -> Any:
+            loss, (d_read, d_x) = self._head(read, *one)
+            return (total[0] + loss, self._accumulators(_added(total[1], sunk(d_read)))), d_x
+
+        start = (jnp.zeros((), jnp.float32), self._zeros(read))
+        (loss, of_head), d_made = jax.lax.scan(add, start, (made, batch["labels"]))
+        (found,) = backward(d_made)
+        gradients = {key: {n: g.astype(self.accumulates) for n, g in run.items()} for key, run in sunk(found).items()}
+        return loss, _added(gradients, of_head)
+
+    def _made(self, stored: Tree, tokens: jax.Array) -> jax.Array:
+        """What each stage has made when a microbatch leaves the last one: [microbatches, stages, B, T, D].
+
+        Every microbatch goes through all pieces: groups of as many as there are stages.
+        """
+        rounds = self.pieces * self.stages
+        works = tokens.shape[0] * self.pieces
 
         def tick(x: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            work = jnp.clip(t - jnp.arange(self.stages), 0, works - 1)
+            weights, t = jax.lax.optimization_barrier((stored, t))  # else JAX gathers all weights before the loop
+            work = jnp.clip(t - self._numbers, 0, works - 1)
             piece = (work % rounds) // self.stages
             entering = (work[0] // rounds) * self.stages + work[0] % self.stages if self.pieces > 1 else work[0]
-            fresh = self.stack.embed(weights, batch["tokens"][entering])
-            x = jnp.where(_of_stages((jnp.arange(self.stages) == 0) & (piece == 0)), fresh[None], x)
-            y = self._stages(ours, x, piece)
-            return self._shift(y, 1), y[-1]
+            fresh = self._embedded(weights, tokens[entering])
+            x = jnp.where(_of_stages((self._numbers == 0) & (piece == 0)), fresh, x)
+            y = self._stages(self._stacked(weights), x, piece)
+            return self._shift(y, 1), y
 
-        start = self._constrain(jnp.zeros((self.stages, *self._stream_shape(batch)), self.stack.activations))
+        start = self._constrain(jnp.zeros((self.stages, *self._stream_shape(tokens)), self.stack.activations))
         _, made = jax.lax.scan(tick, start, jnp.arange(works + self.stages - 1))
         last = [w + self.stages - 1 for w in range(works) if (w % rounds) // self.stages == self.pieces - 1]
-
-        def add(total: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            return total + self._head(weights, *one), None
-
-        leaving = (made[np.array(last)], batch["labels"])
-        return jax.lax.scan(jax.checkpoint(add), jnp.zeros((), jnp.float32), leaving)[0]
+        leaving: jax.Array = made[self.stages - 1 :] if self.pieces == 1 else made[np.array(last)]
+        return leaving
 
     # One forward, one backward ---------------------------------------------------------------------------------------
 
@@ -135,68 +150,137 @@ class Pipeline:
 
         Stage s runs microbatch i forward in tick i + s, and backward in tick i + 2 (stages - 1) - s.
         """
-        count, stages = batch["tokens"].shape[0], self.stages
-        ours, depth, lag = self._stacked(weights), 2 * stages - 1, 2 * (stages - 1)
-        numbers = jnp.arange(stages)
-        others = {key: run for key, run in weights.items() if key not in ours}
+        count, stages, numbers = batch["tokens"].shape[0], self.stages, self._numbers
+        ours, read, depth, lag = self._stacked(weights), self._read_by_head(weights), 2 * stages - 1, 2 * (stages - 1)
+        pick = jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False), spmd_axis_name=STAGE)
+
+        def run(weights: Tree, x: jax.Array) -> jax.Array:
+            return self._stages(weights, x, jnp.zeros(stages, int))
 
         def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
             x, d_y, kept, gradients, total = carry
-            entering = jnp.clip(t, 0, count - 1)
-            x = jnp.where(_of_stages(numbers == 0), self.stack.embed(weights, batch["tokens"][entering])[None], x)
+            entering, leaving, back = t, t - (stages - 1), t - lag + numbers
+            fresh = self._embedded(weights, _of_batch(batch["tokens"], entering))
+            x = jnp.where(_of_stages(numbers == 0), fresh, x)
             kept = self._constrain(kept.at[:, t % depth].set(x), lead=1)
-            y = self._stages(ours, x, jnp.zeros(stages, int))
-            done = t - (stages - 1)
-            labels = batch["labels"][jnp.clip(done, 0, count - 1)]
-            loss, (d_others, d_last) = jax.value_and_grad(self._head, argnums=(0, 1))(others, y[-1], labels)
-            valid = ((done >= 0) & (done < count)).astype(jnp.float32)
-            d_y = jnp.where(_of_stages(numbers == stages - 1), d_last[None], d_y)
-            back = t - lag + numbers
+            y = run(ours, x)
+            there = ((leaving >= 0) & (leaving < count)).astype(jnp.float32)
+            loss, (d_read, d_last) = self._head(read, y, _of_batch(batch["labels"], leaving), there)
+            d_y = jnp.where(_of_stages(numbers == stages - 1), d_last, d_y)
             d_y = jnp.where(_of_stages((back >= 0) & (back < count)), d_y, 0)
-            read = jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False), spmd_axis_name=STAGE)
-            before = self._constrain(read(kept, (t - lag + 2 * numbers) % depth))
-            _, backward = jax.vjp(lambda w, x: self._stages(w, x, jnp.zeros(stages, int)), ours, before)
+            before = self._constrain(pick(kept, (t - lag + 2 * numbers) % depth))
+            _, backward = jax.vjp(run, ours, before)
             d_ours, d_x = backward(d_y)
-            first = jnp.clip(t - lag, 0, count - 1)
-            _, embedded = jax.vjp(lambda w: self.stack.embed(w, batch["tokens"][first]), others)
-            (d_embed,) = embedded(d_x[0])
-            scaled = jax.tree.map(lambda g, e: g * valid.astype(g.dtype) + e, d_others, d_embed)
-            added = jax.tree.map(lambda s, g: s + g.astype(s.dtype), gradients, sunk({**scaled, **d_ours}))
-            return (
-                self._shift(y, 1),
-                self._shift(d_x, -1),
-                kept,
-                self._accumulators(added),
-                total + loss * valid,
-            ), None
+            _, embedded = jax.vjp(lambda w: self._embedded(w, _of_batch(batch["tokens"], t - lag)), weights)
+            (d_embed,) = embedded(jnp.where(_of_stages(numbers == 0), d_x, 0))
+            for found in (d_read, {"embed": d_embed["embed"]}, d_ours):
+                gradients = _added(gradients, sunk(found))
+            sent = self._shift(y, 1), self._shift(d_x, -1)
+            return (*sent, kept, self._accumulators(gradients), total + loss), None
 
-        shape = self._stream_shape(batch)
+        shape = self._stream_shape(batch["tokens"])
         stream = self._constrain(jnp.zeros((stages, *shape), self.stack.activations))
         kept = self._constrain(jnp.zeros((stages, depth, *shape), self.stack.activations), lead=1)
-        zeros = self._accumulators(map_parameters(self.parameters, lambda _, p: jnp.zeros(p.shape, self.accumulates)))
-        start = (stream, stream, kept, zeros, jnp.zeros((), jnp.float32))
+        start = (stream, stream, kept, self._zeros(weights), jnp.zeros((), jnp.float32))
         (_, _, _, gradients, total), _ = jax.lax.scan(tick, start, jnp.arange(count + lag))
         return total, gradients
 
     # What both are made of -------------------------------------------------------------------------------------------
 
-    def _accumulators(self, gradients: Tree) -> Tree:
-        """Keep gradients where they are accumulated."""
+    @property
+    def _numbers(self) -> jax.Array:
+        return jnp.arange(self.stages)
 
-        def one(path: str, parameter: Parameter) -> jax.Array:
-            key, _, name = path.partition("/")
-            named = parameter.named(self.stack.placement, "gradients")
-            kept: jax.Array = jax.lax.with_sharding_constraint(gradients[key][name], named)
+    def _lead(self, key: str) -> tuple[str, ...]:
+        """Mesh axes of the dimensions in front of a run's own: what stages share is held by each of them."""
+        return () if any(p.staged for p in self.parameters[key].values()) else (STAGE,)
+
+    def _spread(self, weights: Tree) -> Tree:
+        """Give each stage embedding and head of its own: a dimension in front, over which gradients are added up."""
+
+        def one(key: str, name: str, w: Any) -> Any:
+            named = self.parameters[key][name].named(self.stack.placement, "weights", (STAGE,))
+
+            def copied(part: jax.Array) -> jax.Array:
+                whole = jnp.broadcast_to(part, (self.stages, *part.shape))
+                there: jax.Array = jax.lax.with_sharding_constraint(whole, named)
+                return there
+
+            return jax.tree.map(copied, w)
+
+        return {
+            key: {name: one(key, name, w) for name, w in run.items()} if self._lead(key) else run
+            for key, run in weights.items()
+        }
+
+    def _gathered_up(self, gradients: Tree) -> Tree:
+        """Add up what stages have found for what they share."""
+
+        def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
+            named = self.parameters[key][name].named(self.stack.placement, "gradients")
+            summed: jax.Array = jax.lax.with_sharding_constraint(added_up(gradient), named)
+            return summed
+
+        return {
+            key: {name: one(key, name, g) for name, g in run.items()} if self._lead(key) else run
+            for key, run in gradients.items()
+        }
+
+    def _accumulators(self, gradients: Tree) -> Tree:
+        """Keep gradients where they are accumulated, each stage its own."""
+
+        def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
+            named = self.parameters[key][name].named(self.stack.placement, "gradients", self._lead(key))
+            kept: jax.Array = jax.lax.with_sharding_constraint(gradient, named)
             return kept
 
-        return map_parameters(self.parameters, one)
+        return {key: {name: one(key, name, g) for name, g in run.items()} for key, run in gradients.items()}
+
+    def _zeros(self, like: Tree) -> Tree:
+        """Accumulators of these weights."""
+        shapes = {
+            key: {name: (*(self.stages for _ in self._lead(key)), *self.parameters[key][name].shape) for name in run}
+            for key, run in like.items()
+        }
+        return self._accumulators(
+            {key: {n: jnp.zeros(s, self.accumulates) for n, s in run.items()} for key, run in shapes.items()}
+        )
 
     def _stacked(self, weights: Tree) -> Tree:
-        """Weights that stages hold."""
+        """Weights of layers, which stages hold for themselves."""
         return {run.key: weights[run.key] for segment in self.stack.segments for run in segment.runs}
 
-    def _head(self, weights: Tree, x: jax.Array, labels: jax.Array) -> jax.Array:
-        return jnp.sum(self.stack.head(weights, x, labels)["loss"])
+    def _read_by_head(self, weights: Tree) -> Tree:
+        """Weights of the head; tied ones belong to the embedding."""
+        tied = self.stack.block("head").tied
+        return {"head": weights.get("head", {}), "embed": {name: weights["embed"][name] for name in tied}}
+
+    def _embedded(self, weights: Tree, tokens: jax.Array) -> jax.Array:
+        """Each stage's stream of these tokens: [B, T] -> [stages, B, T, D]."""
+
+        def one(own: Any) -> jax.Array:
+            return self.stack.embed({"embed": own}, tokens)
+
+        return self._constrain(jax.vmap(one, spmd_axis_name=STAGE)(weights["embed"]))
+
+    def _head(
+        self, weights: Tree, y: jax.Array, labels: jax.Array, scale: jax.Array | float = 1.0
+    ) -> tuple[jax.Array, tuple[Tree, jax.Array]]:
+        """Loss of what leaves the last stage, and its gradients for the weights of each stage and for y.
+
+        Args:
+            weights: of `_read_by_head`, each stage's own.
+            y: [stages, B, T, D]; labels: [B, T].
+            scale: of the loss.
+        """
+        last = (self._numbers == self.stages - 1) * jnp.asarray(scale, jnp.float32)
+
+        def one(weights: Tree, y: jax.Array, share: jax.Array) -> jax.Array:
+            return jnp.sum(self.stack.head(weights, y, labels)["loss"]) * share
+
+        each = jax.vmap(jax.value_and_grad(one, argnums=(0, 1)), spmd_axis_name=STAGE)
+        losses, (d_weights, d_y) = each(weights, y, last)
+        return jnp.sum(losses), (d_weights, self._constrain(d_y))
 
     def _stages(self, weights: Tree, x: jax.Array, piece: jax.Array) -> jax.Array:
         """Run every stage on its own input: [stages, B, T, D]."""
@@ -210,8 +294,8 @@ class Pipeline:
 
         return self._constrain(jax.vmap(one, spmd_axis_name=STAGE)(weights, x, piece))
 
-    def _stream_shape(self, batch: Batch) -> tuple[int, ...]:
-        return (*batch["tokens"].shape[1:], int(self.stack.program.sizes["D"]))
+    def _stream_shape(self, tokens: jax.Array) -> tuple[int, ...]:
+        return (*tokens.shape[1:], int(self.stack.program.sizes["D"]))
 
     def _spec(self, lead: int = 0) -> PartitionSpec:
         home = self.stack.placement.spec(self.stack.placement.strategy.home(("B", "T", "D")))
@@ -229,6 +313,19 @@ class Pipeline:
         send = partial(jax.lax.ppermute, axis_name=STAGE, perm=pairs)
         sent: jax.Array = self.stack.placement.local(send, self._spec(), self._spec())(x)
         return sent
+
+
+def _added(total: Tree, more: Tree) -> Tree:
+    """Add gradients of all or of some parameters, in the format of the total."""
+    return {
+        key: {n: g + more[key][n].astype(g.dtype) if n in more.get(key, {}) else g for n, g in run.items()}
+        for key, run in total.items()
+    }
+
+
+def _of_batch(batch: jax.Array, number: jax.Array) -> jax.Array:
+    """Read the microbatch of this number; rounds that have none read the first or the last."""
+    return batch[jnp.clip(number, 0, batch.shape[0] - 1)]
 
 
 def _of_stages(chosen: jax.Array) -> jax.Array:

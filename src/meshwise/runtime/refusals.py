@@ -5,7 +5,7 @@ Not here: what can (`forward`, `train`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from meshwise.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.jobs import TrainingJob
@@ -21,7 +21,7 @@ from meshwise.sharding.place import iteration_space
 from meshwise.sharding.remat import check_remat
 from meshwise.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
 
-__all__ = ["check_even", "check_job", "check_layout", "check_model"]
+__all__ = ["check_dispatch", "check_even", "check_job", "check_layout", "check_model"]
 
 
 def check_model(model: Model) -> None:
@@ -103,6 +103,37 @@ def check_layout(layout: Layout, model: Model) -> None:
     if layout.remat_layers is not None and layout.remat_layers > model.num_layers:
         raise LayoutError(f"layout: remat_layers={layout.remat_layers} of {model.num_layers} layers; give as many")
     check_remat(layout.remat, model.train_program().blocks)
+
+
+def check_dispatch(layout: Layout, job: TrainingJob, platforms: Collection[str]) -> None:
+    """Refuse a ragged dispatch where it has no meaning or no primitive.
+
+    Args:
+        layout, job: of the plan.
+        platforms: of the devices, as JAX names them.
+
+    Raises:
+        LayoutError: names the choice.
+    """
+    if layout.expert_dispatch != "ragged":
+        return
+    if job.capacity_factor is not None:
+        raise LayoutError(
+            f"layout: expert_dispatch=ragged drops no tokens, and capacity_factor={job.capacity_factor:g} does; leave "
+            "one of them out"
+        )
+    split = [f"expert={layout.expert}"] if layout.expert > 1 else []
+    split += [f"tensor={layout.tensor}"] if layout.tensor > 1 and not layout.expert_tensor_parallel else []
+    if len(split) > 1:
+        raise LayoutError(
+            "layout: expert_dispatch=ragged sends along one mesh axis, and experts are split over "
+            f"{' and '.join(split)}; write expert_tensor_parallel=on, or expert_dispatch=slots"
+        )
+    if split and "cpu" in platforms:
+        raise LayoutError(
+            f"layout: expert_dispatch=ragged with {split[0]} needs the ragged AllToAll, which this platform (cpu) "
+            "lacks; write expert_dispatch=slots"
+        )
 
 
 def check_even(program: Program, placement: Placement, sizes: Mapping[str, float]) -> None:

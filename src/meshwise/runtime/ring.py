@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.runtime.attention import Masks, attend, weigh_scores
 
@@ -26,10 +27,12 @@ class Ring:
     Args:
         axis: mesh axis.
         size: devices on it.
+        name: under which what was attended to is kept for the backward pass, "" for none.
     """
 
     axis: str
     size: int
+    name: str = ""
 
     def pass_on(self, x: jax.Array) -> jax.Array:
         """Send to the next device."""
@@ -73,7 +76,8 @@ def _forward(
 
     start: tuple[jax.Array, ...] = (k, v, first.astype(jnp.float32), total)
     (_, _, out, total), _ = jax.lax.scan(step, start, jnp.arange(1, ring.size))
-    made = out.astype(v.dtype)
+    # Named here: the backward pass reads them as they are here, and would go round once more to make them.
+    made, total = checkpoint_name((out.astype(v.dtype), total), ring.name)
     return (made, total), (q, k, v, made, total)
 
 

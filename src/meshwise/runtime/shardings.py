@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import jax
@@ -20,20 +21,84 @@ __all__ = ["Placement"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _moved(x: jax.Array, forward: NamedSharding, backward: NamedSharding) -> jax.Array:  # noqa: ARG001
-    moved: jax.Array = jax.lax.with_sharding_constraint(x, forward)
-    return moved
+def _moved(x: jax.Array, ways: tuple[NamedSharding, ...], back: NamedSharding) -> jax.Array:  # noqa: ARG001
+    for place, way in enumerate(ways):
+        # The partitioner takes a chain of constraints for one, and lets all other readers have what its end gives.
+        x = jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x) if place else x, way)
+    return x
 
 
-def _moved_forward(x: jax.Array, forward: NamedSharding, backward: NamedSharding) -> tuple[jax.Array, None]:  # noqa: ARG001
-    return jax.lax.with_sharding_constraint(x, forward), None
+def _moved_forward(x: jax.Array, ways: tuple[NamedSharding, ...], back: NamedSharding) -> tuple[jax.Array, None]:
+    return _moved(x, ways, back), None
 
 
-def _moved_backward(forward: NamedSharding, backward: NamedSharding, _: None, gradient: Any) -> tuple[Any]:  # noqa: ARG001
-    return (jax.lax.with_sharding_constraint(gradient, backward),)
+def _moved_backward(ways: tuple[NamedSharding, ...], back: NamedSharding, _: None, gradient: Any) -> tuple[Any]:  # noqa: ARG001
+    return (jax.lax.with_sharding_constraint(gradient, back),)
 
 
 _moved.defvjp(_moved_forward, _moved_backward)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """An AllToAll: a mesh axis that splits one dimension splits another one instead.
+
+    Args:
+        axis: of the mesh.
+        split, joined: the dimension that it splits afterwards, and the one that it split before.
+    """
+
+    axis: str
+    split: int
+    joined: int
+
+    @property
+    def back(self) -> _Exchange:
+        """The way back."""
+        return _Exchange(self.axis, self.joined, self.split)
+
+    def run(self, x: jax.Array) -> jax.Array:
+        """Exchange parts, on one device's block."""
+        sent: jax.Array = jax.lax.all_to_all(x, self.axis, self.split, self.joined, tiled=True)
+        return sent
+
+
+def _find_exchange(source: Sharding, target: Sharding, axes: tuple[str, ...]) -> tuple[_Exchange, Sharding] | None:
+    """Find an AllToAll that one sharding begins with on the way to another, and where it leads.
+
+    The mesh axis is minor in both; where it leads is `target`, but for what may be left to gather.
+    """
+    before, after = (tuple(tuple(a for a in s if a in axes) for s in x.splits) for x in (source, target))
+    for joined, split in permutations(range(len(before)), 2):
+        axis = before[joined][-1:]
+        if axis and axis[0] not in after[joined] and before[split] + axis == after[split]:
+            middle = [*before]
+            middle[joined], middle[split] = before[joined][:-1], after[split]
+            return _Exchange(axis[0], split, joined), Sharding(tuple(middle))
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _exchanged(x: jax.Array, placement: Placement, way: tuple[_Exchange, Sharding, Sharding]) -> jax.Array:
+    exchange, source, target = way
+    sent: jax.Array = placement.local(exchange.run, placement.spec(source), placement.spec(target))(x)
+    return sent
+
+
+def _exchanged_forward(
+    x: jax.Array, placement: Placement, way: tuple[_Exchange, Sharding, Sharding]
+) -> tuple[jax.Array, None]:
+    return _exchanged(x, placement, way), None
+
+
+def _exchanged_backward(
+    placement: Placement, way: tuple[_Exchange, Sharding, Sharding], _: None, gradient: Any
+) -> tuple[Any]:
+    exchange, source, target = way
+    return (_exchanged(gradient, placement, (exchange.back, target, source)),)
+
+
+_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 @dataclass(frozen=True)
@@ -44,11 +109,13 @@ class Placement:
         mesh: of devices; mesh axes that it lacks have one device.
         strategy: rule tables.
         outside: mesh axes that something around the program splits already: a batch of replicas, stages.
+        reduces: the part of the rule tables, "gradients" or "optimizer", to which a microbatch's gradients are reduced.
     """
 
     mesh: Mesh
     strategy: Strategy
     outside: frozenset[str] = frozenset()
+    reduces: str = "gradients"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -75,13 +142,36 @@ class Placement:
         """Give JAX's sharding."""
         return NamedSharding(self.mesh, self.spec(sharding, stack))
 
-    def move(self, x: Any, source: Sharding, target: Sharding) -> Any:
-        """Bring a value to `target`, and its gradient back to `source` (partial sums completed)."""
+    def reduced(self, axes: tuple[str, ...]) -> Sharding:
+        """Say where the gradient of a weight with these axes is reduced to."""
+        return self.strategy.stored(axes, self.reduces)
+
+    def move(self, x: Any, source: Sharding, target: Sharding, back: Sharding) -> Any:
+        """Bring a value that is held as `source` to `target`, and its gradient to `back`, partial sums added.
+
+        That it is held so is said, too: else a loop may keep it for its backward pass as `target`. An AllToAll is asked
+        for as such: partitioners gather some values whole, and cut out a part.
+        """
+        found = _find_exchange(source, target, self.axes)
+        if found is not None and back == source and not isinstance(x, Watched):
+            exchange, there = found
+            x = _exchanged(x, self, (exchange, source, there))
+            return x if self.is_exchange(source, target) else self.move(x, there, target, there)
+        return self._move(x, (self.named(source), self.named(target)), self.named(back))
+
+    def is_exchange(self, source: Sharding, target: Sharding) -> bool:
+        """Whether one AllToAll brings a value from `source` to `target`."""
+        found = _find_exchange(source, target, self.axes)
+        return found is not None and self.spec(found[1]) == self.spec(target)
+
+    def complete(self, x: Any, target: Sharding, back: Sharding) -> Any:
+        """Add up the partial sums of a value and bring them to `target`, and its gradient to `back`."""
+        return self._move(x, (self.named(target),), self.named(back))
+
+    def _move(self, x: Any, ways: tuple[NamedSharding, ...], back: NamedSharding) -> Any:
         if self.mesh.size == 1:
             return x
-        if isinstance(x, Watched):
-            return x.map(lambda part: self.move(part, source, target))
-        return _moved(x, self.named(target), self.named(source))
+        return x.map(lambda part: _moved(part, ways, back)) if isinstance(x, Watched) else _moved(x, ways, back)
 
     def local(self, function: Any, inputs: Any, outputs: Any) -> Any:
         """Run a function on each device's own blocks, which `inputs` and `outputs` (PartitionSpecs) say."""

@@ -25,7 +25,7 @@ from meshwise.runtime.layers import Stack
 from meshwise.runtime.optimizer import RUNNABLE, Hyperparameters, update
 from meshwise.runtime.params import Parameter, Tree, describe_parameters, initial_values, map_parameters
 from meshwise.runtime.pipeline import Pipeline, piece_order
-from meshwise.runtime.refusals import check_even, check_job, check_layout, check_model
+from meshwise.runtime.refusals import check_dispatch, check_even, check_job, check_layout, check_model
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.stacks import plan_segments
 from meshwise.sharding import Sharding
@@ -216,10 +216,12 @@ def train_step(
     check_layout(layout, model)
     numerics = read_numerics(model)
     mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
-    placement = Placement(mesh, Structure.of(layout).strategy)
+    at_once = layout.num_microbatches == 1 and layout.stage == 1
+    placement = Placement(mesh, Structure.of(layout).strategy, reduces="optimizer" if at_once else "gradients")
     program = model.train_program()
     sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=job.seq_len)
     check_even(program, placement, sizes)
+    check_dispatch(layout, job, {d.platform for d in mesh.devices.flat})
     order, remat_layers, pieces = numerics.order, layout.remat_layers, layout.stage * layout.virtual_stages
     if layout.stage > 1:
         order = piece_order(order, layout)
@@ -233,6 +235,8 @@ def train_step(
         policy=remat_policy(layout.remat),
         activations=dtype_of(job.formats.activations),
         capacity=job.capacity_factor,
+        collective_matmul=layout.collective_matmul,
+        expert_dispatch=layout.expert_dispatch,
     )
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     if layout.stage == 1:

@@ -17,7 +17,9 @@ from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.remat_names import RematRequest, parse_remat
 
 __all__ = [
+    "COLLECTIVE_MATMULS",
     "CONTEXT_METHODS",
+    "EXPERT_DISPATCHES",
     "MESH_AXES",
     "OFFLOADABLE",
     "SCHEDULES",
@@ -32,6 +34,13 @@ MESH_AXES = ("tensor", "ulysses", "context", "expert", "fsdp", "data", "stage")
 
 #: How keys and values of other positions reach attention over the context axis.
 CONTEXT_METHODS = ("gather", "ring")
+
+#: Who sees to it that collectives of the tensor axis run beside the products that need them: the compiler, where it
+#: does; or the program, which sends pieces round the axis one way, or both ways at once.
+COLLECTIVE_MATMULS = ("compiler", "unidirectional", "bidirectional")
+
+#: How tokens are given to experts: in slots, as many for each expert; or as they are, sorted, however many.
+EXPERT_DISPATCHES = ("slots", "ragged")
 
 #: Orders in which pipeline stages work through microbatches; `costs.schedules` prices them.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
@@ -54,7 +63,7 @@ _ALIASES = {
 }  # fmt: skip
 _COUNTS = ("zero", "micro_batch", "num_microbatches", "virtual_stages", "remat_layers", "offload_layers")
 _SWITCHES = ("sequence_parallel", "expert_tensor_parallel", "fully_sharded")
-_WORDS = ("remat", "context_method", "schedule")
+_WORDS = ("remat", "context_method", "schedule", "collective_matmul", "expert_dispatch")
 #: What to say when a switch is given a size.
 _NOT_AN_AXIS = {
     "sequence_parallel": "; to split positions over an axis of their own use context",
@@ -83,6 +92,8 @@ class Layout:
         expert_tensor_parallel: whether `tensor` splits the width of an expert; else it splits their number, as `expert`
             does.
         context_method: one of CONTEXT_METHODS.
+        collective_matmul: of the tensor axis, one of COLLECTIVE_MATMULS.
+        expert_dispatch: one of EXPERT_DISPATCHES; what is executed: plans price the tokens themselves.
         schedule, virtual_stages: of the pipeline, one of SCHEDULES; pieces of the model that each stage holds.
         remat: what is computed again in the backward pass; see `sharding.remat`.
         remat_layers: how many layers do so, the others keep everything; None for all.
@@ -108,6 +119,8 @@ class Layout:
     sequence_parallel: bool = True
     expert_tensor_parallel: bool = True
     context_method: str = "gather"
+    collective_matmul: str = "compiler"
+    expert_dispatch: str = "slots"
     schedule: str = "1f1b"
     virtual_stages: int = 1
     remat: str = "full"
@@ -135,6 +148,8 @@ class Layout:
             raise LayoutError(f"layout: remat must be the name of a policy, found {self.remat!r}")
         remat_policy(self.remat)
         _check_word("context method", self.context_method, CONTEXT_METHODS)
+        _check_word("collective matmul", self.collective_matmul, COLLECTIVE_MATMULS)
+        _check_word("expert dispatch", self.expert_dispatch, EXPERT_DISPATCHES)
         _check_word("pipeline schedule", self.schedule, SCHEDULES)
         for place in self.offload:
             _check_word("part to offload", place, OFFLOADABLE)
@@ -206,8 +221,9 @@ class Layout:
             parts.append("sequence_parallel=off")
         if self.tensor > 1 and not self.expert_tensor_parallel:
             parts.append("expert_tensor_parallel=off")
-        if self.context > 1 and self.context_method != "gather":
-            parts.append(f"context_method={self.context_method}")
+        words = {"context_method": self.context > 1, "collective_matmul": self.tensor > 1, "expert_dispatch": True}
+        unusual = (name for name, means in words.items() if means and getattr(self, name) != getattr(Layout, name))
+        parts += [f"{name}={getattr(self, name)}" for name in unusual]
         if self.stage > 1 and self.schedule != "1f1b":
             parts.append(f"schedule={self.schedule}")
         if self.virtual_stages > 1:

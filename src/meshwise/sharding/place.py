@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from meshwise.backward import backward
+from meshwise.sharding.collective_products import AXIS, moves_beside_products, split_by_rows
 from meshwise.sharding.collectives import CollectiveKind
+from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.mesh import Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
@@ -21,13 +24,10 @@ from meshwise.tensors import (
     Block,
     Convert,
     Elementwise,
-    Fused,
-    FusedGradient,
     Kind,
     Op,
     Route,
     Tensor,
-    backward,
 )
 
 __all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "iteration_space", "place_block"]
@@ -36,8 +36,9 @@ __all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "iteration_s
 class _Placer:
     """Walks operations in order, knows where every tensor is, and moves it when an operation needs it elsewhere."""
 
-    def __init__(self, strategy: Strategy, held: dict[str, Held]) -> None:
+    def __init__(self, strategy: Strategy, held: dict[str, Held], beside: frozenset[str] = frozenset()) -> None:
         self.strategy = strategy
+        self.beside = beside  # names of what moves round a ring beside products, forward or as a gradient
         self.held = held
         self.copies: dict[tuple[str, Sharding], Sharding] = {}
         self.circling: set[str] = set()  # keys, values and their gradients, in ring attention
@@ -163,6 +164,9 @@ class _Placer:
         purposes = {Kind.WEIGHT: Purpose.WEIGHTS, Kind.GRADIENT: Purpose.GRADIENTS}
         purpose = purposes.get(held.tensor.kind, Purpose.ACTIVATIONS)
         self.forms.setdefault(held.tensor.name, []).extend(c.after for c in reshard(held.sharding, target))
+        if held.tensor.name.removeprefix("d_").removesuffix(".parts") in self.beside:
+            self.items += _pieces(held, target, reader)
+            return
         for transfer in _transfers(held, target, purpose, reader):
             circles = held.tensor.name in self.circling and transfer.collective.kind in _CIRCLED
             self.items.append(replace(transfer, purpose=Purpose.RING) if circles else transfer)
@@ -190,55 +194,14 @@ def _transfers(held: Held, target: Sharding, purpose: Purpose, reader: str) -> l
     return [Transfer(held.tensor, c, purpose, reader) for c in steps if c.kind is not CollectiveKind.SLICE]
 
 
-def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
-    """Which mesh axes split which index of `op`: placing an operation is choosing this.
-
-    Returns: axis name -> mesh axes, major to minor; axes that are not split are left out.
-    """
-    if isinstance(op, Attention | AttentionGradient):
-        attention = op.source if isinstance(op, AttentionGradient) else op
-        heads, kv_heads = attention.heads_axis, attention.kv_heads_axis
-        splits = strategy.attention_splits([a for a in op.axes if a == heads or a != kv_heads])
-        if heads in splits:  # N = K x G: a group of query heads goes with its key/value head
-            splits[kv_heads] = splits[heads]
-        return splits
-    if isinstance(op, FusedGradient):
-        return iteration_space(strategy, op.source)
-    if isinstance(op, Fused):
-        return _kernel_space(strategy, op)
-    if isinstance(op, Route):
-        tokens = [a for a in op.axes if _base(a) not in ("E", "C")]
-        return strategy.splits(tokens, sequence=strategy.routes_sequence_shards) | {"C": _slots(strategy)}
-    if isinstance(op, Elementwise):
-        return strategy.splits([a for a in op.axes if a not in op.reduced])
-    return strategy.splits(op.axes)
-
-
-def _kernel_space(strategy: Strategy, op: Fused) -> dict[str, tuple[str, ...]]:
-    """Split a kernel: where it needs all of an axis, the mesh axes that would split it split another one further."""
-    leading = [a for a in op.axes if a not in op.together]
-    splits = strategy.splits([a for a in leading if a not in op.whole])
-    if op.instead is not None:
-        used = {m for split in splits.values() for m in split}
-        freed = [m for a in op.whole for m in strategy.splits(leading).get(a, ()) if m not in used]
-        if freed:
-            splits[op.instead] = (*splits.get(op.instead, ()), *freed)
-    return splits | {a: splits[leader] for a, leader in op.together.items() if leader in splits}
-
-
-def _base(axis: str) -> str:
-    """The axis without its variant suffix."""
-    return axis.partition(".")[0]
-
-
-def _slots(strategy: Strategy) -> tuple[str, ...]:
-    """Mesh axes of the slots that a device fills from its own tokens.
-
-    Those that split the experts come last: what leaves for them is a suffix, which one AllToAll moves.
-    """
-    slots = strategy.splits(["C"], sequence=False).get("C", ())
-    experts = strategy.splits(["E"], sequence=False).get("E", ())
-    return (*(m for m in slots if m not in experts), *(m for m in experts if m in slots))
+def _pieces(held: Held, target: Sharding, reader: str) -> list[Transfer]:
+    """What travels beside products: a gather or a scatter over their axis; an AllReduce is a scatter, then a gather."""
+    if AXIS not in held.sharding.unreduced or AXIS in target.splitting_axes:
+        moved = _transfers(held, target, Purpose.ACTIVATIONS, reader)
+        return [replace(t, purpose=Purpose.MATMUL) if t.collective.mesh_axes == (AXIS,) else t for t in moved]
+    rows = split_by_rows(held.tensor, target)
+    scattered = _transfers(held, rows, Purpose.MATMUL, reader)
+    return [*scattered, *_transfers(Held(held.tensor, rows), target, Purpose.ACTIVATIONS, reader)]
 
 
 def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> PlacedBlock:
@@ -254,7 +217,8 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     """
     weights = {t.name: Held(t, strategy.stored(t.axes, "weights")) for t in _all_weights(block)}
     entry = _entries(block, strategy)
-    forward = _Placer(strategy, {**weights, **entry})
+    beside = moves_beside_products(block, strategy) if strategy.pieces else frozenset[str]()
+    forward = _Placer(strategy, {**weights, **entry}, beside)
     for op in block.ops:
         forward.run(op)
     for name in block.outputs:
@@ -262,10 +226,10 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
             forward.settle(forward.held[name], "")
     saved = saved_activations(block, policy)
     made = {t.name: forward.held[t.name] for t in saved.kept}
-    back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **made})
+    back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **made}, forward)
     kept = _as_read_again(made, forward.forms, back.wanted)
     if kept != made:
-        back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **kept})
+        back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **kept}, forward)
     # No operation makes the gradients of idle weights, so that there is nothing to add up or to move; their
     # accumulators are there all the same.
     gradients |= {
@@ -339,7 +303,7 @@ def _as_read_again(
 
 
 def _place_backward(
-    block: Block, strategy: Strategy, saved: Saved, held: dict[str, Held]
+    block: Block, strategy: Strategy, saved: Saved, held: dict[str, Held], forward: _Placer
 ) -> tuple[_Placer, dict[str, Held], frozenset[str]]:
     """Place recomputation and gradients; each weight's gradient is moved to its accumulator as soon as it is whole.
 
@@ -350,7 +314,9 @@ def _place_backward(
     for name in block.outputs:
         grad = replace(outputs[name], name=f"d_{name}")
         held[grad.name] = Held(grad, strategy.home(grad.axes))
-    placer = _Placer(strategy, dict(held))
+    placer = _Placer(strategy, dict(held), forward.beside)
+    if block.role == "head":  # nothing runs between its passes: what was gathered for the one is there for the other
+        placer.copies |= forward.copies
     for op in saved.recompute:
         placer.run(op)
     recomputed = frozenset(item.op.name for item in placer.items if isinstance(item, LocalOp))

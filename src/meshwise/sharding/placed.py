@@ -19,13 +19,14 @@ class Purpose(StrEnum):
     """Why data moves.
 
     Weights and gradients of one block can be moved beside another block's compute, keys and values of a ring beside
-    their own attention; other activations cannot.
+    their own attention, pieces of a collective matmul beside their own products; other activations cannot.
     """
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
     RING = "ring"
+    MATMUL = "matmul"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
+from meshwise.backward import backward
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.kernels import Scan, SelectiveScan
-from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Op, Tensor, backward
+from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Op, Tensor
 
 __all__ = [
     "FURTHER_POLICIES",

@@ -58,6 +58,8 @@ class Strategy:
         attention: rules that attention itself follows first (heads instead of positions, in Ulysses).
         ring: whether keys and values go round a ring while attention works on those that are there, instead of being
             gathered before.
+        pieces: whether gathers and scatters beside products of the tensor axis go round a ring in pieces (collective
+            matmuls that the program spells out).
     """
 
     compute: tuple[Rule, ...] = ()
@@ -67,11 +69,12 @@ class Strategy:
     fallback: tuple[Rule, ...] = ()
     attention: tuple[Rule, ...] = ()
     ring: bool = False
+    pieces: bool = False
 
     def __or__(self, other: Strategy) -> Strategy:
-        tables = (f.name for f in fields(self) if f.name != "ring")
+        tables = (f.name for f in fields(self) if f.name not in ("ring", "pieces"))
         both = {name: getattr(self, name) + getattr(other, name) for name in tables}
-        return Strategy(**both, ring=self.ring or other.ring)
+        return Strategy(**both, ring=self.ring or other.ring, pieces=self.pieces or other.pieces)
 
     def splits(self, axes: Iterable[str], *, sequence: bool = True) -> dict[str, tuple[str, ...]]:
         """Find the sharding of an iteration space (or activation) with these axes.
@@ -221,6 +224,7 @@ def training_strategy(
     experts: tuple[str, ...] = ("Fe",),
     ring: bool = False,
     exchanges: bool = True,
+    pieces: bool = False,
 ) -> Strategy:
     """Compose all training strategies, over the mesh axes of a layout (size 1: not used).
 
@@ -231,10 +235,12 @@ def training_strategy(
         ring: see `context`.
         exchanges: whether there is an axis `expert`. Where it is named but has size 1, experts and other weights would
             go in two groups of the same devices instead of in one.
+        pieces: see `Strategy`.
     """
     # On weights `data` stays minor-most, so that ZeRO's AllGather of new weights is over a suffix; heads are split over
     # `tensor` before `ulysses`, so that attention's AllToAll moves a suffix.
     heads = Strategy(attention=tensor().attention)
     positions = context(sharded=fully_sharded, zero=zero, ring=ring) | heads | ulysses(sharded=fully_sharded, zero=zero)
     around = positions | expert(sharded=fully_sharded, zero=zero) if exchanges else positions
-    return fsdp() | around | data(zero=zero) | tensor(sequence=sequence, experts=experts)
+    whole = fsdp() | around | data(zero=zero) | tensor(sequence=sequence, experts=experts)
+    return replace(whole, pieces=pieces)

@@ -7,37 +7,45 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from meshwise.costs.calibration import Calibration, default_calibration
-from meshwise.costs.collectives import collective_time
+from meshwise.costs.machine import machine_document
 from meshwise.costs.measured import MeasuredOperation
-from meshwise.costs.network import Fabric, make_wire
-from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError
-from meshwise.hardware import Chip, Cluster, load_chip
-from meshwise.hardware.device_kinds import chip_of_device
 from meshwise.report.bench import BenchResult, BenchRow
-from meshwise.runtime.bench import Bench, Sample, attention_sizes, matmul_sizes
-from meshwise.sharding import CollectiveKind
+from meshwise.runtime.bench import Bench
+from meshwise.runtime.devices import machine_memory, share_of_machine
 from meshwise.units import Quantity, format_duration, parse_bytes, parse_duration
+from meshwise.verbs.bench_operations import (
+    AttentionHeads,
+    Expected,
+    Operation,
+    attentions,
+    collectives,
+    copies,
+    machine,
+    matmuls,
+)
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.where import Where
 
 __all__ = ["BenchRequest", "bench", "run_bench"]
 
 Progress = Callable[[str], None]
+What = Literal["matmul", "attention", "memory", "collectives", "machine"]
+DType = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
+Sizes = tuple[tuple[int, ...], ...] | None
 
 
 class BenchRequest(Where):
     """What `meshwise bench` is asked; the cluster is the one that it runs on."""
 
-    what: Literal["matmul", "attention", "memory", "collectives"] = Field(description="What to measure.")
-    dtype: Literal["bf16", "fp16", "fp32", "fp8", "int8"] = Field(default="bf16", description="Format of the operands.")
+    what: What = Field(description="What to measure.")
+    dtype: DType | None = Field(
+        default=None, description="Format of the operands; unless given, bf16, of a machine bf16 and fp32."
+    )
     sizes: str | None = Field(
         default=None,
         description="Instead of the usual sizes, separated by commas: MxKxN of a matmul, BATCHxQUERIESxKEYS of "
@@ -56,9 +64,9 @@ class BenchRequest(Where):
 
 
 def bench(
-    what: Literal["matmul", "attention", "memory", "collectives"],
+    what: What,
     *,
-    dtype: str = "bf16",
+    dtype: DType | None = None,
     sizes: str | None = None,
     heads: int = 32,
     kv_heads: int = 8,
@@ -71,8 +79,8 @@ def bench(
     """Measure single operations on the devices that are there: what `meshwise bench` answers, as values.
 
     Args:
-        what: "matmul", "attention", "memory" or "collectives".
-        dtype: format of the operands.
+        what: "matmul", "attention", "memory", "collectives", or "machine": what describes a CPU's devices as chips.
+        dtype: format of the operands (default bf16; of a machine bf16 and fp32).
         sizes: instead of the usual ones; see `meshwise bench --help`.
         heads, kv_heads, head_dim: of attention.
         seconds: to spend on each operation.
@@ -99,26 +107,24 @@ def bench(
     return run_bench(validated(BenchRequest, given, PARAMETERS))
 
 
-def run_bench(request: BenchRequest, progress: Progress = lambda _: None) -> BenchResult:
-    """Measure what was asked for; `progress` hears of each operation before it runs.
+def run_bench(
+    request: BenchRequest, progress: Progress = lambda _: None, told: Progress = lambda _: None
+) -> BenchResult:
+    """Measure what was asked for.
+
+    Args:
+        request: what.
+        progress: hears of each operation before it runs.
+        told: hears what is to be known of the devices.
 
     Raises: as `bench`.
     """
-    if request.what == "attention" and request.dtype in ("fp8", "int8"):
-        raise MeshwiseError(f"--dtype {request.dtype}: attention runs in bf16, fp16 or fp32 here; use one of these")
-    if request.heads % request.kv_heads:
-        raise MeshwiseError(
-            f"--heads {request.heads}: expected a multiple of --kv-heads {request.kv_heads}, so that groups are equal"
-        )
+    _check(request)
     cluster = request.find()
     asked = _sizes(request)
-    devices = Bench(cpu_devices=request.cpu_devices, seconds=request.seconds)
-    name, expected = _expected(devices, cluster)
+    devices = Bench(cpu_devices=request.cpu_devices, seconds=request.seconds, told=told)
+    expected = Expected.of(devices, cluster)
     operations = list(_operations(request, devices, asked, expected))
-    if not operations:
-        raise MeshwiseError(
-            f"collectives need several devices, found 1 x {devices.hardware}; --cpu-devices 8 makes eight of a CPU"
-        )
     year = dt.datetime.now(dt.UTC).date().year
     rows = []
     for number, operation in enumerate(operations, 1):
@@ -127,144 +133,74 @@ def run_bench(request: BenchRequest, progress: Progress = lambda _: None) -> Ben
         measured = MeasuredOperation(
             id=f"{request.what}-{number:03d}",
             source="meshwise bench",
-            chip=name or devices.hardware,
+            chip=expected.name or devices.hardware,
             year=year,
             hardware=devices.hardware,
-            dtype="fp32" if request.what == "memory" else request.dtype,
             measured_value=sample.seconds * 1e3,
             software=devices.software,
             notes=f"median of {sample.calls} calls, {sample.low * 1e3:.6g} to {sample.high * 1e3:.6g} ms",
             **operation.columns,
         )
         rows.append(BenchRow(operation.text, measured, operation.work, operation.unit, operation.expected))
-    return BenchResult(tuple(rows), devices.hardware, len(devices.devices), devices.software, name, expected.basis)
+    return BenchResult(
+        tuple(rows),
+        devices.hardware,
+        len(devices.devices),
+        devices.software,
+        expected.name,
+        expected.basis,
+        _document(devices, rows) if request.what == "machine" else None,
+    )
 
 
-@dataclass(frozen=True)
-class _Operation:
-    """One to run: its words, its columns of the format, its work (FLOPs or bytes), what it should take."""
-
-    text: str
-    columns: dict[str, Any]
-    work: float
-    unit: str
-    expected: float | None
-    run: Callable[[], Sample]
+def _document(devices: Bench, rows: list[BenchRow]) -> str:
+    """Describe this machine as a cluster file."""
+    number, memory = len(devices.devices), machine_memory()
+    if memory is None:
+        raise MeshwiseError("machine: the system does not tell how much memory there is; write a cluster file by hand")
+    measured = [row.measured for row in rows]
+    return machine_document(measured, title=share_of_machine(number), num_devices=number, memory=memory)
 
 
-class _Expected:
-    """What operations should take on a chip of the catalog, at its family's calibration; None where it is unknown."""
-
-    def __init__(self, chip: Chip | None, cluster: Cluster | None) -> None:
-        self.chip, self.cluster = chip, cluster
-        self.calibration: Calibration | None = None if chip is None else default_calibration(chip)
-
-    @property
-    def basis(self) -> str | None:
-        """Where the expectations are from."""
-        if self.chip is None or self.calibration is None:
-            return None
-        return f"{self.chip.name} at the rates of calibration {self.calibration.name}"
-
-    def local(self, flops: float, num_bytes: float, dtype: str) -> float | None:
-        """Seconds of so many FLOPs and bytes of HBM on one device: the longer of the two."""
-        if self.chip is None or self.calibration is None or DType(dtype) not in self.chip.flops_per_s:
-            return None
-        share = 1 / self.chip.devices_per_chip
-        rate = self.chip.flops_per_s[DType(dtype)] * self.calibration.matmul(DType(dtype)) * share
-        bandwidth = self.chip.hbm_bandwidth * self.calibration.hbm_efficiency * share
-        return max(flops / rate, num_bytes / bandwidth)
-
-    def collective(self, kind: CollectiveKind, num_bytes: float) -> float | None:
-        """Seconds of a collective over the whole cluster, where that is known."""
-        if self.cluster is None or self.calibration is None:
-            return None
-        fabric = Fabric.of(self.cluster, flat_rings=self.calibration.flat_rings)
-        wire = make_wire(fabric, {"x": [float(s) for s in fabric.sizes]}, ("x",))
-        return float(collective_time(kind, num_bytes, wire, links=self.calibration.links))
-
-
-def _expected(devices: Bench, cluster: Cluster | None) -> tuple[str | None, _Expected]:
-    """Find the chip by the cluster that was named, else by what the devices call themselves.
+def _check(request: BenchRequest) -> None:
+    """Refuse what does not go together.
 
     Raises:
-        MeshwiseError: a cluster that this cannot be.
+        MeshwiseError: a format or sizes that the operation does not have.
     """
-    name = chip_of_device(devices.hardware)
-    if cluster is None:
-        return name, _Expected(None if name is None else load_chip(name), None)
-    found = len(devices.devices) / cluster.chip.devices_per_chip
-    if devices.platform == "cpu" or name not in (None, cluster.chip.name) or found != cluster.num_chips:
+    if request.what == "attention" and request.dtype in ("fp8", "int8"):
+        raise MeshwiseError(f"--dtype {request.dtype}: attention runs in bf16, fp16 or fp32 here; use one of these")
+    if request.what == "machine" and request.dtype not in (None, "bf16", "fp32"):
         raise MeshwiseError(
-            f"--on {cluster.name}: expected the cluster that this runs on, found {len(devices.devices)} x "
-            f"{devices.hardware}; leave it out to measure all the same"
+            f"--dtype {request.dtype}: plans run in bf16 or fp32 on a CPU; use one of these, or leave it"
         )
-    return cluster.chip.name, _Expected(cluster.chip, cluster)
+    if request.what == "memory" and request.dtype not in (None, "fp32"):
+        raise MeshwiseError(f"--dtype {request.dtype}: copies are of fp32; leave it out, --sizes are bytes")
+    if request.what == "machine" and request.sizes is not None:
+        raise MeshwiseError("--sizes: a machine is measured at the sizes that its description needs; leave it out")
+    if request.heads % request.kv_heads:
+        raise MeshwiseError(
+            f"--heads {request.heads}: expected a multiple of --kv-heads {request.kv_heads}, so that groups are equal"
+        )
 
 
-def _operations(
-    request: BenchRequest, devices: Bench, asked: tuple[tuple[int, ...], ...] | None, expected: _Expected
-) -> Iterator[_Operation]:
-    width = DType(request.dtype).bits / 8
-    cpu = devices.platform == "cpu"
+def _operations(request: BenchRequest, devices: Bench, asked: Sizes, expected: Expected) -> Iterator[Operation]:
+    dtype = request.dtype or "bf16"
     match request.what:
         case "matmul":
-            for m, k, n in asked or matmul_sizes(1024 if cpu else 8192):
-                flops, moved = 2.0 * m * k * n, width * float(m * k + k * n + m * n)
-                columns = {"category": "gemm", "op": "GEMM (m,k)x(k,n)", "n_chips": 1, "m": m, "n": n, "k": k}
-                yield _Operation(
-                    f"{m} x {k} x {n}", columns, flops, "FLOP/s", expected.local(flops, moved, request.dtype),
-                    partial(devices.matmul, m, k, n, request.dtype),
-                )  # fmt: skip
+            yield from matmuls(devices, dtype, asked, expected)
         case "attention":
-            for batch, queries, keys in asked or attention_sizes(1024 if cpu else 8192):
-                yield _attention(request, devices, (batch, queries, keys), expected)
+            heads = AttentionHeads(request.heads, request.kv_heads, request.head_dim)
+            yield from attentions(devices, dtype, asked, heads, expected)
         case "memory":
-            for (size,) in asked or tuple((2**p,) for p in ((20, 24) if cpu else (20, 24, 28, 32))):
-                columns = {"category": "memory", "op": "copy", "n_chips": 1, "bytes": size}
-                seconds = expected.local(0.0, size, "bf16")
-                yield _Operation(
-                    f"copy of {size:,} bytes", columns, float(size), "bytes/s", seconds,
-                    partial(devices.copy, size),
-                )  # fmt: skip
+            yield from copies(devices, asked, expected)
         case "collectives":
-            for kind in devices.kinds():
-                for (size,) in asked or tuple((2**p,) for p in ((12, 16, 20) if cpu else (12, 16, 20, 24, 28, 29))):
-                    columns = {"category": "collective", "op": kind.value.replace("-", "_"), "bytes": size,
-                               "n_chips": len(devices.devices)}  # fmt: skip
-                    yield _Operation(
-                        f"{kind.value} of {size:,} bytes", columns, float(size), "bytes/s",
-                        expected.collective(kind, size),
-                        partial(devices.collective, kind, size, request.dtype),
-                    )  # fmt: skip
+            yield from collectives(devices, dtype, asked, expected)
+        case "machine":
+            yield from machine(devices, request.dtype, expected)
 
 
-def _attention(request: BenchRequest, devices: Bench, sizes: tuple[int, int, int], expected: _Expected) -> _Operation:
-    batch, queries, keys = sizes
-    heads, kv_heads, dim, causal = request.heads, request.kv_heads, request.head_dim, queries == keys
-    pairs = queries * (queries + 1) / 2 if causal else queries * keys
-    flops = 4.0 * batch * heads * pairs * dim
-    moved = DType(request.dtype).bits / 8 * float(batch * dim * 2 * (queries * heads + keys * kv_heads))
-    columns = {
-        "category": "attention prefill" if causal else "attention decode",
-        "op": "attention (causal)" if causal else "attention (each query over all keys)",
-        "n_chips": 1,
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": dim,
-        "seq_q": queries,
-        "seq_kv": keys,
-        "causal": "yes" if causal else "no",
-    }
-    return _Operation(
-        f"{batch} x {queries} queries, {keys} keys", columns, flops, "FLOP/s",
-        expected.local(flops, moved, request.dtype),
-        partial(devices.attention, batch, queries, keys, heads, kv_heads, dim, request.dtype),
-    )  # fmt: skip
-
-
-def _sizes(request: BenchRequest) -> tuple[tuple[int, ...], ...] | None:
+def _sizes(request: BenchRequest) -> Sizes:
     """Read `--sizes`.
 
     Raises:

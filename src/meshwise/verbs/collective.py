@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from meshwise.costs.algorithms import algorithms
-from meshwise.costs.calibration import find_calibration
 from meshwise.costs.collectives import collective_time
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import Fabric, make_wire
 from meshwise.costs.rules import distinct_destinations
 from meshwise.costs.wiring import best_wiring, collective_bytes, parse_wiring

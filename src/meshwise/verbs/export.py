@@ -26,7 +26,10 @@ def read_plan(file: str | os.PathLike[str]) -> Plan:
         raise MeshwiseError(f"plan {str(file)!r}: {error.strerror}{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"plan {str(file)!r}: expected JSON as --save writes it, found no text") from None
-    return Plan.from_json(text)
+    try:
+        return Plan.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("plan JSON", f"plan {str(file)!r}", 1)) from None
 
 
 def write_text(handed: HandedOver, file: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import Field
 
-from meshwise.costs.calibration import find_calibration
 from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fitted import find_calibration
 from meshwise.errors import MeshwiseError
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
@@ -31,7 +31,8 @@ class TrainRequest(PricedWhere, TrainingJob):
         description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
     )
     calibration: str = Field(
-        default="default", description="Achieved rates: default (the chip's family), none, or a family by name."
+        default="default",
+        description="Achieved rates: default (the chip's family), none, a family by name, or fitted to whole steps.",
     )
 
     def job(self) -> TrainingJob:

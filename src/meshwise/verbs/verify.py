@@ -15,6 +15,7 @@ from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.environment import check_compiler
 from meshwise.compiler.expected import expect
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.compiler.hlo.unread import unread
 from meshwise.compiler.lines import Line, extrapolated
 from meshwise.compiler.reduction import Reduction, reduce_layers, reduction_of
 from meshwise.compiler.targets import Target
@@ -34,7 +35,7 @@ Compile = Callable[..., tuple[Compiled, DeviceMesh]]
 def verify(
     plan: Plan | str | os.PathLike[str],
     *,
-    full: bool = False,
+    reduced: bool = False,
     progress: Callable[[str], None] = lambda _: None,
     **job: Any,
 ) -> Verification:
@@ -42,7 +43,7 @@ def verify(
 
     Args:
         plan: a plan, or the file that one was saved in; with `job`, a model.
-        full: whether to compile all layers; else two smaller models, from which the whole follows.
+        reduced: whether to compile two smaller models, from which the whole follows, instead of all layers.
         progress: told a line now and then.
         job: cluster, batch, layout and the like: the keywords of `estimate_train`.
 
@@ -56,24 +57,24 @@ def verify(
             raise MeshwiseError(
                 f"plan: a plan has its job in it, found {', '.join(sorted(job))} besides; leave them out"
             )
-        return verify_plan(estimate_train(str(plan), **job).plans[0], full=full, progress=progress)
+        return verify_plan(estimate_train(str(plan), **job).plans[0], reduced=reduced, progress=progress)
     if not isinstance(plan, Plan | str | os.PathLike):
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
-    return verify_plan(plan if isinstance(plan, Plan) else read_plan(plan), full=full, progress=progress)
+    return verify_plan(plan if isinstance(plan, Plan) else read_plan(plan), reduced=reduced, progress=progress)
 
 
 def verify_plan(
     plan: Plan,
     *,
-    full: bool = False,
+    reduced: bool = False,
     progress: Callable[[str], None] = lambda _: None,
     compiler: Compile = compile_apart,
 ) -> Verification:
-    """Verify a plan; `compiler` compiles one copy of it, as `compile_apart` does."""
+    """Verify a plan; `reduced` as for `verify`, `compiler` compiles one copy of it, as `compile_apart` does."""
     target = Target.of(plan.problem.cluster, plan.fabric)
     check_compiler(target.platform)
     model, layout = plan.problem.model, plan.layout
-    reduction = None if full else reduction_of(model, layout)
+    reduction = reduction_of(model, layout) if reduced else None
     sizes: tuple[int | None, ...] = (None,) if reduction is None else (reduction.small, reduction.large)
     copies: list[CompiledCopy] = []
     compared: list[tuple[Line, ...]] = []
@@ -96,6 +97,7 @@ def verify_plan(
         predicted_total=sum(memory[name] for name in (*STATE, *WITHIN)),
         out_of_memory=compiled.out_of_memory,
         versions=compiled.versions,
+        unread=() if compiled.memory is None else unread(compiled.module),
     )
 
 

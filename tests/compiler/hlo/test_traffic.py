@@ -131,3 +131,71 @@ def test_nothing_is_lost_between_what_was_emitted_and_what_was_meant():
         meant = meant_collectives(module(name), mesh)
         members = [e.instruction.name for m in meant for e in m.members]
         assert Counter(members) == Counter(e.instruction.name for e in emitted)
+
+
+LOOPED = """HloModule m, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%step (p: bf16[1024]) -> bf16[4096] {
+  %p = bf16[1024]{0} parameter(0)
+  ROOT %g = bf16[4096]{0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="3"}
+}
+
+%body (t: (s32[], bf16[1024])) -> (s32[], bf16[1024]) {
+  %t = (s32[], bf16[1024]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %x = bf16[1024]{0} get-tuple-element(%t), index=1
+  %one = s32[] constant(1)
+  %m = s32[] add(%n, %one)
+  %beside = bf16[4096]{0} fusion(%x), kind=kLoop, calls=%step
+  ROOT %u = (s32[], bf16[1024]{0}) tuple(%m, %x)
+}
+
+%condition (t: (s32[], bf16[1024])) -> pred[] {
+  %t = (s32[], bf16[1024]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %end = s32[] constant(8)
+  ROOT %less = pred[] compare(%n, %end), direction=LT
+}
+
+%put (z: bf16[4096], q: bf16[1024], at: s32[]) -> bf16[4096] {
+  %z = bf16[4096]{0} parameter(0)
+  %q = bf16[1024]{0} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %d = bf16[4096]{0} dynamic-update-slice(%z, %q, %at)
+}
+
+ENTRY %main (w: bf16[1024], at: s32[]) -> bf16[4096] {
+  %w = bf16[1024]{0} parameter(0)
+  %at = s32[] parameter(1)
+  %start = bf16[4096]{0} fusion(%w), kind=kLoop, calls=%step
+  %zero = s32[] constant(0)
+  %state = (s32[], bf16[1024]{0}) tuple(%zero, %w)
+  %loop = (s32[], bf16[1024]{0}) while(%state), condition=%condition, body=%body
+  %none = bf16[] constant(0)
+  %zeros = bf16[4096]{0} broadcast(%none), dimensions={}
+  %mine = bf16[4096]{0} fusion(%zeros, %w, %at), kind=kLoop, calls=%put
+  ROOT %all = bf16[4096]{0} all-reduce(%mine), channel_id=8, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+def test_steps_of_a_collective_in_a_loop_beside_it_are_no_further_collectives():
+    """A gather starts before a loop and goes on beside its eight rounds: one gather; and a sum of zeros is another."""
+    mesh = DeviceMesh({"fsdp": 4})
+    meant = meant_collectives(read_module(LOOPED), mesh)
+    assert [(c.kind, c.count, c.payload) for c in meant] == [("all-gather", 1, 8192), ("all-gather", 1, 8192)]
+    assert [c.rewrite for c in meant] == ["", "sum of zeros"]  # zeros that were made outside of the update
+
+
+def test_a_send_after_a_loop_belongs_to_the_ring_of_the_loop():
+    """Of sixteen devices gradients are scattered in a loop of sends and one after it; none is left over as a gather."""
+    name, mesh = V5P
+    rings = [c for c in meant_collectives(module(name), mesh) if c.rewrite == "collective matmul"]
+    assert all(c.kind == "reduce-scatter" for c in rings if c.axes == ("fsdp",))
+    assert all(c.received >= c.needed for c in rings)

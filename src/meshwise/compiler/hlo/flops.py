@@ -15,9 +15,10 @@ from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.loops import Execution, executions
 from meshwise.compiler.hlo.shapes import ArrayShape
 
-__all__ = ["Matmul", "matmuls"]
+__all__ = ["GEMM", "Matmul", "matmuls"]
 
-_GEMM = re.compile(r"gemm|matmul", re.IGNORECASE)
+#: Names of library calls that are matrix products.
+GEMM = re.compile(r"gemm|matmul", re.IGNORECASE)
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _WINDOW = re.compile(r"(\w+)=([\w.\-]+)")
 
@@ -67,7 +68,7 @@ def _flops(computation: Computation, i: Instruction) -> float:
         return _dot(_operand(computation, i, 0), _result(i), _numbers(i.attributes.get("lhs_contracting_dims", "")))
     if i.opcode == "convolution":
         return _convolution(_operand(computation, i, 0), _operand(computation, i, 1), i)
-    if i.opcode == "custom-call" and _GEMM.search(i.attributes.get("custom_call_target", "")):
+    if i.opcode == "custom-call" and GEMM.search(i.attributes.get("custom_call_target", "")):
         contracted = _CONTRACTED.search(i.tail)
         found = _numbers(contracted[1].replace('"', "")) if contracted else ()
         return _dot(_operand(computation, i, 0), _result(i), found)

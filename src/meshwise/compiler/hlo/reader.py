@@ -20,6 +20,8 @@ _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
+#: Tables of source lines, which stand between computations.
+_BETWEEN = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\b|\d+ ")
 _BRACKET = re.compile(r"[()]")
 
 
@@ -56,6 +58,8 @@ def read_module(text: str) -> Module:
             entry = name if match["entry"] else entry
         elif line.startswith(" ") and " = " in line:
             found.append(_instruction(line))
+        elif line.strip() and not _BETWEEN.match(line):
+            raise CompilerError(f"HLO text: expected an instruction or a computation, found {line[:80]!r}")
     if not entry:
         raise CompilerError(f"HLO text: module {head['name']} has no ENTRY computation")
     return Module(head["name"], computations, entry, head["header"])

@@ -7,10 +7,11 @@ collectives (`traffic`), or what a plan expected (`meshwise.compiler.comparison`
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
@@ -27,6 +28,8 @@ REWRITES = {
 }
 
 _MATMUL = re.compile(r"dot_general|ragged_dot|convolution")
+#: Scope of a ring that the program itself spells out (`runtime.gather_matmul`, `runtime.matmul_scatter`).
+_SPELLED = re.compile(r"([^/:]*)(?:/shard_map)?/collective_matmul\.(gather|scatter)")
 _WINDOWED = re.compile(r"windowed_dot_general_body")
 
 
@@ -82,8 +85,12 @@ def meant_collectives(module: Module, mesh: DeviceMesh) -> tuple[Meant, ...]:
     """
     found: list[Meant] = []
     sends: dict[object, list[Emitted]] = defaultdict(list)
+    spelled: dict[tuple[object, ...], list[tuple[Emitted, float]]] = defaultdict(list)
     for one in emitted_collectives(module, mesh):
-        if one.kind == "permute" and (_MATMUL.search(one.scope) or _WINDOWED.search(one.computation.name)):
+        if one.kind == "permute" and _SPELLED.search(one.scope):
+            for ring, num_bytes in _pieces(one):
+                spelled[one.computation.name, one.execution, one.axes, *ring].append((one, num_bytes))
+        elif one.kind == "permute" and (_MATMUL.search(one.scope) or _WINDOWED.search(one.computation.name)):
             sends[one.computation.name, one.execution, one.axes, one.scope].append(one)
         elif one.kind == "permute" and not one.scope:
             found.append(_as_it_is(one, "edges"))
@@ -91,9 +98,37 @@ def meant_collectives(module: Module, mesh: DeviceMesh) -> tuple[Meant, ...]:
             found.append(_gathered(one))
         else:
             found.append(_as_it_is(one, ""))
-    for group in sends.values():
-        found += [_collective_matmul(module, ring, mesh) for ring in _rings(group)]
-    return tuple(found)
+    found += [_spelled_out(str(key[-1]), ring, mesh) for key, ring in spelled.items()]
+    rings = [_collective_matmul(module, ring, mesh) for group in sends.values() for ring in _rings(group)]
+    return (*found, *_with_last_sends(rings))
+
+
+def _with_last_sends(rings: Sequence[Meant]) -> list[Meant]:
+    """Join a single send after a loop with the ring of the loop: it takes the last piece to where it belongs."""
+    loops = [r for r in rings if _is_looped(r.members[0])]
+    joined: dict[int, list[Meant]] = defaultdict(list)
+    alone = []
+    for ring in rings:
+        own = [n for n, r in enumerate(loops) if len(ring.members) == 1 and _ends(ring, r) and not joined[n]]
+        if own and not _is_looped(ring.members[0]):
+            joined[own[0]].append(ring)
+        elif not _is_looped(ring.members[0]):
+            alone.append(ring)
+    return [*(_with(ring, joined[n]) for n, ring in enumerate(loops)), *alone]
+
+
+def _with(ring: Meant, sends: Sequence[Meant]) -> Meant:
+    members = (*ring.members, *(m for s in sends for m in s.members))
+    return replace(ring, received=ring.received + sum(s.received for s in sends), members=members)
+
+
+def _is_looped(send: Emitted) -> bool:
+    return bool(_WINDOWED.search(send.computation.name))
+
+
+def _ends(last: Meant, ring: Meant) -> bool:
+    """Whether `last` is of the same product as the ring of a loop, and runs once for each of its runs."""
+    return (last.axes, last.scope, last.payload, last.count) == (ring.axes, ring.scope, ring.payload, ring.count)
 
 
 def _as_it_is(one: Emitted, rewrite: str) -> Meant:
@@ -104,6 +139,34 @@ def _gathered(one: Emitted) -> Meant:
     return Meant("all-gather", one.axes, one.group_size, one.payload, one.count, one.received, "sum of zeros", (one,))
 
 
+def _pieces(one: Emitted) -> list[tuple[tuple[str, str], float]]:
+    """Bytes of each array by its ring, (tensor, "gather" or "scatter"); XLA may send those of several rings at once.
+
+    Then the scope names one after the other, in the order of the arrays.
+    """
+    rings: list[tuple[str, str]] = _SPELLED.findall(one.scope)
+    if len(rings) != len(one.arrays):
+        return [(rings[0], one.payload)]
+    return [(ring, float(array.num_bytes)) for ring, array in zip(rings, one.arrays, strict=True)]
+
+
+def _spelled_out(way: str, ring: Sequence[tuple[Emitted, float]], mesh: DeviceMesh) -> Meant:
+    """The collective whose pieces a program sends round: n - 1 shards of the n that its array has."""
+    first = ring[0][0]
+    size = max(2, math.prod(mesh.sizes.get(axis, 1) for axis in first.axes))
+    received = sum(num_bytes for _, num_bytes in ring)
+    return Meant(
+        kind="reduce-scatter" if way == "scatter" else "all-gather",
+        axes=first.axes,
+        group_size=size,
+        payload=received / (1 - 1 / size),
+        count=first.count,
+        received=received,
+        rewrite="collective matmul",
+        members=tuple(one for one, _ in ring),
+    )
+
+
 def _sums_zeros(module: Module, one: Emitted) -> bool:
     """Whether every array is zeros with one device's part put in: a broadcast, and an update at the device's place."""
     sources = [one.computation.by_name.get(name) for name in one.instruction.operands]
@@ -111,21 +174,34 @@ def _sums_zeros(module: Module, one: Emitted) -> bool:
 
 
 def _part_of_zeros(module: Module, computation: Computation, i: Instruction) -> bool:
+    i = _copied(computation, i)
+    if i.opcode == "fusion":
+        inner = module.computations[i.called[0]]
+        root = _copied(inner, inner.root)
+        if root.opcode != "dynamic-update-slice":
+            return False
+        target = _copied(inner, inner.by_name[root.operands[0]])
+        if target.opcode == "parameter":  # what is updated was made outside
+            outside = computation.by_name.get(i.operands[int(target.operands[0])])
+            return outside is not None and _is_zeros(computation, outside)
+        return _is_zeros(inner, target)
+    return i.opcode == "dynamic-update-slice" and _is_zeros(computation, computation.by_name[i.operands[0]])
+
+
+def _copied(computation: Computation, i: Instruction) -> Instruction:
+    """What copies of it are made of, as far as it is made here."""
     while i.opcode in ("copy", "copy-done", "copy-start", "bitcast", "get-tuple-element") and i.operands:
         source = computation.by_name.get(i.operands[0])
         if source is None:
-            return False
+            break
         i = source
-    if i.opcode == "fusion":
-        inner = module.computations[i.called[0]]
-        return _part_of_zeros(module, inner, inner.root)
-    if i.opcode != "dynamic-update-slice":
-        return False
-    target = computation.by_name[i.operands[0]]
-    zeros = target if target.opcode == "constant" else computation.by_name.get(target.operands[0], target)
-    return (
-        target.opcode in ("broadcast", "constant") and zeros.opcode == "constant" and zeros.operands[0] in ("0", "0.0")
-    )
+    return i
+
+
+def _is_zeros(computation: Computation, i: Instruction) -> bool:
+    i = _copied(computation, i)
+    zeros = i if i.opcode == "constant" else computation.by_name.get(i.operands[0] if i.operands else "", i)
+    return i.opcode in ("broadcast", "constant") and zeros.opcode == "constant" and zeros.operands[0] in ("0", "0.0")
 
 
 def _rings(sends: Sequence[Emitted]) -> list[list[Emitted]]:
@@ -190,8 +266,7 @@ def _collective_matmul(module: Module, ring: Sequence[Emitted], mesh: DeviceMesh
     size = 1
     for axis in first.axes:
         size *= mesh.sizes.get(axis, 1)
-    looped = bool(_WINDOWED.search(first.computation.name))
-    rounds = _rounds(first) if looped else 1
+    rounds = _rounds(first) if _is_looped(first) else 1
     scatters = any(_reads_product(module, s) for s in ring)
     piece = max(s.payload for s in ring)
     return Meant(

@@ -7,7 +7,8 @@ ReduceScatter that it is. Not here: what XLA made them from (`rewrites`), and wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
@@ -16,12 +17,13 @@ from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.loops import Execution, executions
 from meshwise.compiler.hlo.shapes import ArrayShape, Shape, TupleShape
 
-__all__ = ["KINDS", "Emitted", "emitted_collectives"]
+__all__ = ["KINDS", "OPCODES", "Emitted", "emitted_collectives"]
 
 #: Kinds of collectives, by the word that `Emitted.kind` has.
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute", "broadcast", "send")
 
-_OPCODES = {
+#: Opcode, without "-start" -> kind.
+OPCODES = {
     "all-gather": "all-gather",
     "reduce-scatter": "reduce-scatter",
     "all-reduce": "all-reduce",
@@ -108,23 +110,33 @@ def emitted_collectives(module: Module, mesh: DeviceMesh) -> tuple[Emitted, ...]
     for computation in module.computations.values():
         for execution in runs.get(computation.name, ()):
             for one in _of_computation(module, computation, execution, mesh):
-                found.setdefault(_identity(one), one)
-    return tuple(found.values())
+                found.setdefault((one.instruction.name, one.computation.name, one.execution), one)
+    return tuple(_once(found.values()))
 
 
-def _identity(one: Emitted) -> object:
-    """What is one collective in several steps: TPU programs repeat it in each fusion that it runs beside."""
-    chain = _CHAIN.search(one.instruction.tail)
-    if chain is not None:
-        return chain[1], one.execution.loops, one.channel
-    return one.instruction.name, one.computation.name, one.execution
+def _once(found: Iterable[Emitted]) -> Iterator[Emitted]:
+    """Count what is one collective in several steps once: TPU programs repeat it in each fusion that it runs beside.
+
+    Some steps stand in loops of the computation that waits for it; it runs as often as the outermost.
+    """
+    chains: dict[object, list[Emitted]] = defaultdict(list)
+    for one in found:
+        chain = _CHAIN.search(one.instruction.tail)
+        chains[id(one) if chain is None else (chain[1], one.channel)].append(one)
+    for steps in chains.values():
+        outermost: list[Emitted] = []
+        for one in sorted(steps, key=lambda s: len(s.execution.loops)):
+            loops = one.execution.loops
+            if all(loops[: len(o.execution.loops)] != o.execution.loops for o in outermost):
+                outermost.append(one)
+        yield from outermost
 
 
 def _of_computation(
     module: Module, computation: Computation, execution: Execution, mesh: DeviceMesh
 ) -> Iterator[Emitted]:
     for i in computation.instructions:
-        kind = _OPCODES.get(i.opcode.removesuffix("-start"))
+        kind = OPCODES.get(i.opcode.removesuffix("-start"))
         if i.opcode == "send" and "_xla_megascale_transfer_type" in i.tail:
             yield _between_slices(computation, i, execution, mesh)
         elif kind is not None:

@@ -1,0 +1,127 @@
+"""How far predictions are from published training runs: writes docs/accuracy.md from the rows that ship.
+
+    python benchmarks/fidelity.py            # rewrite the tables of the page
+    python benchmarks/fidelity.py --check    # fail where the error grew by more than a point
+
+Not here: predicting (`meshwise score`), or the prose around the tables, which is kept.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from meshwise.costs.fitted import SOFTWARE, fitted_calibration
+from meshwise.costs.spread import SPREADS
+from meshwise.hardware import load_chip
+from meshwise.scoring import Errors, Score, score_runs, shipped_runs
+
+PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
+
+#: Points of a hundred by which the mean error may grow before `--check` fails.
+TOLERANCE = 0.01
+
+#: A chip of each family that has constants of its own.
+FAMILIES = {"ampere": "a100-sxm-80gb", "hopper": "h100-sxm", "blackwell": "b200-sxm", "cdna": "mi300x", "tpu": "v5e"}
+
+
+def main(words: list[str]) -> int:
+    """Score the shipped runs; write the page, or compare with what it says."""
+    score = score_runs(shipped_runs(), progress=lambda line: print(line, end="\r", file=sys.stderr))
+    assert score.overall is not None
+    text = PAGE.read_text(encoding="utf-8")
+    if "--check" in words:
+        found = re.search(r"\| all \| [\d,]+ \| ([\d.]+) %", text)
+        assert found is not None, f"{PAGE} has no row of all runs"
+        said = float(found[1]) / 100
+        print(f"mean error {score.overall.mape:.1%}, the page says {said:.1%}")
+        return int(score.overall.mape > said + TOLERANCE)
+    for name, rows in tables(score).items():
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{rows}\g<2>", text, flags=re.DOTALL)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+def tables(score: Score) -> dict[str, str]:
+    """Name of a table -> its lines."""
+    groups = {"source": score.by_source, "chip": score.by_chip, "family": score.by_family, "kind": score.by_kind}
+    found = {name: _errors(name, group) for name, group in groups.items()}
+    assert score.overall is not None
+    found["all"] = _errors("", {"all": score.overall})
+    ranking = score.ranking
+    found["summary"] = (
+        f"{len(score.predictions):,} of {score.rows:,} rows are predicted, {len(score.refusals)} refused. Averaged\n"
+        f"over sources the mean error is {score.macro_mape:.1%}. Of {ranking.pairs:,} pairs of layouts that one\n"
+        f"source measured on one machine, {ranking.pairwise:.1%} are ranked right. {len(score.false_oom)} runs\n"
+        "that ran are said not to fit.\n"
+    )
+    found["software"] = _software()
+    found["chips"] = _chips()
+    found["intervals"] = _intervals()
+    found["share"] = _shares(score)
+    return found
+
+
+def _errors(title: str, groups: dict[str, Errors]) -> str:
+    head = (
+        f"| {title} | rows | mean | median | bias | within 10 % | within 20 % | in the interval | bias of the bound |"
+    )
+    lines = [head, "| --- " * 9 + "|"]
+    for name, e in groups.items():
+        shares = " | ".join(f"{s:.0%}" for s in (e.within_10, e.within_20, e.coverage_80))
+        lines.append(
+            f"| {name} | {e.rows:,} | {100 * e.mape:.1f} % | {100 * e.median:.1f} % | {100 * e.bias:+.1f} % | {shares} "
+            f"| {e.bound_bias:+.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _software() -> str:
+    lines = ["| `--calibration` | what it is | attention | elementwise bytes | from |", "| --- " * 5 + "|"]
+    kinds = {0: "scores in memory", 1: "fused, first generation", 2: "fused"}
+    for s in SOFTWARE.values():
+        own = f"| `fitted+{s.name}` | {s.meaning} | {kinds[s.flash]} | x {s.elementwise_passes:g} | {s.source} |"
+        lines.append(own)
+    return "\n".join(lines) + "\n"
+
+
+def _chips() -> str:
+    names = ("matmul_efficiency", "attention_efficiency", "half_depth", "half_attention", "gap", "mixture_launch")
+    head = ("family", "matmuls, 16 bits", "matmuls, narrow", "attention", "half depth", "half attention")
+    lines = [f"| {' | '.join((*head, 'gap', 'launch', 'hidden'))} |", "| --- " * 9 + "|"]
+    for family, chip in FAMILIES.items():
+        c = asdict(fitted_calibration(load_chip(chip)))
+        matmul, attention, depth, keys, gap, launch = (c[n] for n in names)
+        narrow = ", ".join(f"{d.value} {share:.0%}" for d, share in c["narrow"]) or "-"
+        seen = "-" if attention is None else f"{attention:.0%}"
+        times = f"{gap * 1e6:.0f} us | {launch * 1e6:.0f} us | {1 - c['interference']:.0%}"
+        lines.append(f"| {family} | {matmul:.0%} | {narrow} | {seen} | {depth:.0f} | {keys:,.0f} | {times} |")
+    return "\n".join(lines) + "\n"
+
+
+def _intervals() -> str:
+    lines = ["| cause | spread | why |", "| --- " * 3 + "|"]
+    lines += [f"| {name} | {s.sigma:.0%} | {s.why} |" for name, s in SPREADS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _shares(score: Score) -> str:
+    """Mean share of each term in the predicted step, and how the error goes with it."""
+    rows = score.times
+    names = sorted({n for p in rows for n, s in p.estimate.terms.items() if s > 0})
+    lines = ["| term | mean share of a step | bias of rows where it is over its mean | under |", "| --- " * 4 + "|"]
+    for name in names:
+        shares = {p.run.id: p.estimate.terms[name] / p.expected for p in rows}
+        mean = sum(shares.values()) / len(shares)
+        over = [p.error for p in rows if shares[p.run.id] > mean]
+        under = [p.error for p in rows if shares[p.run.id] <= mean]
+        if mean > 0.005 and over and under:
+            both = (sum(over) / len(over), sum(under) / len(under))
+            lines.append(f"| {name} | {mean:.1%} | {100 * both[0]:+.1f} % | {100 * both[1]:+.1f} % |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

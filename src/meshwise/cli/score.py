@@ -1,0 +1,43 @@
+"""`meshwise score`: predictions against measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from meshwise.cli.options import request_options
+from meshwise.cli.output import Output, output_options
+from meshwise.cli.progress import Progress
+from meshwise.errors import MeshwiseError
+from meshwise.report.score import score_report, score_svg
+from meshwise.verbs.score import ScoreRequest, find_score
+
+__all__ = ["score"]
+
+
+@click.command()
+@request_options(ScoreRequest, arguments=("file",))
+@click.option(
+    "--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write predicted against measured to this file."
+)
+@output_options
+def score(request: ScoreRequest, svg: Path | None, output: Output) -> None:
+    """Compare predictions with measured training runs.
+
+    FILE has one measurement a row, in the columns of docs/measurements.md; 'shipped' stands for the published runs that
+    come with the package. Every row is predicted, or refused with its reason. Errors are predicted / measured - 1.
+
+    \b
+      meshwise score runs.csv
+      meshwise score shipped --worst 20 --svg accuracy.svg
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    with Progress() as progress:
+        found = find_score(request, progress)
+    if svg is not None:
+        try:
+            svg.write_text(score_svg(found), encoding="utf-8")
+        except OSError as error:
+            raise MeshwiseError(f"--svg {svg}: {error.strerror}") from None
+    inputs = {**request.model_dump(), "svg": None if svg is None else str(svg)}
+    output.show(score_report(found, inputs, worst=request.worst))

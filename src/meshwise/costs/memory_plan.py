@@ -1,0 +1,173 @@
+"""What a placed block holds, read from it before sizes are known: training state, activations, what is gathered.
+
+Not here: sizes and stages (`memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwise.costs.extents import WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
+from meshwise.costs.update import moment_bytes, weight_bytes
+from meshwise.jobs import Optimizer, Precision
+from meshwise.sharding import CollectiveKind
+from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.tensors import Kind
+
+__all__ = ["MemoryPlan", "memory_plan"]
+
+#: Activations, and unreduced gradients, that are held at once.
+Moment = tuple[WeightedSum, WeightedSum]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of one copy of a block before sizes are known.
+
+    Args:
+        parameters, tied, gradients: the training state as stored; `tied` belongs to another block.
+        tied_gradients: accumulated here for that block, which adds them to its own once a step.
+        states: elements (not bytes) of the optimizer's shard.
+        moments: bytes of the optimizer's state.
+        kept: activations held for the backward pass.
+        remade: activations computed again.
+        operations: what each operation of the backward pass holds: activations (of a layer, besides these), and
+            gradients of weights that are still to be scattered; the largest counts.
+        gathered, stored: weights as used and as stored, each weighted by what is alive at once.
+        buffers: gathered or unreduced activations, each with the mesh axes over which it was moved.
+    """
+
+    parameters: WeightedSum
+    tied: WeightedSum
+    gradients: WeightedSum
+    tied_gradients: WeightedSum
+    states: WeightedSum
+    moments: WeightedSum
+    kept: WeightedSum
+    remade: WeightedSum
+    operations: tuple[Moment, ...]
+    gathered: WeightedSum
+    stored: WeightedSum
+    buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
+
+
+def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> MemoryPlan:
+    """Read from a placed block what it holds."""
+    stored = {h.tensor.name: h for h in (*placed.weights, *placed.tied)}
+    is_layer = placed.block.role == "layer"
+    alive = [(h, _alive(h, precision, is_layer=is_layer)) for h in placed.gathered]
+    return MemoryPlan(
+        parameters=weighted_sum((held_key(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
+        tied=held_bytes(placed.tied, precision),
+        gradients=held_bytes(placed.gradients, precision),
+        tied_gradients=held_bytes(placed.tied_gradients, precision),
+        states=weighted_sum((held_key(h), 1.0) for h in placed.optimizer),
+        moments=moment_bytes(placed, precision, optimizer),
+        kept=held_bytes(placed.kept, precision),
+        remade=held_bytes(placed.workspace, precision),
+        operations=_operations(placed, precision) if is_layer else _moments(placed, precision),
+        gathered=weighted_sum((held_key(h), w) for h, w in alive),
+        stored=weighted_sum((held_key(stored[h.tensor.name]), w) for h, w in alive),
+        buffers=_buffers(placed, precision) if is_layer else (),
+    )
+
+
+def _alive(h: Held, precision: Precision, *, is_layer: bool) -> float:
+    """Bytes of an element that are alive at once where the gathered weight is larger than what is stored.
+
+    Of layers: one at work, one on its way, and the gradient of the whole before it is scattered. Others have no second
+    copy, and gradients are among their moments.
+    """
+    one = element_bytes(h.tensor, precision)
+    if not is_layer:
+        return one
+    return 2 * one + (0.0 if h.tensor.frozen else precision.gradients.bytes)
+
+
+def _operations(placed: PlacedBlock, precision: Precision) -> tuple[Moment, ...]:
+    """Activations that each operation of a layer's backward pass makes or reads besides what is kept anyway."""
+    known = {h.tensor.name for h in (*placed.kept, *placed.workspace)}
+    sums = set()
+    for item in placed.backward:
+        if isinstance(item, LocalOp):
+            held = [
+                h
+                for h in (*item.inputs, item.output)
+                if h.tensor.kind is Kind.ACTIVATION and h.tensor.name not in known
+            ]
+            sums.add((held_bytes(held, precision), ()))
+    return _largest_moments(sums)
+
+
+def _moments(placed: PlacedBlock, precision: Precision) -> tuple[Moment, ...]:
+    """What is alive while each operation of a backward pass runs that follows its forward pass, or ends the step.
+
+    What was kept is let go of once it has been read, gradients of weights once they are scattered. Besides, weights
+    that only the forward pass reads, with its results.
+    """
+    born: dict[Held, int] = dict.fromkeys(placed.kept, -1)
+    dies: dict[Held, int] = {}
+    for at, item in enumerate(placed.backward):
+        for h in _read(item):
+            born.setdefault(h, -1)
+            dies[h] = at
+        for h in _made(item):
+            born.setdefault(h, at)
+    moments = set()
+    for at in range(len(placed.backward)):
+        alive = [h for h, birth in born.items() if birth <= at <= dies.get(h, birth)]
+        moments.add(_moment(alive, precision))
+    read = {h.tensor.name for h in dies}
+    forward = [h for h in placed.gathered if h.tensor.name not in read]
+    results = [item.output for item in placed.forward if isinstance(item, LocalOp)]
+    if forward:
+        weights = weighted_sum((held_key(h), element_bytes(h.tensor, precision)) for h in forward)
+        moments.add((held_bytes(results[-1:], precision), weights))
+    return _largest_moments(moments)
+
+
+def _read(item: LocalOp | Transfer) -> tuple[Held, ...]:
+    return item.inputs if isinstance(item, LocalOp) else (Held(item.tensor, item.collective.before),)
+
+
+def _made(item: LocalOp | Transfer) -> tuple[Held, ...]:
+    if isinstance(item, LocalOp):
+        return (item.output,)
+    # What is scattered is added to an accumulator, which is counted anyway.
+    return () if item.purpose is Purpose.GRADIENTS else (Held(item.tensor, item.collective.after),)
+
+
+def _moment(alive: Iterable[Held], precision: Precision) -> Moment:
+    held = [h for h in alive if h.tensor.kind is Kind.ACTIVATION]
+    unreduced = [h for h in alive if h.tensor.kind is Kind.GRADIENT]
+    return (
+        held_bytes(held, precision),
+        weighted_sum((held_key(h), precision.reductions.bytes) for h in unreduced),
+    )
+
+
+def _largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Leave out moments of which another holds all, and more: they are never the largest."""
+    terms = {one: tuple(dict(part) for part in one) for one in moments}
+
+    def within(one: Moment, other: Moment) -> bool:
+        pairs = zip(one, terms[other], strict=True)
+        return all(there.get(key, 0.0) >= w for part, there in pairs for key, w in part)
+
+    return tuple(one for one in sorted(terms) if not any(other != one and within(one, other) for other in terms))
+
+
+def _buffers(placed: PlacedBlock, precision: Precision) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
+    found = set()
+    for item in (*placed.forward, *placed.backward):
+        if not isinstance(item, Transfer):
+            continue
+        c = item.collective
+        gathers = c.kind is CollectiveKind.ALL_GATHER
+        if item.purpose in (Purpose.ACTIVATIONS, Purpose.MATMUL):  # what came round is kept for the products made again
+            found.add((held_bytes((Held(item.tensor, c.after if gathers else c.before),), precision), c.mesh_axes))
+        elif item.purpose is Purpose.RING:  # one block at work, the next on its way
+            shard = Held(item.tensor, c.before if gathers else c.after)
+            found.add((held_bytes((shard, shard), precision), c.mesh_axes))
+    return tuple(sorted(found))

@@ -1,0 +1,78 @@
+"""How far a measured step may lie from the expected one: an 80 % interval from what is known and what is not.
+
+Not here: bounds, which no step can leave (`step`), and what is achieved (`calibration`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+__all__ = ["SPREADS", "Likely", "likely_interval", "relative_spread"]
+
+#: Standard deviations of a normal distribution on each side that hold 80 % of it.
+_EIGHTY_PERCENT = 1.2816
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A cause of uncertainty: standard deviation of the logarithm of what it touches.
+
+    Args:
+        sigma: of the logarithm.
+        why: in words, with where it is from.
+    """
+
+    sigma: float
+    why: str
+
+
+#: Cause -> how much. Those that name a term of the step count with that term's share of the time.
+SPREADS = {
+    "software": Spread(0.09, "releases of the same software differ, as do kernels, clocks and clusters"),
+    "compute": Spread(0.06, "achieved rates of matmuls and attention"),
+    "communication": Spread(0.25, "achieved bandwidth, other traffic, what is hidden"),
+    "overheads": Spread(0.30, "bubbles, optimizer, streams to the host"),
+    "remat": Spread(0.12, "what is recomputed is not known: between nothing and all of the forward pass"),
+    "zero": Spread(0.03, "what replicas share out is not known"),
+    "micro_batch": Spread(0.10, "the microbatch is not known"),
+    "mixture": Spread(0.14, "kernels and exchanges of experts change between releases by a quarter"),
+}
+
+_TERMS = {
+    **dict.fromkeys(("forward", "backward", "recompute"), "compute"),
+    **dict.fromkeys(("tensor", "context", "expert", "fsdp", "data", "pipeline_send"), "communication"),
+    **dict.fromkeys(("pipeline_bubble", "optimizer", "offload"), "overheads"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """Seconds between which a measured step lies in four of five cases."""
+
+    low: float
+    high: float
+
+
+def relative_spread(terms: Mapping[str, float], unknown: Collection[str] = ()) -> float:
+    """Give the standard deviation of the logarithm of a step's time.
+
+    Args:
+        terms: exposed seconds by name.
+        unknown: causes of `SPREADS` that are open: "remat", "zero", "micro_batch".
+    """
+    total = sum(terms.values())
+    shares = dict.fromkeys(("compute", "communication", "overheads"), 0.0)
+    for name, seconds in terms.items():
+        shares[_TERMS[name]] += seconds / total
+    variance = SPREADS["software"].sigma ** 2
+    variance += sum((share * SPREADS[cause].sigma) ** 2 for cause, share in shares.items())
+    variance += sum(SPREADS[cause].sigma ** 2 for cause in unknown)
+    return math.sqrt(variance)
+
+
+def likely_interval(expected: float, lower: float, terms: Mapping[str, float], unknown: Collection[str] = ()) -> Likely:
+    """Give the 80 % interval of a step's time; never below `lower`, which no step beats."""
+    factor = math.exp(_EIGHTY_PERCENT * relative_spread(terms, unknown))
+    return Likely(max(expected / factor, min(lower, expected)), expected * factor)

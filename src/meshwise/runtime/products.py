@@ -1,0 +1,120 @@
+"""Products of activations and weights, whose gradients each device reduces to where they are accumulated.
+
+Said by constraints, a partial sum over several mesh axes becomes an AllReduce and a slice with some partitioners; here
+it is the plan's ReduceScatter. Not here: where a layout puts what (`shardings`), products without weights (`named`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshwise.runtime.local import complete
+from meshwise.runtime.named import named_einsum, subscripts
+from meshwise.runtime.shardings import Placement
+from meshwise.runtime.watched import Watched
+from meshwise.sharding import Sharding
+from meshwise.tensors import Einsum, Kind
+
+__all__ = ["multiply", "others", "spread", "spread_spec"]
+
+#: Mesh axes along which devices hold weights of their own.
+_STAGES = frozenset({"stage"})
+
+
+def multiply(
+    op: Einsum, x: jax.Array, w: jax.Array | Watched, placement: Placement, splits: Mapping[str, tuple[str, ...]]
+) -> jax.Array:
+    """Multiply where a layout places it.
+
+    Args:
+        op: of the program.
+        x, w: its inputs, where `splits` has them.
+        placement: of the layout.
+        splits: of the operation's iteration space.
+
+    Returns: the product, whose partial sums are still to be said complete.
+    """
+    if placement.mesh.size == 1 or op.inputs[1].kind is not Kind.WEIGHT:
+        return named_einsum(op, x, w)
+    left, right, out = subscripts(op)
+    value, sink = (w.value, w.sink) if isinstance(w, Watched) else (w, None)
+    wide = value.dtype if sink is None else sink.dtype
+
+    @jax.custom_vjp
+    def product(x: jax.Array, value: jax.Array, sink: jax.Array | None) -> jax.Array:  # noqa: ARG001
+        return jnp.einsum(f"{left},{right}->{out}", x, value)
+
+    def forward(x: jax.Array, value: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, Any]:
+        return product(x, value, sink), (x, value)
+
+    def backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[Any, ...]:
+        x, value = kept
+        d_x = jnp.einsum(f"{out},{right}->{left}", gradient, value).astype(x.dtype)
+        d_w = reduced(x, gradient)
+        return (d_x, d_w, None) if sink is None else (d_x, jnp.zeros_like(value), d_w)
+
+    def reduced(x: jax.Array, gradient: jax.Array) -> jax.Array:
+        held, back = Sharding.of(op.inputs[1].axes, splits), placement.reduced(op.inputs[1].axes)
+        split = {m for s in held.splits for m in s}
+        partial = [m for s in splits.values() for m in s if m not in split]
+
+        def local(x: jax.Array, gradient: jax.Array) -> jax.Array:
+            part = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=wide)
+            return complete(part, held, back, partial, placement)
+
+        reads = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in (op.inputs[0], op.output))
+        made: jax.Array = placement.local(local, reads, placement.spec(back))(x, gradient)
+        return made
+
+    product.defvjp(forward, backward)
+    return product(x, value, sink)
+
+
+def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:
+    """Give each device a copy of its own of the part of a weight that it holds, and their gradients one sum.
+
+    For code in a `shard_map`, which would add up gradients whole.
+
+    Args:
+        w: a weight (or a watched one), held as `held`.
+        held, back: sharding of the weight, and of its gradient.
+        placement: of the layout.
+
+    Returns: the copies, numbered in front, as `spread_spec` says.
+    """
+    if isinstance(w, Watched):
+        return w.map(lambda part: spread(part, held, back, placement))
+    one, many, over = placement.spec(held), spread_spec(held, placement), others(held, placement)
+
+    @jax.custom_vjp
+    def copied(w: jax.Array) -> jax.Array:
+        copies: jax.Array = placement.local(lambda w: w[None], one, many)(w)
+        return copies
+
+    def forward(w: jax.Array) -> tuple[jax.Array, None]:
+        return copied(w), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        def local(own: jax.Array) -> jax.Array:
+            return complete(own[0], held, back, over, placement)
+
+        return (placement.local(local, many, placement.spec(back))(gradient),)
+
+    copied.defvjp(forward, backward)
+    return copied(w)
+
+
+def spread_spec(held: Sharding, placement: Placement) -> PartitionSpec:
+    """Say how the copies that `spread` gives are split."""
+    return PartitionSpec(others(held, placement) or None, *placement.spec(held))
+
+
+def others(held: Sharding, placement: Placement) -> tuple[str, ...]:
+    """Mesh axes along which devices hold the same of what is split so; of stages each has its own."""
+    split = {m for s in held.splits for m in s} | _STAGES
+    return tuple(a for a in placement.axes if a not in split)

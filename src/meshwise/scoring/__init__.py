@@ -1,0 +1,26 @@
+"""Predictions scored against measured runs: rows read, set up as plans, predicted, compared. Renders nothing."""
+
+from __future__ import annotations
+
+from meshwise.scoring.columns import COLUMNS, METRICS
+from meshwise.scoring.prediction import Prediction, Refusal, predict
+from meshwise.scoring.reading import MeasuredRun, RowError, read_runs, runs_of
+from meshwise.scoring.score import Score, score_runs, shipped_runs
+from meshwise.scoring.statistics import Errors, Ranking
+
+__all__ = [
+    "COLUMNS",
+    "METRICS",
+    "Errors",
+    "MeasuredRun",
+    "Prediction",
+    "Ranking",
+    "Refusal",
+    "RowError",
+    "Score",
+    "predict",
+    "read_runs",
+    "runs_of",
+    "score_runs",
+    "shipped_runs",
+]

@@ -1,0 +1,116 @@
+"""What is predicted of one measured run: its step's time or its memory, beside the measurement, or why it is not.
+
+Not here: what a row means (`setup`), and what all rows say together (`statistics`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.costs.estimate import Estimate
+from meshwise.costs.spread import Likely, likely_interval
+from meshwise.errors import MeshwiseError
+from meshwise.planning import estimate_layout
+from meshwise.scoring.conventions import measured_bytes, measured_seconds
+from meshwise.scoring.models import family_of
+from meshwise.scoring.reading import MeasuredRun
+from meshwise.scoring.setup import Setup, set_up
+from meshwise.sharding.layout import Layout
+
+__all__ = ["MEMORY_PARTS", "Prediction", "Refusal", "predict"]
+
+#: Metric of memory -> the classes of an estimate that it measures; None for all of them.
+MEMORY_PARTS: dict[str, tuple[str, ...] | None] = {
+    "weights_grads_optimizer_GiB": ("parameters", "master_copies", "gradients", "optimizer"),
+    "activation_memory_GiB": ("activations", "logits_and_loss"),
+    "peak_memory": None,
+    "gpu_memory": None,
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A run that cannot be predicted."""
+
+    run: MeasuredRun
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run that was predicted.
+
+    Args:
+        setup: what it did.
+        layout: complete: what the row left open was chosen.
+        estimate: of that layout.
+        measured, expected, bound: seconds of a step, or bytes of memory; the bound is the uncalibrated roofline, 0 for
+            memory.
+        likely: the 80 % interval of a time; None for memory.
+    """
+
+    setup: Setup
+    layout: Layout
+    estimate: Estimate
+    measured: float
+    expected: float
+    bound: float
+    likely: Likely | None
+
+    @property
+    def run(self) -> MeasuredRun:
+        """The row."""
+        return self.setup.run
+
+    @property
+    def family(self) -> str:
+        """Family of its model."""
+        return family_of(self.run)
+
+    @property
+    def error(self) -> float:
+        """Signed: 0.1 where 10 % too much is predicted."""
+        return self.expected / self.measured - 1
+
+    @property
+    def bound_error(self) -> float:
+        """The same of the uncalibrated bound."""
+        return self.bound / self.measured - 1
+
+    @property
+    def covered(self) -> bool:
+        """Whether the measurement lies in the interval."""
+        return self.likely is not None and self.likely.low <= self.measured <= self.likely.high
+
+    @property
+    def false_oom(self) -> bool:
+        """Whether it is said not to fit, though it ran; a row of memory may be of a run that never did."""
+        return not self.estimate.fits and not self.run.is_memory
+
+
+def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refusal:
+    """Predict one run; a row that cannot be understood is a refusal with its reason."""
+    try:
+        setup = set_up(run, calibration)
+        measured = measured_bytes(run) if run.is_memory else measured_seconds(run, setup.model)
+        plan = estimate_layout(setup.problem, setup.layout).plans[0]
+    except MeshwiseError as error:
+        return Refusal(run, str(error))
+    estimate = plan.estimate
+    if run.is_memory:
+        parts = MEMORY_PARTS[run.measured_metric] or ("total",)
+        expected = sum(estimate.memory.get(part, 0.0) for part in parts)
+        return Prediction(setup, plan.layout, estimate, measured, expected, 0.0, None)
+    if measured < estimate.step_time.lower * 0.98:
+        return Refusal(run, _impossible(measured, estimate))
+    step = estimate.step_time
+    causes = (*setup.open, *(("mixture",) if setup.model.mixtures else ()))
+    likely = likely_interval(step.expected, step.lower, estimate.terms, causes)
+    return Prediction(setup, plan.layout, estimate, measured, step.expected, step.lower, likely)
+
+
+def _impossible(measured: float, estimate: Estimate) -> str:
+    return (
+        f"{measured:.4g} s a step is faster than the chips' data sheets allow, at least "
+        f"{estimate.step_time.lower:.4g} s ({estimate.bound}); the row, or what was read into it, is wrong"
+    )

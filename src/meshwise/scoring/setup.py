@@ -1,0 +1,283 @@
+"""What a measured run did, in our words: its model, job, cluster, calibration and layout.
+
+What a row leaves open stays open in the layout, to be chosen best; what was read into it is said. Not here: reading
+rows (`reading`), models (`models`), machines (`machines`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.costs.calibration import default_calibration
+from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fitted import find_calibration
+from meshwise.errors import MeshwiseError
+from meshwise.hardware import Chip
+from meshwise.jobs import PRECISIONS, TrainingJob
+from meshwise.models import Model
+from meshwise.scoring.machines import cluster_of
+from meshwise.scoring.models import model_of
+from meshwise.scoring.reading import MeasuredRun
+from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
+from meshwise.sharding.remat_names import parse_remat
+
+__all__ = ["Setup", "set_up"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run as it can be estimated.
+
+    Args:
+        run: the row.
+        problem: model, job, cluster, calibration.
+        layout: as far as the row says it.
+        assumed: what was read into the row, one phrase each.
+        open: what the row does not say and the time depends on.
+    """
+
+    run: MeasuredRun
+    problem: TrainingProblem
+    layout: LayoutRequest
+    assumed: tuple[str, ...]
+    open: tuple[str, ...]
+
+    @property
+    def model(self) -> Model:
+        """What was trained."""
+        return self.problem.model
+
+
+def set_up(run: MeasuredRun, calibration: str = "fitted") -> Setup:
+    """Say what a run did.
+
+    Raises:
+        MeshwiseError: what of it is not known here, or contradicts itself.
+    """
+    model, of_model = model_of(run)
+    cluster, of_cluster = cluster_of(run)
+    precision, of_precision = _precision(run)
+    job = TrainingJob(
+        batch_tokens=run.tokens,
+        seq_len=run.seq_len,
+        batch_slack=0.0,
+        precision=precision,
+        expert_imbalance=1.0 if "force-balanced" in run.words else None,
+    )
+    calibration, of_software = _software(run, calibration, chip=cluster.chip)
+    problem = TrainingProblem(model, job, cluster, find_calibration(calibration, cluster.chip))
+    sizes, choices, of_layout = _layout(run, model)
+    layout = LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if sizes[a] > 1))
+    Layout.from_json({**sizes, **choices})  # checks every value
+    open_ones = tuple(name for name in ("remat", "zero", "micro_batch") if _is_open(name, layout))
+    return Setup(run, problem, layout, (*of_model, *of_cluster, *of_precision, *of_software, *of_layout), open_ones)
+
+
+def _is_open(name: str, layout: LayoutRequest) -> bool:
+    return name not in layout.choices and not (name == "zero" and layout.sizes["data"] == 1)
+
+
+#: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
+_SOFTWARE = (
+    (r"maxtext|jax|levanter|axlearn", "xla", 9999),
+    (r"megatron|nemo", "megatron-2021", 2023),
+    (r"megatron|nemo|transformer ?engine", "megatron", 9999),
+    (r"flashattention \(triton\)|composer|deepspeed|fsdp", "eager-2023", 2023),
+)
+
+
+def _software(run: MeasuredRun, calibration: str, *, chip: Chip) -> tuple[str, tuple[str, ...]]:
+    """The calibration with the software that a row names, where "fitted" is asked for; and what was assumed."""
+    if calibration != "fitted" or chip.vendor == "google":
+        return calibration, ()
+    words, year = run.software.lower(), run.year or 9999
+    found = next((name for pattern, name, last in _SOFTWARE if re.search(pattern, words) and year <= last), None)
+    if found is None:
+        return calibration, ("software is not named or not known: Megatron Core of 2024 and later taken",)
+    release = re.search(r"container (\d+)\.(\d+)", words)
+    if release and (int(release[1]), int(release[2])) >= (26, 6) and default_calibration(chip).name == "blackwell":
+        found = "megatron-graphs"
+    return f"fitted+{found}", ()
+
+
+#: A source's words -> precision; the first that is found.
+_PRECISIONS = (
+    (r"^mxfp8|fp8-mx|alternative granularity", "mxfp8"),
+    (r"nvfp4|^fp4", "nvfp4"),
+    (r"fp8-cs|main value", "fp8-current"),
+    (r"fp8.*1x128|fp8-block|blockwise", "fp8-block"),
+    (r"^fp8", "fp8"),
+    (r"int8", "int8"),
+    (r"bf16.*(fp32 grad)|amp, fp32 master|bf16 mixed", "mixed"),
+    (r"bf16 pure", "bf16,master=fp32"),
+    (r"^bf16", "bf16"),
+    (r"^fp16", "fp16"),
+    (r"^(fp32|tf32|f32)", "fp32"),
+)
+
+
+def _precision(run: MeasuredRun) -> tuple[str, tuple[str, ...]]:
+    """Number formats, and what was assumed of them."""
+    words = run.dtype.strip().lower()
+    if words in PRECISIONS and words not in ("bf16", "fp8"):
+        return words, ()
+    if not words:
+        return "mixed", ("bf16 with fp32 master weights: no format is named",)
+    found = next((p for pattern, p in _PRECISIONS if re.search(pattern, words)), None)
+    if found is None:
+        raise MeshwiseError(f"dtype {run.dtype!r} is not understood; expected one of {', '.join(PRECISIONS)}")
+    if found == "mxfp8" and run.chip.startswith(("h100", "h200", "h800")):
+        return "fp8-block", ("fp8 by blocks of 128, as DeepSeek-V3: Hopper has no other finer grain",)
+    megatron = "nemo" in run.software.lower() or "megatron" in run.software.lower()
+    if found == "bf16":
+        return ("mixed" if megatron else "bf16,master=fp32"), ()
+    if found == "fp8" and megatron and (run.year or 0) >= 2025:
+        return "fp8-current", ("fp8 scaled by tensor, as the recipes of these releases",)
+    return found, ()
+
+
+def _layout(run: MeasuredRun, model: Model) -> tuple[dict[str, int], dict[str, Any], list[str]]:
+    """Sizes of mesh axes, the choices that the row says, and what was assumed."""
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    choices: dict[str, Any] = {}
+    notes: list[str] = []
+    tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
+    rest, uneven = divmod(run.n_chips, tp * pp * cp)
+    dp = run.dp or rest
+    if uneven or dp != rest:
+        raise MeshwiseError(
+            f"tp {tp} x pp {pp} x cp {cp} x dp {dp} = {tp * pp * cp * dp:,} chips, but n_chips is {run.n_chips:,}"
+        )
+    sizes |= {"tensor": tp, "stage": pp, "context": cp}
+    if ep > 1 and model.mixtures:
+        dp = _experts(ep, dp, tp, sizes, choices)
+    _shards(run, dp, sizes, choices)
+    if tp > 1:
+        choices["sequence_parallel"] = run.sp is None or run.sp > 1
+    if cp > 1:
+        choices["context_method"] = "ring"
+    if pp > 1:
+        choices["schedule"] = "interleaved" if (run.vpp or 1) > 1 else "1f1b"
+        choices["virtual_stages"] = run.vpp or 1
+    _recompute(run, choices, notes)
+    _microbatches(run, sizes, choices)
+    if "tokendrop" in run.words:
+        notes.append("tokens beyond an expert's capacity are dropped: taken as balanced")
+    return sizes, choices, notes
+
+
+def _experts(ep: int, dp: int, tp: int, sizes: dict[str, int], choices: dict[str, Any]) -> int:
+    """Take expert parallelism out of dp, and out of tp, whose devices then hold whole experts; give what dp is left.
+
+    Megatron-LM counts devices of dp and tp alike in ep.
+    """
+    over_data = ep // tp if ep % tp == 0 else ep
+    if dp % over_data:
+        raise MeshwiseError(f"ep {ep} does not divide dp x tp = {dp} x {tp} replicas")
+    sizes["expert"] = over_data
+    if tp > 1:
+        choices["expert_tensor_parallel"] = ep % tp != 0
+    return dp // over_data
+
+
+#: A source's words for what replicas share -> ZeRO stage; 3 is FSDP.
+_STAGES = (
+    (r"zero-2|zero stage 2|shard_grad_op", 2),
+    (r"fsdp|zero-3|zero stage 3|full_shard", 3),
+    (r"distributed optimizer|zero-1|zero stage 1", 1),
+    (r"ddp|none|no optimizer|zero stage 0|zero-0", 0),
+)
+
+
+def _shards(run: MeasuredRun, dp: int, sizes: dict[str, int], choices: dict[str, Any]) -> None:
+    """Deal the replicas out between data and fsdp."""
+    words = run.fsdp_or_zero_stage.lower()
+    sizes["data"] = dp
+    if not words:
+        return
+    stage = next((stage for pattern, stage in _STAGES if re.search(pattern, words)), None)
+    if stage is None:
+        raise MeshwiseError(
+            f"fsdp_or_zero_stage {run.fsdp_or_zero_stage!r} is not understood; expected DDP, ZeRO stage 1 or 2, or FSDP"
+        )
+    if stage < 3:
+        choices["zero"] = stage
+        choices["fully_sharded"] = False
+        return
+    copies = re.search(r"dp=(\d+) across", words)
+    within = re.search(r"within (\d+)-gpu|over (\d+)\b(?! chips)", words)
+    if copies and dp % int(copies[1]) == 0:
+        sizes["data"] = int(copies[1])
+    elif within and dp % int(within[1] or within[2]) == 0:
+        sizes["data"] = dp // int(within[1] or within[2])
+    else:
+        sizes["data"] = 1
+    sizes["fsdp"] = dp // sizes["data"]
+    choices["zero"] = 1 if sizes["data"] > 1 else 0
+
+
+#: MaxText's names -> ours (src/MaxText/layers, `remat_policy`).
+_MAXTEXT = {
+    "full": "full",
+    "minimal": "projections",
+    "minimal_flash": "matmuls",
+    "minimal_with_context": "matmuls",
+    "save_qkv_proj": "save:q+k+v",
+    "save_dot_except_mlp": "attention",
+    "none": "none",
+}
+
+
+def _recompute(run: MeasuredRun, choices: dict[str, Any], notes: list[str]) -> None:
+    """What is computed again, and what lives in the host's memory."""
+    words = run.recompute.strip()
+    bare = words.split("[")[0].strip().lower()
+    if offloaded := re.search(r"activations of (\d+) layers offloaded", bare):
+        choices["offload"] = ("activations",)
+        choices["offload_layers"] = int(offloaded[1])
+    if not bare:
+        return
+    if found := re.search(r"remat_policy=(\w+)", words):
+        if found[1] not in _MAXTEXT:
+            notes.append(f"remat_policy={found[1]} is not known here: the fastest that fits")
+            return
+        choices["remat"] = _MAXTEXT[found[1]]
+    elif bare.startswith("none"):
+        choices["remat"] = "none"
+    elif found := re.search(r"full on (\d+) layers", bare):
+        choices |= {"remat": "full", "remat_layers": int(found[1])}
+    elif bare.startswith("full"):
+        choices["remat"] = "full"
+    elif "attention core" in bare or (bare.startswith("selective") and "(" not in bare):
+        choices["remat"] = "recompute:core_attn"
+    elif "mla_up_proj" in bare:
+        choices["remat"] = "recompute:mla_up_proj+moe_act"
+        notes.append("selective recomputation of mla_up_proj and moe_act: which modules varies between machines")
+    else:
+        choices |= _own_words(bare)
+
+
+def _own_words(text: str) -> dict[str, Any]:
+    """A policy as layouts write it."""
+    try:
+        request = parse_remat(text)
+    except MeshwiseError as error:
+        raise MeshwiseError(f"recompute {text!r} is not understood: {error}") from None
+    return {"remat": request.policy} | ({} if request.layers is None else {"remat_layers": request.layers})
+
+
+def _microbatches(run: MeasuredRun, sizes: dict[str, int], choices: dict[str, Any]) -> None:
+    replicas = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    if run.micro_batch is None:
+        if run.global_batch_seqs % replicas:
+            raise MeshwiseError(f"{run.global_batch_seqs:,} sequences do not divide over {replicas:,} replicas")
+        return
+    number, rest = divmod(run.global_batch_seqs, replicas * run.micro_batch)
+    if rest or not number:
+        raise MeshwiseError(
+            f"global_batch_seqs {run.global_batch_seqs:,} is no multiple of micro_batch {run.micro_batch} x "
+            f"{replicas:,} replicas"
+        )
+    choices |= {"micro_batch": run.micro_batch, "num_microbatches": number}

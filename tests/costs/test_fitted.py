@@ -1,0 +1,128 @@
+"""The fitted calibration: what its constants do to one operation and to a step, each alone, and its names."""
+
+from dataclasses import replace
+
+import pytest
+from small_problems import MIXTURE, case, tiny
+
+from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration
+from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.fitted import SOFTWARE, find_calibration, fitted_calibration
+from meshwise.dtypes import DType
+from meshwise.errors import UnknownNameError
+from meshwise.hardware import chips, load_chip, parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.sharding.layout import Layout
+
+PLAIN = case("8 H100", "none", Layout(fsdp=8, micro_batch=2, remat="none", wires=(("fsdp", (8,)),)), width=1024)
+
+
+def seconds(*, model=None, **changes):
+    """Expected terms of PLAIN under the identity with some constants changed."""
+    problem = replace(PLAIN.problem, calibration=replace(IDENTITY, **changes), model=model or PLAIN.problem.model)
+    return evaluate_layout(problem, PLAIN.fabric, PLAIN.layout).step
+
+
+BASE = seconds()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"half_depth": 100.0},
+        {"half_attention": 1000.0},
+        {"attention_backward": 0.5},
+        {"unfused_attention": True},
+        {"elementwise_passes": 2.0},
+        {"gap": 10e-6},
+        {"interference": 0.3},
+        {"late_exchange": True},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_each_constant_only_costs_time(changes):
+    one = case("8 H100", "none", Layout(data=8, micro_batch=2, remat="none", wires=(("data", (8,)),)), width=1024)
+    for own in (PLAIN, one):
+        plain = evaluate_layout(own.problem, own.fabric, own.layout).step
+        found = evaluate_layout(
+            replace(own.problem, calibration=replace(IDENTITY, **changes)), own.fabric, own.layout
+        ).step
+        assert found.lower == plain.lower, "the bound is the data sheet's"
+        assert found.expected >= plain.expected
+        assert found.upper >= found.expected * (1 - 1e-12)
+    if "late_exchange" not in changes:
+        assert seconds(**changes).expected > BASE.expected
+    else:
+        assert found.expected > plain.expected
+
+
+def test_a_gap_is_added_to_every_operation():
+    one, two = (seconds(gap=n * 1e-3).terms["forward"] for n in (1, 2))
+    operations = (two - one) / 1e-3
+    assert operations == pytest.approx(round(operations), abs=1e-6)
+    assert one - BASE.terms["forward"] == pytest.approx(two - one)
+
+
+def test_interference_is_a_share_of_what_is_hidden():
+    found = seconds(interference=0.25)
+    assert found.hidden["fsdp"] == pytest.approx(0.75 * BASE.hidden["fsdp"])
+    lost = found.terms["fsdp"] - BASE.terms["fsdp"]
+    assert lost == pytest.approx(0.25 * BASE.hidden["fsdp"])
+
+
+def test_late_exchanges_hide_behind_nothing():
+    one = case("8 H100", "none", Layout(data=8, micro_batch=2, remat="none", wires=(("data", (8,)),)), width=1024)
+    late = replace(one.problem, calibration=replace(IDENTITY, late_exchange=True))
+    step = evaluate_layout(late, one.fabric, one.layout).step
+    assert step.hidden["data"] == 0
+    plain = evaluate_layout(one.problem, one.fabric, one.layout).step
+    assert step.terms["data"] == pytest.approx(plain.terms["data"] + plain.hidden["data"])
+
+
+def test_unfused_attention_by_hand():
+    """8 heads of 32 over 1,920 positions, 2 sequences a chip, 4 layers: every pair is a score of 13 bytes forward."""
+    found = seconds(unfused_attention=True)
+    pairs = 2 * 8 * 1920**2
+    chip = PLAIN.problem.cluster.chip
+    width = PLAIN.problem.model.sizes["H"]
+    products = 4 * width * pairs / chip.peak(DType.BF16)
+    qkvo = 2 * 1920 * (2 * 8 + 2 * 4) * width * 2
+    memory = (13 * pairs + qkvo) / chip.hbm_bandwidth
+    fused = max(products * 1921 / 3840, qkvo / chip.hbm_bandwidth)
+    assert found.terms["forward"] - BASE.terms["forward"] == pytest.approx(4 * (products + memory - fused), rel=1e-6)
+
+
+def test_the_host_launches_what_routing_decides():
+    cluster = parse_cluster("h100:8")
+    job = TrainingJob(batch_tokens=str(8 * 1024), seq_len="1024", batch_slack=0)
+    layout = Layout(expert=8, remat="none", wires=(("expert", (8,)),))
+    own = case("8 H100", "none", layout)
+    plain = replace(own.problem, model=MIXTURE, job=job, cluster=cluster)
+    host = replace(plain, calibration=replace(IDENTITY, mixture_launch=1.0))
+    step = evaluate_layout(host, own.fabric, layout).step
+    assert step.terms["forward"] > MIXTURE.num_layers * 10, "seconds, one an operation"
+    dense = replace(host, model=tiny(), job=job)
+    layout = Layout(fsdp=8, remat="none", wires=(("fsdp", (8,)),))
+    assert evaluate_layout(dense, own.fabric, layout).step.terms["forward"] < 1
+
+
+def test_every_chip_has_a_fitted_calibration_that_no_family_beats():
+    for name in chips():
+        chip = load_chip(name)
+        family = default_calibration(chip)
+        for software in SOFTWARE:
+            found = fitted_calibration(chip, software)
+            assert found.matmul_efficiency <= family.matmul_efficiency
+            assert family.source in found.source
+            assert find_calibration(found.name, chip) == found
+
+
+def test_names():
+    chip = load_chip("h100-sxm")
+    assert fitted_calibration(chip).name == "fitted"
+    assert find_calibration("fitted+megatron", chip).name == "fitted"
+    assert find_calibration("default", chip) is CALIBRATIONS["hopper"]
+    with pytest.raises(UnknownNameError, match=r"unknown software 'megatro'\. Nearest: megatron"):
+        find_calibration("fitted+megatro", chip)
+    with pytest.raises(UnknownNameError, match="unknown calibration 'fit'"):
+        find_calibration("fit", chip)

@@ -1,0 +1,37 @@
+"""Single operations against their formulas, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwise.runtime.ops import elementwise
+from meshwise.tensors import Elementwise, Kind, Tensor
+
+LOSS = Elementwise(
+    name="loss",
+    inputs=(Tensor("logits", ("B", "T", "V")), Tensor("labels", ("B", "T"), kind=Kind.INDEX)),
+    output=Tensor("loss", ("B", "T")),
+    reduced=("V",),
+)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_loss_is_minus_the_log_of_the_labels_probability_and_its_gradient_takes_the_logits_place(dtype):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 7)) * 5, dtype)
+    labels = jnp.asarray([[0, 6, 3], [2, 2, 5]])
+
+    def own(x):
+        return elementwise(LOSS, [x, labels], None)
+
+    def formula(x):
+        return -jnp.take_along_axis(jax.nn.log_softmax(x.astype(jnp.float32)), labels[..., None], axis=-1)[..., 0]
+
+    weights = jnp.arange(1.0, 7.0).reshape(2, 3)
+    np.testing.assert_allclose(own(logits), formula(logits), rtol=1e-6, atol=1e-6)
+    found, expected = (jax.grad(lambda x, f=f: jnp.sum(weights * f(x)))(logits) for f in (own, formula))
+    assert found.dtype == dtype  # as wide as the logits, so that it may lie where they lay
+    wide = found.astype(jnp.float32), expected.astype(jnp.float32)
+    np.testing.assert_allclose(*wide, rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5, atol=1e-6)
+    kept = [a for a in jax.tree.leaves(jax.vjp(own, logits)[1]) if a.shape == logits.shape]
+    assert [a.dtype for a in kept] == [dtype]  # the logits alone: no softmax in fp32 beside them

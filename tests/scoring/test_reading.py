@@ -1,0 +1,70 @@
+"""Files of measured runs: what is read, and what is refused with the line and the column."""
+
+import pytest
+
+from meshwise.errors import MeshwiseError
+from meshwise.scoring import COLUMNS, METRICS, RowError, runs_of, shipped_runs
+
+HEADER = "id,chip,model,n_chips,global_batch_seqs,seq_len,measured_metric,measured_value,unit"
+ROW = "a,h100-sxm,llama-3-8b,8,64,8192,step_time,2.5,s"
+
+
+def read(*rows, header=HEADER):
+    return runs_of("\n".join([header, *rows]) + "\n", "runs.csv")
+
+
+def test_what_is_left_out_is_unknown():
+    (run,) = read(ROW)
+    assert (run.n_chips, run.measured_value, run.tp, run.recompute, run.primary) == (8, 2.5, None, "", "yes")
+    assert run.tokens == 64 * 8192
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (ROW.replace("2.5", "-1"), "runs.csv, line 2, column measured_value: expected a number above 0, found '-1'"),
+        (ROW.replace(",8,", ",8.5,"), "line 2, column n_chips: expected a whole number of at least 1, found '8.5'"),
+        (ROW.replace("64", ""), "line 2, column global_batch_seqs: expected a value, found a blank cell"),
+        (ROW.replace("step_time", "stepp"), "line 2, column measured_metric: expected one of step_time, "),
+        (ROW + ",x", "line 2: expected 9 cells, found 10"),
+    ],
+)
+def test_a_bad_row_is_refused_with_line_and_column(row, words):
+    with pytest.raises(RowError) as error:
+        read(row)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (HEADER.replace("seq_len", "seq_length"), "did you mean 'seq_len'?"),
+        (HEADER.removesuffix(",unit"), "the header lacks unit"),
+        (HEADER + ",chip", "'chip' stands twice"),
+        ("id,engine,phase", "measurements of serving"),
+        ("id,category,op", "single operations"),
+    ],
+)
+def test_a_bad_header_is_refused(header, words):
+    with pytest.raises(MeshwiseError, match=words.replace("?", r"\?")):
+        read(ROW, header=header)
+
+
+def test_nothing_and_doubles_are_refused():
+    with pytest.raises(MeshwiseError, match="found none"):
+        read()
+    with pytest.raises(RowError, match="two rows have the id 'a'"):
+        read(ROW, ROW)
+
+
+def test_the_shipped_runs_are_read_and_name_their_sources():
+    runs = shipped_runs()
+    assert len(runs) == 706
+    assert all(run.source and run.source_url_or_repo_path for run in runs)
+    assert {run.measured_metric for run in runs} <= set(METRICS)
+    assert sum(run.counts for run in runs) == 413
+
+
+def test_every_column_has_a_meaning():
+    assert len({c.name for c in COLUMNS}) == len(COLUMNS)
+    assert all(c.meaning for c in COLUMNS)

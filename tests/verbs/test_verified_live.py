@@ -1,0 +1,38 @@
+"""Plans of two layers compiled by the real compilers, and held to three bars: state, peak and collectives.
+
+Slow: each program takes a compiler a quarter of a minute to two minutes. It proves on every run what the table of
+docs/verify.md shows of whole models.
+"""
+
+import json
+
+import pytest
+
+import meshwise
+from meshwise.compiler.reduction import reduce_layers
+from meshwise.models import load_model
+from meshwise.sharding.layout import Layout
+from meshwise.verbs.verify import verify_plan
+
+pytestmark = pytest.mark.slow
+
+PLANS = [
+    ("llama-3-8b", "h100:8", "fsdp=4,tensor=2,remat=full"),
+    ("mixtral-8x7b", "h100:8", "expert=8,remat=full"),
+    ("llama-3-8b", "v5e:2x4", "fsdp=8,remat=full"),
+]
+
+
+@pytest.mark.parametrize(("model", "on", "layout"), PLANS)
+def test_two_layers_are_within_the_bars(model, on, layout, tmp_path):
+    pytest.importorskip("jax_cuda12_plugin" if on.startswith("h100") else "libtpu")
+    small, _ = reduce_layers(load_model(model), Layout(), 2)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(dict(small.config)))
+    slots = {"capacity_factor": 1} if model.startswith("mixtral") else {}
+    plan = meshwise.estimate_train(str(file), on=on, batch_tokens="32Ki", seq_len=4096, layout=layout, **slots).plans[0]
+    found = verify_plan(plan)
+    lines = {line.name: line for line in found.lines}
+    assert lines["arguments"].compiled == pytest.approx(lines["arguments"].predicted, rel=0.01)
+    assert lines["peak"].compiled == pytest.approx(lines["peak"].predicted, rel=0.15)
+    assert found.unexplained_share < 0.05
