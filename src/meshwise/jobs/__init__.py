@@ -1,4 +1,4 @@
-"""What is wanted: a training job, its precision, optimizer, and what is trained. Serving loads come with serving."""
+"""What is wanted: a training job, its precision, optimizer, and what is trained. Serving loads are in `traffic`."""
 
 from meshwise.jobs.adapters import trainable_parameters, with_adapters
 from meshwise.jobs.fine_tuning import FineTuning, parse_fine_tuning

@@ -1,0 +1,22 @@
+"""What is asked of a serving system: requests over time, drawn by a seed or recorded. Not here: how they are served."""
+
+from meshwise.jobs.traffic.arrivals import Arrivals, parse_arrivals
+from meshwise.jobs.traffic.lengths import Fixed, Lengths, Lognormal, Uniform, parse_lengths
+from meshwise.jobs.traffic.load import Demand, DrawnLoad, Load, SharedPrefixes
+from meshwise.jobs.traffic.trace import Trace, read_trace
+
+__all__ = [
+    "Arrivals",
+    "Demand",
+    "DrawnLoad",
+    "Fixed",
+    "Lengths",
+    "Load",
+    "Lognormal",
+    "SharedPrefixes",
+    "Trace",
+    "Uniform",
+    "parse_arrivals",
+    "parse_lengths",
+    "read_trace",
+]

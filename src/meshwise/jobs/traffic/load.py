@@ -1,0 +1,157 @@
+"""A load: requests in order of arrival, drawn by a seed. The same seed draws the same, at whatever rate.
+
+Not here: recorded loads (`trace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from meshwise.errors import MeshwiseError
+from meshwise.jobs.traffic.arrivals import BLOCK, Arrivals
+from meshwise.jobs.traffic.lengths import Lengths
+
+__all__ = ["Demand", "DrawnLoad", "Load", "SharedPrefixes"]
+
+
+class Demand(NamedTuple):
+    """One request as it arrives.
+
+    Args:
+        arrival: seconds.
+        prompt: tokens, those of the prefix included.
+        output: tokens to generate, at least 1.
+        prefix: (name, tokens) of the parts that the prompt begins with and that others may share.
+        keep_as: the name under which a later prompt may go on from this prompt and its output.
+    """
+
+    arrival: float
+    prompt: int
+    output: int
+    prefix: tuple[tuple[str, int], ...] = ()
+    keep_as: str | None = None
+
+
+class Load(Protocol):
+    """Requests in order of arrival."""
+
+    @property
+    def num_requests(self) -> int:
+        """How many there are."""
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, the mean."""
+
+    def requests(self) -> Iterator[Demand]:
+        """Give them in order, from the first each time."""
+
+    def at_rate(self, rate: float) -> Load:
+        """Give the same requests at another mean rate."""
+
+    def first(self, count: int) -> Load:
+        """Give the first requests only."""
+
+    def words(self) -> dict[str, Any]:
+        """What it is, for a report."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """What prompts begin with, in common: system prompts, or documents.
+
+    Args:
+        tokens: of each, at the beginning of the prompt; those of the prompt that `Lengths` draws come after it.
+        groups: how many different ones there are, all equally likely.
+    """
+
+    tokens: int
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.tokens < 1 or self.groups < 1:
+            raise MeshwiseError(f"shared prefixes: expected at least 1 token and 1 group, found {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLoad(Load):
+    """A load drawn from distributions.
+
+    Args:
+        arrivals: when.
+        prompt, output: how long.
+        count: how many.
+        seed: of all draws.
+        prefixes: what prompts share.
+    """
+
+    arrivals: Arrivals
+    prompt: Lengths
+    output: Lengths
+    count: int
+    seed: int = 0
+    prefixes: SharedPrefixes | None = None
+
+    def __post_init__(self) -> None:
+        """Check the number of requests."""
+        if self.count < 1:
+            raise MeshwiseError(f"requests: expected at least 1, found {self.count}")
+
+    @property
+    def num_requests(self) -> int:
+        """How many there are."""
+        return self.count
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, the mean."""
+        return self.arrivals.rate
+
+    def requests(self) -> Iterator[Demand]:
+        """Draw them, block by block.
+
+        >>> from meshwise.jobs.traffic import parse_arrivals, parse_lengths
+        >>> load = DrawnLoad(parse_arrivals("constant", 4.0), parse_lengths("64"), parse_lengths("8"), 2)
+        >>> [tuple(d)[:3] for d in load.requests()]
+        [(0.25, 64, 8), (0.5, 64, 8)]
+        """
+        of_time, of_prompt, of_output, of_prefix = (
+            np.random.default_rng(s) for s in np.random.SeedSequence(self.seed).spawn(4)
+        )
+        for times in self.arrivals.times(of_time, self.count):
+            prompts = self.prompt.sample(of_prompt, BLOCK)[: len(times)].tolist()
+            outputs = self.output.sample(of_output, BLOCK)[: len(times)].tolist()
+            if self.prefixes is None:
+                yield from map(Demand, times.tolist(), prompts, outputs)
+                continue
+            shared = self.prefixes.tokens
+            groups = of_prefix.integers(self.prefixes.groups, size=BLOCK)[: len(times)].tolist()
+            for time, prompt, output, group in zip(times.tolist(), prompts, outputs, groups, strict=True):
+                yield Demand(time, prompt + shared, output, ((f"prefix {group}", shared),))
+
+    def at_rate(self, rate: float) -> DrawnLoad:
+        """Give the same requests, closer together or further apart."""
+        return replace(self, arrivals=self.arrivals.at_rate(rate))
+
+    def first(self, count: int) -> DrawnLoad:
+        """Give the first requests only."""
+        return replace(self, count=min(count, self.count))
+
+    def words(self) -> dict[str, Any]:
+        """What it is, for a report."""
+        shared = self.prefixes
+        return {
+            "arrivals": str(self.arrivals),
+            "rate_per_s": self.rate,
+            "prompt_tokens": str(self.prompt),
+            "output_tokens": str(self.output),
+            "requests": self.count,
+            "seed": self.seed,
+            "prefix_tokens": 0 if shared is None else shared.tokens,
+            "prefix_groups": 0 if shared is None else shared.groups,
+        }
