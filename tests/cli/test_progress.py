@@ -29,6 +29,11 @@ def test_then_a_line_now_and_then():
     assert told(io.StringIO(), [0.9, 1.1, 1.2, 1.7]) == "line 1\nline 3\n"
 
 
+def test_in_a_log_lines_become_rare():
+    lines = told(io.StringIO(), [float(second) for second in range(1, 601)]).splitlines()
+    assert 10 < len(lines) < 20
+
+
 def test_a_terminal_shows_one_line_and_wipes_it():
     assert told(Terminal(), [1.1, 1.7]) == "\r\x1b[Kline 0\r\x1b[Kline 1\r\x1b[K"
 

@@ -43,8 +43,11 @@ class Progress:
     def __call__(self, line: str) -> None:
         """Tell what is being done; most lines are swallowed."""
         now = self.clock()
-        early = now - self.begun < PATIENCE or now - self.last < PACE
-        if self.stream is None or early or line == self.line:
+        if self.stream is None or line == self.line:
+            return
+        # Below each other they pile up in logs: each waits for half as long again as all before it took.
+        pace = PACE if self.stream.isatty() else max(PACE, (self.last - self.begun) / 2)
+        if now - self.begun < PATIENCE or now - self.last < pace:
             return
         self.last, self.shown, self.line = now, True, line
         self.stream.write(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n")

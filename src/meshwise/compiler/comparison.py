@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.expected import Expected, Operation
+from meshwise.compiler.hlo.bytes_moved import Movement, movements
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.hlo.flops import Matmul, matmuls
 from meshwise.compiler.hlo.instructions import Module
@@ -41,6 +42,7 @@ def compare(expected: Expected, compiled: Compiled, mesh: DeviceMesh) -> tuple[L
         *_memory_lines(expected, compiled.memory, compiled.module),
         *traffic_lines(expected, meant_collectives(compiled.module, mesh)),
         *_flops_lines(expected, matmuls(compiled.module)),
+        *_moved_lines(expected.moved, movements(compiled.module)),
     )
 
 
@@ -99,6 +101,16 @@ def _flops_lines(expected: Expected, found: Sequence[Matmul]) -> Iterator[Line]:
         reasons |= _one_matmul({key: amount for key, amount in missing.items() if key[0] == block}, expected, small)
     for key, line in lines.items():
         yield explained(line, (*known[key], *reasons[key]), exact=small)
+
+
+def _moved_lines(expected: Mapping[str, float], found: Sequence[Movement]) -> Iterator[Line]:
+    """Bytes read and written, by block: no reasons, since programs differ in what they fuse."""
+    compiled: dict[str, float] = defaultdict(float)
+    for movement in found:
+        words = _WORD.findall(movement.scope)
+        compiled[next((block for block in expected if block in words), "")] += movement.bytes_per_step
+    for block, num_bytes in expected.items():
+        yield Line("moved", block or "elsewhere", num_bytes, compiled[block])
 
 
 def _one_matmul(missing: dict[Operation, float], expected: Expected, small: float) -> dict[Operation, list[Difference]]:

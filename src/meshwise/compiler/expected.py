@@ -68,6 +68,7 @@ class Expected:
         batch: bytes of token numbers and labels.
         more_flops: (block, operation) -> reason -> FLOPs that the program has and the plan does not.
         more_memory: "arguments" or "temporaries" -> reason -> bytes, likewise.
+        moved: block, or "" for the update of weights -> bytes read from and written to HBM, all passes.
     """
 
     collectives: tuple[ExpectedCollective, ...]
@@ -78,6 +79,7 @@ class Expected:
     batch: float
     more_flops: Mapping[Operation, Mapping[str, float]] = field(default_factory=dict)
     more_memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    moved: Mapping[str, float] = field(default_factory=dict)
 
 
 def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Mapping[str, float]) -> Expected:
@@ -112,7 +114,14 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
         batch=2 * 4 * positions,
         more_flops=flops.more,
         more_memory=more_memory,
+        moved=_moved(workings),
     )
+
+
+def _moved(workings: Workings) -> dict[str, float]:
+    """Bytes between HBM and compute, by block."""
+    found = {b.name: sum(o.num_bytes for o in b.operations) * b.copies * b.num_microbatches for b in workings.blocks}
+    return {**found, "": workings.optimizer_bytes}
 
 
 def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None) -> list[ExpectedCollective]:

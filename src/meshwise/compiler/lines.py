@@ -68,9 +68,9 @@ class Line:
     """One quantity, on one device, of one step.
 
     Args:
-        group: "memory", "collectives" or "flops".
+        group: "memory", "collectives", "flops" or "moved".
         name: of the quantity: a class of memory; a kind of collective and its mesh axes; an operation.
-        predicted, compiled: bytes held, bytes received, or FLOPs.
+        predicted, compiled: bytes held, bytes received, FLOPs, or bytes read and written.
         differences: that add up to `compiled - predicted`.
         predicted_count, compiled_count: of collectives.
     """

@@ -79,7 +79,7 @@ class Verification:
         return self.set_aside is not None and self.set_aside <= self.capacity
 
     def group(self, name: str) -> tuple[Line, ...]:
-        """Lines of one group: "memory", "collectives" or "flops"."""
+        """Lines of one group: "memory", "collectives", "flops" or "moved"."""
         return tuple(line for line in self.lines if line.group == name)
 
     @property

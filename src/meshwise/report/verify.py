@@ -80,6 +80,7 @@ def _body(found: Verification, layout: str) -> Iterable[RenderableType]:
     yield _table("memory of a chip", found.group("memory"), format_bytes)
     yield _table("received by a chip a step", found.group("collectives"), format_bytes, counts=True)
     yield _table("matmuls of a chip a step", found.group("flops"), format_flops)
+    yield _table("read and written by a chip a step", found.group("moved"), format_bytes)
     if found.unread:
         yield listed("In the program, and not counted", found.unread)
     used = dict.fromkeys(d.reason for line in found.lines for d in line.differences if d.reason != UNEXPLAINED)
@@ -134,6 +135,7 @@ def _data(found: Verification, layout: str) -> dict[str, Any]:
         "memory": [_line(line, "bytes") for line in found.group("memory")],
         "collectives": [_line(line, "received_bytes") for line in found.group("collectives")],
         "matmuls": [_line(line, "flops") for line in found.group("flops")],
+        "memory_traffic": [_line(line, "bytes") for line in found.group("moved")],
         "not_counted": list(found.unread),
         "compiler_versions": dict(found.versions),
     }

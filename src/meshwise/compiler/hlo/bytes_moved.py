@@ -1,0 +1,224 @@
+"""Bytes that a compiled program reads from and writes to main memory: operands and results of what runs, loops counted.
+
+An instruction reads its operands and writes its result, each once; one that looks at a part of an operand, or writes a
+part of it in place, moves that part. What lies in memory on the chip (VMEM of a TPU) moves nothing. Caches of GPUs are
+left out: what one instruction wrote and the next reads may never have left the L2. Not here: what goes over links
+(`traffic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwise.compiler.hlo.flops import GEMM
+from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
+from meshwise.compiler.hlo.loops import Execution, executions
+from meshwise.compiler.hlo.shapes import MEMORY_SPACES, ArrayShape
+
+__all__ = ["Movement", "movements"]
+
+#: What moves nothing itself: names for arrays, and what runs computations that are counted on their own.
+_NOTHING = frozenset(
+    {
+        *("parameter", "constant", "iota", "partition-id", "replica-id", "rng-get-and-update-state"),
+        *("tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "domain", "optimization-barrier"),
+        *("while", "conditional", "call", "async-start", "async-update", "async-done"),
+    }
+)
+
+#: Calls of the compiler's own that set memory aside or rename what is in it.
+_RENAMING = frozenset({"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone", "SliceId"})
+
+#: What reads only as much as it results in, of its first operand.
+_PARTS = frozenset({"slice", "dynamic-slice", "gather"})
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """One instruction that reads or writes main memory.
+
+    Args:
+        read, written: bytes of one run, padding of tiles left out.
+        execution: how often it runs.
+        scope: the path of named scopes that it comes from.
+        opcode: of the instruction.
+    """
+
+    read: int
+    written: int
+    execution: Execution
+    scope: str
+    opcode: str
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes on one device in a step."""
+        return float((self.read + self.written) * self.execution.times)
+
+
+def movements(module: Module) -> tuple[Movement, ...]:
+    """List all instructions of a program that read or write main memory, one for each place that runs them.
+
+    >>> from meshwise.compiler.hlo.reader import read_module
+    >>> [(m.read, m.written) for m in movements(read_module('''HloModule m
+    ...
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0)
+    ...   ROOT %y = f32[8]{0} negate(%x)
+    ... }'''))]
+    [(32, 32)]
+    """
+    runs = executions(module)
+    inner = _within_instructions(module)
+    return tuple(
+        Movement(read, written, execution, i.op_name, i.opcode)
+        for computation in module.computations.values()
+        if computation.name not in inner
+        for execution in runs.get(computation.name, ())
+        for i, read, written in _of_computation(module, computation)
+    )
+
+
+def _within_instructions(module: Module) -> frozenset[str]:
+    """Names of computations that are the inside of one instruction: what they pass on stays in registers."""
+    outer = ("while", "conditional", "call", "async-start")
+    found: set[str] = set()
+    waiting = [
+        name
+        for c in module.computations.values()
+        for i in c.instructions
+        if i.opcode not in outer and not i.opcode.endswith(("-done", "-update"))
+        for name in i.called
+    ]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += [n for i in module.computations[name].instructions for n in i.called]
+    return frozenset(found)
+
+
+def _of_computation(module: Module, computation: Computation) -> Iterator[tuple[Instruction, int, int]]:
+    for i in computation.instructions:
+        if i.opcode in _NOTHING:
+            continue
+        read, written = _moved(module, computation, i)
+        if read or written:
+            yield i, read, written
+
+
+def _moved(module: Module, computation: Computation, i: Instruction) -> tuple[int, int]:
+    """Bytes read and written by one run of an instruction."""
+    operands = [computation.by_name[name] for name in i.operands if name in computation.by_name]
+    read, written = sum(_stored(o) for o in operands), _stored(i)
+    match i.opcode:
+        case "fusion":
+            read, written = _fused(module.computations[i.computation("calls")], operands, i)
+        case "custom-call":
+            read, written = _called(operands, i)
+        case "slice-start":  # its shape: what it is cut from, the part, what it counts with
+            read, written = min(read, _bytes(i.shape.arrays[len(operands) :][:1])), 0
+        case start if start.endswith("-start"):  # its result is written when it is done
+            written = 0
+        case done if done.endswith("-done"):
+            read = 0
+        case "dynamic-update-slice":
+            read, written = _stored(operands[1]), min(written, _size(operands[1]))
+        case "scatter":
+            updates = _size(operands[-1])
+            read, written = read - _stored(operands[0]) + updates, min(written, updates)
+        case part if part in _PARTS:
+            read = read - _stored(operands[0]) + min(_stored(operands[0]), _size(i))
+    return read, written
+
+
+def _called(operands: Sequence[Instruction], i: Instruction) -> tuple[int, int]:
+    """Bytes of a call of a library: a matrix product has its workspace beside its result."""
+    target = i.attributes.get("custom_call_target", "").strip('"')
+    if target in _RENAMING:
+        return 0, 0
+    results = i.shape.arrays[:1] if GEMM.search(target) else i.shape.arrays
+    return sum(_stored(o) for o in operands), sum(_in_memory(a) for a in results)
+
+
+def _fused(inside: Computation, operands: Sequence[Instruction], i: Instruction) -> tuple[int, int]:
+    """Bytes of a fusion: of operands that are only cut, the parts; of a result that is updated in place, the update.
+
+    What it only hands on stays where it is.
+    """
+    users = _users(inside)
+    updates = _updates_in_place(inside)
+    read = 0
+    for parameter, operand in zip(inside.parameters, operands, strict=False):
+        stored = _stored(operand)
+        parts = _parts_read(parameter, users, updates)
+        read += stored if parts is None else min(stored, parts)
+    results = (
+        [inside.by_name[name] for name in inside.root.operands] if inside.root.opcode == "tuple" else [inside.root]
+    )
+    written = 0
+    for result, array in zip(results, i.shape.arrays, strict=False):
+        source = _source(inside, result)
+        stored = _in_memory(array)
+        if source.opcode != "parameter":
+            written += min(stored, updates.get(source.name, stored))
+    return read, written
+
+
+def _users(computation: Computation) -> Mapping[str, list[Instruction]]:
+    found: dict[str, list[Instruction]] = {i.name: [] for i in computation.instructions}
+    for i in computation.instructions:
+        for name in dict.fromkeys(i.operands):
+            if name in found:
+                found[name].append(i)
+    return found
+
+
+def _updates_in_place(inside: Computation) -> Mapping[str, int]:
+    """Name of each dynamic-update-slice -> bytes that it writes."""
+    return {
+        i.name: _size(inside.by_name[i.operands[1]]) for i in inside.instructions if i.opcode == "dynamic-update-slice"
+    }
+
+
+def _source(inside: Computation, i: Instruction) -> Instruction:
+    """What an instruction renames, through all renamings."""
+    while i.opcode == "bitcast" and i.operands[0] in inside.by_name:
+        i = inside.by_name[i.operands[0]]
+    return i
+
+
+def _parts_read(i: Instruction, users: Mapping[str, list[Instruction]], updates: Mapping[str, int]) -> int | None:
+    """Bytes that are read of an operand which is only cut or updated in place; None where something reads all of it."""
+    total = 0
+    for user in users[i.name]:
+        if user.opcode == "tuple":
+            continue  # handed on
+        if user.opcode in _PARTS and user.operands[0] == i.name:
+            total += _size(user)
+            continue
+        if user.name in updates and user.operands[0] == i.name and i.name not in user.operands[1:]:
+            continue  # what is not updated stays where it is
+        inner = _parts_read(user, users, updates) if user.opcode == "bitcast" else None
+        if inner is None:
+            return None
+        total += inner
+    return total
+
+
+def _size(i: Instruction) -> int:
+    return _bytes(i.shape.arrays)
+
+
+def _bytes(arrays: Sequence[ArrayShape]) -> int:
+    return sum(a.num_bytes for a in arrays)
+
+
+def _stored(i: Instruction) -> int:
+    """Bytes of what an instruction gives, as far as it lies in main memory."""
+    return sum(_in_memory(a) for a in i.shape.arrays)
+
+
+def _in_memory(array: ArrayShape) -> int:
+    return array.num_bytes if MEMORY_SPACES.get(array.memory_space) == "HBM" else 0
