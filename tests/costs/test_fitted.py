@@ -6,7 +6,8 @@ import pytest
 from small_problems import MIXTURE, case, tiny
 
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration
-from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.estimate import evaluate_layout, layout_candidate
+from meshwise.costs.evaluate import evaluate_local
 from meshwise.costs.fitted import SOFTWARE, find_calibration, fitted_calibration
 from meshwise.dtypes import DType
 from meshwise.errors import UnknownNameError
@@ -90,6 +91,42 @@ def test_unfused_attention_by_hand():
     memory = (13 * pairs + qkvo) / chip.hbm_bandwidth
     fused = max(products * 1921 / 3840, qkvo / chip.hbm_bandwidth)
     assert found.terms["forward"] - BASE.terms["forward"] == pytest.approx(4 * (products + memory - fused), rel=1e-6)
+
+
+def memory(layout=PLAIN.layout, **changes):
+    """Memory by class of PLAIN, or of another layout, under the identity with some constants changed."""
+    problem = replace(PLAIN.problem, calibration=replace(IDENTITY, **changes))
+    return evaluate_layout(problem, PLAIN.fabric, layout).memory
+
+
+def test_scores_that_wait_take_five_bytes_each():
+    """As in `test_unfused_attention_by_hand`: kept by 4 layers, or made again by one."""
+    pairs = 2 * 8 * 1920**2
+    more = memory(unfused_attention=True)["activations"] - memory()["activations"]
+    assert more == pytest.approx(4 * 5 * pairs)
+    full = replace(PLAIN.layout, remat="full")
+    assert memory(full, unfused_attention=True)["activations"] == memory(full)["activations"]
+    more = memory(full, unfused_attention=True)["workspace"] - memory(full)["workspace"]
+    assert more == pytest.approx(5 * pairs)
+
+
+def test_a_compiler_gathers_weight_by_weight_and_holds_no_activation_functions():
+    full = replace(PLAIN.layout, remat="full")
+    structure, candidates = layout_candidate(PLAIN.problem.model, full)
+
+    def layer(*, compiled):
+        problem = replace(PLAIN.problem, calibration=replace(IDENTITY, compiled=compiled))
+        return evaluate_local(problem, structure, candidates.local)[1].memory
+
+    eager, compiled = layer(compiled=False), layer(compiled=True)
+    sizes = PLAIN.problem.model.sizes
+    query = sizes["N"] * sizes["H"]  # columns of the largest matrix
+    columns = 2 * query + 2 * sizes["K"] * sizes["H"] + 3 * sizes["F"] + 2  # two norms
+    assert eager.at_once == 1
+    assert compiled.at_once == pytest.approx(query / columns)
+    assert compiled.workspace < eager.workspace
+    assert (compiled.kept, compiled.gathered) == (eager.kept, eager.gathered)
+    assert memory(full, compiled=True)["total"] < memory(full)["total"]
 
 
 def test_the_host_launches_what_routing_decides():

@@ -124,6 +124,28 @@ def test_a_run_faster_than_physics_is_refused():
     assert isinstance(predict(run), Refusal)
 
 
+@pytest.mark.parametrize("name", ["T-bloomprequel-0232", "T-maxtext-0005", "T-maxtext-0089"])
+def test_runs_that_ran_are_not_said_not_to_fit(name):
+    assert not predict(RUNS[name]).false_oom
+
+
+def test_recomputation_that_was_looked_up_elsewhere_gives_way_to_memory():
+    found = predict(RUNS["T-mbridge-0333"])
+    assert "recompute" not in found.setup.layout.choices
+    assert found.estimate.fits
+    assert "remat" in found.setup.open
+    assert any("does not fit in memory, so is of another run" in note for note in found.setup.assumed)
+
+
+def test_memory_that_was_measured_apart():
+    """Korthikanti et al. 2022, figure 1: state of layers alone, and activations with dropout, which we have none of."""
+    rows = [predict(run) for run in RUNS.values() if run.source == "korthikanti" and run.is_memory]
+    assert len(rows) == 16
+    for p in rows:
+        assert abs(p.error) < 0.12
+    assert sum(abs(p.error) for p in rows) / 16 < 0.10
+
+
 def test_intervals_grow_with_what_is_not_known():
     terms = {"forward": 1.0, "backward": 2.0, "data": 1.0}
     plain, open_ = likely_interval(4.0, 1.0, terms), likely_interval(4.0, 1.0, terms, ("remat",))

@@ -44,11 +44,12 @@ def test_layouts_of_published_runs(name, sizes, choices):
     ("name", "precision"),
     [
         ("T-korthikanti-0001", "fp16"),
+        ("T-bloomprequel-0232", "fp16,gradients=fp16"),
         ("T-llmfoundry-0157", "bf16,master=fp32"),
         ("T-llmfoundry-0001", "mixed"),
-        ("T-mbridge-0147", "fp8-current"),
-        ("T-mbridge-0149", "mxfp8"),
-        ("T-mbridge-0545", "mxfp8"),
+        ("T-mbridge-0147", "fp8-current,gradients=bf16"),
+        ("T-mbridge-0149", "mxfp8,gradients=bf16"),
+        ("T-mbridge-0545", "mxfp8,gradients=bf16"),
         ("T-nemo2407-0001", "fp8"),
     ],
 )

@@ -50,6 +50,8 @@ class Calibration:
             decides cannot be launched ahead.
         interference: share of hidden communication's time that the compute beside it loses.
         late_exchange: whether what is exchanged once a step over the data axis waits for the last backward pass.
+        compiled: whether a compiler does what is elementwise where its result is read, and gathers weight by weight, so
+            that memory holds neither such results nor a whole layer's weights; else it is as with eager software.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Calibration:
     mixture_launch: float = 0.0
     interference: float = 0.0
     late_exchange: bool = False
+    compiled: bool = False
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.

@@ -101,7 +101,7 @@ def evaluate_local(
         LocalBlock(
             own,
             {i: plan.bytes(extents) for i, plan in enumerate(b.flows) if plan.local},
-            local_memory(b.memory, extents),
+            local_memory(b.memory, extents, problem.calibration),
         )
         for own, b in zip(passes, planned, strict=True)
     )
@@ -112,7 +112,7 @@ def evaluate_local_memory(
 ) -> tuple[tuple[PlannedBlock, LocalMemory], ...]:
     """Evaluate the activations of each block alone; arguments as in `evaluate_local`."""
     extents = local_extents(problem, structure, sizes)
-    return tuple((b, local_memory(b.memory, extents)) for b in plan_structure(problem, structure))
+    return tuple((b, local_memory(b.memory, extents, problem.calibration)) for b in plan_structure(problem, structure))
 
 
 def local_extents(problem: TrainingProblem, structure: Structure, sizes: LocalSizes) -> Extents:

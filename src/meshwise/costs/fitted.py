@@ -164,6 +164,7 @@ def _with(family: Calibration, software: Software) -> Calibration:
         mixture_launch=0.0 if software.graphs else own.mixture_launch,
         interference=own.interference,
         late_exchange=software.late_exchange,
+        compiled=software.name == "xla",
         collective_matmul=family.collective_matmul if matmul is None else matmul,
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )

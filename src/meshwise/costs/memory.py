@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.costs.arithmetic import maximum, where
+from meshwise.costs.calibration import IDENTITY, Calibration
 from meshwise.costs.extents import Extents
 from meshwise.costs.memory_plan import MemoryPlan
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of, uneven
@@ -66,6 +67,7 @@ class LocalMemory:
         beside: likewise, of the moment that holds most with unreduced gradients.
         unreduced: gradients at that moment.
         gathered, buffers: as in the plan.
+        at_once: share of the gathered weights that is there at once.
     """
 
     kept: Any
@@ -74,14 +76,21 @@ class LocalMemory:
     unreduced: Any
     gathered: Any
     buffers: Any
+    at_once: Any = 1.0
 
 
-def local_memory(plan: MemoryPlan, extents: Extents) -> LocalMemory:
-    """Give sizes to the activations of a block."""
+def local_memory(plan: MemoryPlan, extents: Extents, calibration: Calibration = IDENTITY) -> LocalMemory:
+    """Give sizes to the activations of a block.
+
+    Args:
+        plan: of the block.
+        extents: local sizes.
+        calibration: says what the software fuses, and gathers at once.
+    """
     largest: Any = 0.0
     beside: Any = 0.0
     unreduced: Any = 0.0
-    for activations, gradients in plan.operations:
+    for activations, gradients in plan.compiled_operations if calibration.compiled else plan.operations:
         one, made = extents.weighted(activations), extents.weighted(gradients)
         largest = maximum(largest, one)
         more = one + made > beside + unreduced
@@ -90,15 +99,29 @@ def local_memory(plan: MemoryPlan, extents: Extents) -> LocalMemory:
     for num_bytes, axes in plan.buffers:
         if not set(axes) & {"data", "fsdp"}:
             buffers = maximum(buffers, extents.weighted(num_bytes) * (1 - 1 / extents.devices(axes)))
-    remade = extents.weighted(plan.remade)
+    remade = extents.weighted(plan.compiled_remade if calibration.compiled else plan.remade)
+    kept = extents.weighted(plan.kept)
+    if calibration.unfused_attention:
+        remade = remade + extents.weighted(plan.remade_scores)
+        kept = kept + extents.weighted(plan.kept_scores)
+    gathered = extents.weighted(plan.gathered)
     return LocalMemory(
-        kept=extents.weighted(plan.kept),
+        kept=kept,
         workspace=remade + largest,
         beside=remade + beside,
         unreduced=unreduced,
-        gathered=extents.weighted(plan.gathered),
+        gathered=gathered,
         buffers=buffers,
+        at_once=_largest_share(plan, gathered, extents) if calibration.compiled else 1.0,
     )
+
+
+def _largest_share(plan: MemoryPlan, gathered: Any, extents: Extents) -> Any:
+    """Of weights that are gathered one by one, the share of the largest: it, the next on its way, its gradient."""
+    largest: Any = 0.0
+    for weight in plan.weights:
+        largest = maximum(largest, extents.weighted(weight))
+    return largest / maximum(gathered, 1e-30) if plan.weights else 1.0
 
 
 def stage_memories(
@@ -329,7 +352,7 @@ class _AtWork:
         unreduced = where(apart, local.unreduced, 0.0)
         workspace = where(apart, local.beside, local.workspace)
         # A lookup's table is read in the forward pass alone: it is among the moments, as its gradient is.
-        gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0))
+        gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0) * local.at_once)
         return cls(block, present, workspace, gathered, local.buffers)
 
     @property

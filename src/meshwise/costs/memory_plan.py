@@ -13,7 +13,7 @@ from meshwise.costs.update import moment_bytes, weight_bytes
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
-from meshwise.tensors import Kind
+from meshwise.tensors import Attention, Convert, Elementwise, Kind
 
 __all__ = ["MemoryPlan", "memory_plan"]
 
@@ -36,6 +36,9 @@ class MemoryPlan:
             gradients of weights that are still to be scattered; the largest counts.
         gathered, stored: weights as used and as stored, each weighted by what is alive at once.
         buffers: gathered or unreduced activations, each with the mesh axes over which it was moved.
+        compiled_remade, compiled_operations: as `remade` and `operations` where a compiler fuses what is elementwise.
+        weights: as `gathered`, each weight alone.
+        kept_scores, remade_scores: scores of attention, where kernels are not fused: kept, or made again.
     """
 
     parameters: WeightedSum
@@ -50,6 +53,16 @@ class MemoryPlan:
     gathered: WeightedSum
     stored: WeightedSum
     buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
+    compiled_remade: WeightedSum = ()
+    compiled_operations: tuple[Moment, ...] = ()
+    weights: tuple[WeightedSum, ...] = ()
+    kept_scores: WeightedSum = ()
+    remade_scores: WeightedSum = ()
+
+
+#: Bytes of a score of attention that wait for the backward pass: the softmax, what dropout left of it, and its mask
+#: (Korthikanti et al. 2022, section 4.1).
+_SCORE_BYTES = 5.0
 
 
 def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> MemoryPlan:
@@ -70,7 +83,37 @@ def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer)
         gathered=weighted_sum((held_key(h), w) for h, w in alive),
         stored=weighted_sum((held_key(stored[h.tensor.name]), w) for h, w in alive),
         buffers=_buffers(placed, precision) if is_layer else (),
+        compiled_remade=held_bytes(_compiled_workspace(placed), precision),
+        compiled_operations=_operations(placed, precision, compiled=True) if is_layer else (),
+        weights=tuple(weighted_sum([(held_key(h), w)]) for h, w in alive) if is_layer else (),
+        kept_scores=_scores(placed, again=False),
+        remade_scores=_scores(placed, again=True),
     )
+
+
+def _compiled_workspace(placed: PlacedBlock) -> list[Held]:
+    """What is made again and waits for a gradient, where what reads the result of an activation makes that itself."""
+    gradients = [i for i in placed.backward if isinstance(i, LocalOp) and i.op.name not in placed.recomputed]
+    read = {h.tensor.name for item in gradients for h in item.inputs}
+    remade = {
+        op.output.name
+        for op in placed.block.ops
+        if isinstance(op, Elementwise) and not (op.reduced or op.linear or isinstance(op, Convert))
+    }
+    return [h for h in placed.workspace if h.tensor.name in read - remade]
+
+
+def _scores(placed: PlacedBlock, *, again: bool) -> WeightedSum:
+    """Scores of a block's attention: of one microbatch, every pair of them."""
+    found = []
+    for item in placed.forward:
+        if not (isinstance(item, LocalOp) and isinstance(item.op, Attention)):
+            continue
+        if (item.op.name in placed.recomputed) == again:
+            splits = dict(item.splits)
+            axes = (*item.op.inputs[0].axes[:-1], item.op.key_axis)
+            found.append((tuple(sorted((a, splits.get(a, ())) for a in axes)), _SCORE_BYTES))
+    return weighted_sum(found)
 
 
 def _alive(h: Held, precision: Precision, *, is_layer: bool) -> float:
@@ -85,12 +128,15 @@ def _alive(h: Held, precision: Precision, *, is_layer: bool) -> float:
     return 2 * one + (0.0 if h.tensor.frozen else precision.gradients.bytes)
 
 
-def _operations(placed: PlacedBlock, precision: Precision) -> tuple[Moment, ...]:
-    """Activations that each operation of a layer's backward pass makes or reads besides what is kept anyway."""
+def _operations(placed: PlacedBlock, precision: Precision, *, compiled: bool = False) -> tuple[Moment, ...]:
+    """Activations that each operation of a layer's backward pass makes or reads besides what is kept anyway.
+
+    Where it is `compiled`, what is elementwise is done where its result is read.
+    """
     known = {h.tensor.name for h in (*placed.kept, *placed.workspace)}
     sums = set()
     for item in placed.backward:
-        if isinstance(item, LocalOp):
+        if isinstance(item, LocalOp) and not (compiled and isinstance(item.op, Elementwise)):
             held = [
                 h
                 for h in (*item.inputs, item.output)

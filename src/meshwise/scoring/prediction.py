@@ -84,8 +84,12 @@ class Prediction:
 
     @property
     def false_oom(self) -> bool:
-        """Whether it is said not to fit, though it ran; a row of memory may be of a run that never did."""
-        return not self.estimate.fits and not self.run.is_memory
+        """Whether it is said not to fit, though it ran; a row of memory may be of a run that never did.
+
+        The reserve is a margin for plans, not what a run needed.
+        """
+        e = self.estimate
+        return not e.fits and not self.run.is_memory and e.memory["total"] - e.memory["reserve"] > e.hbm_capacity
 
 
 def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refusal:
@@ -94,6 +98,9 @@ def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refus
         setup = set_up(run, calibration)
         measured = measured_bytes(run) if run.is_memory else measured_seconds(run, setup.model)
         plan = estimate_layout(setup.problem, setup.layout).plans[0]
+        if not plan.estimate.fits and setup.looked_up:
+            setup = setup.without_recompute()
+            plan = estimate_layout(setup.problem, setup.layout).plans[0]
     except MeshwiseError as error:
         return Refusal(run, str(error))
     estimate = plan.estimate

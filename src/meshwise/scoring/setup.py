@@ -7,7 +7,7 @@ rows (`reading`), models (`models`), machines (`machines`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.costs.calibration import default_calibration
@@ -48,6 +48,19 @@ class Setup:
     def model(self) -> Model:
         """What was trained."""
         return self.problem.model
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether its recomputation is not from the measurement's source: a source in brackets follows it."""
+        return "[" in self.run.recompute and "remat" in self.layout.choices
+
+    def without_recompute(self) -> Setup:
+        """The same with recomputation and offloading open, where what was looked up cannot be of this run."""
+        named = ("remat", "remat_layers", "offload", "offload_layers")
+        choices = {name: value for name, value in self.layout.choices.items() if name not in named}
+        note = f"recompute {self.run.recompute!r} does not fit in memory, so is of another run: the fastest that fits"
+        layout = replace(self.layout, choices=choices)
+        return replace(self, layout=layout, assumed=(*self.assumed, note), open=(*self.open, "remat"))
 
 
 def set_up(run: MeasuredRun, calibration: str = "fitted") -> Setup:
@@ -119,7 +132,22 @@ _PRECISIONS = (
 
 
 def _precision(run: MeasuredRun) -> tuple[str, tuple[str, ...]]:
-    """Number formats, and what was assumed of them."""
+    """Number formats, and what was assumed of them.
+
+    NVIDIA's recipes for performance add up gradients in bf16 (`grad_reduce_in_fp32 = False` in scripts/performance of
+    Megatron-Bridge and NeMo 2); DeepSpeed keeps those of fp16 weights in fp16.
+    """
+    precision, notes = _formats(run)
+    software = run.software.lower()
+    if "deepspeed" in software and precision == "fp16":
+        return "fp16,gradients=fp16", notes
+    if "nemo" in software and (run.year or 0) >= 2025 and "," not in precision and precision != "fp32":
+        return f"{precision},gradients=bf16", (*notes, "gradients in bf16, as the recipes of these releases")
+    return precision, notes
+
+
+def _formats(run: MeasuredRun) -> tuple[str, tuple[str, ...]]:
+    """Formats as a preset, and what was assumed of them."""
     words = run.dtype.strip().lower()
     if words in PRECISIONS and words not in ("bf16", "fp8"):
         return words, ()
