@@ -13,9 +13,11 @@ os.environ.pop("XLA_FLAGS", None)
 
 import meshwise
 
-DEVICES, STEPS = 4, 9
-DENSE = "D=256 F=1024 L=2 N=4 K=4 H=64 V=512"
-MIXTURE = "D=256 Fe=512 L=2 N=4 K=4 H=64 V=512 E=8 top_k=2"
+DEVICES, STEPS = 4, 7
+#: Large enough that products and bytes fill a step: plans gather a layer in one piece, XLA:CPU array by array, and each
+#: array has its latency.
+DENSE = "D=512 F=2048 L=2 N=4 K=4 H=64 V=512"
+MIXTURE = "D=512 Fe=1024 L=2 N=4 K=4 H=64 V=512 E=8 top_k=2"
 ONE = "remat=none,num_microbatches=1"
 PLANS = {
     "fsdp": (DENSE, f"fsdp=4,micro_batch=8,{ONE}"),
@@ -23,7 +25,7 @@ PLANS = {
     "tensor": (DENSE, f"tensor=4,micro_batch=32,{ONE}"),
     "expert": (MIXTURE, f"expert=4,micro_batch=8,{ONE}"),
 }
-JOB = {"batch_tokens": 32 * 8, "seq_len": 8, "precision": "fp32"}
+JOB = {"batch_tokens": 32 * 32, "seq_len": 32, "precision": "fp32"}
 
 bench = meshwise.bench("machine", dtype="fp32", cpu_devices=DEVICES, seconds="0.2s")
 with tempfile.TemporaryDirectory() as folder:
