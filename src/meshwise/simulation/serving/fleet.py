@@ -1,0 +1,174 @@
+"""Replicas that share a load: requests are routed, caches are sent where others generate, replicas come and go.
+
+Each replica runs on its own to the next time at which something from outside reaches it. Not here: what a replica does
+(`replica`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from meshwise.jobs.traffic import Demand, Load
+from meshwise.simulation.serving.recording import Recorder
+from meshwise.simulation.serving.replica import Replica
+from meshwise.simulation.serving.request import Request
+from meshwise.simulation.serving.routing import ROUTERS
+from meshwise.simulation.serving.system import Autoscaling, PrefillPool, ServingSystem
+
+__all__ = ["Fleet", "Life"]
+
+
+class Life:
+    """A replica and when it was there.
+
+    Attributes:
+        ordered: when it was asked for, and is paid from.
+        leaving: when it was told to go; None: it stays.
+    """
+
+    def __init__(self, replica: Replica, ordered: float) -> None:
+        self.replica, self.ordered = replica, ordered
+        self.leaving: float | None = None
+
+    def gone(self, end: float) -> float:
+        """When it was gone: with its last request, or with the end of it all."""
+        return end if self.leaving is None else min(max(self.leaving, self.replica.clock), end)
+
+
+class Fleet:
+    """All replicas of a system.
+
+    Args:
+        system: what serves.
+        recorder: is told what happens.
+        seed: of what replicas draw.
+
+    Attributes:
+        lives: of those that generate, all there ever were.
+        prefill: those that only prefill.
+        refused: requests that do not fit in a replica's cache.
+        transferred: tokens whose cache was sent.
+    """
+
+    def __init__(self, system: ServingSystem, recorder: Recorder, seed: int = 0) -> None:
+        self.system, self.recorder, self.seed = system, recorder, seed
+        self._router = ROUTERS[system.routing]()
+        self._made = 0
+        self.lives = [self._ordered(0.0, 0.0) for _ in range(system.replicas)]
+        self._active = [life.replica for life in self.lives]
+        self._scaling = None if system.autoscaling is None else _Scaling(system.autoscaling)
+        self.refused = self.transferred = 0
+        self.end = 0.0
+        self.prefill: list[Replica] = []
+        self._arriving: list[tuple[float, int, Request]] = []
+        if system.prefill is not None:
+            self._links = [0.0] * system.prefill.replicas
+            self._prefill_router = ROUTERS[system.routing]()
+            self.prefill = [self._prefiller(system.prefill, number) for number in range(system.prefill.replicas)]
+
+    def run(self, load: Load) -> None:
+        """Serve a load from the first request to the last."""
+        scaling, prefill = self._scaling, self.prefill
+        for index, demand in enumerate(load.requests()):
+            time = demand.arrival
+            if prefill:
+                self._deliver(time)
+            if scaling is not None:
+                self._scale(time)
+            if not self._fits(demand):
+                self.refused += 1
+                continue
+            if prefill:
+                replica = self._prefill_router.choose(prefill, time, demand)
+            else:
+                replica = self._router.choose(self._active, time, demand)
+            replica.run_until(time)
+            replica.enqueue(Request(index, demand), time)
+        self._deliver(math.inf)
+        for life in self.lives:
+            life.replica.run_until(math.inf)
+        self.end = max([life.replica.clock for life in self.lives] + [r.clock for r in prefill])
+
+    def _fits(self, demand: Demand) -> bool:
+        """Whether a request has room where it goes."""
+        if self.prefill and not self.prefill[0].fits(demand.prompt, 1):
+            return False
+        return (demand.output == 1 and bool(self.prefill)) or self._active[0].fits(demand.prompt, demand.output)
+
+    def _ordered(self, now: float, startup: float) -> Life:
+        """One more replica."""
+        number = self._made
+        self._made += 1
+        system = self.system
+        replica = Replica(number, system.costs, system.scheduling, self.recorder, seed=self.seed, begins=now + startup)
+        return Life(replica, now)
+
+    # Caches that are sent
+
+    def _prefiller(self, pool: PrefillPool, number: int) -> Replica:
+        """One replica that prefills; requests leave it over its own link, one after the other."""
+        costs = pool.costs
+
+        def send(request: Request, time: float) -> float:
+            begin = max(time, self._links[number])
+            self._links[number] = end = begin + costs.transfer_seconds(request.prompt)
+            self.transferred += request.prompt
+            heapq.heappush(self._arriving, (end, request.index, request))
+            return end
+
+        return Replica(-1 - number, costs, pool.scheduling, self.recorder, hand_over=send)
+
+    def _deliver(self, time: float) -> None:
+        """Bring what has been sent up to `time` to those that generate."""
+        for replica in self.prefill:
+            replica.run_until(time)
+        arriving = self._arriving
+        while arriving and arriving[0][0] <= time:
+            when, _, request = heapq.heappop(arriving)
+            if self._scaling is not None:
+                self._scale(when)
+            replica = self._router.choose(self._active, when, None)
+            replica.run_until(when)
+            replica.enqueue(request, when)
+
+    # Replicas that come and go
+
+    def _scale(self, time: float) -> None:
+        """Decide how many replicas there are, as often as was due before `time`."""
+        scaling = self._scaling
+        assert scaling is not None
+        while scaling.next <= time:
+            now = scaling.next
+            scaling.next += scaling.rule.interval_s
+            for life in self.lives:
+                life.replica.run_until(now)
+            wanted = scaling.wanted(sum(life.replica.outstanding for life in self.lives))
+            staying = [life for life in self.lives if life.leaving is None]
+            for life in staying[wanted:]:
+                life.leaving = now
+            for _ in range(wanted - len(staying)):
+                self.lives.append(self._ordered(now, scaling.rule.startup_s))
+            there = [life.replica for life in self.lives if life.leaving is None and life.replica.begins <= now]
+            scaling.sizes.append((now, min(wanted, len(staying)) + max(wanted - len(staying), 0)))
+            self._active = there or self._active
+
+    @property
+    def sizes(self) -> list[tuple[float, int]]:
+        """Times, and how many replicas were to be there from then on."""
+        first = [(0.0, self.system.replicas)]
+        return first if self._scaling is None else first + self._scaling.sizes
+
+
+class _Scaling:
+    """When the next decision is due, and what was decided."""
+
+    def __init__(self, rule: Autoscaling) -> None:
+        self.rule = rule
+        self.next = rule.interval_s
+        self.sizes: list[tuple[float, int]] = []
+
+    def wanted(self, outstanding: int) -> int:
+        """Replicas for so many requests."""
+        wanted = math.ceil(outstanding / self.rule.requests_per_replica)
+        return min(max(wanted, self.rule.least), self.rule.most)

@@ -1,0 +1,229 @@
+"""What users noticed, and how busy the replicas were. Not here: words and pictures (`report`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwise.errors import MeshwiseError
+from meshwise.simulation.serving.fleet import Fleet
+from meshwise.simulation.serving.recording import COLUMNS, Sample, Span
+from meshwise.simulation.serving.system import ServingSystem
+
+__all__ = ["Quantiles", "ReplicaSummary", "ServingResult", "Targets"]
+
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of many values; a quantile is the smallest value that so many are not above."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Values) -> Quantiles | None:
+        """Sum values up; None where there are none."""
+        if not len(values):
+            return None
+        p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99), method="inverted_cdf").tolist()
+        return cls(float(values.mean()), p50, p90, p99, float(values.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a user is to notice at most; None: whatever it is.
+
+    Args:
+        ttft_s: seconds to the first token.
+        tpot_s: seconds for each token after the first.
+        share: of the requests that are to keep both.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    share: float = 0.99
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if any(t is not None and t <= 0 for t in (self.ttft_s, self.tpot_s)):
+            raise MeshwiseError(f"targets: expected more than 0 seconds, found {self.ttft_s!r} and {self.tpot_s!r}")
+        if not 0 < self.share <= 1:
+            raise MeshwiseError(
+                f"targets: expected a share of requests of more than 0 and at most 1, found {self.share!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSummary:
+    """How busy one replica was.
+
+    Args:
+        number: counted from 0; below 0 those that only prefill.
+        seconds: that it was there.
+        busy_s: seconds in steps and in moving the cache.
+        kv_share: mean share of its cache in use while it was there.
+        kv_peak_share: the most.
+        generate_steps, generated, prefilled, hit_tokens, preemptions: as in `Activity`.
+        samples: over time.
+    """
+
+    number: int
+    seconds: float
+    busy_s: float
+    kv_share: float
+    kv_peak_share: float
+    generate_steps: int
+    generated: int
+    prefilled: int
+    hit_tokens: int
+    preemptions: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def mean_batch(self) -> float:
+        """Requests that a generate step has."""
+        return self.generated / self.generate_steps if self.generate_steps else 0.0
+
+
+@dataclass(frozen=True)
+class ServingResult:
+    """What became of a load.
+
+    Args:
+        system: what served.
+        columns: name of `COLUMNS` -> a value for each request that is done, in order of arrival.
+        refused: requests that do not fit in a replica's cache.
+        end: when the last one was done, seconds.
+        replicas: how busy each was.
+        sizes: times, and how many replicas were to be there from then on.
+        transferred_tokens: whose cache was sent from replicas that prefill.
+        spans: the first steps, as many as were asked for.
+        cpu_s: seconds that the simulation took.
+    """
+
+    system: ServingSystem
+    columns: dict[str, Values]
+    refused: int
+    end: float
+    replicas: tuple[ReplicaSummary, ...]
+    sizes: tuple[tuple[float, int], ...]
+    transferred_tokens: int
+    spans: tuple[Span, ...]
+    cpu_s: float
+
+    @classmethod
+    def of(cls, fleet: Fleet, cpu_s: float) -> ServingResult:
+        """Collect what a fleet did."""
+        rows = np.frombuffer(fleet.recorder.rows, dtype=np.float64).reshape(-1, len(COLUMNS))
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        lives = [(life.replica, life.gone(fleet.end) - life.ordered) for life in fleet.lives]
+        lives += [(replica, fleet.end) for replica in fleet.prefill]
+        return cls(
+            system=fleet.system,
+            columns={name: rows[:, k] for k, name in enumerate(COLUMNS)},
+            refused=fleet.refused,
+            end=fleet.end,
+            replicas=tuple(_summary(replica, seconds) for replica, seconds in lives),
+            sizes=tuple(fleet.sizes),
+            transferred_tokens=fleet.transferred,
+            spans=tuple(fleet.recorder.spans),
+            cpu_s=cpu_s,
+        )
+
+    @property
+    def requests(self) -> int:
+        """Requests that are done."""
+        return len(self.columns["index"])
+
+    @property
+    def ttft_s(self) -> Values:
+        """Seconds from arrival to the first token."""
+        return self.columns["first"] - self.columns["arrival"]
+
+    @property
+    def tpot_s(self) -> Values:
+        """Seconds for each token after the first; of requests that have one token only, none."""
+        several = self.columns["output"] > 1
+        seconds = self.columns["finished"][several] - self.columns["first"][several]
+        return np.asarray(seconds / (self.columns["output"][several] - 1))
+
+    @property
+    def end_to_end_s(self) -> Values:
+        """Seconds from arrival to the last token."""
+        return self.columns["finished"] - self.columns["arrival"]
+
+    @property
+    def queueing_s(self) -> Values:
+        """Seconds from arrival to the first step that worked on it."""
+        return self.columns["started"] - self.columns["arrival"]
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that were generated for requests that are done."""
+        return int(self.columns["output"].sum())
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests done, a second, from the first arrival to the end."""
+        return self.requests / (self.end - float(self.columns["arrival"][0]))
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the replicas' time in which they worked."""
+        return sum(r.busy_s for r in self.replicas) / sum(r.seconds for r in self.replicas)
+
+    @property
+    def chip_seconds(self) -> float:
+        """Of all replicas, from when they were asked for."""
+        pool = self.system.prefill
+        chips = {True: self.system.costs.num_chips, False: 0 if pool is None else pool.costs.num_chips}
+        return sum(r.seconds * chips[r.number >= 0] for r in self.replicas)
+
+    @property
+    def usd(self) -> float | None:
+        """What the replicas cost meanwhile; None where a price is not known."""
+        pool = self.system.prefill
+        costs = {True: self.system.costs, False: self.system.costs if pool is None else pool.costs}
+        prices = {key: c.usd_per_chip_hour for key, c in costs.items()}
+        if None in prices.values():
+            return None
+        return sum(
+            r.seconds / 3600 * costs[r.number >= 0].num_chips * (prices[r.number >= 0] or 0) for r in self.replicas
+        )
+
+    def kept(self, targets: Targets) -> Values:
+        """1 for each request, in order of arrival, that kept the targets, else 0."""
+        kept = np.ones(self.requests)
+        if targets.ttft_s is not None:
+            kept *= self.ttft_s <= targets.ttft_s
+        if targets.tpot_s is not None:
+            kept[self.columns["output"] > 1] *= self.tpot_s <= targets.tpot_s
+        return kept
+
+    def goodput(self, targets: Targets) -> float:
+        """Requests a second that are done and kept the targets."""
+        return float(self.kept(targets).mean()) * self.requests_per_s
+
+
+def _summary(replica: Any, seconds: float) -> ReplicaSummary:
+    activity, blocks = replica.activity, replica.costs.kv_blocks
+    return ReplicaSummary(
+        number=replica.number,
+        seconds=seconds,
+        busy_s=activity.busy_s,
+        kv_share=activity.kv_block_s / (blocks * seconds) if seconds else 0.0,
+        kv_peak_share=activity.kv_peak_blocks / blocks,
+        generate_steps=activity.generate_steps,
+        generated=activity.generated,
+        prefilled=activity.prefilled,
+        hit_tokens=activity.hit_tokens,
+        preemptions=activity.preemptions,
+        samples=tuple(activity.samples),
+    )

@@ -1,0 +1,153 @@
+"""Serve a load, and find how much load keeps the targets. Not here: the parts of it (`fleet`, `replica`)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.errors import InfeasibleError, MeshwiseError
+from meshwise.jobs.traffic import Load
+from meshwise.simulation.serving.fleet import Fleet
+from meshwise.simulation.serving.recording import Recorder
+from meshwise.simulation.serving.results import ServingResult, Targets
+from meshwise.simulation.serving.system import ServingSystem
+
+__all__ = ["Capacity", "find_capacity", "simulate_serving"]
+
+#: Capacity is found to this share of itself.
+_PRECISION = 0.01
+
+#: Requests, and how many a second, of a load in which each is alone.
+_ALONE, _SELDOM = 400, 1e-6
+
+
+def simulate_serving(system: ServingSystem, load: Load, *, seed: int = 0, spans: int = 0) -> ServingResult:
+    """Serve a load from its first request to its last.
+
+    >>> from meshwise.costs.engine import AttentionCosts, EngineCosts
+    >>> from meshwise.jobs.traffic import DrawnLoad, parse_arrivals, parse_lengths
+    >>> costs = EngineCosts(0.001, ((1, 0.012), (2048, 0.08)), 4096, (AttentionCosts(1e-8, 1e-10),))
+    >>> load = DrawnLoad(parse_arrivals("poisson", 2.0), parse_lengths("1024"), parse_lengths("64"), 500)
+    >>> result = simulate_serving(ServingSystem(costs), load)
+    >>> result.requests, result.refused
+    (500, 0)
+
+    Args:
+        system: what serves.
+        load: requests over time.
+        seed: of what replicas draw; a load has its own.
+        spans: how many steps are kept for a timeline.
+
+    Raises:
+        InfeasibleError: no request fits in a replica's cache.
+    """
+    recorder = Recorder(spans)
+    fleet = Fleet(system, recorder, seed)
+    begun = time.process_time()
+    fleet.run(load)
+    seconds = time.process_time() - begun
+    if not recorder.rows:
+        first = next(iter(load.requests()))
+        raise InfeasibleError(
+            f"no request fits: the first has {first.prompt:,} tokens of prompt and {first.output:,} of output, a "
+            f"replica's cache holds {system.costs.kv_tokens:,}; give replicas more chips, or shorter requests"
+        )
+    return ServingResult.of(fleet, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The highest rate that keeps the targets.
+
+    Args:
+        rate: requests per second.
+        result: at this rate.
+        tried: rates, and whether each kept the targets, in the order in which they were tried.
+        cpu_s: seconds that it took.
+    """
+
+    rate: float
+    result: ServingResult
+    tried: tuple[tuple[float, bool], ...]
+    cpu_s: float
+
+
+def find_capacity(system: ServingSystem, load: Load, targets: Targets, *, seed: int = 0) -> Capacity:
+    """Find the highest rate of a load that keeps the targets, to one percent.
+
+    The same requests come closer together or further apart. What counts is the second half of them, so that a queue
+    that grows is seen.
+
+    Args:
+        system: what serves.
+        load: its own rate is where the search begins.
+        targets: what users are to notice at most.
+        seed: of what replicas draw.
+
+    Raises:
+        MeshwiseError: there is no target.
+        InfeasibleError: the targets are missed at any rate.
+    """
+    if targets.ttft_s is None and targets.tpot_s is None:
+        raise MeshwiseError(
+            "a capacity needs a target: give a time to the first token, a time per output token, or both"
+        )
+    begun = time.process_time()
+    tried: dict[float, ServingResult | None] = {}
+
+    def keeps(rate: float) -> bool:
+        result = simulate_serving(system, load.at_rate(rate), seed=seed)
+        kept = _keeps(result, targets)
+        tried[rate] = result if kept else None
+        return kept
+
+    alone = simulate_serving(system, load.first(_ALONE).at_rate(_SELDOM), seed=seed)
+    if not _keeps(alone, targets):
+        raise InfeasibleError(_too_tight(alone, targets))
+    low, high = _bracket(load.rate if math.isfinite(load.rate) else 1.0, keeps)
+    while high / low > 1 + _PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    best = tried[low]
+    assert best is not None
+    outcome = tuple((rate, result is not None) for rate, result in tried.items())
+    return Capacity(low, best, outcome, time.process_time() - begun)
+
+
+def _keeps(result: ServingResult, targets: Targets) -> bool:
+    """Whether enough of the second half of the requests kept the targets, and none was refused."""
+    kept = result.kept(targets)
+    return not result.refused and float(kept[len(kept) // 2 :].mean()) >= targets.share
+
+
+def _bracket(rate: float, keeps: Callable[[float], bool]) -> tuple[float, float]:
+    """Find two rates, one twice the other, of which only the lower one keeps the targets."""
+    if keeps(rate):
+        while keeps(2 * rate):
+            rate *= 2
+            if rate > 1e9:
+                raise MeshwiseError(
+                    "the targets are kept at any rate: all requests fit in one batch; simulate more requests"
+                )
+        return rate, 2 * rate
+    while not keeps(rate / 2):
+        rate /= 2
+        if rate < _SELDOM:
+            raise InfeasibleError(
+                "the targets are missed at any rate: some requests miss them alone; allow more than that"
+            )
+    return rate / 2, rate
+
+
+def _too_tight(alone: ServingResult, targets: Targets) -> str:
+    """Say what would have to be asked for."""
+    ttft, tpot = (float(np.quantile(v, targets.share)) if len(v) else 0.0 for v in (alone.ttft_s, alone.tpot_s))
+    refused = f"; {alone.refused} requests do not fit in the cache at all" if alone.refused else ""
+    return (
+        f"the targets are missed at any rate: of requests that come one by one {targets.share:.0%} have their first "
+        f"token within {ttft:.3g} s and a token every {tpot:.3g} s; allow more than that{refused}"
+    )
