@@ -32,6 +32,7 @@ ROOT = DOCS.parent
 PAGES = (
     ROOT / "README.md",
     DOCS / "planning.md",
+    DOCS / "serving.md",
     DOCS / "precision.md",
     DOCS / "worked-plans.md",
     DOCS / "export.md",

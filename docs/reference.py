@@ -118,6 +118,46 @@ _PLAN = {
     "workings.optimizer_matmul_s": "with `--explain`: matmuls of the optimizer at the data-sheet rate",
 }
 
+_ENGINE = {
+    "layout": "as `--layout` reads it",
+    "layout_fields.*": "every axis and choice, and where the axes lie on the network",
+    "batch": "prompts that are prefilled together, or requests that generate at once, on one engine",
+    "seconds.*": "lower (data-sheet rates, perfect overlap), expected, upper (no overlap): of all steps of a prefill, "
+    "of one generate step",
+    "terms.*": "exposed seconds by term; they add up to the expected time",
+    "hidden_s.*": "seconds of communication that were hidden, by network",
+    "resources_s.*": "seconds that each resource is busy at data-sheet rates",
+    "memory_bytes.*": "bytes by class on the fullest chip, and their total",
+    "bound": "the busiest resource: compute, hbm, or a network",
+}
+
+_SERVING = {
+    "plans[].mode": "aggregated engines prefill and generate in turn, disaggregated ones do one of the two",
+    "plans[].num_chips": "of all engines",
+    "plans[].batch": "requests that generate at once on one engine",
+    **{f"plans[].{step}.{name}": what for step in ("prefill", "generate") for name, what in _ENGINE.items()},
+    "plans[].prefill.chunk_tokens": "tokens of a prompt that are prefilled in one step; null for all",
+    "plans[].handover_s": "seconds in which a prompt's cache gets to where it is read",
+    "plans[].ttft_s": "time to first token, expected; its definition is printed",
+    "plans[].ttft_interval_s.*": "lower, expected, upper",
+    "plans[].tpot_s": "time per output token after the first, expected; its definition is printed",
+    "plans[].tpot_interval_s.*": "lower, expected, upper",
+    "plans[].end_to_end_s": "from a request's arrival to its last token, without queueing",
+    "plans[].requests_per_s": "of all engines, kept full",
+    "plans[].throughput_tokens_per_s": "output tokens of all engines",
+    "plans[].throughput_tokens_per_s_per_chip": "the same over all chips",
+    "plans[].prefill_share": "of the time of aggregated engines, or of the chips of disaggregated ones",
+    "plans[].cost_usd_per_million_output_tokens": "all dollars over output tokens; null where no price is known",
+    "plans[].cost_usd_per_million_input_tokens": "prefill's share of the dollars over the tokens that it computes",
+    "plans[].memory_bytes.*": "bytes by class on the fullest chip of the engines that generate",
+    "plans[].hbm_capacity_bytes": "of one chip",
+    "plans[].fits": "whether the fullest chips suffice",
+    "plans[].largest_batch": "requests of this length that would fit on one engine",
+    "plans[].bound": "the busiest resource of the generate step",
+}
+
+_SERVE = ("llama-3-70b", "--on", "h100:8", "--prompt", "1024", "--output", "256", "--precision", "fp8")
+
 #: Verb -> the words that produce its JSON, and what each field means.
 FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "model": (
@@ -182,6 +222,14 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         },
     ),
     "estimate train": (("estimate", "train", *_TRAIN, "--layout", "fsdp=16,tensor=4"), _PLAN),
+    "estimate serve": (
+        ("estimate", "serve", *_SERVE, "--layout", "tensor=8", "--batch", "64"),
+        {
+            **_SERVING,
+            "frontier[].batch": "requests on one engine",
+            "frontier[].longest_request_tokens": "tokens that each may have, prompt and output together, to just fit",
+        },
+    ),
 }
 
 

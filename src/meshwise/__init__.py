@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshwise.verbs.bench import bench
     from meshwise.verbs.catalogs import all_models, chip, chips, cluster, clusters, model
     from meshwise.verbs.collective import collective
+    from meshwise.verbs.estimate_serve import estimate_serve
     from meshwise.verbs.estimate_train import estimate_train
     from meshwise.verbs.export import export
     from meshwise.verbs.generate import generate
@@ -47,6 +48,7 @@ __all__ = [
     "clusters",
     "collective",
     "compare_train",
+    "estimate_serve",
     "estimate_train",
     "export",
     "generate",
@@ -77,6 +79,7 @@ _HOMES = {
         for name in (
             "bench",
             "collective",
+            "estimate_serve",
             "estimate_train",
             "export",
             "generate",

@@ -13,7 +13,15 @@ from typing import Any
 
 from meshwise.tensors import Attention, Fused, Sizes
 
-__all__ = ["CompressedAttention", "IndexScores", "Scan", "SelectiveScan", "ShortConvolution", "SparseAttention"]
+__all__ = [
+    "AbsorbedAttention",
+    "CompressedAttention",
+    "IndexScores",
+    "Scan",
+    "SelectiveScan",
+    "ShortConvolution",
+    "SparseAttention",
+]
 
 _STATE_BYTES = 4.0  # states are kept in fp32 by every published kernel
 
@@ -236,6 +244,11 @@ class SparseAttention(Attention):
     top_k: int
     latent: int
 
+    @property
+    def chosen(self) -> int:
+        """Keys that a query reads."""
+        return self.top_k
+
     def flops(self, sizes: Sizes) -> Any:
         """The fewer of the two."""
         masked = Attention.flops(self, sizes)
@@ -248,6 +261,35 @@ class SparseAttention(Attention):
         """Count every query as attending to every key."""
         masked = Attention.flops(self, sizes)
         return masked / Attention.pairs(self, sizes) * sizes[self.query_axis] * sizes[self.key_axis]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbsorbedAttention(Attention):
+    """Attention to the latents that keys and values would be expanded from; one latent serves all heads.
+
+    Inputs `q[B, T, N, Hl]`, the latent `c[B, S, R]`, the rotated key `k[B, S, Hr]` with Hl = R + Hr, and where an
+    indexer chose `chosen[B, T, K]`; output `o[B, T, N, R]`. Source: DeepSeek-V2, section 2.1.2.
+
+    Args:
+        top_k: keys that a query attends to; None for all.
+    """
+
+    top_k: int | None = None
+
+    @property
+    def chosen(self) -> int | None:
+        """Keys that a query reads, where not all."""
+        return self.top_k
+
+    def pairs(self, sizes: Sizes) -> Any:
+        """Query-key pairs of one sequence and head."""
+        return Attention.pairs(self, sizes) if self.top_k is None else _chosen_pairs(self, self.top_k, sizes)
+
+    def flops(self, sizes: Sizes) -> Any:
+        """2 per pair, head and width: scores over the latent and the rotated key, sums over the latent."""
+        q = self.inputs[0]
+        width = sizes[q.axes[-1]] + sizes[self.output.axes[-1]]
+        return 2 * width * self.pairs(sizes) * sizes[q.axes[0]] * sizes[q.axes[2]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

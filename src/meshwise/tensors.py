@@ -18,6 +18,7 @@ __all__ = [
     "Attention",
     "AttentionGradient",
     "Block",
+    "CacheUpdate",
     "Convert",
     "Einsum",
     "Elementwise",
@@ -339,6 +340,11 @@ class Convert(Elementwise):
     reads: int = 1
     writes: int = 1
     lasting: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUpdate(Elementwise):
+    """Entries of new positions written to a cache, or a state read and written; it happens where the cache is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

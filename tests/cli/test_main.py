@@ -17,12 +17,15 @@ MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 
 TRAIN = ["llama-3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq-len", "4096", "--tokens", "1T"]
 
+SERVE = ["llama-3-70b", "--on", "h100:8", "--prompt", "1024", "--output", "256", "--precision", "fp8"]
+
 PLAN = str(Path(__file__).parents[1] / "data" / "export" / "plan.json")
 
 #: One working call of every command; a new command must be added here.
 WORKING = {
     "plan train": TRAIN,
     "estimate train": [*TRAIN, "--layout", "fsdp=-1,tensor=4"],
+    "estimate serve": [*SERVE, "--batch", "64", "--layout", "tensor=8"],
     "export": [PLAN, "--to", "megatron"],
     "simulate": [PLAN],
     "run": [

@@ -6,7 +6,7 @@ The identity leaves bounds as they are. Each constant carries the measurements i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.dtypes import DType
@@ -49,6 +49,8 @@ class Calibration:
         mixture_launch: seconds that the host takes for an operation of a layer with experts, at least: what routing
             decides cannot be launched ahead.
         interference: share of hidden communication's time that the compute beside it loses.
+        chained_startup: seconds before the first byte of a collective inside a compiled step of serving, where a
+            collective on its own takes longer (`links`); None for the same.
         late_exchange: whether what is exchanged once a step over the data axis waits for the last backward pass.
         compiled: whether a compiler does what is elementwise where its result is read, and gathers weight by weight, so
             that memory holds neither such results nor a whole layer's weights; else it is as with eager software.
@@ -76,6 +78,7 @@ class Calibration:
     interference: float = 0.0
     late_exchange: bool = False
     compiled: bool = False
+    chained_startup: float | None = None
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.
@@ -107,6 +110,13 @@ class Calibration:
         assert min(self.half_depth, self.half_attention, self.gap, self.mixture_launch) >= 0, (
             f"{self.name}: nothing is below 0"
         )
+
+    @property
+    def in_steps(self) -> Calibration:
+        """The same for collectives inside a step of serving."""
+        if self.chained_startup is None:
+            return self
+        return replace(self, links=replace(self.links, startup=self.chained_startup))
 
     @property
     def link_efficiency(self) -> float:
@@ -143,7 +153,8 @@ CALIBRATIONS = {
                     20 / 132),
         Calibration("tpu", 0.90, 0.85, Links(0.97, 12e-6), True, False, False,
                     "v6e bf16 matmul of 8192^3 and HBM copy, TPU7x HBM copy and 4-way AllGathers of 1.6 to 400 MB, "
-                    "accelerator-microbenchmarks in tpu-recipes (2025)"),
+                    "accelerator-microbenchmarks in tpu-recipes (2025); collectives inside a step: generation with "
+                    "PaLM 540B on 64 v4 (Pope et al. 2022, tables 2 and D.3)", chained_startup=6e-6),
         Calibration("cpu", 1.0, 1.0, Links(1.0), False, False, False,
                     "the rates of its chips are measured ones (meshwise bench machine), with all devices at work; the "
                     "cores that compute also move the bytes of collectives", overlap=0.0),

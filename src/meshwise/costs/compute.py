@@ -392,13 +392,15 @@ def _unfused(work: OpWork, flops: Any, busy: Any, extents: Extents, rates: Compu
 def _attention_flops(
     op: Attention, splits: tuple[tuple[str, Split], ...], extents: Extents, *, full: bool = False
 ) -> Any:
-    """FLOPs of this device's queries; positions are dealt out so that causal work is even (zig-zag order).
+    """FLOPs of this device's queries, and keys where a cache is split by positions.
 
-    `full` counts every pair.
+    Positions are dealt out so that causal work is even (zig-zag order). `full` counts every pair.
     """
     positions = (op.query_axis, op.key_axis)
-    sizes = {a: extents.sizes[a] if a in positions else extents.length(a, split) for a, split in splits}
-    return (op.full_flops if full else op.flops)(sizes) / extents.devices(dict(splits)[op.query_axis])
+    sizes = {a: extents.length(a, split) for a, split in splits if a not in positions}
+    sizes |= {a: extents.sizes[a] for a in positions}
+    shared = dict.fromkeys(m for a, split in splits if a.partition(".")[0] in positions for m in split)
+    return (op.full_flops if full else op.flops)(sizes) / extents.devices(tuple(shared))
 
 
 def _kernel_flops(op: Fused, splits: tuple[tuple[str, Split], ...], extents: Extents) -> Any:

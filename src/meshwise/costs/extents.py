@@ -45,9 +45,13 @@ class Extents:
     Args:
         sizes: tensor axis -> global size.
         mesh: mesh axis -> number of devices along it.
+        never_padded: tensor axes whose shares are not rounded up.
     """
 
-    def __init__(self, sizes: Mapping[str, Any], mesh: Mapping[str, Any]) -> None:
+    def __init__(
+        self, sizes: Mapping[str, Any], mesh: Mapping[str, Any], never_padded: tuple[str, ...] = NEVER_PADDED
+    ) -> None:
+        self.never_padded = never_padded
         self.sizes = sizes
         self.mesh = mesh
         self._devices: dict[Split, Any] = {(): 1.0}
@@ -73,7 +77,7 @@ class Extents:
         if key not in self._lengths:
             size = self.sizes[axis]
             share = size / self.devices(split) if split else size
-            self._lengths[key] = share if axis in NEVER_PADDED else ceil(share)
+            self._lengths[key] = share if axis in self.never_padded else ceil(share)
         return self._lengths[key]
 
     def volume(self, key: Volume) -> Any:

@@ -17,7 +17,15 @@ from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.place import Purpose
 
-__all__ = ["COMPUTE_PASSES", "COMPUTE_TERMS", "OnceSums", "RoleSums", "role_sums", "split_exposed"]
+__all__ = [
+    "COMPUTE_PASSES",
+    "COMPUTE_TERMS",
+    "OnceSums",
+    "RoleSums",
+    "role_sums",
+    "room_beside",
+    "split_exposed",
+]
 
 #: Terms of a microbatch that are no communication.
 COMPUTE_TERMS = ("forward", "backward", "recompute")
@@ -207,13 +215,13 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
         # What sticks out of collective matmuls covers weights, too, but on the links that they are on.
         busy = maximum(cover, multiplied)
         beside = ((flows.fused.flows, multiplied), (flows.circling.flows, circled))
-        room = _room(busy, beside, [f for f, _ in flows.hideable.flows], rates)
+        room = room_beside(busy, beside, [f for f, _ in flows.hideable.flows], rates)
         hidden = hide(3, flows.hideable, room)
-        left = maximum(_room(busy, beside, once, rates) - hidden, 0.0)
+        left = maximum(room_beside(busy, beside, once, rates) - hidden, 0.0)
         sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * left
 
 
-def _room(
+def room_beside(
     busy: Any, beside: Sequence[tuple[list[tuple[Flow, Any]], Any]], flows: Sequence[Flow], rates: StepRates
 ) -> Any:
     """Seconds of `busy` ones in which links that `flows` need are free of what runs `beside` for so many seconds."""

@@ -43,7 +43,7 @@ from meshwise.hardware import Chip
 from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
-__all__ = ["NETWORKS", "TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime"]
+__all__ = ["NETWORKS", "TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime", "Wires"]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {

@@ -16,7 +16,7 @@ from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.place import PlacedBlock, Purpose, Transfer
 
-__all__ = ["Flow", "FlowPlan", "Pass", "flow_plans", "term_of"]
+__all__ = ["Flow", "FlowPlan", "Pass", "flow_plans", "forward_flow_plans", "term_of"]
 
 
 class Pass(StrEnum):
@@ -133,6 +133,22 @@ def flow_plans(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) 
     )
 
 
+def forward_flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...]:
+    """Group the transfers of a forward pass alone, as a step of serving is.
+
+    What one operation waits for and goes the same way travels as one: the products of fused projections.
+    """
+    waiting: dict[tuple[Any, ...], Message] = {}
+    for t in (item for item in placed.forward if isinstance(item, Transfer)):
+        key = (t.waits, t.purpose, t.collective.kind, t.collective.mesh_axes)
+        waiting[key] = (*waiting.get(key, ()), t)
+    groups: dict[tuple[Any, ...], list[Message]] = {}
+    for (_, purpose, kind, mesh_axes), message in waiting.items():
+        alike = _message_bytes(message, precision) if purpose in _ONE_BY_ONE else ()
+        groups.setdefault((Pass.FORWARD, purpose, kind, mesh_axes, *alike), []).append(message)
+    return tuple(_plan(key, messages, precision) for key, messages in groups.items())
+
+
 def _messages(transfers: list[Transfer]) -> list[Message]:
     """Say what travels in one collective: the gates of slots go with the slots that are on the same way."""
     messages: list[Message] = [(t,) for t in transfers if not _is_of_gates(t)]
@@ -198,6 +214,7 @@ def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
     """The term (and network use) that a flow counts under."""
     if purpose is Purpose.ACTIVATIONS:
         uses = {"expert": "expert", "context": "context", "ulysses": "context", "tensor": "tensor"}
+        uses |= {"width": "width", "cache": "cache"}  # of serving
         return next((use for axis, use in uses.items() if axis in mesh_axes), "data")
     if purpose in (Purpose.RING, Purpose.MATMUL):
         return "context" if purpose is Purpose.RING else "tensor"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshwise.models.cached import CachedOps, attend_to_cached_latents
 from meshwise.models.compressed import (
     collapse_streams,
     compressed_attention,
@@ -48,7 +49,7 @@ from meshwise.models.spec import (
 from meshwise.models.towers import Tower
 from meshwise.tensors import Block, Kind, Op, Program, Tensor
 
-__all__ = ["build_mtp", "build_train"]
+__all__ = ["build_mtp", "build_train", "embed_block", "layer_block", "logits_of", "tower_blocks"]
 
 
 def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
@@ -118,6 +119,10 @@ def _latent_attention(spec: LatentAttention, x: Tensor, axes: Axes, ops: Ops) ->
     latent = ops.bias("kv_a", ops.einsum("kv_a", x, weight("w_kv_a", "D", rank), (*TOKENS, rank)), spec.bias)
     shared = ops.bias("k_rope", ops.einsum("k_rope", x, weight("w_k_rope", "D", rope), (*TOKENS, rope)), spec.bias)
     latent = ops.residual_norm("norm.kv_a", latent, Norm(), "kv_a.norm")
+    if isinstance(ops, CachedOps):
+        chosen = None if spec.indexer is None else index_keys(spec.indexer, x, low, axes, ops)
+        made = attend_to_cached_latents(spec, (q, latent, shared, chosen), axes, ops)
+        return ops.bias("o", ops.einsum("o", made, weight("w_o", n, hv, "D"), (*TOKENS, "D")), spec.bias)
     k = ops.einsum("k", latent, weight("w_k", rank, n, nope), (*TOKENS, n, nope))
     v = ops.einsum("v", latent, weight("w_v", rank, n, hv), (*TOKENS, n, hv))
     q = ops.elementwise("rope.q", q, output="q.rope", flops=ROPE_FLOPS, linear=True)
@@ -341,7 +346,9 @@ def _layer_tokens(table: tuple[str, str, str], x: Tensor) -> list[Op]:
     return ops.ops
 
 
-def _embed(spec: Embedding, groups: Sequence[LayerGroup], axes: Axes, *, stack: str = "", tied: bool = False) -> Block:
+def embed_block(
+    spec: Embedding, groups: Sequence[LayerGroup], axes: Axes, *, stack: str = "", tied: bool = False
+) -> Block:
     """From token ids to the residual stream.
 
     Args:
@@ -392,36 +399,42 @@ def _embed(spec: Embedding, groups: Sequence[LayerGroup], axes: Axes, *, stack: 
     )
 
 
-def _head(spec: Head, axes: Axes) -> Block:
-    """From the residual stream to the loss of every token."""
-    ops = Ops()
-    x = Tensor("x", stream_axes(spec.streams, axes))
+def logits_of(spec: Head, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
+    """Add what turns the residual stream into logits."""
     if spec.streams > 1:
         x, _ = collapse_streams("head", x, spec.streams, axes, ops)
     x = ops.residual_norm("norm.final", x, spec.norm, "x.final")
-    width = "D"
+    width, tokens = "D", x.axes[:2]
     if spec.width is not None:
         width = axes("Dw", spec.width)
-        x = ops.einsum("project_out", x, weight("w_project_out", "D", width), (*TOKENS, width))
+        x = ops.einsum("project_out", x, weight("w_project_out", "D", width), (*tokens, width))
     table = weight("w_embed", "V", width) if spec.tied else weight("w_head", width, "V")
-    logits = ops.bias("head", ops.einsum("lm_head", x, table, (*TOKENS, "V"), output="logits"), spec.bias)
+    logits = ops.bias("head", ops.einsum("lm_head", x, table, (*tokens, "V"), output="logits"), spec.bias)
     if spec.scaled:
         logits = ops.elementwise("scale.logits", logits, output="logits.scaled", flops=2)
+    return logits
+
+
+def _head(spec: Head, axes: Axes) -> Block:
+    """From the residual stream to the loss of every token."""
+    ops = Ops()
+    scores = logits_of(spec, Tensor("x", stream_axes(spec.streams, axes)), axes, ops)
     labels = Tensor("labels", TOKENS, Kind.INDEX)
-    ops.elementwise("loss", logits, labels, output="loss", flops=LOSS_FLOPS, axes=TOKENS)
+    ops.elementwise("loss", scores, labels, output="loss", flops=LOSS_FLOPS, axes=TOKENS)
     tied = frozenset({"w_embed"}) if spec.tied else frozenset()
     return Block(name="head", ops=tuple(ops.ops), role="head", tied=tied, inputs=("x", "labels"), outputs=("loss",))
 
 
-def _layer_block(name: str, spec: Layer, repeat: int, axes: Axes) -> Block:
-    ops = Ops()
+def layer_block(name: str, spec: Layer, repeat: int, axes: Axes, ops: Ops | None = None) -> Block:
+    """Give the block of a group of layers; `ops` collects what it is made of, where that is not a training step."""
+    ops = Ops() if ops is None else ops
     _layer(spec, axes, ops)
     read = {t.name for op in ops.ops for t in op.inputs}
     inputs = ("x", *(name for name in ("earlier.k", "earlier.v", "layer_tokens", "encoded") if name in read))
     return Block(name, tuple(ops.ops), repeat=repeat, inputs=inputs, tied=frozenset({SHARED_DISTANCES} & read))
 
 
-def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
+def tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
     """Give the blocks that hold a tower's weights, and run nothing; a tower stands on the first stage."""
     blocks = []
     for part in tower.parts:
@@ -438,8 +451,8 @@ def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
 
 def _reader(spec: Encoder, axes: Axes) -> list[Block]:
     """Give the blocks of an encoder: its way in, its layers, its last norm."""
-    embed = _embed(spec.embedding, spec.groups, axes, stack="encoder.")
-    layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
+    embed = embed_block(spec.embedding, spec.groups, axes, stack="encoder.")
+    layers = [layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
     return [embed, *layers, *encoder_end(spec)]
 
 
@@ -447,10 +460,10 @@ def build_train(spec: Architecture) -> Program:
     """Give the forward pass of a training step: blocks "embed", the layer groups, "head"."""
     axes = Axes({"D": spec.d_model, "V": spec.vocab})
     reader = _reader(spec.encoder, axes) if spec.encoder else []
-    embed = _embed(spec.embedding, spec.groups, axes, tied=bool(reader))
-    layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
+    embed = embed_block(spec.embedding, spec.groups, axes, tied=bool(reader))
+    layers = [layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
     head = _head(spec.head, axes)
-    towers = [block for tower in spec.towers for block in _tower_blocks(tower, axes)]
+    towers = [block for tower in spec.towers for block in tower_blocks(tower, axes)]
     blocks = (*reader, embed, *towers, *layers, head)
     return Program(name="train", blocks=blocks, sizes={**axes.sizes, "L": spec.num_layers})
 

@@ -14,6 +14,7 @@ from meshwise.kernels import Scan
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
+from meshwise.models.serving import build_serving
 from meshwise.models.spec import Architecture, Compressed, LayerGroup, Mixture
 from meshwise.tensors import Attention, Program, Tensor
 
@@ -138,6 +139,34 @@ class Model:
     def train_program(self) -> Program:
         """Give the forward pass of a training step: blocks "embed", layer groups in order, "head" with the loss."""
         return self._train
+
+    def serving_program(self, step: Literal["prefill", "generate"], *, spread_norms: bool = False) -> Program:
+        """Give a step of serving: new positions T that attend to S cached ones, themselves among these.
+
+        Args:
+            step: in "prefill" latents are expanded to the keys and values of all positions; to "generate" is to attend
+                to latents as they are cached. For attention without latents both are the same.
+            spread_norms: norms over the residual width are two operations, for layouts that split it.
+
+        Raises:
+            ConfigError: for an encoder-decoder.
+        """
+        if self.spec.encoder is not None:
+            raise ConfigError(
+                f"{self.name}: encoder-decoders cannot be served yet; serve a decoder, or see "
+                f"'meshwise model {self.name}' for its counts"
+            )
+        known: dict[tuple[str, bool], Program] = self._serving
+        if (step, spread_norms) not in known:
+            known[step, spread_norms] = build_serving(
+                self.spec, name=step, absorbs=step == "generate", spread_norms=spread_norms
+            )
+        return known[step, spread_norms]
+
+    @cached_property
+    def _serving(self) -> dict[tuple[str, bool], Program]:
+        """Serving programs that were built, so that each is one and the same value."""
+        return {}
 
     @cached_property
     def parameters(self) -> ParameterCount:

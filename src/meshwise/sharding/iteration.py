@@ -6,12 +6,12 @@ Not here: collectives between operations (`place`).
 from __future__ import annotations
 
 from meshwise.sharding.strategy import Strategy
-from meshwise.tensors import Attention, AttentionGradient, Elementwise, Fused, FusedGradient, Op, Route
+from meshwise.tensors import Attention, AttentionGradient, CacheUpdate, Elementwise, Fused, FusedGradient, Op, Route
 
 __all__ = ["iteration_space"]
 
 
-def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
+def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:  # noqa: PLR0911 -- a rule a kind
     """Which mesh axes split which index of `op`: placing an operation is choosing this.
 
     Returns: axis name -> mesh axes, major to minor; axes that are not split are left out.
@@ -30,6 +30,8 @@ def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:
     if isinstance(op, Route):
         tokens = [a for a in op.axes if _base(a) not in ("E", "C")]
         return strategy.splits(tokens, sequence=strategy.routes_sequence_shards) | {"C": _slots(strategy)}
+    if isinstance(op, CacheUpdate):
+        return strategy.cache_splits(op.axes)
     if isinstance(op, Elementwise):
         return strategy.splits([a for a in op.axes if a not in op.reduced])
     return strategy.splits(op.axes)

@@ -30,14 +30,31 @@ from meshwise.tensors import (
     Tensor,
 )
 
-__all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer", "iteration_space", "place_block"]
+__all__ = [
+    "Held",
+    "LocalOp",
+    "PlacedBlock",
+    "Purpose",
+    "Transfer",
+    "iteration_space",
+    "place_block",
+    "place_forward",
+]
 
 
 class _Placer:
     """Walks operations in order, knows where every tensor is, and moves it when an operation needs it elsewhere."""
 
-    def __init__(self, strategy: Strategy, held: dict[str, Held], beside: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        held: dict[str, Held],
+        beside: frozenset[str] = frozenset(),
+        *,
+        slices_copies: bool = False,
+    ) -> None:
         self.strategy = strategy
+        self.slices_copies = slices_copies  # a part of a copy that was made before is there, too
         self.beside = beside  # names of what moves round a ring beside products, forward or as a gradient
         self.held = held
         self.copies: dict[tuple[str, Sharding], Sharding] = {}
@@ -147,10 +164,15 @@ class _Placer:
         self.wanted.setdefault(t.name, set()).add(wanted)
         if held.sharding.unreduced:
             held = self.settle(held, reader)
-        if held.sharding != wanted and (t.name, wanted) not in self.copies:
+        if held.sharding != wanted and (t.name, wanted) not in self.copies and not self._lies_in_a_copy(t, wanted):
             self._move(held, wanted, reader)
             self.copies[t.name, wanted] = wanted
         return wanted
+
+    def _lies_in_a_copy(self, t: Tensor, wanted: Sharding) -> bool:
+        """Whether every device holds what is wanted as a part of a copy that was made before."""
+        copies = (sharding for name, sharding in self.copies if name == t.name) if self.slices_copies else ()
+        return any(all(c.kind is CollectiveKind.SLICE for c in reshard(copy, wanted)) for copy in copies)
 
     def settle(self, held: Held, reader: str) -> Held:
         """Sum a partial value into the place where its kind lives, once and for all readers."""
@@ -179,7 +201,7 @@ _CIRCLED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 def _circling(op: Op) -> set[str]:
     """Names of the tensors that ring attention sends round: keys and values read, their gradients written."""
     if isinstance(op, Attention):
-        return {t.name for t in op.inputs if op.key_axis in t.axes}
+        return {t.name for t in op.inputs if any(a.partition(".")[0] == op.key_axis for a in t.axes)}
     if isinstance(op, AttentionGradient):
         return {op.output.name, *(t.name for t in op.inputs if op.source.key_axis in t.axes)}
     return set()
@@ -265,6 +287,50 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     )
 
 
+def place_forward(block: Block, strategy: Strategy) -> PlacedBlock:
+    """Place one forward pass of `block` alone, as a step of serving is: nothing is kept for later but caches.
+
+    Args:
+        block: operations on named axes; caches come from outside.
+        strategy: rule tables; every mesh axis they name may turn out to have size 1, which costs nothing.
+
+    Raises:
+        ShardingError: for rules that give one tensor the same mesh axis twice.
+    """
+    weights = {t.name: Held(t, strategy.stored(t.axes, "weights")) for t in _all_weights(block)}
+    entry = _entries(block, strategy)
+    placer = _Placer(strategy, {**weights, **entry}, slices_copies=True)
+    for op in block.ops:
+        placer.run(op)
+    for name in block.outputs:
+        if placer.held[name].sharding.unreduced:
+            placer.settle(placer.held[name], "")
+    gathered = {
+        h.tensor.name: h
+        for item in placer.items
+        if isinstance(item, LocalOp)
+        for h in item.inputs
+        if h.tensor.kind is Kind.WEIGHT and h.sharding != weights[h.tensor.name].sharding
+    }
+    own = {t.name: weights[t.name] for t in block.weights}
+    return PlacedBlock(
+        block=block,
+        forward=tuple(placer.items),
+        backward=(),
+        recomputed=frozenset(),
+        kept=(),
+        workspace=(),
+        weights=tuple(own.values()),
+        tied=tuple(h for n, h in weights.items() if n not in own),
+        tied_gradients=(),
+        gradients=(),
+        optimizer=(),
+        gathered=tuple(gathered.values()),
+        step=(),
+        caches=tuple(h for h in entry.values() if h.tensor.kind is Kind.KV_CACHE),
+    )
+
+
 def _passing(op: Op) -> bool:
     """Whether what `op` makes is used up by the next operation: a weight widened for one multiplication."""
     return isinstance(op, Convert) and not op.lasting
@@ -276,10 +342,12 @@ def _all_weights(block: Block) -> Iterable[Tensor]:
 
 
 def _entries(block: Block, strategy: Strategy) -> dict[str, Held]:
-    """Say where that which comes into the block from outside is held: activations and indices, at home."""
+    """Say where that which comes into the block from outside is held: activations and indices at home, and caches."""
     made = {op.output.name for op in block.ops}
     outside = (t for op in block.ops for t in op.inputs if t.kind is not Kind.WEIGHT and t.name not in made)
-    return {t.name: Held(t, strategy.home(t.axes)) for t in outside}
+    return {
+        t.name: Held(t, strategy.cached(t.axes) if t.kind is Kind.KV_CACHE else strategy.home(t.axes)) for t in outside
+    }
 
 
 def _as_read_again(

@@ -87,6 +87,7 @@ class PlacedBlock:
         gathered: weights as used, between their gathering and their last use.
         step: transfers once a step, of the block's own weights: gradients to where the optimizer wants them, new
             weights back to where they are stored.
+        caches: what stays between steps of serving, as it is held.
     """
 
     block: Block
@@ -102,3 +103,4 @@ class PlacedBlock:
     optimizer: tuple[Held, ...]
     gathered: tuple[Held, ...]
     step: tuple[Transfer, ...]
+    caches: tuple[Held, ...] = ()

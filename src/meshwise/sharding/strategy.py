@@ -13,6 +13,8 @@ from functools import lru_cache
 from meshwise.sharding.mesh import Sharding
 
 __all__ = [
+    "STORAGE_AXES",
+    "TENSOR_AXES",
     "Rule",
     "Strategy",
     "apply_rules",
@@ -27,11 +29,11 @@ __all__ = [
 
 #: The axes of a weight that storage-only splits (FSDP, ZeRO) use, in order of preference; the residual width comes
 #: first because nearly every weight has it. A weight with none of them (a bias of heads) is small and stays whole.
-_STORAGE_AXES = ("D", "Dw", "Rq", "Rkv", "Rt", "Dl", "Ro", "P")
+STORAGE_AXES = ("D", "Dw", "Rq", "Rkv", "Rt", "Dl", "Ro", "P")
 
 #: The axes that tensor parallelism splits: query heads, key/value heads, feed-forward widths but those of experts (Fe),
 #: the vocabulary; heads, groups of heads and channels of recurrences.
-_TENSOR_AXES = ("N", "K", "F", "Fs", "V", "Nr", "Kr", "Cr")
+TENSOR_AXES = ("N", "K", "F", "Fs", "V", "Nr", "Kr", "Cr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class Strategy:
         fallback: for what `compute` leaves whole: used where no rule of it has taken the mesh axis (the positions of
             the residual stream, in sequence parallelism).
         attention: rules that attention itself follows first (heads instead of positions, in Ulysses).
+        caches: for what attention and recurrences keep between steps of serving, after the rules of attention:
+            positions and heads that attention itself does not split so.
         ring: whether keys and values go round a ring while attention works on those that are there, instead of being
             gathered before.
         pieces: whether gathers and scatters beside products of the tensor axis go round a ring in pieces (collective
@@ -68,6 +72,7 @@ class Strategy:
     optimizer: tuple[Rule, ...] = ()
     fallback: tuple[Rule, ...] = ()
     attention: tuple[Rule, ...] = ()
+    caches: tuple[Rule, ...] = ()
     ring: bool = False
     pieces: bool = False
 
@@ -90,6 +95,14 @@ class Strategy:
     def attention_splits(self, axes: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Find the sharding of attention's iteration space; arguments and result as in `splits`."""
         return apply_rules((*self.attention, *self.compute, *self.fallback), tuple(axes))
+
+    def cache_splits(self, axes: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Find the sharding of a cache, or of what is written to it; arguments and result as in `splits`."""
+        return apply_rules((*self.attention, *self.caches, *self.compute), tuple(axes))
+
+    def cached(self, axes: tuple[str, ...]) -> Sharding:
+        """Where a cache lives."""
+        return _sharding(axes, self.cache_splits(axes))
 
     @property
     def routes_sequence_shards(self) -> bool:
@@ -137,7 +150,7 @@ def data(axis: str = "data", *, zero: int = 0) -> Strategy:
             state (ReduceScatter of gradients, AllGather of new weights, once a step); 2 also the accumulated gradients
             (a ReduceScatter each microbatch). Source: Rajbhandari et al. 2020, ZeRO.
     """
-    split = (Rule(_STORAGE_AXES, axis),)
+    split = (Rule(STORAGE_AXES, axis),)
     return Strategy(
         compute=(Rule(("B", "C"), axis),),
         gradients=split if zero >= 2 else (),
@@ -147,13 +160,13 @@ def data(axis: str = "data", *, zero: int = 0) -> Strategy:
 
 def fsdp(axis: str = "fsdp") -> Strategy:
     """Fully sharded data parallelism (ZeRO-3): the whole training state is split, weights are gathered when used."""
-    split = (Rule(_STORAGE_AXES, axis),)
+    split = (Rule(STORAGE_AXES, axis),)
     return Strategy(compute=(Rule(("B", "C"), axis),), weights=split, gradients=split, optimizer=split)
 
 
 def _replicas(axis: str, compute: Rule, *, sharded: bool, zero: int) -> Strategy:
     """An axis whose devices use the same weights: they share them out as FSDP does, or keep them and follow ZeRO."""
-    split = (Rule(_STORAGE_AXES, axis),)
+    split = (Rule(STORAGE_AXES, axis),)
     return Strategy(
         compute=(compute,),
         weights=split if sharded else (),
@@ -209,7 +222,7 @@ def tensor(axis: str = "tensor", *, sequence: bool = True, experts: tuple[str, .
     """
     # N and K never meet in one tensor; in attention's iteration space they are one axis, N = K x G: `place` knows.
     return Strategy(
-        compute=(*(Rule((a,), axis) for a in _TENSOR_AXES), Rule(experts, axis)),
+        compute=(*(Rule((a,), axis) for a in TENSOR_AXES), Rule(experts, axis)),
         fallback=(Rule(("T",), axis),) if sequence else (),
         attention=(Rule(("N",), axis),),
     )

@@ -1,0 +1,37 @@
+"""`meshwise estimate serve`: what one serving layout would do."""
+
+from __future__ import annotations
+
+import click
+
+from meshwise.cli.options import request_options
+from meshwise.cli.output import Output, output_options
+from meshwise.errors import InfeasibleError
+from meshwise.report.serve import estimate_serve_report
+from meshwise.verbs.estimate_serve import EstimateServeRequest, find_serving_estimate
+from meshwise.verbs.serve import SERVE_FLAGS
+
+__all__ = ["serve"]
+
+
+@click.command()
+@request_options(EstimateServeRequest, arguments=("model",), flags=SERVE_FLAGS)
+@output_options
+def serve(request: EstimateServeRequest, output: Output) -> None:
+    """Estimate what one layout would do for a serving load.
+
+    Where the mesh lies on the network is chosen best unless the layout says it. When it does not fit in memory, the
+    exit code is 3.
+
+    \b
+      meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\
+        --output 256 --batch 64 --layout tensor=8 --precision fp8
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    problem = request.problem()
+    answer = find_serving_estimate(request, problem)
+    asked = {
+        name: getattr(request, name) for name in ("layout", "prefill_layout", "mode", "batch", "prefill_batch", "chunk")
+    }
+    output.show(estimate_serve_report(answer, {**request.echo_serving(problem), **asked}))
+    if not answer.estimate.fits:
+        raise click.exceptions.Exit(InfeasibleError.exit_code)

@@ -1,0 +1,145 @@
+"""From a placed serving layout to the few numbers that a simulation of its engine needs.
+
+Not here: what an engine's steps are made of (`step`), nor what happens over time (`simulation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshwise.costs.compute import ComputeRates, operation_compute
+from meshwise.costs.engine import AttentionCosts, EngineCosts
+from meshwise.costs.extents import Extents
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.serving.estimate import (
+    ServingSetup,
+    generate_sizes,
+    handover_rate,
+    prefill_sizes,
+    room_for_cache,
+    with_wires,
+)
+from meshwise.costs.serving.memory import cache_bytes
+from meshwise.costs.serving.planned import plan_step
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.step import StepSizes, bind_step, price_step
+from meshwise.costs.serving.wires import fabric_of, layout_wires
+from meshwise.sharding.serving_layout import ServingLayout
+
+__all__ = ["engine_costs"]
+
+#: Tokens of a step at which everything but attention is priced: powers of two, between which it is a line.
+_TOKENS = tuple(2**k for k in range(16))
+
+
+def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabric: Fabric | None = None) -> EngineCosts:
+    """Give the costs of an engine that does a step (both, where aggregated).
+
+    What depends on tokens alone is priced at powers of two. Attention is a slope for each kind of layers: seconds per
+    cached token of a generate step at the setup's batch, and per pair of query and key of a whole prompt.
+
+    Args:
+        problem: model, load, cluster, calibration.
+        setup: layouts and batches.
+        step: which engine of disaggregated ones.
+        fabric: the network.
+    """
+    fabric = fabric or fabric_of(problem)
+    setup = with_wires(problem, fabric, setup)
+    layout: ServingLayout = getattr(setup, step)
+    block = problem.load.block_tokens
+    mesh = {a: float(s) for a, s in layout.sizes.items()}
+    of_one_block = float(cache_bytes(problem, step, layout.structure, mesh, 1.0, float(block)))
+    room = room_for_cache(problem, setup, step)
+    rate, startup = handover_rate(problem, fabric, setup)
+    chip = problem.cluster.chip
+    return EngineCosts(
+        overhead_s=0.0,
+        token_seconds=tuple(_token_seconds(problem, fabric, layout, step)),
+        kv_blocks=max(int(room // of_one_block), 1) if of_one_block else 1 << 30,
+        attention=tuple(_attention(problem, setup)),
+        block_tokens=block,
+        kv_bytes_per_token=problem.model.kv_cache.bytes_per_token(problem.load.formats.kv),
+        transfer_bytes_per_s=rate,
+        transfer_startup_s=startup,
+        swap_bytes_per_s=chip.host_link_bandwidth * layout.engine_chips if chip.host_link_bandwidth else None,
+        num_chips=layout.engine_chips,
+        usd_per_chip_hour=problem.cluster.price_per_chip_hour,
+        source=f"meshwise: {problem.model.name} on {problem.cluster.name}, {layout}, {problem.load.precision}",
+    )
+
+
+def _token_seconds(
+    problem: ServingProblem, fabric: Fabric, layout: ServingLayout, step: Step
+) -> Iterable[tuple[int, float]]:
+    """Seconds of everything but attention, by tokens of a step."""
+    wires = layout_wires(problem, fabric, layout)
+    mesh = {a: float(s) for a, s in layout.sizes.items()}
+    most = 0.0
+    for tokens in _TOKENS:
+        costs = price_step(problem, step, layout.structure, StepSizes(float(tokens), 1.0, 1.0, mesh), wires)
+        most = max(most, float(costs.expected - costs.terms["attention"]))
+        yield tokens, most
+
+
+def _attention(problem: ServingProblem, setup: ServingSetup) -> Iterable[AttentionCosts]:
+    """One entry for each span that layers read of a cache."""
+    generating = generate_sizes(problem, setup)
+    whole = prefill_sizes(problem, setup)[-1]
+    spans = sorted({*_spans(problem, setup, "generate"), *_spans(problem, setup, "prefill")}, key=lambda s: s or 0)
+    for span in spans:
+        # Both ends of the slope are within the window; each request reads so many tokens.
+        near, far = (64.0, 128.0) if span is not None and span < 2048 else (1024.0, 2048.0)
+        slope = _seconds(problem, setup, "generate", span, _with_keys(generating, far)) - _seconds(
+            problem, setup, "generate", span, _with_keys(generating, near)
+        )
+        read = generating.sequences * (far - near)
+        queries = float(whole.queries)
+        pairs = float(whole.sequences) * _pairs(queries, float(whole.keys), span)
+        prefill = _seconds(problem, setup, "prefill", span, whole)
+        yield AttentionCosts(max(slope / read, 0.0), max(prefill / pairs, 0.0), span)
+
+
+def _with_keys(sizes: StepSizes, keys: float) -> StepSizes:
+    return StepSizes(sizes.sequences, sizes.queries, keys, sizes.mesh, sizes.last)
+
+
+def _pairs(queries: float, keys: float, span: int | None) -> float:
+    limit = float("inf") if span is None else float(span)
+    return sum(min(keys - queries + i + 1, limit) for i in range(int(queries)))
+
+
+def _spans(problem: ServingProblem, setup: ServingSetup, step: Step) -> set[int | None]:
+    structure = getattr(setup, step).structure
+    return {
+        _span(work.placed.op.axes)
+        for block in plan_step(problem, step, structure)
+        for term, work in block.works
+        if term == "attention" and _reads_positions(work.placed.op.axes)
+    }
+
+
+def _reads_positions(axes: Iterable[str]) -> bool:
+    return any(a.partition(".")[0] == "S" for a in axes)
+
+
+def _span(axes: Iterable[str]) -> int | None:
+    """The latest positions that an operation reads of a cache; None for all of them."""
+    word = next((a.partition(".")[2] for a in axes if a.startswith("S.latest")), "")
+    return int(word.removeprefix("latest")) if word else None
+
+
+def _seconds(problem: ServingProblem, setup: ServingSetup, step: Step, span: int | None, sizes: StepSizes) -> float:
+    """Seconds of all operations that read such a span of a cache."""
+    layout: ServingLayout = getattr(setup, step)
+    structure = layout.structure
+    program = problem.program(step, wide=structure.wide)
+    extents = Extents(bind_step(problem, program, sizes, structure), sizes.mesh, ("C", "E"))
+    rates = ComputeRates.of(problem.cluster.chip, problem.load.formats.formats, problem.calibration)
+    total = 0.0
+    for block in plan_step(problem, step, structure):
+        for _, work in block.works:
+            axes = work.placed.op.axes
+            if _reads_positions(axes) and _span(axes) == span:
+                total += block.placed.block.repeat * float(operation_compute(work, extents, rates).seconds)
+    return total

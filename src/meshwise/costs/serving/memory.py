@@ -1,0 +1,106 @@
+"""Bytes on the fullest chip of a serving engine: weights, cache, activations, workspace, reserve; what fits.
+
+Not here: time (`step`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshwise.costs.arithmetic import ceil, maximum, minimum, where
+from meshwise.costs.extents import Extents
+from meshwise.costs.serving.planned import ServedBlock, plan_step, residual_bytes
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.step import StepSizes, bind_step, layer_share, num_layers
+from meshwise.sharding.serving_layout import ServingStructure
+
+__all__ = ["CLASSES", "cache_bytes", "reserved_bytes", "step_memory", "weight_bytes"]
+
+#: Class of memory -> what it is.
+CLASSES = {
+    "weights": "as stored, embedding and head included",
+    "kv_cache": "keys and values (or latents, states) of all requests, in whole blocks",
+    "activations": "of the step that needs most: what one operation reads and writes, the residual stream, logits",
+    "workspace": "weights that are gathered for use, two layers of them",
+    "reserve": "what the engine leaves alone: its runtime, fragmentation",
+}
+
+
+def _stage_total(blocks: Sequence[ServedBlock], amount: Callable[[ServedBlock], Any], stages: Any) -> Any:
+    """What the fullest stage has of something: its share of the layers, and the embedding or the head."""
+    roles: dict[str, Any] = dict.fromkeys(("embed", "layer", "head"), 0.0)
+    for b in blocks:
+        roles[b.role] = roles[b.role] + amount(b) * float(b.placed.block.repeat)
+    ends = where(stages > 1, maximum(roles["embed"], roles["head"]), roles["embed"] + roles["head"])
+    return roles["layer"] * layer_share(num_layers(blocks), stages) + ends
+
+
+def weight_bytes(problem: ServingProblem, step: Step, structure: ServingStructure, mesh: Mapping[str, Any]) -> Any:
+    """Bytes of the weights that the fullest chip stores (float or array)."""
+    blocks = plan_step(problem, step, structure)
+    program = problem.program(step, wide=structure.wide)
+    extents = Extents(program.bind(batch=1.0, queries=1.0), mesh)
+    return _stage_total(blocks, lambda b: extents.weighted(b.weights), mesh["stage"])
+
+
+def cache_bytes(  # noqa: PLR0917 -- the step, then what it holds
+    problem: ServingProblem,
+    step: Step,
+    structure: ServingStructure,
+    mesh: Mapping[str, Any],
+    requests: Any,
+    tokens: Any,
+) -> Any:
+    """Bytes of the cache on the fullest chip, of so many requests of so many tokens each (floats or arrays).
+
+    Each request takes whole blocks; windows keep their latest positions, states are kept whole.
+    """
+    block = float(problem.load.block_tokens)
+    blocks = plan_step(problem, step, structure)
+    program = problem.program(step, wide=structure.wide)
+    sizes = StepSizes(requests, 1.0, ceil(tokens / block) * block, mesh)
+    bound = program.bind(batch=sizes.sequences, queries=1.0, keys=sizes.keys)
+    bound |= {axis: _kept(axis, sizes.keys, block) for b in blocks for axis in _cache_axes(b)}
+    extents = Extents(bound, mesh, ("C", "E"))
+    return _stage_total(blocks, lambda b: extents.weighted(b.caches), mesh["stage"])
+
+
+def _cache_axes(block: ServedBlock) -> set[str]:
+    return {a for h in block.placed.caches for a in h.tensor.axes if a.startswith("S.")}
+
+
+def _kept(axis: str, keys: Any, block: float) -> Any:
+    """Positions that a cache keeps which is read by spans: a window's, in whole blocks; of chosen ones all."""
+    word = axis.partition(".")[2]
+    if not word.startswith("latest"):
+        return keys
+    return minimum(keys, math.ceil(float(word.removeprefix("latest")) / block) * block)
+
+
+def step_memory(problem: ServingProblem, step: Step, structure: ServingStructure, sizes: StepSizes) -> tuple[Any, Any]:
+    """Bytes of activations of a step, and of workspace, on the fullest chip (floats or arrays).
+
+    Activations: the operation that holds most, the residual stream beside it. Workspace: two layers' gathered weights,
+    one in use and one on its way.
+    """
+    stages = sizes.mesh["stage"]
+    part = StepSizes(ceil(sizes.sequences / stages), sizes.queries, sizes.keys, sizes.mesh, sizes.last)
+    program = problem.program(step, wide=structure.wide)
+    blocks = plan_step(problem, step, structure)
+    extents = Extents(bind_step(problem, program, part, structure), sizes.mesh, ("C", "E"))
+    most: Any = 0.0
+    gathered: Any = 0.0
+    for b in blocks:
+        for moment in b.moments:
+            most = maximum(most, extents.weighted(moment))
+        gathered = maximum(gathered, extents.weighted(b.gathered))
+    beside = extents.weighted(residual_bytes(problem, step, structure))
+    copies = where(sizes.mesh["fsdp"] > 1, 2.0, 0.0)
+    return most + beside, copies * gathered
+
+
+def reserved_bytes(problem: ServingProblem) -> float:
+    """Bytes of a chip that the engine leaves alone."""
+    return problem.load.reserve * problem.cluster.chip.hbm_usable

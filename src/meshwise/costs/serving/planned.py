@@ -1,0 +1,107 @@
+"""Blocks of a serving step, placed and worked out once in a process for every size that is asked for.
+
+Not here: sizes, or what they cost (`step`, `memory`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.costs.compute import OpWork, operation_work
+from meshwise.costs.extents import WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.traffic import FlowPlan, forward_flow_plans
+from meshwise.jobs import Precision
+from meshwise.sharding.place import place_forward
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
+from meshwise.sharding.serving_layout import ServingStructure
+from meshwise.tensors import CacheUpdate, Fused, Kind, Op, Route, Tensor
+
+__all__ = ["ServedBlock", "mixes_positions", "plan_step", "residual_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBlock:
+    """A placed block of a serving step with its structure worked out: what remains is arithmetic on sizes.
+
+    Args:
+        placed: as placed.
+        works: term that an operation's time counts under, and the operation.
+        flows: what it sends.
+        weights: bytes of one copy as stored, idle ones included.
+        tied: of weights that another block owns.
+        gathered: of weights as used, where they are gathered first.
+        caches: bytes of one copy's caches.
+        moments: activations that each operation holds.
+    """
+
+    placed: PlacedBlock
+    works: tuple[tuple[str, OpWork], ...]
+    flows: tuple[FlowPlan, ...]
+    weights: WeightedSum
+    tied: WeightedSum
+    gathered: WeightedSum
+    caches: WeightedSum
+    moments: tuple[WeightedSum, ...]
+
+    @property
+    def role(self) -> str:
+        """Which role the block plays."""
+        return self.placed.block.role
+
+
+def mixes_positions(op: Op) -> bool:
+    """Whether what an operation costs depends on how many positions are cached."""
+    return isinstance(op, Fused) or any(a.partition(".")[0] == "S" for a in op.axes)
+
+
+def _term(op: Op) -> str:
+    if mixes_positions(op) or (isinstance(op, CacheUpdate) and op.name.startswith("state.")):
+        return "attention"
+    return "matmuls" if op.matmul else "elementwise"
+
+
+_PLANNED: dict[tuple[object, ...], tuple[object, tuple[ServedBlock, ...]]] = {}
+_KEPT = 1024
+
+
+def plan_step(problem: ServingProblem, step: Step, structure: ServingStructure) -> tuple[ServedBlock, ...]:
+    """Place every block of a step and work out what its costs are sums of; once in a process."""
+    program = problem.program(step, wide=structure.wide)
+    key = (id(program), step, structure)
+    if len(_PLANNED) > _KEPT:
+        _PLANNED.clear()
+    if key not in _PLANNED:  # the program is kept beside, so that its id stays its own
+        strategy = structure.strategy(step)
+        formats = problem.load.formats.formats
+        blocks = tuple(_plan(place_forward(block, strategy), formats) for block in program)
+        _PLANNED[key] = program, blocks
+    return _PLANNED[key][1]
+
+
+def _plan(placed: PlacedBlock, formats: Precision) -> ServedBlock:
+    local = [item for item in placed.forward if isinstance(item, LocalOp)]
+    routed = any(isinstance(item.op, Route) for item in local)
+    return ServedBlock(
+        placed=placed,
+        works=tuple((_term(item.op), operation_work(item, formats, routed=routed)) for item in local),
+        flows=forward_flow_plans(placed, formats),
+        weights=held_bytes(placed.weights, formats),
+        tied=held_bytes(placed.tied, formats),
+        gathered=held_bytes(placed.gathered, formats),
+        caches=held_bytes(placed.caches, formats),
+        moments=tuple(_moment(item, formats) for item in local),
+    )
+
+
+def _moment(item: LocalOp, formats: Precision) -> WeightedSum:
+    """Activations that an operation reads and writes."""
+    held = [h for h in (*item.inputs, item.output) if h.tensor.kind in (Kind.ACTIVATION, Kind.INDEX)]
+    return weighted_sum((held_key(h), element_bytes(h.tensor, formats)) for h in held)
+
+
+def residual_bytes(problem: ServingProblem, step: Step, structure: ServingStructure) -> WeightedSum:
+    """Bytes of the residual stream as a device holds it between layers."""
+    x = Tensor("x", problem.model.residual_axes)
+    strategy = structure.strategy(step)
+    return held_bytes([Held(x, strategy.home(x.axes))], problem.load.formats.formats)

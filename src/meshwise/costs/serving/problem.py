@@ -1,0 +1,46 @@
+"""What a serving layout is asked of: a model, a load, a cluster and its calibration; and steps as programs.
+
+Not here: layouts, or what a step costs (`step`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from meshwise.costs.calibration import Calibration
+from meshwise.costs.routing import Routing
+from meshwise.hardware import Cluster
+from meshwise.jobs import ServingLoad, ServingPrecision, quantised
+from meshwise.models import Model
+from meshwise.tensors import Program
+
+__all__ = ["ServingProblem", "Step"]
+
+Step = Literal["prefill", "generate"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingProblem:
+    """What is given: everything but the layout."""
+
+    model: Model
+    load: ServingLoad
+    cluster: Cluster
+    calibration: Calibration
+
+    @property
+    def routing(self) -> Routing | None:
+        """How the model's router spreads tokens over experts; None without experts."""
+        kinds = [Routing(m.experts, m.top_k, m.groups, m.groups_limit) for m in self.model.mixtures]
+        return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
+
+    def program(self, step: Step, *, wide: bool = False) -> Program:
+        """Give a step of the model in the load's formats; `wide` for layouts that split the residual width."""
+        return _program(self.model, step, wide, self.load.formats)
+
+
+@cache
+def _program(model: Model, step: Step, wide: bool, formats: ServingPrecision) -> Program:
+    return quantised(model.serving_program(step, spread_norms=wide), formats)

@@ -1,0 +1,245 @@
+"""The answer of `estimate serve`: latencies, throughput, where a step's time and memory go, what would fit.
+
+Not here: the numbers (`costs.serving`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from meshwise.costs.estimate import Interval
+from meshwise.costs.serving.estimate import Engine, ServingAnswer, ServingEstimate, ServingSetup
+from meshwise.costs.serving.memory import CLASSES
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.step import TERMS
+from meshwise.report.report import Details, Report, listed
+from meshwise.report.serve_workings import serve_workings
+from meshwise.report.table import table
+from meshwise.report.words import counted
+from meshwise.units import format_bytes, format_money, format_time
+
+__all__ = ["NOT_MODELLED", "assumed", "definitions", "estimate_serve_report", "serving_data", "serving_words"]
+
+NOT_MODELLED = (
+    "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate' has arrivals",
+    "the host: scheduling, tokenisation, sampling on the CPU",
+    "a draft model's own time (the tokens that it proposes are computed)",
+)
+
+
+def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> Report:
+    """Say what one serving layout would do.
+
+    Args:
+        answer: the estimate and what else would fit.
+        inputs: what was asked, with defaults.
+    """
+    e, problem = answer.estimate, answer.problem
+    fits = "" if e.fits else "does not fit in memory: "
+    body: list[RenderableType] = [Text(_subject(problem, e.setup)), _latencies(e), _terms(e), _memory(e)]
+    body.append(_fitting(answer))
+    body.append(listed("Definitions", definitions(e.setup)))
+    return Report(
+        command="estimate serve",
+        inputs=inputs,
+        answer=f"{fits}{serving_words(e)}",
+        data={"plans": [serving_data(e)], "frontier": _frontier_data(answer)},
+        body=tuple(body),
+        assumed=assumed(problem, e.setup),
+        not_modelled=NOT_MODELLED,
+        next_steps=_next_steps(answer),
+        details=lambda: Details(explanations=serve_workings(problem, e)),
+    )
+
+
+def serving_words(e: ServingEstimate) -> str:
+    """Say in a line how fast it is."""
+    dollars = e.usd_per_million_output_tokens
+    cost = "" if dollars is None else f", {format_money(dollars)} per million output tokens"
+    return (
+        f"TTFT {format_time(e.ttft.expected)}, TPOT {format_time(e.tpot.expected)}, "
+        f"{e.throughput_per_chip:,.1f} output tokens/s per chip{cost}"
+    )
+
+
+def _subject(problem: ServingProblem, setup: ServingSetup) -> str:
+    load = problem.load
+    requests = f"{load.prompt:,.0f} tokens in, {load.output:,.0f} out, {setup.batch:,} at once on each engine"
+    lines = [f"{problem.model.name} on {setup.num_chips:,} x {problem.cluster.chip.title}, {requests}"]
+    same = setup.prefill.replace(wires=None) == setup.generate.replace(wires=None)
+    if setup.mode == "aggregated" and same:
+        lines.append(f"layout: {_spaced(setup.generate)}")
+    else:
+        lines += [f"prefill: {_spaced(setup.prefill)}", f"generate: {_spaced(setup.generate)}"]
+    return "\n".join(lines)
+
+
+def _spaced(layout: object) -> str:
+    return str(layout).replace(",", ", ")
+
+
+def _latencies(e: ServingEstimate) -> RenderableType:
+    def row(name: str, t: Interval) -> tuple[str, ...]:
+        return name, format_time(t.lower), format_time(t.expected), format_time(t.upper)
+
+    rows = [
+        row("TTFT", e.ttft),
+        row("TPOT", e.tpot),
+        row("prefill", e.prefill.seconds),
+        row("generate step", e.generate.seconds),
+    ]
+    return table(["", ">lower", ">expected", ">upper"], rows)
+
+
+def _terms(e: ServingEstimate) -> RenderableType:
+    rows = []
+    for name in TERMS:
+        seconds = [engine.terms[name] for engine in (e.prefill, e.generate)]
+        hidden = [engine.hidden.get(name, 0.0) for engine in (e.prefill, e.generate)]
+        if any(seconds) or any(hidden):
+            rows.append((name, *(_term(s, h) for s, h in zip(seconds, hidden, strict=True)), TERMS[name]))
+    rows.append(("bound", e.prefill.bound, e.generate.bound, "the resource that is busiest at data-sheet rates"))
+    return table(["term", ">!prefill", ">!generate", "what"], rows)
+
+
+def _term(seconds: float, hidden: float) -> str:
+    words = format_time(seconds) if seconds else "-"
+    return f"{words} (+{format_time(hidden)} hidden)" if hidden > 0.01 * seconds else words
+
+
+def _memory(e: ServingEstimate) -> RenderableType:
+    disaggregated = e.setup.mode == "disaggregated"
+    engines = (e.prefill, e.generate) if disaggregated else (e.generate,)
+    columns = [">prefill", ">generate"] if disaggregated else [">bytes"]
+    rows = [
+        (name, *(format_bytes(engine.memory[name]) for engine in engines), what)
+        for name, what in CLASSES.items()
+        if any(engine.memory[name] for engine in engines)
+    ]
+    total = f"of {format_bytes(e.hbm_capacity)}"
+    rows.append(("total", *(format_bytes(engine.memory["total"]) for engine in engines), total))
+    return table(["memory of a chip", *columns, "what"], rows)
+
+
+def _fitting(answer: ServingAnswer) -> RenderableType:
+    e = answer.estimate
+    lines = [f"{counted(e.largest_batch, 'request')} of this length, on each engine"] if e.largest_batch else []
+    lines += [f"{counted(b, 'request')} of {tokens:,} tokens each" for b, tokens in answer.frontier]
+    return listed("At most fit, on each engine", lines or ["nothing: the weights and one request are too much"])
+
+
+def _frontier_data(answer: ServingAnswer) -> list[dict[str, int]]:
+    return [{"batch": batch, "longest_request_tokens": tokens} for batch, tokens in answer.frontier]
+
+
+def definitions(setup: ServingSetup) -> tuple[str, ...]:
+    """Say what TTFT and TPOT mean here."""
+    if setup.mode == "aggregated":
+        waits = "half of the generate step that is running, and the prefill of its prompt"
+        between = "a generate step, and its share of the prefills that come between"
+    else:
+        waits = "the prefill of its prompt, and sending its cache to an engine that generates"
+        between = "a generate step"
+    return (
+        f"TTFT: from a request's arrival to its first token, without queueing: {waits}",
+        f"TPOT: (end-to-end - TTFT) / (output tokens - 1), the mean of a request: {between}",
+    )
+
+
+def assumed(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
+    """What the numbers rest on."""
+    load, formats = problem.load, problem.load.formats
+    engine = "engines always full: a new request takes the place of each that ends"
+    roles = (
+        f"{formats.name}: weights {formats.weights.value}, activations {formats.activations.value}, cache "
+        f"{formats.kv.value}, multiplied in {formats.compute.value}; embedding and head {formats.head.value}"
+    )
+    return (
+        roles,
+        f"calibration {problem.calibration.name}: {problem.calibration.source}"
+        if problem.calibration.name != "none"
+        else "data-sheet rates",
+        f"{engine}; memory for all at their longest, in blocks of {load.block_tokens} tokens",
+        *_speculation(problem),
+        *(problem.model.notes or ()),
+        *_network(setup),
+    )
+
+
+def _speculation(problem: ServingProblem) -> tuple[str, ...]:
+    load = problem.load
+    if not load.draft_tokens:
+        return ()
+    proposed = f"{load.draft_tokens} proposed tokens a step, each accepted with chance {load.acceptance:g}"
+    return (f"{proposed}: {load.tokens_per_step:.2f} tokens a step",)
+
+
+def _network(setup: ServingSetup) -> tuple[str, ...]:
+    if setup.mode == "aggregated":
+        return ()
+    return ("caches travel over the cluster's slowest network, all chips of the smaller engine sending at once",)
+
+
+def _next_steps(answer: ServingAnswer) -> tuple[str, ...]:
+    e = answer.estimate
+    if e.fits:
+        return ("--explain shows the workings", "'meshwise plan serve' searches layouts and batches")
+    if e.largest_batch:
+        return (f"--batch {e.largest_batch} fits",)
+    return (
+        "more chips an engine (tensor=, width=, expert=, stage=), or narrower formats (--precision fp8, int4-weights)",
+    )
+
+
+def serving_data(e: ServingEstimate) -> dict[str, Any]:
+    """Give an estimate as JSON values."""
+    setup = e.setup
+    return {
+        "mode": setup.mode,
+        "num_chips": setup.num_chips,
+        "batch": setup.batch,
+        "prefill": {
+            **_engine_data(e.prefill, setup.prefill),
+            "batch": setup.prefill_batch,
+            "chunk_tokens": setup.chunk,
+        },
+        "generate": {**_engine_data(e.generate, setup.generate), "batch": setup.batch},
+        "handover_s": e.handover_s,
+        "ttft_s": e.ttft.expected,
+        "ttft_interval_s": _interval(e.ttft),
+        "tpot_s": e.tpot.expected,
+        "tpot_interval_s": _interval(e.tpot),
+        "end_to_end_s": e.end_to_end_s,
+        "requests_per_s": e.requests_per_s,
+        "throughput_tokens_per_s": e.output_tokens_per_s,
+        "throughput_tokens_per_s_per_chip": e.throughput_per_chip,
+        "prefill_share": e.prefill_share,
+        "cost_usd_per_million_output_tokens": e.usd_per_million_output_tokens,
+        "cost_usd_per_million_input_tokens": e.usd_per_million_input_tokens,
+        "memory_bytes": dict(e.memory),
+        "hbm_capacity_bytes": e.hbm_capacity,
+        "fits": e.fits,
+        "largest_batch": e.largest_batch,
+        "bound": e.bound,
+    }
+
+
+def _engine_data(engine: Engine, layout: Any) -> dict[str, Any]:
+    return {
+        "layout": str(layout),
+        "layout_fields": layout.to_json(),
+        "seconds": _interval(engine.seconds),
+        "terms": dict(engine.terms),
+        "hidden_s": dict(engine.hidden),
+        "resources_s": dict(engine.resources),
+        "memory_bytes": dict(engine.memory),
+        "bound": engine.bound,
+    }
+
+
+def _interval(t: Interval) -> dict[str, float]:
+    return {"lower": t.lower, "expected": t.expected, "upper": t.upper}

@@ -1,0 +1,173 @@
+"""`estimate serve`: the request, and the estimate that answers it. Not here: flags (`cli`) and words (`report`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwise.costs.serving.estimate import (
+    ServingAnswer,
+    ServingEstimate,
+    ServingSetup,
+    estimate_serving,
+    frontier,
+)
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.errors import LayoutError
+from meshwise.sharding.serving_layout import ServingLayout, parse_serving_layout
+from meshwise.verbs.requests import PARAMETERS, validated
+from meshwise.verbs.serve import ServeRequest
+
+__all__ = ["EstimateServeRequest", "estimate_serve", "find_serving_estimate"]
+
+
+class EstimateServeRequest(ServeRequest):
+    """What `meshwise estimate serve` is asked."""
+
+    batch: int = Field(ge=1, le=1 << 24, description="Requests that one engine generates for at once.")
+    layout: str = Field(
+        description="The layout: tensor=8,replicas=4 (tp cp ep pp dp; -1 for the rest), with cache=, width=, fsdp= and "
+        "cache_split=, sequence_parallel=, ... where they are used.",
+        json_schema_extra={"metavar": "LAYOUT"},
+    )
+    prefill_layout: str | None = Field(
+        default=None, description="Another layout for prefill.", json_schema_extra={"metavar": "LAYOUT"}
+    )
+    mode: Literal["aggregated", "disaggregated"] = Field(
+        default="aggregated",
+        description="Whether engines prefill and generate in turn, or each does one of the two (--prefill-layout).",
+    )
+    prefill_batch: int = Field(default=1, ge=1, le=1 << 20, description="Prompts that are prefilled together.")
+    chunk: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 30,
+        description="Tokens of a prompt that are prefilled in one step; all unless given.",
+    )
+
+    def setup(self, problem: ServingProblem) -> ServingSetup:
+        """Read the layouts.
+
+        Raises:
+            LayoutError: a layout that does not parse, or needs more chips than there are.
+        """
+        chips = problem.cluster.num_chips
+        generate = _layout("--layout", self.layout, chips)
+        if self.prefill_layout is None:
+            if self.mode == "disaggregated":
+                raise LayoutError("--mode disaggregated needs the layout of engines that prefill: --prefill-layout")
+            prefill = generate
+        else:
+            prefill = _layout("--prefill-layout", self.prefill_layout, chips)
+            if self.mode == "aggregated" and "replicas" not in self.prefill_layout:
+                prefill = prefill.replace(replicas=generate.replicas)
+        setup = ServingSetup(self.mode, prefill, generate, self.batch, self.prefill_batch, self.chunk)
+        if setup.num_chips > chips:
+            raise LayoutError(
+                f"--prefill-layout {prefill} and --layout {generate} need {setup.num_chips:,} chips, the cluster has "
+                f"{chips:,}; use fewer replicas"
+            )
+        return setup
+
+
+def _layout(flag: str, text: str, chips: int) -> ServingLayout:
+    try:
+        return parse_serving_layout(text, num_chips=chips)
+    except LayoutError as error:
+        raise LayoutError(f"{flag}: {str(error).removeprefix('layout: ')}") from None
+
+
+def find_serving_estimate(request: EstimateServeRequest, problem: ServingProblem) -> ServingAnswer:
+    """Answer the request; `problem` is its own, resolved.
+
+    Raises:
+        LayoutError: a layout that does not parse, or cannot be placed.
+    """
+    setup = request.setup(problem)
+    estimate = estimate_serving(problem, setup)
+    return ServingAnswer(problem, estimate, frontier(problem, estimate.setup))
+
+
+def estimate_serve(
+    model: str,
+    *,
+    on: str | None = None,
+    layout: str,
+    prompt: str | float,
+    output: str | float,
+    batch: int,
+    prefill_layout: str | None = None,
+    mode: Literal["aggregated", "disaggregated"] = "aggregated",
+    prefill_batch: int = 1,
+    chunk: int | None = None,
+    cached_prefix: str | float = 0,
+    precision: str = "bf16",
+    block_tokens: int = 16,
+    reserve: str | float = 0.1,
+    draft_tokens: int = 0,
+    acceptance: float = 0.7,
+    expert_imbalance: float | None = None,
+    cluster: str | None = None,
+    price: str | float | None = None,
+    calibration: str = "default",
+) -> ServingEstimate:
+    """Estimate what one serving layout would do: what `meshwise estimate serve` answers, as values.
+
+    >>> import meshwise
+    >>> estimate = meshwise.estimate_serve(
+    ...     "llama-3-70b", on="h100:8", prompt=1024, output=256, batch=64, layout="tensor=8", precision="fp8"
+    ... )
+    >>> estimate.fits, estimate.bound, estimate.tpot.lower < estimate.tpot.expected
+    (True, 'hbm', True)
+
+    Args:
+        model: a built-in name, a hub name, a config.json or its folder.
+        on: the cluster by name, `v5e:4x4` or `h100:8`.
+        layout: "tensor=8,replicas=4", as `--layout`.
+        prompt, output: tokens of a request.
+        batch: requests that one engine generates for at once.
+        prefill_layout: another layout for prefill.
+        mode: "aggregated", or "disaggregated" with a `prefill_layout` for engines of their own.
+        prefill_batch: prompts that are prefilled together.
+        chunk: tokens of a prompt that are prefilled in one step.
+        cached_prefix: tokens of the prompt whose cache is there already.
+        precision: number formats, "bf16", "fp8", "int4-weights", ..., or by role "weights=int8,kv=int8".
+        block_tokens: tokens of a block of the paged cache.
+        reserve: share of HBM that the engine leaves alone.
+        draft_tokens: tokens that a draft proposes for each step.
+        acceptance: chance that a proposed token is accepted, given those before it were.
+        expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
+        cluster: a TOML file with own numbers, instead of `on`.
+        price: dollars for a chip-hour, instead of the catalog's.
+        calibration: achieved rates: "default", "none", or a family by name.
+
+    Returns: the estimate; `fits` says whether it fits in memory.
+
+    Raises:
+        MeshwiseError: an argument that cannot be understood, or a layout that cannot be placed.
+    """
+    given = {
+        "model": model,
+        "cluster": on,
+        "layout": layout,
+        "prompt": prompt,
+        "output": output,
+        "batch": batch,
+        "prefill_layout": prefill_layout,
+        "mode": mode,
+        "prefill_batch": prefill_batch,
+        "chunk": chunk,
+        "cached_prefix": cached_prefix,
+        "precision": precision,
+        "block_tokens": block_tokens,
+        "reserve": reserve,
+        "draft_tokens": draft_tokens,
+        "acceptance": acceptance,
+        "expert_imbalance": expert_imbalance,
+        "cluster_file": cluster,
+        "price": price,
+        "calibration": calibration,
+    }
+    request = validated(EstimateServeRequest, given, PARAMETERS)
+    return find_serving_estimate(request, request.problem()).estimate

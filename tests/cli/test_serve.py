@@ -1,0 +1,101 @@
+"""`meshwise estimate serve`, end to end: what it answers, and what it says of what cannot be."""
+
+import math
+
+import pytest
+
+SERVE = ("llama-3-70b", "--on", "h100:8", "--prompt", "1024", "--output", "256", "--precision", "fp8")
+ESTIMATE = ("estimate", "serve", *SERVE, "--batch", "64", "--layout", "tensor=8")
+
+
+def test_the_first_line_answers(run):
+    told = run(*ESTIMATE)
+    assert told.code == 0
+    assert told.first_line.startswith("TTFT ")
+    assert "TPOT" in told.first_line
+    assert "Definitions:" in told.out
+
+
+def test_numbers_hang_together(run):
+    (plan,) = run(*ESTIMATE, "--json").json["plans"]
+    for step in ("prefill", "generate"):
+        engine = plan[step]
+        assert math.fsum(engine["terms"].values()) == pytest.approx(engine["seconds"]["expected"], rel=1e-12)
+        assert engine["seconds"]["lower"] <= engine["seconds"]["expected"] <= engine["seconds"]["upper"]
+    assert plan["tpot_s"] == pytest.approx(
+        plan["generate"]["seconds"]["expected"] + 64 / 255 * plan["prefill"]["seconds"]["expected"]
+    )
+    assert plan["throughput_tokens_per_s_per_chip"] * 8 == pytest.approx(plan["throughput_tokens_per_s"])
+    memory = plan["memory_bytes"]
+    assert math.fsum(v for k, v in memory.items() if k != "total") == pytest.approx(memory["total"])
+
+
+def test_python_gives_what_the_command_line_says(run):
+    import meshwise  # noqa: PLC0415 -- the verb is loaded when it is asked for
+
+    estimate = meshwise.estimate_serve(
+        "llama-3-70b", on="h100:8", prompt=1024, output=256, batch=64, layout="tensor=8", precision="fp8"
+    )
+    (plan,) = run(*ESTIMATE, "--json").json["plans"]
+    assert (estimate.ttft.expected, estimate.tpot.expected) == (plan["ttft_s"], plan["tpot_s"])
+
+
+def test_what_does_not_fit_says_what_would(run):
+    told = run("estimate", "serve", *SERVE, "--batch", "4000", "--layout", "tensor=8")
+    assert told.code == 3
+    assert told.first_line.startswith("does not fit in memory: ")
+    most = run(*ESTIMATE, "--json").json["plans"][0]["largest_batch"]
+    assert f"--batch {most} fits" in told.out
+    assert run("estimate", "serve", *SERVE, "--batch", str(most), "--layout", "tensor=8").code == 0
+    wide = run(
+        "estimate", "serve", "llama-3-70b", "--on", "h100:8", "--prompt", "64", "--output", "8", "--batch", "1",
+        "--layout", "tensor=1",
+    )  # fmt: skip
+    assert wide.code == 3
+    assert "more chips an engine" in wide.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--prompt", "8192"),
+            "llama-3-70b was made for 8,192 tokens, found 8,192 of the prompt and 256 of the output",
+        ),
+        (("--prompt", "8192"), "use a prompt of 7,936 or less"),
+        (("--layout", "tensor=16"), "layout 'tensor=16' needs 16 chips, the cluster has 8"),
+        (("--layout", "expert=8"), "has none; for engines that work apart write replicas=8"),
+        (("--mode", "disaggregated"), "--prefill-layout"),
+        (("--precision", "fp7"), "unknown serving precision 'fp7'"),
+        (("--precision", "weights=fp8,act=fp8"), "write compute=fp8 for narrow operands"),
+        (("--precision", "compute=fp8"), "write weights=fp8"),
+        (("--precision", "fp4"), "needs fp4 matrix units"),
+        (("--cached-prefix", "1024"), "expected fewer tokens than the prompt's 1024"),
+        (("--prompt", "0"), "--prompt: "),
+        (("--batch", "0"), "--batch: "),
+    ],
+)
+def test_what_is_wrong_is_said(run, words, said):
+    told = run(*ESTIMATE, *words)
+    assert told.code == 2
+    assert said in told.err
+
+
+def test_engines_apart_use_their_own_chips(run):
+    words = ("--mode", "disaggregated", "--prefill-layout", "tensor=2,replicas=2", "--layout", "tensor=4")
+    (plan,) = run(*ESTIMATE, *words, "--json").json["plans"]
+    assert plan["num_chips"] == 8
+    assert plan["handover_s"] > 0
+    too_many = run(*ESTIMATE, "--mode", "disaggregated", "--prefill-layout", "tensor=8")
+    assert "need 16 chips, the cluster has 8; use fewer replicas" in too_many.err
+
+
+def test_encoder_decoders_are_refused(run):
+    from meshwise.models import load_model, model_names  # noqa: PLC0415
+
+    name = next((n for n in model_names() if load_model(n).spec.encoder is not None), None)
+    if name is not None:
+        told = run("estimate", "serve", name, "--on", "h100:1", "--prompt", "64", "--output", "8", "--batch", "1",
+                   "--layout", "tensor=1")  # fmt: skip
+        assert told.code == 2
+        assert "cannot be served yet" in told.err

@@ -1,0 +1,131 @@
+"""Latencies, throughput and memory of a setup follow from its steps; what fits is what the classes add up to."""
+
+from __future__ import annotations
+
+import pytest
+from cases import estimate, problem, setup, step
+
+from meshwise.costs.serving.engine import engine_costs
+from meshwise.costs.serving.estimate import estimate_serving, frontier, largest_batch, longest_context
+from meshwise.dtypes import DType
+from meshwise.errors import ClusterError, LayoutError
+
+
+def test_time_per_token_is_a_step_and_its_share_of_prefills():
+    given = problem("llama-3-70b", precision="fp8")
+    e = estimate(given, "tensor=8", 64)
+    decode = step(given, "generate", "tensor=8", 64, 1, 1024 + 128).expected
+    prefill = step(given, "prefill", "tensor=8", 1, 1024, 1024).expected
+    assert e.tpot.expected == pytest.approx(decode + 64 / 255 * prefill, rel=1e-12)
+    assert e.ttft.expected == pytest.approx(prefill + decode / 2, rel=1e-12)
+    # In the time of a request's 255 steps all 64 get one: what the engine does in that time adds up.
+    assert e.requests_per_s * e.tpot.expected * 255 == pytest.approx(64, rel=1e-12)
+    assert e.throughput_per_chip == pytest.approx(e.requests_per_s * 256 / 8)
+    assert e.usd_per_million_output_tokens == pytest.approx(
+        given.cluster.price_per_chip_hour / 3600 / e.throughput_per_chip * 1e6
+    )
+    assert e.prefill_share == pytest.approx(e.requests_per_s * prefill)
+
+
+def test_engines_apart_wait_for_the_slower_kind():
+    given = problem("llama-3-70b", "h100:32", precision="fp8")
+    e = estimate(given, "tensor=8,replicas=3", 64, "tensor=8", "disaggregated")
+    prefill = step(given, "prefill", "tensor=8", 1, 1024, 1024).expected
+    decode = step(given, "generate", "tensor=8", 64, 1, 1152).expected
+    assert e.tpot.expected == pytest.approx(decode, rel=1e-9)
+    assert e.requests_per_s == pytest.approx(min(1 / prefill, 3 * 64 / (255 * decode)), rel=1e-9)
+    assert e.handover_s > 0
+    assert e.ttft.expected == pytest.approx(prefill + e.handover_s, rel=1e-9)
+    assert e.setup.num_chips == 32
+
+
+def test_chunks_read_their_context_again_and_weights_with_what_is_generated():
+    given = problem("llama-3-70b", prompt=4096, precision="fp8")
+    whole, chunks = estimate(given, "tensor=8", 64), estimate(given, "tensor=8", 64, chunk=512)
+    assert chunks.ttft.expected > whole.ttft.expected
+    assert chunks.prefill.terms["attention"] > whole.prefill.terms["attention"]
+    assert chunks.tpot.expected == pytest.approx(whole.tpot.expected, rel=0.5)
+
+
+def test_accepted_proposals_divide_the_time_per_token():
+    plain, drafted = (
+        estimate(problem("llama-3-70b", prompt=128, output=1024, draft_tokens=d, acceptance=0.8), "tensor=8", 1)
+        for d in (0, 3)
+    )
+    gained = 1 + 0.8 + 0.8**2 + 0.8**3
+    assert drafted.tpot.expected == pytest.approx(plain.tpot.expected / gained, rel=0.03)  # memory-bound
+
+
+def test_memory_is_the_book_s():
+    """Book, Inference: weights and caches, in whole blocks."""
+    given = problem("llama-2-13b", "v5e:2x4", prompt=3072, output=1024, reserve=0, block_tokens=128)
+    e = estimate(given, "tensor=8", 4)
+    memory = e.memory
+    assert sum(v for name, v in memory.items() if name != "total") == pytest.approx(memory["total"])
+    assert memory["weights"] == pytest.approx(2 * given.model.parameters.total / 8, rel=0.001)
+    sequence = given.model.kv_cache.bytes_per_sequence(4096, DType.BF16)
+    prompt = given.model.kv_cache.bytes_per_sequence(3072, DType.BF16)  # of the one that is being prefilled
+    assert memory["kv_cache"] == pytest.approx((4 * sequence + prompt) / 8)
+    assert memory["reserve"] == 0
+
+
+def test_blocks_are_whole_and_cached_heads_are_copied_beyond_their_number():
+    few, many = (
+        estimate(problem("llama-3-8b", prompt=100, output=4, block_tokens=b), "tensor=8", 1).memory["kv_cache"]
+        for b in (16, 64)
+    )
+    assert many / few == pytest.approx((128 + 128) / (112 + 112))
+    given = problem("qwen3-30b-a3b")  # 4 key/value heads
+    split, copied = (estimate(given, f"tensor={n},replicas={8 // n}", 8).memory["kv_cache"] for n in (4, 8))
+    assert split == copied
+    assert estimate(given, "tensor=4,cache=2,cache_split=batch", 8).memory["kv_cache"] < 0.7 * copied
+
+
+@pytest.mark.parametrize("layout", ["tensor=8", "tensor=4,cache=2,cache_split=batch", "tensor=4,stage=2"])
+def test_the_largest_batch_and_the_longest_context_just_fit(layout):
+    given = problem("llama-3-70b", precision="fp8")
+    one = setup(given, layout, 8)
+    most = largest_batch(given, one)
+    fits, not_fits = (estimate(given, layout, n).fits for n in (most, most + 1))
+    assert fits
+    assert not not_fits
+    for batch, tokens in frontier(given, one):
+        assert longest_context(given, setup(given, layout, batch)) == tokens
+
+
+def test_what_a_simulation_is_told_is_what_steps_take():
+    given = problem("gemma-3-27b-it", prompt=2048)
+    one = setup(given, "tensor=8", 32)
+    engine = engine_costs(given, one, "generate")
+    for batch, context in ((32, 1500), (32, 4096), (8, 900)):
+        took = step(given, "generate", "tensor=8", batch, 1, context).expected
+        assert engine.step_seconds([context] * batch) == pytest.approx(took, rel=0.05)
+    prompt = step(given, "prefill", "tensor=8", 1, 2048, 2048).expected
+    assert engine.step_seconds(chunks=[(0, 2048)]) == pytest.approx(prompt, rel=0.1)
+    memory = estimate_serving(given, one).memory
+    room = given.cluster.chip.hbm_usable - memory["total"] + memory["kv_cache"]
+    per_token = sum(k.layers * k.elements for k in given.model.kv_cache.kinds) * 2 / 8
+    assert engine.kv_tokens * per_token == pytest.approx(room, rel=0.01)
+    assert engine.num_chips == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "more", "said"),
+    [
+        ("llama-3-8b", "expert=8", {}, "llama-3-8b has none; for engines that work apart write replicas=8"),
+        ("llama-3-8b", "context=8", {}, "write cache=8,cache_split=sequence"),
+        ("gpt2", "stage=16", {}, "stage=16 is more than the 12 layers of gpt2"),
+        ("llama-3-8b", "tensor=4,replicas=2", {"prefill": "tensor=8"}, "use the same chips for both"),
+        ("llama-3-8b", "tensor=4,stage=2", {"prefill": "tensor=8"}, "have one copy"),
+        ("llama-3-8b", "tensor=8", {"prefill": "fsdp=8", "chunk": 64}, "leave out chunk"),
+    ],
+)
+def test_what_a_layout_cannot_be_is_said(model, layout, more, said):
+    given = problem(model, "h100:16", prompt=64, output=8)
+    with pytest.raises(LayoutError, match=said):
+        estimate(given, layout, 8, **more)
+
+
+def test_engines_that_cannot_be_laid_out_are_refused():
+    with pytest.raises(ClusterError, match="cannot be laid on x 4 x y 4"):
+        estimate(problem("llama-3-8b", "v5e:4x4"), "tensor=3", 8)
