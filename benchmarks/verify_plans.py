@@ -96,7 +96,7 @@ def _cells(found: Verification) -> list[str]:
         f"{arguments.predicted / _GIB:.2f} / {arguments.compiled / _GIB:.2f}",
         f"{peak.predicted / _GIB:.2f} / {peak.compiled / _GIB:.2f}",
         f"{100 * (peak.compiled / peak.predicted - 1):+.0f} %",
-        f"{lines['set aside'].compiled / _GIB:.1f}",
+        f"{(found.set_aside or 0.0) / _GIB:.1f}",
         f"{sums[0] / _GIB:.1f} / {sums[1] / _GIB:.1f}",
         f"{100 * found.unexplained_share:.1f} %",
     ]

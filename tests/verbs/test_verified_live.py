@@ -9,6 +9,7 @@ import json
 import pytest
 
 import meshwise
+from meshwise.cli.main import main
 from meshwise.compiler.reduction import reduce_layers
 from meshwise.models import load_model
 from meshwise.sharding.layout import Layout
@@ -36,3 +37,15 @@ def test_two_layers_are_within_the_bars(model, on, layout, tmp_path):
     assert lines["arguments"].compiled == pytest.approx(lines["arguments"].predicted, rel=0.01)
     assert lines["peak"].compiled == pytest.approx(lines["peak"].predicted, rel=0.15)
     assert found.unexplained_share < 0.05
+
+
+def test_a_tpu_program_that_runs_out_of_memory_is_refused_with_its_amounts(capsys):
+    """One layer is enough: the compiler says what it needs before it makes code."""
+    pytest.importorskip("libtpu")
+    command = "verify --on v5e:2x2 --batch-tokens 512Ki --seq-len 8192 --layout fsdp=4,remat=none,micro_batch=16"
+    code = main([*command.split(), "D=2048 F=8192 L=2 N=16 K=8 V=32768"])
+    said = capsys.readouterr().out
+    assert code == 3
+    assert "Does not fit: compiled for v5e:2x2" in said
+    assert "RESOURCE_EXHAUSTED" in said
+    assert "The compiler's own account" in said

@@ -89,7 +89,7 @@ def test_all_traffic_is_explained(gpu):
 
 
 def test_differences_add_up(gpu):
-    for x in gpu.lines:
+    for x in (*gpu.group("memory"), *gpu.group("collectives"), *gpu.group("flops")):
         assert sum(d.amount for d in x.differences) == pytest.approx(x.compiled - x.predicted, abs=0.002 * x.compiled)
 
 
@@ -108,6 +108,13 @@ def test_matmuls_are_those_of_the_program(gpu):
         else:
             assert x.compiled == pytest.approx(x.predicted, rel=1e-6), x.name
             assert not x.differences
+
+
+def test_what_is_moved_is_beside_what_was_planned_block_by_block(gpu):
+    found = {x.name: x for x in gpu.group("moved")}
+    assert set(found) == {"embed", "layer", "head", "elsewhere"}
+    assert all(x.compiled > 0 and x.predicted > 0 for x in found.values())
+    assert 2 < found["layer"].ratio < 10  # scores are written, which fused attention does not
 
 
 def test_a_tpu_program_of_two_layers_compares_as_well():
@@ -145,6 +152,23 @@ def test_a_program_whose_memory_exceeds_the_chip_does_not_fit(gpu_plan):
         return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
 
     assert not verify_plan(gpu_plan, reduced=True, compiler=compiler).fits
+
+
+def test_on_tpus_what_is_alive_decides():
+    """XLA's sum of temporaries there is larger than what it takes, and it refuses what does not fit itself."""
+    plan = meshwise.estimate_train(
+        "llama-3-8b", on="v5p:2x2x2", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+    ).plans[0]
+
+    def compiler(plan, layers, *, progress):
+        compiled, mesh = stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")
+        big = CompiledMemory.from_json({**compiled.memory.to_json(), "temporaries": 200 * 10**9})
+        return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
+
+    found = verify_plan(plan, compiler=compiler)
+    assert found.set_aside == found.peak == stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")[0].memory.alive
+    assert found.fits
+    assert "alive at once" not in verification_report(found, str(plan.layout), {}).answer
 
 
 def test_what_the_report_says(gpu, gpu_plan):

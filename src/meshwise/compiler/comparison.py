@@ -14,7 +14,6 @@ from meshwise.compiler.expected import Expected, Operation
 from meshwise.compiler.hlo.bytes_moved import Movement, movements
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.hlo.flops import Matmul, matmuls
-from meshwise.compiler.hlo.instructions import Module
 from meshwise.compiler.hlo.rewrites import meant_collectives
 from meshwise.compiler.lines import Difference, Line, explained
 from meshwise.compiler.memory import CompiledMemory
@@ -39,16 +38,16 @@ def compare(expected: Expected, compiled: Compiled, mesh: DeviceMesh) -> tuple[L
     """
     assert compiled.memory is not None, "programs that do not fit have nothing to compare"
     return (
-        *_memory_lines(expected, compiled.memory, compiled.module),
+        *_memory_lines(expected, compiled.memory, compiled),
         *traffic_lines(expected, meant_collectives(compiled.module, mesh)),
         *_flops_lines(expected, matmuls(compiled.module)),
         *_moved_lines(expected.moved, movements(compiled.module)),
     )
 
 
-def _memory_lines(expected: Expected, memory: CompiledMemory, module: Module) -> Iterator[Line]:
+def _memory_lines(expected: Expected, memory: CompiledMemory, compiled: Compiled) -> Iterator[Line]:
     state = sum(expected.memory[name] for name in STATE)
-    padding = sum(a.padded_bytes - a.num_bytes for p in module.main.parameters for a in p.shape.arrays)
+    padding = sum(a.padded_bytes - a.num_bytes for p in compiled.module.main.parameters for a in p.shape.arrays)
     passed, held = (_differences(expected.more_memory.get(name, {})) for name in ("arguments", "temporaries"))
     yield explained(
         Line("memory", "arguments", state, memory.arguments),
@@ -59,6 +58,8 @@ def _memory_lines(expected: Expected, memory: CompiledMemory, module: Module) ->
     both = _joined((*passed, *held))
     yield _memory_line("temporaries", within, memory.alive - memory.arguments, held)
     yield _memory_line("peak", state + within, memory.alive, both)
+    if compiled.checks_alive:
+        return
     gaps = Difference("gaps", memory.total - memory.alive)
     reserve = expected.memory["reserve"]
     aside = (*both, gaps, Difference("reserve", -reserve))

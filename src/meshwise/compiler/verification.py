@@ -67,8 +67,9 @@ class Verification:
 
     @property
     def set_aside(self) -> float | None:
-        """Bytes that the program asks for: what is alive at once, and gaps; None where a copy did not fit."""
-        return self._compiled("set aside")
+        """Bytes that the program asks for: where that is one piece, gaps too; None where a copy did not fit."""
+        found = self._compiled("set aside")
+        return self.peak if found is None else found
 
     def _compiled(self, name: str) -> float | None:
         return next((line.compiled for line in self.lines if line.name == name), None)

@@ -59,11 +59,12 @@ def _answer(found: Verification) -> str:
         amount = "" if used is None or capacity is None else f": {format_bytes(used)} of {format_bytes(capacity)}"
         return f"Does not fit: compiled for {found.target}, {found.copies[-1].layers} layers run out of memory{amount}"
     peak = found.peak or 0.0
+    aside = found.set_aside or 0.0
+    alive = "" if aside == peak else f"{format_bytes(peak)} of it alive at once, "
     fits = "Fits" if found.fits else "Does not fit"
     return (
-        f"{fits}: compiled for {found.target} it takes {format_bytes(found.set_aside or 0.0)} of "
-        f"{format_bytes(found.capacity)} a chip, {format_bytes(peak)} of it alive at once, predicted "
-        f"{format_bytes(found.predicted_total)} ({_signed(peak / found.predicted_total - 1)}); "
+        f"{fits}: compiled for {found.target} it takes {format_bytes(aside)} of {format_bytes(found.capacity)} a chip, "
+        f"{alive}predicted {format_bytes(found.predicted_total)} ({_signed(peak / found.predicted_total - 1)}); "
         f"{format_percent(found.unexplained_share)} of the bytes sent are unexplained"
     )
 
