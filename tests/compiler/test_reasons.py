@@ -90,6 +90,31 @@ def test_sums_over_two_axes_may_be_one():
     }
 
 
+def test_a_sum_over_two_axes_may_be_taken_axis_by_axis():
+    """Of 64 MB over 2 x 4 devices: halves over x, then quarters of those over y; or the other way round."""
+    expected = [wanted("reduce-scatter", ("x", "y"), 56 * MB, when="backward", purpose="gradients")]
+    for first, second in ((32, 24), (8, 48)):
+        compiled = [
+            found("reduce-scatter", X, first * MB, size=2),
+            found("reduce-scatter", Y, second * MB, size=4),
+        ]
+        assert reasons(expected, compiled) == {
+            "reduce-scatter over x": {"axis by axis": first},
+            "reduce-scatter over x,y": {"axis by axis": -56.0},
+            "reduce-scatter over y": {"axis by axis": second},
+        }
+
+
+def test_scatters_that_do_not_add_up_are_not_one_axis_by_axis():
+    expected = [wanted("reduce-scatter", ("x", "y"), 56 * MB, when="backward", purpose="gradients")]
+    compiled = [found("reduce-scatter", X, 40 * MB, size=2), found("reduce-scatter", Y, 16 * MB, size=4)]
+    assert reasons(expected, compiled) == {
+        "reduce-scatter over x": {"unexplained": 40.0},
+        "reduce-scatter over x,y": {"unexplained": -56.0},
+        "reduce-scatter over y": {"unexplained": 16.0},
+    }
+
+
 def test_an_exchange_may_be_a_gather():
     assert reasons([wanted("all-to-all", X, 10 * MB)], [found("all-gather", X, 40 * MB, size=4)]) == {
         "all-gather over x": {"as gather": 40.0},

@@ -6,10 +6,12 @@ here: which collectives there are (`hlo`, `expected`).
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from meshwise.compiler.expected import Expected
 from meshwise.compiler.hlo.rewrites import Meant
@@ -28,6 +30,8 @@ _SMALL = 1e-3
 _TINY = 1e-4
 #: Relative difference that padding to tiles may make.
 _PADDED = 0.05
+#: Share of a collective that must be found, in steps, to be known by them: small arrays may be reduced otherwise.
+_KNOWN = 0.9
 
 
 @dataclass
@@ -64,6 +68,7 @@ def traffic_lines(expected: Expected, compiled: Sequence[Meant]) -> tuple[Line, 
     _gathered_once(ledger, expected)
     _lookups(ledger, expected, compiled)
     _not_again(ledger, expected)
+    _axis_by_axis(ledger, compiled)
     _joined(ledger)
     _reduced_whole(ledger)
     _at_once(ledger, expected, compiled)
@@ -159,6 +164,33 @@ def _not_again(ledger: _Ledger, expected: Expected) -> None:
         key, each = (e.kind, e.axes), e.received / max(len(e.tensors), 1)
         if e.reason == "forward again" and each and ledger.left[key] <= -0.99 * each:
             ledger.explain(key, "not again", max(-each, ledger.left[key]))
+
+
+def _axis_by_axis(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
+    """One over several axes, done over one after the other: the same bytes, each next step on a smaller part."""
+    sizes = {c.axes[0]: c.group_size for c in compiled if len(c.axes) == 1 and c.kind != "permute"}
+    for kind, axes in list(ledger.left):
+        missing = -ledger.left[kind, axes]
+        if kind not in ("reduce-scatter", "all-gather") or len(axes) < 2 or missing <= 0 or not set(axes) <= set(sizes):
+            continue
+        orders = [_steps(missing, {a: sizes[a] for a in order}) for order in permutations(axes)]
+        share, steps = max(
+            ((min(1.0, *(ledger.left[kind, (a,)] / n for a, n in steps.items())), steps) for steps in orders),
+            key=lambda found: found[0],
+        )
+        if share >= _KNOWN:
+            ledger.explain((kind, axes), "axis by axis", -share * missing)
+            for a, received in steps.items():
+                ledger.explain((kind, (a,)), "axis by axis", share * received)
+
+
+def _steps(received: float, sizes: Mapping[str, int]) -> dict[str, float]:
+    """Bytes received over each axis, where parts get smaller by `sizes` one after the other; `received` is all."""
+    steps, part = {}, received / (1 - 1 / math.prod(sizes.values()))
+    for axis, size in sizes.items():
+        steps[axis] = part * (1 - 1 / size)
+        part /= size
+    return steps
 
 
 def _joined(ledger: _Ledger) -> None:
