@@ -62,6 +62,16 @@ def test_a_gather_of_both_passes_may_be_taken_once():
     assert reasons(both, [found("all-gather", X, 70 * MB)]) == {"all-gather over x": {"unexplained": -10.0}}
 
 
+def test_a_tied_table_may_be_gathered_once():
+    both = [
+        wanted("all-gather", X, 40 * MB, block="embed", tensors=("w_embed",)),
+        wanted("all-gather", X, 41 * MB, block="head", tensors=("norm.final", "w_embed")),
+    ]
+    assert reasons(both, [found("all-gather", X, 41 * MB)]) == {"all-gather over x": {"gathered once": -40.0}}
+    untied = [both[0], wanted("all-gather", X, 41 * MB, block="head", tensors=("norm.final", "w_head"))]
+    assert reasons(untied, [found("all-gather", X, 41 * MB)]) == {"all-gather over x": {"unexplained": -40.0}}
+
+
 def test_a_sum_may_be_taken_whole():
     assert reasons([wanted("reduce-scatter", X, 10 * MB)], [found("all-reduce", X, 20 * MB)]) == {
         "all-reduce over x": {"reduced whole": 20.0},
@@ -103,6 +113,21 @@ def test_a_sum_over_two_axes_may_be_taken_axis_by_axis():
             "reduce-scatter over x,y": {"axis by axis": -56.0},
             "reduce-scatter over y": {"axis by axis": second},
         }
+
+
+def test_a_step_of_an_axis_by_axis_sum_may_be_taken_whole():
+    expected = [wanted("reduce-scatter", ("x", "y"), 56 * MB, when="backward", purpose="gradients")]
+    compiled = [
+        found("reduce-scatter", X, 20 * MB, size=2),
+        found("all-reduce", X, 24 * MB, size=2),
+        found("reduce-scatter", Y, 24 * MB, size=4),
+    ]
+    assert reasons(expected, compiled) == {
+        "all-reduce over x": {"reduced whole": 24.0},
+        "reduce-scatter over x": {"axis by axis": 20.0},
+        "reduce-scatter over x,y": {"axis by axis": -56.0},
+        "reduce-scatter over y": {"axis by axis": 24.0},
+    }
 
 
 def test_scatters_that_do_not_add_up_are_not_one_axis_by_axis():

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 
-from meshwise.compiler.expected import Expected
+from meshwise.compiler.expected import Expected, ExpectedCollective
 from meshwise.compiler.hlo.rewrites import Meant
 from meshwise.compiler.lines import Difference, Line, explained
 
@@ -156,6 +156,16 @@ def _gathered_once(ledger: _Ledger, expected: Expected) -> None:
         key = e.kind, e.axes
         if ledger.left[key] <= -0.99 * e.received and e.received:
             ledger.explain(key, "gathered once", max(-e.received, ledger.left[key]))
+    for e in expected.collectives:  # a tied table, for the lookup and for the head
+        key = e.kind, e.axes
+        tied = any(key == (o.kind, o.axes) and set(e.tensors) < set(o.tensors) for o in _of_heads(expected))
+        if tied and e.when == "forward" and e.block != "head" and ledger.left[key] <= -0.99 * e.received < 0:
+            ledger.explain(key, "gathered once", max(-e.received, ledger.left[key]))
+
+
+def _of_heads(expected: Expected) -> list[ExpectedCollective]:
+    """Gathers of the head's forward pass."""
+    return [e for e in expected.collectives if e.block == "head" and e.when == "forward" and e.kind == "all-gather"]
 
 
 def _not_again(ledger: _Ledger, expected: Expected) -> None:
@@ -167,21 +177,32 @@ def _not_again(ledger: _Ledger, expected: Expected) -> None:
 
 
 def _axis_by_axis(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
-    """One over several axes, done over one after the other: the same bytes, each next step on a smaller part."""
+    """One over several axes, done over one after the other: the same bytes, each next step on a smaller part.
+
+    A step of a ReduceScatter may be an AllReduce, of which the rest is dropped.
+    """
     sizes = {c.axes[0]: c.group_size for c in compiled if len(c.axes) == 1 and c.kind != "permute"}
     for kind, axes in list(ledger.left):
         missing = -ledger.left[kind, axes]
         if kind not in ("reduce-scatter", "all-gather") or len(axes) < 2 or missing <= 0 or not set(axes) <= set(sizes):
             continue
         orders = [_steps(missing, {a: sizes[a] for a in order}) for order in permutations(axes)]
+        found = {a: _found(ledger, kind, a) for a in axes}
         share, steps = max(
-            ((min(1.0, *(ledger.left[kind, (a,)] / n for a, n in steps.items())), steps) for steps in orders),
-            key=lambda found: found[0],
+            ((min(1.0, *(found[a] / n for a, n in steps.items())), steps) for steps in orders), key=lambda one: one[0]
         )
         if share >= _KNOWN:
             ledger.explain((kind, axes), "axis by axis", -share * missing)
             for a, received in steps.items():
-                ledger.explain((kind, (a,)), "axis by axis", share * received)
+                scattered = min(share * received, max(0.0, ledger.left[kind, (a,)]))
+                ledger.explain((kind, (a,)), "axis by axis", scattered)
+                ledger.explain(("all-reduce", (a,)), "reduced whole", 2 * (share * received - scattered))
+
+
+def _found(ledger: _Ledger, kind: str, axis: str) -> float:
+    """Bytes over one axis that are left of a kind, or of AllReduces in its place."""
+    summed = max(0.0, ledger.left["all-reduce", (axis,)]) / 2 if kind == "reduce-scatter" else 0.0
+    return max(0.0, ledger.left[kind, (axis,)]) + summed
 
 
 def _steps(received: float, sizes: Mapping[str, int]) -> dict[str, float]:
