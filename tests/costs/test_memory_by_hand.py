@@ -29,12 +29,13 @@ KEPT = {
 }
 
 
-def memory(*, precision="bf16", sequences=8, tied=False, vocabulary=V, **layout):
-    cluster = parse_cluster("h100:8")
+def memory(*, on="h100:8", precision="bf16", sequences=8, tied=False, vocabulary=V, **layout):
+    cluster = parse_cluster(on)
     job = TrainingJob(batch_tokens=str(sequences * T), seq_len=str(T), precision=precision)
     config = {**load_model("llama-3-8b").config, "tie_word_embeddings": tied, "vocab_size": vocabulary}
     problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, IDENTITY)
-    wires = tuple((a, (n,)) for a, n in layout.items() if a in ("data", "fsdp", "tensor", "stage", "context"))
+    torus = (2, 2, 2) if on.startswith("v5p") else None  # all of it is one axis of the mesh
+    wires = tuple((a, torus or (n,)) for a, n in layout.items() if a in ("data", "fsdp", "tensor", "stage", "context"))
     return estimate_training(problem, Fabric.of(cluster), Layout(**layout, wires=wires)).memory
 
 
@@ -61,13 +62,29 @@ def test_fsdp_over_eight(remat):
 def test_a_layer_at_work_counts_where_it_needs_more_than_the_head():
     m = memory(fsdp=8, remat="none", vocabulary=1024)
     assert m["logits_and_loss"] == 0
-    # Two layers' weights, one at work and one on its way, and one's gradients before they are scattered.
-    assert m["gathered_weights"] == pytest.approx(LAYER * (2 * BF16 + BF16) * 7 / 8, rel=1e-12)
+    # A layer's weights, 7/8 on top of what is stored, and a layer's gradients before they are scattered.
+    assert m["gathered_weights"] == pytest.approx(LAYER * BF16 * 7 / 8 + LAYER * BF16, rel=1e-12)
     # Of all operations those of the feed-forward part hold most: from one gradient, and what is kept, two more.
     assert m["workspace"] == T * 2 * F * BF16
     m = memory(tensor=8, remat="none", micro_batch=8, vocabulary=1024)
     assert m["logits_and_loss"] == m["gathered_weights"] == 0
     assert m["communication_buffers"] == 8 * T * D * BF16 * 7 / 8  # one gathered activation, besides its own shard
+
+
+def test_tpu_programs_scatter_each_gradient_as_it_is_made():
+    m = memory(on="v5p:2x2x2", fsdp=8, remat="none", vocabulary=1024)
+    # The gradient of a feed-forward weight, beside that of what the operation made; 4,096 tokens, so as much of each.
+    assert m["gathered_weights"] + m["workspace"] == pytest.approx(LAYER * BF16 * 7 / 8 + 2 * D * F * BF16, rel=1e-12)
+    few = memory(on="v5p:2x2x2", context=8, sequences=1, remat="none", vocabulary=1024)
+    assert few["gathered_weights"] == pytest.approx(LAYER * BF16 * 7 / 8 + D * F * BF16, rel=1e-12)
+    assert few["workspace"] == T / 8 * F * BF16
+    waiting = memory(context=8, sequences=1, remat="none", vocabulary=1024)
+    assert waiting["gathered_weights"] == pytest.approx(LAYER * BF16 * 7 / 8 + LAYER * BF16, rel=1e-12)
+
+
+def test_gradients_before_they_are_scattered_have_the_format_that_they_are_sent_in():
+    narrow, wide = (memory(fsdp=8, remat="none", vocabulary=1024, precision=p) for p in ("bf16", "mixed"))
+    assert wide["gathered_weights"] - narrow["gathered_weights"] == LAYER * (FP32 - BF16)
 
 
 def test_the_head_and_a_layer_are_not_at_work_at_once():

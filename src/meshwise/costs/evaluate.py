@@ -203,6 +203,7 @@ class Evaluated:
             self.extents,
             self.problem.job.formats,
             pipeline,
+            bucketed=self.problem.cluster.chip.vendor != "google" and not self.problem.calibration.compiled,
             noted=self.ledger is not None,
         )
 

@@ -47,7 +47,7 @@ MEMORY_CLASSES = {
     "activations": "what the forward pass keeps for the backward pass, over all layers and microbatches in flight",
     "logits_and_loss": "what the head holds while it is at work: logits, their gradient; of others in flight, logits",
     "workspace": "operands of the largest operation of the layer at work, and what it computes again",
-    "gathered_weights": "weights gathered for the block at work, of layers also the next, and unreduced gradients",
+    "gathered_weights": "weights gathered for the block at work, and gradients before they are scattered",
     "communication_buffers": "the largest gathered or unreduced activation of the layer at work",
     "reserve": "runtime, code, compiler scratch and fragmentation (a stated share of HBM)",
 }
@@ -66,14 +66,15 @@ class LocalMemory:
         workspace: of the moment that holds most activations.
         beside: likewise, of the moment that holds most with unreduced gradients.
         unreduced: gradients at that moment.
-        gathered, buffers: as in the plan.
-        at_once: share of the gathered weights that is there at once.
+        bucket, gathered, buffers: as in the plan.
+        at_once: the gathered weights that are there at once, over all of them.
     """
 
     kept: Any
     workspace: Any
     beside: Any
     unreduced: Any
+    bucket: Any
     gathered: Any
     buffers: Any
     at_once: Any = 1.0
@@ -110,6 +111,7 @@ def local_memory(plan: MemoryPlan, extents: Extents, calibration: Calibration = 
         workspace=remade + largest,
         beside=remade + beside,
         unreduced=unreduced,
+        bucket=extents.weighted(plan.bucket),
         gathered=gathered,
         buffers=buffers,
         at_once=_largest_share(plan, gathered, extents) if calibration.compiled else 1.0,
@@ -117,11 +119,11 @@ def local_memory(plan: MemoryPlan, extents: Extents, calibration: Calibration = 
 
 
 def _largest_share(plan: MemoryPlan, gathered: Any, extents: Extents) -> Any:
-    """Of weights that are gathered one by one, the share of the largest: it, the next on its way, its gradient."""
+    """Of weights that are gathered one by one, the share of the largest, and as much again: the next on its way."""
     largest: Any = 0.0
     for weight in plan.weights:
         largest = maximum(largest, extents.weighted(weight))
-    return largest / maximum(gathered, 1e-30) if plan.weights else 1.0
+    return 2 * largest / maximum(gathered, 1e-30) if plan.weights else 1.0
 
 
 def stage_memories(
@@ -130,6 +132,7 @@ def stage_memories(
     precision: Precision,
     pipeline: Pipeline,
     *,
+    bucketed: bool,
     noted: bool = False,
 ) -> tuple[StageMemory, ...]:
     """What the chips hold that may be the fullest: with the embedding, with the head; the one with most layers last.
@@ -142,13 +145,15 @@ def stage_memories(
         extents: local sizes of the training state.
         precision: bytes per element.
         pipeline: schedule and sizes (floats or arrays).
+        bucketed: whether a layer's gradients are scattered together, while the layer before is at work; else each
+            while the next is made.
         noted: whether to write down what the classes are made of (floats only).
 
     Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
     state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
     ends = pipeline_ends(num_layers(program_of(part for part, _, _ in blocks)), pipeline)
-    return tuple(_stage_memory(blocks, state, end, [] if noted else None) for end in ends)
+    return tuple(_stage_memory(blocks, state, end, [] if noted else None, bucketed=bucketed) for end in ends)
 
 
 def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Any]:
@@ -346,11 +351,15 @@ class _AtWork:
     buffers: Any
 
     @classmethod
-    def of(cls, block: Block, present: Any, local: LocalMemory, stored: Any) -> _AtWork:
-        """`stored`: bytes of the weights as stored, weighted as those that are gathered."""
+    def of(cls, block: Block, present: Any, local: LocalMemory, stored: Any, *, bucketed: bool) -> _AtWork:
+        """`stored`: bytes of the gathered weights as stored; `bucketed` as in `stage_memories`.
+
+        Weights of a layer are gathered one after the other: the next layer's take the place of those that were read.
+        """
         apart = local.gathered > stored  # else weights are used where they are, and gradients added where they are made
-        unreduced = where(apart, local.unreduced, 0.0)
-        workspace = where(apart, local.beside, local.workspace)
+        together = bucketed and block.role == "layer"
+        unreduced = where(apart, local.bucket if together else local.unreduced, 0.0)
+        workspace = local.workspace if together else where(apart, local.beside, local.workspace)
         # A lookup's table is read in the forward pass alone: it is among the moments, as its gradient is.
         gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0) * local.at_once)
         return cls(block, present, workspace, gathered, local.buffers)
@@ -386,6 +395,8 @@ def _stage_memory(
     state: Sequence[Mapping[str, Any]],
     end: End,
     holdings: list[Holding] | None,
+    *,
+    bucketed: bool,
 ) -> StageMemory:
     """Classes of one stage, the reserve left out; `holdings` is filled with what they are made of."""
     layers: list[LayerMemory] = []
@@ -407,7 +418,7 @@ def _stage_memory(
             add(name, block, n, held[name])
         add("parameters", block, end.tied_apart * n, held["tied"])
         add("gradients", block, end.tied_apart * n, held["tied_gradients"])
-        moments.append(_AtWork.of(block, present, local, held["stored"]))
+        moments.append(_AtWork.of(block, present, local, held["stored"], bucketed=bucketed))
         if block.role != "head":
             add("activations", block, n * end.in_flight, local.kept)
         else:

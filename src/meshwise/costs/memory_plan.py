@@ -34,7 +34,8 @@ class MemoryPlan:
         remade: activations computed again.
         operations: what each operation of the backward pass holds: activations (of a layer, besides these), and
             gradients of weights that are still to be scattered; the largest counts.
-        gathered, stored: weights as used and as stored, each weighted by what is alive at once.
+        bucket: gradients of all weights of a layer that are gathered, before they are scattered.
+        gathered, stored: the same weights as used and as stored.
         buffers: gathered or unreduced activations, each with the mesh axes over which it was moved.
         compiled_remade, compiled_operations: as `remade` and `operations` where a compiler fuses what is elementwise.
         weights: as `gathered`, each weight alone.
@@ -50,6 +51,7 @@ class MemoryPlan:
     kept: WeightedSum
     remade: WeightedSum
     operations: tuple[Moment, ...]
+    bucket: WeightedSum
     gathered: WeightedSum
     stored: WeightedSum
     buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
@@ -69,7 +71,8 @@ def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer)
     """Read from a placed block what it holds."""
     stored = {h.tensor.name: h for h in (*placed.weights, *placed.tied)}
     is_layer = placed.block.role == "layer"
-    alive = [(h, _alive(h, precision, is_layer=is_layer)) for h in placed.gathered]
+    alive = [(h, element_bytes(h.tensor, precision)) for h in placed.gathered]
+    trained = [h for h in placed.gathered if is_layer and not h.tensor.frozen]
     return MemoryPlan(
         parameters=weighted_sum((held_key(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
         tied=held_bytes(placed.tied, precision),
@@ -80,6 +83,7 @@ def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer)
         kept=held_bytes(placed.kept, precision),
         remade=held_bytes(placed.workspace, precision),
         operations=_operations(placed, precision) if is_layer else _moments(placed, precision),
+        bucket=weighted_sum((held_key(h), precision.reductions.bytes) for h in trained),
         gathered=weighted_sum((held_key(h), w) for h, w in alive),
         stored=weighted_sum((held_key(stored[h.tensor.name]), w) for h, w in alive),
         buffers=_buffers(placed, precision) if is_layer else (),
@@ -116,20 +120,8 @@ def _scores(placed: PlacedBlock, *, again: bool) -> WeightedSum:
     return weighted_sum(found)
 
 
-def _alive(h: Held, precision: Precision, *, is_layer: bool) -> float:
-    """Bytes of an element that are alive at once where the gathered weight is larger than what is stored.
-
-    Of layers: one at work, one on its way, and the gradient of the whole before it is scattered. Others have no second
-    copy, and gradients are among their moments.
-    """
-    one = element_bytes(h.tensor, precision)
-    if not is_layer:
-        return one
-    return 2 * one + (0.0 if h.tensor.frozen else precision.gradients.bytes)
-
-
 def _operations(placed: PlacedBlock, precision: Precision, *, compiled: bool = False) -> tuple[Moment, ...]:
-    """Activations that each operation of a layer's backward pass makes or reads besides what is kept anyway.
+    """What each operation of a layer's backward pass makes or reads besides what is kept anyway.
 
     Where it is `compiled`, what is elementwise is done where its result is read.
     """
@@ -137,12 +129,8 @@ def _operations(placed: PlacedBlock, precision: Precision, *, compiled: bool = F
     sums = set()
     for item in placed.backward:
         if isinstance(item, LocalOp) and not (compiled and isinstance(item.op, Elementwise)):
-            held = [
-                h
-                for h in (*item.inputs, item.output)
-                if h.tensor.kind is Kind.ACTIVATION and h.tensor.name not in known
-            ]
-            sums.add((held_bytes(held, precision), ()))
+            held = [h for h in (*item.inputs, item.output) if h.tensor.name not in known]
+            sums.add(_moment(held, precision))
     return _largest_moments(sums)
 
 

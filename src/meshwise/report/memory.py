@@ -30,7 +30,8 @@ _CLASSES = {
     "logits_and_loss": (f"{_AT_WORK}, the head: what is alive at its fullest operation; logits that wait", REMAT),
     "workspace": (f"{_AT_WORK}: its largest operation's operands and what it computes again", REMAT),
     "gathered_weights": (
-        f"{_AT_WORK}: two layers' weights and one's gradients as gathered, less what is stored; or another's, once",
+        f"{_AT_WORK}: its weights as gathered, less what is stored, and gradients before they are scattered: of a layer "
+        "all (GPUs) or those of one operation (TPUs), of others those of one",
         "the book, Training, Fully-Sharded Data Parallelism",
     ),
     "communication_buffers": (
