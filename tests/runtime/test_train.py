@@ -46,6 +46,19 @@ def test_layers_go_back_only_after_the_head_has_the_gradients_of_its_weights():
     assert any(stream in line and table in line for line in held), held
 
 
+def test_microbatches_each_gather_what_they_read():
+    """Else a compiler gathers embedding and head before the loop over microbatches, and holds both all the while."""
+    step = make(dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64"), Layout(fsdp=8, num_microbatches=2))
+    weights, batch = step.abstract_state["weights"], step.abstract_batch
+    program = jax.make_jaxpr(step.gradients)(weights, batch).jaxpr.eqns[0].params["jaxpr"]
+    (loop,) = [e for e in program.eqns if e.primitive.name == "scan" and e.params["length"] == 2]
+    body = loop.params["jaxpr"].jaxpr
+    held = next(e for e in body.eqns if e.primitive.name == "optimization_barrier")
+    assert len(held.invars) == len(jax.tree.leaves((weights, batch)))
+    past = [e for e in body.eqns if e is not held and any(v is given for v in e.invars for given in held.invars)]
+    assert not past, "what is read without the barrier"
+
+
 def test_steps_lower_the_loss_and_keep_their_shardings():
     step = planned()
     state, batch = state_of(step), batch_of(step)

@@ -20,7 +20,11 @@ pytestmark = pytest.mark.slow
 PLANS = [
     ("llama-3-8b", "h100:8", "fsdp=4,tensor=2,remat=full"),
     ("mixtral-8x7b", "h100:8", "expert=8,remat=full"),
+    ("llama-3-8b", "h100:8", "data=2,fsdp=4,zero=2,micro_batch=1,remat=matmuls"),
+    ("gemma-3-27b", "h100:8", "fsdp=4,context=2,context_method=gather,remat=full"),
     ("llama-3-8b", "v5e:2x4", "fsdp=8,remat=full"),
+    ("llama-3-8b", "v6e:2x4", "data=2,fsdp=4,zero=2,micro_batch=1,remat=full"),
+    ("gemma-3-27b", "v5p:2x2x2", "fsdp=8,remat=full"),
 ]
 
 
@@ -31,10 +35,19 @@ def test_two_layers_are_within_the_bars(model, on, layout, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(dict(small.config)))
     slots = {"capacity_factor": 1} if model.startswith("mixtral") else {}
-    plan = meshwise.estimate_train(str(file), on=on, batch_tokens="32Ki", seq_len=4096, layout=layout, **slots).plans[0]
+    plan = meshwise.estimate_train(
+        str(file),
+        on=on,
+        batch_tokens="64Ki" if "micro_batch" in layout else "32Ki",
+        seq_len=4096,
+        layout=layout,
+        **slots,
+    ).plans[0]
     found = verify_plan(plan)
     lines = {line.name: line for line in found.lines}
-    assert lines["arguments"].compiled == pytest.approx(lines["arguments"].predicted, rel=0.01)
+    arguments = lines["arguments"]
+    tiles = sum(d.amount for d in arguments.differences if d.reason == "tiles")
+    assert arguments.compiled - tiles == pytest.approx(arguments.predicted, rel=0.01)
     assert lines["peak"].compiled == pytest.approx(lines["peak"].predicted, rel=0.15)
     assert found.unexplained_share < 0.05
 

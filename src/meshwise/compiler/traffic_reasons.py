@@ -188,15 +188,15 @@ def _axis_by_axis(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
             continue
         orders = [_steps(missing, {a: sizes[a] for a in order}) for order in permutations(axes)]
         found = {a: _found(ledger, kind, a) for a in axes}
-        share, steps = max(
-            ((min(1.0, *(found[a] / n for a, n in steps.items())), steps) for steps in orders), key=lambda one: one[0]
-        )
-        if share >= _KNOWN:
-            ledger.explain((kind, axes), "axis by axis", -share * missing)
-            for a, received in steps.items():
-                scattered = min(share * received, max(0.0, ledger.left[kind, (a,)]))
-                ledger.explain((kind, (a,)), "axis by axis", scattered)
-                ledger.explain(("all-reduce", (a,)), "reduced whole", 2 * (share * received - scattered))
+        steps = max(orders, key=lambda steps: min(found[a] / n for a, n in steps.items()))
+        if min(found[a] / n for a, n in steps.items()) < _KNOWN:
+            continue
+        for a, wanted in steps.items():
+            received = min(wanted, found[a])
+            scattered = min(received, max(0.0, ledger.left[kind, (a,)]))
+            ledger.explain((kind, axes), "axis by axis", -received)
+            ledger.explain((kind, (a,)), "axis by axis", scattered)
+            ledger.explain(("all-reduce", (a,)), "reduced whole", 2 * (received - scattered))
 
 
 def _found(ledger: _Ledger, kind: str, axis: str) -> float:
@@ -287,6 +287,7 @@ def _padding(ledger: _Ledger, expected: Expected) -> None:
     """A few percent more of what was expected: parts that are padded."""
     for key in list(ledger.left):
         wanted = sum(e.received for e in expected.collectives if (e.kind, e.axes) == key)
+        wanted += ledger.reasons[key].get("axis by axis", 0.0)
         if 0 < ledger.left[key] <= _PADDED * wanted and key[0] == "reduce-scatter":
             ledger.explain(key, "padding", ledger.left[key])
 

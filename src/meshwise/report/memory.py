@@ -21,6 +21,9 @@ __all__ = ["explain_memory", "padding_words", "stage_words"]
 #: One block is at work at a time, and holds these classes.
 _AT_WORK = "of the block that needs most while at work"
 
+#: Gradients of weights that are gathered.
+_UNREDUCED = "gradients before they are scattered: of a layer all (on TPUs those of one operation), of others one's"
+
 _CLASSES = {
     "parameters": ("sum over blocks of copies x parameters x bytes / ways that share them", STATE),
     "master_copies": ("sum over blocks of copies x elements of the optimizer's shard x bytes", STATE),
@@ -30,8 +33,7 @@ _CLASSES = {
     "logits_and_loss": (f"{_AT_WORK}, the head: what is alive at its fullest operation; logits that wait", REMAT),
     "workspace": (f"{_AT_WORK}: its largest operation's operands and what it computes again", REMAT),
     "gathered_weights": (
-        f"{_AT_WORK}: its weights as gathered, less what is stored, and gradients before they are scattered: of a layer "
-        "all (GPUs) or those of one operation (TPUs), of others those of one",
+        f"{_AT_WORK}: its weights as gathered, less what is stored, and {_UNREDUCED}",
         "the book, Training, Fully-Sharded Data Parallelism",
     ),
     "communication_buffers": (

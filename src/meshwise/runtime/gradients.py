@@ -81,7 +81,9 @@ def accumulate(how: Accumulation, weights: Tree, batch: Batch) -> tuple[jax.Arra
         return loss, how.constrain(jax.tree.map(lambda g: g.astype(how.dtype), gradients))
 
     def add(total: tuple[jax.Array, Tree], microbatch: Batch) -> tuple[tuple[jax.Array, Tree], None]:
-        loss, gradients = one(weights, microbatch)
+        # Else compilers gather embedding and head before the loop, and hold both through all microbatches.
+        own, given = jax.lax.optimization_barrier((weights, microbatch))
+        loss, gradients = one(own, given)
         added = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[1], gradients)
         return (total[0] + loss, how.constrain(added)), None
 
