@@ -114,16 +114,17 @@ def test_a_compiler_gathers_weight_by_weight_and_holds_no_activation_functions()
     full = replace(PLAIN.layout, remat="full")
     structure, candidates = layout_candidate(PLAIN.problem.model, full)
 
-    def layer(*, compiled):
+    def blocks(*, compiled):
         problem = replace(PLAIN.problem, calibration=replace(IDENTITY, compiled=compiled))
-        return evaluate_local(problem, structure, candidates.local)[1].memory
+        return [block.memory for block in evaluate_local(problem, structure, candidates.local)[1:]]
 
-    eager, compiled = layer(compiled=False), layer(compiled=True)
+    (eager, head), (compiled, same) = blocks(compiled=False), blocks(compiled=True)
+    assert same.beside == head.beside > 0  # logits are there in any case
     sizes = PLAIN.problem.model.sizes
     query = sizes["N"] * sizes["H"]  # columns of the largest matrix
     columns = 2 * query + 2 * sizes["K"] * sizes["H"] + 3 * sizes["F"] + 2  # two norms
     assert eager.at_once == 1
-    assert compiled.at_once == pytest.approx(query / columns)
+    assert compiled.at_once == pytest.approx(2 * query / columns)  # the largest, and the next on its way
     assert compiled.workspace < eager.workspace
     assert (compiled.kept, compiled.gathered) == (eager.kept, eager.gathered)
     assert memory(full, compiled=True)["total"] < memory(full)["total"]

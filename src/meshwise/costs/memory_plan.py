@@ -73,6 +73,7 @@ def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer)
     is_layer = placed.block.role == "layer"
     alive = [(h, element_bytes(h.tensor, precision)) for h in placed.gathered]
     trained = [h for h in placed.gathered if is_layer and not h.tensor.frozen]
+    operations = _operations(placed, precision) if is_layer else _moments(placed, precision)
     return MemoryPlan(
         parameters=weighted_sum((held_key(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
         tied=held_bytes(placed.tied, precision),
@@ -82,13 +83,13 @@ def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer)
         moments=moment_bytes(placed, precision, optimizer),
         kept=held_bytes(placed.kept, precision),
         remade=held_bytes(placed.workspace, precision),
-        operations=_operations(placed, precision) if is_layer else _moments(placed, precision),
+        operations=operations,
         bucket=weighted_sum((held_key(h), precision.reductions.bytes) for h in trained),
         gathered=weighted_sum((held_key(h), w) for h, w in alive),
         stored=weighted_sum((held_key(stored[h.tensor.name]), w) for h, w in alive),
         buffers=_buffers(placed, precision) if is_layer else (),
         compiled_remade=held_bytes(_compiled_workspace(placed), precision),
-        compiled_operations=_operations(placed, precision, compiled=True) if is_layer else (),
+        compiled_operations=_operations(placed, precision, compiled=True) if is_layer else operations,
         weights=tuple(weighted_sum([(held_key(h), w)]) for h, w in alive) if is_layer else (),
         kept_scores=_scores(placed, again=False),
         remade_scores=_scores(placed, again=True),
