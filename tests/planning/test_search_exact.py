@@ -43,7 +43,7 @@ def large(chips="h100:8", **changes):
 PROBLEMS = {
     "8 H100": (large, {}),
     "8 H100, little memory": (
-        lambda: large(hbm=2.8e9, sequences=16),
+        lambda: large(hbm=2e9, sequences=16),
         {"zero": (0, 1), "fully_sharded": (True,), "schedule": ("1f1b", "zb-h1")},
     ),
     "8 H100, next to no memory": (
@@ -51,7 +51,7 @@ PROBLEMS = {
         {"zero": (1,), "context_method": ("ring",), "schedule": ("1f1b", "zb-v")},
     ),
     "8 H100, what fits is partly recomputed": (
-        lambda: large(hbm=5e9, sequences=16, layers=8),
+        lambda: large(hbm=6.4e9, sequences=16, layers=8),
         {"zero": (1, 2), "context_method": ("gather",), "schedule": ("1f1b",), "offload": ((), ("optimizer",))},
     ),
     "8 H100, mixture": (
@@ -67,7 +67,7 @@ PROBLEMS = {
         {"remat": ("none", "full"), "zero": (1, 2), "fully_sharded": (True,), "context_method": ("gather",)},
     ),
     "16 v5e": (
-        lambda: problem_on(parse_cluster("v5e:4x4"), width=1024, hidden=4096, layers=2, sequences=4),
+        lambda: problem_on(parse_cluster("v5e:4x4"), width=1024, hidden=4096, layers=4, sequences=4),
         {"context_method": ("gather", "ring"), "schedule": ("1f1b",)},
     ),
     "16 v5p": (

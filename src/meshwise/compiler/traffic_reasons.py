@@ -188,11 +188,11 @@ def _axis_by_axis(ledger: _Ledger, compiled: Sequence[Meant]) -> None:
             continue
         orders = [_steps(missing, {a: sizes[a] for a in order}) for order in permutations(axes)]
         found = {a: _found(ledger, kind, a) for a in axes}
-        steps = max(orders, key=lambda steps: min(found[a] / n for a, n in steps.items()))
-        if min(found[a] / n for a, n in steps.items()) < _KNOWN:
+        fits = [{a: min(n, found[a]) for a, n in steps.items()} for steps in orders]
+        steps = max(fits, key=lambda fit: sum(fit.values()))
+        if sum(steps.values()) < _KNOWN * missing:
             continue
-        for a, wanted in steps.items():
-            received = min(wanted, found[a])
+        for a, received in steps.items():
             scattered = min(received, max(0.0, ledger.left[kind, (a,)]))
             ledger.explain((kind, axes), "axis by axis", -received)
             ledger.explain((kind, (a,)), "axis by axis", scattered)
