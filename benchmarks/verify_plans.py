@@ -96,14 +96,16 @@ def show(row: Row, *, details: bool) -> str:
 
 
 def _cells(found: Verification) -> list[str]:
+    """Arguments (what is there for another reason than the plan apart), peak, set aside, bytes received."""
     lines = {line.name: line for line in found.group("memory")}
     arguments, peak = lines["arguments"], lines["peak"]
     received = found.group("collectives")
     sums = sum(x.predicted for x in received), sum(x.compiled for x in received)
-    tiles = sum(d.amount for d in arguments.differences if d.reason == "tiles")
-    padded = f" + {tiles / _GIB:.2f} tiles" if tiles > 0.01 * arguments.predicted else ""
+    known = [d for d in arguments.differences if d.reason != "batch" and abs(d.amount) > 0.01 * arguments.predicted]
+    own = arguments.compiled - sum(d.amount for d in known)
+    reasons = "".join(f" + {d.amount / _GIB:.2f} {d.reason}" for d in known)
     return [
-        f"{arguments.predicted / _GIB:.2f} / {(arguments.compiled - tiles) / _GIB:.2f}{padded}",
+        f"{arguments.predicted / _GIB:.2f} / {own / _GIB:.2f}{reasons}",
         f"{peak.predicted / _GIB:.2f} / {peak.compiled / _GIB:.2f}",
         f"{100 * (peak.compiled / peak.predicted - 1):+.0f} %",
         f"{(found.set_aside or 0.0) / _GIB:.1f}",
