@@ -47,10 +47,10 @@ def test_deepseek_v3_takes_the_time_that_was_reported(deepseek):
 
 
 def test_deepseek_v3_needs_its_experts_spread_out(deepseek):
-    """Experts left to FSDP take more than plans may fill, and ten times as long; to tensor parallelism, longer."""
+    """Experts left to FSDP take more than plans may fill, and seven times as long; to tensor parallelism, longer."""
     gathered = meshwise.estimate_train("deepseek-v3", layout="fsdp=-1", **DEEPSEEK).plans[0].estimate
     assert sum(gathered.memory.values()) > 0.9 * gathered.hbm_capacity
-    assert gathered.step_time.expected > 10 * deepseek.estimate.step_time.expected
+    assert gathered.step_time.expected > 7 * deepseek.estimate.step_time.expected
     split = "tp=8,pp=16,dp=-1,zero=1,schedule=dualpipe,micro_batch=1,num_microbatches=960"
     tensor = meshwise.estimate_train("deepseek-v3", layout=split, batch_slack=0, **DEEPSEEK).plans[0].estimate
     assert tensor.step_time.expected > deepseek.estimate.step_time.expected
