@@ -58,6 +58,7 @@ ROWS = [
     Row("llama-3-70b", "h100:64", "256Ki", "fsdp=16,tensor=4"),
     Row("llama-3-70b", "h100:64", "512Ki", "fsdp=16,tensor=4,micro_batch=4"),
     Row("llama-3-70b", "h100:64", "256Ki", "fsdp=32,context=2,context_method=ring"),
+    Row("llama-3-70b", "h100:64", "512Ki", "stage=4,fsdp=16,num_microbatches=8,schedule=1f1b"),
     Row("mixtral-8x7b", "h100:64", "256Ki", "fsdp=64"),
     Row("mixtral-8x7b", "h100:64", "256Ki", "fsdp=8,expert=8"),
     Row("gemma-3-27b", "h100:64", "256Ki", "fsdp=64"),
