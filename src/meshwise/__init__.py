@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshwise.verbs.score import score
     from meshwise.verbs.shard import shard
     from meshwise.verbs.simulate import simulate_step
+    from meshwise.verbs.simulate_serve import simulate_serve
     from meshwise.verbs.verify import verify
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ __all__ = [
     "scale_train",
     "score",
     "shard",
+    "simulate_serve",
     "simulate_step",
     "verify",
 ]
@@ -67,6 +69,7 @@ __all__ = [
 _HOMES = {
     "HandedOver": "meshwise.handover",
     "run_plan": "meshwise.verbs.run",
+    "simulate_serve": "meshwise.verbs.simulate_serve",
     "simulate_step": "meshwise.verbs.simulate",
     "compare_train": "meshwise.verbs.plan_many",
     "scale_train": "meshwise.verbs.plan_many",

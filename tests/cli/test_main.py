@@ -19,6 +19,8 @@ TRAIN = ["llama-3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq-len"
 
 SERVE = ["llama-3-70b", "--on", "h100:8", "--prompt", "1024", "--output", "256", "--precision", "fp8"]
 
+ENGINE = str(Path(__file__).parents[1] / "data" / "serving" / "engine.json")
+
 PLAN = str(Path(__file__).parents[1] / "data" / "export" / "plan.json")
 
 #: One working call of every command; a new command must be added here.
@@ -27,7 +29,8 @@ WORKING = {
     "estimate train": [*TRAIN, "--layout", "fsdp=-1,tensor=4"],
     "estimate serve": [*SERVE, "--batch", "64", "--layout", "tensor=8"],
     "export": [PLAN, "--to", "megatron"],
-    "simulate": [PLAN],
+    "simulate train": [PLAN],
+    "simulate serve": [ENGINE, "--rate", "4", "--requests", "200", "--ttft", "200ms"],
     "run": [
         "D=8 F=16 L=1 N=2 K=2 H=4 V=32",
         "--on",

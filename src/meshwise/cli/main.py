@@ -27,7 +27,9 @@ COMMANDS = {
     "plan": LazyCommand("meshwise.cli.plan:plan", "Find the best plans, and say why others lose."),
     "estimate": LazyCommand("meshwise.cli.estimate:estimate", "Estimate what one layout would do."),
     "export": LazyCommand("meshwise.cli.export:export", "Write a saved plan as the configuration of another tool."),
-    "simulate": LazyCommand("meshwise.cli.simulate:simulate", "Show one training step as a timeline."),
+    "simulate": LazyCommand(
+        "meshwise.cli.simulate:simulate", "Simulate a training step, or traffic through a serving engine."
+    ),
     "verify": LazyCommand("meshwise.cli.verify:verify", "Compile a step for its target, and compare with the plan."),
     "run": LazyCommand("meshwise.cli.run:run", "Train, or generate, as a plan says on the devices that are there."),
     "score": LazyCommand("meshwise.cli.score:score", "Compare predictions with measured training runs."),

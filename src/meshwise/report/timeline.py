@@ -57,7 +57,7 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
         f"{format_percent(busiest['compute_s'] / timeline.total)} of it"
     )
     return Report(
-        command="simulate",
+        command="simulate train",
         inputs=inputs,
         answer=answer,
         data={

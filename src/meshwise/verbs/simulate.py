@@ -1,4 +1,4 @@
-"""`simulate`: one training step in time, of a plan or of a layout.
+"""`simulate train`: one training step in time, of a plan or of a layout.
 
 Not here: flags (`cli`), pictures and words (`report`).
 """

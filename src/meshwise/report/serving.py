@@ -1,0 +1,283 @@
+"""A served load in words and pictures: what users noticed, how busy replicas were, SVG, and a Perfetto trace.
+
+Not here: the simulation itself (`simulation.serving`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from meshwise.errors import MissingDependencyError
+from meshwise.explanation import Explanation
+from meshwise.jobs.traffic import Load
+from meshwise.report.report import Report
+from meshwise.report.table import table
+from meshwise.report.words import counted
+from meshwise.simulation.serving import POLICIES, Capacity, Quantiles, ReplicaSummary, Sample, ServingResult, Targets
+from meshwise.units import format_money, format_percent, format_time
+
+__all__ = ["serving_report", "serving_svg", "serving_trace"]
+
+#: Replicas that the terminal shows.
+_SHOWN = 12
+
+_COLUMNS = 60
+
+#: What users notice -> its definition.
+_DEFINITIONS = {
+    "ttft_s": "time to first token: from arrival to the end of the step that gives it, queueing included",
+    "tpot_s": "time per output token: (end-to-end - TTFT) / (outputs - 1); of requests with one output, none",
+    "end_to_end_s": "from arrival to the end of the step that gives the last token",
+    "queueing_s": "from arrival to the first step that works on the request",
+}
+
+_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "end_to_end_s": "end to end", "queueing_s": "queueing"}
+
+
+def serving_report(
+    result: ServingResult, load: Load, targets: Targets, capacity: Capacity | None, inputs: Mapping[str, Any]
+) -> Report:
+    """Report a served load.
+
+    Args:
+        result: what became of it.
+        load: what was asked.
+        targets: what users were to notice at most.
+        capacity: how the rate was found, if it was.
+        inputs: what was asked, for JSON.
+    """
+    noticed = {name: Quantiles.of(getattr(result, name)) for name in _DEFINITIONS}
+    kept = float(result.kept(targets).mean())
+    return Report(
+        command="simulate serve",
+        inputs={**inputs, "load": load.words()},
+        answer=_answer(result, load, targets, capacity, noticed),
+        data={
+            **{name: _quantiles(found) for name, found in noticed.items()},
+            "requests": result.requests,
+            "refused": result.refused,
+            "requests_per_s": result.requests_per_s,
+            "output_tokens_per_s": result.output_tokens / result.end,
+            "goodput": result.goodput(targets),
+            "kept_share": kept,
+            "duration_s": result.end,
+            "utilisation": result.utilisation,
+            "chip_seconds": result.chip_seconds,
+            "cost_usd_per_million_output_tokens": _price(result),
+            "transferred_tokens": result.transferred_tokens,
+            "replicas": [_replica(r) for r in result.replicas],
+            "sizes": [{"time_s": at, "replicas": size} for at, size in result.sizes],
+            "capacity_requests_per_s": None if capacity is None else capacity.rate,
+            "tried": [] if capacity is None else [{"rate_per_s": r, "kept": ok} for r, ok in capacity.tried],
+            "simulated_requests_per_s": result.requests / max(result.cpu_s, 1e-9),
+        },
+        body=tuple(_body(result, noticed)),
+        assumed=(
+            f"{result.system.scheduling.policy}: {POLICIES[result.system.scheduling.policy]}",
+            f"what a step takes: {result.system.costs.source}",
+        ),
+        not_modelled=("the network to users, tokenizing, requests that are given up, failures",),
+        next_steps=_next_steps(targets, capacity),
+        explanations=tuple(_explanations(result, targets)),
+    )
+
+
+def _answer(
+    result: ServingResult,
+    load: Load,
+    targets: Targets,
+    capacity: Capacity | None,
+    noticed: Mapping[str, Quantiles | None],
+) -> str:
+    ttft, tpot = noticed["ttft_s"], noticed["tpot_s"]
+    assert ttft is not None
+    later = "" if tpot is None else f", TPOT {format_time(tpot.p50)} (p99 {format_time(tpot.p99)})"
+    refused = f"; {result.refused:,} do not fit in the cache" if result.refused else ""
+    aim = targets.ttft_s is not None or targets.tpot_s is not None
+    kept = f"; {format_percent(float(result.kept(targets).mean()))} keep the targets" if aim else ""
+    rate = (
+        f"{load.rate:.4g} requests/s"
+        if capacity is None
+        else f"At most {capacity.rate:.4g} requests/s keep the targets"
+    )
+    first = f"TTFT {format_time(ttft.p50)} (p99 {format_time(ttft.p99)})"
+    return f"{rate}: {first}{later}{kept if capacity is None else ''}{refused}"
+
+
+def _quantiles(found: Quantiles | None) -> dict[str, float] | None:
+    if found is None:
+        return None
+    return {"mean": found.mean, "p50": found.p50, "p90": found.p90, "p99": found.p99, "max": found.most}
+
+
+def _price(result: ServingResult) -> float | None:
+    return None if result.usd is None else result.usd / result.output_tokens * 1e6
+
+
+def _replica(r: ReplicaSummary) -> dict[str, Any]:
+    return {
+        "replica": r.number,
+        "there_s": r.seconds,
+        "busy_s": r.busy_s,
+        "kv_share": r.kv_share,
+        "kv_peak_share": r.kv_peak_share,
+        "mean_batch": r.mean_batch,
+        "generate_steps": r.generate_steps,
+        "prefilled_tokens": r.prefilled,
+        "prefix_hit_tokens": r.hit_tokens,
+        "preemptions": r.preemptions,
+        "over_time": [s._asdict() for s in r.samples],
+    }
+
+
+def _body(result: ServingResult, noticed: Mapping[str, Quantiles | None]) -> Iterable[Any]:
+    yield table(
+        ("", ">mean", ">p50", ">p90", ">p99", ">most"),
+        (
+            (_NAMES[name], *(format_time(v) for v in (q.mean, q.p50, q.p90, q.p99, q.most)))
+            for name, q in noticed.items()
+            if q is not None
+        ),
+    )
+    yield table(
+        ("replica", ">busy", ">mean batch", ">cache, mean", ">most", ">gave way", ">prefix hits"),
+        (
+            (
+                str(r.number) if r.number >= 0 else f"prefill {-1 - r.number}",
+                format_percent(r.busy_s / r.seconds if r.seconds else 0.0),
+                f"{r.mean_batch:.1f}",
+                format_percent(r.kv_share),
+                format_percent(r.kv_peak_share),
+                f"{r.preemptions:,}",
+                format_percent(r.hit_tokens / max(r.hit_tokens + r.prefilled, 1)),
+            )
+            for r in result.replicas[:_SHOWN]
+        ),
+    )
+    if len(result.replicas) > _SHOWN:
+        yield Text(f"... and {counted(len(result.replicas) - _SHOWN, 'more replica')} (--json lists all)")
+    yield Text("\n".join(_over_time(result)))
+
+
+def _over_time(result: ServingResult) -> Iterable[str]:
+    """Draw how full the caches are, and how many requests wait, as digits from 0 to 9 of the most."""
+    column = result.end / _COLUMNS
+    drawn: dict[str, Callable[[Sample], float]] = {"cache in use": lambda s: s.kv_share, "waiting": lambda s: s.waiting}
+    for what, of in drawn.items():
+        most = [0.0] * _COLUMNS
+        for replica in result.replicas:
+            for sample in replica.samples:
+                k = min(int(sample.time / column), _COLUMNS - 1)
+                most[k] = max(most[k], of(sample))
+        top = 1.0 if what == "cache in use" else max(*most, 1.0)
+        digits = "".join(str(min(int(10 * value / top), 9)) if value else "." for value in most)
+        yield f"{what:<12} |{digits}|"
+    yield f"{'':<12}  0{format_time(result.end):>{_COLUMNS - 1}}"
+    yield f"{'':<12}  tenths: of the fullest cache; of the longest queue"
+
+
+def _next_steps(targets: Targets, capacity: Capacity | None) -> tuple[str, ...]:
+    if capacity is None and (targets.ttft_s is not None or targets.tpot_s is not None):
+        return ("--capacity finds the highest rate that keeps the targets; --svg and --trace draw the load over time",)
+    return ("--ttft and --tpot set targets, --capacity finds the highest rate; --svg and --trace draw the load",)
+
+
+def _explanations(result: ServingResult, targets: Targets) -> Iterable[Explanation]:
+    for name, meaning in _DEFINITIONS.items():
+        found = Quantiles.of(getattr(result, name))
+        if found is not None:
+            of = counted(len(getattr(result, name)), "request")
+            yield Explanation(_NAMES[name], meaning, of, f"p50 {format_time(found.p50)}", "simulated")
+    asked = [
+        f"{n} <= {format_time(t)}" for n, t in (("TTFT", targets.ttft_s), ("TPOT", targets.tpot_s)) if t is not None
+    ]
+    share = format_percent(float(result.kept(targets).mean()))
+    yield Explanation(
+        "goodput",
+        "requests/s that are done x share that keeps all targets",
+        f"{result.requests_per_s:.4g}/s x {share} ({' and '.join(asked) or 'no target'})",
+        f"{result.goodput(targets):.4g}/s",
+        "simulated",
+    )
+    if result.usd is not None:
+        yield Explanation(
+            "cost of a million output tokens",
+            "chip-seconds x price / output tokens x 1e6",
+            f"{result.chip_seconds:,.0f} s, {result.output_tokens:,} tokens",
+            format_money(result.usd / result.output_tokens * 1e6),
+            "the engine costs' usd_per_chip_hour",
+        )
+
+
+def serving_trace(result: ServingResult) -> str:
+    """Write the first steps and requests as Chrome trace events, which Perfetto opens.
+
+    A process for each replica with its steps and its counters, and one with requests that are queued, prefilled and
+    generated, as asynchronous events.
+    """
+    events: list[dict[str, Any]] = []
+    for replica in result.replicas:
+        pid = 1 + replica.number if replica.number >= 0 else 1_000_000 - replica.number
+        name = f"replica {replica.number}" if replica.number >= 0 else f"prefill replica {-1 - replica.number}"
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        for span in (s for s in result.spans if s.replica == replica.number):
+            args = {"generating": span.generating, "steps": span.steps, "prompt_tokens": span.tokens}
+            times = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+            events.append({"ph": "X", "name": span.kind, "cat": "step", "pid": pid, "tid": 0, **times, "args": args})
+        for sample in replica.samples:
+            at = {"ph": "C", "pid": pid, "ts": sample.time * 1e6}
+            events.append({**at, "name": "requests", "args": sample._asdict() | {"time": 0, "kv_share": 0}})
+            events.append({**at, "name": "cache in use", "args": {"share": sample.kv_share}})
+    events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "requests"}})
+    end = max((span.end for span in result.spans), default=0.0)
+    columns = [result.columns[n] for n in ("index", "arrival", "started", "first", "finished")]
+    for index, *moments in np.stack(columns, axis=1).tolist():
+        if moments[-1] > end:
+            continue
+        for name, (start, stop) in zip(("queued", "prefill", "generate"), pairwise(moments), strict=True):
+            common: dict[str, Any] = {"cat": "request", "name": name, "id": int(index), "pid": 0, "tid": 0}
+            events.append({**common, "ph": "b", "ts": start * 1e6})
+            events.append({**common, "ph": "e", "ts": stop * 1e6})
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
+
+
+def serving_svg(result: ServingResult) -> str:
+    """Draw a load over time as SVG: latencies by arrival, requests in replicas, and how full their caches are.
+
+    Raises:
+        MissingDependencyError: when matplotlib is absent.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  (an optional extra)
+    except ImportError:
+        raise MissingDependencyError("--svg needs matplotlib: pip install 'meshwise[plot]'") from None
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    latency, requests, cache = figure.subplots(3, 1, sharex=True)
+    every = max(result.requests // 4000, 1)
+    arrivals = result.columns["arrival"]
+    latency.plot(arrivals[::every], result.ttft_s[::every], ".", markersize=2, label="TTFT")
+    latency.plot(arrivals[::every], result.end_to_end_s[::every], ".", markersize=2, label="end to end")
+    latency.set_yscale("log")
+    latency.set_ylabel("seconds")
+    latency.legend(loc="upper right", fontsize="small")
+    for replica in result.replicas[:_SHOWN]:
+        times = np.array([s.time for s in replica.samples])
+        name = f"replica {replica.number}" if replica.number >= 0 else f"prefill {-1 - replica.number}"
+        (line,) = requests.plot(times, [s.generating for s in replica.samples], label=f"{name}: generating")
+        requests.plot(times, [s.waiting for s in replica.samples], ":", color=line.get_color())
+        cache.plot(times, [s.kv_share for s in replica.samples], color=line.get_color(), label=name)
+    requests.set_ylabel("requests (dotted: waiting)")
+    cache.set_ylabel("share of the cache in use")
+    cache.set_ylim(0, 1.02)
+    cache.set_xlabel("seconds")
+    cache.legend(loc="lower right", fontsize="small")
+    target = io.StringIO()
+    figure.savefig(target, format="svg", metadata={"Date": None})
+    return target.getvalue()

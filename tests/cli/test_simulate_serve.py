@@ -1,0 +1,105 @@
+"""`meshwise simulate serve`: JSON, pictures, capacity, files of requests, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import meshwise
+
+ENGINE = str(Path(__file__).parents[1] / "data" / "serving" / "engine.json")
+
+FEW = ("--rate", "4", "--requests", "300")
+
+
+def test_json_has_the_names_that_are_promised(run):
+    done = run("simulate", "serve", ENGINE, *FEW, "--ttft", "80ms", "--tpot", "30ms", "--json")
+    assert done.code == 0
+    told = done.json
+    for name in ("ttft_s", "tpot_s", "end_to_end_s", "queueing_s"):
+        found = told[name]
+        assert 0 < found["p50"] <= found["p90"] <= found["p99"] <= found["max"]
+    assert told["requests"] == 300
+    assert told["goodput"] == pytest.approx(told["kept_share"] * told["requests_per_s"])
+    assert told["simulated_requests_per_s"] > 0
+    assert told["inputs"]["load"]["arrivals"] == "poisson"
+    assert told["replicas"][0]["over_time"]
+
+
+def test_the_verb_in_python_gives_the_same(run):
+    done = run("simulate", "serve", ENGINE, *FEW, "--policy", "chunked", "--seed", "7", "--json")
+    served = meshwise.simulate_serve(ENGINE, rate=4.0, requests=300, policy="chunked", seed=7)
+    assert done.json["ttft_s"]["mean"] == served.result.ttft_s.mean()
+    assert done.json["duration_s"] == served.result.end
+
+
+def test_pictures(run, tmp_path):
+    svg, trace = tmp_path / "load.svg", tmp_path / "load.json"
+    done = run(
+        "simulate", "serve", ENGINE, *FEW, "--prefill-replicas", "1", "--svg", str(svg), "--trace", str(trace), "--json"
+    )
+    assert done.code == 0
+    assert svg.read_text().startswith("<?xml")
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = [e for e in events if e["ph"] == "X"]
+    assert {e["name"] for e in steps} == {"prefill", "generate"}
+    tokens = sum(e["args"]["generating"] * e["args"]["steps"] for e in steps)
+    assert tokens == 300 * 255
+    begun, ended = (sum(e["ph"] == phase for e in events) for phase in "be")
+    assert begun == ended == 3 * 300
+
+
+def test_capacity_is_a_rate_that_keeps_the_targets(run):
+    done = run(
+        "simulate", "serve", ENGINE, "--capacity", "--requests", "400", "--ttft", "200ms", "--tpot", "25ms", "--json"
+    )
+    assert done.code == 0
+    rate = done.json["capacity_requests_per_s"]
+    assert done.json["inputs"]["load"]["rate_per_s"] == rate
+    kept = {t["rate_per_s"]: t["kept"] for t in done.json["tried"]}
+    assert kept[rate]
+    assert not any(ok for other, ok in kept.items() if other > rate)
+    above = min(other for other in kept if other > rate)
+    assert above < 1.011 * rate
+
+
+def test_a_file_of_requests(run, tmp_path):
+    file = tmp_path / "requests.csv"
+    file.write_text("arrival,prompt,output\n0,100,10\n0.5,200,20\n2,300,1\n")
+    done = run("simulate", "serve", ENGINE, "--csv", str(file), "--json")
+    assert done.json["requests"] == 3
+    file.write_text("arrival,prompt,output\n0,100,10\n0.5,2\n")
+    done = run("simulate", "serve", ENGINE, "--csv", str(file))
+    assert done.code == 2
+    assert "requests.csv, line 3: expected 3 values" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 2, "--rate is missing: requests per second, or a file of requests (--csv), or --capacity"),
+        (("--rate", "0"), 2, "--rate: expected more than 0"),
+        (("--rate", "1", "--prompt", "long"), 2, "--prompt: expected a number such as"),
+        (("--rate", "1", "--ttft", "5"), 2, "has no unit"),
+        (("--rate", "1", "--speculate", "0.7"), 2, "--speculate: expected ACCEPTANCE:DRAFTS"),
+        (("--rate", "1", "--autoscale", "5:1"), 2, "--autoscale: expected REQUESTS:LEAST-MOST"),
+        (("--rate", "1", "--prefill-costs", "x.json"), 2, "Give --prefill-replicas"),
+        (("--rate", "1", "--policy", "chunked", "--max-step-tokens", "64"), 2, "leaves none for prompts"),
+        (("--csv", "none.csv", "--prompt", "5"), 2, "--csv has its own requests: leave out --prompt"),
+        (("--csv", "none.csv"), 2, "none.csv"),
+        (("--capacity",), 2, "needs a target"),
+        (("--capacity", "--ttft", "1ms", "--requests", "50"), 3, "the targets are missed at any rate"),
+        (("--rate", "1", "--prompt", "1M"), 3, "no request fits"),
+    ],
+)
+def test_what_cannot_be_is_said(run, words, code, said):
+    done = run("simulate", "serve", ENGINE, *words)
+    assert done.code == code
+    assert said in " ".join(done.err.split())
+    assert not done.out
+
+
+def test_no_costs(run, tmp_path):
+    done = run("simulate", "serve", str(tmp_path / "none.json"), "--rate", "1")
+    assert done.code == 2
+    assert "docs/simulation.md shows such a file" in done.err
