@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import meshwise
@@ -103,3 +104,19 @@ def test_no_costs(run, tmp_path):
     done = run("simulate", "serve", str(tmp_path / "none.json"), "--rate", "1")
     assert done.code == 2
     assert "docs/simulation.md shows such a file" in done.err
+
+
+def test_an_estimated_engine_does_what_was_estimated(run, tmp_path):
+    """At the rate that keeps a batch of 32, with even arrivals, tokens come as `estimate serve` says in closed form."""
+    engine = tmp_path / "engine.json"
+    asked = ("llama-3-8b", "--on", "h100:1", "--prompt", "1024", "--output", "257", "--batch", "32")
+    estimated = run("estimate", "serve", *asked, "--layout", "tensor=1", "--engine", str(engine))
+    assert estimated.code == 0
+    estimate = meshwise.estimate_serve("llama-3-8b", on="h100:1", prompt=1024, output=257, batch=32, layout="tensor=1")
+    rate = 32 / (256 * estimate.tpot.expected)
+    lengths = {"prompt": "1024", "output": "257", "arrivals": "constant", "requests": 2000}
+    result = meshwise.simulate_serve(engine, rate=rate, **lengths).result
+    assert float(np.median(result.tpot_s)) == pytest.approx(estimate.tpot.expected, rel=0.05)
+    refused = run("estimate", "serve", *asked, "--layout", "tensor=1", "--prefill-engine", str(engine))
+    assert refused.code == 2
+    assert "--engine has both" in refused.err

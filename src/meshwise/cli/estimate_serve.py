@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.errors import InfeasibleError
 from meshwise.report.serve import estimate_serve_report
-from meshwise.verbs.estimate_serve import EstimateServeRequest, find_serving_estimate
+from meshwise.verbs.estimate_serve import EstimateServeRequest, find_serving_estimate, write_engines
 from meshwise.verbs.serve import SERVE_FLAGS
 
 __all__ = ["serve"]
 
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
 
 @click.command()
 @request_options(EstimateServeRequest, arguments=("model",), flags=SERVE_FLAGS)
+@click.option("--engine", type=_FILE, help="Write what a step of the engine takes, for 'simulate serve'.")
+@click.option("--prefill-engine", type=_FILE, help="And of engines that only prefill.")
 @output_options
-def serve(request: EstimateServeRequest, output: Output) -> None:
+def serve(request: EstimateServeRequest, engine: Path | None, prefill_engine: Path | None, output: Output) -> None:
     """Estimate what one layout would do for a serving load.
 
     Where the mesh lies on the network is chosen best unless the layout says it. When it does not fit in memory, the
@@ -26,6 +32,8 @@ def serve(request: EstimateServeRequest, output: Output) -> None:
     \b
       meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\
         --output 256 --batch 64 --layout tensor=8 --precision fp8
+      meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\
+        --output 256 --batch 64 --layout tensor=8 --engine engine.json
     """  # noqa: D301  (click's mark for lines that stay as they are)
     problem = request.problem()
     answer = find_serving_estimate(request, problem)
@@ -33,5 +41,6 @@ def serve(request: EstimateServeRequest, output: Output) -> None:
         name: getattr(request, name) for name in ("layout", "prefill_layout", "mode", "batch", "prefill_batch", "chunk")
     }
     output.show(estimate_serve_report(answer, {**request.echo_serving(problem), **asked}))
+    write_engines(answer, {"generate": engine, "prefill": prefill_engine})
     if not answer.estimate.fits:
         raise click.exceptions.Exit(InfeasibleError.exit_code)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
+from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import (
     ServingAnswer,
     ServingEstimate,
@@ -13,13 +16,13 @@ from meshwise.costs.serving.estimate import (
     estimate_serving,
     frontier,
 )
-from meshwise.costs.serving.problem import ServingProblem
-from meshwise.errors import LayoutError
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.errors import LayoutError, MeshwiseError
 from meshwise.sharding.serving_layout import ServingLayout, parse_serving_layout
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.serve import ServeRequest
 
-__all__ = ["EstimateServeRequest", "estimate_serve", "find_serving_estimate"]
+__all__ = ["EstimateServeRequest", "estimate_serve", "find_serving_estimate", "write_engines"]
 
 
 class EstimateServeRequest(ServeRequest):
@@ -76,6 +79,28 @@ def _layout(flag: str, text: str, chips: int) -> ServingLayout:
         return parse_serving_layout(text, num_chips=chips)
     except LayoutError as error:
         raise LayoutError(f"{flag}: {str(error).removeprefix('layout: ')}") from None
+
+
+def write_engines(answer: ServingAnswer, files: Mapping[Step, Path | None]) -> None:
+    """Write what steps of engines take, where a file is given.
+
+    Raises:
+        MeshwiseError: an engine that does not fit or does not exist; a file that cannot be written.
+    """
+    estimate = answer.estimate
+    for step, file in files.items():
+        if file is None:
+            continue
+        flag = "--engine" if step == "generate" else "--prefill-engine"
+        if not estimate.fits:
+            raise MeshwiseError(f"{flag}: an engine that does not fit has no costs; give a layout or a batch that does")
+        if step == "prefill" and estimate.setup.mode == "aggregated":
+            raise MeshwiseError(f"{flag}: engines prefill and generate in turn: --engine has both")
+        costs = engine_costs(answer.problem, estimate.setup, step)
+        try:
+            file.write_text(costs.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None
 
 
 def find_serving_estimate(request: EstimateServeRequest, problem: ServingProblem) -> ServingAnswer:
