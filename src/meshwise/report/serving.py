@@ -83,7 +83,10 @@ def serving_report(
             f"{result.system.scheduling.policy}: {POLICIES[result.system.scheduling.policy]}",
             f"what a step takes: {result.system.costs.source}",
         ),
-        not_modelled=("the network to users, tokenizing, requests that are given up, failures",),
+        not_modelled=(
+            "the network to users, tokenizing, requests that are given up, failures",
+            "blocks that layers with a window no longer need: all layers keep all tokens",
+        ),
         next_steps=_next_steps(targets, capacity),
         explanations=tuple(_explanations(result, targets)),
     )

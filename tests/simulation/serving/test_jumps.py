@@ -80,7 +80,7 @@ def workloads(draw):
     return costs, demands
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(workloads(), schedulings)
 def test_jumps_are_exact(workload, scheduling):
     costs, demands = workload

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from meshwise.jobs.traffic import Demand, Load
+from meshwise.jobs.traffic import Load
 from meshwise.simulation.serving.recording import Recorder
 from meshwise.simulation.serving.replica import Replica
 from meshwise.simulation.serving.request import Request
@@ -70,13 +70,15 @@ class Fleet:
     def run(self, load: Load) -> None:
         """Serve a load from the first request to the last."""
         scaling, prefill = self._scaling, self.prefill
+        most_tokens = self._active[0].most_tokens
+        most_prompt = prefill[0].most_tokens if prefill else most_tokens
         for index, demand in enumerate(load.requests()):
             time = demand.arrival
             if prefill:
                 self._deliver(time)
             if scaling is not None:
                 self._scale(time)
-            if not self._fits(demand):
+            if demand.prompt > most_prompt or demand.prompt + demand.output - 1 > most_tokens:
                 self.refused += 1
                 continue
             if prefill:
@@ -89,12 +91,6 @@ class Fleet:
         for life in self.lives:
             life.replica.run_until(math.inf)
         self.end = max([life.replica.clock for life in self.lives] + [r.clock for r in prefill])
-
-    def _fits(self, demand: Demand) -> bool:
-        """Whether a request has room where it goes."""
-        if self.prefill and not self.prefill[0].fits(demand.prompt, 1):
-            return False
-        return (demand.output == 1 and bool(self.prefill)) or self._active[0].fits(demand.prompt, demand.output)
 
     def _ordered(self, now: float, startup: float) -> Life:
         """One more replica."""

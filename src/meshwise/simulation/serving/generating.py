@@ -107,7 +107,9 @@ class Generating:
         if self.count > 1 and self.count * (steps * self.growth / self.costs.block_tokens + 1) > blocks:
             steps = min(steps, self.pages.steps_within(self.count, self.steps, blocks))  # type: ignore[arg-type]
         self._step_s = self.fixed_seconds() + self.attention_seconds()
-        self._growth_s = self.read_s * self.growth * self.count + sum(w.growth_s() for w in self.windows)
+        self._growth_s = self.read_s * self.growth * self.count
+        for window in self.windows:
+            self._growth_s += window.growth_s()
         return int(steps)
 
     def seconds(self, steps: int) -> float:
@@ -145,9 +147,10 @@ class Generating:
 
     def fixed_seconds(self) -> float:
         """Seconds of a generate step besides attention."""
-        while len(self._fixed) <= self.count:
-            self._fixed.append(self.step_seconds_of(len(self._fixed), 0))
-        return self._fixed[self.count]
+        fixed, count = self._fixed, self.count
+        while len(fixed) <= count:
+            fixed.append(self.step_seconds_of(len(fixed), 0))
+        return fixed[count]
 
     def step_seconds_of(self, count: int, more_tokens: int) -> float:
         """Seconds, besides attention, of a step in which `count` generate, with so many more tokens of prompts."""

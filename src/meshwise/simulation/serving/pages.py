@@ -26,6 +26,10 @@ class Pages:
         """Blocks of a request with so many tokens."""
         return -(-tokens // self.block_tokens)
 
+    def most_tokens(self, blocks: int) -> int:
+        """Tokens of a request that so many blocks hold."""
+        return blocks * self.block_tokens
+
     def join(self, offset: int) -> None:
         """Count a request in."""
         self.remainders[offset % self.block_tokens] += 1
@@ -73,6 +77,10 @@ class FluidPages:
     def held(self, tokens: float) -> float:
         """Blocks of a request with so many tokens."""
         return tokens / self.block_tokens + 1
+
+    def most_tokens(self, blocks: int) -> int:
+        """Tokens of a request that so many blocks hold."""
+        return (blocks - 1) * self.block_tokens
 
     def join(self, offset: float) -> None:
         """Count a request in: nothing depends on where it stands."""

@@ -135,9 +135,10 @@ class Replica:
             and len(self.ready) + len(self.waiting) == 1
         )
 
-    def fits(self, prompt: int, output: int) -> bool:
-        """Whether a request has room when it is alone."""
-        return self.pages.held(prompt + output - 1) <= self.costs.kv_blocks
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest request that has room when it is alone."""
+        return self.pages.most_tokens(self.costs.kv_blocks)
 
     # What to do next
 
@@ -182,15 +183,14 @@ class Replica:
 
     def _begin_prefill(self) -> bool:
         """Begin a step of whole prompts, as many as there is room for; False if for none."""
-        budget = self.scheduling.max_step_tokens
-        piece = self._admit()
-        if piece is None:
+        if not self.waiting or (piece := self._admit()) is None:
             return False
+        budget = self.scheduling.max_step_tokens
         chunks = []
         while piece is not None:
             chunks.append((piece, piece.tokens - piece.done))
             budget -= chunks[-1][1]
-            piece = self._admit(budget) if budget > 0 else None
+            piece = self._admit(budget) if budget > 0 and self.waiting else None
         seconds = self.generating.step_seconds_of(0, self.scheduling.max_step_tokens - budget)
         self._occupy(seconds + self._take(chunks), self._settle_prefill)
         return True
@@ -200,7 +200,9 @@ class Replica:
         self._chunks = chunks
         seconds = 0.0
         for kind in self.costs.attention:
-            pairs = sum(query_key_pairs(piece.done, new, kind.window) for piece, new in chunks)
+            pairs = 0
+            for piece, new in chunks:
+                pairs += query_key_pairs(piece.done, new, kind.window)
             seconds += kind.seconds_per_pair * pairs
         return seconds
 
@@ -226,7 +228,7 @@ class Replica:
     def _occupy(self, seconds: float, settle: Callable[[], None]) -> None:
         """Be busy with a step or a run."""
         self._begun = self.clock
-        self.in_use_begun = self.in_use_ended = self.in_use
+        self.in_use_begun = self.in_use_ended = self.used if self.cache is None else self.in_use
         self.clock = self.clock + self._moving + seconds
         self._moving = 0.0
         self._settle = settle
@@ -320,7 +322,8 @@ class Replica:
 
     def _available(self) -> float:
         """Blocks that are free, or can be had by evicting prefixes."""
-        return self.costs.kv_blocks - self.in_use
+        free = self.costs.kv_blocks - self.used
+        return free if self.cache is None else free - self.cache.pinned
 
     def _evict(self) -> None:
         """Make room where requests have grown into prefixes that nobody uses."""
