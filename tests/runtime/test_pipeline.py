@@ -1,6 +1,8 @@
 """Stages that work in step give the loss and the gradients of one device, whatever the schedule."""
 
+import jax
 import pytest
+from jax.extend.core import jaxprs_in_params
 from steps import alone, configured, dense, loss_and_gradients, make, worst
 from test_models import MODELS
 
@@ -51,6 +53,29 @@ def test_stages_hold_their_own_layers():
     up = step.abstract_state["weights"]["layer"]["w_up"]
     assert up.shape == (2, 2, 32, 64)  # stages, pieces of each, D, F: one layer a piece
     assert up.sharding.shard_shape(up.shape) == (1, 2, 32, 32)
+
+
+def loops(jaxpr):
+    """All scans of a program, those within others too."""
+    for e in jaxpr.eqns:
+        if e.primitive.name == "scan":
+            yield e
+        for inner in jaxprs_in_params(e.params):
+            yield from loops(inner)
+
+
+@pytest.mark.parametrize(("schedule", "pieces", "rounds"), [("gpipe", 1, 5), ("interleaved", 2, 9)])
+def test_no_weight_is_kept_of_every_round(schedule, pieces, rounds):
+    """What a round keeps for its backward pass are activations: weights are read again where they are stored."""
+    layout = Layout(
+        stage=2, fsdp=4, schedule=schedule, virtual_stages=pieces, num_microbatches=4, remat="full", micro_batch=1
+    )
+    step = make(dense("D=32 F=64 L=8 N=4 K=2 H=8 V=64"), layout)
+    program = jax.make_jaxpr(step.gradients)(step.abstract_state["weights"], step.abstract_batch).jaxpr
+    found = [e for e in loops(program) if e.params["length"] == rounds]
+    kept = [v.aval.shape for e in found for v in e.outvars[e.params["num_carry"] :]]
+    assert any(shape[-2:] == (16, 32) for shape in kept), "streams [T, D] are"
+    assert not [shape for shape in kept if shape[-2:] in ((32, 64), (64, 32))]
 
 
 @pytest.mark.parametrize(

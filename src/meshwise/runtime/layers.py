@@ -42,6 +42,10 @@ class Stack:
         activations: format of activations.
         capacity: slots of an expert over the mean, or None where none may be dropped.
         collective_matmul, expert_dispatch: as in `Layout`.
+        rounds: whether something around runs layers again and again with the same weights, and differentiates all of
+            it: what is gathered, or chosen, for a layer belongs to its own round then.
+        piece: number of the piece of the model that is run, where a layer's weights are those of several, stacked in
+            front; else None.
     """
 
     program: Program
@@ -53,6 +57,8 @@ class Stack:
     capacity: float | None = None
     collective_matmul: str = "compiler"
     expert_dispatch: str = "slots"
+    rounds: bool = False
+    piece: jax.Array | None = None
 
     def block(self, name: str) -> Block:
         """Find a block."""
@@ -112,6 +118,10 @@ class Stack:
         self, block: Block, recomputed: frozenset[str] = frozenset()
     ) -> Callable[[jax.Array, Arrays], jax.Array]:
         def layer(x: jax.Array, weights: Arrays) -> jax.Array:
+            if self.rounds:
+                x, weights = _read_together(x, weights)
+            if self.piece is not None:
+                weights = _chosen(weights, self.piece)
             return self.run(block, {"x": x}, weights, jnp.arange(x.shape[1]), recomputed)["x_out"]
 
         return layer
@@ -158,6 +168,33 @@ class Stack:
         )
         with jax.named_scope(block.name):
             return run_block(block, inputs, weights, self.placement, around)
+
+
+def _chosen(weights: Arrays, piece: jax.Array) -> Arrays:
+    """Of weights of several pieces those of one."""
+    own: Arrays = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, piece, keepdims=False), weights)
+    return own
+
+
+@jax.custom_vjp
+def _read_together(x: jax.Array, weights: Arrays) -> tuple[jax.Array, Arrays]:
+    """Pass both on, the weights not before `x` is there.
+
+    Else JAX takes what is made of weights alone out of loops: it gathers all of them first.
+    """
+    together: tuple[jax.Array, Arrays] = jax.lax.optimization_barrier((x, weights))
+    return together
+
+
+def _read_forward(x: jax.Array, weights: Arrays) -> tuple[tuple[jax.Array, Arrays], None]:
+    return _read_together(x, weights), None
+
+
+def _read_backward(_: None, gradients: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+    return gradients
+
+
+_read_together.defvjp(_read_forward, _read_backward)
 
 
 @jax.custom_vjp

@@ -8,7 +8,7 @@ embedding and head of its own and runs both; those of the first and of the last 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -128,13 +128,14 @@ class Pipeline:
         works = tokens.shape[0] * self.pieces
 
         def tick(x: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            weights, t = jax.lax.optimization_barrier((stored, t))  # else JAX gathers all weights before the loop
+            # Else JAX gathers the table before the loop; weights of layers it would keep of every round behind a barrier.
+            embed, t = jax.lax.optimization_barrier((stored["embed"], t))
             work = jnp.clip(t - self._numbers, 0, works - 1)
             piece = (work % rounds) // self.stages
             entering = (work[0] // rounds) * self.stages + work[0] % self.stages if self.pieces > 1 else work[0]
-            fresh = self._embedded(weights, tokens[entering])
-            x = jnp.where(_of_stages((self._numbers == 0) & (piece == 0)), fresh, x)
-            y = self._stages(self._stacked(weights), x, piece)
+            fresh = self._embedded({"embed": embed}, tokens[entering])
+            x = _entered((self._numbers == 0) & (piece == 0), fresh, x)
+            y = self._stages(self._stacked(stored), x, piece)
             return self._shift(y, 1), y
 
         start = self._constrain(jnp.zeros((self.stages, *self._stream_shape(tokens)), self.stack.activations))
@@ -285,11 +286,15 @@ class Pipeline:
     def _stages(self, weights: Tree, x: jax.Array, piece: jax.Array) -> jax.Array:
         """Run every stage on its own input: [stages, B, T, D]."""
 
+        runs = [(run.key, len(segment.stack(run))) for segment in self.stack.segments for run in segment.runs]
+
         def one(weights: Tree, x: jax.Array, piece: jax.Array) -> jax.Array:
-            if self.pieces > 1:
-                weights = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, piece, keepdims=False), weights)
-            for segment in self.stack.segments:
-                x = self.stack.segment(segment, weights, x)
+            stack = self.stack
+            if self.pieces > 1:  # each layer chooses its own: chosen here, they would be kept of every round
+                stack = replace(stack, piece=piece)
+                weights = {key: jax.tree.map(lambda w, n=n: jnp.moveaxis(w, 0, n), weights[key]) for key, n in runs}
+            for segment in stack.segments:
+                x = stack.segment(segment, weights, x)
             return x
 
         return self._constrain(jax.vmap(one, spmd_axis_name=STAGE)(weights, x, piece))
@@ -326,6 +331,12 @@ def _added(total: Tree, more: Tree) -> Tree:
 def _of_batch(batch: jax.Array, number: jax.Array) -> jax.Array:
     """Read the microbatch of this number; rounds that have none read the first or the last."""
     return batch[jnp.clip(number, 0, batch.shape[0] - 1)]
+
+
+@jax.checkpoint
+def _entered(chosen: jax.Array, fresh: jax.Array, x: jax.Array) -> jax.Array:
+    """What stages begin with: those chosen with `fresh`. What is kept of it is a switch a stage, not one a number."""
+    return jnp.where(_of_stages(chosen), fresh, x)
 
 
 def _of_stages(chosen: jax.Array) -> jax.Array:

@@ -237,6 +237,7 @@ def train_step(
         capacity=job.capacity_factor,
         collective_matmul=layout.collective_matmul,
         expert_dispatch=layout.expert_dispatch,
+        rounds=layout.stage > 1 and layout.schedule != "1f1b",
     )
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     if layout.stage == 1:
