@@ -128,7 +128,7 @@ class Pipeline:
         works = tokens.shape[0] * self.pieces
 
         def tick(x: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # Else JAX gathers the table before the loop; weights of layers it would keep of every round behind a barrier.
+            # Else JAX gathers the table before the loop. Layers read theirs so, too, for themselves.
             embed, t = jax.lax.optimization_barrier((stored["embed"], t))
             work = jnp.clip(t - self._numbers, 0, works - 1)
             piece = (work % rounds) // self.stages
@@ -285,7 +285,6 @@ class Pipeline:
 
     def _stages(self, weights: Tree, x: jax.Array, piece: jax.Array) -> jax.Array:
         """Run every stage on its own input: [stages, B, T, D]."""
-
         runs = [(run.key, len(segment.stack(run))) for segment in self.stack.segments for run in segment.runs]
 
         def one(weights: Tree, x: jax.Array, piece: jax.Array) -> jax.Array:
