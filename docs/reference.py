@@ -222,6 +222,25 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         },
     ),
     "estimate train": (("estimate", "train", *_TRAIN, "--layout", "fsdp=16,tensor=4"), _PLAN),
+    "plan serve": (
+        ("plan", "serve", *_SERVE),
+        {
+            **_SERVING,
+            "neighbours[].name": "an alternative to the best plan",
+            "neighbours[].reason": "why it loses, with its number",
+            "pareto[].tpot_s": "plans that no other beats in both time per output token and throughput, fastest first",
+            "pareto[].ttft_s": "time to first token",
+            "pareto[].throughput_tokens_per_s_per_chip": "output tokens",
+            "pareto[].mode": "aggregated or disaggregated",
+            "pareto[].batch": "requests that generate at once on one engine",
+            "pareto[].num_chips": "of all engines",
+            "pareto[].prefill_layout": "as text",
+            "pareto[].generate_layout": "as text",
+            "search.configurations": "layouts with a place on the network and a batch, of both steps, each priced",
+            "search.pairs": "of prefill and generation that were put together",
+            "search.cpu_s": "CPU seconds",
+        },
+    ),
     "estimate serve": (
         ("estimate", "serve", *_SERVE, "--layout", "tensor=8", "--batch", "64"),
         {

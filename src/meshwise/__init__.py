@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwise.verbs.estimate_train import estimate_train
     from meshwise.verbs.export import export
     from meshwise.verbs.generate import generate
+    from meshwise.verbs.plan_serve import plan_serve
     from meshwise.verbs.plan_train import plan_train
     from meshwise.verbs.roofline import roofline
     from meshwise.verbs.run import run_plan
@@ -54,6 +55,7 @@ __all__ = [
     "export",
     "generate",
     "model",
+    "plan_serve",
     "plan_train",
     "roofline",
     "run_plan",
@@ -86,6 +88,7 @@ _HOMES = {
             "estimate_train",
             "export",
             "generate",
+            "plan_serve",
             "plan_train",
             "roofline",
             "score",

@@ -27,6 +27,7 @@ PLAN = str(Path(__file__).parents[1] / "data" / "export" / "plan.json")
 WORKING = {
     "plan train": TRAIN,
     "estimate train": [*TRAIN, "--layout", "fsdp=-1,tensor=4"],
+    "plan serve": SERVE,
     "estimate serve": [*SERVE, "--batch", "64", "--layout", "tensor=8"],
     "export": [PLAN, "--to", "megatron"],
     "simulate train": [PLAN],

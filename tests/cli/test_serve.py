@@ -1,4 +1,4 @@
-"""`meshwise estimate serve`, end to end: what it answers, and what it says of what cannot be."""
+"""`meshwise estimate serve` and `plan serve`, end to end: what it answers, and what it says of what cannot be."""
 
 import math
 
@@ -99,3 +99,39 @@ def test_encoder_decoders_are_refused(run):
                    "--layout", "tensor=1")  # fmt: skip
         assert told.code == 2
         assert "cannot be served yet" in told.err
+
+
+PLAN = ("plan", "serve", *SERVE, "--max-ttft", "500ms", "--max-tpot", "30ms")
+
+
+def test_the_best_plan_is_estimated_alike(run):
+    told = run(*PLAN, "--json").json
+    best = told["plans"][0]
+    assert told["search"]["configurations"] > 1000
+    assert best["tpot_s"] <= 0.03
+    assert best["ttft_s"] <= 0.5
+    words = ["--layout", best["generate"]["layout"], "--prefill-layout", best["prefill"]["layout"]]
+    words += ["--mode", best["mode"], "--batch", str(best["batch"]), "--prefill-batch", str(best["prefill"]["batch"])]
+    (plan,) = run("estimate", "serve", *SERVE, *words, "--json").json["plans"]
+    for name in ("tpot_s", "ttft_s", "throughput_tokens_per_s_per_chip", "memory_bytes"):
+        assert plan[name] == pytest.approx(best[name])
+    assert (
+        max(p["throughput_tokens_per_s_per_chip"] for p in told["pareto"]) >= plan["throughput_tokens_per_s_per_chip"]
+    )
+
+
+def test_a_plan_says_why_others_lose(run):
+    told = run(*PLAN)
+    assert told.code == 0
+    assert told.first_line.startswith("Best: TTFT ")
+    for words in ("Not chosen:", "Latency against throughput", "Definitions:", "CPU-seconds"):
+        assert words in told.out
+
+
+def test_an_impossible_target_says_what_is_possible(run):
+    told = run("plan", "serve", *SERVE, "--max-tpot", "100us")
+    assert told.code == 3
+    assert "nothing keeps TPOT within 100 us (the least is " in told.err
+    told = run("plan", "serve", *SERVE, "--forbid", "zero")
+    assert told.code == 2
+    assert "unknown serving mesh axis 'zero'" in told.err

@@ -12,6 +12,9 @@ _VERBS = {
     "train": LazyCommand(
         "meshwise.cli.plan_train:train", "Find the best layouts for a training job, and why the others lose."
     ),
+    "serve": LazyCommand(
+        "meshwise.cli.plan_serve:serve", "Find the best layouts for a serving load, and why the others lose."
+    ),
 }
 
 

@@ -22,10 +22,21 @@ from meshwise.report.table import table
 from meshwise.report.words import counted
 from meshwise.units import format_bytes, format_money, format_time
 
-__all__ = ["NOT_MODELLED", "assumed", "definitions", "estimate_serve_report", "serving_data", "serving_words"]
+__all__ = [
+    "NOT_MODELLED",
+    "assumed",
+    "definitions",
+    "estimate_serve_report",
+    "latency_table",
+    "memory_table",
+    "serving_data",
+    "serving_words",
+    "subject",
+    "term_table",
+]
 
 NOT_MODELLED = (
-    "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate' has arrivals",
+    "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate serve' has arrivals",
     "the host: scheduling, tokenisation, sampling on the CPU",
     "a draft model's own time (the tokens that it proposes are computed)",
 )
@@ -40,7 +51,7 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
     """
     e, problem = answer.estimate, answer.problem
     fits = "" if e.fits else "does not fit in memory: "
-    body: list[RenderableType] = [Text(_subject(problem, e.setup)), _latencies(e), _terms(e), _memory(e)]
+    body: list[RenderableType] = [Text(subject(problem, e.setup)), latency_table(e), term_table(e), memory_table(e)]
     body.append(_fitting(answer))
     body.append(listed("Definitions", definitions(e.setup)))
     return Report(
@@ -66,12 +77,12 @@ def serving_words(e: ServingEstimate) -> str:
     )
 
 
-def _subject(problem: ServingProblem, setup: ServingSetup) -> str:
+def subject(problem: ServingProblem, setup: ServingSetup) -> str:
+    """Name what is served, and the layouts."""
     load = problem.load
     requests = f"{load.prompt:,.0f} tokens in, {load.output:,.0f} out, {setup.batch:,} at once on each engine"
     lines = [f"{problem.model.name} on {setup.num_chips:,} x {problem.cluster.chip.title}, {requests}"]
-    same = setup.prefill.replace(wires=None) == setup.generate.replace(wires=None)
-    if setup.mode == "aggregated" and same:
+    if setup.one_layout:
         lines.append(f"layout: {_spaced(setup.generate)}")
     else:
         lines += [f"prefill: {_spaced(setup.prefill)}", f"generate: {_spaced(setup.generate)}"]
@@ -82,7 +93,9 @@ def _spaced(layout: object) -> str:
     return str(layout).replace(",", ", ")
 
 
-def _latencies(e: ServingEstimate) -> RenderableType:
+def latency_table(e: ServingEstimate) -> RenderableType:
+    """Lay out latencies and steps with their intervals."""
+
     def row(name: str, t: Interval) -> tuple[str, ...]:
         return name, format_time(t.lower), format_time(t.expected), format_time(t.upper)
 
@@ -95,7 +108,8 @@ def _latencies(e: ServingEstimate) -> RenderableType:
     return table(["", ">lower", ">expected", ">upper"], rows)
 
 
-def _terms(e: ServingEstimate) -> RenderableType:
+def term_table(e: ServingEstimate) -> RenderableType:
+    """Lay out where the time of both steps goes."""
     rows = []
     for name in TERMS:
         seconds = [engine.terms[name] for engine in (e.prefill, e.generate)]
@@ -111,7 +125,8 @@ def _term(seconds: float, hidden: float) -> str:
     return f"{words} (+{format_time(hidden)} hidden)" if hidden > 0.01 * seconds else words
 
 
-def _memory(e: ServingEstimate) -> RenderableType:
+def memory_table(e: ServingEstimate) -> RenderableType:
+    """Lay out the memory of the fullest chips by class."""
     disaggregated = e.setup.mode == "disaggregated"
     engines = (e.prefill, e.generate) if disaggregated else (e.generate,)
     columns = [">prefill", ">generate"] if disaggregated else [">bytes"]

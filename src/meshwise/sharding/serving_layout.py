@@ -118,6 +118,11 @@ class ServingLayout:
             raise LayoutError(
                 f"layout: width={self.width} splits the residual width already: leave sequence_parallel out"
             )
+        if self.width > 1 and not self.expert_tensor_parallel:
+            raise LayoutError(
+                f"layout: width={self.width} splits what experts read, expert_tensor_parallel=off the experts: leave "
+                "one of them out"
+            )
         for axis, extents in self.wires or ():
             if axis not in _SIZES:
                 raise UnknownNameError("mesh axis", axis, _SIZES)

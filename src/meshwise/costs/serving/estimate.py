@@ -68,6 +68,12 @@ class ServingSetup:
     chunk: int | None = None
 
     @property
+    def one_layout(self) -> bool:
+        """Whether prefill leaves its cache where generation reads it, on the same chips."""
+        prefill, generate = (x.replace(wires=None, sequence_parallel=False) for x in (self.prefill, self.generate))
+        return self.mode == "aggregated" and prefill == generate
+
+    @property
     def num_chips(self) -> int:
         """Chips of all engines."""
         if self.mode == "aggregated":
@@ -117,7 +123,7 @@ class ServingEstimate:
         requests_per_s: of all engines.
         output_tokens_per_s: of all engines.
         prefill_share: of the time of aggregated engines; of disaggregated ones of the chips.
-        largest_batch: of one generating engine, by memory.
+        largest_batch: of one generating engine, by memory; None where it was not asked for.
         hbm_capacity: bytes of one chip that may be used, the reserve included.
         usd_per_chip_hour: None where no price is known.
         output, prompt: tokens of a request.
@@ -132,7 +138,7 @@ class ServingEstimate:
     requests_per_s: float
     output_tokens_per_s: float
     prefill_share: float
-    largest_batch: int
+    largest_batch: int | None
     hbm_capacity: float
     usd_per_chip_hour: float | None
     output: float
@@ -297,7 +303,9 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
     return best[1]
 
 
-def estimate_serving(problem: ServingProblem, setup: ServingSetup, fabric: Fabric | None = None) -> ServingEstimate:
+def estimate_serving(
+    problem: ServingProblem, setup: ServingSetup, fabric: Fabric | None = None, *, count: bool = True
+) -> ServingEstimate:
     """Estimate one setup under a load that keeps it full.
 
     With t_p seconds to prefill the prompts that are prefilled together (p of them), t_g seconds of a generate step of
@@ -315,6 +323,7 @@ def estimate_serving(problem: ServingProblem, setup: ServingSetup, fabric: Fabri
         problem: model, load, cluster, calibration.
         setup: layouts (wires are chosen where they lack them) and batches.
         fabric: the network.
+        count: whether to find the largest batch that fits.
 
     Raises:
         LayoutError: a layout that the model, the step or the mode cannot have.
@@ -368,7 +377,7 @@ def estimate_serving(problem: ServingProblem, setup: ServingSetup, fabric: Fabri
         requests_per_s=rate,
         output_tokens_per_s=rate * load.output,
         prefill_share=share,
-        largest_batch=largest_batch(problem, setup),
+        largest_batch=largest_batch(problem, setup) if count else None,
         hbm_capacity=problem.cluster.chip.hbm_usable,
         usd_per_chip_hour=problem.cluster.price_per_chip_hour,
         output=load.output,
@@ -459,7 +468,7 @@ def handover_seconds(problem: ServingProblem, fabric: Fabric, setup: ServingSetu
     Nothing, where one layout does both. On the same chips they are exchanged among an engine's chips; between engines
     every chip of a prefilling engine sends its share over the slowest network between any two of the cluster's chips.
     """
-    if setup.mode == "aggregated" and setup.prefill.replace(wires=None) == setup.generate.replace(wires=None):
+    if setup.mode == "aggregated" and setup.one_layout:
         return 0.0
     kv = problem.load.formats.kv
     num_bytes = setup.prefill_batch * problem.model.kv_cache.bytes_per_sequence(problem.load.prompt, kv)

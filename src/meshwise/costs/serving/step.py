@@ -86,7 +86,7 @@ class StepCosts:
         terms: exposed seconds by name; they add up to `expected`.
         hidden: seconds of communication that were hidden, by network.
         lower, expected, upper: from the step's start to its end.
-        interval: from one part of the batch to the next where a pipeline is kept full; `expected` on one stage.
+        interval: from one batch to the next where a pipeline is kept full; `expected` on one stage.
         resources: seconds that each resource is busy at data-sheet rates: "compute", "hbm", and each network.
         flops: on the matrix unit of one chip; num_bytes: of HBM.
     """
@@ -236,8 +236,8 @@ def _assembled(sums: dict[str, _Sums], share: Any, stages: Any, sequences: Any, 
     single = embed.seconds + layers.seconds + head.seconds
     alone = where(stages > 1, False, True)
     latency = single + (stages - 1) * send[0]
-    interval = where(alone, single, fullest + send[0])
-    out.expected = maximum(latency, parts * interval)
+    interval = where(alone, single, parts * (fullest + send[0]))
+    out.expected = maximum(latency, interval)
     out.interval = interval
     for name in TERMS:
         own = embed.terms[name] + layers.terms[name] + head.terms[name]

@@ -1,0 +1,41 @@
+"""How many serving layouts are priced in a CPU-second, and how long a whole search takes.
+
+python benchmarks/serving_search.py
+"""
+
+from __future__ import annotations
+
+import time
+
+from meshwise.costs.calibration import default_calibration
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.wires import fabric_of
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import ServingLoad
+from meshwise.models import load_model
+from meshwise.planning.serving import ServingWishes, plan_serving
+from meshwise.planning.serving.planner import priced_tables
+
+CASES = (("llama-3-70b", "h100:64", "fp8"), ("llama-3-70b", "v5e:8x8", "weights=int8,kv=int8"),
+         ("deepseek-v3", "h200:64", "fp8"))  # fmt: skip
+
+
+def main() -> None:
+    """Print a line a case; the second run of each, when programs are placed."""
+    for model, on, precision in CASES:
+        cluster = parse_cluster(on)
+        load = ServingLoad(prompt=1024, output=256, precision=precision)
+        problem = ServingProblem(load_model(model), load, cluster, default_calibration(cluster.chip))
+        wishes = ServingWishes(max_ttft=2.0, max_tpot=0.05)
+        plan_serving(problem, wishes=wishes)
+        began = time.process_time()
+        tables = priced_tables(problem, fabric_of(problem), wishes)
+        priced = time.process_time() - began
+        search = plan_serving(problem, wishes=wishes).search
+        rows = sum(t.rows for t in tables)
+        print(f"{model} on {on}: {rows:,} layouts with batches priced, {rows / priced:,.0f} a CPU-second; "
+              f"whole search {search.cpu_s:.2f} CPU-seconds, {search.pairs:,} pairs")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

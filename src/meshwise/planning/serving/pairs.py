@@ -1,0 +1,220 @@
+"""Which layout of prefill goes with which of generation: engines that do both, and engines apart in whole ratios.
+
+Every pair that could be best is priced: rows of prefill that others beat in everything that matters are left out
+before. Not here: prices of rows (`tables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.serving.estimate import Mode, ServingSetup
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.planning.serving.tables import Table
+
+__all__ = ["Pairs", "aggregated", "disaggregated"]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Complete plans: one entry each.
+
+    Args:
+        mode: of all of them.
+        prefill, generate: rows of the tables.
+        into, out: engines that prefill and that generate (the same ones, where aggregated).
+        chips: of all engines; ttft, tpot: seconds.
+        rate: requests per second of all engines; tokens: output tokens per second and chip.
+        memory: bytes of the fullest chip of either kind.
+    """
+
+    mode: Mode
+    prefill: np.ndarray
+    generate: np.ndarray
+    into: np.ndarray
+    out: np.ndarray
+    chips: np.ndarray
+    ttft: np.ndarray
+    tpot: np.ndarray
+    rate: np.ndarray
+    tokens: np.ndarray
+    memory: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prefill)
+
+    def take(self, index: np.ndarray) -> Pairs:
+        """Other entries."""
+        columns = ("prefill", "generate", "into", "out", "chips", "ttft", "tpot", "rate", "tokens", "memory")
+        return Pairs(self.mode, **{name: getattr(self, name)[index] for name in columns})
+
+    def setup(self, i: int, prefill: Table, generate: Table) -> ServingSetup:
+        """Give one of them as a setup."""
+        first, second = int(self.prefill[i]), int(self.generate[i])
+        into = prefill.layout_of(first, int(self.into[i]))
+        out = generate.layout_of(second, int(self.out[i]))
+        return ServingSetup(self.mode, into, out, int(generate.batch[second]), int(prefill.batch[first]))
+
+
+#: More than any rate of requests.
+_FAR = 1e15
+
+#: Makes pairs of rows complete, or gives None where none is wanted.
+_Keep = Callable[[Pairs], np.ndarray]
+
+
+def undominated(*columns: np.ndarray) -> np.ndarray:
+    """Rows that no other row beats or equals in every column (of equal rows the first), smaller being better."""
+    left = np.lexsort(columns[::-1])
+    values = np.stack(columns)
+    kept: list[int] = []
+    while len(left):
+        kept.append(int(left[0]))
+        beaten = np.all(values[:, left] >= values[:, left[:1]], axis=0)
+        left = left[~beaten]
+    return np.array(kept, dtype=int)
+
+
+def aggregated(
+    problem: ServingProblem, prefill: Table, generate: Table, keep: _Keep, wanted: float | None = None
+) -> Iterator[Pairs]:
+    """Pair rows of the same engines whose weights are stored alike.
+
+    Args:
+        problem: model, load, cluster, calibration.
+        prefill, generate: the tables.
+        keep: which pairs to keep.
+        wanted: requests per second, for as many engines as that takes; None for all that the chips make.
+    """
+    load = problem.load
+    room = (1 - load.reserve) * problem.cluster.chip.hbm_usable
+    fits_in, fits_out = (t.weights + t.activations + t.workspace <= room for t in (prefill, generate))
+    for stored in np.intersect1d(np.unique(prefill.stored[fits_in]), np.unique(generate.stored[fits_out])):
+        into = np.flatnonzero((prefill.stored == stored) & fits_in)
+        out = np.flatnonzero((generate.stored == stored) & fits_out)
+        held = prefill.activations[into] + prefill.workspace[into]
+        first = prefill.seconds[into] + prefill.handover[into]
+        best = into[undominated(first, prefill.interval[into] / prefill.batch[into], held, prefill.batch[into])]
+        for row in best:
+            yield from _with(problem, prefill, generate, (row, out, float(prefill.handover[row])), keep, wanted)
+        for mesh in np.intersect1d(np.unique(prefill.mesh[into]), np.unique(generate.mesh[out])):
+            own = into[prefill.mesh[into] == mesh]
+            rate = prefill.interval[own] / prefill.batch[own]
+            held = prefill.activations[own] + prefill.workspace[own]
+            for row in own[undominated(prefill.seconds[own], rate, held, prefill.batch[own])]:
+                yield from _with(problem, prefill, generate, (row, out[generate.mesh[out] == mesh], 0.0), keep, wanted)
+
+
+def _with(  # noqa: PLR0917 -- what is paired, and how
+    problem: ServingProblem, prefill: Table, generate: Table, which: tuple[int, np.ndarray, float], keep: _Keep,
+    wanted: float | None,
+) -> Iterator[Pairs]:  # fmt: skip
+    """One row of prefill with many of generation; arguments as in `aggregated`, and seconds of the handover."""
+    row, out, handover = which
+    load = problem.load
+    p = int(prefill.batch[row])
+    if handover:  # where one layout does both, the cache stays
+        out = out[generate.mesh[out] != prefill.mesh[row]]
+    further, gained = load.output - 1, load.tokens_per_step
+    b, step = generate.batch[out], generate.seconds[out]
+    per_prompt = prefill.interval[row] / p
+    memory = (
+        np.maximum(prefill.weights[row], generate.weights[out])
+        + generate.cache[out]
+        + generate.prompts[p][out]
+        + np.maximum(prefill.activations[row], generate.activations[out])
+        + np.maximum(prefill.workspace[row], generate.workspace[out])
+        + load.reserve * problem.cluster.chip.hbm_usable
+    )
+    engine = prefill.chips[row]
+    each = 1 / (per_prompt + step * further / gained / b)
+    most = float(problem.cluster.num_chips // engine)
+    replicas = np.full(out.shape, most) if wanted is None else np.clip(np.ceil(wanted / each - 1e-12), 1, most)
+    rate = replicas * each
+    size = out.shape
+    pairs = Pairs(
+        "aggregated",
+        np.full(size, row),
+        out,
+        replicas,
+        replicas,
+        replicas * engine,
+        prefill.seconds[row] + handover + step / 2,
+        step / gained + (per_prompt * b / further if further else 0.0),
+        rate,
+        rate * load.output / (replicas * engine),
+        memory,
+    )
+    kept = keep(pairs)
+    if len(kept):
+        yield pairs.take(kept)
+
+
+def disaggregated(  # noqa: PLR0917 -- what is paired, and how
+    problem: ServingProblem, fabric: Fabric, prefill: Table, generate: Table, keep: _Keep, wanted: float | None = None
+) -> Iterator[Pairs]:
+    """Pair engines of their own, as many of each as serve most with each chip; `wanted` requests/s where said."""
+    chips = problem.cluster.num_chips
+    load = problem.load
+    usable, reserve = problem.cluster.chip.hbm_usable, load.reserve * problem.cluster.chip.hbm_usable
+    memory_in, memory_out = (t.weights + t.cache + t.activations + t.workspace + reserve for t in (prefill, generate))
+    into = np.flatnonzero((memory_in <= usable) & (prefill.chips < chips))
+    out = np.flatnonzero((memory_out <= usable) & (generate.chips < chips))
+    if not len(into) or not len(out) or load.output == 1:
+        return
+    rate_in = prefill.batch / prefill.interval
+    rate_out = generate.batch * load.tokens_per_step / (generate.seconds * (load.output - 1))
+    into = into[undominated(prefill.seconds[into], -rate_in[into], prefill.chips[into], prefill.batch[into])]
+    out = out[undominated(generate.seconds[out], -rate_out[out], generate.chips[out])]
+    links = problem.calibration.in_steps.links
+    slowest = min(d.bandwidth_one_way for d in fabric.dimensions) * links.efficiency
+    per_prompt = problem.model.kv_cache.bytes_per_sequence(load.prompt, load.formats.kv)
+    for row in into:
+        n, m = _ratios(prefill.chips[row], rate_in[row], generate.chips[out], rate_out[out], chips, wanted)
+        there = m >= 1
+        n, m, g = n[there], m[there], out[there]
+        used = n * prefill.chips[row] + m * generate.chips[g]
+        rate = np.minimum(n * rate_in[row], m * rate_out[g])
+        sends = np.minimum(prefill.chips[row], generate.chips[g]) * slowest
+        pairs = Pairs(
+            "disaggregated",
+            np.full(n.shape, row),
+            g,
+            n,
+            m,
+            used,
+            prefill.seconds[row] + links.startup + prefill.batch[row] * per_prompt / sends,
+            generate.seconds[g] / load.tokens_per_step,
+            rate,
+            rate * load.output / used,
+            np.maximum(memory_in[row], memory_out[g]),
+        )
+        kept = keep(pairs)
+        if len(kept):
+            yield pairs.take(kept)
+
+
+def _ratios(  # noqa: PLR0917 -- both kinds of engines
+    chips_in: float, rate_in: float, chips_out: np.ndarray, rate_out: np.ndarray, chips: int, wanted: float | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many engines of each kind serve most requests per chip; latencies do not depend on it.
+
+    For each number of engines that prefill, as many generate as keep up, or one fewer. With a wanted rate, it is the
+    fewest chips that reach it, as far as any do.
+    """
+    a = np.arange(1, int((chips - 1) // chips_in) + 1, dtype=float)[:, None]
+    room = (chips - a * chips_in) // chips_out
+    needed = np.ceil(a * rate_in / rate_out - 1e-12)
+    b = np.concatenate([np.minimum(room, needed), np.minimum(room, needed - 1)])
+    a = np.broadcast_to(np.concatenate([a, a]), b.shape)
+    rate = np.minimum(a * rate_in, b * rate_out)
+    used = a * chips_in + b * chips_out
+    merit = np.where(b >= 1, rate / used, -1.0)
+    if wanted is not None:
+        merit = np.where((b >= 1) & (rate >= wanted), _FAR - used, np.where(b >= 1, rate, -1.0))
+    best = np.argmax(merit, axis=0), np.arange(b.shape[1])
+    return a[best], b[best]

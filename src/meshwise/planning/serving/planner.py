@@ -1,0 +1,290 @@
+"""The search: price all layouts and batches of both steps, pair them, keep what the targets allow, and rank.
+
+Exact over its space (`space`): every layout is priced in full by the functions that `estimate serve` uses, on arrays.
+Not here: why others lose (`reasons`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.costs.compute import check_precision
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.serving.estimate import ServingEstimate, estimate_serving
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.wires import fabric_of
+from meshwise.errors import InfeasibleError
+from meshwise.planning.serving.pairs import Pairs, aggregated, disaggregated
+from meshwise.planning.serving.reasons import Neighbour, neighbours
+from meshwise.planning.serving.space import candidates, engine_sizes
+from meshwise.planning.serving.tables import Table, make_table
+from meshwise.planning.serving.wishes import ServingWishes
+from meshwise.units import format_bytes, format_time
+
+__all__ = ["FrontPoint", "ServingPlanning", "ServingSearch", "batch_grid", "plan_serving", "priced_tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class FrontPoint:
+    """A plan that no other beats in both time per output token and throughput.
+
+    Args:
+        tpot, ttft: seconds; tokens: output tokens per second and chip.
+        mode, batch, num_chips: of the plan; prefill, generate: its layouts as text.
+    """
+
+    tpot: float
+    ttft: float
+    tokens: float
+    mode: str
+    batch: int
+    num_chips: int
+    prefill: str
+    generate: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSearch:
+    """What a search went through.
+
+    Args:
+        configurations: layouts with a place on the network and a batch, each priced in full.
+        pairs: of prefill and generation that were put together.
+        cpu_s: seconds.
+    """
+
+    configurations: int
+    pairs: int
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlanning:
+    """What the search found.
+
+    Args:
+        problem, wishes: what was asked.
+        plans: best first.
+        pareto: of throughput against time per output token, within the other targets; least time first.
+        neighbours: well-known alternatives, and why they lose.
+        search: what it went through.
+    """
+
+    problem: ServingProblem
+    wishes: ServingWishes
+    plans: tuple[ServingEstimate, ...]
+    pareto: tuple[FrontPoint, ...]
+    neighbours: tuple[Neighbour, ...]
+    search: ServingSearch
+
+
+def batch_grid(most: int) -> tuple[int, ...]:
+    """Batches that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest allowed.
+
+    >>> batch_grid(10)
+    (1, 2, 3, 4, 6, 8, 10)
+    """
+    powers = (2**k for k in range(24))
+    return tuple(sorted({n for p in powers for n in (p, 3 * p // 2) if n <= most} | {most}))
+
+
+#: Prompts that are prefilled together.
+_PROMPTS = tuple(2**k for k in range(10))
+
+
+def plan_serving(problem: ServingProblem, *, wishes: ServingWishes | None = None, top: int = 5) -> ServingPlanning:
+    """Find the best way to serve a load.
+
+    Args:
+        problem: model, load, cluster, calibration.
+        wishes: targets and objective.
+        top: how many plans to give.
+
+    Raises:
+        InfeasibleError: nothing fits, or nothing keeps the targets; says what comes nearest.
+        MeshwiseError: a format that the chip cannot multiply.
+    """
+    wishes = wishes or ServingWishes()
+    check_precision(problem.cluster.chip, problem.load.formats.formats)
+    began = time.process_time()
+    fabric = fabric_of(problem)
+    prefill, generate = priced_tables(problem, fabric, wishes)
+    found = _Found(problem, wishes)
+    chips = problem.cluster.num_chips
+    if wishes.mode != "disaggregated":
+        for pairs in aggregated(problem, prefill, generate, found.fitting, wishes.rate):
+            found.add(pairs)
+    if wishes.mode != "aggregated" and chips > 1:
+        for pairs in disaggregated(problem, fabric, prefill, generate, found.fitting, wishes.rate):
+            found.add(pairs)
+    groups = found.joined()
+    plans, order = _ranked(problem, fabric, wishes, groups, prefill, generate, top)
+    search = ServingSearch(prefill.rows + generate.rows, found.seen, time.process_time() - began)
+    front = _front(groups, wishes, prefill, generate)
+    others = neighbours(wishes, groups, order, prefill, generate)
+    return ServingPlanning(problem, wishes, plans, front, others, search)
+
+
+def priced_tables(problem: ServingProblem, fabric: Fabric, wishes: ServingWishes) -> tuple[Table, Table]:
+    """Price every layout and batch of prefill, and of generation."""
+    sizes = engine_sizes(problem.cluster.num_chips)
+    keys: tuple[dict[object, int], dict[object, int]] = ({}, {})
+    prefill = make_table(
+        problem, fabric, "prefill", candidates(problem, fabric, "prefill", sizes, wishes.forbid), _PROMPTS, keys=keys
+    )
+    generate = make_table(
+        problem,
+        fabric,
+        "generate",
+        candidates(problem, fabric, "generate", sizes, wishes.forbid),
+        batch_grid(wishes.max_batch),
+        prompts=_PROMPTS,
+        keys=keys,
+    )
+    return prefill, generate
+
+
+class _Found:
+    """Collects pairs that fit in memory."""
+
+    def __init__(self, problem: ServingProblem, wishes: ServingWishes) -> None:
+        self.problem = problem
+        self.wishes = wishes
+        self.seen = 0
+        self.least_memory = math.inf
+        self.parts: list[Pairs] = []
+
+    def fitting(self, pairs: Pairs) -> np.ndarray:
+        """Those that fit."""
+        self.seen += len(pairs)
+        if len(pairs):
+            self.least_memory = min(self.least_memory, float(pairs.memory.min()))
+        return np.flatnonzero(pairs.memory <= self.problem.cluster.chip.hbm_usable)
+
+    def add(self, pairs: Pairs) -> None:
+        self.parts.append(pairs)
+
+    def joined(self) -> tuple[Pairs, ...]:
+        """All of them, by mode.
+
+        Raises:
+            InfeasibleError: there are none.
+        """
+        if not self.parts:
+            chip = self.problem.cluster.chip
+            least = "" if math.isinf(self.least_memory) else f"; the leanest needs {format_bytes(self.least_memory)}"
+            raise InfeasibleError(
+                f"nothing fits: no layout holds {self.problem.model.name} and one request in the "
+                f"{format_bytes(chip.hbm_usable)} of each {chip.title}{least}; use more chips, narrower formats "
+                "(--precision fp8, int4-weights), shorter requests, or a smaller --reserve"
+            )
+        joined = []
+        for mode in ("aggregated", "disaggregated"):
+            parts = [p for p in self.parts if p.mode == mode]
+            if parts:
+                columns = [f for f in Pairs.__dataclass_fields__ if f != "mode"]
+                joined.append(
+                    Pairs(parts[0].mode, **{c: np.concatenate([getattr(p, c) for p in parts]) for c in columns})
+                )
+        return tuple(joined)
+
+
+def _allowed(pairs: Pairs, wishes: ServingWishes) -> np.ndarray:
+    """Which of them keep the targets."""
+    ok = np.ones(len(pairs), dtype=bool)
+    if wishes.max_ttft is not None:
+        ok &= pairs.ttft <= wishes.max_ttft
+    if wishes.max_tpot is not None:
+        ok &= pairs.tpot <= wishes.max_tpot
+    if wishes.rate is not None:
+        ok &= pairs.rate >= wishes.rate
+    return ok
+
+
+def _scores(pairs: Pairs, wishes: ServingWishes) -> tuple[np.ndarray, ...]:
+    """What is minimised, the most important first."""
+    if wishes.rate is not None:
+        return pairs.chips, pairs.tpot, pairs.ttft
+    if wishes.objective == "tpot":
+        return pairs.tpot, -pairs.tokens, pairs.ttft
+    if wishes.objective == "ttft":
+        return pairs.ttft, -pairs.tokens, pairs.tpot
+    return -pairs.tokens, pairs.tpot, pairs.ttft
+
+
+def _ranked(  # noqa: PLR0917 -- what was asked, and what was found
+    problem: ServingProblem, fabric: Fabric, wishes: ServingWishes, groups: Sequence[Pairs], prefill: Table,
+    generate: Table, top: int,
+) -> tuple[tuple[ServingEstimate, ...], tuple[int, int]]:  # fmt: skip
+    """The best plans, one for each pair of layouts and mode, and where the best is."""
+    rows = []
+    for g, pairs in enumerate(groups):
+        ok = np.flatnonzero(_allowed(pairs, wishes))
+        scores = _scores(pairs, wishes)
+        order = ok[np.lexsort([s[ok] for s in scores[::-1]])][: 200 * top]
+        rows += [(tuple(float(s[i]) for s in scores), g, int(i)) for i in order]
+    if not rows:
+        raise InfeasibleError(_impossible(groups, wishes))
+    plans: dict[object, ServingEstimate] = {}
+    first = min(rows)
+    for _, g, i in sorted(rows):
+        setup = groups[g].setup(i, prefill, generate)
+        kind = (setup.mode, str(setup.prefill.replace(replicas=1)), str(setup.generate.replace(replicas=1)))
+        if kind not in plans:
+            plans[kind] = estimate_serving(problem, setup, fabric, count=False)
+        if len(plans) == top:
+            break
+    return tuple(plans.values()), (first[1], first[2])
+
+
+def _impossible(groups: Sequence[Pairs], wishes: ServingWishes) -> str:
+    """Say what is the best that each target could be."""
+    said = []
+    ttft, tpot = (min(float(getattr(p, n).min()) for p in groups) for n in ("ttft", "tpot"))
+    rate = max(float(p.rate.max()) for p in groups)
+    for name, wanted, best in (("TTFT", wishes.max_ttft, ttft), ("TPOT", wishes.max_tpot, tpot)):
+        if wanted is not None:
+            said.append(f"{name} within {format_time(wanted)} (the least is {format_time(best)})")
+    if wishes.rate is not None:
+        said.append(f"{wishes.rate:g} requests/s (the most is {rate:.3g})")
+    together = " together" if len(said) > 1 else ""
+    return (
+        f"nothing keeps {', '.join(said)}{together}; loosen a target, use more or faster chips, narrower formats "
+        "(--precision fp8), or shorter prompts (--cached-prefix)"
+    )
+
+
+def _front(groups: Sequence[Pairs], wishes: ServingWishes, prefill: Table, generate: Table) -> tuple[FrontPoint, ...]:
+    """Throughput against time per output token, of plans within the target of the first token."""
+    points: list[tuple[float, float, int, int]] = []
+    for g, pairs in enumerate(groups):
+        ok = np.flatnonzero(pairs.ttft <= (math.inf if wishes.max_ttft is None else wishes.max_ttft))
+        if len(ok):
+            best = ok[_pareto(pairs.tpot[ok], pairs.tokens[ok])]
+            points += [(float(pairs.tpot[i]), -float(pairs.tokens[i]), g, int(i)) for i in best]
+    front: list[FrontPoint] = []
+    most = 0.0
+    for tpot, tokens, g, i in sorted(points):
+        if -tokens > most:
+            most = -tokens
+            pairs = groups[g]
+            setup = pairs.setup(i, prefill, generate)
+            layouts = str(setup.prefill), str(setup.generate)
+            front.append(
+                FrontPoint(tpot, float(pairs.ttft[i]), most, pairs.mode, setup.batch, setup.num_chips, *layouts)
+            )
+    return tuple(front)
+
+
+def _pareto(small: np.ndarray, large: np.ndarray) -> np.ndarray:
+    """Rows with the least `small` for so much `large`."""
+    order = np.lexsort((-large, small))
+    best = np.maximum.accumulate(large[order])
+    first = np.concatenate([[True], best[1:] > best[:-1]])
+    chosen: np.ndarray = order[first]
+    return chosen

@@ -1,0 +1,175 @@
+"""Every layout of one engine that is searched, for a step, as arrays: mesh sizes, choices, and places on the network.
+
+What is searched: engines of every number of chips that divides the cluster's; of these, every product of
+tensor x cache x width x expert x stage (generation) or tensor x width x context x expert x fsdp x stage (prefill), and
+every way to lay it on the network. Left out are layouts that only copy: more ways than twice the heads, a cache split
+otherwise while there are key/value heads left to split, more expert shards than experts, more stages than layers; and
+width together with experts, context or gathered weights, context together with gathered weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.wires import engine_wirings
+from meshwise.costs.wiring import Wiring
+from meshwise.models import Model
+from meshwise.models.spec import SelfAttention
+from meshwise.sharding.serving import SERVING_AXES
+from meshwise.sharding.serving_layout import ServingLayout, ServingStructure
+
+__all__ = ["Candidates", "candidates", "divisors", "engine_sizes"]
+
+_AXES: dict[Step, tuple[str, ...]] = {
+    "generate": ("tensor", "cache", "width", "expert", "stage"),
+    "prefill": ("tensor", "width", "context", "expert", "fsdp", "stage"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Layouts of one structure: one entry for each mesh and each place of it on the network.
+
+    Args:
+        structure: the choices that are no sizes.
+        layouts: without wires, and the wires.
+        mesh: mesh axis -> sizes.
+        factors: mesh axis -> extents on each dimension of the network.
+    """
+
+    structure: ServingStructure
+    layouts: tuple[tuple[ServingLayout, Wiring], ...]
+    mesh: dict[str, np.ndarray]
+    factors: dict[str, list[np.ndarray]]
+
+
+@cache
+def divisors(n: int) -> tuple[int, ...]:
+    """Numbers that divide `n`, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def engine_sizes(chips: int) -> tuple[int, ...]:
+    """Chips that an engine may have on a cluster of so many."""
+    return divisors(chips)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a model has to split."""
+
+    heads: int
+    kv_heads: int
+    experts: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: Model) -> _Limits:
+        mixers = [g.layer.attention for g in model.spec.groups if g.layer.attention is not None]
+        heads = [getattr(m, "heads", 0) or getattr(m, "channels", 0) for m in mixers]
+        kv = [m.kv_heads for m in mixers if isinstance(m, SelfAttention)]
+        experts = max((m.experts for m in model.mixtures), default=1)
+        return cls(max(heads, default=1), max(kv, default=1), experts, model.num_layers)
+
+
+def _meshes(chips: int, step: Step, limits: _Limits) -> Iterator[dict[str, int]]:
+    """Sizes of the axes of a step whose product is `chips`."""
+
+    def fill(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
+        if len(axes) == 1:
+            yield {axes[0]: left}
+            return
+        for size in divisors(left):
+            for rest in fill(axes[1:], left // size):
+                yield {axes[0]: size, **rest}
+
+    for sizes in fill(_AXES[step], chips):
+        if _makes_sense(sizes, limits):
+            yield sizes
+
+
+def _makes_sense(sizes: dict[str, int], limits: _Limits) -> bool:
+    ways = sizes["tensor"] * sizes.get("cache", 1)
+    wide = sizes["width"] > 1
+    others = sizes["expert"] * sizes.get("context", 1) * sizes.get("fsdp", 1)
+    return (
+        sizes["tensor"] <= limits.heads
+        and ways < 2 * limits.heads
+        and (sizes.get("cache", 1) == 1 or ways > limits.kv_heads)
+        and sizes["expert"] <= limits.experts
+        and sizes["stage"] <= limits.layers
+        and not (wide and others > 1)
+        and not (sizes.get("context", 1) > 1 and sizes.get("fsdp", 1) > 1)
+    )
+
+
+def _choices(sizes: dict[str, int], step: Step, limits: _Limits) -> Iterator[dict[str, object]]:
+    """Choices of a mesh that are no sizes."""
+    ways = sizes["tensor"] * sizes.get("cache", 1)
+    splits: tuple[str, ...] = ("heads",)
+    if sizes.get("cache", 1) > 1:
+        splits = ("batch", "sequence")
+    elif sizes["width"] > 1 and step == "generate":
+        splits = ("heads", "batch")
+    positions = (False, True) if step == "prefill" and ways > 1 and sizes["width"] == 1 else (False,)
+    shared = ways > 1 and sizes["width"] == 1 and ways * sizes["expert"] <= limits.experts
+    whole = limits.experts > 1 and shared
+    for split in splits:
+        for along in positions:
+            for width_of_experts in (True, False) if whole else (True,):
+                if width_of_experts or not along:
+                    yield {
+                        "cache_split": split,
+                        "sequence_parallel": along,
+                        "expert_tensor_parallel": width_of_experts,
+                    }
+
+
+def candidates(
+    problem: ServingProblem, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...] = ()
+) -> tuple[Candidates, ...]:
+    """Give every layout of engines of so many chips, by structure; `forbid`: axes that are not used."""
+    limits = _Limits.of(problem.model)
+    found: dict[ServingStructure, list[tuple[ServingLayout, Wiring]]] = {}
+    for chips in sizes:
+        for mesh in _meshes(chips, step, limits):
+            if any(mesh.get(axis, 1) > 1 for axis in forbid):
+                continue
+            wirings = _distinct(mesh, fabric)
+            for choice in _choices(mesh, step, limits):
+                layout = ServingLayout(**mesh, **choice)  # type: ignore[arg-type]
+                found.setdefault(layout.structure, []).extend((layout, wiring) for wiring in wirings)
+    return tuple(_arrays(structure, tuple(layouts), fabric) for structure, layouts in found.items())
+
+
+def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[Wiring]:
+    """Ways to lay a mesh on the network; of those that differ by a permutation of equal dimensions, one."""
+    whole = {a: mesh.get(a, 1) for a in SERVING_AXES}
+    alike = [(d.size, d.torus, d.wraps, d.bandwidth_one_way, d.twisted) for d in fabric.dimensions]
+    seen: dict[object, Wiring] = {}
+    for wiring in engine_wirings(whole, fabric):
+        columns = [(kind, tuple(e[i] for e in wiring.values())) for i, kind in enumerate(alike)]
+        torus = tuple(sorted(c for c in columns if c[0][1]))
+        rest = tuple(c for c in columns if not c[0][1])
+        seen.setdefault((torus, rest), wiring)
+    return list(seen.values())
+
+
+def _arrays(
+    structure: ServingStructure, layouts: tuple[tuple[ServingLayout, Wiring], ...], fabric: Fabric
+) -> Candidates:
+    dims = len(fabric.dimensions)
+    ones = (1,) * dims
+    mesh = {a: np.array([float(getattr(x, a)) for x, _ in layouts]) for a in SERVING_AXES}
+    factors = {a: [np.array([float(w.get(a, ones)[i]) for _, w in layouts]) for i in range(dims)] for a in SERVING_AXES}
+    return Candidates(structure, layouts, mesh, factors)

@@ -1,0 +1,148 @@
+"""The answer of `plan serve`: the best plans, where the best one's time and memory go, the front, why others lose.
+
+Not here: finding plans (`planning.serving`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from meshwise.costs.serving.estimate import ServingEstimate
+from meshwise.planning.serving import ServingPlanning
+from meshwise.planning.serving.planner import FrontPoint
+from meshwise.report.chart import Chart
+from meshwise.report.report import Details, Report, listed
+from meshwise.report.serve import (
+    NOT_MODELLED,
+    assumed,
+    definitions,
+    latency_table,
+    memory_table,
+    serving_data,
+    serving_words,
+    subject,
+    term_table,
+)
+from meshwise.report.serve_workings import serve_workings
+from meshwise.report.table import noted_table, table
+from meshwise.units import format_money, format_time
+
+__all__ = ["plan_serve_report"]
+
+#: Rows of the front that a terminal shows.
+_SHOWN = 8
+
+
+def plan_serve_report(planning: ServingPlanning, inputs: Mapping[str, Any]) -> Report:
+    """Say which plan is best and why the others lose.
+
+    Args:
+        planning: what the planner found.
+        inputs: what was asked, with defaults.
+    """
+    best, problem, search = planning.plans[0], planning.problem, planning.search
+    body: list[RenderableType] = [Text(subject(problem, best.setup)), latency_table(best), _ranking(planning)]
+    body += [term_table(best), memory_table(best)]
+    if planning.neighbours:
+        body.append(listed("Not chosen", (f"{n.name}: {n.reason}" for n in planning.neighbours)))
+    if len(planning.pareto) > 1:
+        body += [_front(planning.pareto), Text(_drawn(planning.pareto))]
+    body.append(listed("Definitions", definitions(best.setup)))
+    counts = f"{search.configurations:,} layouts with batches priced, {search.pairs:,} pairs of prefill and generation"
+    body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
+    return Report(
+        command="plan serve",
+        inputs=inputs,
+        answer=f"Best: {serving_words(best)}",
+        data={
+            "plans": [serving_data(e) for e in planning.plans],
+            "neighbours": [{"name": n.name, "reason": n.reason} for n in planning.neighbours],
+            "pareto": [_point(p) for p in planning.pareto],
+            "search": {"configurations": search.configurations, "pairs": search.pairs, "cpu_s": search.cpu_s},
+        },
+        body=tuple(body),
+        assumed=assumed(problem, best.setup),
+        not_modelled=NOT_MODELLED,
+        next_steps=_next(best),
+        details=lambda: Details(explanations=serve_workings(problem, best)),
+    )
+
+
+def _ranking(planning: ServingPlanning) -> RenderableType:
+    columns = ["", ">tokens/s/chip", ">TPOT", ">TTFT", ">chips", ">batch", ">$/M out", ">GiB"]
+    rows = []
+    for number, e in enumerate(planning.plans, 1):
+        setup, dollars = e.setup, e.usd_per_million_output_tokens
+        one = setup.one_layout
+        layouts = f"{setup.generate}" if one else f"prefill {setup.prefill}; generate {setup.generate}"
+        cells = (
+            str(number),
+            f"{e.throughput_per_chip:,.1f}",
+            format_time(e.tpot.expected),
+            format_time(e.ttft.expected),
+            f"{setup.num_chips:,}",
+            f"{setup.batch:,}",
+            "-" if dollars is None else format_money(dollars),
+            f"{max(x.memory['total'] for x in (e.prefill, e.generate)) / 2**30:.1f}",
+        )
+        prompts = f"; {setup.prefill_batch} prompts together" if setup.prefill_batch > 1 else ""
+        rows.append((cells, f"{setup.mode}: {layouts.replace(',', ', ')}{prompts}"))
+    return noted_table(columns, rows)
+
+
+def _front(front: tuple[FrontPoint, ...]) -> RenderableType:
+    step = max(1, -(-len(front) // _SHOWN))
+    shown = sorted({*range(0, len(front), step), len(front) - 1})
+    rows = [
+        (
+            format_time(p.tpot),
+            f"{p.tokens:,.1f}",
+            format_time(p.ttft),
+            f"{p.batch:,}",
+            p.generate.replace(",", ", ") + (" (apart)" if p.mode == "disaggregated" else ""),
+        )
+        for p in (front[i] for i in shown)
+    ]
+    return table([">TPOT", ">tokens/s/chip", ">TTFT", ">batch", "generate"], rows, title="Latency against throughput")
+
+
+def _drawn(front: tuple[FrontPoint, ...]) -> str:
+    """Tokens per second and chip over time per output token, both logarithmic."""
+    x = (front[0].tpot, front[-1].tpot)
+    y = (min(p.tokens for p in front), max(p.tokens for p in front))
+    if x[0] == x[1] or y[0] == y[1]:
+        return ""
+    chart = Chart(x, y, rows=8)
+    chart.curve(lambda tpot: max(p.tokens for p in front if p.tpot <= tpot * (1 + 1e-9)))
+    ticks = [(x[0], format_time(x[0])), (x[1], format_time(x[1]))]
+    lines = chart.lines(lambda tokens: f"{tokens:,.3g}", ticks)
+    return "\n".join(("tokens/s/chip over TPOT", *lines))
+
+
+def _point(p: FrontPoint) -> dict[str, Any]:
+    return {
+        "tpot_s": p.tpot,
+        "ttft_s": p.ttft,
+        "throughput_tokens_per_s_per_chip": p.tokens,
+        "mode": p.mode,
+        "batch": p.batch,
+        "num_chips": p.num_chips,
+        "prefill_layout": p.prefill,
+        "generate_layout": p.generate,
+    }
+
+
+def _next(best: ServingEstimate) -> tuple[str, ...]:
+    setup = best.setup
+    words = f"--layout {setup.generate} --batch {setup.batch}"
+    if not (setup.one_layout):
+        words += f" --prefill-layout {setup.prefill}"
+    if setup.mode == "disaggregated":
+        words += " --mode disaggregated"
+    if setup.prefill_batch > 1:
+        words += f" --prefill-batch {setup.prefill_batch}"
+    return ("--explain shows the workings", f"'meshwise estimate serve ... {words}' says what else would fit")

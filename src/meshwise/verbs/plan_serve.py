@@ -1,0 +1,160 @@
+"""`plan serve`: the request, and the planner's answer to it. Not here: flags (`cli`) and words (`report`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.planning.serving import ServingPlanning, ServingWishes, plan_serving
+from meshwise.sharding.serving import SERVING_AXES
+from meshwise.units import Quantity, format_time, parse_duration
+from meshwise.verbs.requests import PARAMETERS, validated
+from meshwise.verbs.serve import ServeRequest
+
+__all__ = ["PlanServeRequest", "find_serving_plans", "plan_serve"]
+
+_Target = Annotated[float, Quantity("time", parse_duration, format_time, "50ms")]
+
+
+class PlanServeRequest(ServeRequest):
+    """What `meshwise plan serve` is asked."""
+
+    objective: Literal["throughput", "tpot", "ttft"] = Field(
+        default="throughput",
+        description="Most output tokens a second and chip (least cost), least time per output token, or to the first.",
+    )
+    max_ttft: _Target | None = Field(default=None, gt=0, description="Time to first token that no plan may exceed.")
+    max_tpot: _Target | None = Field(default=None, gt=0, description="Time per output token that no plan may exceed.")
+    rate: float | None = Field(
+        default=None,
+        gt=0,
+        description="Requests per second to be served, on as few chips as that takes; else as many as can be.",
+    )
+    mode: Literal["aggregated", "disaggregated"] | None = Field(
+        default=None, description="Only engines that do both, or only engines apart; both kinds compete unless given."
+    )
+    max_batch: int = Field(
+        default=4096, ge=1, le=1 << 16, description="Requests that one engine generates for at once, at most."
+    )
+    forbid: str = Field(
+        default="",
+        description=f"Mesh axes that no plan may use, separated by commas: {', '.join(SERVING_AXES)}.",
+        json_schema_extra={"metavar": "AXES"},
+    )
+    top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
+
+    @property
+    def wishes(self) -> ServingWishes:
+        """Targets and objective."""
+        forbid = tuple(axis.strip() for axis in self.forbid.split(",") if axis.strip())
+        return ServingWishes(self.objective, self.max_ttft, self.max_tpot, self.rate, self.mode, self.max_batch, forbid)
+
+    def echo_search(self) -> dict[str, Any]:
+        """Give the inputs of this part with defaults, for JSON."""
+        return {
+            "objective": self.objective,
+            "max_ttft_s": self.max_ttft,
+            "max_tpot_s": self.max_tpot,
+            "requests_per_s": self.rate,
+            "mode": self.mode,
+            "max_batch": self.max_batch,
+            "forbid": self.forbid,
+            "top": self.top,
+        }
+
+
+def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> ServingPlanning:
+    """Answer the request; `problem` is its own, resolved.
+
+    Raises:
+        InfeasibleError: nothing fits, or nothing keeps the targets.
+    """
+    return plan_serving(problem, wishes=request.wishes, top=request.top)
+
+
+def plan_serve(
+    model: str,
+    *,
+    on: str | None = None,
+    prompt: str | float,
+    output: str | float,
+    objective: Literal["throughput", "tpot", "ttft"] = "throughput",
+    max_ttft: str | float | None = None,
+    max_tpot: str | float | None = None,
+    rate: float | None = None,
+    mode: Literal["aggregated", "disaggregated"] | None = None,
+    max_batch: int = 4096,
+    forbid: str = "",
+    top: int = 5,
+    cached_prefix: str | float = 0,
+    precision: str = "bf16",
+    block_tokens: int = 16,
+    reserve: str | float = 0.1,
+    draft_tokens: int = 0,
+    acceptance: float = 0.7,
+    expert_imbalance: float | None = None,
+    cluster: str | None = None,
+    price: str | float | None = None,
+    calibration: str = "default",
+) -> ServingPlanning:
+    """Find the best ways to serve a load: what `meshwise plan serve` answers, as values.
+
+    >>> import meshwise
+    >>> planning = meshwise.plan_serve("llama-3-8b", on="h100:8", prompt=1024, output=256, max_tpot="20ms")
+    >>> best = planning.plans[0]
+    >>> best.fits, best.tpot.expected <= 0.02
+    (True, True)
+
+    Args:
+        model: a built-in name, a hub name, a config.json or its folder.
+        on: the cluster by name, `v5e:4x4` or `h100:8`.
+        prompt, output: tokens of a request.
+        objective: most "throughput" a chip, least "tpot", or least "ttft".
+        max_ttft, max_tpot: targets, "50ms" or seconds.
+        rate: requests per second to be served, with as few chips as that takes.
+        mode: only "aggregated" or only "disaggregated" engines.
+        max_batch: requests that one engine generates for at once, at most.
+        forbid: mesh axes that no plan may use, "stage,width".
+        top: how many plans to give.
+        cached_prefix: tokens of the prompt whose cache is there already.
+        precision: number formats, "bf16", "fp8", "int4-weights", ..., or by role "weights=int8,kv=int8".
+        block_tokens: tokens of a block of the paged cache.
+        reserve: share of HBM that the engine leaves alone.
+        draft_tokens: tokens that a draft proposes for each step.
+        acceptance: chance that a proposed token is accepted, given those before it were.
+        expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
+        cluster: a TOML file with own numbers, instead of `on`.
+        price: dollars for a chip-hour, instead of the catalog's.
+        calibration: achieved rates: "default", "none", or a family by name.
+
+    Raises:
+        MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits or keeps the targets.
+    """
+    given = {
+        "model": model,
+        "cluster": on,
+        "prompt": prompt,
+        "output": output,
+        "objective": objective,
+        "max_ttft": max_ttft,
+        "max_tpot": max_tpot,
+        "rate": rate,
+        "mode": mode,
+        "max_batch": max_batch,
+        "forbid": forbid,
+        "top": top,
+        "cached_prefix": cached_prefix,
+        "precision": precision,
+        "block_tokens": block_tokens,
+        "reserve": reserve,
+        "draft_tokens": draft_tokens,
+        "acceptance": acceptance,
+        "expert_imbalance": expert_imbalance,
+        "cluster_file": cluster,
+        "price": price,
+        "calibration": calibration,
+    }
+    request = validated(PlanServeRequest, given, PARAMETERS)
+    return find_serving_plans(request, request.problem())

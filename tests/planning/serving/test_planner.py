@@ -1,0 +1,161 @@
+"""The search is exact: its numbers are the estimates', and nothing in its space is better than what it finds."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from meshwise.costs.calibration import default_calibration
+from meshwise.costs.serving.estimate import ServingSetup, estimate_serving
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.wires import fabric_of
+from meshwise.errors import InfeasibleError, LayoutError, UnknownNameError
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import ServingLoad
+from meshwise.models import load_model
+from meshwise.planning.serving import ServingWishes, plan_serving
+from meshwise.planning.serving.pairs import aggregated, disaggregated, undominated
+from meshwise.planning.serving.planner import priced_tables
+from meshwise.planning.serving.space import candidates
+
+
+def problem(model="llama-3-8b", on="h100:8", *, prompt=1024, output=256, **load):
+    cluster = parse_cluster(on)
+    whole = ServingLoad(prompt=prompt, output=output, **load)
+    return ServingProblem(load_model(model), whole, cluster, default_calibration(cluster.chip))
+
+
+def every(pairs):
+    return np.arange(len(pairs))
+
+
+@pytest.mark.parametrize(
+    ("model", "on"), [("llama-3-8b", "h100:8"), ("mixtral-8x7b", "h100:16"), ("llama-3-8b", "v5e:4x4")]
+)
+def test_numbers_of_the_search_are_those_of_the_estimate(model, on):
+    given = problem(model, on)
+    fabric = fabric_of(given)
+    prefill, generate = priced_tables(given, fabric, ServingWishes(max_batch=64))
+    random = np.random.default_rng(7)
+    both = (aggregated(given, prefill, generate, every), disaggregated(given, fabric, prefill, generate, every))
+    for found in both:
+        parts = [p for p in found if len(p)]
+        assert parts
+        for _ in range(12):
+            pairs = parts[random.integers(len(parts))]
+            i = int(random.integers(len(pairs)))
+            e = estimate_serving(given, pairs.setup(i, prefill, generate), fabric, count=False)
+            assert e.ttft.expected == pytest.approx(float(pairs.ttft[i]), rel=1e-9)
+            assert e.tpot.expected == pytest.approx(float(pairs.tpot[i]), rel=1e-9)
+            assert e.throughput_per_chip == pytest.approx(float(pairs.tokens[i]), rel=1e-9)
+            assert e.requests_per_s == pytest.approx(float(pairs.rate[i]), rel=1e-9)
+            most = max(x.memory["total"] for x in (e.prefill, e.generate))
+            assert most == pytest.approx(float(pairs.memory[i]), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        ServingWishes(max_batch=4),
+        ServingWishes(max_batch=4, objective="tpot"),
+        ServingWishes(max_batch=4, objective="ttft"),
+        ServingWishes(max_batch=4, max_tpot=0.0046),
+    ],
+    ids=("throughput", "tpot", "ttft", "target"),
+)
+def test_nothing_in_the_space_is_better(wishes):
+    """Every pair of layouts, batches and ratios on two chips, estimated one by one."""
+    given = problem(on="h100:2", prompt=512, output=64)
+    fabric = fabric_of(given)
+    found = {
+        step: [layout.replace(wires=tuple(w.items())) for c in candidates(given, fabric, step, (1, 2))
+               for layout, w in c.layouts]
+        for step in ("prefill", "generate")
+    }  # fmt: skip
+    best = None
+    for prefill, generate in itertools.product(found["prefill"], found["generate"]):
+        for batch, prompts in itertools.product((1, 2, 3, 4), (1, 16, 512)):
+            for mode in ("aggregated", "disaggregated"):
+                own = 2 // generate.engine_chips if mode == "aggregated" else 1
+                setup = ServingSetup(
+                    mode, prefill.replace(replicas=own), generate.replace(replicas=own), batch, prompts
+                )
+                if setup.num_chips > 2 or prefill.engine_chips * own > 2:
+                    continue
+                try:
+                    e = estimate_serving(given, setup, fabric, count=False)
+                except LayoutError:
+                    continue
+                if not e.fits or (wishes.max_tpot and e.tpot.expected > wishes.max_tpot):
+                    continue
+                score = {
+                    "throughput": -e.throughput_per_chip, "tpot": e.tpot.expected, "ttft": e.ttft.expected,
+                }[wishes.objective]  # fmt: skip
+                best = score if best is None else min(best, score)
+    plan = plan_serving(given, wishes=wishes).plans[0]
+    own = {"throughput": -plan.throughput_per_chip, "tpot": plan.tpot.expected, "ttft": plan.ttft.expected}
+    assert own[wishes.objective] <= best + 1e-9 * abs(best)  # prompts in other numbers together are searched, too
+
+
+def test_palm_generates_with_two_dimensional_weights_and_prefills_with_gathered_ones():
+    """Pope et al. 2022, table 2, high throughput; their layouts have no pipelines."""
+    given = problem("palm-540b", "v4:4x4x4", prompt=1984, output=64, reserve=0)
+    best = plan_serving(given, wishes=ServingWishes(max_batch=512, mode="aggregated", forbid=("stage",))).plans[0]
+    assert best.setup.batch >= 256
+    assert best.setup.generate.width > 1
+    assert best.setup.generate.cache_split == "batch"
+    assert best.setup.prefill.fsdp > 1
+    assert best.setup.prefill_batch >= 32
+
+
+def test_plans_keep_their_targets_and_the_front_rises():
+    given = problem("llama-3-70b", "h100:16", precision="fp8")
+    planning = plan_serving(given, wishes=ServingWishes(max_ttft=0.3, max_tpot=0.02))
+    for e in planning.plans:
+        assert e.fits
+        assert e.ttft.expected <= 0.3
+        assert e.tpot.expected <= 0.02
+        assert e.setup.num_chips <= 16
+    tokens = [e.throughput_per_chip for e in planning.plans]
+    assert tokens == sorted(tokens, reverse=True)
+    front = planning.pareto
+    assert [p.tpot for p in front] == sorted(p.tpot for p in front)
+    assert [p.tokens for p in front] == sorted(p.tokens for p in front)
+    within = max(p.tokens for p in front if p.tpot <= 0.02)
+    assert within == pytest.approx(tokens[0], rel=1e-9)
+    assert planning.neighbours
+
+
+def test_a_rate_is_served_with_few_chips():
+    given = problem("llama-3-8b", "h100:16")
+    few = plan_serving(given, wishes=ServingWishes(rate=5.0, max_tpot=0.02)).plans[0]
+    many = plan_serving(given, wishes=ServingWishes(rate=60.0, max_tpot=0.02)).plans[0]
+    assert few.requests_per_s >= 5
+    assert many.requests_per_s >= 60
+    assert few.setup.num_chips < many.setup.num_chips <= 16
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "wishes", "said"),
+    [
+        ("llama-3-70b", "h100:1", ServingWishes(), "nothing fits: .* use more chips, narrower formats"),
+        ("llama-3-8b", "h100:8", ServingWishes(max_tpot=1e-4), "TPOT within 100 us .the least is "),
+        ("llama-3-8b", "h100:8", ServingWishes(max_ttft=1e-4, max_tpot=1e-4), "together; loosen a target"),
+        ("llama-3-8b", "h100:8", ServingWishes(rate=1e6), "1e.06 requests/s .the most is "),
+    ],
+)
+def test_what_is_impossible_says_what_would_work(model, on, wishes, said):
+    with pytest.raises(InfeasibleError, match=said):
+        plan_serving(problem(model, on), wishes=wishes)
+
+
+def test_axes_that_do_not_exist_cannot_be_forbidden():
+    with pytest.raises(UnknownNameError, match="unknown serving mesh axis 'zero'"):
+        ServingWishes(forbid=("zero",))
+
+
+def test_what_others_beat_is_left_out():
+    columns = np.array([[1, 2, 3, 1, 2.0], [3, 2, 1, 3, 3.0]])
+    assert sorted(undominated(*columns)) == [0, 1, 2]
