@@ -21,6 +21,9 @@ from meshwise.simulation.serving.scheduling import Speculation
 
 __all__ = ["Generating"]
 
+#: Numbers of tokens of a prefill whose seconds are remembered.
+_REMEMBERED = 4096
+
 
 class Generating:
     """The requests of a replica that generate.
@@ -47,6 +50,7 @@ class Generating:
         self.read_s = sum(kind.seconds_per_cached_token for kind in costs.attention if kind.window is None)
         self.windows = [_Window(kind, self.growth) for kind in costs.attention if kind.window is not None]
         self._fixed = [0.0]
+        self._prefill: dict[int, float] = {}
         self._step_s = self._growth_s = 0.0
 
     def join(self, request: Request, cached: float, steps: int) -> None:
@@ -151,6 +155,15 @@ class Generating:
         while len(fixed) <= count:
             fixed.append(self.step_seconds_of(len(fixed), 0))
         return fixed[count]
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Seconds, besides attention, of a step that only prefills so many tokens."""
+        seconds = self._prefill.get(tokens)
+        if seconds is None:
+            if len(self._prefill) >= _REMEMBERED:
+                self._prefill.clear()
+            seconds = self._prefill[tokens] = self.step_seconds_of(0, tokens)
+        return seconds
 
     def step_seconds_of(self, count: int, more_tokens: int) -> float:
         """Seconds, besides attention, of a step in which `count` generate, with so many more tokens of prompts."""

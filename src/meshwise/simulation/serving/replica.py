@@ -121,7 +121,7 @@ class Replica:
             self.clock = max(self.clock, time)
         queue = self.ready if request.produced else self.waiting
         queue.append(request)
-        if self._running and len(queue) == 1 and self._could_join():
+        if self._running and self._could_join():
             steps = self.generating.steps_until(time, self._run_begun, self._run_steps)
             if steps < self._run_steps:
                 self._run_steps = steps
@@ -191,7 +191,7 @@ class Replica:
             chunks.append((piece, piece.tokens - piece.done))
             budget -= chunks[-1][1]
             piece = self._admit(budget) if budget > 0 and self.waiting else None
-        seconds = self.generating.step_seconds_of(0, self.scheduling.max_step_tokens - budget)
+        seconds = self.generating.prefill_seconds(self.scheduling.max_step_tokens - budget)
         self._occupy(seconds + self._take(chunks), self._settle_prefill)
         return True
 
