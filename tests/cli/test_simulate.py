@@ -1,6 +1,7 @@
 """`meshwise simulate`: of a saved plan, or of a layout as `estimate train` takes it."""
 
 import json
+from pathlib import Path
 
 LAYOUT = ["--batch-tokens", "1Mi", "--seq-len", "4096", "--layout", "stage=4,fsdp=4,tensor=4,schedule=1f1b"]
 
@@ -33,3 +34,12 @@ def test_a_job_needs_its_layout(run):
     done = run("simulate", "llama-3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq-len", "4096")
     assert done.code != 0
     assert "--layout is missing" in done.err
+
+
+def test_a_plan_without_a_verb_is_a_training_plan(run):
+    plan = str(Path(__file__).parents[1] / "data" / "export" / "plan.json")
+    told = run("simulate", "train", plan, "--json").json
+    for words in ((plan, "--json"), ("--json", plan)):
+        assert run("simulate", *words).json == told
+    assert "serve" in run("simulate", "--help").out
+    assert run("simulate").code == 2

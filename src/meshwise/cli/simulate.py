@@ -17,13 +17,10 @@ _VERBS = {
 class _StepByDefault(LazyGroup):
     """`meshwise simulate PLAN` is `meshwise simulate train PLAN`."""
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that `args` starts with, or else take them for those of `train`."""
-        if args[0] not in self.lazy and not args[0].startswith("-"):
-            args = ["train", *args]
-        return super().resolve_command(ctx, args)
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take what does not begin with a verb for what `train` is asked."""
+        asked = args and args[0] not in (*self.lazy, *self.get_help_option_names(ctx))
+        return super().parse_args(ctx, ["train", *args] if asked else args)
 
 
 @click.group(cls=_StepByDefault, lazy=_VERBS)
