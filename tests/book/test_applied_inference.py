@@ -136,6 +136,11 @@ ANSWERS = {
     "minslice.*_left": lambda row: num_chips(row) * row.chip().hbm_capacity - weights(row),
     "minslice.*_nkv*": sequences_that_fit,
     "prefill.time": prefill,
+    "prefill.finish": lambda row: budgets.ended_per_step(row["batch"], row["gen"]),
+    "prefill.evicted": lambda row: budgets.ended_per_step(row["batch"], row["gen"]) * (row["prefill"] + row["gen"]),
+    "prefill.ratio": lambda row: budgets.prefill_engines_for_one(
+        row["prefill_s"], row["step_s"], row["batch"], row["gen"]
+    ),
     "q1.flops": lambda row: budgets.forward_flops(row["params"]),
     "q1.flops_bound": lambda row: budgets.forward_time(row["params"], 1, row.hardware["C_bf16"]),
     "q1.bw_bound": weights_read,
@@ -144,8 +149,7 @@ ANSWERS = {
     "q3.min_step": weights_read,
     "q3.batch_64": batch_within_the_limit,
 }
-SERVING = "queues and ratios of servers come with serving"
-LATER = {"prefill.finish": SERVING, "prefill.evicted": SERVING, "prefill.ratio": SERVING}
+LATER = {}
 
 
 @answered("applied-inference", ANSWERS, LATER)

@@ -7,7 +7,7 @@ from pathlib import Path
 from book_rows import rows
 
 #: Rows that are answered, of all rows; raise when a later verb answers more.
-ANSWERED, ALL = 310, 355
+ANSWERED, ALL = 314, 355
 
 
 def tables():

@@ -9,6 +9,7 @@ from meshwise.costs.collectives import collective_time
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import critical_size, roofline
 from meshwise.dtypes import DType
+from meshwise.jobs import ServingLoad
 from meshwise.models import CacheKind, KVCache, load_model
 from meshwise.sharding import CollectiveKind
 from meshwise.tensors import Attention, Tensor
@@ -149,6 +150,11 @@ def cache_per_token(row):
     return invented(row).kv_cache_bytes_per_token(INT8)
 
 
+def compute_left(row):
+    load = ServingLoad(prompt=row["n"], output=1, cached_prefix=row["shared"])
+    return load.computed / load.prompt
+
+
 def hbm_over_ici(row):
     chip = row.chip()
     return chip.hbm_bandwidth / (2 * chip.link_bandwidth_one_way)
@@ -202,9 +208,10 @@ ANSWERS = {
     "appC.verdict": lambda row: (
         "latency-bound" if activations(row) < latency_bound_bytes(row, row["shards"]) else "bandwidth-bound"
     ),
+    "prefix.saving": compute_left,
     "appC.Ylimit": lambda row: activations(row) / latency_bound_bytes(row, 1),
 }
-LATER = {"prefix.saving": "caches of prefixes come with serving"}
+LATER = {}
 
 
 @answered("inference", ANSWERS, LATER)

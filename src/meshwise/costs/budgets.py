@@ -14,11 +14,13 @@ from meshwise.costs.rules import positive_arguments
 __all__ = [
     "chips_to_hold",
     "decode_step_time",
+    "ended_per_step",
     "flops_per_dollar",
     "forward_flops",
     "forward_time",
     "max_decode_batch",
     "model_flops_utilization",
+    "prefill_engines_for_one",
     "saved_activation_bytes",
     "training_flops",
     "training_state_bytes",
@@ -199,3 +201,35 @@ def max_decode_batch(
     """
     left = num_chips * hbm_capacity - parameters * bytes_per_weight
     return max(0, math.floor(left / kv_bytes_per_sequence))
+
+
+@positive_arguments
+def ended_per_step(batch: float, outputs: float) -> float:
+    """Sequences that end in one generate step of a full batch, and are replaced: B / G.
+
+    Times prompt + output, it is how many cached tokens are given up in a step.
+
+    Source: book, Applied Inference, "prefill".
+
+    >>> ended_per_step(32, 4096), ended_per_step(32, 4096) * (8192 + 4096)
+    (0.0078125, 96.0)
+    """
+    return batch / outputs
+
+
+@positive_arguments
+def prefill_engines_for_one(prefill_time: float, step_time: float, batch: float, outputs: float) -> float:
+    """Engines that prefill for one that generates, so that neither waits: B t_prefill / (G t_step).
+
+    Args:
+        prefill_time: seconds of one prompt.
+        step_time: seconds of one generate step.
+        batch: sequences that generate at once.
+        outputs: tokens of each.
+
+    Source: book, Applied Inference, "prefill".
+
+    >>> round(prefill_engines_for_one(0.91, 0.019, 32, 512), 2)
+    2.99
+    """
+    return ended_per_step(batch, outputs) * prefill_time / step_time
