@@ -13,10 +13,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from meshwise.costs.fitted import SOFTWARE, fitted_calibration
 from meshwise.costs.spread import SPREADS
 from meshwise.hardware import load_chip
 from meshwise.scoring import Errors, Score, score_runs, shipped_runs
+from meshwise.scoring.leaving_out import LeavingOut
+from meshwise.scoring.statistics import by, errors_of, macro, ranking_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 
@@ -61,7 +65,41 @@ def tables(score: Score) -> dict[str, str]:
     found["chips"] = _chips()
     found["intervals"] = _intervals()
     found["share"] = _shares(score)
-    return found
+    return found | _left_out(score)
+
+
+def _left_out(score: Score) -> dict[str, str]:
+    """Errors of rows of a source, or of a chip, under constants that were fitted without them."""
+    left = LeavingOut(score.times, progress=lambda line: print(line, end="\r", file=sys.stderr))
+    by_source = left.leave_out(lambda p: p.run.source)
+    kinds = by(by_source, lambda p: "mixtures" if p.setup.model.mixtures else "dense")
+    sources = by(by_source, lambda p: p.run.source)
+    overall, ranking, average = errors_of(by_source), ranking_of(by_source), macro(sources)
+    assert overall is not None
+    assert ranking.pairwise is not None
+    assert average is not None
+    chips = by(left.leave_out(lambda p: p.run.chip), lambda p: p.run.chip)
+    return {
+        "without summary": (
+            f"Each source predicted by constants fitted to the others: {average:.1%} averaged over sources,\n"
+            f"{overall.mape:.1%} of all rows, bias {overall.bias:+.1%}; {overall.coverage_80:.0%} of measurements lie\n"
+            f"in the interval; {ranking.pairwise:.1%} of {ranking.pairs:,} pairs of layouts are ranked right.\n"
+        ),
+        "without source": _errors("source left out", sources),
+        "without kind": _errors("kind", kinds),
+        "without chip": _errors("chip left out", chips),
+        "constants": _constants(left),
+    }
+
+
+def _constants(left: LeavingOut) -> str:
+    """Every constant that is fitted to whole steps, beside what single operations say."""
+    found = left.fitted_to(np.ones(len(left.rows), dtype=bool))
+    lines = ["| constant | unit | before | known to | fitted | known to | before: from |", "| --- " * 7 + "|"]
+    for c in left.constants:
+        values = f"{c.prior:.3g} | {c.spread:.0%} | {found.values[c.name]:.3g} | {found.spreads[c.name]:.0%}"
+        lines.append(f"| {c.name} | {c.unit} | {values} | {c.source} |")
+    return "\n".join(lines) + "\n"
 
 
 def _errors(title: str, groups: dict[str, Errors]) -> str:
@@ -89,15 +127,17 @@ def _software() -> str:
 
 def _chips() -> str:
     names = ("matmul_efficiency", "attention_efficiency", "half_depth", "half_attention", "gap", "mixture_launch")
-    head = ("family", "matmuls, 16 bits", "matmuls, narrow", "attention", "half depth", "half attention")
-    lines = [f"| {' | '.join((*head, 'gap', 'launch', 'hidden'))} |", "| --- " * 9 + "|"]
+    head = ("family", "matmuls, 16 bits", "matmuls, narrow", "attention", "half depth", "half attention", "half output")
+    lines = [f"| {' | '.join((*head, 'memory', 'links', 'gap', 'launch', 'hidden'))} |", "| --- " * 12 + "|"]
     for family, chip in FAMILIES.items():
         c = asdict(fitted_calibration(load_chip(chip)))
         matmul, attention, depth, keys, gap, launch = (c[n] for n in names)
         narrow = ", ".join(f"{d.value} {share:.0%}" for d, share in c["narrow"]) or "-"
         seen = "-" if attention is None else f"{attention:.0%}"
-        times = f"{gap * 1e6:.0f} us | {launch * 1e6:.0f} us | {1 - c['interference']:.0%}"
-        lines.append(f"| {family} | {matmul:.0%} | {narrow} | {seen} | {depth:.0f} | {keys:,.0f} | {times} |")
+        times = f"{gap * 1e6:.1f} us | {launch * 1e6:.0f} us | {1 - c['interference']:.0%}"
+        bandwidths = f"{c['hbm_efficiency']:.0%} | {c['links']['efficiency']:.0%}"
+        halves = f"{depth:.0f} | {keys:,.0f} | {c['half_output']:,.0f}"
+        lines.append(f"| {family} | {matmul:.0%} | {narrow} | {seen} | {halves} | {bandwidths} | {times} |")
     return "\n".join(lines) + "\n"
 
 

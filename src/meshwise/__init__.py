@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshwise.planning import Plan, Planning
     from meshwise.scoring import Score
     from meshwise.verbs.bench import bench
+    from meshwise.verbs.calibrate import calibrate
     from meshwise.verbs.catalogs import all_models, chip, chips, cluster, clusters, model
     from meshwise.verbs.collective import collective
     from meshwise.verbs.estimate_serve import estimate_serve
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "all_models",
     "bench",
+    "calibrate",
     "chip",
     "chips",
     "cluster",
@@ -83,6 +85,7 @@ _HOMES = {
         name: f"meshwise.verbs.{name}"
         for name in (
             "bench",
+            "calibrate",
             "collective",
             "estimate_serve",
             "estimate_train",

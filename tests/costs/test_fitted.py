@@ -31,6 +31,7 @@ BASE = seconds()
     "changes",
     [
         {"half_depth": 100.0},
+        {"half_output": 1e5},
         {"half_attention": 1000.0},
         {"attention_backward": 0.5},
         {"unfused_attention": True},
@@ -128,6 +129,44 @@ def test_a_compiler_gathers_weight_by_weight_and_holds_no_activation_functions()
     assert compiled.workspace < eager.workspace
     assert (compiled.kept, compiled.gathered) == (eager.kept, eager.gathered)
     assert memory(full, compiled=True)["total"] < memory(full)["total"]
+
+
+def test_half_output_by_hand():
+    """A product of r x c takes 1 + half / (r c) times as long: what is added is 2 x depth x half, whatever r and c."""
+    one, two = (seconds(half_output=h).terms["forward"] for h in (1e9, 2e9))
+    sizes = PLAIN.problem.model.sizes
+    width, heads = sizes["D"], sizes["N"] * sizes["H"]
+    depths = sizes["L"] * (3 * width + heads + 2 * width + sizes["F"]) + width  # q k v, o, gate up, down; the head
+    assert two - one == pytest.approx(2 * 1e9 * depths / PLAIN.problem.cluster.chip.peak(DType.BF16), rel=1e-6)
+
+
+def test_software_that_repeats_whole_layers_takes_a_forward_pass_again():
+    full = replace(PLAIN.layout, remat="full")
+
+    def step(*, whole):
+        problem = replace(PLAIN.problem, calibration=replace(IDENTITY, repeats_whole=whole))
+        return evaluate_layout(problem, PLAIN.fabric, full).step
+
+    plain, whole = step(whole=False), step(whole=True)
+    layers = seconds().terms["forward"]
+    assert plain.terms["recompute"] < whole.terms["recompute"] <= layers
+    assert whole.lower == plain.lower
+    assert seconds(repeats_whole=True) == BASE, "nothing is recomputed"
+
+
+def test_inputs_gathered_once_more_come_beside_other_gradients():
+    layout = Layout(tensor=8, micro_batch=2, remat="none", wires=(("tensor", (8,)),))
+    own = case("8 H100", "none", layout, width=1024)
+
+    def step(*, late):
+        problem = replace(own.problem, calibration=replace(IDENTITY, late_gathers=late))
+        return evaluate_layout(problem, own.fabric, layout).step
+
+    plain, late = step(late=False), step(late=True)
+    assert plain.hidden["tensor"] == 0
+    gather = 2 * 1920 * 1024 * 2 * 7 / 8 / 450e9  # the input of attention, and of the feed-forward part: two a layer
+    assert late.hidden["tensor"] == pytest.approx(4 * 2 * gather, rel=0.05), "hops besides"
+    assert late.expected == pytest.approx(plain.expected - late.hidden["tensor"], rel=1e-9)
 
 
 def test_the_host_launches_what_routing_decides():

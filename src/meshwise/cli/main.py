@@ -33,6 +33,9 @@ COMMANDS = {
     "verify": LazyCommand("meshwise.cli.verify:verify", "Compile a step for its target, and compare with the plan."),
     "run": LazyCommand("meshwise.cli.run:run", "Train, or generate, as a plan says on the devices that are there."),
     "score": LazyCommand("meshwise.cli.score:score", "Compare predictions with measured training runs."),
+    "calibrate": LazyCommand(
+        "meshwise.cli.calibrate:calibrate", "Refine a chip's calibration by your own measured steps."
+    ),
     "model": LazyCommand("meshwise.cli.model:model", "Count a model: parameters, FLOPs and KV cache, part by part."),
     "models": LazyCommand("meshwise.cli.models:models", "List the models known by name."),
     "chips": LazyCommand("meshwise.cli.chips:chips", "List the chips known by name, with their numbers and sources."),

@@ -52,6 +52,12 @@ class Calibration:
         chained_startup: seconds before the first byte of a collective inside a compiled step of serving, where a
             collective on its own takes longer (`links`); None for the same.
         late_exchange: whether what is exchanged once a step over the data axis waits for the last backward pass.
+        late_gathers: whether inputs of matmuls that are gathered once more for gradients of weights come beside the
+            matmuls of the other gradients (Korthikanti et al. 2022, section 4.2.2).
+        repeats_whole: whether full recomputation repeats all of a layer's forward pass, as checkpoints of PyTorch do,
+            and not only what gradients read.
+        half_output: elements of a product (rows x columns) at which its first and last wave of tiles, whose compute
+            units are partly idle, take as long as the product.
         compiled: whether a compiler does what is elementwise where its result is read, and gathers weight by weight, so
             that memory holds neither such results nor a whole layer's weights; else it is as with eager software.
     """
@@ -79,6 +85,9 @@ class Calibration:
     late_exchange: bool = False
     compiled: bool = False
     chained_startup: float | None = None
+    late_gathers: bool = False
+    repeats_whole: bool = False
+    half_output: float = 0.0
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.
@@ -107,7 +116,7 @@ class Calibration:
         assert 0 < self.attention_backward <= 1, f"{self.name}: attention_backward is a share"
         assert self.elementwise_passes >= 1, f"{self.name}: an elementwise operation moves its bytes once at least"
         assert 0 <= self.interference < 1, f"{self.name}: interference is a share"
-        assert min(self.half_depth, self.half_attention, self.gap, self.mixture_launch) >= 0, (
+        assert min(self.half_depth, self.half_attention, self.half_output, self.gap, self.mixture_launch) >= 0, (
             f"{self.name}: nothing is below 0"
         )
 

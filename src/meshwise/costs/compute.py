@@ -47,6 +47,7 @@ __all__ = [
     "OperationPrices",
     "PassCompute",
     "check_precision",
+    "filling",
     "operation_compute",
     "operation_work",
     "pass_work",
@@ -149,7 +150,8 @@ class ComputeRates:
         vector: of the vector unit.
         byte: of HBM.
         attention_backward: of attention's backward pass.
-        half_depth, half_attention, elementwise_passes, gap, mixture_launch, unfused_attention: as in `Calibration`.
+        half_depth, half_output, half_attention, elementwise_passes, gap, mixture_launch, unfused_attention: as in
+            `Calibration`.
     """
 
     tile: tuple[int, int, int]
@@ -162,6 +164,7 @@ class ComputeRates:
     byte: float
     attention_backward: float
     half_depth: float
+    half_output: float
     half_attention: float
     elementwise_passes: float
     gap: float
@@ -189,6 +192,7 @@ class ComputeRates:
             byte=1 / (chip.hbm_bandwidth * calibration.hbm_efficiency),
             attention_backward=attention / calibration.attention_backward,
             half_depth=calibration.half_depth,
+            half_output=calibration.half_output,
             half_attention=calibration.half_attention,
             elementwise_passes=calibration.elementwise_passes,
             gap=calibration.gap,
@@ -331,11 +335,7 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
     if work.matmul is not None and work.tiles is not None:
         flops = 2 * extents.volume(work.matmul)
         busy = flops * (rates.matmul_sheet if work.narrow else rates.other_matmul_sheet)
-        compute = (
-            flops * (rates.matmul if work.narrow else rates.other_matmul) * _tile_waste(work.tiles, extents, rates.tile)
-        )
-        if rates.half_depth:
-            compute = compute * (1 + rates.half_depth / extents.volume(work.tiles[1]))
+        compute = flops * _matmul_rate(work, work.tiles, flops, extents, rates)
     elif work.attention is not None:
         flops = _attention_flops(*work.attention, extents)
         busy = flops * rates.other_matmul_sheet
@@ -362,6 +362,23 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
     if work.routed and rates.mixture_launch:
         seconds, serial = maximum(seconds, rates.mixture_launch), maximum(serial, rates.mixture_launch)
     return OpCompute(flops, busy, num_bytes, compute, memory, seconds, serial)
+
+
+def _matmul_rate(
+    work: OpWork, tiles: tuple[Volume, Volume, Volume], flops: Any, extents: Extents, rates: ComputeRates
+) -> Any:
+    """Seconds of a matmul's FLOP: at the rate of large ones, tiles padded, filling and last waves included."""
+    seconds = (rates.matmul if work.narrow else rates.other_matmul) * _tile_waste(tiles, extents, rates.tile)
+    if rates.half_depth or rates.half_output:
+        seconds = seconds * filling(tiles, flops, extents, rates)
+    return seconds
+
+
+def filling(tiles: tuple[Volume, Volume, Volume], flops: Any, extents: Extents, rates: ComputeRates) -> Any:
+    """How many times as long a matmul takes as a large one of as many FLOPs: pipelines that fill, waves partly idle."""
+    depth = extents.volume(tiles[1])
+    waves = rates.half_output * 2 * depth / maximum(flops, 1.0)  # products of a batch share waves of tiles
+    return (1 + rates.half_depth / depth) * (1 + waves)
 
 
 #: Bytes that one score of attention moves where kernels are not fused, its values of 16 bits. Forward: written by

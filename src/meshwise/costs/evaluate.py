@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
 from meshwise.costs.arithmetic import maximum, where
 from meshwise.costs.assembly import StepParts, step_time
-from meshwise.costs.compute import ComputeRates, OperationPrices
+from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, held_bytes
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
@@ -50,6 +50,7 @@ __all__ = [
     "offloaded",
     "place_structure",
     "plan_structure",
+    "repeats_whole",
     "whole_extents",
 ]
 
@@ -92,11 +93,7 @@ def evaluate_local(
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
     planned = plan_structure(problem, structure)
     prices = OperationPrices(extents, rates)
-    passes = (
-        [{name: prices.pass_compute(works, b.alike[name]) for name, works in b.works.items()} for b in planned]
-        if known is None
-        else [b.passes for b in known]
-    )
+    passes = [_passes(problem, structure, b, prices) for b in planned] if known is None else [b.passes for b in known]
     return tuple(
         LocalBlock(
             own,
@@ -105,6 +102,27 @@ def evaluate_local(
         )
         for own, b in zip(passes, planned, strict=True)
     )
+
+
+def repeats_whole(problem: TrainingProblem, structure: Structure) -> bool:
+    """Whether layers that are recomputed are repeated to their end."""
+    return problem.calibration.repeats_whole and structure.remat == "full"
+
+
+def _passes(
+    problem: TrainingProblem, structure: Structure, b: PlannedBlock, prices: OperationPrices
+) -> dict[str, PassCompute]:
+    """Price the passes of a block; where the software repeats a whole layer, that is what recomputation takes."""
+    passes = {name: prices.pass_compute(works, b.alike[name]) for name, works in b.works.items()}
+    if repeats_whole(problem, structure) and b.works["recompute"]:
+        forward, needed = passes["forward"], passes["recompute"]  # bounds count what is needed
+        passes["recompute"] = replace(
+            needed,
+            seconds=maximum(forward.seconds, needed.seconds),
+            serial_seconds=maximum(forward.serial_seconds, needed.serial_seconds),
+            attention_seconds=forward.attention_seconds,
+        )
+    return passes
 
 
 def evaluate_local_memory(

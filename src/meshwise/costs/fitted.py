@@ -7,11 +7,13 @@ A calibration is a chip family's constants with those of a software; both are sh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
+from meshwise.costs.calibration_file import is_file_name, read_calibration_file
 from meshwise.dtypes import DType
-from meshwise.errors import UnknownNameError
-from meshwise.hardware import Chip
+from meshwise.errors import MeshwiseError, UnknownNameError
+from meshwise.hardware import Chip, load_chip
 
 __all__ = ["SOFTWARE", "Software", "find_calibration", "fitted_calibration"]
 
@@ -25,7 +27,9 @@ class Software:
         meaning: what it is, for people.
         flash: generation of fused attention, 0 for none, 1 for kernels before 2023-07 (FlashAttention 1, its Triton
             version), 2 for those since.
-        elementwise_passes, late_exchange, collective_matmul: as in `Calibration`; None keeps the family's.
+        elementwise_passes, late_exchange, collective_matmul: as in `Calibration`; None keeps the family's. Inputs that
+            are gathered once more come late in all of them.
+        gap: seconds between operations; None for `_GAP`.
         graphs: whether layers with experts are launched as graphs, so that the host is never waited for.
         source: where the numbers are from.
     """
@@ -38,6 +42,7 @@ class Software:
     collective_matmul: bool | None
     graphs: bool
     source: str
+    gap: float | None = None
 
 
 _STEPS = "fitted to whole steps"
@@ -48,22 +53,27 @@ SOFTWARE = {
     for s in (
         Software(
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
-            flash=2, elementwise_passes=1.2, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=2, elementwise_passes=1.27, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
         ),
         Software(
             "megatron-graphs", "the same on Blackwell in NeMo containers from 26.06 on: the host is not waited for",
-            flash=2, elementwise_passes=1.2, late_exchange=False, collective_matmul=True, graphs=True,
+            flash=2, elementwise_passes=1.1, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
         ),
         Software(
-            "megatron-2021", "Megatron-LM and Megatron-DeepSpeed before FlashAttention",
-            flash=0, elementwise_passes=1.1, late_exchange=True, collective_matmul=False, graphs=False,
+            "megatron-2021", "Megatron-LM before FlashAttention",
+            flash=0, elementwise_passes=1.0, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} on A100; gradients are reduced after the last backward pass",
         ),
         Software(
+            "megatron-deepspeed", "Megatron-DeepSpeed before FlashAttention: the same in DeepSpeed's pipeline engine",
+            flash=0, elementwise_passes=2.1, late_exchange=True, collective_matmul=False, graphs=False,
+            source=f"{_STEPS} of the BLOOM pre-study on A100; its engine keeps devices waiting for the host", gap=48e-6,
+        ),
+        Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
-            flash=1, elementwise_passes=1.9, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=1, elementwise_passes=1.6, late_exchange=False, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
         ),
         Software(
@@ -82,7 +92,8 @@ class _Chips:
         sustained: share of the matmul rate of milliseconds that is kept for minutes, where power limits clocks.
         narrow: as in `Calibration`, of whole steps.
         attention: share of the dense FLOP/s over long sequences, second generation of fused kernels.
-        half_attention, half_depth, gap, interference, mixture_launch: as in `Calibration`.
+        half_attention, half_depth, half_output, mixture_launch: as in `Calibration`.
+        memory, links: share of the bandwidth of HBM, and of links for large messages.
         flash_1: the same share for kernels of the first generation, forward, and backward over it.
         source: where the numbers are from.
     """
@@ -92,8 +103,9 @@ class _Chips:
     attention: float | None
     half_attention: float
     half_depth: float
-    gap: float
-    interference: float
+    half_output: float
+    memory: float
+    links: float
     mixture_launch: float
     flash_1: tuple[float, float]
     source: str
@@ -101,20 +113,30 @@ class _Chips:
 
 _MICRO = (
     "half_depth and attention: matmuls of K = 1,024 to 16,384 and causal attention over 512 to 16,384 keys, NVIDIA "
-    "AIConfigurator database; sustained, gap, interference, mixture_launch: fitted to whole steps"
+    "AIConfigurator database; the others: fitted to whole steps, around single operations"
 )
+
+
+def _waves(units: int) -> float:
+    """A tenth of what one wave of tiles of 128 x 256 on all compute units makes: what partly idle waves cost."""
+    return 0.1 * units * 128 * 256
+
 
 #: By family; a chip of no family inherits Hopper's.
 _CHIPS = {
-    "ampere": _Chips(0.90, (), 0.57, 600.0, 100.0, 12e-6, 0.20, 70e-6, (0.46, 0.58), _MICRO),
-    "hopper": _Chips(0.75, ((DType.FP8, 0.68),), 0.53, 1000.0, 100.0, 12e-6, 0.20, 70e-6, (0.24, 0.65), _MICRO),
-    "blackwell": _Chips(1.0, ((DType.FP8, 0.70), (DType.FP4, 0.60)), 0.50, 1900.0, 100.0, 12e-6, 0.20, 80e-6,
-                        (0.24, 0.65), _MICRO),
-    "cdna": _Chips(0.90, (), None, 1000.0, 100.0, 12e-6, 0.20, 70e-6, (0.24, 0.65),
+    "ampere": _Chips(0.913, (), 0.57, 600.0, 200.0, _waves(108), 0.85, 0.86, 83e-6, (0.46, 0.58), _MICRO),
+    "hopper": _Chips(0.80, ((DType.FP8, 0.64),), 0.52, 1000.0, 200.0, _waves(132), 0.87, 0.75, 83e-6, (0.24, 0.65),
+                     _MICRO),
+    "blackwell": _Chips(0.90, ((DType.FP8, 0.61), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, _waves(148), 0.92, 0.76,
+                        83e-6, (0.24, 0.65), _MICRO),
+    "cdna": _Chips(0.90, (), None, 1000.0, 200.0, _waves(304), 0.85, 0.74, 83e-6, (0.24, 0.65),
                    f"inherited from Hopper and Ampere; {_MICRO}"),
-    "tpu": _Chips(0.90, (), None, 0.0, 0.0, 0.0, 0.20, 0.0, (0.24, 0.65),
+    "tpu": _Chips(0.875, (), None, 0.0, 0.0, 0.0, 0.85, 0.97, 0.0, (0.24, 0.65),
                   "sustained, interference: fitted to whole steps of MaxText on v4, v5e and v5p (2023)"),
 }  # fmt: skip
+
+#: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
+_GAP, _INTERFERENCE = 6.5e-6, 0.25
 
 #: Backward over forward rate of attention in kernels of the second generation (Dao 2023, figures 4 to 7).
 _FLASH_2_BACKWARD = 0.8
@@ -143,6 +165,11 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     return replace(_with(family, SOFTWARE[name]), name="fitted" if name == usual else f"fitted+{name}")
 
 
+def _gap(family: Calibration) -> float:
+    """A program of XLA runs on a TPU without the host between its operations."""
+    return 0.0 if family.name == "tpu" else _GAP
+
+
 def _with(family: Calibration, software: Software) -> Calibration:
     """The constants of a family and of a software together."""
     own = _CHIPS.get(family.name, _CHIPS["hopper"])
@@ -160,22 +187,30 @@ def _with(family: Calibration, software: Software) -> Calibration:
         unfused_attention=software.flash == 0,
         half_depth=own.half_depth,
         elementwise_passes=software.elementwise_passes,
-        gap=own.gap,
+        gap=_gap(family) if software.gap is None else software.gap,
         mixture_launch=0.0 if software.graphs else own.mixture_launch,
-        interference=own.interference,
+        interference=_INTERFERENCE,
+        hbm_efficiency=own.memory,
+        links=replace(family.links, efficiency=own.links),
         late_exchange=software.late_exchange,
         compiled=software.name == "xla",
+        late_gathers=True,
+        repeats_whole=software.name != "xla",
+        half_output=own.half_output,
         collective_matmul=family.collective_matmul if matmul is None else matmul,
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
 
 
 def find_calibration(name: str, chip: Chip) -> Calibration:
-    """Read `--calibration`: "default" for the chip's family, "none", a family by name, "fitted", "fitted+SOFTWARE".
+    """Read `--calibration`: default, none, a family by name, fitted, fitted+SOFTWARE, or a file (.json).
 
     Raises:
         UnknownNameError: with the names there are.
+        MeshwiseError: a file that cannot be read, or is of another chip.
     """
+    if is_file_name(name):
+        return _of_file(name, chip)
     word, plus, software = name.partition("+")
     if word == "fitted":
         return fitted_calibration(chip, software if plus else None)
@@ -185,3 +220,13 @@ def find_calibration(name: str, chip: Chip) -> Calibration:
         known = ["default", *CALIBRATIONS, "fitted", *(f"fitted+{s}" for s in SOFTWARE)]
         raise UnknownNameError("calibration", name, known)
     return CALIBRATIONS[name]
+
+
+def _of_file(name: str, chip: Chip) -> Calibration:
+    """The calibration of a file that `meshwise calibrate` wrote."""
+    file = read_calibration_file(Path(name))
+    if default_calibration(load_chip(file.chip)).name != default_calibration(chip).name:
+        raise MeshwiseError(f"--calibration {name}: it is of {file.chip}, another family than {chip.name}'s")
+    if is_file_name(file.base):
+        raise MeshwiseError(f"--calibration {name}: its base is a file, {file.base!r}; expected a calibration by name")
+    return file.applied(find_calibration(file.base, chip), name)

@@ -171,7 +171,16 @@ class _PassFlows:
             return self.fused
         if f.purpose is not Purpose.ACTIVATIONS:
             return self.hideable
-        return self.fused if f.term == "tensor" and rates.calibration.collective_matmul else self.critical
+        late = f.late == f.count and rates.calibration.late_gathers
+        return self.fused if f.term == "tensor" and (rates.calibration.collective_matmul or late) else self.critical
+
+
+def _split_late(f: Flow, rates: StepRates) -> tuple[Flow, ...]:
+    """Take a flow apart where gradients of weights are waited for apart: what is needed at once, and the rest."""
+    if not (f.late and rates.calibration.late_gathers) or f.term != "tensor" or f.purpose is not Purpose.ACTIVATIONS:
+        return (f,)
+    rest = replace(f, count=f.late)
+    return (rest,) if f.late == f.count else (replace(f, count=f.count - f.late, late=0), rest)
 
 
 def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:
@@ -185,7 +194,8 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
             seconds, bound = rates.flow_seconds(f)
             _add(bounds, f.term, bound)
             _add(serial, f.part, seconds)
-            passes[f.when].of(f, rates).add(f, seconds)
+            for flow in _split_late(f, rates):
+                passes[f.when].of(flow, rates).add(flow, seconds * (flow.count / f.count))
     for term, seconds in bounds.items():
         sums.resources[term] = sums.resources[term] + count * seconds
     for part, seconds in serial.items():

@@ -6,7 +6,8 @@ The rule for the *expected* time, stated once:
 2. Collectives on activations stand on the critical path, with two exceptions. On TPUs those over the tensor axis run
    as collective matmuls: they hide behind the compute of their own block and pass, as far as that lasts. So do those
    that a layout asks for, on any chip; they go round a ring, send by send. The keys and values of ring attention hide
-   behind the attention of their own block and pass.
+   behind the attention of their own block and pass. What is gathered once more for gradients of weights alone comes
+   beside the other gradients, where the software does so (`late_gathers`).
 3. Gathering weights and reducing gradients of one layer hides behind the compute of its neighbour (and what sticks
    out of its collective matmuls), as far as that lasts. Where they need links that collective matmuls or the ring of
    attention use at the same time, they hide behind what those leave of it: the times on shared links add up.

@@ -14,7 +14,8 @@ from meshwise.costs.extents import Extents, Split, WeightedSum, element_bytes, v
 from meshwise.costs.update import update_transfers
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
-from meshwise.sharding.place import PlacedBlock, Purpose, Transfer
+from meshwise.sharding.place import LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.tensors import Kind
 
 __all__ = ["Flow", "FlowPlan", "Pass", "flow_plans", "forward_flow_plans", "term_of"]
 
@@ -44,6 +45,7 @@ class Flow:
         transfers: what moves, as placed.
         term: of a step's time that it counts under, and use of the network.
         part: of a microbatch that it belongs to: "forward", "backward" or "weights".
+        late: how many of them only gradients of weights wait for: inputs of matmuls that are gathered once more.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Flow:
     transfers: tuple[Transfer, ...]
     term: str
     part: str
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class FlowPlan:
     """A flow before sizes are known.
 
     Args:
-        name, when, purpose, kind, mesh_axes, count, routed, transfers, term, part: as in `Flow`.
+        name, when, purpose, kind, mesh_axes, count, routed, transfers, term, part, late: as in `Flow`.
         num_bytes: bytes of the local block, as a sum still to be given sizes.
         scaled_by: mesh axes over which the bytes are counted together (AllToAll).
         local: whether they depend only on the sizes of one device's own work, not on data and fsdp.
@@ -83,6 +86,7 @@ class FlowPlan:
     transfers: tuple[Transfer, ...]
     term: str
     part: str
+    late: int = 0
 
     def bytes(self, extents: Extents) -> Any:
         """Bytes of each collective; equal ones are one and the same value."""
@@ -102,6 +106,7 @@ class FlowPlan:
             self.transfers,
             self.term,
             self.part,
+            self.late,
         )
 
 
@@ -124,8 +129,9 @@ def flow_plans(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) 
     exchanged: dict[tuple[str, ...], list[Message]] = {}
     for _, item in update_transfers(placed, optimizer):
         exchanged.setdefault(item.collective.mesh_axes, []).append((item,))
+    late = _read_by_weights(placed)
     return (
-        *(_plan(key, items, precision) for key, items in groups.items()),
+        *(_plan(key, items, precision, late) for key, items in groups.items()),
         *(
             replace(_plan((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes), items, precision), count=2)
             for axes, items in exchanged.items()
@@ -147,6 +153,19 @@ def forward_flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowP
         alike = _message_bytes(message, precision) if purpose in _ONE_BY_ONE else ()
         groups.setdefault((Pass.FORWARD, purpose, kind, mesh_axes, *alike), []).append(message)
     return tuple(_plan(key, messages, precision) for key, messages in groups.items())
+
+
+def _read_by_weights(placed: PlacedBlock) -> frozenset[int]:
+    """Identities of backward transfers that only gradients of weights wait for."""
+    makers = {item.op.name: item for item in placed.backward if isinstance(item, LocalOp)}
+    return frozenset(
+        id(t)
+        for t in placed.backward
+        if isinstance(t, Transfer)
+        and t.purpose is Purpose.ACTIVATIONS
+        and t.waits in makers
+        and makers[t.waits].output.tensor.kind is Kind.GRADIENT
+    )
 
 
 def _messages(transfers: list[Transfer]) -> list[Message]:
@@ -176,7 +195,9 @@ def _message_bytes(message: Message, precision: Precision) -> WeightedSum:
     return tuple(pair for t in message for pair in _bytes_of(t, precision))
 
 
-def _plan(key: tuple[Any, ...], messages: list[Message], precision: Precision) -> FlowPlan:
+def _plan(
+    key: tuple[Any, ...], messages: list[Message], precision: Precision, late: frozenset[int] = frozenset()
+) -> FlowPlan:
     when, purpose, kind, mesh_axes = key[:4]
     alike = purpose in _ONE_BY_ONE
     items = [t for message in messages for t in message]
@@ -207,6 +228,7 @@ def _plan(key: tuple[Any, ...], messages: list[Message], precision: Precision) -
         transfers=tuple(items),
         term=term_of(mesh_axes, purpose),
         part="forward" if when is Pass.FORWARD else "weights" if purpose is Purpose.GRADIENTS else "backward",
+        late=sum(id(message[0]) in late for message in messages) if when is Pass.BACKWARD else 0,
     )
 
 

@@ -10,9 +10,16 @@ import math
 from collections.abc import Iterator, Sequence
 
 from meshwise.costs.collectives import schedules, wire_time
-from meshwise.costs.compute import ComputeRates, operation_compute
+from meshwise.costs.compute import ComputeRates, filling, operation_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
-from meshwise.costs.evaluate import PlannedBlock, TrainingProblem, local_extents, plan_structure, whole_extents
+from meshwise.costs.evaluate import (
+    PlannedBlock,
+    TrainingProblem,
+    local_extents,
+    plan_structure,
+    repeats_whole,
+    whole_extents,
+)
 from meshwise.costs.extents import Extents, held_bytes, held_key
 from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.costs.network import Fabric
@@ -77,7 +84,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
                 layout.num_microbatches,
                 _waited_for(block.block, ledger),
                 {"forward": block.forward, "recompute": block.recompute, "backward": block.backward + block.weights},
-                tuple(_operations(p, local, rates, used)),
+                tuple(_operations(p, local, rates, used, whole=repeats_whole(problem, structure))),
             )
             for p, (block, copies) in zip(planned, ledger.blocks, strict=True)
         ),
@@ -108,19 +115,22 @@ def collectives_of(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> 
 
 
 def _operations(
-    planned: PlannedBlock, extents: Extents, rates: ComputeRates, used: frozenset[str]
+    planned: PlannedBlock, extents: Extents, rates: ComputeRates, used: frozenset[str], *, whole: bool
 ) -> Iterator[OperationWorking]:
-    for when, works in planned.works.items():
-        for work in works:
+    """List the operations of a block; `whole` where a layer that is recomputed is repeated to its end."""
+    for when, needed in planned.works.items():
+        repeated = whole and when == "recompute" and bool(needed)
+        for work in planned.works["forward"] if repeated else needed:
             one = operation_compute(work, extents, rates)
+            counts = not repeated or work.placed.op.name in planned.placed.recomputed  # bounds count what is needed
             real = one.flops * (rates.matmul if work.narrow else rates.other_matmul)
             if work.tiles is not None:
-                real = real * (1 + rates.half_depth / extents.volume(work.tiles[1]))
+                real = real * filling(work.tiles, one.flops, extents, rates)
             yield OperationWorking(
                 when="backward" if when == "weights" else when,
                 name=work.placed.op.name,
                 signature=_signature(work.placed, used),
-                flops=float(one.flops),
+                flops=float(one.flops) if counts else 0.0,
                 num_bytes=float(one.num_bytes),
                 compute=float(one.compute),
                 memory=float(one.memory),

@@ -95,6 +95,7 @@ def _is_open(name: str, layout: LayoutRequest) -> bool:
 #: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
 _SOFTWARE = (
     (r"maxtext|jax|levanter|axlearn", "xla", 9999),
+    (r"megatron.*deepspeed", "megatron-deepspeed", 2023),
     (r"megatron|nemo", "megatron-2021", 2023),
     (r"megatron|nemo|transformer ?engine", "megatron", 9999),
     (r"flashattention \(triton\)|composer|deepspeed|fsdp", "eager-2023", 2023),
