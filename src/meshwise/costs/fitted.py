@@ -53,12 +53,12 @@ SOFTWARE = {
     for s in (
         Software(
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
-            flash=2, elementwise_passes=1.27, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=2, elementwise_passes=1.25, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
         ),
         Software(
             "megatron-graphs", "the same on Blackwell in NeMo containers from 26.06 on: the host is not waited for",
-            flash=2, elementwise_passes=1.1, late_exchange=False, collective_matmul=True, graphs=True,
+            flash=2, elementwise_passes=1.12, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
         ),
         Software(
@@ -68,12 +68,12 @@ SOFTWARE = {
         ),
         Software(
             "megatron-deepspeed", "Megatron-DeepSpeed before FlashAttention: the same in DeepSpeed's pipeline engine",
-            flash=0, elementwise_passes=2.1, late_exchange=True, collective_matmul=False, graphs=False,
-            source=f"{_STEPS} of the BLOOM pre-study on A100; its engine keeps devices waiting for the host", gap=48e-6,
+            flash=0, elementwise_passes=2.13, late_exchange=True, collective_matmul=False, graphs=False,
+            source=f"{_STEPS} of the BLOOM pre-study on A100; its engine keeps devices waiting for the host", gap=89e-6,
         ),
         Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
-            flash=1, elementwise_passes=1.6, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=1, elementwise_passes=1.66, late_exchange=False, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
         ),
         Software(
@@ -124,19 +124,19 @@ def _waves(units: int) -> float:
 
 #: By family; a chip of no family inherits Hopper's.
 _CHIPS = {
-    "ampere": _Chips(0.913, (), 0.57, 600.0, 200.0, _waves(108), 0.85, 0.86, 83e-6, (0.46, 0.58), _MICRO),
-    "hopper": _Chips(0.80, ((DType.FP8, 0.64),), 0.52, 1000.0, 200.0, _waves(132), 0.87, 0.75, 83e-6, (0.24, 0.65),
+    "ampere": _Chips(0.941, (), 0.57, 600.0, 200.0, _waves(108), 0.81, 0.86, 82e-6, (0.46, 0.58), _MICRO),
+    "hopper": _Chips(0.805, ((DType.FP8, 0.645),), 0.52, 1000.0, 200.0, _waves(132), 0.87, 0.75, 82e-6, (0.24, 0.65),
                      _MICRO),
-    "blackwell": _Chips(0.90, ((DType.FP8, 0.61), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, _waves(148), 0.92, 0.76,
-                        83e-6, (0.24, 0.65), _MICRO),
-    "cdna": _Chips(0.90, (), None, 1000.0, 200.0, _waves(304), 0.85, 0.74, 83e-6, (0.24, 0.65),
+    "blackwell": _Chips(0.91, ((DType.FP8, 0.61), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, _waves(148), 0.91, 0.77,
+                        82e-6, (0.24, 0.65), _MICRO),
+    "cdna": _Chips(0.90, (), None, 1000.0, 200.0, _waves(304), 0.85, 0.74, 82e-6, (0.24, 0.65),
                    f"inherited from Hopper and Ampere; {_MICRO}"),
     "tpu": _Chips(0.875, (), None, 0.0, 0.0, 0.0, 0.85, 0.97, 0.0, (0.24, 0.65),
                   "sustained, interference: fitted to whole steps of MaxText on v4, v5e and v5p (2023)"),
 }  # fmt: skip
 
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
-_GAP, _INTERFERENCE = 6.5e-6, 0.25
+_GAP, _INTERFERENCE = 6.8e-6, 0.256
 
 #: Backward over forward rate of attention in kernels of the second generation (Dao 2023, figures 4 to 7).
 _FLASH_2_BACKWARD = 0.8

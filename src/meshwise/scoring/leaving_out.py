@@ -19,6 +19,9 @@ from meshwise.scoring.prediction import Prediction
 
 __all__ = ["LeavingOut", "row_weights"]
 
+#: Points at which slopes are taken: at the priors, then where these lead.
+_ROUNDS = 2
+
 #: Rows of one source that count as so many independent ones at most: they share what they are off by.
 _ROWS_OF_A_SOURCE = 12
 
@@ -45,9 +48,12 @@ class LeavingOut:
         self.rows = tuple(rows)
         self.constants = all_constants()
         priced = [Repriced(p, default_calibration(p.setup.problem.cluster.chip).name) for p in self.rows]
-        self.points = sensitivities(priced, self.constants, {c.name: c.prior for c in self.constants}, progress)
         self.measured = np.array([p.measured for p in self.rows])
         self.weights = row_weights([p.run.source for p in self.rows])
+        at: dict[str, float] = {c.name: c.prior for c in self.constants}
+        for _ in range(_ROUNDS):  # slopes hold near where they were taken
+            self.points = sensitivities(priced, self.constants, at, progress)
+            at = dict(self.fitted_to(np.ones(len(self.rows), dtype=bool)).values)
 
     def fitted_to(self, chosen: np.ndarray) -> Fit:
         """The constants that some rows make most likely; `chosen` is [rows] true or false."""
