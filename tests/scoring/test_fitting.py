@@ -86,7 +86,7 @@ def default_formats():
 
 
 def test_left_out_rows_are_predicted_without_them(rows):
-    """A source made three times as long moves its own prediction by what is left of slopes taken elsewhere: second order."""
+    """A source made three times as long moves its own prediction in second order alone: slopes are taken elsewhere."""
     plain = LeavingOut(rows).leave_out(lambda p: p.run.source)
     slow = [replace(p, measured=3 * p.measured) if p.run.source == "vtrain" else p for p in rows]
     moved = LeavingOut(slow).leave_out(lambda p: p.run.source)
