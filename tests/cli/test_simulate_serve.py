@@ -120,3 +120,12 @@ def test_an_estimated_engine_does_what_was_estimated(run, tmp_path):
     refused = run("estimate", "serve", *asked, "--layout", "tensor=1", "--prefill-engine", str(engine))
     assert refused.code == 2
     assert "--engine has both" in refused.err
+
+
+def test_the_best_plan_serves(run, tmp_path):
+    engine = tmp_path / "engine.json"
+    asked = ("llama-3-8b", "--on", "h100:8", "--prompt", "1024", "--output", "256", "--max-tpot", "20ms")
+    planned = run("plan", "serve", *asked, "--mode", "aggregated", "--engine", str(engine))
+    assert planned.code == 0
+    served = run("simulate", "serve", str(engine), "--rate", "2", "--requests", "300", "--tpot", "20ms", "--json")
+    assert served.json["kept_share"] > 0.99

@@ -41,6 +41,6 @@ def serve(request: EstimateServeRequest, engine: Path | None, prefill_engine: Pa
         name: getattr(request, name) for name in ("layout", "prefill_layout", "mode", "batch", "prefill_batch", "chunk")
     }
     output.show(estimate_serve_report(answer, {**request.echo_serving(problem), **asked}))
-    write_engines(answer, {"generate": engine, "prefill": prefill_engine})
+    write_engines(problem, answer.estimate, {"generate": engine, "prefill": prefill_engine})
     if not answer.estimate.fits:
         raise click.exceptions.Exit(InfeasibleError.exit_code)

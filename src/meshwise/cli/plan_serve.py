@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.report.plan_serve import plan_serve_report
+from meshwise.verbs.estimate_serve import write_engines
 from meshwise.verbs.plan_serve import PlanServeRequest, find_serving_plans
 from meshwise.verbs.serve import SERVE_FLAGS
 
 __all__ = ["serve"]
 
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
 
 @click.command()
 @request_options(PlanServeRequest, arguments=("model",), flags=SERVE_FLAGS)
+@click.option("--engine", type=_FILE, help="Write what a step of the best plan's engine takes, for 'simulate serve'.")
+@click.option("--prefill-engine", type=_FILE, help="And of its engines that only prefill.")
 @output_options
-def serve(request: PlanServeRequest, output: Output) -> None:
+def serve(request: PlanServeRequest, engine: Path | None, prefill_engine: Path | None, output: Output) -> None:
     """Find the best layouts for a serving load, and why the others lose.
 
     Searches engines of every size, layouts of prefill and of generation, together or apart, and batches. When nothing
@@ -28,4 +35,5 @@ def serve(request: PlanServeRequest, output: Output) -> None:
     """  # noqa: D301  (click's mark for lines that stay as they are)
     problem = request.problem()
     planning = find_serving_plans(request, problem)
+    write_engines(problem, planning.plans[0], {"generate": engine, "prefill": prefill_engine})
     output.show(plan_serve_report(planning, {**request.echo_serving(problem), **request.echo_search()}))

@@ -81,13 +81,12 @@ def _layout(flag: str, text: str, chips: int) -> ServingLayout:
         raise LayoutError(f"{flag}: {str(error).removeprefix('layout: ')}") from None
 
 
-def write_engines(answer: ServingAnswer, files: Mapping[Step, Path | None]) -> None:
+def write_engines(problem: ServingProblem, estimate: ServingEstimate, files: Mapping[Step, Path | None]) -> None:
     """Write what steps of engines take, where a file is given.
 
     Raises:
         MeshwiseError: an engine that does not fit or does not exist; a file that cannot be written.
     """
-    estimate = answer.estimate
     for step, file in files.items():
         if file is None:
             continue
@@ -96,7 +95,7 @@ def write_engines(answer: ServingAnswer, files: Mapping[Step, Path | None]) -> N
             raise MeshwiseError(f"{flag}: an engine that does not fit has no costs; give a layout or a batch that does")
         if step == "prefill" and estimate.setup.mode == "aggregated":
             raise MeshwiseError(f"{flag}: engines prefill and generate in turn: --engine has both")
-        costs = engine_costs(answer.problem, estimate.setup, step)
+        costs = engine_costs(problem, estimate.setup, step)
         try:
             file.write_text(costs.to_json() + "\n", encoding="utf-8")
         except OSError as error:
