@@ -41,6 +41,7 @@ _TABLES = {
     "compute": "activations, and the work itself",
     "fallback": "the residual stream, where nothing else took the axis",
     "attention": "attention itself",
+    "caches": "what attention keeps between steps of serving",
     "weights": "weights as stored",
     "gradients": "accumulated gradients",
     "optimizer": "optimizer state",
