@@ -64,6 +64,7 @@ WORKING = {
         "fsdp=2,remat=full",
     ],
     "score": [str(Path(__file__).parents[1] / "data" / "measured" / "runs.csv")],
+    "calibrate": [str(Path(__file__).parents[1] / "data" / "measured" / "runs.csv")],
     "bench": ["matmul", "--dtype", "fp32", "--sizes", "64x64x64", "--seconds", "1ms"],
 }
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from small_problems import Case, cases, tiny
 
+import meshwise
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
 from meshwise.costs.estimate import estimate_training, evaluate_layout
 from meshwise.costs.evaluate import TrainingProblem
@@ -199,3 +200,20 @@ def test_key_value_heads_fewer_than_tensor_ways_are_named():
 
 def test_nothing_is_padded_where_everything_divides():
     assert paddings(*case(fsdp=(4, 4, 1), tensor=(1, 1, 4))[::2]) == ()
+
+
+def test_a_conversion_is_not_priced_as_an_elementwise_operation_of_the_same_sizes():
+    """Software that fuses less moves elementwise operands several times; a conversion counts its own passes."""
+    plan = meshwise.estimate_train(
+        "D=256 F=512 L=4 N=8 K=1 V=1024",
+        on="h100:8",
+        batch_tokens=1920,
+        seq_len=1920,
+        precision="fp8",
+        calibration="fitted+eager-2023",
+        layout="ulysses=2,tensor=4,sequence_parallel=off,micro_batch=1,remat=none",
+    ).plans[0]
+    for block in work_out(plan.problem, plan.fabric, plan.layout).blocks:
+        for name, sums in block.passes.items():
+            own = [o.seconds for o in block.operations if o.when == name]
+            assert sum(own) == pytest.approx(float(sums.seconds), rel=1e-9)

@@ -149,8 +149,8 @@ def test_bad_arguments_get_the_packages_own_errors(call, message):
 
 
 def test_an_unknown_attribute_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'meshwise' has no attribute 'plan_serve'"):
-        meshwise.plan_serve  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'meshwise' has no attribute 'plan_all'"):
+        meshwise.plan_all  # noqa: B018
 
 
 def test_the_public_list_is_what_can_be_loaded():

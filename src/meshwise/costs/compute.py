@@ -67,6 +67,8 @@ class OpWork:
         vector: FLOPs on the vector unit, as a weighted sum.
         num_bytes: HBM bytes.
         fused: whether a fusion could remove the bytes (elementwise operations).
+        in_passes: whether software that fuses less moves its bytes several times (not those of conversions, which say
+            themselves how often they read and write).
         narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.
         routed: whether it is of a layer with experts.
         alike: one and the same value for operations in which all of that is equal.
@@ -80,6 +82,7 @@ class OpWork:
     vector: WeightedSum
     num_bytes: WeightedSum
     fused: bool
+    in_passes: bool
     narrow: bool
     routed: bool
     alike: object
@@ -263,7 +266,9 @@ def operation_work(item: LocalOp, precision: Precision, *, routed: bool = False)
         vector = ((volume(op.counted or op.axes), op.flops_per_element),)
     fused = not (op.matmul or isinstance(op, Lookup | Fused | FusedGradient))
     narrow = isinstance(op, Einsum) and op.narrow
-    what = (matmul, tiles, attention, kernel, vector, _operation_bytes(item, precision), fused, narrow, routed)
+    in_passes = fused and not isinstance(op, Convert)
+    num_bytes = _operation_bytes(item, precision)
+    what = (matmul, tiles, attention, kernel, vector, num_bytes, fused, in_passes, narrow, routed)
     return OpWork(*what, the_same(what), item)
 
 
@@ -354,7 +359,7 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
         compute = extents.weighted(work.vector) * rates.vector
     num_bytes = extents.weighted(work.num_bytes)
     memory = num_bytes * rates.byte
-    if work.fused and rates.elementwise_passes != 1 and not isinstance(work.placed.op, Convert):
+    if work.in_passes and rates.elementwise_passes != 1:
         memory = memory * rates.elementwise_passes
     seconds, serial = maximum(compute, memory), compute + memory
     if rates.gap:
