@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from meshwise.costs.calibration import IDENTITY
+from meshwise.costs.calibration_file import calibration_text
 from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import Fabric
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
@@ -168,3 +170,66 @@ def test_workings_name_every_term_that_takes_time(plans):
     assert {name for name, seconds in plans[0].estimate.terms.items() if seconds} < set(names)
     assert {"expected step time", "lower bound", "MFU", "memory", "days", "chip-hours", "cost"} < set(names)
     assert all(e.formula and e.substitution and e.result and e.source for e in explanations)
+
+
+def fitted(on: str, model: str, calibration: str = "fitted") -> Plan:
+    """One layout under a calibration that was compared with measured steps."""
+    cluster = parse_cluster(on)
+    job = TrainingJob(batch_tokens="1Mi", seq_len="4096")
+    layout = Layout(fsdp=8, micro_batch=1, wires=(("fsdp", (8,)),))
+    problem = TrainingProblem(load_model(model), job, cluster, find_calibration(calibration, cluster.chip))
+    return Plan.of(problem, layout, Fabric.of(cluster))
+
+
+def test_a_calibration_that_was_compared_with_steps_gives_an_interval():
+    dense, mixture = fitted("h100-sxm:8", "llama-3-8b"), fitted("h100-sxm:8", "mixtral-8x7b")
+    inherited = fitted("mi300x:8", "llama-3-8b")
+    widths = []
+    for plan in (dense, mixture, inherited):
+        told = json.loads(json.dumps(estimate_report(planning([plan]), {}).envelope(), allow_nan=False))
+        step = told["plans"][0]["estimate"]["step_time_s"]
+        low, high = step["interval_80"]
+        assert step["lower"] <= low < step["expected"] < high
+        assert low * high == pytest.approx(step["expected"] ** 2), "a factor, both ways"
+        widths.append(high / low)
+    assert widths[0] < min(widths[1:]), "mixtures and families that were not measured are less sure"
+    text = shown(estimate_report(planning([mixture]), {}))
+    assert "Four of five such steps take" in text
+    assert "software 9.0 %" in text
+    assert "mixture 14.0 %" in text
+    assert "family 14.0 %" in shown(estimate_report(planning([inherited]), {}))
+
+
+def test_explain_lists_the_constants_of_such_a_calibration():
+    report = estimate_report(planning([fitted("h100-sxm:8", "llama-3-8b", "fitted+eager-2023")]), {})
+    told = json.loads(json.dumps(report.envelope(explain=True), allow_nan=False))
+    constants = {c["name"]: c for c in told["calibration"]["constants"]}
+    assert constants["elementwise_passes"]["value"] == 1.66
+    assert constants["hbm_efficiency"]["unit"] == "share of HBM bandwidth"
+    assert "Dao 2023" in constants["attention_efficiency"]["source"]
+    assert all(c["unit"] and c["source"] for c in constants.values())
+    assert "80 % interval of the step time" in [e["name"] for e in told["explanations"]]
+    text = shown(report, explain=True)
+    assert "constant of fitted+eager-2023" in text
+    assert "e^(1.28 x sqrt(0.090^2 + " in text
+
+
+def test_other_calibrations_have_no_interval(plans):
+    report = planned(plans)
+    assert "such steps take" not in shown(report, explain=True)
+    assert "calibration" not in report.envelope(explain=True)
+    assert "interval_80" not in json.dumps(report.envelope())
+
+
+def test_constants_of_own_measurements_say_so(tmp_path):
+    chip, file = parse_cluster("h100-sxm:8").chip, tmp_path / "ours.json"
+    base = find_calibration("fitted", chip)
+    refined = replace(base, matmul_efficiency=0.6)
+    file.write_text(calibration_text(chip.name, base, refined, {"rows": 4}), encoding="utf-8")
+    report = estimate_report(planning([fitted("h100-sxm:8", "llama-3-8b", str(file))]), {})
+    told = report.envelope(explain=True)
+    constants = {c["name"]: c for c in told["calibration"]["constants"]}
+    assert constants["matmul_efficiency"]["value"] == 0.6
+    assert constants["matmul_efficiency"]["source"] == "your own measurements"
+    assert constants["gap"]["source"] != "your own measurements"
+    assert len(told["plans"][0]["estimate"]["step_time_s"]["interval_80"]) == 2

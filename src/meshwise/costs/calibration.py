@@ -60,6 +60,9 @@ class Calibration:
             units are partly idle, take as long as the product.
         compiled: whether a compiler does what is elementwise where its result is read, and gathers weight by weight, so
             that memory holds neither such results nor a whole layer's weights; else it is as with eager software.
+        doubts: causes of uncertainty (`spread.SPREADS`) that its whole steps have besides the usual ones; None where
+            they were not compared with measured steps, so that there is no interval.
+        refined: constants that a file of own measurements gave, as files name them.
     """
 
     name: str
@@ -88,6 +91,8 @@ class Calibration:
     late_gathers: bool = False
     repeats_whole: bool = False
     half_output: float = 0.0
+    doubts: tuple[str, ...] | None = None
+    refined: tuple[str, ...] = ()
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.

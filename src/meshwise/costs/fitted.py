@@ -135,6 +135,9 @@ _CHIPS = {
                   "sustained, interference: fitted to whole steps of MaxText on v4, v5e and v5p (2023)"),
 }  # fmt: skip
 
+#: Families of which whole steps were measured.
+_MEASURED = ("ampere", "hopper", "blackwell", "tpu")
+
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
 _GAP, _INTERFERENCE = 6.8e-6, 0.256
 
@@ -198,6 +201,7 @@ def _with(family: Calibration, software: Software) -> Calibration:
         repeats_whole=software.name != "xla",
         half_output=own.half_output,
         collective_matmul=family.collective_matmul if matmul is None else matmul,
+        doubts=() if family.name in _MEASURED else ("family",),
         source=f"{family.source}; {own.source}; {software.meaning}: {software.source}",
     )
 

@@ -19,6 +19,7 @@ from meshwise.costs.workings import collectives_of
 from meshwise.jobs import trainable_parameters
 from meshwise.planning import MAX_MEMORY, Found, Plan, Planning, Rival
 from meshwise.report.layouts import choice_words, layout_words
+from meshwise.report.likely import likely_data, likely_words
 from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.plan_details import plan_details
 from meshwise.report.report import Report, listed
@@ -49,7 +50,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
     plans, search = planning.plans, planning.search
     best = plans[0]
     cost_matters = inputs.get("objective") == "cost" and best.training is None
-    body: list[RenderableType] = [Text(_subject(best)), _ranking(plans), _terms(best), _memory(best)]
+    body: list[RenderableType] = [Text(_subject(best)), _ranking(plans), _terms(best), *_likely(best), _memory(best)]
     body.append(listed("Why", planning.reasons))
     if planning.rejected:
         body.append(listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)))
@@ -105,7 +106,7 @@ def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         inputs=inputs,
         answer=f"{fits}{_answer(plan)}",
         data={"plans": [plan_data(plan)], "reasons": list(planning.reasons)},
-        body=(Text(_subject(plan)), _terms(plan), _memory(plan), listed("Why", planning.reasons)),
+        body=(Text(_subject(plan)), _terms(plan), *_likely(plan), _memory(plan), listed("Why", planning.reasons)),
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_of_one(plan),
@@ -349,6 +350,10 @@ def _terms(row: Plan) -> RenderableType:
     return table(("!time of a step", ">exposed", ">share", ""), rows)
 
 
+def _likely(row: Plan) -> list[RenderableType]:
+    return [Text(line) for line in (likely_words(row),) if line]
+
+
 def _note(row: Plan, name: str, wires: Mapping[str, str]) -> str:
     """Say how much of an axis's communication is hidden, and where the axis lies."""
     seconds = row.estimate.hidden.get(name, 0.0)
@@ -404,7 +409,7 @@ def plan_data(row: Plan) -> dict[str, Any]:
         "num_chips": estimate.num_chips,
         "tokens_per_step": estimate.tokens,
         "estimate": {
-            "step_time_s": _interval(estimate.step_time),
+            "step_time_s": {**_interval(estimate.step_time), **likely_data(row)},
             "terms": dict(estimate.terms),
             "hidden_s": dict(estimate.hidden),
             "resources_s": dict(estimate.resources),

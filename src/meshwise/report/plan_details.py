@@ -13,6 +13,7 @@ from meshwise.planning import Plan
 from meshwise.report.bounds import explain_lower, explain_upper
 from meshwise.report.formats import explain_formats
 from meshwise.report.formulas import explain_time
+from meshwise.report.likely import constants_data, constants_table, explain_likely
 from meshwise.report.memory import explain_memory
 from meshwise.report.report import Details
 from meshwise.report.workings import workings_data, workings_tables
@@ -26,8 +27,8 @@ def plan_details(plan: Plan) -> Details:
     workings = work_out(plan.problem, plan.fabric, plan.layout)
     return Details(
         explanations=_explanations(plan, workings),
-        tables=workings_tables(workings),
-        data={"workings": workings_data(workings)},
+        tables=(*constants_table(plan.problem.calibration), *workings_tables(workings)),
+        data={"workings": workings_data(workings), **constants_data(plan.problem.calibration)},
     )
 
 
@@ -49,6 +50,7 @@ def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
             format_time(time.expected),
             _RULE,
         ),
+        *explain_likely(row),
         *explain_formats(row.problem.job),
         *explain_time(workings, e.terms),
         Explanation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.costs.estimate import Estimate
-from meshwise.costs.spread import Likely, likely_interval
+from meshwise.costs.spread import Likely, doubts_of, likely_interval
 from meshwise.errors import MeshwiseError
 from meshwise.planning import estimate_layout
 from meshwise.scoring.conventions import measured_bytes, measured_seconds
@@ -111,7 +111,7 @@ def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refus
     if measured < estimate.step_time.lower * 0.98:
         return Refusal(run, _impossible(measured, estimate))
     step = estimate.step_time
-    causes = (*setup.open, *(("mixture",) if setup.model.mixtures else ()))
+    causes = (*setup.open, *doubts_of(setup.problem.calibration, setup.model))
     likely = likely_interval(step.expected, step.lower, estimate.terms, causes)
     return Prediction(setup, plan.layout, estimate, measured, step.expected, step.lower, likely)
 

@@ -1,0 +1,129 @@
+"""The 80 % interval of a planned step, and the constants that its expected time comes from.
+
+Only for calibrations whose whole steps were compared with measured ones. Not here: how wide it is (`costs.spread`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import RenderableType
+
+from meshwise.costs.calibration import Calibration
+from meshwise.costs.spread import SPREADS, doubts_of, likely_interval, relative_spread, spread_parts
+from meshwise.explanation import Explanation
+from meshwise.planning import Plan
+from meshwise.report.table import noted_table
+from meshwise.units import format_time
+
+__all__ = ["constants_data", "constants_table", "explain_likely", "likely_data", "likely_words"]
+
+_MICRO = "matmuls of K = 1,024 to 16,384 and causal attention over 512 to 16,384 keys, NVIDIA AIConfigurator database"
+_DAO = "Dao 2023, FlashAttention-2, figures 4 to 7, which show its predecessor, too"
+_STEPS = "fitted to whole steps, around single operations"
+
+
+def has_interval(calibration: Calibration) -> bool:
+    """Whether steps under it were compared with measured ones."""
+    return calibration.doubts is not None
+
+
+def likely_data(plan: Plan) -> dict[str, list[float]]:
+    """Give the interval for JSON, beside the bounds; nothing under other calibrations."""
+    if not has_interval(plan.problem.calibration):
+        return {}
+    low, high = _interval(plan)
+    return {"interval_80": [low, high]}
+
+
+def likely_words(plan: Plan) -> str:
+    """Say the interval in a line, with what makes it; nothing under other calibrations."""
+    if not has_interval(plan.problem.calibration):
+        return ""
+    low, high = _interval(plan)
+    parts = ", ".join(f"{cause.replace('_', ' ')} {100 * s:.1f} %" for cause, s in _parts(plan).items())
+    return f"Four of five such steps take {format_time(low)} to {format_time(high)} (spread: {parts})"
+
+
+def explain_likely(plan: Plan) -> tuple[Explanation, ...]:
+    """Show how the interval comes about."""
+    calibration = plan.problem.calibration
+    if not has_interval(calibration):
+        return ()
+    step, parts = plan.estimate.step_time, _parts(plan)
+    low, high = _interval(plan)
+    squares = " + ".join(f"{s:.3f}^2" for s in parts.values())
+    spread = relative_spread(plan.estimate.terms, doubts_of(calibration, plan.problem.model))
+    causes = "; ".join(f"{cause.replace('_', ' ')}: {SPREADS[cause].why}" for cause in parts)
+    return (
+        Explanation(
+            "80 % interval of the step time",
+            "expected / and x e^(1.28 x sqrt(sum of squares of spreads)), not under the lower bound",
+            f"{format_time(step.expected)} / and x e^(1.28 x sqrt({squares})) = e^(1.28 x {spread:.3f}) = "
+            f"{math.exp(1.2816 * spread):.3f}",
+            f"{format_time(low)} to {format_time(high)}",
+            f"{causes}; docs/accuracy.md says how many measured steps lie in it",
+        ),
+    )
+
+
+def constants_table(calibration: Calibration) -> tuple[RenderableType, ...]:
+    """List the constants of a calibration, each with its source."""
+    if not has_interval(calibration):
+        return ()
+    rows = [((name, _number(value), unit), source) for name, value, unit, source in _constants(calibration)]
+    return (noted_table((f"constant of {calibration.name}", ">value", "unit"), rows),)
+
+
+def constants_data(calibration: Calibration) -> dict[str, Any]:
+    """Give the same for JSON."""
+    if not has_interval(calibration):
+        return {}
+    constants = [dict(zip(("name", "value", "unit", "source"), row, strict=True)) for row in _constants(calibration)]
+    return {"calibration": {"name": calibration.name, "constants": constants, "source": calibration.source}}
+
+
+def _parts(plan: Plan) -> dict[str, float]:
+    return spread_parts(plan.estimate.terms, doubts_of(plan.problem.calibration, plan.problem.model))
+
+
+def _interval(plan: Plan) -> tuple[float, float]:
+    step = plan.estimate.step_time
+    causes = doubts_of(plan.problem.calibration, plan.problem.model)
+    likely = likely_interval(step.expected, step.lower, plan.estimate.terms, causes)
+    return likely.low, likely.high
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _constants(c: Calibration) -> Iterator[tuple[str, float, str, str]]:
+    """Name as in files of `calibrate` where these have it, value, unit, source."""
+    for name, value, unit, source in _all(c):
+        if value is not None:
+            yield name, value, unit, "your own measurements" if name in c.refined else source
+
+
+def _all(c: Calibration) -> Iterator[tuple[str, float | None, str, str]]:
+    flops, own = "share of dense FLOP/s", f"the family's, {_STEPS}"
+    if "family" in (c.doubts or ()):
+        own = "inherited from other families: no steps of this one were measured"
+    fused = _MICRO if c.half_attention or c.unfused_attention else _DAO
+    yield "matmul_efficiency", c.matmul_efficiency, flops, own
+    for dtype, share in c.narrow:
+        yield f"matmul_efficiency.{dtype.value}", share, flops, own
+    yield "attention_efficiency", c.attention_efficiency, flops, fused
+    yield "attention_backward", c.attention_backward, "of the forward rate", _DAO
+    yield "half_depth", c.half_depth, "terms of a sum", _MICRO
+    yield "half_attention", c.half_attention, "keys", _MICRO
+    yield "half_output", c.half_output, "elements", "a tenth of a wave of tiles of 128 x 256 on all compute units"
+    yield "hbm_efficiency", c.hbm_efficiency, "share of HBM bandwidth", own
+    yield "links.efficiency", c.links.efficiency, "share of link bandwidth", own
+    yield "links.startup", c.links.startup, "s", "collectives by size of message (docs/planning.md)"
+    yield "elementwise_passes", c.elementwise_passes, "times the bytes", f"the software's, {_STEPS}"
+    yield "gap", c.gap, "s between operations", _STEPS
+    yield "mixture_launch", c.mixture_launch, "s an operation", _STEPS
+    yield "interference", c.interference, "share of what is hidden", _STEPS
