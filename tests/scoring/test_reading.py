@@ -42,7 +42,7 @@ def test_a_bad_row_is_refused_with_line_and_column(row, words):
         (HEADER.removesuffix(",unit"), "the header lacks unit"),
         (HEADER + ",chip", "'chip' stands twice"),
         ("id,engine,phase", "measurements of serving"),
-        ("id,category,op", "single operations"),
+        ("id,category,op", "single operations .* expected training runs: one row a run"),
     ],
 )
 def test_a_bad_header_is_refused(header, words):

@@ -124,13 +124,14 @@ def runs_of(text: str, where: str) -> tuple[MeasuredRun, ...]:
 def _check_header(header: list[str], where: str) -> None:
     if "engine" in header and "phase" in header:
         raise MeshwiseError(
-            f"{where}: these are measurements of serving (columns engine, phase), which are not estimated yet; "
+            f"{where}: these are measurements of serving (columns engine, phase), which are not scored; "
             "expected training runs (docs/measurements.md)"
         )
     if "category" in header and "op" in header:
         raise MeshwiseError(
-            f"{where}: these are single operations (columns category, op); expected training runs: one row a run, with "
-            "the columns of docs/measurements.md"
+            f"{where}: these are single operations (columns category, op), which say nothing of clocks over minutes, "
+            "the host, or what hides behind what; expected training runs: one row a run, with the columns of "
+            "docs/measurements.md. meshwise bench shows such operations beside what they should take"
         )
     for name in header:
         if name not in _BY_NAME:
