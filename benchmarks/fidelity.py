@@ -20,6 +20,7 @@ from meshwise.costs.spread import SPREADS
 from meshwise.hardware import load_chip
 from meshwise.scoring import Errors, Score, score_runs, shipped_runs
 from meshwise.scoring.leaving_out import LeavingOut
+from meshwise.scoring.prediction import Prediction
 from meshwise.scoring.statistics import by, errors_of, macro, ranking_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
@@ -65,6 +66,7 @@ def tables(score: Score) -> dict[str, str]:
     found["chips"] = _chips()
     found["intervals"] = _intervals()
     found["share"] = _shares(score)
+    found["regression"] = _regression(score)
     return found | _left_out(score)
 
 
@@ -161,6 +163,40 @@ def _shares(score: Score) -> str:
             both = (sum(over) / len(over), sum(under) / len(under))
             lines.append(f"| {name} | {mean:.1%} | {100 * both[0]:+.1f} % | {100 * both[1]:+.1f} % |")
     return "\n".join(lines) + "\n"
+
+
+#: Terms that errors are explained by, together where few rows tell them apart.
+PARTS = {
+    "compute of dense models": ("forward", "backward", "recompute"),
+    "compute of mixtures": ("forward", "backward", "recompute"),
+    "tensor": ("tensor",),
+    "expert": ("expert",),
+    "data, fsdp": ("data", "fsdp"),
+    "pipeline": ("pipeline_bubble", "pipeline_send"),
+}
+
+
+def _regression(score: Score) -> str:
+    """Least squares of ln(predicted / measured) on the shares of terms in the predicted step."""
+    rows = score.times
+    y = np.array([np.log(p.expected / p.measured) for p in rows])
+    x = np.array([_part_shares(p) for p in rows])
+    slopes = np.linalg.lstsq(x, y, rcond=None)[0]
+    rest = y - x @ slopes
+    errors = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * (rest @ rest) / (len(y) - len(slopes)))
+    lines = ["| term | mean share of a step | error that a tenth of a step brings | known to |", "| --- " * 4 + "|"]
+    for name, share, slope, error in zip(PARTS, x.mean(axis=0), slopes, errors, strict=True):
+        lines.append(f"| {name} | {share:.1%} | {10 * slope:+.1f} % | {10 * error:.1f} % |")
+    spreads = [100 * np.sqrt(np.mean(e**2)) for e in (y, rest)]
+    said = f"Errors are {spreads[0]:.1f} % (root of the mean square), {spreads[1]:.1f} % with these taken out."
+    return "\n".join(lines) + f"\n\n{said}\n"
+
+
+def _part_shares(p: Prediction) -> list[float]:
+    """Share of each of PARTS in a step."""
+    other = "compute of dense models" if p.setup.model.mixtures else "compute of mixtures"
+    terms = p.estimate.terms
+    return [0.0 if part == other else sum(terms[n] for n in names) / p.expected for part, names in PARTS.items()]
 
 
 if __name__ == "__main__":
