@@ -14,13 +14,13 @@ class Column:
 
     Args:
         name: in the header.
-        kind: of its values: text, a whole number of at least 1 ("count"), or a number above 0.
+        kind: of its values: text, a whole number of at least 1 ("count") or 0 ("whole"), or a number above 0.
         meaning: in words.
         blank: what a blank cell means; "" where there must be none.
     """
 
     name: str
-    kind: Literal["text", "count", "number"]
+    kind: Literal["text", "count", "whole", "number"]
     meaning: str
     blank: str = "unknown"
 

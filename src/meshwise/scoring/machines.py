@@ -13,7 +13,7 @@ from meshwise.hardware import Chip, Cluster, Fabric, load_chip, parse_cluster
 from meshwise.hardware.chip import Source
 from meshwise.hardware.network import Level
 from meshwise.hardware.trees import FabricLevel, build_tree
-from meshwise.scoring.reading import MeasuredRun
+from meshwise.scoring.rows import Row
 
 __all__ = ["cluster_of", "node_bandwidth"]
 
@@ -21,7 +21,7 @@ __all__ = ["cluster_of", "node_bandwidth"]
 _LATENCY, _TCP_LATENCY = 2.7e-6, 20e-6
 
 
-def cluster_of(run: MeasuredRun) -> tuple[Cluster, tuple[str, ...]]:
+def cluster_of(run: Row) -> tuple[Cluster, tuple[str, ...]]:
     """Give the cluster of a run, and what was assumed of it.
 
     Raises:
@@ -57,7 +57,7 @@ def node_bandwidth(words: str) -> float | None:
     return None
 
 
-def _on_network(chip: Chip, run: MeasuredRun, per_chip: float) -> Cluster:
+def _on_network(chip: Chip, run: Row, per_chip: float) -> Cluster:
     """Nodes on one network of switches without oversubscription, each chip with its share of the node's ports."""
     latency = _TCP_LATENCY if "TCP" in run.hardware else _LATENCY
     nodes = FabricLevel(Level("network", 1 << 16, per_chip, latency), "nodes")
@@ -67,9 +67,9 @@ def _on_network(chip: Chip, run: MeasuredRun, per_chip: float) -> Cluster:
     return Cluster(f"{chip.name}:{run.n_chips}", chip, run.n_chips, tree, notes=notes)
 
 
-def _slices(run: MeasuredRun) -> tuple[int, tuple[str, ...]]:
+def _slices(run: Row) -> tuple[int, tuple[str, ...]]:
     """Slices of TPUs: as the row says, else one."""
-    words = f"{run.fsdp_or_zero_stage} {run.notes} {run.hardware}"
+    words = run.machine_words
     for pattern in (r"(\d+)\s*slice\(?s?\)?", r"DP=(\d+) across slices"):
         if found := re.search(pattern, words):
             slices = int(found[1])

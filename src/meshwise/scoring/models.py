@@ -11,7 +11,7 @@ from functools import cache
 
 from meshwise.errors import MeshwiseError
 from meshwise.models import Model, load_model, model_names
-from meshwise.scoring.reading import MeasuredRun
+from meshwise.scoring.rows import Row
 
 __all__ = ["family_of", "model_of"]
 
@@ -33,9 +33,10 @@ _PLAIN = ("MaxText GPT", "Megatron GPT", "GPT", "MPT", "BLOOM", "OPT")
 _NO_BIAS = ("MPT", "MaxText GPT")
 
 
-def family_of(run: MeasuredRun) -> str:
+def family_of(run: Row) -> str:
     """Give the family of a run's model, for tables; the first word of its name where none is known.
 
+    >>> from meshwise.scoring import MeasuredRun
     >>> family_of(MeasuredRun(id="1", n_chips=1, global_batch_seqs=1, seq_len=1, measured_metric="step_time",
     ...     measured_value=1.0, unit="s", model="vTrain GPT 18.4B"))
     'Megatron GPT'
@@ -45,7 +46,7 @@ def family_of(run: MeasuredRun) -> str:
     return known or (re.split(r"[\s-]", run.model.strip())[0] if run.model.strip() else "dimensions")
 
 
-def model_of(run: MeasuredRun) -> tuple[Model, tuple[str, ...]]:
+def model_of(run: Row) -> tuple[Model, tuple[str, ...]]:
     """Give the model of a run, and what was assumed of it.
 
     A built-in of that name whose dimensions are those of the row; else a decoder of these dimensions, with the switches
@@ -91,7 +92,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
-def _agrees(model: Model, run: MeasuredRun) -> bool:
+def _agrees(model: Model, run: Row) -> bool:
     """Whether what a row says of the dimensions is true of a model."""
     sizes = model.sizes
     heads = {int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"}
@@ -107,14 +108,14 @@ def _agrees(model: Model, run: MeasuredRun) -> bool:
     )
 
 
-def _usual_vocabulary(run: MeasuredRun) -> int:
+def _usual_vocabulary(run: Row) -> int:
     found = next((v for word, v in _USUAL_VOCABULARY.items() if word in run.words), None)
     if found is None:
         raise MeshwiseError(f"vocab is blank, and none is usual for models such as {run.model!r}: fill it in")
     return found
 
 
-def _of_dimensions(run: MeasuredRun, vocab: int) -> tuple[Model, tuple[str, ...]]:
+def _of_dimensions(run: Row, vocab: int) -> tuple[Model, tuple[str, ...]]:
     """A decoder of these dimensions, with its family's switches."""
     assert run.d_model is not None
     said = {"D": run.d_model, "L": run.layers, "N": run.n_heads, "K": run.n_kv_heads or run.n_heads, "V": vocab}
@@ -143,7 +144,7 @@ def _of_dimensions(run: MeasuredRun, vocab: int) -> tuple[Model, tuple[str, ...]
     return best[1], tuple(notes)
 
 
-def _switches(run: MeasuredRun, family: str) -> list[tuple[str, str]]:
+def _switches(run: Row, family: str) -> list[tuple[str, str]]:
     """What its family, or the row's own words, say of a decoder."""
     words = run.words
     found: list[tuple[str, str]] = []
@@ -152,7 +153,7 @@ def _switches(run: MeasuredRun, family: str) -> list[tuple[str, str]]:
         found.append(("bias", "no" if family in _NO_BIAS else "yes"))
         found.append(("tied", "yes"))
         if family not in {"MaxText GPT", "BLOOM"}:
-            found.append(("positions", str(run.seq_len)))
+            found.append(("positions", str(run.positions)))
     else:
         found += [("gated", "no")] if "2-matrix" in words or "gelu 4x" in words else []
         found += [("tied", "yes")] if "tied" in words and "untied" not in words else []

@@ -7,13 +7,33 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from meshwise.scoring.prediction import Prediction
 
-__all__ = ["SAME", "Errors", "Ranking", "by", "errors_of", "macro", "ranking_of"]
+__all__ = ["SAME", "Compared", "Errors", "Ranking", "by", "errors_of", "macro", "ranking_of"]
 
 #: Layouts whose measured times differ by less are not ranked: runs of one layout do so, too.
 SAME = 0.02
+
+
+class _Row(Protocol):
+    @property
+    def is_memory(self) -> bool: ...
+
+
+class Compared(Protocol):
+    """A prediction beside a measurement, of training or of serving."""
+
+    @property
+    def run(self) -> _Row: ...
+    @property
+    def error(self) -> float: ...
+    @property
+    def bound_error(self) -> float: ...
+
+
+P = TypeVar("P", bound=Compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +45,7 @@ class Errors:
         mape: mean absolute; median: median absolute.
         bias: mean signed: above 0 where too much is predicted.
         within_10, within_20: share of rows with an error of at most so many per cent.
-        coverage_80: share of measurements inside their 80 % interval.
+        coverage_80: share of measurements inside their 80 % interval; None where predictions have none.
         bound_mape, bound_bias: the same of the uncalibrated bound.
     """
 
@@ -35,7 +55,7 @@ class Errors:
     bias: float
     within_10: float
     within_20: float
-    coverage_80: float
+    coverage_80: float | None
     bound_mape: float
     bound_bias: float
 
@@ -55,7 +75,7 @@ class Ranking:
     groups: int
 
 
-def errors_of(predictions: Iterable[Prediction]) -> Errors | None:
+def errors_of(predictions: Iterable[Compared]) -> Errors | None:
     """Sum up times; None where there are none."""
     rows = [p for p in predictions if not p.run.is_memory]
     if not rows:
@@ -69,7 +89,7 @@ def errors_of(predictions: Iterable[Prediction]) -> Errors | None:
         bias=statistics.fmean(errors),
         within_10=_share(e <= 0.1 for e in absolute),
         within_20=_share(e <= 0.2 for e in absolute),
-        coverage_80=_share(p.covered for p in rows),
+        coverage_80=_share(found) if (found := [p.covered for p in rows if isinstance(p, Prediction)]) else None,
         bound_mape=statistics.fmean(abs(p.bound_error) for p in rows),
         bound_bias=statistics.fmean(p.bound_error for p in rows),
     )
@@ -80,9 +100,9 @@ def _share(true: Iterable[bool]) -> float:
     return sum(values) / len(values)
 
 
-def by(predictions: Iterable[Prediction], key: Callable[[Prediction], str]) -> dict[str, Errors]:
+def by(predictions: Iterable[P], key: Callable[[P], str]) -> dict[str, Errors]:
     """Sum up times by a key, in order of it."""
-    groups: defaultdict[str, list[Prediction]] = defaultdict(list)
+    groups: defaultdict[str, list[P]] = defaultdict(list)
     for p in predictions:
         groups[key(p)].append(p)
     found = ((name, errors_of(group)) for name, group in sorted(groups.items()))

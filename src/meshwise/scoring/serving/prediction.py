@@ -1,0 +1,237 @@
+"""What is predicted of one measured serving row beside the measurement, or why it is not.
+
+Not here: what a row means (`setup`), and what all rows say together (`score`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwise.costs.estimate import Interval
+from meshwise.costs.serving.estimate import ServingEstimate, estimate_serving
+from meshwise.costs.serving.memory import cache_bytes
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.wires import fabric_of
+from meshwise.errors import MeshwiseError
+from meshwise.scoring.models import family_of
+from meshwise.scoring.serving.reading import ServedRun
+from meshwise.scoring.serving.setup import ServedSetup, set_up_served
+
+__all__ = ["ServedPrediction", "ServedRefusal", "compared", "measured_number", "predict_served"]
+
+#: What of an estimate a row is compared with.
+Compared = Literal["prefill", "step", "steps", "tpot", "ttft", "whole", "memory"]
+
+_DERIVED = {
+    "effective_memory_bandwidth": "bytes of weights times tokens a second of the same run, derived; give tokens_per_s",
+    "MFU": "FLOPs counted by the source over a latency of the same run, derived; give the latency",
+}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
+_BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
+
+
+@dataclass(frozen=True)
+class ServedRefusal:
+    """A row that is not predicted, or not counted."""
+
+    run: ServedRun
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServedPrediction:
+    """A row that was predicted.
+
+    Args:
+        setup: what it did.
+        estimate: of the layout that was taken.
+        compared: what of it.
+        measured, expected, bound: seconds, or bytes of memory; the bound is the uncalibrated roofline, 0 for memory.
+    """
+
+    setup: ServedSetup
+    estimate: ServingEstimate
+    compared: Compared
+    measured: float
+    expected: float
+    bound: float
+
+    @property
+    def run(self) -> ServedRun:
+        """The row."""
+        return self.setup.run
+
+    @property
+    def family(self) -> str:
+        """Family of its model."""
+        return family_of(self.run)
+
+    @property
+    def error(self) -> float:
+        """Signed: 0.1 where 10 % too much is predicted."""
+        return self.expected / self.measured - 1
+
+    @property
+    def bound_error(self) -> float:
+        """The same of the uncalibrated bound."""
+        return self.bound / self.measured - 1
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds of the steps that were compared, by term: of a prefill, or of a generate step."""
+        engine = self.estimate.prefill if self.compared in ("prefill", "ttft") else self.estimate.generate
+        return dict(engine.terms)
+
+    @property
+    def false_oom(self) -> bool:
+        """Whether it is said not to fit, though it ran; the reserve is a margin for plans, not what a run needed."""
+        e = self.estimate
+        return not self.run.is_memory and _held(self.setup.problem, self.run, e) > e.hbm_capacity
+
+
+def predict_served(run: ServedRun, calibration: str = "default") -> ServedPrediction | ServedRefusal:
+    """Predict one row; a row that cannot be understood is a refusal with its reason."""
+    try:
+        what = compared(run)
+        setup = set_up_served(run, calibration)
+        measured = measured_number(run, setup.candidates[0].generate.replicas)
+        estimate, found = _fastest(setup, what)
+    except MeshwiseError as error:
+        return ServedRefusal(run, str(error))
+    if measured < found.lower * 0.98 and not run.is_memory:
+        return ServedRefusal(
+            run,
+            f"{measured:.4g} s is faster than the chips' data sheets allow, at least {found.lower:.4g} s "
+            f"({estimate.bound}); the row, or what was read into it, is wrong",
+        )
+    return ServedPrediction(setup, estimate, what, measured, found.expected, 0.0 if run.is_memory else found.lower)
+
+
+def compared(run: ServedRun) -> Compared:
+    """Say what of an estimate a row measures.
+
+    Raises:
+        MeshwiseError: what no estimate of a constant load says.
+    """
+    metric, steps = run.measured_metric, run.steps
+    if steps not in ("prefill", "decode", "prefill+decode"):
+        raise MeshwiseError(f"phase {run.phase!r} is not understood; expected prefill, decode or prefill+decode")
+    if reason := _DERIVED.get(metric):
+        raise MeshwiseError(f"{metric} is {reason}")
+    match metric:
+        case "gpu_memory":
+            return "memory"
+        case "tpot":
+            return "tpot"
+        case "latency_per_token":
+            return "step"
+        case "ttft" | "first_token_latency":
+            if "queue" in run.phase:
+                raise MeshwiseError(
+                    "a time to first token that includes queueing depends on how requests came, which the row does not "
+                    "say: `meshwise simulate serve` answers for given arrivals"
+                )
+            return "ttft"
+        case "end_to_end_latency":
+            return "whole"
+        case "latency":
+            return "prefill" if steps == "prefill" else "steps" if steps == "decode" else "whole"
+    if steps == "prefill":
+        return "prefill"
+    return "step" if steps == "decode" and "end to end" not in run.unit else "whole"
+
+
+def measured_number(run: ServedRun, engines: int) -> float:
+    """Seconds of what is compared, or bytes.
+
+    Raises:
+        MeshwiseError: a unit that is not the metric's.
+    """
+    value = run.measured_value
+    word = re.split(r"[\s(]", run.unit.strip())[0]
+    if run.is_memory:
+        _expect(run, word.upper() in _BYTES, "GiB, GB, MiB or MB")
+        return value * _BYTES[word.upper()]
+    if "tokens_per_s" not in run.measured_metric:
+        _expect(run, word.lower() in _SECONDS, "s, ms or us")
+        return value * _SECONDS[word.lower()]
+    _expect(run, word.lower().startswith("tokens/s"), "tokens/s")
+    rate = value * run.n_chips if run.measured_metric.endswith("per_gpu") else value
+    what = compared(run)
+    tokens = {"prefill": run.prompt_len, "step": 1}.get(what, run.output_len or 0)
+    requests = run.batch if run.batch is not None else (run.concurrency or 0) / engines
+    return engines * requests * tokens / rate
+
+
+def _expect(run: ServedRun, right: bool, units: str) -> None:
+    if not right:
+        raise MeshwiseError(f"unit of {run.measured_metric}: expected {units}, found {run.unit!r}")
+
+
+def _fastest(setup: ServedSetup, what: Compared) -> tuple[ServingEstimate, Interval]:
+    """The estimate of the candidate that is fastest; what cannot be placed is left out unless it is the only one."""
+    best: tuple[ServingEstimate, Interval] | None = None
+    refused: MeshwiseError | None = None
+    fabric = fabric_of(setup.problem)
+    for candidate in setup.candidates:
+        try:
+            estimate = estimate_serving(setup.problem, candidate, fabric, count=False)
+        except MeshwiseError as error:
+            refused = error
+            continue
+        found = _expected(setup, estimate, what)
+        if best is None or found.expected < best[1].expected:
+            best = estimate, found
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def _expected(setup: ServedSetup, e: ServingEstimate, what: Compared) -> Interval:
+    """Seconds (or bytes) of what a row measures.
+
+    Static batches: all prompts are prefilled together, and output - 1 generate steps follow. Continuous batching: the
+    closed forms of `estimate_serving`, in which prompts are prefilled between generate steps.
+    """
+    prefill, step, further = e.prefill.seconds, e.generate.seconds, e.output - 1
+    static = setup.run.is_static
+    match what:
+        case "memory":
+            held = _held(setup.problem, setup.run, e)
+            return Interval(held, held, held)
+        case "prefill":
+            return prefill
+        case "step":
+            return step
+        case "steps":
+            return _sum((e.output, step))
+        case "tpot":
+            return step if static else e.tpot
+        case "ttft":
+            return prefill if static else e.ttft
+        case "whole":
+            tokens = setup.run.measured_metric.startswith("output_tokens")
+            if static:
+                return _sum((1.0, prefill), (further, step))
+            return _sum((e.output, e.tpot)) if tokens else _sum((1.0, e.ttft), (further, e.tpot))
+    raise AssertionError(what)
+
+
+def _sum(*parts: tuple[float, Interval]) -> Interval:
+    lower, expected, upper = (sum(n * getattr(x, name) for n, x in parts) for name in ("lower", "expected", "upper"))
+    return Interval(lower, expected, upper)
+
+
+def _held(problem: ServingProblem, run: ServedRun, e: ServingEstimate) -> float:
+    """Bytes on the fullest chip, without the reserve; the caches of a static batch are held once."""
+    memory = e.generate.memory
+    total = memory["total"] - memory["reserve"]
+    if not run.is_static:
+        return total
+    layout = e.setup.generate
+    mesh = {axis: float(size) for axis, size in layout.sizes.items()}
+    once = cache_bytes(problem, "generate", layout.structure, mesh, float(e.setup.batch), problem.load.longest)
+    return total - memory["kv_cache"] + float(once)

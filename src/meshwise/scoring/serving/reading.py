@@ -1,0 +1,84 @@
+"""A row of a file of measured serving as a typed value, and reading such files. Not here: what a row means (`setup`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+
+from meshwise.scoring.rows import Row, RowFormat, header_of, rows_of
+from meshwise.scoring.serving.columns import SERVING_COLUMNS, SERVING_METRICS
+
+__all__ = ["ServedRun", "is_serving", "served_runs_of", "shipped_served_runs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRun(Row):
+    """A row; cells that are blank are None, or "" where they are text. The fields are the columns."""
+
+    engine: str = ""
+    weights_dtype: str = ""
+    act_dtype: str = ""
+    kv_dtype: str = ""
+    serving_mode: str = ""
+    phase: str = ""
+    batch: int | None = None
+    concurrency: int | None = None
+    prompt_len: int
+    output_len: int | None = None
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest request."""
+        return self.prompt_len + (self.output_len or 0)
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether memory was measured, not time."""
+        return SERVING_METRICS[self.measured_metric].of == "memory"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is an independent number; numbers of memory are, whatever else the run says."""
+        return self.primary != "no" or self.is_memory
+
+    @property
+    def steps(self) -> str:
+        """Which steps it is of: "prefill", "decode" or "prefill+decode"; remarks in brackets left out."""
+        return self.phase.partition("(")[0].strip().lower() or "prefill+decode"
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all requests start together, and no other comes between."""
+        words = self.serving_mode.lower()
+        if "continuous" in words:
+            return False
+        return "static" in words or "single stream" in words or self.concurrency is None
+
+
+_SERVED = RowFormat(
+    SERVING_COLUMNS,
+    SERVING_METRICS,
+    ("n_chips", "prompt_len", "measured_metric", "measured_value", "unit"),
+    ServedRun,
+)
+
+
+def is_serving(text: str) -> bool:
+    """Whether a file's header is that of measured serving."""
+    header = header_of(text)
+    return "engine" in header and "phase" in header
+
+
+def served_runs_of(text: str, where: str) -> tuple[ServedRun, ...]:
+    """Read the text of a file; `where` is what errors call it.
+
+    Raises:
+        MeshwiseError: its header has an unknown column or lacks one, or a cell is wrong (RowError).
+    """
+    return rows_of(text, where, _SERVED)
+
+
+def shipped_served_runs() -> tuple[ServedRun, ...]:
+    """Published measurements of serving that come with the package, each with its source."""
+    text = (files("meshwise.scoring") / "data" / "serving.csv").read_text(encoding="utf-8")
+    return served_runs_of(text, "serving.csv")

@@ -1,0 +1,146 @@
+"""What a measured serving row did, in our words: its model, load, cluster, calibration, layouts and batches.
+
+Not here: reading rows (`reading`), and what is compared (`prediction`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from meshwise.costs.fitted import find_calibration
+from meshwise.costs.serving.estimate import ServingSetup
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.errors import MeshwiseError
+from meshwise.jobs import ServingLoad
+from meshwise.models import Model
+from meshwise.scoring.machines import cluster_of
+from meshwise.scoring.models import model_of
+from meshwise.scoring.serving.reading import ServedRun
+from meshwise.sharding.serving_layout import ServingLayout
+
+__all__ = ["ServedSetup", "set_up_served"]
+
+
+@dataclass(frozen=True)
+class ServedSetup:
+    """A row as it can be estimated.
+
+    Args:
+        run: the row.
+        problem: model, load, cluster, calibration.
+        candidates: layouts and batches; several where the row leaves open how its chips are used.
+        assumed: what was read into the row, one phrase each.
+    """
+
+    run: ServedRun
+    problem: ServingProblem
+    candidates: tuple[ServingSetup, ...]
+    assumed: tuple[str, ...]
+
+    @property
+    def model(self) -> Model:
+        """What was served."""
+        return self.problem.model
+
+
+def set_up_served(run: ServedRun, calibration: str) -> ServedSetup:
+    """Say what a row did.
+
+    Raises:
+        MeshwiseError: what of it is not known here, or contradicts itself.
+    """
+    if run.output_len in (None, 0) and run.steps != "prefill":
+        raise MeshwiseError("output_len is blank or 0: how long a request is decides what its steps read; fill it in")
+    model, of_model = model_of(run)
+    cluster, of_cluster = cluster_of(run)
+    precision, of_precision = _precision(run)
+    layouts, of_layout = _layouts(run)
+    load = ServingLoad(prompt=run.prompt_len, output=max(run.output_len or 1, 1), precision=precision)
+    model.serving_program("generate")  # refuses what cannot be served
+    problem = ServingProblem(model, load, cluster, find_calibration(calibration, cluster.chip))
+    batch = _batch(run, layouts[0].replicas)
+    together = batch if run.is_static else 1
+    candidates = tuple(ServingSetup("aggregated", x, x, batch, together) for x in layouts)
+    return ServedSetup(run, problem, candidates, (*of_model, *of_cluster, *of_precision, *of_layout))
+
+
+def _batch(run: ServedRun, replicas: int) -> int:
+    """Requests of one engine at once."""
+    if run.batch is not None:
+        return run.batch
+    if run.concurrency is None:
+        raise MeshwiseError("batch and concurrency are blank: fill one in")
+    if run.concurrency % replicas:
+        raise MeshwiseError(f"concurrency {run.concurrency} is no multiple of the {replicas} engines; fill in batch")
+    return run.concurrency // replicas
+
+
+#: A source's words -> a format; the first that is found.
+_FORMATS = ((r"nvfp4|mxfp4|^fp4", "fp4"), (r"fp8|e4m3", "fp8"), (r"^int8|w8a", "int8"), (r"^int4|awq|gptq", "int4"),
+            (r"^bf16", "bf16"), (r"^fp16|^half", "fp16"), (r"^fp32|^tf32", "fp32"))  # fmt: skip
+
+
+def _format(column: str, text: str) -> str:
+    found = next((name for pattern, name in _FORMATS if re.search(pattern, text.lower())), None)
+    if found is None:
+        expected = "bf16, fp16, fp8, int8, int4 or nvfp4"
+        raise MeshwiseError(f"{column} {text!r} is not understood; expected {expected}")
+    return found
+
+
+def _precision(run: ServedRun) -> tuple[str, tuple[str, ...]]:
+    """Formats by role, and what was assumed of them.
+
+    Weights of 8 bits in floating point and of fp4 have such operands unless the row says otherwise; int8 and int4 are
+    formats of storage alone unless it says int8 operands.
+    """
+    notes = []
+    weights = _format("weights_dtype", run.weights_dtype) if run.weights_dtype else "bf16"
+    if not run.weights_dtype:
+        notes.append("weights_dtype is blank: bf16, as the model is published, taken")
+    given = _format("act_dtype", run.act_dtype) if run.act_dtype else ""
+    wide = given if given in ("fp16", "fp32") else weights if weights in ("fp16", "fp32") else "bf16"
+    compute = given or (weights if weights in ("fp8", "fp4") else wide)
+    cache = _format("kv_dtype", run.kv_dtype) if run.kv_dtype else "fp8" if weights == "fp4" else wide
+    if run.weights_dtype and not run.kv_dtype:
+        notes.append(f"kv_dtype is blank: {cache} taken with {weights} weights")
+    if "group" in run.weights_dtype and "128" not in run.weights_dtype:
+        notes.append(f"weights {run.weights_dtype!r}: scales counted by groups of 128")
+    return f"weights={weights},activations={wide},compute={compute},kv={cache}", tuple(notes)
+
+
+def _layouts(run: ServedRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
+    """The layouts that a row can mean, and what was assumed of them."""
+    tp, pp, ep = run.tp or 1, run.pp or 1, run.ep or 1
+    engines, rest = divmod(run.n_chips, tp * pp)
+    if rest or (run.dp is not None and run.dp != engines):
+        raise MeshwiseError(
+            f"tp {tp} x pp {pp}" + (f" x dp {run.dp}" if run.dp else "") + f" is not n_chips {run.n_chips}"
+        )
+    words = run.serving_mode.lower()
+    if run.chip.startswith("v") and tp > 1 and ep == 1:
+        return _two_ways(tp, pp, engines, gathered="weight-gathered" in words)
+    if ep == 1:
+        return (ServingLayout(tensor=tp, stage=pp, replicas=engines),), ()
+    if ep == tp:
+        return (ServingLayout(tensor=tp, stage=pp, replicas=engines, expert_tensor_parallel=False),), ()
+    if tp == 1 and ep == engines:
+        return (ServingLayout(expert=ep, stage=pp),), ()
+    raise MeshwiseError(
+        f"ep {ep}: expected 1, tp {tp}, or with tp 1 the n_chips / pp = {engines} (attention by sequences)"
+    )
+
+
+def _two_ways(tp: int, pp: int, engines: int, *, gathered: bool) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
+    """How TPUs of one engine share weights: both ways (2D weight-stationary), or gathered; the fastest is taken."""
+    ways = [w for w in range(1, tp + 1) if tp % w == 0]
+    if gathered:
+        found = [ServingLayout(tensor=tp // w, fsdp=w, stage=pp, replicas=engines) for w in ways]
+        return tuple(found), ("weights gathered over the share of the chips that is fastest",)
+    found = []
+    for width, split in itertools.product(ways, ("heads", "batch")):
+        found.append(ServingLayout(tensor=tp // width, width=width, stage=pp, replicas=engines, cache_split=split))
+    note = "weights split over heads and width, and the cache, in the way that is fastest"
+    return tuple(found), (note,)
