@@ -11,6 +11,8 @@ from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
 from meshwise.errors import MeshwiseError
 from meshwise.report.score import score_report, score_svg
+from meshwise.report.score_serving import served_report
+from meshwise.scoring import Score
 from meshwise.verbs.score import ScoreRequest, find_score
 
 __all__ = ["score"]
@@ -23,14 +25,16 @@ __all__ = ["score"]
 )
 @output_options
 def score(request: ScoreRequest, svg: Path | None, output: Output) -> None:
-    """Compare predictions with measured training runs.
+    """Compare predictions with measured training runs, or with measured serving.
 
-    FILE has one measurement a row, in the columns of docs/measurements.md; 'shipped' stands for the published runs that
-    come with the package. Every row is predicted, or refused with its reason. Errors are predicted / measured - 1.
+    FILE has one measurement a row, in the columns of docs/measurements.md; 'shipped' stands for the published training
+    runs that come with the package, 'shipped-serving' for its measurements of serving. Every row is predicted, or
+    refused with its reason. Errors are predicted / measured - 1.
 
     \b
       meshwise score runs.csv
       meshwise score shipped --worst 20 --svg accuracy.svg
+      meshwise score shipped-serving
     """  # noqa: D301  (click's mark for lines that stay as they are)
     with Progress() as progress:
         found = find_score(request, progress)
@@ -39,5 +43,8 @@ def score(request: ScoreRequest, svg: Path | None, output: Output) -> None:
             svg.write_text(score_svg(found), encoding="utf-8")
         except OSError as error:
             raise MeshwiseError(f"--svg {svg}: {error.strerror}") from None
-    inputs = {**request.model_dump(), "svg": None if svg is None else str(svg)}
+    inputs = {**request.model_dump(), "calibration": found.calibration, "svg": None if svg is None else str(svg)}
+    if not isinstance(found, Score):
+        output.show(served_report(found, inputs, worst=request.worst))
+        return
     output.show(score_report(found, inputs, worst=request.worst))

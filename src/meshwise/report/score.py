@@ -19,10 +19,11 @@ from meshwise.errors import MissingDependencyError
 from meshwise.report.report import Report, listed
 from meshwise.report.table import noted_table, table
 from meshwise.scoring import METRICS, Errors, Prediction, Score
+from meshwise.scoring.serving import ServedScore
 from meshwise.scoring.statistics import SAME
 from meshwise.units import format_bytes, format_time
 
-__all__ = ["score_report", "score_svg"]
+__all__ = ["error_cells", "score_report", "score_svg", "some"]
 
 _COLUMNS = (">rows", ">mean", ">median", ">bias", ">≤10 %", ">≤20 %", ">in 80 %", ">bound")
 
@@ -34,7 +35,7 @@ def score_report(score: Score, inputs: Mapping[str, Any], *, worst: int = 5) -> 
     body += [*_ranking(score), *_memory(score)]
     if refused:
         ids = {reason: [r.run.id for r in score.refusals if r.reason == reason] for reason in refused}
-        body.append(listed("Not predicted", (f"{_some(ids[reason])}: {reason}" for reason in refused)))
+        body.append(listed("Not predicted", (f"{some(ids[reason])}: {reason}" for reason in refused)))
     if score.false_oom:
         body.append(listed("Said not to fit, though it ran", (_too_large(p) for p in score.false_oom)))
     if worst and score.times:
@@ -45,7 +46,7 @@ def score_report(score: Score, inputs: Mapping[str, Any], *, worst: int = 5) -> 
         answer=_answer(score),
         data=_data(score),
         body=tuple(body),
-        assumed=tuple(f"{_some(ids)}: {note}" for note, ids in _assumptions(score).items()),
+        assumed=tuple(f"{some(ids)}: {note}" for note, ids in _assumptions(score).items()),
         not_modelled=(
             "stragglers, checkpoints, input pipelines, and other users of the network",
             "what a release of software changes: one calibration stands for all years",
@@ -69,9 +70,9 @@ def _errors_table(score: Score) -> RenderableType:
     groups = (("source", score.by_source), ("chip", score.by_chip), ("family", score.by_family), ("", score.by_kind))
     for title, group in groups:
         rows += [[f"{title}" if title else "kind", *[""] * len(_COLUMNS)]]
-        rows += [[f"  {name}", *_cells(errors)] for name, errors in group.items()]
+        rows += [[f"  {name}", *error_cells(errors)] for name, errors in group.items()]
     if score.overall is not None:
-        rows.append(["all", *_cells(score.overall)])
+        rows.append(["all", *error_cells(score.overall)])
     return table(("!error of times", *_COLUMNS), rows)
 
 
@@ -84,9 +85,11 @@ def _ranking(score: Score) -> list[RenderableType]:
     return [Text(f"Ranked right: {words}")]
 
 
-def _cells(e: Errors) -> list[str]:
+def error_cells(e: Errors) -> list[str]:
+    """The cells of a row of errors, as their columns are."""
     shares = (e.within_10, e.within_20, e.coverage_80)
-    return [f"{e.rows:,}", _percent(e.mape), _percent(e.median), _signed(e.bias), *(f"{100 * s:.0f} %" for s in shares),
+    words = ("-" if s is None else f"{100 * s:.0f} %" for s in shares)
+    return [f"{e.rows:,}", _percent(e.mape), _percent(e.median), _signed(e.bias), *words,
             f"{100 * e.bound_bias:+.0f} %"]  # fmt: skip
 
 
@@ -153,7 +156,8 @@ def _chosen(p: Prediction, name: str) -> str:
     return str(getattr(p.layout, name))
 
 
-def _some(ids: Sequence[str]) -> str:
+def some(ids: Sequence[str]) -> str:
+    """Name the first of some rows, and how many more there are."""
     return ids[0] if len(ids) == 1 else f"{ids[0]} and {len(ids) - 1:,} more"
 
 
@@ -220,8 +224,8 @@ def _row(p: Prediction) -> dict[str, Any]:
     }
 
 
-def score_svg(score: Score) -> str:
-    """Draw predicted against measured seconds of a step as SVG, a colour for each source.
+def score_svg(score: Score | ServedScore) -> str:
+    """Draw predicted against measured seconds as SVG, a colour for each source.
 
     Raises:
         MissingDependencyError: when matplotlib is absent.
@@ -232,7 +236,7 @@ def score_svg(score: Score) -> str:
         raise MissingDependencyError("--svg needs matplotlib: pip install 'meshwise[plot]'") from None
     figure = Figure(figsize=(6.5, 6), layout="constrained")
     axes = figure.subplots()
-    for source in score.by_source:
+    for source in score.by_source if isinstance(score, Score) else score.groups["source"]:
         rows = [p for p in score.times if (p.run.source or "not named") == source]
         axes.loglog([p.measured for p in rows], [p.expected for p in rows], "o", ms=4, alpha=0.6, label=source)
     if score.times:
@@ -240,8 +244,8 @@ def score_svg(score: Score) -> str:
         for factor, style in ((1.0, "-"), (1.2, ":"), (1 / 1.2, ":")):
             axes.loglog(ends, [factor * e for e in ends], style, color="gray", lw=1)
         axes.legend(fontsize="small")
-    axes.set_xlabel("measured step, s")
-    axes.set_ylabel("predicted step, s (dotted: 20 % apart)")
+    axes.set_xlabel("measured step, s" if isinstance(score, Score) else "measured, s")
+    axes.set_ylabel(f"predicted{' step' if isinstance(score, Score) else ''}, s (dotted: 20 % apart)")
     axes.grid(visible=True, which="both", alpha=0.2)
     target = io.StringIO()
     figure.savefig(target, format="svg", metadata={"Date": None})

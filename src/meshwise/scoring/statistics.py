@@ -19,18 +19,24 @@ SAME = 0.02
 
 class _Row(Protocol):
     @property
-    def is_memory(self) -> bool: ...
+    def is_memory(self) -> bool:
+        """Whether memory was measured."""
 
 
 class Compared(Protocol):
     """A prediction beside a measurement, of training or of serving."""
 
     @property
-    def run(self) -> _Row: ...
+    def run(self) -> _Row:
+        """The row."""
+
     @property
-    def error(self) -> float: ...
+    def error(self) -> float:
+        """Predicted / measured - 1."""
+
     @property
-    def bound_error(self) -> float: ...
+    def bound_error(self) -> float:
+        """The same of the bound."""
 
 
 P = TypeVar("P", bound=Compared)

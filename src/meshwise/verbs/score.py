@@ -10,13 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from meshwise.costs.fitted import find_calibration
 from meshwise.hardware import load_chip
-from meshwise.scoring import Score, read_runs, score_runs, shipped_runs
+from meshwise.scoring import Score, runs_of, score_runs, shipped_runs
+from meshwise.scoring.rows import read_text
+from meshwise.scoring.serving import ServedScore, is_serving, score_served, served_runs_of, shipped_served_runs
 from meshwise.verbs.requests import validated
 
-__all__ = ["SHIPPED", "ScoreRequest", "find_score", "score"]
+__all__ = ["SHIPPED", "SHIPPED_SERVING", "ScoreRequest", "find_score", "score"]
 
 #: The word for the rows that come with the package, in place of a file.
 SHIPPED = "shipped"
+#: The same of serving.
+SHIPPED_SERVING = "shipped-serving"
 
 
 class ScoreRequest(BaseModel):
@@ -25,42 +29,53 @@ class ScoreRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     file: str = Field(
-        description="Measured training runs, as CSV (docs/measurements.md), or 'shipped': those of the package.",
+        description="Measured training runs or serving, as CSV (docs/measurements.md), or 'shipped', "
+        "'shipped-serving': those of the package.",
         json_schema_extra={"metavar": "FILE"},
     )
-    calibration: str = Field(
-        default="fitted",
-        description="Achieved rates: fitted (with the software that a row names), default (each chip's family), none, "
-        "or a family by name.",
+    calibration: str | None = Field(
+        default=None,
+        description="Achieved rates: fitted (with the software that a row names; training runs unless given), default "
+        "(each chip's family; serving unless given), none, or a family by name.",
     )
     worst: int = Field(default=5, ge=0, le=1000, description="How many of the worst rows to show.")
 
 
-def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _: None) -> Score:
-    """Answer the request.
+def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _: None) -> Score | ServedScore:
+    """Answer the request: of training runs, or of serving, as the file's columns say.
 
     Raises:
         MeshwiseError: a file that cannot be read; a calibration that does not exist.
     """
-    find_calibration(request.calibration, load_chip("h100-sxm"))  # checks the name
-    runs = shipped_runs() if request.file == SHIPPED else read_runs(Path(request.file))
-    return score_runs(runs, request.calibration, progress)
+    if request.calibration is not None:
+        find_calibration(request.calibration, load_chip("h100-sxm"))  # checks the name
+    training, serving = request.calibration or "fitted", request.calibration or "default"
+    if request.file == SHIPPED:
+        return score_runs(shipped_runs(), training, progress)
+    if request.file == SHIPPED_SERVING:
+        return score_served(shipped_served_runs(), serving, progress)
+    text = read_text(Path(request.file))
+    if is_serving(text):
+        return score_served(served_runs_of(text, request.file), serving, progress)
+    return score_runs(runs_of(text, request.file), training, progress)
 
 
 def score(
     file: str | os.PathLike[str],
     *,
-    calibration: str = "fitted",
+    calibration: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> Score:
-    """Predict measured training runs, and compare: what `meshwise score` answers, as values.
+) -> Score | ServedScore:
+    """Predict measured training runs or serving, and compare: what `meshwise score` answers, as values.
 
     Args:
-        file: CSV in the format of docs/measurements.md, or "shipped" for the runs that come with the package.
-        calibration: achieved rates: "fitted", "default", "none", or a family by name.
+        file: CSV in a format of docs/measurements.md, "shipped" for the training runs that come with the package, or
+            "shipped-serving" for its measurements of serving.
+        calibration: achieved rates: "fitted" (of training runs unless given), "default" (of serving unless given),
+            "none", or a family by name.
         progress: told a line now and then.
 
-    Returns: predictions and refusals with their reasons; `overall.mape`, `by_source`, `ranking` sum them up.
+    Returns: predictions and refusals with their reasons; `overall.mape` and the errors of groups sum them up.
 
     Raises:
         MeshwiseError: a file that cannot be read, with the line and the column.

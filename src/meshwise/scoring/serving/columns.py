@@ -1,4 +1,4 @@
-"""The columns and metrics of a file of measured serving: the public format, said once. Not here: reading (`reading`)."""
+"""The columns and metrics of a file of measured serving: the public format, once. Not here: reading (`reading`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from meshwise.scoring.columns import COLUMNS, Column, Metric
 __all__ = ["SERVING_COLUMNS", "SERVING_METRICS"]
 
 #: Columns that mean what they mean of training runs.
-_SHARED = ("id", "source", "chip", "run_id", "source_url_or_repo_path", "year", "model", "params_b", "layers", "d_model",
-           "d_ff", "n_heads", "n_kv_heads", "head_dim", "vocab", "moe_experts", "moe_topk", "hardware", "n_chips", "tp",
-           "pp", "measured_metric", "measured_value", "unit", "primary", "arch_source", "software", "notes")  # fmt: skip
+_SHARED = (
+    "id", "source", "chip", "run_id", "source_url_or_repo_path", "year", "model", "params_b", "layers", "d_model",
+    "d_ff", "n_heads", "n_kv_heads", "head_dim", "vocab", "moe_experts", "moe_topk", "hardware", "n_chips", "tp",
+    "pp", "measured_metric", "measured_value", "unit", "primary", "arch_source", "software", "notes",
+)  # fmt: skip
 
 #: Every column there is.
 SERVING_COLUMNS = (

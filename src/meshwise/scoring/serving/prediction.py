@@ -6,11 +6,12 @@ Not here: what a row means (`setup`), and what all rows say together (`score`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwise.costs.estimate import Interval
-from meshwise.costs.serving.estimate import ServingEstimate, estimate_serving
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.serving.estimate import ServingEstimate, ServingSetup, estimate_serving, largest_batch
 from meshwise.costs.serving.memory import cache_bytes
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.wires import fabric_of
@@ -27,6 +28,15 @@ Compared = Literal["prefill", "step", "steps", "tpot", "ttft", "whole", "memory"
 _DERIVED = {
     "effective_memory_bandwidth": "bytes of weights times tokens a second of the same run, derived; give tokens_per_s",
     "MFU": "FLOPs counted by the source over a latency of the same run, derived; give the latency",
+}
+#: Metrics that mean the same in every phase.
+_COMPARED: dict[str, Compared] = {
+    "gpu_memory": "memory",
+    "tpot": "tpot",
+    "latency_per_token": "step",
+    "ttft": "ttft",
+    "first_token_latency": "ttft",
+    "end_to_end_latency": "whole",
 }
 _SECONDS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
 _BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
@@ -106,6 +116,10 @@ def predict_served(run: ServedRun, calibration: str = "default") -> ServedPredic
             f"{measured:.4g} s is faster than the chips' data sheets allow, at least {found.lower:.4g} s "
             f"({estimate.bound}); the row, or what was read into it, is wrong",
         )
+    asked, held = setup.candidates[0].batch, estimate.setup.batch
+    if held < asked:
+        note = "fewer requests fit in memory at once than are under way: the others wait for the cache"
+        setup = replace(setup, assumed=(*setup.assumed, note))
     return ServedPrediction(setup, estimate, what, measured, found.expected, 0.0 if run.is_memory else found.lower)
 
 
@@ -120,24 +134,16 @@ def compared(run: ServedRun) -> Compared:
         raise MeshwiseError(f"phase {run.phase!r} is not understood; expected prefill, decode or prefill+decode")
     if reason := _DERIVED.get(metric):
         raise MeshwiseError(f"{metric} is {reason}")
-    match metric:
-        case "gpu_memory":
-            return "memory"
-        case "tpot":
-            return "tpot"
-        case "latency_per_token":
-            return "step"
-        case "ttft" | "first_token_latency":
-            if "queue" in run.phase:
-                raise MeshwiseError(
-                    "a time to first token that includes queueing depends on how requests came, which the row does not "
-                    "say: `meshwise simulate serve` answers for given arrivals"
-                )
-            return "ttft"
-        case "end_to_end_latency":
-            return "whole"
-        case "latency":
-            return "prefill" if steps == "prefill" else "steps" if steps == "decode" else "whole"
+    if metric in ("ttft", "first_token_latency") and "queue" in run.phase:
+        raise MeshwiseError(
+            "a time to first token that includes queueing depends on how requests came, which the row does not say: "
+            "`meshwise simulate serve` answers for given arrivals"
+        )
+    if what := _COMPARED.get(metric):
+        return what
+    if metric == "latency":
+        by_phase: dict[str, Compared] = {"prefill": "prefill", "decode": "steps", "prefill+decode": "whole"}
+        return by_phase[steps]
     if steps == "prefill":
         return "prefill"
     return "step" if steps == "decode" and "end to end" not in run.unit else "whole"
@@ -177,7 +183,7 @@ def _fastest(setup: ServedSetup, what: Compared) -> tuple[ServingEstimate, Inter
     fabric = fabric_of(setup.problem)
     for candidate in setup.candidates:
         try:
-            estimate = estimate_serving(setup.problem, candidate, fabric, count=False)
+            estimate = _held_at_once(setup, candidate, fabric)
         except MeshwiseError as error:
             refused = error
             continue
@@ -190,6 +196,17 @@ def _fastest(setup: ServedSetup, what: Compared) -> tuple[ServingEstimate, Inter
     return best
 
 
+def _held_at_once(setup: ServedSetup, candidate: ServingSetup, fabric: Fabric) -> ServingEstimate:
+    """The estimate with as many requests at once as fit: of continuous batching the others wait."""
+    estimate = estimate_serving(setup.problem, candidate, fabric, count=False)
+    if setup.run.is_static or estimate.fits:
+        return estimate
+    most = largest_batch(setup.problem, estimate.setup)
+    if most == 0:
+        return estimate
+    return estimate_serving(setup.problem, replace(estimate.setup, batch=most), fabric, count=False)
+
+
 def _expected(setup: ServedSetup, e: ServingEstimate, what: Compared) -> Interval:
     """Seconds (or bytes) of what a row measures.
 
@@ -197,27 +214,22 @@ def _expected(setup: ServedSetup, e: ServingEstimate, what: Compared) -> Interva
     closed forms of `estimate_serving`, in which prompts are prefilled between generate steps.
     """
     prefill, step, further = e.prefill.seconds, e.generate.seconds, e.output - 1
-    static = setup.run.is_static
-    match what:
-        case "memory":
-            held = _held(setup.problem, setup.run, e)
-            return Interval(held, held, held)
-        case "prefill":
-            return prefill
-        case "step":
-            return step
-        case "steps":
-            return _sum((e.output, step))
-        case "tpot":
-            return step if static else e.tpot
-        case "ttft":
-            return prefill if static else e.ttft
-        case "whole":
-            tokens = setup.run.measured_metric.startswith("output_tokens")
-            if static:
-                return _sum((1.0, prefill), (further, step))
-            return _sum((e.output, e.tpot)) if tokens else _sum((1.0, e.ttft), (further, e.tpot))
-    raise AssertionError(what)
+    if what == "memory":
+        held = _held(setup.problem, setup.run, e)
+        return Interval(held, held, held)
+    first, each = (prefill, step) if setup.run.is_static else (e.ttft, e.tpot)
+    whole = _sum((1.0, first), (further, each))
+    if not setup.run.is_static and setup.run.measured_metric.startswith("output_tokens"):
+        whole = _sum((e.output, each))  # an engine that is kept full: prefills come between, in TPOT
+    known: dict[Compared, Interval] = {
+        "prefill": prefill,
+        "step": step,
+        "steps": _sum((e.output, step)),
+        "tpot": each,
+        "ttft": first,
+        "whole": whole,
+    }
+    return known[what]
 
 
 def _sum(*parts: tuple[float, Interval]) -> Interval:

@@ -1,4 +1,4 @@
-"""A row of a file of measured serving as a typed value, and reading such files. Not here: what a row means (`setup`)."""
+"""A row of a file of measured serving as a typed value; reading such files. Not here: what it means (`setup`)."""
 
 from __future__ import annotations
 

@@ -102,7 +102,6 @@ def score_served(
 
 
 def _why_aside(run: ServedRun) -> str:
-    what = (
-        "a time to first token, which includes queueing" if "queue" in run.phase else "repeats another row of its run"
-    )
-    return f"primary is no: {run.measured_metric} {what}" if "queue" not in run.phase else f"primary is no: {what}"
+    if "queue" in run.phase:
+        return "primary is no: a time that includes queueing, of a run whose other row counts"
+    return f"primary is no: {run.measured_metric} of a run whose other row counts"

@@ -1,0 +1,202 @@
+"""Rows of measured serving: how each metric is converted, what is refused, and that no shipped row is dropped."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import meshwise
+from meshwise.cli.main import main
+from meshwise.errors import MeshwiseError
+from meshwise.scoring import read_runs
+from meshwise.scoring.serving import (
+    SERVING_COLUMNS,
+    SERVING_METRICS,
+    ServedPrediction,
+    ServedRefusal,
+    predict_served,
+    score_served,
+    served_runs_of,
+    shipped_served_runs,
+)
+from meshwise.scoring.serving.prediction import compared, measured_number
+from meshwise.scoring.serving.setup import set_up_served
+
+BASE = {
+    "id": "a", "chip": "h100-sxm", "model": "llama-3.1-8b", "n_chips": "2", "tp": "2", "engine": "ours",
+    "phase": "decode", "weights_dtype": "bf16", "batch": "8", "concurrency": "8", "prompt_len": "1024", "output_len": "129",
+    "serving_mode": "continuous batching", "measured_metric": "tpot", "measured_value": "10", "unit": "ms",
+}  # fmt: skip
+STATIC = {"serving_mode": "static batch", "concurrency": "", "phase": "prefill+decode"}
+
+
+def row(**changes):
+    cells = BASE | changes
+    (run,) = served_runs_of(",".join(cells) + "\n" + ",".join(cells.values()) + "\n", "rows.csv")
+    return run
+
+
+def estimate(**changes):
+    """What `estimate serve` says of the row's load."""
+    given = {"prompt": 1024, "output": 129, "batch": 8, "layout": "tensor=2"} | changes
+    return meshwise.estimate_serve("llama-3.1-8b", on="h100:2", **given)
+
+
+def predicted(**changes):
+    found = predict_served(row(**changes))
+    assert isinstance(found, ServedPrediction), found
+    return found
+
+
+def test_tpot_of_continuous_batching_is_the_batching_algebra():
+    """TPOT = t_decode + batch / (output - 1) x t_prefill."""
+    e = estimate()
+    by_hand = e.generate.seconds.expected + 8 / 128 * e.prefill.interval
+    found = predicted()
+    assert found.measured == pytest.approx(0.010)
+    assert found.expected == pytest.approx(by_hand) == pytest.approx(e.tpot.expected)
+    assert found.error == pytest.approx(by_hand / 0.010 - 1)
+
+
+def test_a_static_batch_is_prefilled_together_and_generates_without_interruption():
+    e = estimate(prefill_batch=8)
+    first, step = e.prefill.seconds.expected, e.generate.seconds.expected
+    whole = first + 128 * step
+    assert predicted(**STATIC, measured_metric="end_to_end_latency", unit="s", measured_value="2").expected == (
+        pytest.approx(whole)
+    )
+    rate = predicted(**STATIC, measured_metric="output_tokens_per_s_per_gpu", measured_value="258", unit="tokens/s/GPU")
+    assert rate.measured == pytest.approx(8 * 129 / (258 * 2))
+    assert rate.expected == pytest.approx(whole)
+    prefill = predicted(**STATIC | {"phase": "prefill"}, measured_metric="first_token_latency", measured_value="400")
+    assert prefill.expected == pytest.approx(first)
+    steps = predicted(**STATIC | {"phase": "decode"}, measured_metric="latency", unit="s", measured_value="2")
+    assert steps.expected == pytest.approx(129 * step)
+    one = predicted(**STATIC | {"phase": "decode"}, measured_metric="latency_per_token")
+    assert one.expected == pytest.approx(step)
+    per_step = predicted(**STATIC | {"phase": "decode"}, measured_metric="tokens_per_s", unit="tokens/s")
+    assert (per_step.measured, per_step.compared) == (pytest.approx(8 / 10), "step")
+
+
+def test_rates_end_to_end_count_the_prefill():
+    run = row(**STATIC | {"phase": "decode"}, measured_metric="tokens_per_s", unit="tokens/s (end to end, batch 8)")
+    assert compared(run) == "whole"
+    assert measured_number(run, 1) == pytest.approx(8 * 129 / 10)
+
+
+def test_memory_is_without_the_reserve_and_holds_the_caches_of_a_static_batch_once():
+    found = predicted(**STATIC, measured_metric="gpu_memory", unit="GB", measured_value="12")
+    cache = 8 * 1168 * 32 * 2 * 8 * 128 * 2 / 2  # 1,153 tokens in blocks of 16, over two chips
+    e = estimate(prefill_batch=8)
+    assert found.expected == pytest.approx(e.memory["weights"] + cache + e.memory["activations"], rel=1e-6)
+    assert found.bound == 0.0
+
+
+def test_requests_that_do_not_fit_wait():
+    found = predicted(batch="512", concurrency="512", prompt_len="8192", output_len="1024", measured_value="200")
+    e = estimate(prompt=8192, output=1024, batch=512)
+    assert found.estimate.setup.batch == e.largest_batch < 512
+    assert any("the others wait" in note for note in found.setup.assumed)
+
+
+@pytest.mark.parametrize(
+    ("cells", "precision"),
+    [
+        ({"weights_dtype": "fp8"}, "weights=fp8,activations=bf16,compute=fp8,kv=bf16"),
+        ({"weights_dtype": "int8", "act_dtype": "bf16"}, "weights=int8,activations=bf16,compute=bf16,kv=bf16"),
+        ({"weights_dtype": "int4 (group 32)"}, "weights=int4,activations=bf16,compute=bf16,kv=bf16"),
+        ({"weights_dtype": "fp16", "kv_dtype": "fp8"}, "weights=fp16,activations=fp16,compute=fp16,kv=fp8"),
+        ({"weights_dtype": ""}, "weights=bf16,activations=bf16,compute=bf16,kv=bf16"),
+    ],
+)
+def test_formats(cells, precision):
+    assert set_up_served(row(**cells), "default").problem.load.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"measured_value": "0.001"}, "faster than the chips' data sheets allow"),
+        ({"measured_metric": "ttft", "phase": "prefill (includes queueing)"}, "how requests came"),
+        ({"measured_metric": "MFU", "unit": "% of 989 TFLOP/s"}, "derived; give the latency"),
+        ({"measured_metric": "effective_memory_bandwidth", "unit": "GB/s per GPU"}, "derived; give tokens_per_s"),
+        ({"phase": "training"}, "expected prefill, decode or prefill+decode"),
+        ({"unit": "minutes"}, "unit of tpot: expected s, ms or us, found 'minutes'"),
+        ({"weights_dtype": "ternary"}, "weights_dtype 'ternary' is not understood"),
+        ({"tp": "4"}, "tp 4 x pp 1 is not n_chips 2"),
+        ({"ep": "3"}, "ep 3: expected 1, tp 2"),
+        ({"output_len": "0"}, "output_len is blank or 0"),
+        ({"batch": "", "concurrency": ""}, "batch and concurrency are blank"),
+        ({"chip": "h1000"}, "h1000"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(cells, reason):
+    found = predict_served(row(**cells))
+    assert isinstance(found, ServedRefusal)
+    assert reason in found.reason
+
+
+def test_no_shipped_row_is_dropped():
+    runs = shipped_served_runs()
+    assert len(runs) == 1360
+    assert all(run.source and run.source_url_or_repo_path for run in runs)
+    some = runs[::20]
+    score = score_served(some)
+    seen = [x.run.id for x in (*score.predictions, *score.refusals, *score.set_aside)]
+    assert sorted(seen) == sorted(run.id for run in some)
+    assert {r.run.primary for r in score.set_aside} == {"no"}
+    assert all(r.reason for r in (*score.refusals, *score.set_aside))
+    assert len(score.predictions) > 0.9 * score.rows
+    errors = [p.expected / p.measured - 1 for p in score.times]
+    assert score.overall.mape == pytest.approx(sum(map(abs, errors)) / len(errors))
+    assert score.overall.coverage_80 is None
+    assert sum(e.rows for e in score.groups["phase"].values()) == len(score.times)
+
+
+def test_every_shipped_row_says_what_it_is_compared_with():
+    """Refused are numbers derived from others, and times that include queueing."""
+    refused = []
+    for run in shipped_served_runs():
+        try:
+            compared(run)
+        except MeshwiseError:
+            refused.append(run)
+    assert {r.measured_metric for r in refused} == {"ttft", "effective_memory_bandwidth", "MFU"}
+    assert {r.primary for r in refused} == {"no"}
+
+
+@pytest.fixture
+def file(tmp_path):
+    cells = [BASE, BASE | {"id": "b", "primary": "no"}, BASE | {"id": "c", "tp": "4"}]
+    path = tmp_path / "serving.csv"
+    names = [*BASE, "primary"]
+    path.write_text("\n".join([",".join(names), *(",".join(c.get(n, "yes") for n in names) for c in cells)]) + "\n")
+    return path
+
+
+def test_the_command(file, capsys):
+    assert main(["score", str(file)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 rows predicted" in text
+    assert "b: primary is no: tpot of a run whose other row counts" in text
+    assert "c: tp 4 x pp 1 is not n_chips 2" in text
+    assert main(["score", str(file), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["inputs"]["calibration"] == "default"
+    found = answer["predictions"][0]
+    assert found["error"] == pytest.approx(found["expected"] / found["measured"] - 1)
+    assert answer["by_phase"]["decode"]["rows"] == 1
+
+
+def test_training_is_told_from_serving(file):
+    assert meshwise.score(file).rows == 2
+    with pytest.raises(MeshwiseError, match="measurements of serving"):
+        read_runs(file)
+
+
+def test_the_page_describes_every_column_and_metric():
+    page = (Path(__file__).parents[3] / "docs" / "measurements.md").read_text()
+    serving = page.partition("## Serving")[2].partition("\n## ")[0]
+    shared = page.partition("## Training runs")[2].partition("\n## ")[0]
+    assert all(f"| `{c.name}` |" in serving + shared for c in SERVING_COLUMNS)
+    assert all(f"| `{name}` |" in serving for name in SERVING_METRICS)
