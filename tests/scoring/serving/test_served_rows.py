@@ -24,8 +24,9 @@ from meshwise.scoring.serving.setup import set_up_served
 
 BASE = {
     "id": "a", "chip": "h100-sxm", "model": "llama-3.1-8b", "n_chips": "2", "tp": "2", "engine": "ours",
-    "phase": "decode", "weights_dtype": "bf16", "batch": "8", "concurrency": "8", "prompt_len": "1024", "output_len": "129",
-    "serving_mode": "continuous batching", "measured_metric": "tpot", "measured_value": "10", "unit": "ms",
+    "phase": "decode", "weights_dtype": "bf16", "batch": "8", "concurrency": "8", "prompt_len": "1024",
+    "output_len": "129", "serving_mode": "continuous batching", "measured_metric": "tpot", "measured_value": "10",
+    "unit": "ms",
 }  # fmt: skip
 STATIC = {"serving_mode": "static batch", "concurrency": "", "phase": "prefill+decode"}
 
