@@ -33,7 +33,8 @@ STATIC = {"serving_mode": "static batch", "concurrency": "", "phase": "prefill+d
 
 def row(**changes):
     cells = BASE | changes
-    (run,) = served_runs_of(",".join(cells) + "\n" + ",".join(cells.values()) + "\n", "rows.csv")
+    values = ",".join(f'"{value}"' for value in cells.values())
+    (run,) = served_runs_of(",".join(cells) + "\n" + values + "\n", "rows.csv")
     return run
 
 
