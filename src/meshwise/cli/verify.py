@@ -25,7 +25,9 @@ __all__ = ["verify"]
     EstimateTrainRequest, arguments=("model",), flags={**TRAIN_FLAGS, "model": "PLAN|MODEL"}, optional=True
 )
 @click.option(
-    "--reduced", is_flag=True, help="Compile two smaller models, from which the whole follows, instead of all layers."
+    "--reduced/--full",
+    default=False,
+    help="Compile two smaller models, from which the whole follows, or all layers (which is what happens otherwise).",
 )
 @output_options
 def verify(request: EstimateTrainRequest | None, model: str, reduced: bool, output: Output) -> None:
