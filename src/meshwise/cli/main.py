@@ -32,7 +32,9 @@ COMMANDS = {
     ),
     "verify": LazyCommand("meshwise.cli.verify:verify", "Compile a step for its target, and compare with the plan."),
     "run": LazyCommand("meshwise.cli.run:run", "Train, or generate, as a plan says on the devices that are there."),
-    "score": LazyCommand("meshwise.cli.score:score", "Compare predictions with measured training runs."),
+    "score": LazyCommand(
+        "meshwise.cli.score:score", "Compare predictions with measured training runs, or with measured serving."
+    ),
     "calibrate": LazyCommand(
         "meshwise.cli.calibrate:calibrate", "Refine a chip's calibration by your own measured steps."
     ),
