@@ -25,7 +25,7 @@ PLANS = {
     "tensor": (DENSE, f"tensor=4,micro_batch=32,{ONE}"),
     "expert": (MIXTURE, f"expert=4,micro_batch=8,{ONE}"),
 }
-JOB = {"batch_tokens": 32 * 8, "seq_len": 8, "precision": "fp32"}
+JOB = {"batch_tokens": 32 * 12, "seq_len": 12, "precision": "fp32"}
 
 bench = meshwise.bench("machine", dtype="fp32", cpu_devices=DEVICES, seconds="0.2s")
 with tempfile.TemporaryDirectory() as folder:
