@@ -148,3 +148,9 @@ def test_layouts_round_trip():
     wired = layout.replace(wires=(("tensor", (2, 1)), ("cache", (1, 4))))
     assert ServingLayout.from_json(wired.to_json()) == wired
     assert set(wired.sizes) == set(SERVING_AXES)
+
+
+def test_a_saved_layout_whose_wires_are_none_is_refused_in_words():
+    value = {**ServingLayout(tensor=4).to_json(), "wires": [4]}
+    with pytest.raises(LayoutError, match="wires must map a mesh axis to a list of extents"):
+        ServingLayout.from_json(value)

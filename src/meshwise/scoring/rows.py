@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,7 +22,7 @@ class RowError(MeshwiseError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(ABC):
     """What every row says: where it is from, of which model, on which machine, and the number."""
 
     id: str
@@ -61,9 +62,9 @@ class Row:
         return f"{self.model} {self.arch_source} {self.software} {self.notes}".lower()
 
     @property
+    @abstractmethod
     def positions(self) -> int:
         """Tokens of the longest sequence: rows of a learned table of positions."""
-        raise NotImplementedError
 
     @property
     def machine_words(self) -> str:

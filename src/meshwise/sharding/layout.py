@@ -26,6 +26,8 @@ __all__ = [
     "Layout",
     "LayoutRequest",
     "axis_of",
+    "layout_fields",
+    "layout_json",
     "parse_layout",
 ]
 
@@ -243,10 +245,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """All fields, wires as a mapping; `from_json` reads it back."""
-        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        out["offload"] = list(self.offload)
-        out["wires"] = None if self.wires is None else {axis: list(extents) for axis, extents in self.wires}
-        return out
+        return {**layout_json(self), "offload": list(self.offload)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Layout:
@@ -256,18 +255,35 @@ class Layout:
             LayoutError: for what is no mapping, or a value that a field cannot have.
             UnknownNameError: for a field that a layout does not have.
         """
-        if not isinstance(value, Mapping):
-            raise LayoutError(f"layout: expected a mapping of fields, found {value!r}")
-        known = {f.name for f in fields(cls)}
-        for name in value:
-            if name not in known:
-                raise UnknownNameError("layout field", str(name), known)
-        changes = dict(value)
+        changes = layout_fields(cls, value)
         if isinstance(changes.get("offload"), list):
             changes["offload"] = tuple(changes["offload"])
-        if changes.get("wires") is not None:
-            changes["wires"] = _read_wires(changes["wires"])
         return cls(**changes)
+
+
+def layout_json(layout: Any) -> dict[str, Any]:
+    """All fields of a layout of any kind, its wires as a mapping; `layout_fields` reads it back."""
+    out: dict[str, Any] = {f.name: getattr(layout, f.name) for f in fields(layout)}
+    wires = layout.wires
+    out["wires"] = None if wires is None else {axis: list(extents) for axis, extents in wires}
+    return out
+
+
+def layout_fields(kind: type, value: Any) -> dict[str, Any]:
+    """Fields of a layout of the class `kind`, from what `layout_json` gave.
+
+    Raises:
+        LayoutError: for what is no mapping, or wires that are none.
+        UnknownNameError: for a field that such a layout does not have.
+    """
+    if not isinstance(value, Mapping):
+        raise LayoutError(f"layout: expected a mapping of fields, found {value!r}")
+    known = {f.name for f in fields(kind)}
+    for name in value:
+        if name not in known:
+            raise UnknownNameError("layout field", str(name), known)
+    wires = value.get("wires")
+    return {**value, "wires": None if wires is None else _read_wires(wires)}
 
 
 def _check_word(what: str, word: object, known: tuple[str, ...]) -> None:

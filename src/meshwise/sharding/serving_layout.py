@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.errors import LayoutError, UnknownNameError
-from meshwise.sharding.layout import CONTEXT_METHODS
+from meshwise.sharding.layout import CONTEXT_METHODS, layout_fields, layout_json
 from meshwise.sharding.serving import CACHE_SPLITS, SERVING_AXES, serving_strategy
 from meshwise.sharding.strategy import Strategy
 
@@ -182,9 +182,7 @@ class ServingLayout:
 
     def to_json(self) -> dict[str, Any]:
         """All fields, wires as a mapping; `from_json` reads it back."""
-        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        out["wires"] = None if self.wires is None else {axis: list(extents) for axis, extents in self.wires}
-        return out
+        return layout_json(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ServingLayout:
@@ -194,15 +192,7 @@ class ServingLayout:
             LayoutError: for what is no mapping, or a value that a field cannot have.
             UnknownNameError: for a field that a layout does not have.
         """
-        if not isinstance(value, Mapping):
-            raise LayoutError(f"layout: expected a mapping of fields, found {value!r}")
-        known = {f.name for f in fields(cls)}
-        for name in value:
-            if name not in known:
-                raise UnknownNameError("layout field", str(name), known)
-        wires = value.get("wires")
-        read = None if wires is None else tuple((axis, tuple(extents)) for axis, extents in wires.items())
-        return cls(**{**value, "wires": read})
+        return cls(**layout_fields(cls, value))
 
 
 def parse_serving_layout(text: str, *, num_chips: int) -> ServingLayout:
