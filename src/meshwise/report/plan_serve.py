@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.costs.serving.estimate import ServingEstimate
+from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.planning.serving import ServingPlanning
 from meshwise.planning.serving.planner import FrontPoint
 from meshwise.report.chart import Chart

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.costs.estimate import Interval
-from meshwise.costs.serving.estimate import Engine, ServingAnswer, ServingEstimate, ServingSetup
+from meshwise.costs.serving.answer import Engine, ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.memory import CLASSES
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.step import TERMS

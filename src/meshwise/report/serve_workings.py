@@ -5,7 +5,7 @@ Not here: the numbers (`costs.serving`).
 
 from __future__ import annotations
 
-from meshwise.costs.serving.estimate import ServingEstimate
+from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.costs.serving.operations import SlowOperation, slowest_operations
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.explanation import Explanation

@@ -8,15 +8,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from meshwise.costs.serving.answer import ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.engine import engine_costs
-from meshwise.costs.serving.estimate import (
-    ServingAnswer,
-    ServingEstimate,
-    ServingSetup,
-    estimate_serving,
-    frontier,
-)
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.room import frontier
 from meshwise.errors import LayoutError, MeshwiseError
 from meshwise.sharding.serving_layout import ServingLayout, parse_serving_layout
 from meshwise.verbs.requests import PARAMETERS, validated

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshwise.costs.calibration import IDENTITY, default_calibration
-from meshwise.costs.serving.estimate import ServingSetup, estimate_serving
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.step import StepSizes, price_step
 from meshwise.costs.serving.wires import engine_wirings, fabric_of, wires_of

@@ -6,7 +6,8 @@ import pytest
 from cases import estimate, problem, setup, step
 
 from meshwise.costs.serving.engine import engine_costs
-from meshwise.costs.serving.estimate import estimate_serving, frontier, largest_batch, longest_context
+from meshwise.costs.serving.estimate import estimate_serving
+from meshwise.costs.serving.room import frontier, largest_batch, longest_context
 from meshwise.dtypes import DType
 from meshwise.errors import ClusterError, LayoutError
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.serving.estimate import ServingSetup, estimate_serving
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.wires import fabric_of
 from meshwise.errors import InfeasibleError, LayoutError, UnknownNameError

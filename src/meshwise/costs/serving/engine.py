@@ -11,17 +11,12 @@ from meshwise.costs.compute import ComputeRates, operation_compute
 from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.serving.estimate import (
-    ServingSetup,
-    generate_sizes,
-    handover_rate,
-    prefill_sizes,
-    room_for_cache,
-    with_wires,
-)
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.estimate import handover_rate, with_wires
 from meshwise.costs.serving.memory import cache_bytes
 from meshwise.costs.serving.planned import plan_step
 from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.room import generate_sizes, prefill_sizes, room_for_cache
 from meshwise.costs.serving.step import StepSizes, bind_step, price_step
 from meshwise.costs.serving.wires import fabric_of, layout_wires
 from meshwise.sharding.serving_layout import ServingLayout

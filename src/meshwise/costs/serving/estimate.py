@@ -7,16 +7,15 @@ Closed forms of a constant load on the times of steps. Not here: queues (`simula
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
 
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.serving.memory import cache_bytes, reserved_bytes, step_memory, weight_bytes
+from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.step import StepCosts, StepSizes, price_mixed_step, price_step
+from meshwise.costs.serving.room import engine_memory, generate_sizes, largest_batch, prefill_sizes
+from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
 from meshwise.costs.serving.wires import engine_wirings, fabric_of, layout_wires, wires_of
 from meshwise.errors import ClusterError, LayoutError
 from meshwise.sharding import CollectiveKind
@@ -24,182 +23,12 @@ from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingLayout
 
 __all__ = [
-    "Engine",
-    "Mode",
-    "ServingAnswer",
-    "ServingEstimate",
-    "ServingSetup",
     "check_layout",
     "estimate_serving",
-    "frontier",
-    "generate_sizes",
     "handover_rate",
     "handover_seconds",
-    "largest_batch",
-    "longest_context",
-    "prefill_sizes",
-    "room_for_cache",
     "with_wires",
 ]
-
-Mode = Literal["aggregated", "disaggregated"]
-
-#: Where the frontier of requests against their length ends.
-_MOST_REQUESTS, _SHORT = 1 << 20, 512
-
-
-@dataclass(frozen=True, slots=True)
-class ServingSetup:
-    """A whole serving plan: which layout does what, on how many requests.
-
-    Args:
-        mode: "aggregated" engines prefill and generate in turn; "disaggregated" ones do one of the two.
-        prefill, generate: layouts; aggregated, both are of the same chips.
-        batch: requests that one generating engine works on at once.
-        prefill_batch: prompts that are prefilled together.
-        chunk: tokens of a prompt that are prefilled in one step; None for all.
-    """
-
-    mode: Mode
-    prefill: ServingLayout
-    generate: ServingLayout
-    batch: int
-    prefill_batch: int = 1
-    chunk: int | None = None
-
-    @property
-    def one_layout(self) -> bool:
-        """Whether prefill leaves its cache where generation reads it, on the same chips."""
-        prefill, generate = (x.replace(wires=None, sequence_parallel=False) for x in (self.prefill, self.generate))
-        return self.mode == "aggregated" and prefill == generate
-
-    @property
-    def num_chips(self) -> int:
-        """Chips of all engines."""
-        if self.mode == "aggregated":
-            return self.generate.num_chips
-        return self.prefill.num_chips + self.generate.num_chips
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """One engine's step, priced.
-
-    Args:
-        seconds: from its start to its end.
-        interval: expected, from one to the next where stages are kept full.
-        terms: exposed seconds by name; they add up to `seconds.expected`.
-        hidden: seconds of communication that were hidden.
-        resources: seconds that each is busy at data-sheet rates.
-        memory: bytes by class on the fullest chip, and "total".
-        flops: on one chip.
-    """
-
-    seconds: Interval
-    interval: float
-    terms: Mapping[str, float]
-    hidden: Mapping[str, float]
-    resources: Mapping[str, float]
-    memory: Mapping[str, float]
-    flops: float
-
-    @property
-    def bound(self) -> str:
-        """The resource that is busiest."""
-        busiest = max(self.resources, key=lambda name: self.resources[name])
-        return busiest if busiest in ("compute", "hbm") else f"{busiest} communication"
-
-
-@dataclass(frozen=True, slots=True)
-class ServingEstimate:
-    """What a setup would do at a constant load that keeps it full.
-
-    Args:
-        setup: layouts with wires, batches.
-        prefill: all steps of the prompts that are prefilled together.
-        generate: one generate step of all requests of an engine.
-        handover_s: seconds in which a prompt's cache gets to where it is read.
-        ttft, tpot: seconds; see `estimate_serving`.
-        requests_per_s: of all engines.
-        output_tokens_per_s: of all engines.
-        prefill_share: of the time of aggregated engines; of disaggregated ones of the chips.
-        largest_batch: of one generating engine, by memory; None where it was not asked for.
-        hbm_capacity: bytes of one chip that may be used, the reserve included.
-        usd_per_chip_hour: None where no price is known.
-        output, prompt: tokens of a request.
-    """
-
-    setup: ServingSetup
-    prefill: Engine
-    generate: Engine
-    handover_s: float
-    ttft: Interval
-    tpot: Interval
-    requests_per_s: float
-    output_tokens_per_s: float
-    prefill_share: float
-    largest_batch: int | None
-    hbm_capacity: float
-    usd_per_chip_hour: float | None
-    output: float
-    computed: float
-
-    @property
-    def memory(self) -> Mapping[str, float]:
-        """Bytes by class on the fullest chip of the engines that generate (and prefill, where aggregated)."""
-        return self.generate.memory
-
-    @property
-    def fits(self) -> bool:
-        """Whether the fullest chips of both kinds of engines suffice."""
-        return max(e.memory["total"] for e in (self.prefill, self.generate)) <= self.hbm_capacity
-
-    @property
-    def bound(self) -> str:
-        """What binds the generate step."""
-        return self.generate.bound
-
-    @property
-    def throughput_per_chip(self) -> float:
-        """Output tokens per second and chip."""
-        return self.output_tokens_per_s / self.setup.num_chips
-
-    @property
-    def end_to_end_s(self) -> float:
-        """Expected seconds of a request from its arrival to its last token, without queueing."""
-        return self.ttft.expected + (self.output - 1) * self.tpot.expected
-
-    @property
-    def usd_per_s(self) -> float | None:
-        """Dollars of all chips for a second."""
-        return None if self.usd_per_chip_hour is None else self.usd_per_chip_hour * self.setup.num_chips / 3600
-
-    @property
-    def usd_per_million_output_tokens(self) -> float | None:
-        """All dollars over the output tokens."""
-        return None if self.usd_per_s is None else self.usd_per_s / self.output_tokens_per_s * 1e6
-
-    @property
-    def usd_per_million_input_tokens(self) -> float | None:
-        """Dollars of prefill alone over the tokens that it computes; a part of what an output token costs above."""
-        if self.usd_per_s is None:
-            return None
-        return self.usd_per_s * self.prefill_share / (self.requests_per_s * self.computed) * 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class ServingAnswer:
-    """An estimate, and what else would fit.
-
-    Args:
-        problem: what was asked.
-        estimate: of the layout.
-        frontier: (requests of an engine, longest request in tokens) that just fit.
-    """
-
-    problem: ServingProblem
-    estimate: ServingEstimate
-    frontier: tuple[tuple[int, int], ...]
 
 
 def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> None:
@@ -224,32 +53,6 @@ def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> 
             f"layout: context={layout.context} splits the positions of a prompt, and a generate step has one; write "
             f"cache={layout.context},cache_split=sequence, and give the layout with context as that of prefill"
         )
-
-
-def _mesh(layout: ServingLayout) -> dict[str, float]:
-    return {a: float(s) for a, s in layout.sizes.items()}
-
-
-def prefill_sizes(problem: ServingProblem, setup: ServingSetup) -> list[StepSizes]:
-    """What each step of a prefill computes: the chunks of the prompts that are prefilled together."""
-    load, mesh = problem.load, _mesh(setup.prefill)
-    chunk = load.computed if setup.chunk is None else float(min(setup.chunk, load.computed))
-    steps = math.ceil(load.computed / chunk)
-    done = [min((i + 1) * chunk, load.computed) for i in range(steps)]
-    before = [0.0, *done[:-1]]
-    return [
-        StepSizes(float(setup.prefill_batch), end - start, load.cached_prefix + end, mesh)
-        for start, end in zip(before, done, strict=True)
-    ]
-
-
-def generate_sizes(problem: ServingProblem, setup: ServingSetup) -> StepSizes:
-    """What a generate step computes, halfway through the output."""
-    load = problem.load
-    positions = load.positions_per_step
-    return StepSizes(
-        float(setup.batch), positions, load.mean_context + positions - 1, _mesh(setup.generate), last=positions
-    )
 
 
 def _prefill_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> list[StepCosts]:
@@ -335,10 +138,10 @@ def estimate_serving(
     _check_mode(setup)
     setup = with_wires(problem, fabric, setup)
     generating = _generate_costs(problem, fabric, setup)
-    generate = _engine([generating], _memory(problem, setup, "generate"))
+    generate = _engine([generating], engine_memory(problem, setup, "generate"))
     mixed = setup.mode == "aggregated" and setup.chunk is not None
     steps = (_mixed_costs if mixed else _prefill_costs)(problem, fabric, setup)
-    prefill = _engine(steps, _memory(problem, setup, "prefill"))
+    prefill = _engine(steps, engine_memory(problem, setup, "prefill"))
     handover = handover_seconds(problem, fabric, setup)
     load, b, p = problem.load, setup.batch, setup.prefill_batch
     further = load.output - 1
@@ -433,35 +236,6 @@ def _engine(steps: list[StepCosts], memory: Mapping[str, float]) -> Engine:
     )
 
 
-def _memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> dict[str, float]:
-    """Bytes by class on the fullest chip of the engines that do a step (both, where aggregated)."""
-    layout: ServingLayout = getattr(setup, step)
-    mesh = _mesh(layout)
-    both = setup.mode == "aggregated"
-    parts: list[tuple[Any, Any]] = []
-    if step == "prefill" or both:
-        parts += [step_memory(problem, "prefill", setup.prefill.structure, s) for s in prefill_sizes(problem, setup)]
-    if step == "generate" or both:
-        parts.append(step_memory(problem, "generate", setup.generate.structure, generate_sizes(problem, setup)))
-    requests, tokens = float(setup.batch), problem.load.longest + problem.load.draft_tokens
-    if step == "prefill" and not both:
-        requests, tokens = float(setup.prefill_batch), problem.load.prompt
-    kept, of = ("generate", setup.generate) if both else (step, layout)
-    cache = cache_bytes(problem, kept, of.structure, _mesh(of), requests, tokens)  # type: ignore[arg-type]
-    if both:  # the prompts that are being prefilled
-        cache = cache + cache_bytes(
-            problem, "generate", of.structure, _mesh(of), float(setup.prefill_batch), problem.load.prompt
-        )
-    classes = {
-        "weights": float(weight_bytes(problem, step, layout.structure, mesh)),
-        "kv_cache": float(cache),
-        "activations": max(float(a) for a, _ in parts),
-        "workspace": max(float(w) for _, w in parts),
-        "reserve": reserved_bytes(problem),
-    }
-    return {**classes, "total": sum(classes.values())}
-
-
 def handover_seconds(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> float:
     """Seconds in which the caches of the prompts prefilled together get to where they are read.
 
@@ -486,59 +260,3 @@ def handover_rate(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) 
     slowest = min(d.bandwidth_one_way for d in fabric.dimensions)
     chips = min(setup.prefill.engine_chips, setup.generate.engine_chips)
     return chips * slowest * links.efficiency, links.startup
-
-
-def largest_batch(problem: ServingProblem, setup: ServingSetup) -> int:
-    """The most requests of the load's longest context that fit on a generating engine; 0 where none does."""
-
-    def fits(batch: int) -> bool:
-        other = ServingSetup(setup.mode, setup.prefill, setup.generate, batch, setup.prefill_batch, setup.chunk)
-        return _memory(problem, other, "generate")["total"] <= problem.cluster.chip.hbm_usable
-
-    return _most(fits, 1 << 24)
-
-
-def room_for_cache(problem: ServingProblem, setup: ServingSetup, step: Step) -> float:
-    """Bytes of the fullest chip that are left for the cache."""
-    memory = _memory(problem, setup, step)
-    return problem.cluster.chip.hbm_usable - (memory["total"] - memory["kv_cache"])
-
-
-def longest_context(problem: ServingProblem, setup: ServingSetup) -> int:
-    """The most tokens of a request at the setup's batch that fit on a generating engine; 0 where one is too much."""
-    mesh = _mesh(setup.generate)
-    room = room_for_cache(problem, setup, "generate")
-    structure = setup.generate.structure
-
-    def fits(tokens: int) -> bool:
-        return float(cache_bytes(problem, "generate", structure, mesh, float(setup.batch), float(tokens))) <= room
-
-    return _most(fits, 1 << 34)
-
-
-def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, where all smaller ones do; 0 where 1 does not."""
-    if not fits(1):
-        return 0
-    low = 1
-    while low < limit and fits(low * 2):
-        low *= 2
-    high = low * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def frontier(problem: ServingProblem, setup: ServingSetup) -> tuple[tuple[int, int], ...]:
-    """The longest request, in tokens, that just fits beside others like it: for 1, 2, 4, ... requests of an engine."""
-    found = []
-    batch = 1
-    while batch <= _MOST_REQUESTS:
-        one = ServingSetup(setup.mode, setup.prefill, setup.generate, batch, setup.prefill_batch, setup.chunk)
-        tokens = longest_context(problem, one)
-        if tokens < _SHORT:
-            break
-        found.append((batch, tokens))
-        batch *= 4
-    return tuple(found)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from meshwise.costs.arithmetic import ceil
 from meshwise.costs.compute import ComputeRates, operation_compute
 from meshwise.costs.extents import Extents
-from meshwise.costs.serving.estimate import ServingSetup, generate_sizes, prefill_sizes
+from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.planned import plan_step
 from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.room import generate_sizes, prefill_sizes
 from meshwise.costs.serving.step import StepSizes, bind_step
 from meshwise.sharding.serving_layout import ServingLayout
 

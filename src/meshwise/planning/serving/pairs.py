@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.serving.estimate import Mode, ServingSetup
+from meshwise.costs.serving.answer import Mode, ServingSetup
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.planning.serving.tables import Table
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from meshwise.costs.compute import check_precision
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.serving.estimate import ServingEstimate, estimate_serving
+from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.wires import fabric_of
 from meshwise.errors import InfeasibleError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwise.costs.serving.estimate import Mode
+from meshwise.costs.serving.answer import Mode
 from meshwise.errors import UnknownNameError
 from meshwise.sharding.serving import SERVING_AXES
 

@@ -11,9 +11,11 @@ from typing import Literal
 
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.serving.estimate import ServingEstimate, ServingSetup, estimate_serving, largest_batch
+from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import cache_bytes
 from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.room import largest_batch
 from meshwise.costs.serving.wires import fabric_of
 from meshwise.errors import MeshwiseError
 from meshwise.scoring.models import family_of

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.serving.estimate import ServingSetup
+from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.errors import MeshwiseError
 from meshwise.jobs import ServingLoad

@@ -1,0 +1,142 @@
+"""The memory of a serving plan, and what else it has room for: more requests, longer ones.
+
+Not here: what one class of memory is made of (`memory`), times (`estimate`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.memory import cache_bytes, reserved_bytes, step_memory, weight_bytes
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.step import StepSizes
+from meshwise.sharding.serving_layout import ServingLayout
+
+__all__ = [
+    "engine_memory",
+    "frontier",
+    "generate_sizes",
+    "largest_batch",
+    "longest_context",
+    "mesh_sizes",
+    "prefill_sizes",
+    "room_for_cache",
+]
+
+#: Where the frontier of requests against their length ends.
+_MOST_REQUESTS, _SHORT = 1 << 20, 512
+
+
+def mesh_sizes(layout: ServingLayout) -> dict[str, float]:
+    """Mesh axis -> devices, as numbers to calculate with."""
+    return {a: float(s) for a, s in layout.sizes.items()}
+
+
+def prefill_sizes(problem: ServingProblem, setup: ServingSetup) -> list[StepSizes]:
+    """What each step of a prefill computes: the chunks of the prompts that are prefilled together."""
+    load, mesh = problem.load, mesh_sizes(setup.prefill)
+    chunk = load.computed if setup.chunk is None else float(min(setup.chunk, load.computed))
+    steps = math.ceil(load.computed / chunk)
+    done = [min((i + 1) * chunk, load.computed) for i in range(steps)]
+    before = [0.0, *done[:-1]]
+    return [
+        StepSizes(float(setup.prefill_batch), end - start, load.cached_prefix + end, mesh)
+        for start, end in zip(before, done, strict=True)
+    ]
+
+
+def generate_sizes(problem: ServingProblem, setup: ServingSetup) -> StepSizes:
+    """What a generate step computes, halfway through the output."""
+    load = problem.load
+    positions = load.positions_per_step
+    return StepSizes(
+        float(setup.batch), positions, load.mean_context + positions - 1, mesh_sizes(setup.generate), last=positions
+    )
+
+
+def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> dict[str, float]:
+    """Bytes by class on the fullest chip of the engines that do a step (both, where aggregated)."""
+    layout: ServingLayout = getattr(setup, step)
+    mesh = mesh_sizes(layout)
+    both = setup.mode == "aggregated"
+    parts: list[tuple[Any, Any]] = []
+    if step == "prefill" or both:
+        parts += [step_memory(problem, "prefill", setup.prefill.structure, s) for s in prefill_sizes(problem, setup)]
+    if step == "generate" or both:
+        parts.append(step_memory(problem, "generate", setup.generate.structure, generate_sizes(problem, setup)))
+    requests, tokens = float(setup.batch), problem.load.longest + problem.load.draft_tokens
+    if step == "prefill" and not both:
+        requests, tokens = float(setup.prefill_batch), problem.load.prompt
+    kept, of = ("generate", setup.generate) if both else (step, layout)
+    cache = cache_bytes(problem, kept, of.structure, mesh_sizes(of), requests, tokens)  # type: ignore[arg-type]
+    if both:  # the prompts that are being prefilled
+        cache = cache + cache_bytes(
+            problem, "generate", of.structure, mesh_sizes(of), float(setup.prefill_batch), problem.load.prompt
+        )
+    classes = {
+        "weights": float(weight_bytes(problem, step, layout.structure, mesh)),
+        "kv_cache": float(cache),
+        "activations": max(float(a) for a, _ in parts),
+        "workspace": max(float(w) for _, w in parts),
+        "reserve": reserved_bytes(problem),
+    }
+    return {**classes, "total": sum(classes.values())}
+
+
+def largest_batch(problem: ServingProblem, setup: ServingSetup) -> int:
+    """The most requests of the load's longest context that fit on a generating engine; 0 where none does."""
+
+    def fits(batch: int) -> bool:
+        other = ServingSetup(setup.mode, setup.prefill, setup.generate, batch, setup.prefill_batch, setup.chunk)
+        return engine_memory(problem, other, "generate")["total"] <= problem.cluster.chip.hbm_usable
+
+    return _most(fits, 1 << 24)
+
+
+def room_for_cache(problem: ServingProblem, setup: ServingSetup, step: Step) -> float:
+    """Bytes of the fullest chip that are left for the cache."""
+    memory = engine_memory(problem, setup, step)
+    return problem.cluster.chip.hbm_usable - (memory["total"] - memory["kv_cache"])
+
+
+def longest_context(problem: ServingProblem, setup: ServingSetup) -> int:
+    """The most tokens of a request at the setup's batch that fit on a generating engine; 0 where one is too much."""
+    mesh = mesh_sizes(setup.generate)
+    room = room_for_cache(problem, setup, "generate")
+    structure = setup.generate.structure
+
+    def fits(tokens: int) -> bool:
+        return float(cache_bytes(problem, "generate", structure, mesh, float(setup.batch), float(tokens))) <= room
+
+    return _most(fits, 1 << 34)
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that fits, where all smaller ones do; 0 where 1 does not."""
+    if not fits(1):
+        return 0
+    low = 1
+    while low < limit and fits(low * 2):
+        low *= 2
+    high = low * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def frontier(problem: ServingProblem, setup: ServingSetup) -> tuple[tuple[int, int], ...]:
+    """The longest request, in tokens, that just fits beside others like it: for 1, 2, 4, ... requests of an engine."""
+    found = []
+    batch = 1
+    while batch <= _MOST_REQUESTS:
+        one = ServingSetup(setup.mode, setup.prefill, setup.generate, batch, setup.prefill_batch, setup.chunk)
+        tokens = longest_context(problem, one)
+        if tokens < _SHORT:
+            break
+        found.append((batch, tokens))
+        batch *= 4
+    return tuple(found)
