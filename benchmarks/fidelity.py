@@ -51,7 +51,7 @@ def main(words: list[str]) -> int:
 
 def tables(score: Score) -> dict[str, str]:
     """Name of a table -> its lines."""
-    groups = {"source": score.by_source, "chip": score.by_chip, "family": score.by_family, "kind": score.by_kind}
+    groups = score.groups
     found = {name: _errors(name, group) for name, group in groups.items()}
     assert score.overall is not None
     found["all"] = _errors("", {"all": score.overall})

@@ -10,8 +10,9 @@ from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
 from meshwise.errors import MeshwiseError
-from meshwise.report.score import score_report, score_svg
+from meshwise.report.score import score_report
 from meshwise.report.score_serving import served_report
+from meshwise.report.scored import scored_svg
 from meshwise.scoring import Score
 from meshwise.verbs.score import ScoreRequest, find_score
 
@@ -39,12 +40,13 @@ def score(request: ScoreRequest, svg: Path | None, output: Output) -> None:
     with Progress() as progress:
         found = find_score(request, progress)
     if svg is not None:
+        drawing = scored_svg(found, "step") if isinstance(found, Score) else scored_svg(found, "time")
         try:
-            svg.write_text(score_svg(found), encoding="utf-8")
+            svg.write_text(drawing, encoding="utf-8")
         except OSError as error:
             raise MeshwiseError(f"--svg {svg}: {error.strerror}") from None
     inputs = {**request.model_dump(), "calibration": found.calibration, "svg": None if svg is None else str(svg)}
-    if not isinstance(found, Score):
+    if isinstance(found, Score):
+        output.show(score_report(found, inputs, worst=request.worst))
+    else:
         output.show(served_report(found, inputs, worst=request.worst))
-        return
-    output.show(score_report(found, inputs, worst=request.worst))

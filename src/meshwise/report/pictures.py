@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from meshwise.errors import MissingDependencyError
 from meshwise.report.chart import Chart
+from meshwise.report.drawing import new_figure, svg_of
 
 __all__ = ["terminal_chart", "write_svg"]
 
@@ -56,11 +55,7 @@ def write_svg(points: Points, names: Sequence[str], x_title: str, y_title: str, 
     Raises:
         MissingDependencyError: when matplotlib is absent.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  (an optional extra)
-    except ImportError:
-        raise MissingDependencyError("--svg needs matplotlib: pip install 'meshwise[plot]'") from None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     axes.loglog(xs, ys, "o-" if joined else "o")
@@ -69,6 +64,4 @@ def write_svg(points: Points, names: Sequence[str], x_title: str, y_title: str, 
     axes.set_xlabel(x_title)
     axes.set_ylabel(y_title)
     axes.grid(visible=True, which="both", alpha=0.3)
-    target = io.StringIO()
-    figure.savefig(target, format="svg", metadata={"Date": None})
-    return target.getvalue()
+    return svg_of(figure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from rich.text import Text
 
 from meshwise.costs.operation import write_operation
 from meshwise.costs.roofline import Memory, Rates, Roofline
-from meshwise.errors import MissingDependencyError
 from meshwise.explanation import Explanation
 from meshwise.report.chart import Chart
+from meshwise.report.drawing import new_figure, svg_of
 from meshwise.report.report import Report
 from meshwise.report.table import facts
 from meshwise.tensors import Op
@@ -308,14 +307,10 @@ def roofline_svg(case: RooflineCase) -> str:
     Raises:
         MissingDependencyError: when matplotlib is absent.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  (an optional extra)
-    except ImportError:
-        raise MissingDependencyError("--svg needs matplotlib: pip install 'meshwise[plot]'") from None
     rates = case.rates
     here = case.intensity or rates.ridge
     x = [min(rates.ridge, here) / 20, rates.ridge, max(rates.ridge, here) * 20]
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
     axes.loglog(x, [min(v * rates.bandwidth, rates.flops_per_s) for v in x], color="black")
     axes.axvline(rates.ridge, color="grey", linestyle=":", label=f"ridge {rates.ridge:,.4g} FLOPs/byte")
@@ -327,6 +322,4 @@ def roofline_svg(case: RooflineCase) -> str:
     axes.set_title(f"{case.chip}, {_MEMORY_WORDS[case.memory]} at {format_bandwidth(rates.bandwidth)}")
     axes.legend(loc="lower right", fontsize="small")
     axes.grid(visible=True, which="major", alpha=0.3)
-    target = io.StringIO()
-    figure.savefig(target, format="svg", metadata={"Date": None})
-    return target.getvalue()
+    return svg_of(figure)

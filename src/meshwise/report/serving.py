@@ -5,7 +5,6 @@ Not here: the simulation itself (`simulation.serving`).
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
@@ -14,9 +13,9 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from meshwise.errors import MissingDependencyError
 from meshwise.explanation import Explanation
 from meshwise.jobs.traffic import Load
+from meshwise.report.drawing import new_figure, svg_of
 from meshwise.report.report import Report
 from meshwise.report.table import table
 from meshwise.report.words import counted
@@ -257,11 +256,7 @@ def serving_svg(result: ServingResult) -> str:
     Raises:
         MissingDependencyError: when matplotlib is absent.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  (an optional extra)
-    except ImportError:
-        raise MissingDependencyError("--svg needs matplotlib: pip install 'meshwise[plot]'") from None
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    figure = new_figure(11, 8)
     latency, requests, cache = figure.subplots(3, 1, sharex=True)
     every = max(result.requests // 4000, 1)
     arrivals = result.columns["arrival"]
@@ -281,6 +276,4 @@ def serving_svg(result: ServingResult) -> str:
     cache.set_ylim(0, 1.02)
     cache.set_xlabel("seconds")
     cache.legend(loc="lower right", fontsize="small")
-    target = io.StringIO()
-    figure.savefig(target, format="svg", metadata={"Date": None})
-    return target.getvalue()
+    return svg_of(figure)

@@ -5,15 +5,14 @@ Not here: the timeline itself (`simulation`).
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.text import Text
 
-from meshwise.errors import MissingDependencyError
 from meshwise.explanation import Explanation
+from meshwise.report.drawing import new_figure, svg_of
 from meshwise.report.report import Details, Report
 from meshwise.report.table import table
 from meshwise.report.words import counted
@@ -208,11 +207,7 @@ def timeline_svg(timeline: StepTimeline) -> str:
     Raises:
         MissingDependencyError: when matplotlib is absent.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  (an optional extra)
-    except ImportError:
-        raise MissingDependencyError("--svg needs matplotlib: pip install 'meshwise[plot]'") from None
-    figure = Figure(figsize=(11, 1.5 + 0.45 * timeline.stages), layout="constrained")
+    figure = new_figure(11, 1.5 + 0.45 * timeline.stages)
     axes = figure.subplots()
     bars: dict[tuple[str, str, float], list[tuple[int, tuple[float, float]]]] = {}
     waits = [s for stage in range(timeline.stages) for s in timeline.bubbles(stage)]
@@ -238,9 +233,7 @@ def timeline_svg(timeline: StepTimeline) -> str:
     axes.set_xlabel("seconds")
     axes.set_title(f"one step under {timeline.pipeline.schedule.name}: {format_time(timeline.total)}")
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
-    target = io.StringIO()
-    figure.savefig(target, format="svg", metadata={"Date": None})
-    return target.getvalue()
+    return svg_of(figure)
 
 
 def _explanations(timeline: StepTimeline) -> tuple[Explanation, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshwise.scoring.columns import COLUMNS, METRICS
-from meshwise.scoring.prediction import Prediction, Refusal, predict
+from meshwise.scoring.outcomes import Refusal
+from meshwise.scoring.prediction import Prediction, predict
 from meshwise.scoring.reading import MeasuredRun, RowError, read_runs, runs_of
 from meshwise.scoring.score import Score, score_runs, shipped_runs
 from meshwise.scoring.statistics import Errors, Ranking

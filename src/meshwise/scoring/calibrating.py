@@ -16,7 +16,8 @@ from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.scoring.constants import all_constants
 from meshwise.scoring.fitting import Constant, Fit, Repriced, Sensitivities, fit, sensitivities
-from meshwise.scoring.prediction import Prediction, Refusal, predict
+from meshwise.scoring.outcomes import Refusal
+from meshwise.scoring.prediction import Prediction, predict
 from meshwise.scoring.reading import MeasuredRun
 
 __all__ = ["Refined", "mean_error", "refine"]
@@ -47,7 +48,7 @@ class Refined:
     base: Calibration
     calibration: Calibration
     rows: tuple[Prediction, ...]
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[Refusal[MeasuredRun], ...]
     constants: tuple[Constant, ...]
     fit: Fit
     after: tuple[float, ...]
@@ -105,7 +106,7 @@ def refine(
     return Refined(chip, base, new, rows, refusals, constants, best, after, _left_out(constants, points, measured))
 
 
-def _check(rows: Sequence[Prediction], refusals: Sequence[Refusal]) -> None:
+def _check(rows: Sequence[Prediction], refusals: Sequence[Refusal[MeasuredRun]]) -> None:
     if not rows:
         reasons = "; ".join(f"{r.run.id}: {r.reason}" for r in refusals[:3])
         raise MeshwiseError(f"no row can be used to calibrate: {reasons or 'no row is of a time'}")

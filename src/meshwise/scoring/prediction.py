@@ -12,12 +12,12 @@ from meshwise.costs.spread import Likely, doubts_of, likely_interval
 from meshwise.errors import MeshwiseError
 from meshwise.planning import estimate_layout
 from meshwise.scoring.conventions import measured_bytes, measured_seconds
-from meshwise.scoring.models import family_of
+from meshwise.scoring.outcomes import Predicted, Refusal
 from meshwise.scoring.reading import MeasuredRun
 from meshwise.scoring.setup import Setup, set_up
 from meshwise.sharding.layout import Layout
 
-__all__ = ["MEMORY_PARTS", "Prediction", "Refusal", "predict"]
+__all__ = ["MEMORY_PARTS", "Prediction", "predict"]
 
 #: Metric of memory -> the classes of an estimate that it measures; None for all of them.
 MEMORY_PARTS: dict[str, tuple[str, ...] | None] = {
@@ -28,33 +28,18 @@ MEMORY_PARTS: dict[str, tuple[str, ...] | None] = {
 }
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A run that cannot be predicted."""
-
-    run: MeasuredRun
-    reason: str
-
-
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, kw_only=True)
+class Prediction(Predicted[Setup]):
     """A run that was predicted.
 
     Args:
-        setup: what it did.
         layout: complete: what the row left open was chosen.
         estimate: of that layout.
-        measured, expected, bound: seconds of a step, or bytes of memory; the bound is the uncalibrated roofline, 0 for
-            memory.
         likely: the 80 % interval of a time; None for memory.
     """
 
-    setup: Setup
     layout: Layout
     estimate: Estimate
-    measured: float
-    expected: float
-    bound: float
     likely: Likely | None
 
     @property
@@ -63,24 +48,14 @@ class Prediction:
         return self.setup.run
 
     @property
-    def family(self) -> str:
-        """Family of its model."""
-        return family_of(self.run)
+    def terms(self) -> dict[str, float]:
+        """Seconds of a step, by term."""
+        return dict(self.estimate.terms)
 
     @property
-    def error(self) -> float:
-        """Signed: 0.1 where 10 % too much is predicted."""
-        return self.expected / self.measured - 1
-
-    @property
-    def bound_error(self) -> float:
-        """The same of the uncalibrated bound."""
-        return self.bound / self.measured - 1
-
-    @property
-    def covered(self) -> bool:
-        """Whether the measurement lies in the interval."""
-        return self.likely is not None and self.likely.low <= self.measured <= self.likely.high
+    def covered(self) -> bool | None:
+        """Whether the measurement lies in the interval; None of memory, which has none."""
+        return None if self.likely is None else self.likely.low <= self.measured <= self.likely.high
 
     @property
     def false_oom(self) -> bool:
@@ -92,7 +67,7 @@ class Prediction:
         return not e.fits and not self.run.is_memory and e.memory["total"] - e.memory["reserve"] > e.hbm_capacity
 
 
-def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refusal:
+def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refusal[MeasuredRun]:
     """Predict one run; a row that cannot be understood is a refusal with its reason."""
     try:
         setup = set_up(run, calibration)
@@ -107,13 +82,29 @@ def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refus
     if run.is_memory:
         parts = MEMORY_PARTS[run.measured_metric] or ("total",)
         expected = sum(estimate.memory.get(part, 0.0) for part in parts)
-        return Prediction(setup, plan.layout, estimate, measured, expected, 0.0, None)
+        return Prediction(
+            setup=setup,
+            layout=plan.layout,
+            estimate=estimate,
+            measured=measured,
+            expected=expected,
+            bound=0.0,
+            likely=None,
+        )
     if measured < estimate.step_time.lower * 0.98:
         return Refusal(run, _impossible(measured, estimate))
     step = estimate.step_time
     causes = (*setup.open, *doubts_of(setup.problem.calibration, setup.model))
     likely = likely_interval(step.expected, step.lower, estimate.terms, causes)
-    return Prediction(setup, plan.layout, estimate, measured, step.expected, step.lower, likely)
+    return Prediction(
+        setup=setup,
+        layout=plan.layout,
+        estimate=estimate,
+        measured=measured,
+        expected=step.expected,
+        bound=step.lower,
+        likely=likely,
+    )
 
 
 def _impossible(measured: float, estimate: Estimate) -> str:

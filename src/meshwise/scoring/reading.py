@@ -16,6 +16,8 @@ __all__ = ["MeasuredRun", "RowError", "read_runs", "runs_of"]
 class MeasuredRun(Row):
     """A row; cells that are blank are None, or "" where they are text. The fields are the columns (`COLUMNS`)."""
 
+    METRICS = METRICS
+
     dtype: str = ""
     sp: int | None = None
     vpp: int | None = None
@@ -33,16 +35,6 @@ class MeasuredRun(Row):
         return self.global_batch_seqs * self.seq_len
 
     @property
-    def is_memory(self) -> bool:
-        """Whether memory was measured, not time."""
-        return METRICS[self.measured_metric].of == "memory"
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is an independent number; numbers of memory are, whatever else the run says."""
-        return self.primary != "no" or self.is_memory
-
-    @property
     def positions(self) -> int:
         """Tokens of the longest sequence."""
         return self.seq_len
@@ -56,7 +48,6 @@ class MeasuredRun(Row):
 #: Training runs as rows.
 _RUNS = RowFormat(
     COLUMNS,
-    METRICS,
     ("n_chips", "global_batch_seqs", "seq_len", "measured_metric", "measured_value", "unit"),
     MeasuredRun,
 )

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from meshwise.errors import MeshwiseError
 from meshwise.scoring.columns import Column, Metric
@@ -23,7 +23,12 @@ class RowError(MeshwiseError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(ABC):
-    """What every row says: where it is from, of which model, on which machine, and the number."""
+    """What every row says: where it is from, of which model, on which machine, and the number.
+
+    `METRICS` are those that rows of a kind may have.
+    """
+
+    METRICS: ClassVar[Mapping[str, Metric]]
 
     id: str
     source: str = ""
@@ -62,6 +67,16 @@ class Row(ABC):
         return f"{self.model} {self.arch_source} {self.software} {self.notes}".lower()
 
     @property
+    def is_memory(self) -> bool:
+        """Whether memory was measured, not time."""
+        return self.METRICS[self.measured_metric].of == "memory"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is an independent number; numbers of memory are, whatever else the run says."""
+        return self.primary != "no" or self.is_memory
+
+    @property
     @abstractmethod
     def positions(self) -> int:
         """Tokens of the longest sequence: rows of a learned table of positions."""
@@ -80,13 +95,12 @@ class RowFormat(Generic[R]):
     """A kind of rows.
 
     Args:
-        columns, metrics: that there are.
+        columns: that there are.
         always: columns that are never blank.
         row: the type of a row, its fields the columns.
     """
 
     columns: tuple[Column, ...]
-    metrics: Mapping[str, Metric]
     always: tuple[str, ...]
     row: type[R]
 
@@ -161,8 +175,10 @@ def _row(values: Mapping[str, str], where: str, line: int, kind: RowFormat[R]) -
         if cells[name] in (None, ""):
             raise RowError(f"{where}, column {name}: expected a value, found a blank cell")
     metric = str(cells["measured_metric"])
-    if metric not in kind.metrics:
-        raise RowError(f"{where}, column measured_metric: expected one of {', '.join(kind.metrics)}; found {metric!r}")
+    if metric not in kind.row.METRICS:
+        raise RowError(
+            f"{where}, column measured_metric: expected one of {', '.join(kind.row.METRICS)}; found {metric!r}"
+        )
     if cells.get("primary") not in (None, "", "yes", "no"):
         raise RowError(f"{where}, column primary: expected yes or no, found {cells['primary']!r}")
     cells["id"] = cells.get("id") or f"line {line}"

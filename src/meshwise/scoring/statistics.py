@@ -7,39 +7,21 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from meshwise.scoring.outcomes import Predicted, SetUp
 from meshwise.scoring.prediction import Prediction
 
-__all__ = ["SAME", "Compared", "Errors", "Ranking", "by", "errors_of", "macro", "ranking_of"]
+__all__ = ["SAME", "AnyPredicted", "Errors", "Ranking", "by", "errors_of", "macro", "ranking_of"]
 
 #: Layouts whose measured times differ by less are not ranked: runs of one layout do so, too.
 SAME = 0.02
 
 
-class _Row(Protocol):
-    @property
-    def is_memory(self) -> bool:
-        """Whether memory was measured."""
+#: A prediction of training, or of serving.
+AnyPredicted = Predicted[SetUp]
 
-
-class Compared(Protocol):
-    """A prediction beside a measurement, of training or of serving."""
-
-    @property
-    def run(self) -> _Row:
-        """The row."""
-
-    @property
-    def error(self) -> float:
-        """Predicted / measured - 1."""
-
-    @property
-    def bound_error(self) -> float:
-        """The same of the bound."""
-
-
-P = TypeVar("P", bound=Compared)
+P = TypeVar("P", bound=AnyPredicted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +63,14 @@ class Ranking:
     groups: int
 
 
-def errors_of(predictions: Iterable[Compared]) -> Errors | None:
+def errors_of(predictions: Iterable[AnyPredicted]) -> Errors | None:
     """Sum up times; None where there are none."""
     rows = [p for p in predictions if not p.run.is_memory]
     if not rows:
         return None
     errors = [p.error for p in rows]
     absolute = [abs(e) for e in errors]
+    known = [p.covered for p in rows if p.covered is not None]
     return Errors(
         rows=len(rows),
         mape=statistics.fmean(absolute),
@@ -95,7 +78,7 @@ def errors_of(predictions: Iterable[Compared]) -> Errors | None:
         bias=statistics.fmean(errors),
         within_10=_share(e <= 0.1 for e in absolute),
         within_20=_share(e <= 0.2 for e in absolute),
-        coverage_80=_share(found) if (found := [p.covered for p in rows if isinstance(p, Prediction)]) else None,
+        coverage_80=_share(known) if known else None,
         bound_mape=statistics.fmean(abs(p.bound_error) for p in rows),
         bound_bias=statistics.fmean(p.bound_error for p in rows),
     )

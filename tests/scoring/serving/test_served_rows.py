@@ -8,12 +8,11 @@ import pytest
 import meshwise
 from meshwise.cli.main import main
 from meshwise.errors import MeshwiseError
-from meshwise.scoring import read_runs
+from meshwise.scoring import Refusal, read_runs
 from meshwise.scoring.serving import (
     SERVING_COLUMNS,
     SERVING_METRICS,
     ServedPrediction,
-    ServedRefusal,
     predict_served,
     score_served,
     served_runs_of,
@@ -134,7 +133,7 @@ def test_formats(cells, precision):
 )
 def test_what_cannot_be_predicted_says_why(cells, reason):
     found = predict_served(row(**cells))
-    assert isinstance(found, ServedRefusal)
+    assert isinstance(found, Refusal)
     assert reason in found.reason
 
 

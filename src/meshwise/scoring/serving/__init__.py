@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwise.scoring.serving.columns import SERVING_COLUMNS, SERVING_METRICS
-from meshwise.scoring.serving.prediction import ServedPrediction, ServedRefusal, predict_served
+from meshwise.scoring.serving.prediction import ServedPrediction, predict_served
 from meshwise.scoring.serving.reading import ServedRun, is_serving, served_runs_of, shipped_served_runs
 from meshwise.scoring.serving.score import ServedScore, score_served
 
@@ -11,7 +11,6 @@ __all__ = [
     "SERVING_COLUMNS",
     "SERVING_METRICS",
     "ServedPrediction",
-    "ServedRefusal",
     "ServedRun",
     "ServedScore",
     "is_serving",

@@ -18,11 +18,11 @@ from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.room import largest_batch
 from meshwise.costs.serving.wires import fabric_of
 from meshwise.errors import MeshwiseError
-from meshwise.scoring.models import family_of
+from meshwise.scoring.outcomes import Predicted, Refusal
 from meshwise.scoring.serving.reading import ServedRun
 from meshwise.scoring.serving.setup import ServedSetup, set_up_served
 
-__all__ = ["ServedPrediction", "ServedRefusal", "compared", "measured_number", "predict_served"]
+__all__ = ["ServedPrediction", "compared", "measured_number", "predict_served"]
 
 #: What of an estimate a row is compared with.
 Compared = Literal["prefill", "step", "steps", "tpot", "ttft", "whole", "memory"]
@@ -44,51 +44,22 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
 _BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
 
 
-@dataclass(frozen=True)
-class ServedRefusal:
-    """A row that is not predicted, or not counted."""
-
-    run: ServedRun
-    reason: str
-
-
-@dataclass(frozen=True)
-class ServedPrediction:
+@dataclass(frozen=True, kw_only=True)
+class ServedPrediction(Predicted[ServedSetup]):
     """A row that was predicted.
 
     Args:
-        setup: what it did.
         estimate: of the layout that was taken.
         compared: what of it.
-        measured, expected, bound: seconds, or bytes of memory; the bound is the uncalibrated roofline, 0 for memory.
     """
 
-    setup: ServedSetup
     estimate: ServingEstimate
     compared: Compared
-    measured: float
-    expected: float
-    bound: float
 
     @property
     def run(self) -> ServedRun:
         """The row."""
         return self.setup.run
-
-    @property
-    def family(self) -> str:
-        """Family of its model."""
-        return family_of(self.run)
-
-    @property
-    def error(self) -> float:
-        """Signed: 0.1 where 10 % too much is predicted."""
-        return self.expected / self.measured - 1
-
-    @property
-    def bound_error(self) -> float:
-        """The same of the uncalibrated bound."""
-        return self.bound / self.measured - 1
 
     @property
     def terms(self) -> dict[str, float]:
@@ -103,7 +74,7 @@ class ServedPrediction:
         return not self.run.is_memory and _held(self.setup.problem, self.run, e) > e.hbm_capacity
 
 
-def predict_served(run: ServedRun, calibration: str = "default") -> ServedPrediction | ServedRefusal:
+def predict_served(run: ServedRun, calibration: str = "default") -> ServedPrediction | Refusal[ServedRun]:
     """Predict one row; a row that cannot be understood is a refusal with its reason."""
     try:
         what = compared(run)
@@ -111,9 +82,9 @@ def predict_served(run: ServedRun, calibration: str = "default") -> ServedPredic
         measured = measured_number(run, setup.candidates[0].generate.replicas)
         estimate, found = _fastest(setup, what)
     except MeshwiseError as error:
-        return ServedRefusal(run, str(error))
+        return Refusal(run, str(error))
     if measured < found.lower * 0.98 and not run.is_memory:
-        return ServedRefusal(
+        return Refusal(
             run,
             f"{measured:.4g} s is faster than the chips' data sheets allow, at least {found.lower:.4g} s "
             f"({estimate.bound}); the row, or what was read into it, is wrong",
@@ -122,7 +93,14 @@ def predict_served(run: ServedRun, calibration: str = "default") -> ServedPredic
     if held < asked:
         note = "fewer requests fit in memory at once than are under way: the others wait for the cache"
         setup = replace(setup, assumed=(*setup.assumed, note))
-    return ServedPrediction(setup, estimate, what, measured, found.expected, 0.0 if run.is_memory else found.lower)
+    return ServedPrediction(
+        setup=setup,
+        estimate=estimate,
+        compared=what,
+        measured=measured,
+        expected=found.expected,
+        bound=0.0 if run.is_memory else found.lower,
+    )
 
 
 def compared(run: ServedRun) -> Compared:

@@ -15,6 +15,8 @@ __all__ = ["ServedRun", "is_serving", "served_runs_of", "shipped_served_runs"]
 class ServedRun(Row):
     """A row; cells that are blank are None, or "" where they are text. The fields are the columns."""
 
+    METRICS = SERVING_METRICS
+
     engine: str = ""
     weights_dtype: str = ""
     act_dtype: str = ""
@@ -32,16 +34,6 @@ class ServedRun(Row):
         return self.prompt_len + (self.output_len or 0)
 
     @property
-    def is_memory(self) -> bool:
-        """Whether memory was measured, not time."""
-        return SERVING_METRICS[self.measured_metric].of == "memory"
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is an independent number; numbers of memory are, whatever else the run says."""
-        return self.primary != "no" or self.is_memory
-
-    @property
     def steps(self) -> str:
         """Which steps it is of: "prefill", "decode" or "prefill+decode"; remarks in brackets left out."""
         return self.phase.partition("(")[0].strip().lower() or "prefill+decode"
@@ -57,7 +49,6 @@ class ServedRun(Row):
 
 _SERVED = RowFormat(
     SERVING_COLUMNS,
-    SERVING_METRICS,
     ("n_chips", "prompt_len", "measured_metric", "measured_value", "unit"),
     ServedRun,
 )

@@ -1,0 +1,121 @@
+"""The score of rows of one kind, of training or of serving: each predicted or refused, and what all say together.
+
+Not here: what only one of the kinds has (`score`, `serving.score`); words and pictures (`report`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from meshwise.scoring.outcomes import Refusal
+from meshwise.scoring.rows import Row
+from meshwise.scoring.statistics import AnyPredicted, Errors, by, errors_of, macro
+
+__all__ = ["Scored", "predict_all", "source_of"]
+
+P = TypeVar("P", bound=AnyPredicted)
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True)
+class Scored(Generic[P]):
+    """Predictions beside measurements.
+
+    Args:
+        predictions, refusals: of the rows that count, in their order.
+    """
+
+    predictions: tuple[P, ...]
+    refusals: tuple[Refusal[Any], ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows that count."""
+        return len(self.predictions) + len(self.refusals)
+
+    @cached_property
+    def times(self) -> tuple[P, ...]:
+        """Predictions of times."""
+        return tuple(p for p in self.predictions if not p.run.is_memory)
+
+    @cached_property
+    def overall(self) -> Errors | None:
+        """Errors of all times; None where there are none."""
+        return errors_of(self.times)
+
+    @property
+    def keys(self) -> dict[str, Callable[[P], str]]:
+        """What times are grouped by."""
+        return {"source": source_of, "chip": lambda p: p.chip, "family": lambda p: p.family, "kind": lambda p: p.kind}
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, Errors]]:
+        """Errors of times, by each of `keys`."""
+        return {name: by(self.times, key) for name, key in self.keys.items()}
+
+    @property
+    def by_source(self) -> dict[str, Errors]:
+        """Errors of times, by source."""
+        return self.groups["source"]
+
+    @property
+    def macro_mape(self) -> float | None:
+        """Mean over sources of their mean absolute errors."""
+        return macro(self.by_source)
+
+    @property
+    def false_oom(self) -> tuple[P, ...]:
+        """Rows that ran and are said not to fit."""
+        return tuple(p for p in self.predictions if p.false_oom)
+
+    @property
+    def memory_metrics(self) -> dict[str, tuple[P, ...]]:
+        """Predictions of memory by metric, in the order of the metrics."""
+        found = [p for p in self.predictions if p.run.is_memory]
+        names = list(found[0].run.METRICS) if found else []
+        metrics = {name: tuple(p for p in found if p.run.measured_metric == name) for name in names}
+        return {name: rows for name, rows in metrics.items() if rows}
+
+    @property
+    def memory_mape(self) -> float | None:
+        """Mean absolute error of memory that was needed; what tools show as reserved is left out."""
+        needed = [abs(p.error) for m, rows in self.memory_metrics.items() if m != "gpu_memory" for p in rows]
+        return statistics.fmean(needed) if needed else None
+
+    def worst(self, number: int) -> tuple[P, ...]:
+        """Times with the largest errors, worst first."""
+        return tuple(sorted(self.times, key=lambda p: -abs(p.error))[:number])
+
+
+def source_of(p: AnyPredicted) -> str:
+    """Name who measured."""
+    return p.run.source or "not named"
+
+
+def predict_all(
+    runs: Sequence[R], predict: Callable[[R], P | Refusal[R]], progress: Callable[[str], None]
+) -> tuple[tuple[P, ...], tuple[Refusal[R], ...]]:
+    """Predict every row that counts.
+
+    Args:
+        runs: rows, of which some may not count.
+        predict: one row.
+        progress: told a line for each.
+
+    Returns: predictions and refusals.
+    """
+    counted = [run for run in runs if run.counts]
+    predictions: list[P] = []
+    refusals: list[Refusal[R]] = []
+    for number, run in enumerate(counted, 1):
+        progress(f"{number:,} of {len(counted):,} rows")
+        found = predict(run)
+        if isinstance(found, Refusal):
+            refusals.append(found)
+        else:
+            predictions.append(found)
+    return tuple(predictions), tuple(refusals)
