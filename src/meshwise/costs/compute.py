@@ -52,6 +52,7 @@ __all__ = [
     "operation_work",
     "pass_work",
     "passes_alike",
+    "price_key",
 ]
 
 
@@ -71,7 +72,8 @@ class OpWork:
             themselves how often they read and write).
         narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.
         routed: whether it is of a layer with experts.
-        alike: one and the same value for operations in which all of that is equal.
+        alike: one and the same value for operations in which all of that is equal but `in_passes` and `routed`, which
+            only some software sees.
         placed: the operation.
     """
 
@@ -268,8 +270,10 @@ def operation_work(item: LocalOp, precision: Precision, *, routed: bool = False)
     narrow = isinstance(op, Einsum) and op.narrow
     in_passes = fused and not isinstance(op, Convert)
     num_bytes = _operation_bytes(item, precision)
-    what = (matmul, tiles, attention, kernel, vector, num_bytes, fused, in_passes, narrow, routed)
-    return OpWork(*what, the_same(what), item)
+    alike = the_same((matmul, tiles, attention, kernel, vector, num_bytes, fused, narrow))
+    return OpWork(
+        matmul, tiles, attention, kernel, vector, num_bytes, fused, in_passes, narrow, routed, alike=alike, placed=item
+    )
 
 
 def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
@@ -291,7 +295,13 @@ def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
 
 def passes_alike(works: Mapping[str, tuple[OpWork, ...]]) -> dict[str, object]:
     """For each pass one and the same value as for all passes whose operations are alike."""
-    return {name: the_same(tuple(id(work.alike) for work in of)) for name, of in works.items()}
+    return {name: the_same(tuple((id(w.alike), w.in_passes, w.routed) for w in of)) for name, of in works.items()}
+
+
+def price_key(work: OpWork, rates: ComputeRates) -> object:
+    """A key that operations share which `operation_compute` prices alike."""
+    sees_software = rates.elementwise_passes != 1 or rates.mixture_launch
+    return (id(work.alike), work.in_passes, work.routed) if sees_software else id(work.alike)
 
 
 class OperationPrices:
@@ -305,7 +315,7 @@ class OperationPrices:
     def __init__(self, extents: Extents, rates: ComputeRates) -> None:
         self.extents = extents
         self.rates = rates
-        self._operations: dict[int, OpCompute] = {}
+        self._operations: dict[object, OpCompute] = {}
         self._passes: dict[int, PassCompute] = {}
 
     def pass_compute(self, works: tuple[OpWork, ...], alike: object) -> PassCompute:
@@ -317,9 +327,10 @@ class OperationPrices:
     def _sum(self, works: Iterable[OpWork]) -> PassCompute:
         total = PassCompute()
         for work in works:
-            one = self._operations.get(id(work.alike))
+            key = price_key(work, self.rates)
+            one = self._operations.get(key)
             if one is None:
-                one = self._operations[id(work.alike)] = operation_compute(work, self.extents, self.rates)
+                one = self._operations[key] = operation_compute(work, self.extents, self.rates)
             if one.flops is not _NONE:
                 total.flops = total.flops + one.flops
                 total.busy = total.busy + one.busy

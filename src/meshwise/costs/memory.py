@@ -88,14 +88,18 @@ def local_memory(plan: MemoryPlan, extents: Extents, calibration: Calibration = 
         extents: local sizes.
         calibration: says what the software fuses, and gathers at once.
     """
-    largest: Any = 0.0
+    moments = plan.compiled_operations if calibration.compiled else plan.operations
     beside: Any = 0.0
-    unreduced: Any = 0.0
-    for activations, gradients in plan.compiled_operations if calibration.compiled else plan.operations:
-        one, made = extents.weighted(activations), extents.weighted(gradients)
-        largest = maximum(largest, one)
-        more = one + made > beside + unreduced
-        beside, unreduced = where(more, one, beside), where(more, made, unreduced)
+    for activations, gradients in moments:
+        if not gradients:
+            beside = maximum(beside, extents.weighted(activations))
+    largest, unreduced = beside, 0.0 * beside
+    for activations, gradients in moments:
+        if gradients:
+            one, made = extents.weighted(activations), extents.weighted(gradients)
+            largest = maximum(largest, one)
+            more = one + made > beside + unreduced
+            beside, unreduced = where(more, one, beside), where(more, made, unreduced)
     buffers: Any = 0.0
     for num_bytes, axes in plan.buffers:
         if not set(axes) & {"data", "fsdp"}:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum, minimum, where
-from meshwise.costs.compute import ComputeRates, OpCompute, operation_compute
+from meshwise.costs.compute import ComputeRates, OpCompute, operation_compute, price_key
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents
 from meshwise.costs.serving.planned import ServedBlock, plan_step, residual_bytes
@@ -192,7 +192,7 @@ def price_step(
     rates = StepRates(problem.cluster.chip, problem.calibration.in_steps, wires)
     compute = ComputeRates.of(problem.cluster.chip, formats, problem.calibration)
     sums: dict[str, _Sums] = {role: _Sums() for role in ("embed", "layer", "head")}
-    known: dict[int, OpCompute] = {}
+    known: dict[object, OpCompute] = {}
     for block in blocks:
         _add_block(sums[block.role], block, extents, rates, compute, known)
     boundary = extents.weighted(residual_bytes(problem, step, structure))
@@ -267,16 +267,17 @@ def _add_block(  # noqa: PLR0917 -- sums, what is added, and the rates
     extents: Extents,
     rates: StepRates,
     compute: ComputeRates,
-    known: dict[int, OpCompute],
+    known: dict[object, OpCompute],
 ) -> None:
     """Add all copies of a block: compute, exposed activations, and what sticks out of gathered weights."""
     count = float(block.placed.block.repeat)
     busy: Any = 0.0
     attending: Any = 0.0
     for term, work in block.works:
-        one = known.get(id(work.alike))
+        key = price_key(work, compute)
+        one = known.get(key)
         if one is None:
-            one = known[id(work.alike)] = operation_compute(work, extents, compute)
+            one = known[key] = operation_compute(work, extents, compute)
         sums.terms[term] = sums.terms[term] + count * one.seconds
         sums.serial = sums.serial + count * one.serial_seconds
         sums.flops = sums.flops + count * one.flops
