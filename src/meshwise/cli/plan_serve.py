@@ -8,10 +8,13 @@ import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
+from meshwise.planning.serving import ServingPlan
 from meshwise.report.plan_serve import plan_serve_report
 from meshwise.verbs.estimate_serve import write_engines
 from meshwise.verbs.plan_serve import PlanServeRequest, find_serving_plans
 from meshwise.verbs.serve import SERVE_FLAGS
+from meshwise.verbs.serving_plan import save_serving_plan
+from meshwise.verbs.train import check_save
 
 __all__ = ["serve"]
 
@@ -22,8 +25,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @request_options(PlanServeRequest, arguments=("model",), flags=SERVE_FLAGS)
 @click.option("--engine", type=_FILE, help="Write what a step of the best plan's engine takes, for 'simulate serve'.")
 @click.option("--prefill-engine", type=_FILE, help="And of its engines that only prefill.")
+@click.option("--save", type=_FILE, help="Write the best plan to this file, as JSON.")
 @output_options
-def serve(request: PlanServeRequest, engine: Path | None, prefill_engine: Path | None, output: Output) -> None:
+def serve(
+    request: PlanServeRequest, engine: Path | None, prefill_engine: Path | None, save: Path | None, output: Output
+) -> None:
     """Find the best layouts for a serving load, and why the others lose.
 
     Searches engines of every size, layouts of prefill and of generation, together or apart, and batches. When nothing
@@ -33,7 +39,11 @@ def serve(request: PlanServeRequest, engine: Path | None, prefill_engine: Path |
       meshwise plan serve llama-3-70b --on h100:64 --prompt 1024 \\
         --output 256 --precision fp8 --max-ttft 500ms --max-tpot 30ms
     """  # noqa: D301  (click's mark for lines that stay as they are)
+    if save is not None:
+        check_save(save)
     problem = request.problem()
     planning = find_serving_plans(request, problem)
     write_engines(problem, planning.plans[0], {"generate": engine, "prefill": prefill_engine})
     output.show(plan_serve_report(planning, {**request.echo_serving(problem), **request.echo_search()}))
+    if save is not None:  # last: an answer that cannot be saved is shown all the same
+        save_serving_plan(ServingPlan(problem, planning.plans[0]), save)

@@ -10,7 +10,7 @@ from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.errors import MeshwiseError
 from meshwise.report.serving import serving_report, serving_svg, serving_trace
-from meshwise.verbs.simulate_serve import SimulateServeRequest, read_engine_costs, serve_load
+from meshwise.verbs.simulate_serve import SimulateServeRequest, read_served, serve_load
 
 __all__ = ["serve"]
 
@@ -21,14 +21,15 @@ _SPANS = 20_000
 
 
 @click.command()
-@request_options(SimulateServeRequest, arguments=("costs",))
+@request_options(SimulateServeRequest, arguments=("costs",), flags={"costs": "PLAN|COSTS"})
 @click.option("--svg", type=_FILE, help="Write the load over time to this file as SVG.")
 @click.option("--trace", type=_FILE, help="Write the first 20,000 steps to this file, for Perfetto.")
 @output_options
 def serve(request: SimulateServeRequest, svg: Path | None, trace: Path | None, output: Output) -> None:
     """Serve requests over time by replicas of an engine.
 
-    COSTS is a JSON file of what a step of the engine takes. Requests arrive, wait, are batched, prefilled and
+    PLAN is what 'plan serve --save' wrote: its engines serve its load, but for what options say otherwise. Or COSTS, a
+    JSON file of what a step of an engine takes. Requests arrive, wait, are batched, prefilled and
     generated, give way when the cache is full, and find prefixes that others left; the answer is what users notice,
     and how busy the replicas are. With --capacity it is the highest rate that keeps the targets.
 
@@ -36,9 +37,10 @@ def serve(request: SimulateServeRequest, svg: Path | None, trace: Path | None, o
       meshwise simulate serve engine.json --rate 6 --prompt 1024 --output 256
       meshwise simulate serve engine.json --capacity --ttft 500ms --tpot 30ms \\
         --prompt lognormal:1024:1:8192 --replicas 4
+      meshwise simulate serve plan.json --rate 40
       meshwise simulate serve engine.json --csv requests.csv --policy chunked
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    served = serve_load(request, read_engine_costs(request.costs), spans=_SPANS if trace else 0)
+    served = serve_load(request, read_served(request.costs), spans=_SPANS if trace else 0)
     for flag, file, picture in (("--svg", svg, serving_svg), ("--trace", trace, serving_trace)):
         if file is not None:
             text = picture(served.result)

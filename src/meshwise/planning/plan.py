@@ -20,7 +20,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.sharding.layout import Layout
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "saved_cluster"]
 
 _KEYS = {
     "schema_version",
@@ -110,7 +110,7 @@ class Plan:
         try:
             if value["layout"]["wires"] is None:
                 raise ConfigError("plan JSON: layout.wires: expected where each mesh axis lies, found null")
-            cluster = _cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
+            cluster = saved_cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
             problem = TrainingProblem(
                 Model.from_json(json.dumps(value["model"])),
                 TrainingJob(**value["job"]),
@@ -128,8 +128,12 @@ class Plan:
             raise ConfigError(f"plan JSON: expected what to_json writes; a value was changed: {error}") from error
 
 
-def _cluster(name: str, document: str, price: float | None) -> Cluster:
-    """The cluster of a plan, from its name or from the text of its file, at the plan's price."""
+def saved_cluster(name: str, document: str, price: float | None) -> Cluster:
+    """Give the cluster of a plan, from its name or from the text of its file, at the plan's price.
+
+    Raises:
+        ClusterError: there is no such cluster, or the text describes none.
+    """
     if not document:
         return parse_cluster(name, price=price)
     cluster = read_cluster(document, name=name, where="plan JSON: cluster_document")

@@ -14,11 +14,12 @@ from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.room import frontier
 from meshwise.errors import LayoutError, MeshwiseError
+from meshwise.planning.serving import ServingPlan
 from meshwise.sharding.serving_layout import ServingLayout, parse_serving_layout
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.serve import ServeRequest
 
-__all__ = ["EstimateServeRequest", "estimate_serve", "find_serving_estimate", "write_engines"]
+__all__ = ["EstimateServeRequest", "answer_plan", "estimate_serve", "find_serving_estimate", "write_engines"]
 
 
 class EstimateServeRequest(ServeRequest):
@@ -107,6 +108,12 @@ def find_serving_estimate(request: EstimateServeRequest, problem: ServingProblem
     setup = request.setup(problem)
     estimate = estimate_serving(problem, setup)
     return ServingAnswer(problem, estimate, frontier(problem, estimate.setup))
+
+
+def answer_plan(plan: ServingPlan) -> ServingAnswer:
+    """Say of a plan what else would fit."""
+    estimate = estimate_serving(plan.problem, plan.setup)
+    return ServingAnswer(plan.problem, estimate, frontier(plan.problem, plan.setup))
 
 
 def estimate_serve(

@@ -13,6 +13,7 @@ from pydantic.config import JsonDict
 from meshwise.costs.engine import EngineCosts
 from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.jobs.traffic import DrawnLoad, Load, SharedPrefixes, parse_arrivals, parse_lengths, read_trace
+from meshwise.planning.serving import ServingPlan
 from meshwise.simulation.serving import (
     Autoscaling,
     Capacity,
@@ -27,8 +28,10 @@ from meshwise.simulation.serving import (
 )
 from meshwise.units import Quantity, format_count, format_time, parse_count, parse_duration
 from meshwise.verbs.requests import validated
+from meshwise.verbs.serving_plan import is_serving_plan, read_serving_plan
+from meshwise.verbs.simulate_plan import planned_requests, planned_system
 
-__all__ = ["ServedLoad", "SimulateServeRequest", "read_engine_costs", "serve_load", "simulate_serve"]
+__all__ = ["ServedLoad", "SimulateServeRequest", "read_engine_costs", "read_served", "serve_load", "simulate_serve"]
 
 Seconds = Annotated[float, Quantity("seconds", parse_duration, format_time, "200ms")]
 Count = Annotated[int, Quantity("", parse_count, format_count, "10k")]
@@ -41,7 +44,7 @@ class SimulateServeRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    costs: str = Field(description="What a step of the engine takes: a JSON file.")
+    costs: str = Field(description="A plan of serving, or what a step of an engine takes: a JSON file.")
     rate: float | None = Field(default=None, gt=0, description="Requests per second, the mean; a CSV file has its own.")
     prompt: str = Field(
         default="1024",
@@ -144,8 +147,11 @@ class SimulateServeRequest(BaseModel):
             pool = PrefillPool(own, self.prefill_replicas, scheduling.replace(speculation=None))
         elif self.prefill_costs is not None:
             raise MeshwiseError("--prefill-costs: of which replicas? Give --prefill-replicas")
-        scaling = None if self.autoscale is None else _autoscaling(self.autoscale)
-        return ServingSystem(costs, self.replicas, scheduling, self.routing, pool, scaling)
+        return ServingSystem(costs, self.replicas, scheduling, self.routing, pool, self.scaling())
+
+    def scaling(self) -> Autoscaling | None:
+        """What changes the number of replicas."""
+        return None if self.autoscale is None else _autoscaling(self.autoscale)
 
     def targets(self) -> Targets:
         """What users are to notice at most."""
@@ -197,6 +203,15 @@ def read_engine_costs(file: str | os.PathLike[str]) -> EngineCosts:
     return EngineCosts.from_json(text, f"engine costs {str(file)!r}")
 
 
+def read_served(file: str | os.PathLike[str]) -> EngineCosts | ServingPlan:
+    """Read what serves: a saved plan, or the costs of an engine's steps.
+
+    Raises:
+        MeshwiseError: there is no such file, or it holds neither.
+    """
+    return read_serving_plan(file) if is_serving_plan(file) else read_engine_costs(file)
+
+
 @dataclass(frozen=True)
 class ServedLoad:
     """A load and what became of it.
@@ -214,9 +229,14 @@ class ServedLoad:
     capacity: Capacity | None
 
 
-def serve_load(request: SimulateServeRequest, costs: EngineCosts, *, spans: int = 0) -> ServedLoad:
+def serve_load(request: SimulateServeRequest, served: EngineCosts | ServingPlan, *, spans: int = 0) -> ServedLoad:
     """Do what a request asks; `spans` steps are kept for a timeline."""
-    load, system, targets = request.load(), request.system(costs), request.targets()
+    if isinstance(served, ServingPlan):
+        request = planned_requests(request, served)
+        system = planned_system(request, served)
+    else:
+        system = request.system(served)
+    load, targets = request.load(), request.targets()
     if request.capacity:
         capacity = find_capacity(system, load, targets, seed=request.seed)
         load = load.at_rate(capacity.rate)
@@ -225,7 +245,7 @@ def serve_load(request: SimulateServeRequest, costs: EngineCosts, *, spans: int 
     return ServedLoad(load, targets, simulate_serving(system, load, seed=request.seed, spans=spans), None)
 
 
-def simulate_serve(costs: EngineCosts | str | os.PathLike[str], **asked: Any) -> ServedLoad:
+def simulate_serve(costs: EngineCosts | ServingPlan | str | os.PathLike[str], **asked: Any) -> ServedLoad:
     """Serve a load by replicas of an engine: what `meshwise simulate serve` answers, as values.
 
     >>> import meshwise
@@ -236,12 +256,13 @@ def simulate_serve(costs: EngineCosts | str | os.PathLike[str], **asked: Any) ->
     (500, True)
 
     Args:
-        costs: what a step takes, or the JSON file of it.
+        costs: what a step takes, or a plan of serving; or the JSON file of either.
         asked: the flags of `simulate serve`, with `_` for `-`.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; no request fits; the targets cannot be kept.
     """
-    found = costs if isinstance(costs, EngineCosts) else read_engine_costs(costs)
-    named = found.source if isinstance(costs, EngineCosts) else str(costs)
+    given = isinstance(costs, EngineCosts | ServingPlan)
+    found = costs if isinstance(costs, EngineCosts | ServingPlan) else read_served(costs)
+    named = "given" if given else str(costs)
     return serve_load(validated(SimulateServeRequest, {"costs": named, **asked}), found)

@@ -50,7 +50,7 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
     chip = problem.cluster.chip
     return EngineCosts(
         overhead_s=0.0,
-        token_seconds=tuple(_token_seconds(problem, fabric, layout, step)),
+        token_seconds=tuple(_token_seconds(problem, fabric, setup, step)),
         kv_blocks=max(int(room // of_one_block), 1) if of_one_block else 1 << 30,
         attention=tuple(_attention(problem, setup)),
         block_tokens=block,
@@ -65,14 +65,20 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
 
 
 def _token_seconds(
-    problem: ServingProblem, fabric: Fabric, layout: ServingLayout, step: Step
+    problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step
 ) -> Iterable[tuple[int, float]]:
-    """Seconds of everything but attention, by tokens of a step."""
-    wires = layout_wires(problem, fabric, layout)
-    mesh = {a: float(s) for a, s in layout.sizes.items()}
+    """Seconds of everything but attention, by tokens of a step.
+
+    Where one engine has two layouts, steps of more tokens than generate together are those of prefill.
+    """
+    generated = setup.batch * problem.load.positions_per_step
     most = 0.0
     for tokens in _TOKENS:
-        costs = price_step(problem, step, layout.structure, StepSizes(float(tokens), 1.0, 1.0, mesh), wires)
+        prefills = setup.mode == "aggregated" and not setup.one_layout and tokens > generated
+        kind: Step = "prefill" if prefills else step
+        layout: ServingLayout = getattr(setup, kind)
+        wires, mesh = layout_wires(problem, fabric, layout), {a: float(s) for a, s in layout.sizes.items()}
+        costs = price_step(problem, kind, layout.structure, StepSizes(float(tokens), 1.0, 1.0, mesh), wires)
         most = max(most, float(costs.expected - costs.terms["attention"]))
         yield tokens, most
 

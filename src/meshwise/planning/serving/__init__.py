@@ -3,7 +3,9 @@
 Not here: what one setup costs (`costs.serving`) and words (`report`).
 """
 
+from meshwise.planning.serving.plan import ServingPlan
 from meshwise.planning.serving.planner import ServingPlanning, plan_serving
+from meshwise.planning.serving.served import served_system
 from meshwise.planning.serving.wishes import ServingWishes
 
-__all__ = ["ServingPlanning", "ServingWishes", "plan_serving"]
+__all__ = ["ServingPlan", "ServingPlanning", "ServingWishes", "plan_serving", "served_system"]

@@ -35,6 +35,10 @@ class PrefillPool:
         _check_replicas("prefill replicas", self.replicas)
         self.costs.transfer_seconds(1)
 
+    def replace(self, **changes: Any) -> PrefillPool:
+        """Give a copy with other values."""
+        return replace(self, **changes)
+
 
 @dataclass(frozen=True, slots=True)
 class Autoscaling:

@@ -1,0 +1,133 @@
+"""A serving plan: model, load, cluster, layouts and batches, with what they would do. Its JSON alone reproduces it.
+
+Not here: finding it (`planner`), or words (`report`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.costs.fitted import find_calibration
+from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.serving.estimate import estimate_serving
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.errors import ConfigError, MeshwiseError
+from meshwise.jobs import ServingLoad
+from meshwise.models import Model
+from meshwise.planning.plan import saved_cluster
+from meshwise.sharding.serving_layout import ServingLayout
+
+__all__ = ["SERVING", "ServingPlan"]
+
+#: What the key `kind` of a saved serving plan says; plans of training have no such key.
+SERVING = "serving"
+
+_SETUP = ("mode", "prefill", "generate", "batch", "prefill_batch", "chunk")
+_KEYS = {
+    "schema_version",
+    "kind",
+    "model",
+    "load",
+    "cluster",
+    "cluster_document",
+    "price_usd_per_chip_hour",
+    "calibration",
+    "setup",
+}
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """A setup of a problem, with its estimate.
+
+    Args:
+        problem: model, load, cluster, calibration.
+        estimate: what its setup would do, wires included.
+    """
+
+    problem: ServingProblem
+    estimate: ServingEstimate
+
+    @property
+    def setup(self) -> ServingSetup:
+        """Layouts with wires, and batches."""
+        return self.estimate.setup
+
+    def to_json(self) -> str:
+        """The inputs verbatim; `from_json` computes the rest again."""
+        problem, setup = self.problem, self.setup
+        value = {
+            "schema_version": "1",
+            "kind": SERVING,
+            "model": json.loads(problem.model.to_json()),
+            "load": problem.load.model_dump(mode="json"),
+            "cluster": problem.cluster.name,
+            "cluster_document": problem.cluster.document,
+            "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
+            "calibration": problem.calibration.name,
+            "setup": {
+                "mode": setup.mode,
+                "prefill": setup.prefill.to_json(),
+                "generate": setup.generate.to_json(),
+                "batch": setup.batch,
+                "prefill_batch": setup.prefill_batch,
+                "chunk": setup.chunk,
+            },
+        }
+        return json.dumps(value, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> ServingPlan:
+        """Read what `to_json` wrote and estimate it again.
+
+        Raises:
+            ConfigError: not such a JSON document; other errors as its parts raise them.
+        """
+        value = _document(text)
+        try:
+            cluster = saved_cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
+            calibration = find_calibration(value["calibration"], cluster.chip)
+            model = Model.from_json(json.dumps(value["model"]))
+            problem = ServingProblem(model, ServingLoad(**value["load"]), cluster, calibration)
+            return cls(problem, estimate_serving(problem, _setup(value["setup"])))
+        except MeshwiseError:
+            raise
+        except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+            raise ConfigError(f"plan JSON: expected what to_json writes; a value was changed: {error}") from error
+
+
+def _document(text: str) -> Mapping[str, Any]:
+    """The JSON object, with the keys of a serving plan."""
+    try:
+        value: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"plan JSON: expected what 'plan serve --save' writes: {error.msg} at line {error.lineno}, column "
+            f"{error.colno}"
+        ) from None
+    if not isinstance(value, Mapping) or value.get("kind") != SERVING:
+        raise ConfigError("plan JSON: expected a plan of serving, as 'meshwise plan serve ... --save' writes it")
+    if value.get("schema_version") != "1":
+        raise ConfigError(
+            f"plan JSON: schema_version: expected '1', found {value.get('schema_version')!r}; another version of "
+            "meshwise saved it: plan again with this one"
+        )
+    if set(value) != _KEYS:
+        raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS))}; found {', '.join(sorted(value))}")
+    return value
+
+
+def _setup(value: Any) -> ServingSetup:
+    if not isinstance(value, Mapping) or set(value) != set(_SETUP):
+        raise ConfigError(f"plan JSON: setup: expected the keys {', '.join(_SETUP)}")
+    if value["mode"] not in ("aggregated", "disaggregated"):
+        raise ConfigError(f"plan JSON: setup: mode: expected aggregated or disaggregated, found {value['mode']!r}")
+    for name in ("batch", "prefill_batch", "chunk"):
+        number = value[name]
+        if not (name == "chunk" and number is None) and (type(number) is not int or number < 1):
+            raise ConfigError(f"plan JSON: setup: {name}: expected a whole number, at least 1, found {number!r}")
+    prefill, generate = (ServingLayout.from_json(value[name]) for name in ("prefill", "generate"))
+    return ServingSetup(value["mode"], prefill, generate, value["batch"], value["prefill_batch"], value["chunk"])

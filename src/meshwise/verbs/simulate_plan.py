@@ -1,0 +1,56 @@
+"""`simulate serve` of a saved plan: its engines and its load, but for what the request says otherwise.
+
+Not here: engines that come as costs of their steps (`simulate_serve`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwise.errors import MeshwiseError
+from meshwise.planning.serving import ServingPlan, served_system
+from meshwise.simulation.serving import ServingSystem
+
+if TYPE_CHECKING:
+    from meshwise.verbs.simulate_serve import SimulateServeRequest
+
+__all__ = ["planned_requests", "planned_system"]
+
+_SCHEDULING = ("policy", "max_batch", "max_step_tokens", "preemption", "watermark", "prefix_cache")
+
+
+def planned_requests(request: SimulateServeRequest, plan: ServingPlan) -> SimulateServeRequest:
+    """Give the request with the plan's lengths of prompts and outputs, where it has none of its own."""
+    load = plan.problem.load
+    if request.csv is not None:
+        return request
+    own: dict[str, Any] = {}
+    if not {"prompt", "prefix_tokens"} & request.model_fields_set:
+        own |= {"prompt": f"{load.computed:g}", "prefix_tokens": int(load.cached_prefix)}
+    if "output" not in request.model_fields_set:
+        own["output"] = f"{load.output:g}"
+    return request.model_copy(update=own)
+
+
+def planned_system(request: SimulateServeRequest, plan: ServingPlan) -> ServingSystem:
+    """Give the plan's engines, with the number of replicas and the scheduling that the request says.
+
+    Raises:
+        MeshwiseError: what a plan has decided already, or a number of prefill replicas of a plan that has none.
+    """
+    given = request.model_fields_set
+    if decided := sorted(given & {"speculate", "prefill_costs"}):
+        raise MeshwiseError(f"--{decided[0].replace('_', '-')}: the plan {request.costs} says it; leave it out")
+    system = served_system(plan.problem, plan.setup)
+    changes = {name: getattr(request, name) for name in _SCHEDULING if name in given}
+    system = system.replace(scheduling=system.scheduling.replace(**changes))
+    if "prefill_replicas" in given:
+        if system.prefill is None:
+            raise MeshwiseError(
+                f"--prefill-replicas: the engines of {request.costs} prefill themselves; leave it out, or plan with "
+                "--mode disaggregated"
+            )
+        system = system.replace(prefill=system.prefill.replace(replicas=request.prefill_replicas))
+    system = system.replace(**{name: getattr(request, name) for name in ("replicas", "routing") if name in given})
+    scaling = request.scaling()
+    return system if scaling is None else system.replace(autoscaling=scaling)

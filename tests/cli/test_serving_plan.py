@@ -1,0 +1,90 @@
+"""Serving plans as files: what is saved is estimated, simulated, and refused when it is something else."""
+
+import json
+
+import pytest
+
+import meshwise
+from meshwise.planning.serving import ServingPlan
+from meshwise.verbs.serving_plan import read_serving_plan
+
+ASKED = ("plan", "serve", "llama-3-8b", "--on", "h100:4", "--prompt", "1024", "--output", "128", "--max-batch", "32")
+
+
+@pytest.fixture(params=["aggregated", "disaggregated"])
+def saved(request, run, tmp_path):
+    file = tmp_path / "plan.json"
+    told = run(*ASKED, "--mode", request.param, "--save", str(file), "--json")
+    assert told.code == 0
+    return told.json["plans"][0], file
+
+
+def test_a_saved_plan_is_estimated_again(saved, run):
+    best, file = saved
+    plan = read_serving_plan(file)
+    assert ServingPlan.from_json(plan.to_json()) == plan
+    (again,) = run("estimate", "serve", str(file), "--json").json["plans"]
+    for name in ("mode", "batch", "ttft_s", "tpot_s", "throughput_tokens_per_s_per_chip", "memory_bytes"):
+        assert again[name] == best[name]
+    assert again["generate"]["layout_fields"] == best["generate"]["layout_fields"]
+
+
+def test_a_saved_plan_is_simulated_with_its_own_load(saved, run):
+    best, file = saved
+    rate = str(0.3 * best["requests_per_s"])
+    told = run("simulate", "serve", str(file), "--rate", rate, "--requests", "400", "--json")
+    assert told.code == 0, told.err
+    assert told.json["inputs"]["load"]["prompt_tokens"] == "1024"
+    assert told.json["inputs"]["load"]["output_tokens"] == "128"
+    # Below its capacity it serves what arrives, no faster than a request alone and not much slower than the estimate.
+    assert told.json["requests_per_s"] == pytest.approx(float(rate), rel=0.2)
+    assert told.json["tpot_s"]["mean"] < 1.1 * best["tpot_s"]
+    there = sum(r["replica"] >= 0 for r in told.json["replicas"])
+    assert there * best["generate"]["layout_fields"]["tensor"] <= 4
+
+
+def test_python_simulates_plans(saved):
+    plan = read_serving_plan(saved[1])
+    served = meshwise.simulate_serve(plan, rate=2.0, requests=100, output="uniform:1-64")
+    assert served.result.requests == 100
+    assert served.result.columns["output"].max() <= 64
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.update(kind="training"), "expected a plan of serving, as 'meshwise plan serve"),
+        (lambda d: d.update(schema_version="9"), "plan again with this one"),
+        (lambda d: d.pop("load"), "expected the keys"),
+        (lambda d: d["setup"].update(batch=0), "setup: batch: expected a whole number, at least 1, found 0"),
+        (lambda d: d["setup"].update(mode="both"), "expected aggregated or disaggregated, found 'both'"),
+        (lambda d: d["load"].update(precision="fp7"), "unknown serving precision 'fp7'"),
+        (lambda d: d["load"].update(prompt="x"), "expected"),
+    ],
+)
+def test_what_is_no_serving_plan_is_said(saved, run, tmp_path, change, said):
+    document = json.loads(saved[1].read_text())
+    change(document)
+    file = tmp_path / "changed.json"
+    file.write_text(json.dumps(document))
+    told = run("estimate", "serve", str(file))
+    assert told.code == 2
+    assert said in told.err
+
+
+def test_files_that_are_not_there_are_said(run, tmp_path):
+    told = run("estimate", "serve", str(tmp_path / "none.json"))
+    assert "'meshwise plan serve ... --save plan.json' writes one" in told.err
+    told = run(*ASKED, "--save", str(tmp_path / "none" / "plan.json"))
+    assert "there is no folder" in told.err
+
+
+def test_what_a_plan_has_decided_is_not_asked_again(saved, run):
+    best, file = saved
+    told = run("simulate", "serve", str(file), "--rate", "2", "--speculate", "0.7:4")
+    assert "--speculate: the plan" in told.err
+    told = run("simulate", "serve", str(file), "--rate", "2", "--prefill-replicas", "2", "--requests", "50")
+    if best["mode"] == "aggregated":
+        assert "prefill themselves" in told.err
+    else:
+        assert told.code == 0
