@@ -3,7 +3,7 @@
 import pytest
 
 from meshwise.errors import MeshwiseError
-from meshwise.scoring import COLUMNS, METRICS, RowError, runs_of, shipped_runs
+from meshwise.scoring import COLUMNS, METRICS, UnreadRow, runs_of, score_runs, shipped_runs
 
 HEADER = "id,chip,model,n_chips,global_batch_seqs,seq_len,measured_metric,measured_value,unit"
 ROW = "a,h100-sxm,llama-3-8b,8,64,8192,step_time,2.5,s"
@@ -29,10 +29,15 @@ def test_what_is_left_out_is_unknown():
         (ROW + ",x", "line 2: expected 9 cells, found 10"),
     ],
 )
-def test_a_bad_row_is_refused_with_line_and_column(row, words):
-    with pytest.raises(RowError) as error:
-        read(row)
-    assert words in str(error.value)
+def test_a_bad_row_is_refused_with_line_and_column_and_leaves_the_others(row, words):
+    bad, good = read(row, ROW.replace("a,", "b,", 1))
+    assert isinstance(bad, UnreadRow)
+    assert words in bad.reason
+    assert good.id == "b"
+    score = score_runs((bad, good))
+    assert bad.reason in [r.reason for r in score.refusals]
+    assert score.rows == 2
+    assert score.not_counted == 0
 
 
 @pytest.mark.parametrize(
@@ -50,11 +55,15 @@ def test_a_bad_header_is_refused(header, words):
         read(ROW, header=header)
 
 
-def test_nothing_and_doubles_are_refused():
+def test_a_file_of_nothing_is_refused():
     with pytest.raises(MeshwiseError, match="found none"):
         read()
-    with pytest.raises(RowError, match="two rows have the id 'a'"):
-        read(ROW, ROW)
+
+
+def test_the_second_row_of_an_id_is_refused():
+    first, second = read(ROW, ROW)
+    assert first.id == "a"
+    assert second.reason == "runs.csv, line 3: two rows have the id 'a'; give each its own"
 
 
 def test_the_shipped_runs_are_read_and_name_their_sources():

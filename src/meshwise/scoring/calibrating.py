@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from meshwise.scoring.fitting import Constant, Fit, Repriced, Sensitivities, fit
 from meshwise.scoring.outcomes import Refusal
 from meshwise.scoring.prediction import Prediction, predict
 from meshwise.scoring.reading import MeasuredRun
+from meshwise.scoring.rows import UnreadRow
+from meshwise.scoring.scored import predict_all
 
 __all__ = ["Refined", "mean_error", "refine"]
 
@@ -48,7 +51,7 @@ class Refined:
     base: Calibration
     calibration: Calibration
     rows: tuple[Prediction, ...]
-    refusals: tuple[Refusal[MeasuredRun], ...]
+    refusals: tuple[Refusal[MeasuredRun | UnreadRow], ...]
     constants: tuple[Constant, ...]
     fit: Fit
     after: tuple[float, ...]
@@ -70,7 +73,9 @@ def mean_error(errors: Sequence[float]) -> float:
 
 
 def refine(
-    runs: Sequence[MeasuredRun], calibration: str = "fitted", progress: Callable[[str], None] = lambda _: None
+    runs: Sequence[MeasuredRun | UnreadRow],
+    calibration: str = "fitted",
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Refined:
     """Refine a calibration by measured steps.
 
@@ -82,10 +87,8 @@ def refine(
     Raises:
         MeshwiseError: no row can be used; rows are of several chips or of several generations of software.
     """
-    timed = [run for run in runs if run.counts and not run.is_memory]
-    found = [predict(run, calibration) for run in timed]
-    rows = tuple(p for p in found if isinstance(p, Prediction))
-    refusals = tuple(r for r in found if isinstance(r, Refusal))
+    timed = [run for run in runs if isinstance(run, UnreadRow) or not run.is_memory]
+    rows, refusals = predict_all(timed, partial(predict, calibration=calibration), lambda _: None)
     _check(rows, refusals)
     problem = rows[0].setup.problem
     chip, base = problem.cluster.chip, problem.calibration
@@ -106,7 +109,7 @@ def refine(
     return Refined(chip, base, new, rows, refusals, constants, best, after, _left_out(constants, points, measured))
 
 
-def _check(rows: Sequence[Prediction], refusals: Sequence[Refusal[MeasuredRun]]) -> None:
+def _check(rows: Sequence[Prediction], refusals: Sequence[Refusal[MeasuredRun | UnreadRow]]) -> None:
     if not rows:
         reasons = "; ".join(f"{r.run.id}: {r.reason}" for r in refusals[:3])
         raise MeshwiseError(f"no row can be used to calibrate: {reasons or 'no row is of a time'}")

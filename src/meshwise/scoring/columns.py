@@ -91,7 +91,8 @@ COLUMNS = tuple(
         ("flops_convention", "text", ("how FLOPs of an MFU or of TFLOP/s were counted: attention `halved` for "
          "causality or `NOT halved`, `INCLUDES` recomputation"), "as `meshwise` counts MFU"),
         ("software", "text", "what ran it, with version or year", "unknown"),
-        ("notes", "text", "anything else; slices of TPUs (`2 slice(s)`), balance of experts (`force-balanced`)", ""),
+        ("notes", "text", "anything else; slices of TPUs (`2 slice(s)`), balance of experts (`force-balanced`)",
+         "nothing else"),
     )
 )  # fmt: skip
 

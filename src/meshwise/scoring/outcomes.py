@@ -12,11 +12,11 @@ from typing import Generic, Protocol, TypeVar
 from meshwise.hardware import Cluster
 from meshwise.models import Model
 from meshwise.scoring.models import family_of
-from meshwise.scoring.rows import Row
+from meshwise.scoring.rows import Row, UnreadRow
 
 __all__ = ["Predicted", "Refusal", "SetUp"]
 
-R_co = TypeVar("R_co", bound=Row, covariant=True)
+R_co = TypeVar("R_co", bound=Row | UnreadRow, covariant=True)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from meshwise.errors import MeshwiseError
 from meshwise.scoring.columns import COLUMNS, METRICS
-from meshwise.scoring.rows import Row, RowError, RowFormat, header_of, read_text, rows_of
+from meshwise.scoring.rows import Row, RowFormat, UnreadRow, header_of, read_text, rows_of
 
-__all__ = ["MeasuredRun", "RowError", "read_runs", "runs_of"]
+__all__ = ["MeasuredRun", "read_runs", "runs_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +53,16 @@ _RUNS = RowFormat(
 )
 
 
-def read_runs(path: Path) -> tuple[MeasuredRun, ...]:
-    """Read a file.
+def read_runs(path: Path) -> tuple[MeasuredRun | UnreadRow, ...]:
+    """Read a file; a row with a wrong cell says so, and leaves the others as they are.
 
     Raises:
-        MeshwiseError: it cannot be read, its header has an unknown column or lacks one, or a cell is wrong (RowError).
+        MeshwiseError: it cannot be read, or its header has an unknown column or lacks one.
     """
     return runs_of(read_text(path), str(path))
 
 
-def runs_of(text: str, where: str) -> tuple[MeasuredRun, ...]:
+def runs_of(text: str, where: str) -> tuple[MeasuredRun | UnreadRow, ...]:
     """Read the text of a file; `where` is what errors call it."""
     header = header_of(text)
     if "engine" in header and "phase" in header:

@@ -6,7 +6,7 @@ import csv
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -14,11 +14,24 @@ from typing import ClassVar, Generic, TypeVar
 from meshwise.errors import MeshwiseError
 from meshwise.scoring.columns import Column, Metric
 
-__all__ = ["Row", "RowError", "RowFormat", "header_of", "read_text", "rows_of"]
+__all__ = ["Row", "RowError", "RowFormat", "UnreadRow", "all_read", "header_of", "read_text", "rows_of"]
 
 
 class RowError(MeshwiseError):
     """A cell of a file of measurements that cannot be read; says the line and the column."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadRow:
+    """A row that cannot be read, which leaves the other rows of its file as they are.
+
+    Args:
+        id: of the row, or the number of its line.
+        reason: the line and the column, what was expected, what was found.
+    """
+
+    id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,28 +136,58 @@ def header_of(text: str) -> list[str]:
     return [cell.strip() for cell in next(csv.reader(text.splitlines(keepends=True)), [])]
 
 
-def rows_of(text: str, where: str, kind: RowFormat[R]) -> tuple[R, ...]:
+def rows_of(text: str, where: str, kind: RowFormat[R]) -> tuple[R | UnreadRow, ...]:
     """Read the text of a file; `where` is what errors call it.
 
+    Returns: a row for each line that is not blank; those with a wrong cell, or the id of a row before, say so.
+
     Raises:
-        MeshwiseError: the header has an unknown column or lacks one, or a cell is wrong (RowError).
+        MeshwiseError: the header has an unknown column or lacks one, or there are no rows.
     """
     header = header_of(text)
     _check_header(header, where, kind)
     lines = csv.reader(text.splitlines(keepends=True))
     next(lines)
-    rows: list[R] = []
+    rows: list[R | UnreadRow] = []
+    seen: set[str] = set()
     for cells in lines:
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) != len(header):
-            raise RowError(f"{where}, line {lines.line_num}: expected {len(header)} cells, found {len(cells)}")
-        values = {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
-        rows.append(_row(values, f"{where}, line {lines.line_num}", lines.line_num, kind))
+        if any(cell.strip() for cell in cells):
+            rows.append(_read_row(cells, header, seen, (where, lines.line_num), kind))
+            seen.add(rows[-1].id)
     if not rows:
         raise MeshwiseError(f"{where}: expected rows of measurements under a header, found none")
-    _check_ids(rows, where)
     return tuple(rows)
+
+
+def all_read(rows: Iterable[R | UnreadRow]) -> tuple[R, ...]:
+    """Give rows of which all can be read.
+
+    Raises:
+        RowError: one cannot.
+    """
+    read: list[R] = []
+    for row in rows:
+        if isinstance(row, UnreadRow):
+            raise RowError(row.reason)
+        read.append(row)
+    return tuple(read)
+
+
+def _read_row(
+    cells: Sequence[str], header: Sequence[str], seen: Container[str], place: tuple[str, int], kind: RowFormat[R]
+) -> R | UnreadRow:
+    """Read one row; `seen` are ids of those before, `place` is the file and the line."""
+    where, line = f"{place[0]}, line {place[1]}", place[1]
+    values = {name: cell.strip() for name, cell in zip(header, cells, strict=False)}
+    name = values.get("id") or f"line {line}"
+    if len(cells) != len(header):
+        return UnreadRow(name, f"{where}: expected {len(header)} cells, found {len(cells)}")
+    if name in seen:
+        return UnreadRow(name, f"{where}: two rows have the id {name!r}; give each its own")
+    try:
+        return _row({**values, "id": name}, where, kind)
+    except RowError as error:
+        return UnreadRow(name, str(error))
 
 
 def _check_header(header: list[str], where: str, kind: RowFormat[R]) -> None:
@@ -160,15 +203,7 @@ def _check_header(header: list[str], where: str, kind: RowFormat[R]) -> None:
         raise MeshwiseError(f"{where}: the header lacks {', '.join(missing)}; docs/measurements.md lists the columns")
 
 
-def _check_ids(rows: Iterable[Row], where: str) -> None:
-    seen: set[str] = set()
-    for row in rows:
-        if row.id in seen:
-            raise RowError(f"{where}: two rows have the id {row.id!r}; give each its own")
-        seen.add(row.id)
-
-
-def _row(values: Mapping[str, str], where: str, line: int, kind: RowFormat[R]) -> R:
+def _row(values: Mapping[str, str], where: str, kind: RowFormat[R]) -> R:
     by_name = {c.name: c for c in kind.columns}
     cells = {name: _cell(by_name[name], text, where) for name, text in values.items()}
     for name in kind.always:
@@ -181,7 +216,6 @@ def _row(values: Mapping[str, str], where: str, line: int, kind: RowFormat[R]) -
         )
     if cells.get("primary") not in (None, "", "yes", "no"):
         raise RowError(f"{where}, column primary: expected yes or no, found {cells['primary']!r}")
-    cells["id"] = cells.get("id") or f"line {line}"
     cells["primary"] = cells.get("primary") or "yes"
     assert set(cells) <= {f.name for f in fields(kind.row)}
     return kind.row(**cells)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from importlib.resources import files
 
 from meshwise.scoring.prediction import Prediction, predict
 from meshwise.scoring.reading import MeasuredRun, runs_of
+from meshwise.scoring.rows import UnreadRow, all_read
 from meshwise.scoring.scored import Scored, predict_all
 from meshwise.scoring.statistics import Ranking, ranking_of
 
@@ -34,7 +35,9 @@ class Score(Scored[Prediction]):
 
 
 def score_runs(
-    runs: Sequence[MeasuredRun], calibration: str = "fitted", progress: Callable[[str], None] = lambda _: None
+    runs: Sequence[MeasuredRun | UnreadRow],
+    calibration: str = "fitted",
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Score:
     """Predict every row that counts."""
     predictions, refusals = predict_all(runs, partial(predict, calibration=calibration), progress)
@@ -44,4 +47,4 @@ def score_runs(
 def shipped_runs() -> tuple[MeasuredRun, ...]:
     """Published training runs that come with the package, each with its source."""
     text = (files("meshwise.scoring") / "data" / "training.csv").read_text(encoding="utf-8")
-    return runs_of(text, "training.csv")
+    return all_read(runs_of(text, "training.csv"))

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from meshwise.scoring.outcomes import Refusal
-from meshwise.scoring.rows import Row
+from meshwise.scoring.rows import Row, UnreadRow
 from meshwise.scoring.statistics import AnyPredicted, Errors, by, errors_of, macro
 
 __all__ = ["Scored", "predict_all", "source_of"]
@@ -97,23 +97,23 @@ def source_of(p: AnyPredicted) -> str:
 
 
 def predict_all(
-    runs: Sequence[R], predict: Callable[[R], P | Refusal[R]], progress: Callable[[str], None]
-) -> tuple[tuple[P, ...], tuple[Refusal[R], ...]]:
+    runs: Sequence[R | UnreadRow], predict: Callable[[R], P | Refusal[R]], progress: Callable[[str], None]
+) -> tuple[tuple[P, ...], tuple[Refusal[R | UnreadRow], ...]]:
     """Predict every row that counts.
 
     Args:
-        runs: rows, of which some may not count.
+        runs: rows, of which some may not count, and some could not be read.
         predict: one row.
         progress: told a line for each.
 
     Returns: predictions and refusals.
     """
-    counted = [run for run in runs if run.counts]
+    counted = [run for run in runs if isinstance(run, UnreadRow) or run.counts]
     predictions: list[P] = []
-    refusals: list[Refusal[R]] = []
+    refusals: list[Refusal[R | UnreadRow]] = []
     for number, run in enumerate(counted, 1):
         progress(f"{number:,} of {len(counted):,} rows")
-        found = predict(run)
+        found = Refusal(run, run.reason) if isinstance(run, UnreadRow) else predict(run)
         if isinstance(found, Refusal):
             refusals.append(found)
         else:

@@ -78,7 +78,7 @@ def score(
     Returns: predictions and refusals with their reasons; `overall.mape` and the errors of groups sum them up.
 
     Raises:
-        MeshwiseError: a file that cannot be read, with the line and the column.
+        MeshwiseError: a file that cannot be read, or whose columns are not those of a format.
     """
     given = {"file": os.fspath(file), "calibration": calibration}
     return find_score(validated(ScoreRequest, given), progress)

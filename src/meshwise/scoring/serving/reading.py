@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.resources import files
 
-from meshwise.scoring.rows import Row, RowFormat, header_of, rows_of
+from meshwise.scoring.rows import Row, RowFormat, UnreadRow, all_read, header_of, rows_of
 from meshwise.scoring.serving.columns import SERVING_COLUMNS, SERVING_METRICS
 
 __all__ = ["ServedRun", "is_serving", "served_runs_of", "shipped_served_runs"]
@@ -60,11 +60,11 @@ def is_serving(text: str) -> bool:
     return "engine" in header and "phase" in header
 
 
-def served_runs_of(text: str, where: str) -> tuple[ServedRun, ...]:
-    """Read the text of a file; `where` is what errors call it.
+def served_runs_of(text: str, where: str) -> tuple[ServedRun | UnreadRow, ...]:
+    """Read the text of a file; `where` is what errors call it. A row with a wrong cell says so.
 
     Raises:
-        MeshwiseError: its header has an unknown column or lacks one, or a cell is wrong (RowError).
+        MeshwiseError: its header has an unknown column or lacks one.
     """
     return rows_of(text, where, _SERVED)
 
@@ -72,4 +72,4 @@ def served_runs_of(text: str, where: str) -> tuple[ServedRun, ...]:
 def shipped_served_runs() -> tuple[ServedRun, ...]:
     """Published measurements of serving that come with the package, each with its source."""
     text = (files("meshwise.scoring") / "data" / "serving.csv").read_text(encoding="utf-8")
-    return served_runs_of(text, "serving.csv")
+    return all_read(served_runs_of(text, "serving.csv"))

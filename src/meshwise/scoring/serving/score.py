@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from meshwise.scoring.outcomes import Refusal
+from meshwise.scoring.rows import UnreadRow
 from meshwise.scoring.scored import Scored, predict_all
 from meshwise.scoring.serving.prediction import ServedPrediction, predict_served
 from meshwise.scoring.serving.reading import ServedRun
@@ -40,11 +41,13 @@ class ServedScore(Scored[ServedPrediction]):
 
 
 def score_served(
-    runs: Sequence[ServedRun], calibration: str = "default", progress: Callable[[str], None] = lambda _: None
+    runs: Sequence[ServedRun | UnreadRow],
+    calibration: str = "default",
+    progress: Callable[[str], None] = lambda _: None,
 ) -> ServedScore:
     """Predict every row that counts, and say of every other why it does not."""
     predictions, refusals = predict_all(runs, partial(predict_served, calibration=calibration), progress)
-    aside = tuple(Refusal(run, _why_aside(run)) for run in runs if not run.counts)
+    aside = tuple(Refusal(run, _why_aside(run)) for run in runs if isinstance(run, ServedRun) and not run.counts)
     return ServedScore(predictions, refusals, aside, calibration)
 
 
