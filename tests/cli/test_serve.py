@@ -135,3 +135,49 @@ def test_an_impossible_target_says_what_is_possible(run):
     told = run("plan", "serve", *SERVE, "--forbid", "zero")
     assert told.code == 2
     assert "unknown serving mesh axis 'zero'" in told.err
+
+
+def test_requests_of_different_lengths_are_planned_for(run, tmp_path):
+    drawn = ("llama-3-8b", "--on", "h100:2", "--prompt", "uniform:512-1536", "--output", "lognormal:128:0.5:512")
+    told = run("plan", "serve", *drawn, "--max-batch", "16", "--save", str(tmp_path / "plan.json"), "--json")
+    assert told.code == 0, told.err
+    assert told.json["inputs"]["prompt_tokens"] == 1024
+    assert told.json["inputs"]["prompt_lengths"] == "uniform:512-1536"
+    assert any("root mean square" in line for line in told.json["assumed"])
+    (again,) = run("estimate", "serve", str(tmp_path / "plan.json"), "--json").json["plans"]
+    assert again["tpot_s"] == told.json["plans"][0]["tpot_s"]
+    served = run("simulate", "serve", str(tmp_path / "plan.json"), "--rate", "2", "--requests", "200", "--json")
+    assert served.json["inputs"]["load"]["prompt_tokens"] == "uniform:512-1536"
+
+
+def test_recorded_requests_are_planned_for(run, tmp_path):
+    file, plan = tmp_path / "requests.csv", str(tmp_path / "plan.json")
+    file.write_text("arrival,prompt,output\n" + "".join(f"{i},{500 + 100 * (i % 9)},{64 + i}\n" for i in range(90)))
+    words = ("plan", "serve", "llama-3-8b", "--on", "h100:1", "--csv", str(file), "--max-batch", "16")
+    told = run(*words, "--save", plan, "--json")
+    assert told.json["inputs"]["prompt_tokens"] == 900
+    assert any("90 requests of requests.csv" in line for line in told.json["assumed"])
+    assert "give the file (--csv)" in run("simulate", "serve", plan, "--rate", "1").err
+    assert run("simulate", "serve", plan, "--csv", str(file), "--json").json["requests"] == 90
+    both = run(*words, "--prompt", "100")
+    assert "--csv has its own requests: leave out --prompt" in both.err
+    file.write_text("arrival,prompt,output\n0,500,64\n1,50")
+    torn = run(*words)
+    assert torn.code == 2
+    assert "requests.csv, line 3: expected 3 values (arrival, prompt, output), found 2: a torn line?" in torn.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--prompt", "lognormal:1024:1", "--output", "64"), "write lognormal:1024:1:"),
+        (("--prompt", "uniform:1024-9000", "--output", "64"), "found requests of up to 9,064"),
+        (("--prompt", "uniform:2048-1024", "--output", "64"), "write uniform:1024-2048"),
+        (("--prompt", "long", "--output", "64"), "--prompt: expected"),
+        (("--output", "64"), "--prompt is missing: tokens of requests, 1024 or uniform:128-2048"),
+    ],
+)
+def test_lengths_that_cannot_be_are_said(run, words, said):
+    told = run("plan", "serve", "llama-3-8b", "--on", "h100:1", *words)
+    assert told.code == 2
+    assert said in told.err

@@ -5,7 +5,7 @@ from meshwise.jobs.fine_tuning import FineTuning, parse_fine_tuning
 from meshwise.jobs.narrowing import narrowed
 from meshwise.jobs.optimizer import OPTIMIZERS, Optimizer, newton_schulz_flops, parse_optimizer
 from meshwise.jobs.precision import PRECISIONS, Precision, Recipe, parse_precision
-from meshwise.jobs.serving import ServingLoad
+from meshwise.jobs.serving import ServingConditions, ServingLoad
 from meshwise.jobs.serving_precision import (
     SERVING_PRECISIONS,
     ServingPrecision,
@@ -22,6 +22,7 @@ __all__ = [
     "Optimizer",
     "Precision",
     "Recipe",
+    "ServingConditions",
     "ServingLoad",
     "ServingPrecision",
     "TrainingJob",

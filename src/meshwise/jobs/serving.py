@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from meshwise.errors import MeshwiseError
 from meshwise.jobs.serving_precision import SERVING_PRECISIONS, ServingPrecision, parse_serving_precision
+from meshwise.jobs.traffic.mix import RequestMix
 from meshwise.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 
-__all__ = ["ServingLoad"]
+__all__ = ["ServingConditions", "ServingLoad"]
 
 _Length = Annotated[float, Quantity("tokens", parse_count, format_count, "1024")]
 _Share = Annotated[float, Quantity("share", parse_fraction, format_percent, "10%")]
 
 
-class ServingLoad(BaseModel):
-    """A serving load: what one request is like, and what is promised.
-
-    >>> load = ServingLoad(prompt="1Ki", output=256, precision="fp8")
-    >>> load.mean_context, load.longest
-    (1152.0, 1280.0)
+class ServingConditions(BaseModel):
+    """What is the same for all requests of a load: formats, memory, speculation.
 
     Raises:
         MeshwiseError: a field out of its bounds, without its unit, or of the wrong kind.
@@ -30,8 +28,6 @@ class ServingLoad(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    prompt: _Length = Field(gt=0, le=1e9, description="Tokens of a prompt.")
-    output: _Length = Field(ge=1, le=1e9, description="Tokens that a request generates, the first included.")
     cached_prefix: _Length = Field(
         default=0, ge=0, le=1e9, description="Tokens of the prompt whose cache is there already (prefix reuse)."
     )
@@ -69,15 +65,38 @@ class ServingLoad(BaseModel):
         parse_serving_precision(text)
         return text
 
+
+class ServingLoad(ServingConditions):
+    """A serving load: what requests are like, and in which formats they are served.
+
+    >>> load = ServingLoad(prompt="1Ki", output=256, precision="fp8")
+    >>> load.mean_context, load.longest
+    (1152.0, 1280.0)
+
+    Raises:
+        MeshwiseError: a field out of its bounds, without its unit, or of the wrong kind.
+    """
+
+    prompt: _Length = Field(gt=0, le=1e9, description="Tokens of a prompt; the mean, where they differ.")
+    output: _Length = Field(ge=1, le=1e9, description="Tokens that a request generates, the first included; the mean.")
+    mix: RequestMix | None = Field(default=None, description="How lengths differ; None where all are alike.")
+
+    @classmethod
+    def of_mix(cls, mix: RequestMix, **conditions: Any) -> ServingLoad:
+        """Give the load of requests of different lengths."""
+        return cls(prompt=mix.mean_prompt, output=mix.mean_output, mix=mix, **conditions)
+
     @model_validator(mode="after")
     def _lengths_are_whole(self) -> ServingLoad:
         for name in ("prompt", "output", "cached_prefix"):
             value = getattr(self, name)
-            if value != int(value):
+            if value != int(value) and (self.mix is None or name == "cached_prefix"):
                 raise MeshwiseError(f"{name}: expected a whole number of tokens, found {value:g}")
-        if self.cached_prefix >= self.prompt:
+        shortest = self.prompt if self.mix is None else float(self.mix.shortest_prompt)
+        which = "" if self.mix is None else "shortest "
+        if self.cached_prefix >= shortest:
             raise MeshwiseError(
-                f"cached_prefix: expected fewer tokens than the prompt's {self.prompt:g}, found "
+                f"cached_prefix: expected fewer tokens than the {which}prompt's {shortest:g}, found "
                 f"{self.cached_prefix:g}: the last token of a prompt is always computed"
             )
         return self
@@ -93,16 +112,40 @@ class ServingLoad(BaseModel):
         return self.prompt - self.cached_prefix
 
     @property
+    def attended_prompt(self) -> float:
+        """The prompt whose queries and keys make as many pairs as those of the mean request: the root mean square."""
+        return self.prompt if self.mix is None else math.sqrt(self.mix.mean_square_prompt)
+
+    @property
     def longest(self) -> float:
-        """Tokens in the cache when a request ends."""
-        return self.prompt + self.output
+        """Tokens in the cache when a request ends; of requests of different lengths, the longest."""
+        return self.prompt + self.output if self.mix is None else float(self.mix.longest)
+
+    def kept(self, requests: Any) -> Any:
+        """Tokens in the cache, for each of so many requests at their ends; 99 times in 100 they need no more.
+
+        Where lengths differ, the excess of a long one over the mean shrinks with the root of how many there are.
+        `requests` is a number or an array.
+        """
+        if self.mix is None:
+            return self.longest
+        return self.mix.mean_kept + max(self.mix.long_kept - self.mix.mean_kept, 0.0) / requests**0.5
+
+    def prefilled(self, prompts: Any) -> Any:
+        """Tokens of each of so many prompts together; 99 times in 100 they are no more."""
+        if self.mix is None:
+            return self.prompt
+        return self.prompt + max(self.mix.long_prompt - self.prompt, 0.0) / prompts**0.5
 
     @property
     def mean_context(self) -> float:
         """Tokens that a generate step attends to, the new one included, on average over a request's steps.
 
-        The first token comes with prefill: steps attend to prompt + 1 ... prompt + output - 1 tokens.
+        The first token comes with prefill: steps attend to prompt + 1 ... prompt + output - 1 tokens. Of requests of
+        different lengths, those with many steps count as often.
         """
+        if self.mix is not None:
+            return self.mix.mean_context
         return self.prompt + max(self.output / 2, 1.0)
 
     @property

@@ -80,7 +80,8 @@ def serving_words(e: ServingEstimate) -> str:
 def subject(problem: ServingProblem, setup: ServingSetup) -> str:
     """Name what is served, and the layouts."""
     load = problem.load
-    requests = f"{load.prompt:,.0f} tokens in, {load.output:,.0f} out, {setup.batch:,} at once on each engine"
+    mean = "" if load.mix is None else " on average"
+    requests = f"{load.prompt:,.0f} tokens in, {load.output:,.0f} out{mean}, {setup.batch:,} at once on each engine"
     lines = [f"{problem.model.name} on {setup.num_chips:,} x {problem.cluster.chip.title}, {requests}"]
     if setup.one_layout:
         lines.append(f"layout: {_spaced(setup.generate)}")
@@ -169,6 +170,7 @@ def assumed(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
     """What the numbers rest on."""
     load, formats = problem.load, problem.load.formats
     engine = "engines always full: a new request takes the place of each that ends"
+    longest = f"memory for all at their longest, in blocks of {load.block_tokens} tokens"
     roles = (
         f"{formats.name}: weights {formats.weights.value}, activations {formats.activations.value}, cache "
         f"{formats.kv.value}, multiplied in {formats.compute.value}; embedding and head {formats.head.value}"
@@ -178,10 +180,26 @@ def assumed(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
         f"calibration {problem.calibration.name}: {problem.calibration.source}"
         if problem.calibration.name != "none"
         else "data-sheet rates",
-        f"{engine}; memory for all at their longest, in blocks of {load.block_tokens} tokens",
+        *(_lengths(problem, setup) or (f"{engine}; {longest}",)),
         *_speculation(problem),
         *(problem.model.notes or ()),
         *_network(setup),
+    )
+
+
+def _lengths(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
+    """What is assumed of requests of different lengths."""
+    load, mix = problem.load, problem.load.mix
+    if mix is None:
+        return ()
+    kept, read = load.kept(float(setup.batch)), f"{mix.mean_context:,.0f} tokens of each, the mean over steps"
+    attended = f"{load.prompt:,.0f} tokens with attention as of {load.attended_prompt:,.0f} (root mean square)"
+    memory = f"memory for {kept:,.0f} tokens of each request at its end, in blocks of {load.block_tokens}"
+    return (
+        f"{mix.words}; engines always full: a new request takes the place of each that ends",
+        f"latencies are means over requests: a generate step reads {read}; a prefill computes {attended}",
+        "layers with a window, and prefills that wait for their weights, are priced at the mean length",
+        f"{memory}: {setup.batch:,} together need more once in 100 times; the longest has {mix.longest:,}",
     )
 
 

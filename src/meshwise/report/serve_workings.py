@@ -100,7 +100,7 @@ def _memory(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, .
     kv = Explanation(
         "memory: kv_cache",
         "sum over layers of requests x tokens in whole blocks x what a chip holds of a token",
-        f"{setup.batch} requests x {load.longest:,.0f} tokens in blocks of {load.block_tokens}, "
+        f"{setup.batch} requests x {load.kept(float(setup.batch)):,.0f} tokens in blocks of {load.block_tokens}, "
         f"{format_bytes(per_token)} a token over all chips and layers",
         format_bytes(e.memory["kv_cache"]),
         _BOOK,

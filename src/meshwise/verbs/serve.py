@@ -5,14 +5,15 @@ Not here: searching (`planning`) and what the answer looks like (`report.serve`)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.serving.problem import ServingProblem
-from meshwise.errors import LayoutError
-from meshwise.jobs import ServingLoad
+from meshwise.errors import LayoutError, MeshwiseError
+from meshwise.jobs import ServingConditions, ServingLoad
+from meshwise.jobs.traffic import Fixed, mix_lengths, mix_trace, parse_lengths, read_trace
 from meshwise.models import Model, load_model
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
@@ -21,9 +22,34 @@ __all__ = ["SERVE_FLAGS", "ServeRequest", "check_context"]
 SERVE_FLAGS = WHERE_FLAGS
 
 
-class ServeRequest(PricedWhere, ServingLoad):
+def _as_text(value: Any) -> Any:
+    """Numbers of tokens as users write them."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return f"{value:.0f}" if value == value // 1 else f"{value!r}"
+
+
+_Lengths = Annotated[str, BeforeValidator(_as_text)]
+
+
+class ServeRequest(PricedWhere, ServingConditions):
     """A model, a serving load and a cluster."""
 
+    prompt: _Lengths | None = Field(
+        default=None,
+        description="Tokens of prompts: a number, uniform:128-2048, or lognormal:MEAN:VARIATION:MOST.",
+        json_schema_extra={"metavar": "LENGTHS"},
+    )
+    output: _Lengths | None = Field(
+        default=None,
+        description="Tokens that a request generates, the first included; written as --prompt is.",
+        json_schema_extra={"metavar": "LENGTHS"},
+    )
+    csv: str | None = Field(
+        default=None,
+        description="Or a CSV file of requests: arrival, prompt, output.",
+        json_schema_extra={"metavar": "FILE"},
+    )
     model: str = Field(
         description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
     )
@@ -32,9 +58,41 @@ class ServeRequest(PricedWhere, ServingLoad):
         description="Achieved rates: default (the chip's family), none, a family by name, or fitted to whole steps.",
     )
 
+    @model_validator(mode="after")
+    def _lengths_are_given(self) -> ServeRequest:
+        self.load()
+        return self
+
     def load(self) -> ServingLoad:
-        """Give the serving load alone."""
-        return ServingLoad(**{name: getattr(self, name) for name in ServingLoad.model_fields})
+        """Give the serving load alone.
+
+        Raises:
+            MeshwiseError: no lengths, or lengths and a file of them; a file that cannot be read.
+        """
+        conditions = {name: getattr(self, name) for name in ServingConditions.model_fields}
+        given = {"--prompt": self.prompt, "--output": self.output}
+        if self.csv is not None:
+            if drawn := [name for name, value in given.items() if value is not None]:
+                raise MeshwiseError(f"--csv has its own requests: leave out {' and '.join(drawn)}")
+            trace = read_trace(self.csv)
+            mix, first = mix_trace(trace), trace.demands[0]
+            if mix is None:
+                return ServingLoad(prompt=first.prompt, output=first.output, **conditions)
+            return ServingLoad.of_mix(mix, **conditions)
+        if missing := [name for name, value in given.items() if value is None]:
+            raise MeshwiseError(
+                f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: tokens of requests, 1024 or "
+                "uniform:128-2048; or a file of requests (--csv)"
+            )
+        assert self.prompt is not None
+        assert self.output is not None
+        prompt, output = parse_lengths(self.prompt, "--prompt"), parse_lengths(self.output, "--output")
+        if isinstance(prompt, Fixed) and isinstance(output, Fixed):
+            return ServingLoad(prompt=prompt.tokens, output=output.tokens, **conditions)
+        mix = mix_lengths(prompt, output)
+        if mix is None:
+            return ServingLoad(prompt=prompt.mean, output=output.mean, **conditions)
+        return ServingLoad.of_mix(mix, **conditions)
 
     def problem(self) -> ServingProblem:
         """Resolve the names.
@@ -58,6 +116,9 @@ class ServeRequest(PricedWhere, ServingLoad):
             "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
             "prompt_tokens": load.prompt,
             "output_tokens": load.output,
+            "prompt_lengths": self.prompt,
+            "output_lengths": self.output,
+            "csv": self.csv,
             "cached_prefix_tokens": load.cached_prefix,
             "precision": load.precision,
             "block_tokens": load.block_tokens,
@@ -78,6 +139,11 @@ def check_context(model: Model, load: ServingLoad) -> None:
     longest = model.max_seq_len
     if longest is None or load.longest <= longest:
         return
+    if load.mix is not None:
+        raise LayoutError(
+            f"prompt: {model.name} was made for {longest:,} tokens, found requests of up to {load.longest:,.0f} "
+            f"({load.mix.words}); cut them off at {longest:,} together, or use a model that reads more"
+        )
     room = max(longest - load.output, 0)
     fix = f"use a prompt of {room:,.0f} or less" if room else f"use an output of less than {longest:,}"
     raise LayoutError(

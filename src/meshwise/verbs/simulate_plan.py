@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshwise.errors import MeshwiseError
+from meshwise.jobs import ServingLoad
+from meshwise.jobs.traffic import Uniform, parse_lengths
 from meshwise.planning.serving import ServingPlan, served_system
 from meshwise.simulation.serving import ServingSystem
 
@@ -20,16 +22,38 @@ _SCHEDULING = ("policy", "max_batch", "max_step_tokens", "preemption", "watermar
 
 
 def planned_requests(request: SimulateServeRequest, plan: ServingPlan) -> SimulateServeRequest:
-    """Give the request with the plan's lengths of prompts and outputs, where it has none of its own."""
+    """Give the request with the plan's lengths of prompts and outputs, where it has none of its own.
+
+    Raises:
+        MeshwiseError: the plan's requests were recorded, and are not in it.
+    """
     load = plan.problem.load
     if request.csv is not None:
         return request
     own: dict[str, Any] = {}
-    if not {"prompt", "prefix_tokens"} & request.model_fields_set:
-        own |= {"prompt": f"{load.computed:g}", "prefix_tokens": int(load.cached_prefix)}
-    if "output" not in request.model_fields_set:
-        own["output"] = f"{load.output:g}"
+    given = request.model_fields_set
+    drawn = load.mix is None or load.mix.prompt is not None
+    if not drawn and not {"prompt", "output"} <= given:
+        raise MeshwiseError(
+            f"the requests of {request.costs} were {load.mix.words if load.mix else ''}: give the file (--csv), or "
+            "--prompt and --output"
+        )
+    if not {"prompt", "prefix_tokens"} & given:
+        own |= {"prompt": _computed(load), "prefix_tokens": int(load.cached_prefix)}
+    if "output" not in given:
+        own["output"] = f"{load.output:.0f}" if load.mix is None else load.mix.output
     return request.model_copy(update=own)
+
+
+def _computed(load: ServingLoad) -> str:
+    """Lengths of what comes after the cached beginning of prompts, as users write them."""
+    if load.mix is None or load.mix.prompt is None:
+        return f"{load.computed:.0f}"
+    lengths = parse_lengths(load.mix.prompt)
+    if isinstance(lengths, Uniform):
+        first = int(load.cached_prefix)
+        return str(Uniform(lengths.least - first, lengths.most - first))
+    return str(lengths)  # no beginning is cached of prompts that may have a single token
 
 
 def planned_system(request: SimulateServeRequest, plan: ServingPlan) -> ServingSystem:

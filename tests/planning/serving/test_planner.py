@@ -15,6 +15,7 @@ from meshwise.costs.serving.wires import fabric_of
 from meshwise.errors import InfeasibleError, LayoutError, UnknownNameError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
+from meshwise.jobs.traffic import mix_lengths, parse_lengths
 from meshwise.models import load_model
 from meshwise.planning.serving import ServingWishes, plan_serving
 from meshwise.planning.serving.pairs import aggregated, disaggregated, undominated
@@ -24,7 +25,10 @@ from meshwise.planning.serving.space import candidates
 
 def problem(model="llama-3-8b", on="h100:8", *, prompt=1024, output=256, **load):
     cluster = parse_cluster(on)
-    whole = ServingLoad(prompt=prompt, output=output, **load)
+    if isinstance(prompt, str):
+        whole = ServingLoad.of_mix(mix_lengths(parse_lengths(prompt), parse_lengths(output)), **load)
+    else:
+        whole = ServingLoad(prompt=prompt, output=output, **load)
     return ServingProblem(load_model(model), whole, cluster, default_calibration(cluster.chip))
 
 
@@ -33,10 +37,16 @@ def every(pairs):
 
 
 @pytest.mark.parametrize(
-    ("model", "on"), [("llama-3-8b", "h100:8"), ("mixtral-8x7b", "h100:16"), ("llama-3-8b", "v5e:4x4")]
+    ("model", "on", "load"),
+    [
+        ("llama-3-8b", "h100:8", {}),
+        ("mixtral-8x7b", "h100:16", {}),
+        ("llama-3-8b", "v5e:4x4", {}),
+        ("llama-3-8b", "h100:8", {"prompt": "lognormal:1024:0.8:4096", "output": "uniform:64-448"}),
+    ],
 )
-def test_numbers_of_the_search_are_those_of_the_estimate(model, on):
-    given = problem(model, on)
+def test_numbers_of_the_search_are_those_of_the_estimate(model, on, load):
+    given = problem(model, on, **load)
     fabric = fabric_of(given)
     prefill, generate = priced_tables(given, fabric, ServingWishes(max_batch=64))
     random = np.random.default_rng(7)

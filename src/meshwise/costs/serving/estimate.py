@@ -14,7 +14,7 @@ from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.room import engine_memory, generate_sizes, largest_batch, prefill_sizes
+from meshwise.costs.serving.room import attended_sizes, engine_memory, generate_sizes, largest_batch, prefill_sizes
 from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
 from meshwise.costs.serving.wires import engine_wirings, fabric_of, layout_wires, wires_of
 from meshwise.errors import ClusterError, LayoutError
@@ -58,14 +58,16 @@ def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> 
 def _prefill_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> list[StepCosts]:
     wires = layout_wires(problem, fabric, setup.prefill)
     structure = setup.prefill.structure
-    return [price_step(problem, "prefill", structure, sizes, wires) for sizes in prefill_sizes(problem, setup)]
+    each = zip(prefill_sizes(problem, setup), attended_sizes(problem, setup), strict=True)
+    return [price_step(problem, "prefill", structure, sizes, wires, attending) for sizes, attending in each]
 
 
 def _mixed_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> list[StepCosts]:
     """Steps in which chunks of prompts go along with what is generated."""
     wires, structure = layout_wires(problem, fabric, setup.generate), setup.generate.structure
     along = generate_sizes(problem, setup)
-    return [price_mixed_step(problem, structure, sizes, along, wires) for sizes in prefill_sizes(problem, setup)]
+    each = zip(prefill_sizes(problem, setup), attended_sizes(problem, setup), strict=True)
+    return [price_mixed_step(problem, structure, sizes, along, wires, attending) for sizes, attending in each]
 
 
 def _generate_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> StepCosts:
@@ -121,6 +123,10 @@ def estimate_serving(
     - With chunks, aggregated engines prefill in mixed steps: a chunk in the same step as what is generated, whose
       weights are read once. Then t_p is what these steps take longer than generate steps, and TTFT all of them.
     - Requests per second: one engine spends t_p / p on each prompt and t_g (O - 1) / B on each output.
+
+    Where lengths differ, these are means: t_g reads the mean context of a step (exact, because reading a cache takes
+    time in proportion), t_p computes the mean prompt with attention to as many pairs as prompts have on average, O is
+    the mean output.
 
     Args:
         problem: model, load, cluster, calibration.

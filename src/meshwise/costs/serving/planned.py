@@ -17,7 +17,7 @@ from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 from meshwise.sharding.serving_layout import ServingStructure
 from meshwise.tensors import CacheUpdate, Fused, Kind, Op, Route, Tensor
 
-__all__ = ["ServedBlock", "mixes_positions", "plan_step", "residual_bytes"]
+__all__ = ["ServedBlock", "mixes_positions", "plan_step", "reads_positions", "residual_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,14 @@ class ServedBlock:
         return self.placed.block.role
 
 
+def reads_positions(op: Op) -> bool:
+    """Whether an operation has an axis of cached positions."""
+    return any(a.partition(".")[0] == "S" for a in op.axes)
+
+
 def mixes_positions(op: Op) -> bool:
     """Whether what an operation costs depends on how many positions are cached."""
-    return isinstance(op, Fused) or any(a.partition(".")[0] == "S" for a in op.axes)
+    return isinstance(op, Fused) or reads_positions(op)
 
 
 def _term(op: Op) -> str:

@@ -16,6 +16,7 @@ from meshwise.costs.serving.step import StepSizes
 from meshwise.sharding.serving_layout import ServingLayout
 
 __all__ = [
+    "attended_sizes",
     "engine_memory",
     "frontier",
     "generate_sizes",
@@ -23,6 +24,7 @@ __all__ = [
     "longest_context",
     "mesh_sizes",
     "prefill_sizes",
+    "prompt_sizes",
     "room_for_cache",
 ]
 
@@ -37,10 +39,29 @@ def mesh_sizes(layout: ServingLayout) -> dict[str, float]:
 
 def prefill_sizes(problem: ServingProblem, setup: ServingSetup) -> list[StepSizes]:
     """What each step of a prefill computes: the chunks of the prompts that are prefilled together."""
+    return prompt_sizes(problem, setup, problem.load.computed)
+
+
+def attended_sizes(problem: ServingProblem, setup: ServingSetup) -> list[StepSizes] | list[None]:
+    """What attention computes in each of these steps; None where that is the same.
+
+    As many pairs of queries and keys as prompts of all lengths have on average: those of a prompt whose length is the
+    root mean square, in as many steps as the mean prompt takes.
+    """
+    load, whole = problem.load, prefill_sizes(problem, setup)
+    if load.mix is None:
+        return [None] * len(whole)
+    more = (load.attended_prompt - load.cached_prefix) / load.computed
+    first = load.cached_prefix
+    return [StepSizes(s.sequences, s.queries * more, first + (s.keys - first) * more, s.mesh, s.last) for s in whole]
+
+
+def prompt_sizes(problem: ServingProblem, setup: ServingSetup, computed: float) -> list[StepSizes]:
+    """What each step of a prefill of prompts computes that have so many tokens to be computed."""
     load, mesh = problem.load, mesh_sizes(setup.prefill)
-    chunk = load.computed if setup.chunk is None else float(min(setup.chunk, load.computed))
-    steps = math.ceil(load.computed / chunk)
-    done = [min((i + 1) * chunk, load.computed) for i in range(steps)]
+    chunk = computed if setup.chunk is None else float(min(setup.chunk, computed))
+    steps = math.ceil(computed / chunk)
+    done = [min((i + 1) * chunk, computed) for i in range(steps)]
     before = [0.0, *done[:-1]]
     return [
         StepSizes(float(setup.prefill_batch), end - start, load.cached_prefix + end, mesh)
@@ -63,19 +84,20 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
     mesh = mesh_sizes(layout)
     both = setup.mode == "aggregated"
     parts: list[tuple[Any, Any]] = []
+    load = problem.load
+    prompts = float(setup.prefill_batch)
     if step == "prefill" or both:
-        parts += [step_memory(problem, "prefill", setup.prefill.structure, s) for s in prefill_sizes(problem, setup)]
+        long = prompt_sizes(problem, setup, load.prefilled(prompts) - load.cached_prefix)
+        parts += [step_memory(problem, "prefill", setup.prefill.structure, s) for s in long]
     if step == "generate" or both:
         parts.append(step_memory(problem, "generate", setup.generate.structure, generate_sizes(problem, setup)))
-    requests, tokens = float(setup.batch), problem.load.longest + problem.load.draft_tokens
+    requests, tokens = float(setup.batch), load.kept(float(setup.batch)) + load.draft_tokens
     if step == "prefill" and not both:
-        requests, tokens = float(setup.prefill_batch), problem.load.prompt
+        requests, tokens = prompts, load.prefilled(prompts)
     kept, of = ("generate", setup.generate) if both else (step, layout)
     cache = cache_bytes(problem, kept, of.structure, mesh_sizes(of), requests, tokens)  # type: ignore[arg-type]
     if both:  # the prompts that are being prefilled
-        cache = cache + cache_bytes(
-            problem, "generate", of.structure, mesh_sizes(of), float(setup.prefill_batch), problem.load.prompt
-        )
+        cache = cache + cache_bytes(problem, "generate", of.structure, mesh_sizes(of), prompts, load.prefilled(prompts))
     classes = {
         "weights": float(weight_bytes(problem, step, layout.structure, mesh)),
         "kv_cache": float(cache),

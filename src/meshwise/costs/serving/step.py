@@ -16,7 +16,7 @@ from meshwise.costs.arithmetic import ceil, maximum, minimum, where
 from meshwise.costs.compute import ComputeRates, OpCompute, operation_compute, price_key
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents
-from meshwise.costs.serving.planned import ServedBlock, plan_step, residual_bytes
+from meshwise.costs.serving.planned import ServedBlock, plan_step, reads_positions, residual_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.stage_sums import room_beside, split_exposed
 from meshwise.costs.step import StepRates, Wires
@@ -168,8 +168,13 @@ def _spans(program: Program, s: StepSizes) -> dict[str, Any]:
     return spans
 
 
-def price_step(
-    problem: ServingProblem, step: Step, structure: ServingStructure, sizes: StepSizes, wires: Wires
+def price_step(  # noqa: PLR0917 -- what is asked, then where
+    problem: ServingProblem,
+    step: Step,
+    structure: ServingStructure,
+    sizes: StepSizes,
+    wires: Wires,
+    attending: StepSizes | None = None,
 ) -> StepCosts:
     """Time of one step of one engine.
 
@@ -179,22 +184,28 @@ def price_step(
         structure: the choices that are no sizes.
         sizes: floats or arrays.
         wires: mesh axes -> wire of the group along them, of the same shape.
+        attending: sizes for attention, where lengths differ: what grows with the square of a length has another mean.
 
     Raises:
         MeshwiseError: a format that the chip cannot multiply.
     """
     stages = sizes.mesh["stage"]
-    part = StepSizes(ceil(sizes.sequences / stages), sizes.queries, sizes.keys, sizes.mesh, sizes.last)
     blocks = plan_step(problem, step, structure)
-    extents = Extents(bind_step(problem, problem.program(step, wide=structure.wide), part, structure), sizes.mesh,
-                      _NEVER_PADDED)  # fmt: skip
+    program = problem.program(step, wide=structure.wide)
+
+    def extents_of(of: StepSizes) -> Extents:
+        part = StepSizes(ceil(of.sequences / stages), of.queries, of.keys, of.mesh, of.last)
+        return Extents(bind_step(problem, program, part, structure), of.mesh, _NEVER_PADDED)
+
+    extents = extents_of(sizes)
+    within = extents if attending is None else extents_of(attending)
     formats = problem.load.formats.formats
     rates = StepRates(problem.cluster.chip, problem.calibration.in_steps, wires)
     compute = ComputeRates.of(problem.cluster.chip, formats, problem.calibration)
     sums: dict[str, _Sums] = {role: _Sums() for role in ("embed", "layer", "head")}
     known: dict[object, OpCompute] = {}
     for block in blocks:
-        _add_block(sums[block.role], block, extents, rates, compute, known)
+        _add_block(sums[block.role], block, (extents, within), rates, compute, known)
     boundary = extents.weighted(residual_bytes(problem, step, structure))
     send = Flow(
         "x", Pass.FORWARD, Purpose.ACTIVATIONS, CollectiveKind.PERMUTE, ("stage",), boundary, 1, False, (), "", ""
@@ -203,20 +214,26 @@ def price_step(
     return _assembled(sums, layer_share(num_layers(blocks), stages), stages, sizes.sequences, (seconds, bound))
 
 
-def price_mixed_step(
-    problem: ServingProblem, structure: ServingStructure, prefill: StepSizes, generate: StepSizes, wires: Wires
+def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
+    problem: ServingProblem,
+    structure: ServingStructure,
+    prefill: StepSizes,
+    generate: StepSizes,
+    wires: Wires,
+    attending: StepSizes | None = None,
 ) -> StepCosts:
     """Time of a step in which chunks of prompts go along with requests that generate.
 
     Everything but attention handles all tokens alike, so that weights are read once: it is priced as so many requests
-    with one token each. Attention is each part's own. Args: as in `price_step`, with the sizes of both parts.
+    with one token each. Attention is each part's own. Args: as in `price_step`, with the sizes of both
+    parts; `attending` is of the prompts.
     """
     tokens = prefill.sequences * prefill.queries + generate.sequences * generate.queries
     ended = prefill.sequences + generate.sequences * generate.last
     together = StepSizes(tokens, 1.0, 1.0, generate.mesh, ended / tokens)
     out = price_step(problem, "generate", structure, together, wires)
     parts = [
-        price_step(problem, "prefill", structure, prefill, wires),
+        price_step(problem, "prefill", structure, prefill, wires, attending),
         price_step(problem, "generate", structure, generate, wires),
     ]
     for which in ("lower", "expected", "upper", "interval"):
@@ -264,12 +281,16 @@ def _assembled(sums: dict[str, _Sums], share: Any, stages: Any, sequences: Any, 
 def _add_block(  # noqa: PLR0917 -- sums, what is added, and the rates
     sums: _Sums,
     block: ServedBlock,
-    extents: Extents,
+    both: tuple[Extents, Extents],
     rates: StepRates,
     compute: ComputeRates,
     known: dict[object, OpCompute],
 ) -> None:
-    """Add all copies of a block: compute, exposed activations, and what sticks out of gathered weights."""
+    """Add all copies of a block: compute, exposed activations, and what sticks out of gathered weights.
+
+    `both`: of everything, and of what reads cached positions.
+    """
+    extents, within = both
     count = float(block.placed.block.repeat)
     busy: Any = 0.0
     attending: Any = 0.0
@@ -277,7 +298,8 @@ def _add_block(  # noqa: PLR0917 -- sums, what is added, and the rates
         key = price_key(work, compute)
         one = known.get(key)
         if one is None:
-            one = known[key] = operation_compute(work, extents, compute)
+            of = within if within is not extents and reads_positions(work.placed.op) else extents
+            one = known[key] = operation_compute(work, of, compute)
         sums.terms[term] = sums.terms[term] + count * one.seconds
         sums.serial = sums.serial + count * one.serial_seconds
         sums.flops = sums.flops + count * one.flops

@@ -3,6 +3,7 @@
 from meshwise.jobs.traffic.arrivals import Arrivals, parse_arrivals
 from meshwise.jobs.traffic.lengths import Fixed, Lengths, Lognormal, Uniform, parse_lengths
 from meshwise.jobs.traffic.load import Demand, DrawnLoad, Load, SharedPrefixes
+from meshwise.jobs.traffic.mix import RequestMix, mix_lengths, mix_trace
 from meshwise.jobs.traffic.trace import Trace, read_trace
 
 __all__ = [
@@ -13,9 +14,12 @@ __all__ = [
     "Lengths",
     "Load",
     "Lognormal",
+    "RequestMix",
     "SharedPrefixes",
     "Trace",
     "Uniform",
+    "mix_lengths",
+    "mix_trace",
     "parse_arrivals",
     "parse_lengths",
     "read_trace",

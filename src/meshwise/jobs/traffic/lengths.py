@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,21 @@ class Lengths(Protocol):
     """A distribution of whole numbers of tokens, 1 or more."""
 
     @property
+    def least(self) -> int:
+        """The shortest there is."""
+
+    @property
+    def mean(self) -> float:
+        """Tokens on average."""
+
+    @property
+    def mean_square(self) -> float:
+        """The average of their squares."""
+
+    def quantile(self, share: float) -> int:
+        """The length that so many, from 0 to 1, are not above."""
+
+    @property
     def most(self) -> int | None:
         """The longest there is; None: no limit."""
 
@@ -37,7 +53,26 @@ class Fixed:
     tokens: int
 
     @property
+    def least(self) -> int:
+        """The one there is."""
+        return self.tokens
+
+    @property
     def most(self) -> int:
+        """The one there is."""
+        return self.tokens
+
+    @property
+    def mean(self) -> float:
+        """The one there is."""
+        return float(self.tokens)
+
+    @property
+    def mean_square(self) -> float:
+        """Its square."""
+        return float(self.tokens) ** 2
+
+    def quantile(self, share: float) -> int:  # noqa: ARG002  (all are alike)
         """The one there is."""
         return self.tokens
 
@@ -56,6 +91,21 @@ class Uniform:
     least: int
     most: int
 
+    @property
+    def mean(self) -> float:
+        """Tokens on average."""
+        return (self.least + self.most) / 2
+
+    @property
+    def mean_square(self) -> float:
+        """The average of their squares: that of n whole numbers in a row has the variance (n^2 - 1) / 12."""
+        return self.mean**2 + ((self.most - self.least + 1) ** 2 - 1) / 12
+
+    def quantile(self, share: float) -> int:
+        """The length that so many are not above."""
+        number = self.most - self.least + 1
+        return self.least + min(max(math.ceil(share * number) - 1, 0), number - 1)
+
     def sample(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
         """Draw `count` lengths."""
         return random.integers(self.least, self.most, count, endpoint=True)
@@ -69,23 +119,61 @@ class Lognormal:
     """A log-normal distribution, rounded up to whole tokens and cut off.
 
     Args:
-        mean: before cutting off, tokens.
+        mean_before: the mean before cutting off and rounding, tokens.
         variation: standard deviation over mean, before cutting off.
         most: longer ones are this long; None: no limit.
     """
 
-    mean: float
+    mean_before: float
     variation: float
     most: int | None = None
 
+    @property
+    def least(self) -> int:
+        """One token."""
+        return 1
+
+    @property
+    def mean(self) -> float:
+        """Tokens on average: rounding up adds half of one, on average, to what is not cut off."""
+        return self._moment(1) + self._below(0) / 2
+
+    @property
+    def mean_square(self) -> float:
+        """The average of their squares; rounding up adds a share of a token that is as often small as large."""
+        return self._moment(2) + self._below(1) + self._below(0) / 3
+
+    def quantile(self, share: float) -> int:
+        """The length that so many are not above."""
+        middle, spread = self._logarithm
+        drawn = math.exp(middle + spread * NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12)))
+        return max(math.ceil(drawn if self.most is None else min(drawn, self.most)), 1)
+
+    @property
+    def _logarithm(self) -> tuple[float, float]:
+        """Mean and standard deviation of the logarithm."""
+        variance = math.log1p(self.variation**2)
+        return math.log(self.mean_before) - variance / 2, math.sqrt(variance)
+
+    def _below(self, power: int) -> float:
+        """Mean of a power of what is not cut off, counting what is as 0."""
+        middle, spread = self._logarithm
+        whole = math.exp(power * middle + (power * spread) ** 2 / 2)
+        if self.most is None:
+            return whole
+        return whole * NormalDist().cdf((math.log(self.most) - middle) / spread - power * spread)
+
+    def _moment(self, power: int) -> float:
+        """Mean of a power, what is cut off being `most`, before rounding."""
+        return self._below(power) + (0.0 if self.most is None else (1 - self._below(0)) * float(self.most) ** power)
+
     def sample(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
         """Draw `count` lengths."""
-        variance = math.log1p(self.variation**2)
-        drawn = np.ceil(random.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), count))
+        drawn = np.ceil(random.lognormal(*self._logarithm, count))
         return np.clip(drawn, 1, 2**40 if self.most is None else self.most).astype(np.int64)
 
     def __str__(self) -> str:
-        return f"lognormal:{self.mean:g}:{self.variation:g}" + (f":{self.most}" if self.most is not None else "")
+        return f"lognormal:{self.mean_before:g}:{self.variation:g}" + (f":{self.most}" if self.most is not None else "")
 
 
 def parse_lengths(text: str | float, what: str = "lengths") -> Lengths:

@@ -17,6 +17,7 @@ from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.step import StepSizes, price_step
 from meshwise.costs.wiring import Wiring
+from meshwise.jobs import ServingLoad
 from meshwise.planning.serving.space import Candidates
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES
@@ -108,11 +109,12 @@ def make_table(
         if step == "generate":
             positions = load.positions_per_step
             sizes = StepSizes(batch, positions, load.mean_context + positions - 1, mesh, last=positions)
-            kept = load.longest + load.draft_tokens
+            attending, most, kept = None, sizes, load.kept(batch) + load.draft_tokens
         else:
-            sizes, kept = StepSizes(batch, load.computed, load.prompt, mesh), load.prompt
-        costs = price_step(problem, step, group.structure, sizes, wires)
-        activations, workspace = step_memory(problem, step, group.structure, sizes)
+            sizes, attending, most = _prompts(load, batch, mesh)
+            kept = load.prefilled(batch)
+        costs = price_step(problem, step, group.structure, sizes, wires, attending)
+        activations, workspace = step_memory(problem, step, group.structure, most)
         stored = [_number(keys[0], (x.engine_chips, x.weight_ways, x.expert, x.stage)) for x, _ in group.layouts]
         alike = [_number(keys[1], _cached_as(x)) for x, _ in group.layouts]
         values = {
@@ -132,7 +134,7 @@ def make_table(
         for name in _COLUMNS:
             parts[name].append(np.broadcast_to(values[name], rows.shape))
         for p in prompts:
-            own = cache_bytes(problem, step, group.structure, mesh, float(p), load.prompt)
+            own = cache_bytes(problem, step, group.structure, mesh, float(p), load.prefilled(float(p)))
             held[p].append(np.broadcast_to(own, rows.shape))
         layouts += group.layouts
     joined = {name: np.concatenate(values) for name, values in parts.items()}
@@ -143,6 +145,21 @@ _COLUMNS = (
     "layout", "batch", "chips", "stored", "mesh", "seconds", "interval", "weights", "cache", "activations", "workspace",
     "handover",
 )  # fmt: skip
+
+
+def _prompts(
+    load: ServingLoad, batch: np.ndarray, mesh: dict[str, np.ndarray]
+) -> tuple[StepSizes, StepSizes | None, StepSizes]:
+    """Sizes of a whole prefill: of the mean prompt, for attention, and of long ones for memory."""
+    mean = StepSizes(batch, load.computed, load.prompt, mesh)
+    if load.mix is None:
+        return mean, None, mean
+    attended, long = load.attended_prompt, load.prefilled(batch)
+    return (
+        mean,
+        StepSizes(batch, attended - load.cached_prefix, attended, mesh),
+        StepSizes(batch, long - load.cached_prefix, long, mesh),
+    )
 
 
 def _handover(problem: ServingProblem, wires: PlacedWires, prompts: np.ndarray) -> np.ndarray:
