@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshwise.verbs.export import export
     from meshwise.verbs.generate import generate
     from meshwise.verbs.plan_serve import plan_serve
+    from meshwise.verbs.plan_serve_many import compare_serve
     from meshwise.verbs.plan_train import plan_train
     from meshwise.verbs.roofline import roofline
     from meshwise.verbs.run import run_plan
@@ -51,6 +52,7 @@ __all__ = [
     "cluster",
     "clusters",
     "collective",
+    "compare_serve",
     "compare_train",
     "estimate_serve",
     "estimate_train",
@@ -75,6 +77,7 @@ _HOMES = {
     "run_plan": "meshwise.verbs.run",
     "simulate_serve": "meshwise.verbs.simulate_serve",
     "simulate_step": "meshwise.verbs.simulate",
+    "compare_serve": "meshwise.verbs.plan_serve_many",
     "compare_train": "meshwise.verbs.plan_many",
     "scale_train": "meshwise.verbs.plan_many",
     "Plan": "meshwise.planning",

@@ -13,14 +13,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
+from meshwise.errors import MeshwiseError
 from meshwise.report import Report
 
-__all__ = ["Output", "output_options", "say", "stdout_for_the_answer", "to_text"]
+__all__ = ["Output", "output_options", "say", "stdout_for_the_answer", "to_text", "write_picture"]
 
 #: Columns when nobody looks at a terminal.
 WIDTH = 80
@@ -63,6 +65,18 @@ def stdout_for_the_answer(noisy: bool) -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def write_picture(svg: Path, text: str) -> None:
+    """Write what `--svg` asks for.
+
+    Raises:
+        MeshwiseError: the file cannot be written.
+    """
+    try:
+        svg.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MeshwiseError(f"--svg {svg}: {error.strerror}") from None
 
 
 def to_text(renderable: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from meshwise.cli.options import request_options
-from meshwise.cli.output import Output, output_options
+from meshwise.cli.output import Output, output_options, write_picture
 from meshwise.cli.progress import Progress
 from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.report.plan import plan_report
@@ -94,16 +94,9 @@ def train(
                     report, [VerifiedRow(v.rank, str(v.plan.layout), v.found, v.refused) for v in verified]
                 )
     if svg is not None:
-        _write(svg, picture())
+        write_picture(svg, picture())
     output.show(report)
     if not (several or scaling) and verify is not None and all(v.fails for v in verified):
         raise click.exceptions.Exit(InfeasibleError.exit_code)
     if save is not None:  # last: an answer that cannot be saved is shown all the same
         save_plan(planning.plans[0], save)
-
-
-def _write(svg: Path, text: str) -> None:
-    try:
-        svg.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MeshwiseError(f"--svg {svg}: {error.strerror}") from None

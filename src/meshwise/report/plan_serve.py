@@ -28,10 +28,11 @@ from meshwise.report.serve import (
     term_table,
 )
 from meshwise.report.serve_workings import serve_workings
+from meshwise.report.serving_front import front_svg
 from meshwise.report.table import noted_table, table
 from meshwise.units import format_money, format_time
 
-__all__ = ["plan_serve_report"]
+__all__ = ["front_data", "plan_serve_report", "plan_serve_svg"]
 
 #: Rows of the front that a terminal shows.
 _SHOWN = 8
@@ -61,7 +62,7 @@ def plan_serve_report(planning: ServingPlanning, inputs: Mapping[str, Any]) -> R
         data={
             "plans": [serving_data(e) for e in planning.plans],
             "neighbours": [{"name": n.name, "reason": n.reason} for n in planning.neighbours],
-            "pareto": [_point(p) for p in planning.pareto],
+            "pareto": list(front_data(planning)),
             "search": {"configurations": search.configurations, "pairs": search.pairs, "cpu_s": search.cpu_s},
         },
         body=tuple(body),
@@ -121,6 +122,22 @@ def _drawn(front: tuple[FrontPoint, ...]) -> str:
     ticks = [(x[0], format_time(x[0])), (x[1], format_time(x[1]))]
     lines = chart.lines(lambda tokens: f"{tokens:,.3g}", ticks)
     return "\n".join(("tokens/s/chip over TPOT", *lines))
+
+
+def front_data(planning: ServingPlanning) -> tuple[dict[str, Any], ...]:
+    """Give the front of latency and throughput as JSON values."""
+    return tuple(_point(p) for p in planning.pareto)
+
+
+def plan_serve_svg(planning: ServingPlanning) -> str:
+    """Draw the front of latency and throughput.
+
+    Raises:
+        MissingDependencyError: when matplotlib is absent.
+    """
+    problem = planning.problem
+    title = f"{problem.model.name} on {problem.cluster.name}, {problem.load.precision}"
+    return front_svg({"": planning.pareto}, planning.plans[0], title)
 
 
 def _point(p: FrontPoint) -> dict[str, Any]:

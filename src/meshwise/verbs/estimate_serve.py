@@ -121,8 +121,9 @@ def estimate_serve(
     *,
     on: str | None = None,
     layout: str,
-    prompt: str | float,
-    output: str | float,
+    prompt: str | float | None = None,
+    output: str | float | None = None,
+    csv: str | None = None,
     batch: int,
     prefill_layout: str | None = None,
     mode: Literal["aggregated", "disaggregated"] = "aggregated",
@@ -152,7 +153,8 @@ def estimate_serve(
         model: a built-in name, a hub name, a config.json or its folder.
         on: the cluster by name, `v5e:4x4` or `h100:8`.
         layout: "tensor=8,replicas=4", as `--layout`.
-        prompt, output: tokens of a request.
+        prompt, output: tokens of a request: numbers, "uniform:128-2048" or "lognormal:1024:0.8:8192".
+        csv: a file of requests instead.
         batch: requests that one engine generates for at once.
         prefill_layout: another layout for prefill.
         mode: "aggregated", or "disaggregated" with a `prefill_layout` for engines of their own.
@@ -180,6 +182,7 @@ def estimate_serve(
         "layout": layout,
         "prompt": prompt,
         "output": output,
+        "csv": csv,
         "batch": batch,
         "prefill_layout": prefill_layout,
         "mode": mode,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshwise.costs.serving.problem import ServingProblem
+from meshwise.errors import MeshwiseError
+from meshwise.jobs import SERVING_PRECISIONS, ServingLoad, parse_serving_precision
 from meshwise.planning.serving import ServingPlanning, ServingWishes, plan_serving
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.units import Quantity, format_time, parse_duration
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.serve import ServeRequest
 
-__all__ = ["PlanServeRequest", "find_serving_plans", "plan_serve"]
+__all__ = ["PlanServeRequest", "find_serving_plans", "plan_serve", "split_precisions"]
 
 _Target = Annotated[float, Quantity("time", parse_duration, format_time, "50ms")]
 
@@ -21,6 +23,16 @@ _Target = Annotated[float, Quantity("time", parse_duration, format_time, "50ms")
 class PlanServeRequest(ServeRequest):
     """What `meshwise plan serve` is asked."""
 
+    cluster: str | None = Field(
+        default=None,
+        description="The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64; several, h100:8,h200:8, are compared.",
+        json_schema_extra={"metavar": "CLUSTERS"},
+    )
+    precision: str = Field(
+        default="bf16",
+        description=f"Number formats: {', '.join(SERVING_PRECISIONS)}, or roles such as weights=int8,kv=int8 "
+        "(weights, activations, kv, compute, head); several, bf16,fp8 or bf16;weights=int8,kv=int8, are compared.",
+    )
     objective: Literal["throughput", "tpot", "ttft"] = Field(
         default="throughput",
         description="Most output tokens a second and chip (least cost), least time per output token, or to the first.",
@@ -45,6 +57,34 @@ class PlanServeRequest(ServeRequest):
     )
     top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
 
+    @field_validator("precision")
+    @classmethod
+    def _precision_is_known(cls, text: str) -> str:
+        for one in split_precisions(text):
+            parse_serving_precision(one)
+        return text
+
+    @property
+    def clusters(self) -> tuple[str, ...]:
+        """Names of the clusters that are compared; one where nothing is."""
+        return tuple(name.strip() for name in (self.cluster or "").split(",") if name.strip())
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions that are compared; one where nothing is."""
+        return split_precisions(self.precision)
+
+    @property
+    def several(self) -> bool:
+        """Whether clusters or precisions are compared."""
+        return max(len(self.clusters), len(self.precisions)) > 1
+
+    def load(self) -> ServingLoad:
+        """Give the serving load alone; of several precisions, in the first."""
+        if len(self.precisions) > 1:
+            return self.model_copy(update={"precision": self.precisions[0]}).load()
+        return super().load()
+
     @property
     def wishes(self) -> ServingWishes:
         """Targets and objective."""
@@ -65,6 +105,16 @@ class PlanServeRequest(ServeRequest):
         }
 
 
+def split_precisions(text: str) -> tuple[str, ...]:
+    """Split a list of precisions: presets by commas, what names roles by semicolons.
+
+    >>> split_precisions("bf16,fp8"), split_precisions("bf16;weights=int8,kv=int8")
+    (('bf16', 'fp8'), ('bf16', 'weights=int8,kv=int8'))
+    """
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    return tuple(one.strip() for part in parts for one in ([part] if "=" in part else part.split(",")) if one.strip())
+
+
 def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> ServingPlanning:
     """Answer the request; `problem` is its own, resolved.
 
@@ -78,8 +128,9 @@ def plan_serve(
     model: str,
     *,
     on: str | None = None,
-    prompt: str | float,
-    output: str | float,
+    prompt: str | float | None = None,
+    output: str | float | None = None,
+    csv: str | None = None,
     objective: Literal["throughput", "tpot", "ttft"] = "throughput",
     max_ttft: str | float | None = None,
     max_tpot: str | float | None = None,
@@ -110,7 +161,8 @@ def plan_serve(
     Args:
         model: a built-in name, a hub name, a config.json or its folder.
         on: the cluster by name, `v5e:4x4` or `h100:8`.
-        prompt, output: tokens of a request.
+        prompt, output: tokens of a request: numbers, "uniform:128-2048" or "lognormal:1024:0.8:8192".
+        csv: a file of requests instead.
         objective: most "throughput" a chip, least "tpot", or least "ttft".
         max_ttft, max_tpot: targets, "50ms" or seconds.
         rate: requests per second to be served, with as few chips as that takes.
@@ -137,6 +189,7 @@ def plan_serve(
         "cluster": on,
         "prompt": prompt,
         "output": output,
+        "csv": csv,
         "objective": objective,
         "max_ttft": max_ttft,
         "max_tpot": max_tpot,
@@ -157,4 +210,6 @@ def plan_serve(
         "calibration": calibration,
     }
     request = validated(PlanServeRequest, given, PARAMETERS)
+    if request.several:
+        raise MeshwiseError("on, precision: several are compared by meshwise.compare_serve; give one of each")
     return find_serving_plans(request, request.problem())

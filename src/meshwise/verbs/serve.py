@@ -109,24 +109,30 @@ class ServeRequest(PricedWhere, ServingConditions):
 
     def echo_serving(self, problem: ServingProblem) -> dict[str, Any]:
         """Give the inputs with defaults, for JSON; units in the names."""
-        load = problem.load
+        return {
+            **self.echo_load(problem.load),
+            "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
+            "calibration": problem.calibration.name,
+        }
+
+    def echo_load(self, load: ServingLoad) -> dict[str, Any]:
+        """Give the inputs that do not depend on the cluster."""
         return {
             "model": self.model,
             **self.echo_where(),
-            "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
             "prompt_tokens": load.prompt,
             "output_tokens": load.output,
             "prompt_lengths": self.prompt,
             "output_lengths": self.output,
             "csv": self.csv,
             "cached_prefix_tokens": load.cached_prefix,
-            "precision": load.precision,
+            "precision": self.precision,
             "block_tokens": load.block_tokens,
             "reserve": load.reserve,
             "draft_tokens": load.draft_tokens,
             "acceptance": load.acceptance,
             "expert_imbalance": load.expert_imbalance,
-            "calibration": problem.calibration.name,
+            "calibration": self.calibration,
         }
 
 
