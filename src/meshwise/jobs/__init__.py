@@ -12,6 +12,7 @@ from meshwise.jobs.serving_precision import (
     parse_serving_precision,
     quantised,
 )
+from meshwise.jobs.serving_requests import computed_lengths, drawn_requests, output_lengths
 from meshwise.jobs.training import TrainingJob
 
 __all__ = [
@@ -26,8 +27,11 @@ __all__ = [
     "ServingLoad",
     "ServingPrecision",
     "TrainingJob",
+    "computed_lengths",
+    "drawn_requests",
     "narrowed",
     "newton_schulz_flops",
+    "output_lengths",
     "parse_fine_tuning",
     "parse_optimizer",
     "parse_precision",

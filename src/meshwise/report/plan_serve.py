@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.planning.serving import ServingPlanning
-from meshwise.planning.serving.planner import FrontPoint
+from meshwise.planning.serving.planner import FrontPoint, SimulatedPlan
 from meshwise.report.chart import Chart
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve import (
@@ -30,9 +30,18 @@ from meshwise.report.serve import (
 from meshwise.report.serve_workings import serve_workings
 from meshwise.report.serving_front import front_svg
 from meshwise.report.table import noted_table, table
+from meshwise.report.words import counted
+from meshwise.simulation.serving import Quantiles
 from meshwise.units import format_money, format_time
 
-__all__ = ["front_data", "plan_serve_report", "plan_serve_svg"]
+__all__ = [
+    "front_data",
+    "plan_data",
+    "plan_serve_report",
+    "plan_serve_svg",
+    "simulated_assumed",
+    "simulated_words",
+]
 
 #: Rows of the front that a terminal shows.
 _SHOWN = 8
@@ -47,6 +56,8 @@ def plan_serve_report(planning: ServingPlanning, inputs: Mapping[str, Any]) -> R
     """
     best, problem, search = planning.plans[0], planning.problem, planning.search
     body: list[RenderableType] = [Text(subject(problem, best.setup)), latency_table(best), _ranking(planning)]
+    if planning.simulated:
+        body.append(_simulated(planning.simulated))
     body += [term_table(best), memory_table(best)]
     if planning.neighbours:
         body.append(listed("Not chosen", (f"{n.name}: {n.reason}" for n in planning.neighbours)))
@@ -58,15 +69,15 @@ def plan_serve_report(planning: ServingPlanning, inputs: Mapping[str, Any]) -> R
     return Report(
         command="plan serve",
         inputs=inputs,
-        answer=f"Best: {serving_words(best)}",
+        answer=f"Best: {serving_words(best)}{simulated_words(planning, best)}",
         data={
-            "plans": [serving_data(e) for e in planning.plans],
+            "plans": [plan_data(planning, e) for e in planning.plans],
             "neighbours": [{"name": n.name, "reason": n.reason} for n in planning.neighbours],
             "pareto": list(front_data(planning)),
             "search": {"configurations": search.configurations, "pairs": search.pairs, "cpu_s": search.cpu_s},
         },
         body=tuple(body),
-        assumed=assumed(problem, best.setup),
+        assumed=(*assumed(problem, best.setup), *simulated_assumed(planning)),
         not_modelled=NOT_MODELLED,
         next_steps=_next(best),
         details=lambda: Details(explanations=serve_workings(problem, best)),
@@ -138,6 +149,67 @@ def plan_serve_svg(planning: ServingPlanning) -> str:
     problem = planning.problem
     title = f"{problem.model.name} on {problem.cluster.name}, {problem.load.precision}"
     return front_svg({"": planning.pareto}, planning.plans[0], title)
+
+
+def plan_data(planning: ServingPlanning, e: ServingEstimate) -> dict[str, Any]:
+    """Give a plan as JSON values, with the requests that it was sent where targets are percentiles."""
+    sent = _sent(planning, e)
+    return serving_data(e) | ({} if sent is None else {"simulated": _simulated_data(sent)})
+
+
+def _sent(planning: ServingPlanning, e: ServingEstimate) -> SimulatedPlan | None:
+    return next((p for p in planning.simulated if p.estimate is e), None)
+
+
+def _simulated_data(p: SimulatedPlan) -> dict[str, Any]:
+    found = {name: Quantiles.of(getattr(p.result, name)) for name in ("ttft_s", "tpot_s")}
+    return {
+        "rate_requests_per_s": p.rate,
+        "requests": p.result.requests,
+        "utilisation": p.result.utilisation,
+        "throughput_tokens_per_s_per_chip": p.tokens_per_chip,
+        "cost_usd_per_million_output_tokens": p.usd_per_million_output_tokens,
+        **{
+            name: None if q is None else {"mean": q.mean, "p50": q.p50, "p90": q.p90, "p99": q.p99, "max": q.most}
+            for name, q in found.items()
+        },
+    }
+
+
+def simulated_words(planning: ServingPlanning, e: ServingEstimate) -> str:
+    """Say what a plan did with the requests that it was sent; "" where there were none."""
+    sent = _sent(planning, e)
+    if sent is None:
+        return ""
+    ttft, tpot = Quantiles.of(sent.result.ttft_s), Quantiles.of(sent.result.tpot_s)
+    later = "" if tpot is None else f", TPOT p99 {format_time(tpot.p99)}"
+    first = "" if ttft is None else f"TTFT p99 {format_time(ttft.p99)}"
+    return f"; simulated at {sent.rate:.4g} requests/s: {first}{later}, {sent.tokens_per_chip:,.1f} tokens/s per chip"
+
+
+def simulated_assumed(planning: ServingPlanning) -> tuple[str, ...]:
+    """Say how percentiles came about."""
+    if not planning.simulated:
+        return ()
+    sent = counted(planning.simulated[0].result.requests, "request")
+    arrive = "recorded arrivals" if planning.problem.load.mix and not planning.problem.load.mix.prompt else "Poisson"
+    which = f"{sent} ({arrive}), and of their second half, sent to plans that closed forms propose, each with some room"
+    return (f"percentiles: of {which}; other plans were not simulated",)
+
+
+def _simulated(simulated: tuple[SimulatedPlan, ...]) -> RenderableType:
+    """Lay out what became of the requests that plans were sent."""
+    rows = []
+    for number, p in enumerate(simulated, 1):
+        times = []
+        for values in (p.result.ttft_s, p.result.tpot_s):
+            q = Quantiles.of(values)
+            times += ["-", "-"] if q is None else [format_time(q.p50), format_time(q.p99)]
+        dollars = p.usd_per_million_output_tokens
+        cost = "-" if dollars is None else format_money(dollars)
+        rows.append((str(number), f"{p.rate:.4g}", *times, f"{p.tokens_per_chip:,.1f}", cost))
+    columns = ("", ">requests/s", ">TTFT p50", ">p99", ">TPOT p50", ">p99", ">tokens/s/chip", ">$/M out")
+    return table(columns, rows, title="Simulated requests")
 
 
 def _point(p: FrontPoint) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.planning.serving import ServingPlanning
 from meshwise.planning.serving.alternatives import Alternative, ServingAlternatives
-from meshwise.report.plan_serve import front_data
+from meshwise.report.plan_serve import front_data, plan_data, simulated_assumed, simulated_words
 from meshwise.report.report import Report, listed
 from meshwise.report.serve import NOT_MODELLED, assumed, definitions, serving_data, serving_words, subject
 from meshwise.report.serving_front import front_svg
@@ -42,14 +42,14 @@ def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -
     return Report(
         command="plan serve",
         inputs=inputs,
-        answer=f"Best: {which}: {serving_words(best.estimate)}",
+        answer=f"Best: {which}: {serving_words(best.estimate)}{simulated_words(planned[which], best.estimate)}",
         data={
-            "plans": [{**_named(name), **serving_data(p.estimate)} for name, p in found.ranked],
+            "plans": [{**_named(name), **plan_data(planned[name], p.estimate)} for name, p in found.ranked],
             "ranked_by": found.by,
             "alternatives": [
                 {
                     **_named(name),
-                    "plan": None if isinstance(p, str) else serving_data(p.plans[0]),
+                    "plan": None if isinstance(p, str) else plan_data(p, p.plans[0]),
                     "reason": p if isinstance(p, str) else None,
                 }
                 for name, p in found.found.items()
@@ -65,7 +65,7 @@ def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -
             },
         },
         body=tuple(body),
-        assumed=assumed(best.problem, best.setup),
+        assumed=(*assumed(best.problem, best.setup), *simulated_assumed(planned[which])),
         not_modelled=NOT_MODELLED,
         next_steps=(f"all about the best: the same command with --on {which.cluster} --precision {which.precision}",),
     )
@@ -112,6 +112,7 @@ def _ranking(found: ServingAlternatives) -> RenderableType:
         setup = plan.setup
         layouts = f"{setup.generate}" if setup.one_layout else f"prefill {setup.prefill}; generate {setup.generate}"
         words = f"{which}: {setup.mode}: {layouts.replace(',', ', ')}"
+        words += simulated_words(_planned(found)[which], plan.estimate)
         rows.append((_cells(str(number), plan.estimate), words))
     return Group(Text(f"The best of all, by {found.by}", style="bold"), noted_table(list(_COLUMNS), rows))
 

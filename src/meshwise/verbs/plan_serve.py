@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic.config import JsonDict
 
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.errors import MeshwiseError
-from meshwise.jobs import SERVING_PRECISIONS, ServingLoad, parse_serving_precision
-from meshwise.planning.serving import ServingPlanning, ServingWishes, plan_serving
+from meshwise.jobs import SERVING_PRECISIONS, ServingLoad, drawn_requests, parse_serving_precision
+from meshwise.jobs.traffic import Load, read_trace
+from meshwise.planning.serving import ServingPlanning, ServingWishes, plan_serving, plan_simulated
 from meshwise.sharding.serving import SERVING_AXES
-from meshwise.units import Quantity, format_time, parse_duration
+from meshwise.simulation.serving import Aim, Aims
+from meshwise.units import parse_duration
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.serve import ServeRequest
 
 __all__ = ["PlanServeRequest", "find_serving_plans", "plan_serve", "split_precisions"]
 
-_Target = Annotated[float, Quantity("time", parse_duration, format_time, "50ms")]
+
+def _target(value: Any) -> Any:
+    """Read `50ms` or `p99:50ms`; numbers are seconds."""
+    if isinstance(value, Aim) or value is None:
+        return value
+    text = str(value).strip()
+    head, colon, rest = text.partition(":")
+    if not colon:
+        seconds = float(value) if isinstance(value, int | float) else parse_duration(text, "target")
+        return _aim(seconds, None, text)
+    number = head[1:] if head[:1] in ("p", "P") else ""
+    try:
+        percentile = float(number)
+    except ValueError:
+        raise MeshwiseError(f"expected a time such as 50ms, of the mean, or p99:50ms, found {text!r}") from None
+    return _aim(parse_duration(rest, "target"), percentile / 100, text)
+
+
+def _aim(seconds: float, share: float | None, text: str) -> Aim:
+    try:
+        return Aim(seconds, share)
+    except MeshwiseError as error:
+        raise MeshwiseError(f"{str(error).removeprefix('target: ')} in {text!r}") from None
+
+
+_Target = Annotated[Aim, BeforeValidator(_target)]
+_TIME: JsonDict = {"metavar": "TIME"}
 
 
 class PlanServeRequest(ServeRequest):
@@ -37,8 +67,17 @@ class PlanServeRequest(ServeRequest):
         default="throughput",
         description="Most output tokens a second and chip (least cost), least time per output token, or to the first.",
     )
-    max_ttft: _Target | None = Field(default=None, gt=0, description="Time to first token that no plan may exceed.")
-    max_tpot: _Target | None = Field(default=None, gt=0, description="Time per output token that no plan may exceed.")
+    max_ttft: _Target | None = Field(
+        default=None,
+        description="Time to first token that no plan may exceed: 500ms of the mean without queues, or p99:500ms of "
+        "simulated requests.",
+        json_schema_extra=_TIME,
+    )
+    max_tpot: _Target | None = Field(
+        default=None,
+        description="Time per output token that no plan may exceed, written as --max-ttft is.",
+        json_schema_extra=_TIME,
+    )
     rate: float | None = Field(
         default=None,
         gt=0,
@@ -89,14 +128,29 @@ class PlanServeRequest(ServeRequest):
     def wishes(self) -> ServingWishes:
         """Targets and objective."""
         forbid = tuple(axis.strip() for axis in self.forbid.split(",") if axis.strip())
-        return ServingWishes(self.objective, self.max_ttft, self.max_tpot, self.rate, self.mode, self.max_batch, forbid)
+        ttft, tpot = (None if aim is None else aim.seconds for aim in (self.max_ttft, self.max_tpot))
+        return ServingWishes(self.objective, ttft, tpot, self.rate, self.mode, self.max_batch, forbid)
+
+    @property
+    def simulates(self) -> bool:
+        """Whether a target is a percentile, so that plans are simulated."""
+        return any(aim is not None and aim.share is not None for aim in (self.max_ttft, self.max_tpot))
+
+    def requests(self, load: ServingLoad) -> Callable[[float, int], Load]:
+        """Give a function that gives so many requests at a rate."""
+        if self.csv is None:
+            return lambda rate, count: drawn_requests(load, rate, count)
+        trace = read_trace(self.csv)
+        return lambda rate, count: trace.first(count).at_rate(rate)
 
     def echo_search(self) -> dict[str, Any]:
         """Give the inputs of this part with defaults, for JSON."""
         return {
             "objective": self.objective,
-            "max_ttft_s": self.max_ttft,
-            "max_tpot_s": self.max_tpot,
+            "max_ttft_s": None if self.max_ttft is None else self.max_ttft.seconds,
+            "max_ttft_of": None if self.max_ttft is None else str(self.max_ttft),
+            "max_tpot_s": None if self.max_tpot is None else self.max_tpot.seconds,
+            "max_tpot_of": None if self.max_tpot is None else str(self.max_tpot),
             "requests_per_s": self.rate,
             "mode": self.mode,
             "max_batch": self.max_batch,
@@ -121,7 +175,15 @@ def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> Se
     Raises:
         InfeasibleError: nothing fits, or nothing keeps the targets.
     """
-    return plan_serving(problem, wishes=request.wishes, top=request.top)
+    if not request.simulates:
+        return plan_serving(problem, wishes=request.wishes, top=request.top)
+    if request.objective != "throughput":
+        raise MeshwiseError(
+            f"--objective {request.objective}: plans under percentiles are chosen by throughput, or by chips for "
+            "--rate; leave it out"
+        )
+    aims = Aims(request.max_ttft, request.max_tpot)
+    return plan_simulated(problem, request.wishes, aims, request.requests(problem.load), request.top)
 
 
 def plan_serve(
@@ -164,7 +226,7 @@ def plan_serve(
         prompt, output: tokens of a request: numbers, "uniform:128-2048" or "lognormal:1024:0.8:8192".
         csv: a file of requests instead.
         objective: most "throughput" a chip, least "tpot", or least "ttft".
-        max_ttft, max_tpot: targets, "50ms" or seconds.
+        max_ttft, max_tpot: targets, "50ms" or seconds of the mean, "p99:50ms" of simulated requests.
         rate: requests per second to be served, with as few chips as that takes.
         mode: only "aggregated" or only "disaggregated" engines.
         max_batch: requests that one engine generates for at once, at most.

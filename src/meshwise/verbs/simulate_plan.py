@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshwise.errors import MeshwiseError
-from meshwise.jobs import ServingLoad
-from meshwise.jobs.traffic import Uniform, parse_lengths
+from meshwise.jobs import computed_lengths, output_lengths
 from meshwise.planning.serving import ServingPlan, served_system
 from meshwise.simulation.serving import ServingSystem
 
@@ -39,21 +38,10 @@ def planned_requests(request: SimulateServeRequest, plan: ServingPlan) -> Simula
             "--prompt and --output"
         )
     if not {"prompt", "prefix_tokens"} & given:
-        own |= {"prompt": _computed(load), "prefix_tokens": int(load.cached_prefix)}
+        own |= {"prompt": str(computed_lengths(load)), "prefix_tokens": int(load.cached_prefix)}
     if "output" not in given:
-        own["output"] = f"{load.output:.0f}" if load.mix is None else load.mix.output
+        own["output"] = str(output_lengths(load))
     return request.model_copy(update=own)
-
-
-def _computed(load: ServingLoad) -> str:
-    """Lengths of what comes after the cached beginning of prompts, as users write them."""
-    if load.mix is None or load.mix.prompt is None:
-        return f"{load.computed:.0f}"
-    lengths = parse_lengths(load.mix.prompt)
-    if isinstance(lengths, Uniform):
-        first = int(load.cached_prefix)
-        return str(Uniform(lengths.least - first, lengths.most - first))
-    return str(lengths)  # no beginning is cached of prompts that may have a single token
 
 
 def planned_system(request: SimulateServeRequest, plan: ServingPlan) -> ServingSystem:

@@ -13,7 +13,7 @@ from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.planning.serving.plan import ServingPlan
-from meshwise.planning.serving.planner import ServingPlanning
+from meshwise.planning.serving.planner import ServingPlanning, SimulatedPlan
 from meshwise.planning.serving.wishes import ServingWishes
 
 __all__ = ["Alternative", "ServingAlternatives", "plan_alternatives"]
@@ -79,15 +79,24 @@ def plan_alternatives(
     if not planned:
         raise InfeasibleError("\n".join(f"{which}: {reason}" for which, reason in found.items()))
     every = [(which, ServingPlan(p.problem, e)) for which, p in planned.items() for e in p.plans]
-    by, score = _score(next(iter(planned.values())).wishes, [plan.estimate for _, plan in every])
+    sent = {id(p.estimate): p for planning in planned.values() for p in planning.simulated}
+    by, score = _score(next(iter(planned.values())).wishes, [plan.estimate for _, plan in every], sent)
     ranked = sorted(every, key=lambda x: score(x[1].estimate))
     return ServingAlternatives(found, tuple(ranked[:top]), by, _formats(problems, *ranked[0]))
 
 
 def _score(
-    wishes: ServingWishes, estimates: Sequence[ServingEstimate]
+    wishes: ServingWishes, estimates: Sequence[ServingEstimate], sent: Mapping[int, SimulatedPlan]
 ) -> tuple[str, Callable[[ServingEstimate], tuple[float, ...]]]:
-    """What plans are ranked by, in words and as numbers of which the least are best."""
+    """What plans are ranked by, in words and as numbers of which the least are best; `sent` by the id of estimates."""
+
+    def tokens(e: ServingEstimate) -> float:
+        return sent[id(e)].tokens_per_chip if id(e) in sent else e.throughput_per_chip
+
+    def dollars(e: ServingEstimate) -> float:
+        cost = sent[id(e)].usd_per_million_output_tokens if id(e) in sent else e.usd_per_million_output_tokens
+        return cost or 0.0
+
     priced = all(e.usd_per_s is not None for e in estimates)
     if wishes.rate is not None:
         if priced:
@@ -98,8 +107,8 @@ def _score(
     if wishes.objective == "ttft":
         return "time to the first token", lambda e: (e.ttft.expected, -e.throughput_per_chip)
     if priced:
-        return "dollars for output tokens", lambda e: (e.usd_per_million_output_tokens or 0.0, e.tpot.expected)
-    return "output tokens per second and chip", lambda e: (-e.throughput_per_chip, e.tpot.expected)
+        return "dollars for output tokens", lambda e: (dollars(e), e.tpot.expected)
+    return "output tokens per second and chip", lambda e: (-tokens(e), e.tpot.expected)
 
 
 def _formats(

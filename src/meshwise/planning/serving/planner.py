@@ -25,9 +25,18 @@ from meshwise.planning.serving.reasons import Neighbour, neighbours
 from meshwise.planning.serving.space import candidates, engine_sizes
 from meshwise.planning.serving.tables import Table, make_table
 from meshwise.planning.serving.wishes import ServingWishes
+from meshwise.simulation.serving import ServingResult
 from meshwise.units import format_bytes, format_time
 
-__all__ = ["FrontPoint", "ServingPlanning", "ServingSearch", "batch_grid", "plan_serving", "priced_tables"]
+__all__ = [
+    "FrontPoint",
+    "ServingPlanning",
+    "ServingSearch",
+    "SimulatedPlan",
+    "batch_grid",
+    "plan_serving",
+    "priced_tables",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,32 @@ class ServingSearch:
     cpu_s: float
 
 
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A plan that was sent requests.
+
+    Args:
+        estimate: what closed forms expect of it at full load.
+        rate: requests per second that were sent.
+        result: what became of them.
+    """
+
+    estimate: ServingEstimate
+    rate: float
+    result: ServingResult
+
+    @property
+    def tokens_per_chip(self) -> float:
+        """Output tokens per second and chip at this rate: what arrives is served."""
+        return self.rate * self.estimate.output / self.estimate.setup.num_chips
+
+    @property
+    def usd_per_million_output_tokens(self) -> float | None:
+        """All dollars over the output tokens at this rate."""
+        dollars = self.estimate.usd_per_s
+        return None if dollars is None else dollars / (self.rate * self.estimate.output) * 1e6
+
+
 @dataclass(frozen=True, slots=True)
 class ServingPlanning:
     """What the search found.
@@ -74,6 +109,7 @@ class ServingPlanning:
         pareto: of throughput against time per output token, within the other targets; least time first.
         neighbours: well-known alternatives, and why they lose.
         search: what it went through.
+        simulated: where targets are percentiles, the plans with the requests that they were sent.
     """
 
     problem: ServingProblem
@@ -82,6 +118,7 @@ class ServingPlanning:
     pareto: tuple[FrontPoint, ...]
     neighbours: tuple[Neighbour, ...]
     search: ServingSearch
+    simulated: tuple[SimulatedPlan, ...] = ()
 
 
 def batch_grid(most: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Serving over time: requests, replicas that batch them, what users notice. Not here: what a step takes (`costs`)."""
 
+from meshwise.simulation.serving.aims import Aim, Aims
 from meshwise.simulation.serving.recording import Sample, Span
 from meshwise.simulation.serving.results import Quantiles, ReplicaSummary, ServingResult, Targets
 from meshwise.simulation.serving.routing import ROUTERS
@@ -11,6 +12,8 @@ __all__ = [
     "POLICIES",
     "PREEMPTIONS",
     "ROUTERS",
+    "Aim",
+    "Aims",
     "Autoscaling",
     "Capacity",
     "PrefillPool",

@@ -59,6 +59,25 @@ class Targets:
                 f"targets: expected a share of requests of more than 0 and at most 1, found {self.share!r}"
             )
 
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    def met_by(self, result: ServingResult) -> bool:
+        """Whether enough of the second half of the requests kept them, and none was refused."""
+        kept = result.kept(self)
+        return not result.refused and float(kept[len(kept) // 2 :].mean()) >= self.share
+
+    def too_tight(self, alone: ServingResult) -> str:
+        """Say what would have to be asked for, where requests that come one by one miss them."""
+        ttft, tpot = (float(np.quantile(v, self.share)) if len(v) else 0.0 for v in (alone.ttft_s, alone.tpot_s))
+        refused = f"; {alone.refused} requests do not fit in the cache at all" if alone.refused else ""
+        return (
+            f"the targets are missed at any rate: of requests that come one by one {self.share:.0%} have their first "
+            f"token within {ttft:.3g} s and a token every {tpot:.3g} s; allow more than that{refused}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSummary:

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.jobs.traffic import Load
+from meshwise.simulation.serving.aims import Aims
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import Recorder
 from meshwise.simulation.serving.results import ServingResult, Targets
@@ -76,7 +75,7 @@ class Capacity:
     cpu_s: float
 
 
-def find_capacity(system: ServingSystem, load: Load, targets: Targets, *, seed: int = 0) -> Capacity:
+def find_capacity(system: ServingSystem, load: Load, targets: Targets | Aims, *, seed: int = 0) -> Capacity:
     """Find the highest rate of a load that keeps the targets, to one percent.
 
     The same requests come closer together or further apart. What counts is the second half of them, so that a queue
@@ -92,7 +91,7 @@ def find_capacity(system: ServingSystem, load: Load, targets: Targets, *, seed: 
         MeshwiseError: there is no target.
         InfeasibleError: the targets are missed at any rate.
     """
-    if targets.ttft_s is None and targets.tpot_s is None:
+    if not targets.any:
         raise MeshwiseError(
             "a capacity needs a target: give a time to the first token, a time per output token, or both"
         )
@@ -101,13 +100,13 @@ def find_capacity(system: ServingSystem, load: Load, targets: Targets, *, seed: 
 
     def keeps(rate: float) -> bool:
         result = simulate_serving(system, load.at_rate(rate), seed=seed)
-        kept = _keeps(result, targets)
+        kept = targets.met_by(result)
         tried[rate] = result if kept else None
         return kept
 
     alone = simulate_serving(system, load.first(_ALONE).at_rate(_SELDOM), seed=seed)
-    if not _keeps(alone, targets):
-        raise InfeasibleError(_too_tight(alone, targets))
+    if not targets.met_by(alone):
+        raise InfeasibleError(targets.too_tight(alone))
     low, high = _bracket(load.rate if math.isfinite(load.rate) else 1.0, keeps)
     while high / low > 1 + _PRECISION:
         middle = math.sqrt(low * high)
@@ -116,12 +115,6 @@ def find_capacity(system: ServingSystem, load: Load, targets: Targets, *, seed: 
     assert best is not None
     outcome = tuple((rate, result is not None) for rate, result in tried.items())
     return Capacity(low, best, outcome, time.process_time() - begun)
-
-
-def _keeps(result: ServingResult, targets: Targets) -> bool:
-    """Whether enough of the second half of the requests kept the targets, and none was refused."""
-    kept = result.kept(targets)
-    return not result.refused and float(kept[len(kept) // 2 :].mean()) >= targets.share
 
 
 def _bracket(rate: float, keeps: Callable[[float], bool]) -> tuple[float, float]:
@@ -141,13 +134,3 @@ def _bracket(rate: float, keeps: Callable[[float], bool]) -> tuple[float, float]
                 "the targets are missed at any rate: some requests miss them alone; allow more than that"
             )
     return rate / 2, rate
-
-
-def _too_tight(alone: ServingResult, targets: Targets) -> str:
-    """Say what would have to be asked for."""
-    ttft, tpot = (float(np.quantile(v, targets.share)) if len(v) else 0.0 for v in (alone.ttft_s, alone.tpot_s))
-    refused = f"; {alone.refused} requests do not fit in the cache at all" if alone.refused else ""
-    return (
-        f"the targets are missed at any rate: of requests that come one by one {targets.share:.0%} have their first "
-        f"token within {ttft:.3g} s and a token every {tpot:.3g} s; allow more than that{refused}"
-    )
