@@ -38,7 +38,8 @@ def test_without_a_rate_it_is_the_most_that_keeps_the_targets(run):
         )
     mean = run(*MODEL, *load, "--max-tpot", "12ms", "--json").json
     assert "simulated" not in mean["plans"][0]
-    assert rates[0] < mean["plans"][0]["throughput_tokens_per_s_per_chip"]
+    # A queue counts as one that grows from 2 % on, and capacities are found to 1 %.
+    assert rates[0] < 1.03 * mean["plans"][0]["throughput_tokens_per_s_per_chip"]
 
 
 def test_recorded_requests_are_sent_as_they_came(run, tmp_path):

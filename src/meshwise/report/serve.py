@@ -160,6 +160,8 @@ def definitions(setup: ServingSetup) -> tuple[str, ...]:
     else:
         waits = "the prefill of its prompt, and sending its cache to an engine that generates"
         between = "a generate step"
+    if setup.prefill_batch > 1:
+        waits += f"; and the wait for the others of {setup.prefill_batch} prompts that are prefilled together"
     return (
         f"TTFT: from a request's arrival to its first token, without queueing: {waits}",
         f"TPOT: (end-to-end - TTFT) / (output tokens - 1), the mean of a request: {between}",
@@ -182,6 +184,7 @@ def assumed(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
         else "data-sheet rates",
         *(_lengths(problem, setup) or (f"{engine}; {longest}",)),
         *_speculation(problem),
+        *_together(setup),
         *(problem.model.notes or ()),
         *_network(setup),
     )
@@ -209,6 +212,13 @@ def _speculation(problem: ServingProblem) -> tuple[str, ...]:
         return ()
     proposed = f"{load.draft_tokens} proposed tokens a step, each accepted with chance {load.acceptance:g}"
     return (f"{proposed}: {load.tokens_per_step:.2f} tokens a step",)
+
+
+def _together(setup: ServingSetup) -> tuple[str, ...]:
+    number = setup.prefill_batch
+    if number == 1:
+        return ()
+    return (f"engines wait until {number} prompts are there; those of 'simulate serve' take prompts as they come",)
 
 
 def _network(setup: ServingSetup) -> tuple[str, ...]:
@@ -242,6 +252,7 @@ def serving_data(e: ServingEstimate) -> dict[str, Any]:
         },
         "generate": {**_engine_data(e.generate, setup.generate), "batch": setup.batch},
         "handover_s": e.handover_s,
+        "gathering_s": e.gathering_s,
         "ttft_s": e.ttft.expected,
         "ttft_interval_s": _interval(e.ttft),
         "tpot_s": e.tpot.expected,

@@ -32,10 +32,14 @@ def _latency(e: ServingEstimate) -> tuple[Explanation, ...]:
     aggregated = setup.mode == "aggregated"
     further = e.output - 1
     prefill, step = format_time(e.prefill.seconds.expected), format_time(e.generate.seconds.expected)
+    together = setup.prefill_batch
     first = f"{prefill} + {format_time(e.handover_s)}" + (f" + {step} / 2" if aggregated else "")
+    first += f" + {format_time(e.gathering_s)}" if together > 1 else ""
     ttft = Explanation(
         "TTFT",
-        "prefill + handover of the cache" + (" + half a generate step" if aggregated else ""),
+        "prefill + handover of the cache"
+        + (" + half a generate step" if aggregated else "")
+        + (f" + (prompts together - 1) / 2 x gap between requests, {together} together" if together > 1 else ""),
         first,
         format_time(e.ttft.expected),
         _OWN,

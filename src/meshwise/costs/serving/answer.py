@@ -89,6 +89,7 @@ class ServingEstimate:
         prefill: all steps of the prompts that are prefilled together.
         generate: one generate step of all requests of an engine.
         handover_s: seconds in which a prompt's cache gets to where it is read.
+        gathering_s: mean seconds that a prompt waits for the others that are prefilled with it.
         ttft, tpot: seconds; see `estimate_serving`.
         requests_per_s: of all engines.
         output_tokens_per_s: of all engines.
@@ -104,6 +105,7 @@ class ServingEstimate:
     prefill: Engine
     generate: Engine
     handover_s: float
+    gathering_s: float
     ttft: Interval
     tpot: Interval
     requests_per_s: float

@@ -69,16 +69,18 @@ def _token_seconds(
 ) -> Iterable[tuple[int, float]]:
     """Seconds of everything but attention, by tokens of a step.
 
-    Where one engine has two layouts, steps of more tokens than generate together are those of prefill.
+    Steps of more tokens than generate together are those of prefill: as many whole prompts as that makes.
     """
     generated = setup.batch * problem.load.positions_per_step
     most = 0.0
     for tokens in _TOKENS:
-        prefills = setup.mode == "aggregated" and not setup.one_layout and tokens > generated
+        prefills = setup.mode == "aggregated" and tokens > generated
         kind: Step = "prefill" if prefills else step
         layout: ServingLayout = getattr(setup, kind)
         wires, mesh = layout_wires(problem, fabric, layout), {a: float(s) for a, s in layout.sizes.items()}
-        costs = price_step(problem, kind, layout.structure, StepSizes(float(tokens), 1.0, 1.0, mesh), wires)
+        prompts = float(max(round(tokens / problem.load.computed), 1)) if kind == "prefill" else float(tokens)
+        each = tokens / prompts
+        costs = price_step(problem, kind, layout.structure, StepSizes(prompts, each, each, mesh), wires)
         most = max(most, float(costs.expected - costs.terms["attention"]))
         yield tokens, most
 

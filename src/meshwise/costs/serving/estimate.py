@@ -116,8 +116,9 @@ def estimate_serving(
     With t_p seconds to prefill the prompts that are prefilled together (p of them), t_g seconds of a generate step of
     B requests, and O output tokens of which the first comes with prefill:
 
-    - TTFT, from a request's arrival to its first token, without queueing: t_p, the cache's handover, and on aggregated
-      engines half a generate step, which is running when the request arrives.
+    - TTFT, from a request's arrival to its first token, without queueing: t_p, the cache's handover, on aggregated
+      engines half a generate step, which is running when the request arrives, and where p > 1 the wait for the others:
+      (p - 1) / 2 times the mean gap between the requests of an engine that is full.
     - TPOT, time per output token after the first, averaged over a request: t_g over the tokens that a step gives (one
       without speculation), and on aggregated engines the prefills that come between: B / (O - 1) of them in a step.
     - With chunks, aggregated engines prefill in mixed steps: a chunk in the same step as what is generated, whose
@@ -163,12 +164,13 @@ def estimate_serving(
         )
     )
     running = 0.5 if aggregated else 0.0
+    decoding = generate.seconds.expected * further / gained / b
+    gathering = (p - 1) / 2 * (per_prompt + (decoding if aggregated else 0.0))
     ttft = Interval(
         prefill.seconds.lower,
-        prefill.seconds.expected + handover + running * generate.seconds.expected,
-        prefill.seconds.upper + handover + running * 2 * generate.seconds.upper,
+        prefill.seconds.expected + handover + gathering + running * generate.seconds.expected,
+        prefill.seconds.upper + handover + 2 * gathering + running * 2 * generate.seconds.upper,
     )
-    decoding = generate.seconds.expected * further / gained / b
     if aggregated:
         rate = setup.generate.replicas / (per_prompt + decoding)
         share = per_prompt / (per_prompt + decoding)
@@ -181,6 +183,7 @@ def estimate_serving(
         prefill=prefill,
         generate=generate,
         handover_s=handover,
+        gathering_s=gathering,
         ttft=ttft,
         tpot=tpot,
         requests_per_s=rate,

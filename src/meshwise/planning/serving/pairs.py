@@ -143,7 +143,7 @@ def _with(  # noqa: PLR0917 -- what is paired, and how
         replicas,
         replicas,
         replicas * engine,
-        prefill.seconds[row] + handover + step / 2,
+        prefill.seconds[row] + handover + step / 2 + (p - 1) / 2 / each,
         step / gained + (per_prompt * b / further if further else 0.0),
         rate,
         rate * load.output / (replicas * engine),
@@ -187,7 +187,10 @@ def disaggregated(  # noqa: PLR0917 -- what is paired, and how
             n,
             m,
             used,
-            prefill.seconds[row] + links.startup + prefill.batch[row] * per_prompt / sends,
+            prefill.seconds[row]
+            + links.startup
+            + prefill.batch[row] * per_prompt / sends
+            + (prefill.batch[row] - 1) / 2 / rate_in[row],
             generate.seconds[g] / load.tokens_per_step,
             rate,
             rate * load.output / used,
