@@ -1,0 +1,251 @@
+"""The choices of a plan of serving that have an effect, and the arithmetic of engines, ranks and requests.
+
+Not here: any engine's own names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.dtypes import DType
+from meshwise.handover.handed import Refusals
+from meshwise.jobs import ServingLoad
+from meshwise.models import Model
+from meshwise.models.spec import LatentAttention
+from meshwise.sharding.serving_layout import ServingLayout
+
+__all__ = ["Pool", "ServingChoices"]
+
+#: Fields that every engine answers for, by an option, a note or a refusal.
+_ANSWERED = {
+    "layout": "tensor cache width context expert fsdp stage replicas cache_split sequence_parallel "
+    "expert_tensor_parallel context_method wires",
+    "setup": "mode prefill generate batch prefill_batch chunk",
+    "load": "prompt output cached_prefix precision block_tokens reserve draft_tokens acceptance expert_imbalance",
+}
+
+#: How many times as many requests a measurement sends as are on their way at once.
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Engines of one kind.
+
+    Args:
+        name: "serve" for engines that do both, else "prefill" or "generate".
+        layout: of one engine, and how many there are.
+        requests: that one engine works on at once, those being prefilled included.
+        prefill_tokens: of prompts in one step of an engine's rank; 0 where it does not prefill.
+        positions: that a generate step computes on an engine's rank; 0 where it does not generate.
+        memory: bytes by class on the fullest chip.
+    """
+
+    name: str
+    layout: ServingLayout
+    requests: int
+    prefill_tokens: int
+    positions: int
+    memory: dict[str, float]
+
+    @property
+    def ranks(self) -> int:
+        """Groups of chips whose attention sees different requests (data-parallel attention)."""
+        return self.layout.expert
+
+    @property
+    def requests_per_rank(self) -> int:
+        """Requests of one of these groups."""
+        return math.ceil(self.requests / self.ranks)
+
+    @property
+    def step_tokens(self) -> int:
+        """Positions that one step of a rank computes at most, where it does both in one."""
+        return self.prefill_tokens + self.positions
+
+    @property
+    def weight_chips(self) -> int:
+        """Chips of one rank and one stage: the ways of what other engines call tensor parallelism."""
+        return self.layout.tensor * self.layout.cache
+
+
+@dataclass(frozen=True)
+class ServingChoices:
+    """A plan of serving, read by what its choices mean.
+
+    Args:
+        problem: model, load, cluster.
+        estimate: what the plan would do, its setup inside.
+    """
+
+    problem: ServingProblem
+    estimate: ServingEstimate
+
+    @property
+    def setup(self) -> ServingSetup:
+        """Layouts and batches."""
+        return self.estimate.setup
+
+    @property
+    def load(self) -> ServingLoad:
+        """Lengths, formats."""
+        return self.problem.load
+
+    @property
+    def model(self) -> Model:
+        """What is served."""
+        return self.problem.model
+
+    @property
+    def apart(self) -> bool:
+        """Whether engines prefill or generate."""
+        return self.setup.mode == "disaggregated"
+
+    @property
+    def mixture(self) -> bool:
+        """Whether the model has experts."""
+        return bool(self.model.mixtures)
+
+    @cached_property
+    def latent(self) -> bool:
+        """Whether all attention keeps latents instead of keys and values of heads."""
+        return all(isinstance(g.layer.attention, LatentAttention) for g in self.model.spec.groups)
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """Key/value heads of the layers that have most; 1 for latents."""
+        counts = [getattr(g.layer.attention, "kv_heads", 1) for g in self.model.spec.groups]
+        return max((int(n) for n in counts if n), default=1)
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the model has modules that predict further tokens."""
+        return self.model.spec.mtp is not None
+
+    @property
+    def published(self) -> str:
+        """How the published checkpoint is quantised ("" where it is not)."""
+        config = self.model.config.get("text_config") or self.model.config
+        said = self.model.config.get("quantization_config") or config.get("quantization_config") or {}
+        return str(said.get("quant_method", ""))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a request when it ends."""
+        return int(self.load.longest)
+
+    @property
+    def generating(self) -> int:
+        """Engines that generate."""
+        return self.setup.generate.replicas
+
+    @property
+    def being_prefilled(self) -> int:
+        """Requests before their first token, of all engines: as many as come in such a time (Little's law)."""
+        return math.ceil(self.estimate.requests_per_s * self.estimate.ttft.expected)
+
+    @property
+    def measured_engines(self) -> int:
+        """Engines whose requests one measurement sends: all where they are apart, else one, as all are alike."""
+        return 1 if self.apart else self.setup.generate.replicas
+
+    @property
+    def on_their_way(self) -> int:
+        """Requests at once in a measurement: as many as keep the batch full, and those before their first token."""
+        if self.apart:
+            return self.setup.batch * self.generating + self.being_prefilled
+        return self.setup.batch + math.ceil(self.being_prefilled / self.setup.generate.replicas)
+
+    @property
+    def num_prompts(self) -> int:
+        """Requests of a measurement: so many that beginning and end weigh little."""
+        return _ROUNDS * self.on_their_way
+
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """The kinds of engines."""
+        setup, estimate = self.setup, self.estimate
+        positions = math.ceil(setup.batch / setup.generate.expert) * int(self.load.positions_per_step)
+        if not self.apart:
+            both = self._prefill_tokens(setup.generate)
+            memory = dict(estimate.generate.memory)
+            return (Pool("serve", setup.generate, self.on_their_way, both, positions, memory),)
+        tokens = self._prefill_tokens(setup.prefill)
+        return (
+            Pool("prefill", setup.prefill, setup.prefill_batch, tokens, 0, dict(estimate.prefill.memory)),
+            Pool("generate", setup.generate, setup.batch, 0, positions, dict(estimate.generate.memory)),
+        )
+
+    def _prefill_tokens(self, layout: ServingLayout) -> int:
+        chunk = self.load.computed if self.setup.chunk is None else min(self.setup.chunk, self.load.computed)
+        return math.ceil(self.setup.prefill_batch / layout.expert) * int(chunk)
+
+    def nodes(self, layout: ServingLayout) -> int:
+        """Hosts that one engine lies on."""
+        return math.ceil(layout.engine_chips / self.problem.cluster.chip.chips_per_host)
+
+    @property
+    def formats(self) -> tuple[DType, DType]:
+        """Of weights and of operands of products with them."""
+        return self.load.formats.weights, self.load.formats.compute
+
+    def check_known(self, refusals: Refusals) -> None:
+        """Refuse what no engine knows of: a choice that is newer than this code, and two layouts in one engine."""
+        for layout in {self.setup.prefill, self.setup.generate}:
+            self._check_fields(refusals, layout, ServingLayout(), _ANSWERED["layout"])
+        for name in {f.name for f in fields(self.setup)} - set(_ANSWERED["setup"].split()):
+            refusals.add(name, "it is not handed over yet", f"a plan without {name}")
+        for name, info in ServingLoad.model_fields.items():
+            if name not in _ANSWERED["load"].split() and getattr(self.load, name) != info.default:
+                refusals.add(f"{name}={getattr(self.load, name)}", "it is not handed over yet", f"a plan without {name}")
+        if not self.apart and not self.setup.one_layout:
+            refusals.add(
+                f"prefill by {self.setup.prefill}, generation by {self.setup.generate}",
+                "its engines have one layout for both",
+                f"--layout {self.setup.generate} for both, or --mode disaggregated",
+            )
+
+    @staticmethod
+    def _check_fields(refusals: Refusals, value: Any, default: Any, answered: str) -> None:
+        for f in fields(value):
+            found = getattr(value, f.name)
+            if f.name not in answered.split() and found != getattr(default, f.name):
+                refusals.add(f"{f.name}={found}", "it is not handed over yet", f"a plan without {f.name}")
+
+    def check_vendors(self, refusals: Refusals, vendors: Sequence[str], elsewhere: str) -> None:
+        """Refuse chips that an engine's options are not written for here."""
+        chip = self.problem.cluster.chip
+        if chip.vendor not in vendors:
+            refusals.add(f"chip {chip.title}", f"its options are written here for {' and '.join(vendors)}", elsewhere)
+
+    def check_common(self, refusals: Refusals, layout: ServingLayout) -> None:
+        """Refuse the axes that no engine on GPUs has."""
+        if layout.width > 1:
+            refusals.add(
+                f"width={layout.width}",
+                "its weights are split one way, by heads and feed-forward widths",
+                f"tensor={layout.tensor * layout.width}",
+            )
+        if layout.fsdp > 1:
+            refusals.add(
+                f"fsdp={layout.fsdp}", "it never gathers weights", f"tensor={layout.tensor * layout.fsdp}, or replicas"
+            )
+        if layout.cache > 1 and layout.cache_split == "batch":
+            instead = f"expert={layout.cache}" if self.mixture else "cache_split=sequence"
+            refusals.add(
+                "cache_split=batch",
+                "ranks that share out requests hold attention's weights whole",
+                f"{instead}, or tensor={layout.tensor * layout.cache}",
+            )
+        if self.load.formats.head != self.load.formats.activations:
+            refusals.add(
+                f"head={self.load.formats.head.value}",
+                "embedding and head stay in the format of activations",
+                f"head={self.load.formats.activations.value}",
+            )

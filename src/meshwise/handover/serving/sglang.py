@@ -1,0 +1,212 @@
+"""A plan as commands of SGLang: `sglang.launch_server` for its engines, `sglang.benchmark.serving` to measure it.
+
+Written for the release 0.5.23 (package index). Sources: its `sglang/srt/arg_groups/fields/` (names of the options),
+`arg_groups/parallel_hook.py` and `overrides.py` (a chunk is shared out over ranks of attention; exchanges between
+experts span all ranks), `configs/model_config.py` (how decode context parallelism splits heads and positions),
+`arg_groups/choices.py` (methods and formats), `benchmark/serving.py` and `benchmark/datasets/common.py` (a range ratio
+of 1 is exact lengths); and sglang-router 0.3.2. Not here: `--help`'s other options, which stay as they are.
+"""
+
+from __future__ import annotations
+
+from meshwise.dtypes import DType
+from meshwise.handover.handed import Refusals
+from meshwise.handover.serving.benchmark import MEASURED
+from meshwise.handover.serving.choices import Pool, ServingChoices
+from meshwise.handover.serving.notes import common_notes
+from meshwise.handover.serving.script import Options, Script, command
+from meshwise.handover.serving.settings import model_setting
+
+__all__ = ["sglang"]
+
+VERSION = "0.5.23, with sglang-router 0.3.2"
+
+#: (weights, operands) -> the option, the methods of published checkpoints that have it already, and what else.
+_QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
+    (DType.FP8, DType.FP8): ("fp8", ("fp8",), ""),
+    (DType.INT8, DType.INT8): ("w8a8_int8", ("compressed-tensors",), "int8 weights and operands (W8A8)"),
+    (DType.INT8, DType.BF16): ("gptq_marlin", ("gptq",), "int8 weights alone (GPTQ, 8 bits)"),
+    (DType.INT4, DType.BF16): ("awq_marlin", ("awq",), "int4 weights by groups of 128 (AWQ)"),
+    (DType.FP4, DType.FP4): ("modelopt_fp4", ("modelopt",), "NVFP4"),
+}
+_CACHE = {DType.FP8: "fp8_e4m3", DType.FP4: "nvfp4"}
+_DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
+
+#: How its ranks nest, innermost first.
+_NUMBERED = (("tensor", "cache"), ("context",), ("expert",), ("stage",))
+
+_MODE = {"prefill": "prefill", "generate": "decode"}
+
+
+def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
+    """Write the commands; refuse what they cannot say."""
+    choices.check_vendors(refusals, ("nvidia", "amd"), "--to jetstream on TPUs")
+    script = Script(VERSION)
+    script.notes += common_notes(
+        choices, "SGLang", numbered=_NUMBERED, mixes=False, prefix_option="--disable-radix-cache"
+    )
+    if choices.latent:
+        script.notes.append(f"SGLang chooses the pages of latents itself; the plan has {choices.load.block_tokens}")
+    for pool in choices.pools:
+        _check(pool, refusals)
+        options = _options(choices, pool, refusals, script)
+        what = {"serve": "one engine", "prefill": "one engine that prefills"}.get(
+            pool.name, "one engine that generates"
+        )
+        script.add(pool.name, what, run=command("python3 -m sglang.launch_server", options))
+    if choices.apart:
+        _add_router(choices, script)
+    script.add("bench", "measure what was predicted", run=_benchmark(choices))
+    script.notes.append(MEASURED)
+    first = "prefill, generate and router" if choices.apart else "serve"
+    script.use = f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"
+    return script
+
+
+def _check(pool: Pool, refusals: Refusals) -> None:
+    layout, ways = pool.layout, pool.weight_chips
+    if layout.context > 1:
+        refusals.add(
+            f"context={layout.context}",
+            "what splits a prompt splits the other weights, too",
+            f"tensor={layout.tensor * layout.context}",
+        )
+    if layout.expert > 1 and ways > 1 and layout.expert_tensor_parallel:
+        refusals.add(
+            "expert_tensor_parallel=on",
+            "its exchange of tokens with experts spans all ranks, each with whole experts",
+            "expert_tensor_parallel=off",
+        )
+
+
+def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> Options:
+    choices.check_common(refusals, pool.layout)
+    load = choices.load
+    out: dict[str, str | int | float | None] = {
+        "--model-path": '"$MODEL"',
+        "--host": "0.0.0.0",
+        "--port": '"${PORT:-30000}"',
+        **_parallel(choices, pool),
+        **_formats(choices, refusals, script),
+    }
+    if not choices.latent:
+        out["--page-size"] = load.block_tokens
+    left = 1 - load.reserve - pool.memory["activations"] / choices.estimate.hbm_capacity
+    out |= {"--mem-fraction-static": f"{left:.3f}", "--context-length": choices.longest + load.draft_tokens}
+    if pool.name != "prefill":
+        out["--max-running-requests"] = pool.requests
+    if pool.prefill_tokens:
+        whole = choices.setup.chunk is None
+        # A chunk is shared out over the ranks of attention.
+        out["--chunked-prefill-size"] = -1 if whole else pool.prefill_tokens * pool.ranks
+        out["--max-prefill-tokens"] = pool.prefill_tokens
+        if not whole and not choices.apart:
+            out["--enable-mixed-chunk"] = None
+    if not load.cached_prefix:
+        out["--disable-radix-cache"] = None
+    elif pool.name == "generate":
+        out["--disaggregation-decode-enable-radix-cache"] = None
+    if load.draft_tokens and pool.name != "prefill":
+        out |= _speculative(choices, script)
+    if choices.apart:
+        out |= {"--disaggregation-mode": _MODE[pool.name], "--disaggregation-transfer-backend": "nixl"}
+    return out
+
+
+def _parallel(choices: ServingChoices, pool: Pool) -> dict[str, str | int | float | None]:
+    layout, nodes = pool.layout, choices.nodes(pool.layout)
+    ranks = pool.weight_chips * layout.expert
+    out: dict[str, str | int | float | None] = {"--tp-size": ranks}
+    if layout.cache > 1:
+        out["--dcp-size"] = layout.cache
+    if layout.stage > 1:
+        out["--pp-size"] = layout.stage
+    if layout.expert > 1:
+        out |= {
+            "--attn-dp-size": layout.expert,
+            "--ep-size": ranks,
+            "--moe-a2a-backend": "deepep",
+            "--moe-dense-tp-size": 1,
+            "--enable-dp-lm-head": None,
+        }
+    elif choices.mixture and ranks > 1 and not layout.expert_tensor_parallel:
+        out["--ep-size"] = ranks
+    if nodes > 1:
+        out |= {
+            "--nnodes": nodes,
+            "--node-rank": '"${NODE:?0 on the first node, then 1, ...}"',
+            "--dist-init-addr": '"${HEAD:?address of the first node}:5000"',
+        }
+    return out
+
+
+def _formats(choices: ServingChoices, refusals: Refusals, script: Script) -> dict[str, str | int | float | None]:
+    formats = choices.load.formats
+    out: dict[str, str | int | float | None] = {"--dtype": _DTYPES[formats.activations]}
+    method = model_setting(choices, _QUANTIZATION, refusals, script)
+    if method:
+        out["--quantization"] = method
+    if formats.kv == formats.activations:
+        out["--kv-cache-dtype"] = "auto"
+    elif formats.kv in _CACHE:
+        out["--kv-cache-dtype"] = _CACHE[formats.kv]
+    else:
+        refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=fp8")
+    return out
+
+
+def _speculative(choices: ServingChoices, script: Script) -> dict[str, str | int | float | None]:
+    count = choices.load.draft_tokens
+    chain: dict[str, str | int | float | None] = {
+        "--speculative-num-steps": count,
+        "--speculative-eagle-topk": 1,
+        "--speculative-num-draft-tokens": count + 1,
+    }
+    if choices.predicts_tokens:
+        return {"--speculative-algorithm": "NEXTN", **chain}
+    script.settings["DRAFT"] = '"${DRAFT:?a draft model}"'
+    return {"--speculative-algorithm": "STANDALONE", "--speculative-draft-model-path": '"$DRAFT"', **chain}
+
+
+def _add_router(choices: ServingChoices, script: Script) -> None:
+    setup = choices.setup
+    prefill = f'"${{PREFILL_URLS:?URLs of {setup.prefill.replicas} engines that prefill}}"'
+    generate = f'"${{GENERATE_URLS:?URLs of {setup.generate.replicas} engines that generate}}"'
+    options: Options = {"--pd-disaggregation": None, "--policy": "round_robin", "--port": '"${PORT:-30000}"'}
+    urls = [f"$(printf -- '--prefill %s 8998 ' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {generate}))"]
+    script.add(
+        "router", "what requests are sent to", run=command("python3 -m sglang_router.launch_router", options, last=urls)
+    )
+
+
+def _benchmark(choices: ServingChoices) -> list[str]:
+    load = choices.load
+    if load.cached_prefix:
+        data: Options = {
+            "--dataset-name": "generated-shared-prefix",
+            "--gsp-num-groups": 1,
+            "--gsp-prompts-per-group": choices.num_prompts,
+            "--gsp-system-prompt-len": int(load.cached_prefix),
+            "--gsp-question-len": int(load.computed),
+            "--gsp-output-len": int(load.output),
+            "--gsp-range-ratio": "1.0",
+        }
+    else:
+        data = {
+            "--dataset-name": "random-ids",
+            "--random-input-len": int(load.prompt),
+            "--random-output-len": int(load.output),
+            "--random-range-ratio": "1.0",
+        }
+    options: Options = {
+        "--backend": "sglang",
+        "--base-url": '"${URL:-http://127.0.0.1:30000}"',
+        "--model": '"$MODEL"',
+        **data,
+        "--tokenize-prompt": None,
+        "--num-prompts": choices.num_prompts,
+        "--max-concurrency": choices.on_their_way,
+        "--request-rate": "inf",
+        "--seed": 0,
+    }
+    return command("python3 -m sglang.benchmark.serving", options)

@@ -1,0 +1,48 @@
+"""Which engines a plan of serving can be handed over to, and the one way in. Not here: what each of them says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.errors import UnknownNameError
+from meshwise.handover.handed import HandedOver, Refusals
+from meshwise.handover.serving.choices import ServingChoices
+from meshwise.handover.serving.jetstream import jetstream
+from meshwise.handover.serving.script import Script
+from meshwise.handover.serving.sglang import sglang
+from meshwise.handover.serving.tensorrt_llm import tensorrt_llm
+from meshwise.handover.serving.vllm import vllm
+
+__all__ = ["SERVING_TARGETS", "hand_over_serving"]
+
+#: Name as `--to` takes it -> the engine's own name, and what writes for it.
+SERVING_TARGETS: Mapping[str, tuple[str, Callable[[ServingChoices, Refusals], Script]]] = {
+    "vllm": ("vLLM", vllm),
+    "sglang": ("SGLang", sglang),
+    "tensorrt-llm": ("TensorRT-LLM", tensorrt_llm),
+    "jetstream": ("JetStream with MaxText", jetstream),
+}
+
+
+def hand_over_serving(problem: ServingProblem, estimate: ServingEstimate, to: str) -> HandedOver:
+    """Say a plan of serving in the words of an engine.
+
+    Args:
+        problem: what is served, on what.
+        estimate: of the plan, its layouts and batches inside.
+        to: one of SERVING_TARGETS.
+
+    Raises:
+        UnknownNameError: for an engine that is not known.
+        HandoverError: for choices that the engine cannot express, each with its reason and the nearest that it can.
+    """
+    if to not in SERVING_TARGETS:
+        raise UnknownNameError("engine", to, SERVING_TARGETS, list_all=True)
+    title, write = SERVING_TARGETS[to]
+    choices, refusals = ServingChoices(problem, estimate), Refusals(title)
+    choices.check_known(refusals)
+    script = write(choices, refusals)
+    refusals.check()
+    return HandedOver(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))

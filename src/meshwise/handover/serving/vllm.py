@@ -1,0 +1,198 @@
+"""A plan as commands of vLLM: `vllm serve` for its engines, `vllm bench serve` to measure it.
+
+Written for the release 0.33.0 (package index). Sources: its `vllm/engine/arg_utils.py` (names of the options),
+`vllm/config/parallel.py` (what each size splits, and that experts are split over tensor and data ranks together),
+`config/cache.py` and `config/scheduler.py` (cache formats, limits per data-parallel rank), `config/model.py` and
+`config/vllm.py` (which sizes of decode context parallelism there are), `config/speculative.py`,
+`model_executor/layers/quantization/` (which methods quantise as they load), `kv_connector/v1/nixl` (roles);
+and vllm-router 0.1.17. Not here: `--help`'s other options, which stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from meshwise.dtypes import DType
+from meshwise.handover.handed import Refusals
+from meshwise.handover.serving.benchmark import MEASURED, serving_benchmark
+from meshwise.handover.serving.choices import Pool, ServingChoices
+from meshwise.handover.serving.notes import common_notes
+from meshwise.handover.serving.script import Options, Script, command, shell_json
+from meshwise.handover.serving.settings import model_setting
+
+__all__ = ["vllm"]
+
+VERSION = "0.33.0, with vllm-router 0.1.17"
+
+#: (weights, operands) -> the option, the methods of published checkpoints that have it already, and what else.
+_QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
+    (DType.FP8, DType.FP8): ("fp8_per_tensor", ("fp8", "compressed-tensors", "modelopt"), ""),
+    (DType.INT8, DType.INT8): ("compressed-tensors", ("compressed-tensors",), "int8 weights and operands (W8A8)"),
+    (DType.INT8, DType.BF16): ("compressed-tensors", ("compressed-tensors",), "int8 weights alone (W8A16)"),
+    (DType.INT4, DType.BF16): ("awq_marlin", ("awq",), "int4 weights by groups of 128 (AWQ)"),
+    (DType.FP4, DType.FP4): ("modelopt_fp4", ("modelopt",), "NVFP4"),
+}
+_CACHE = {DType.FP8: "fp8", DType.INT8: "int8_per_token_head", DType.FP4: "nvfp4"}
+_DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
+
+#: How its ranks nest, innermost first.
+_NUMBERED = (("tensor", "cache"), ("context",), ("stage",), ("expert",))
+
+_CONNECTOR = {"prefill": "kv_producer", "generate": "kv_consumer"}
+
+
+def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
+    """Write the commands; refuse what they cannot say."""
+    choices.check_vendors(refusals, ("nvidia", "amd"), "--to jetstream on TPUs")
+    script = Script(VERSION)
+    script.notes += common_notes(
+        choices, "vLLM", numbered=_NUMBERED, mixes=True, prefix_option="--no-enable-prefix-caching"
+    )
+    if choices.latent:
+        script.notes.append(f"vLLM chooses the blocks of latents itself; the plan has {choices.load.block_tokens}")
+    for pool in choices.pools:
+        _check(choices, pool, refusals)
+        options = _options(choices, pool, refusals, script)
+        words = 'vllm serve "$MODEL"'
+        if choices.apart:
+            words = f'VLLM_NIXL_SIDE_CHANNEL_HOST="${{HOST:?address of this node}}" {words}'
+        script.add(pool.name, _what(pool), run=command(words, options, last=_worker(choices, pool)))
+    if choices.apart:
+        _add_router(choices, script)
+    base = '"${URL:-http://127.0.0.1:8000}"'
+    bench = {"--backend": "vllm", "--base-url": base, **serving_benchmark(choices)}
+    script.add("bench", "measure what was predicted", run=command("vllm bench serve", bench))
+    script.notes.append(MEASURED)
+    first = "prefill, generate and router" if choices.apart else "serve"
+    script.use = f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"
+    return script
+
+
+def _what(pool: Pool) -> str:
+    return {"serve": "one engine", "prefill": "one engine that prefills", "generate": "one engine that generates"}[
+        pool.name
+    ]
+
+
+def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
+    layout = pool.layout
+    choices.check_common(refusals, layout)
+    if layout.expert > 1 and pool.weight_chips > 1 and layout.expert_tensor_parallel:
+        refusals.add(
+            "expert_tensor_parallel=on",
+            "it splits the number of experts over tensor and data ranks together",
+            "expert_tensor_parallel=off",
+        )
+    if layout.cache > 1 and not choices.latent and layout.tensor < choices.kv_heads:
+        refusals.add(
+            f"tensor={layout.tensor},cache={layout.cache}",
+            f"it splits positions among copies of {choices.kv_heads} key/value heads, which begin beyond as many ways",
+            f"tensor={choices.kv_heads} with cache, or tensor={layout.tensor * layout.cache}",
+        )
+    if layout.context > 1:
+        if choices.mixture or layout.context_method != "gather":
+            what = "experts are split over it, too" if choices.mixture else "it gathers keys and values"
+            refusals.add(f"context={layout.context}", what, f"tensor={layout.tensor * layout.context}")
+    if choices.apart and layout.cache > 1:
+        refusals.add(
+            f"cache={layout.cache}",
+            "NIXL hands over caches that are split by heads",
+            f"tensor={layout.tensor * layout.cache}, or --mode aggregated",
+        )
+
+
+def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> Options:
+    load = choices.load
+    out: dict[str, str | int | float | None] = {"--port": '"${PORT:-8000}"', **_parallel(choices, pool)}
+    out |= _formats(choices, refusals, script)
+    if not choices.latent:
+        out["--block-size"] = load.block_tokens
+    out |= {
+        "--gpu-memory-utilization": f"{1 - load.reserve:g}",
+        "--max-model-len": choices.longest + load.draft_tokens,
+        "--max-num-seqs": pool.requests_per_rank,
+        "--max-num-batched-tokens": max(pool.step_tokens, pool.requests_per_rank),
+        "--enable-chunked-prefill": None,
+        "--enable-prefix-caching" if load.cached_prefix else "--no-enable-prefix-caching": None,
+    }
+    if load.draft_tokens and pool.name != "prefill":
+        out["--speculative-config"] = _speculative(choices, script)
+    if choices.apart:
+        role = {"kv_connector": "NixlConnector", "kv_role": _CONNECTOR[pool.name]}
+        out["--kv-transfer-config"] = shell_json(role)
+    return out
+
+
+def _parallel(choices: ServingChoices, pool: Pool) -> dict[str, str | int | float | None]:
+    layout, nodes = pool.layout, choices.nodes(pool.layout)
+    out: dict[str, str | int | float | None] = {"--tensor-parallel-size": pool.weight_chips}
+    if layout.cache > 1:
+        out["--decode-context-parallel-size"] = layout.cache
+    if layout.context > 1:
+        out["--prefill-context-parallel-size"] = layout.context
+    if layout.stage > 1:
+        out["--pipeline-parallel-size"] = layout.stage
+    if layout.expert > 1:
+        out["--data-parallel-size"] = layout.expert
+    if layout.expert > 1 or (choices.mixture and pool.weight_chips > 1 and not layout.expert_tensor_parallel):
+        out["--enable-expert-parallel"] = None
+    if layout.expert > 1:
+        fast = "low_latency" if pool.name == "generate" else "high_throughput"
+        out["--all2all-backend"] = f"deepep_{fast}"
+    if nodes == 1:
+        return out
+    head = '"${HEAD:?address of the first node}"'
+    if layout.expert == 1:
+        return out | {"--nnodes": nodes, "--node-rank": '"$NODE"', "--master-addr": head}
+    if layout.expert % nodes == 0:
+        return out | {"--data-parallel-size-local": layout.expert // nodes, "--data-parallel-address": head}
+    return out | {"--distributed-executor-backend": "ray", "--data-parallel-backend": "ray"}
+
+
+def _worker(choices: ServingChoices, pool: Pool) -> list[str]:
+    """What nodes after the first say besides."""
+    layout, nodes = pool.layout, choices.nodes(pool.layout)
+    if nodes == 1 or (layout.expert > 1 and layout.expert % nodes):
+        return []
+    ranks = f" --data-parallel-start-rank $(({layout.expert // nodes} * NODE))" if layout.expert > 1 else ""
+    return [f'$([ "${{NODE:?0 on the first node, then 1, ...}}" = 0 ] || echo "--headless{ranks}")']
+
+
+def _formats(choices: ServingChoices, refusals: Refusals, script: Script) -> dict[str, str | int | float | None]:
+    formats = choices.load.formats
+    out: dict[str, str | int | float | None] = {"--dtype": _DTYPES[formats.activations]}
+    method = model_setting(choices, _QUANTIZATION, refusals, script)
+    if method:
+        out["--quantization"] = method
+    if formats.kv == formats.activations:
+        out["--kv-cache-dtype"] = "auto"
+    elif formats.kv in _CACHE:
+        out["--kv-cache-dtype"] = _CACHE[formats.kv]
+    else:
+        refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=fp8")
+    return out
+
+
+def _speculative(choices: ServingChoices, script: Script) -> str:
+    """The draft, as JSON; rates of acceptance, with which the plan's own can be measured, as a note."""
+    count, chance = choices.load.draft_tokens, choices.load.acceptance
+    config: dict[str, Any] = {"num_speculative_tokens": count}
+    rates = [round(chance ** (n + 1), 6) for n in range(count)]
+    forced = json.dumps({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates})
+    note = f"to measure with the plan's acceptance, add {forced[1:-1]} to --speculative-config"
+    if note not in script.notes:
+        script.notes.append(note)
+    if choices.predicts_tokens:
+        return shell_json({"method": "mtp", **config})
+    script.settings["DRAFT"] = '"${DRAFT:?a draft model}"'
+    return f'\'{{"model": "\'"$DRAFT"\'", "num_speculative_tokens": {count}}}\''
+
+
+def _add_router(choices: ServingChoices, script: Script) -> None:
+    setup = choices.setup
+    prefill = f'"${{PREFILL_URLS:?URLs of {setup.prefill.replicas} engines that prefill}}"'
+    generate = f'"${{GENERATE_URLS:?URLs of {setup.generate.replicas} engines that generate}}"'
+    options: Options = {"--vllm-pd-disaggregation": None, "--policy": "round_robin", "--port": '"${PORT:-8000}"'}
+    urls = [f"$(printf -- '--prefill %s ' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {generate}))"]
+    script.add("router", "what requests are sent to", run=command("vllm-router", options, last=urls))
