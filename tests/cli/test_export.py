@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import meshwise
+from meshwise.verbs.serving_plan import read_serving_plan
 
 PLAN = Path(__file__).parents[1] / "data" / "export" / "plan.json"
 
@@ -97,3 +98,45 @@ def test_a_plan_that_was_changed_by_hand_is_refused(run, tmp_path):
     done = run("export", str(file), "--to", "megatron")
     assert (done.code, done.out) == (2, "")
     assert "wires of data multiply to 16, but data is 5" in done.err
+
+
+@pytest.fixture
+def saved(run, tmp_path):
+    """A plan of serving."""
+    file = tmp_path / "serving.json"
+    asked = ("llama-3-8b", "--on", "h100:4", "--prompt", "1024", "--output", "128", "--batch", "32")
+    assert run("estimate", "serve", *asked, "--layout", "tensor=4", "--save", str(file)).code == 0
+    return file
+
+
+def test_a_plan_of_serving_is_a_script(run, saved):
+    done = run("export", str(saved), "--to", "vllm")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == meshwise.export(saved, to="vllm").text
+    assert done.out.startswith("#!/bin/bash\n# llama-3-8b on 4 x H100 SXM, a plan of meshwise")
+    assert "--tensor-parallel-size 4 " in done.out
+    assert meshwise.export(read_serving_plan(saved), to="vllm").text == done.out
+
+
+def test_what_is_written_for_serving_is_explained(run, saved, tmp_path):
+    told = run("export", str(saved), "--to", "sglang", "--output", str(tmp_path / "serve.sh"), "--json").json
+    handed = meshwise.export(saved, to="sglang")
+    assert (tmp_path / "serve.sh").read_text(encoding="utf-8") == told["text"] == handed.text
+    assert told["notes"] == list(handed.notes)
+    assert told["file_name"] == "serve-sglang.sh"
+
+
+def test_tools_for_another_kind_of_plan_are_refused(run, saved):
+    done = run("export", str(saved), "--to", "megatron")
+    assert (done.code, done.out) == (2, "")
+    assert "to: megatron does no serving, and this is a plan of serving: use vllm, sglang, tensorrt-llm" in done.err
+    done = run("export", str(PLAN), "--to", "vllm")
+    assert "to: vllm does no training, and this is a plan of training: use maxtext, megatron" in done.err
+
+
+def test_a_refusal_of_an_engine_names_chip_and_way_out(run, saved):
+    done = run("export", str(saved), "--to", "jetstream")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: JetStream with MaxText cannot express")
+    assert "chip H100 SXM" in done.err
+    assert "nearest: --to vllm on GPUs" in done.err

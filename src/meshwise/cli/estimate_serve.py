@@ -11,10 +11,12 @@ from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.costs.serving.answer import ServingAnswer
 from meshwise.errors import InfeasibleError
+from meshwise.planning.serving import ServingPlan
 from meshwise.report.serve import estimate_serve_report
 from meshwise.verbs.estimate_serve import EstimateServeRequest, answer_plan, find_serving_estimate, write_engines
 from meshwise.verbs.serve import SERVE_FLAGS
-from meshwise.verbs.serving_plan import read_serving_plan
+from meshwise.verbs.serving_plan import read_serving_plan, save_serving_plan
+from meshwise.verbs.train import check_save
 
 __all__ = ["serve"]
 
@@ -27,9 +29,16 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--engine", type=_FILE, help="Write what a step of the engine takes, for 'simulate serve'.")
 @click.option("--prefill-engine", type=_FILE, help="And of engines that only prefill.")
+@click.option("--save", type=_FILE, help="Write the plan to this file, as JSON.")
 @output_options
 def serve(
-    request: EstimateServeRequest | None, model: str, engine: Path | None, prefill_engine: Path | None, output: Output
+    request: EstimateServeRequest | None,
+    model: str,
+    *,
+    engine: Path | None,
+    prefill_engine: Path | None,
+    save: Path | None,
+    output: Output,
 ) -> None:
     """Estimate what one layout would do for a serving load.
 
@@ -42,14 +51,20 @@ def serve(
         --output 256 --batch 64 --layout tensor=8 --precision fp8
       meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\
         --output 256 --batch 64 --layout tensor=8 --engine engine.json
+      meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\
+        --output 256 --batch 64 --layout tensor=8 --save plan.json
       meshwise estimate serve plan.json
     """  # noqa: D301  (click's mark for lines that stay as they are)
+    if save is not None:
+        check_save(save)
     if request is None:
         answer, inputs = answer_plan(read_serving_plan(model)), {"plan": model}
     else:
         answer, inputs = _estimated(request)
     output.show(estimate_serve_report(answer, inputs))
     write_engines(answer.problem, answer.estimate, {"generate": engine, "prefill": prefill_engine})
+    if save is not None:
+        save_serving_plan(ServingPlan(answer.problem, answer.estimate), save)
     if not answer.estimate.fits:
         raise click.exceptions.Exit(InfeasibleError.exit_code)
 

@@ -5,6 +5,7 @@ error that names the choice and the nearest that it can. Not here: running anyth
 """
 
 from meshwise.handover.handed import HandedOver
+from meshwise.handover.serving import SERVING_TARGETS, hand_over_serving
 from meshwise.handover.targets import TARGETS, hand_over
 
-__all__ = ["TARGETS", "HandedOver", "hand_over"]
+__all__ = ["SERVING_TARGETS", "TARGETS", "HandedOver", "hand_over", "hand_over_serving"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from meshwise.errors import ConfigError, MeshwiseError
-from meshwise.handover import HandedOver, hand_over
+from meshwise.handover import SERVING_TARGETS, TARGETS, HandedOver, hand_over, hand_over_serving
 from meshwise.planning import Plan
+from meshwise.planning.serving import ServingPlan
+from meshwise.verbs.serving_plan import is_serving_plan, read_serving_plan
 
 __all__ = ["export", "read_plan", "write_text"]
 
@@ -44,7 +47,7 @@ def write_text(handed: HandedOver, file: Path) -> None:
         raise MeshwiseError(f"--output {file}: {error.strerror}") from None
 
 
-def export(plan: Plan | str | os.PathLike[str], *, to: str) -> HandedOver:
+def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> HandedOver:
     """Say a plan in the words of another tool: what `meshwise export` answers, as values.
 
     >>> import meshwise
@@ -56,17 +59,34 @@ def export(plan: Plan | str | os.PathLike[str], *, to: str) -> HandedOver:
     ('planned.py', True)
 
     Args:
-        plan: a plan, or the file that one was saved in.
-        to: "maxtext", "megatron", "torchtitan", "deepspeed" or "jax".
+        plan: a plan of training or of serving, or the file that one was saved in.
+        to: for training "maxtext", "megatron", "torchtitan", "deepspeed" or "jax"; for serving "vllm", "sglang",
+            "tensorrt-llm" or "jetstream".
 
     Returns: the text of a file for that tool, and what it could only say in notes.
 
     Raises:
         HandoverError: choices that the tool cannot express, each with its reason and the nearest that it can.
-        MeshwiseError: a file that holds no plan, a tool that is not known.
+        MeshwiseError: a file that holds no plan, a tool that is not known, or that does something else.
     """
     if not isinstance(to, str):
         raise MeshwiseError(f"to: expected the name of a tool, found {to!r}")
-    if not isinstance(plan, Plan | str | os.PathLike):
+    if not isinstance(plan, Plan | ServingPlan | str | os.PathLike):
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
-    return hand_over(plan if isinstance(plan, Plan) else read_plan(plan), to)
+    if not isinstance(plan, Plan | ServingPlan):
+        plan = read_serving_plan(plan) if is_serving_plan(plan) else read_plan(plan)
+    if isinstance(plan, ServingPlan):
+        _check_tool(to, "serving", SERVING_TARGETS, TARGETS)
+        return hand_over_serving(plan, to)
+    _check_tool(to, "training", TARGETS, SERVING_TARGETS)
+    return hand_over(plan, to)
+
+
+def _check_tool(to: str, kind: str, fitting: Iterable[str], others: Iterable[str]) -> None:
+    """Refuse a tool that does something else.
+
+    Raises:
+        MeshwiseError: with the tools that do it.
+    """
+    if to in others:
+        raise MeshwiseError(f"to: {to} does no {kind}, and this is a plan of {kind}: use {', '.join(fitting)}")

@@ -1,4 +1,4 @@
-"""What the measurements of several engines have in common: requests of the plan's lengths, all at once, none ends early.
+"""What measurements of several engines have in common: requests of the plan's lengths, as many at once.
 
 Sources of the options: vLLM 0.33.0, `vllm/benchmarks/serve.py` and `datasets/datasets.py`; TensorRT-LLM,
 `tensorrt_llm/serve/scripts/benchmark_serving.py` at commit 0228a71, which has the same names.

@@ -18,6 +18,7 @@ from meshwise.handover.handed import Refusals
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
 from meshwise.models.spec import LatentAttention
+from meshwise.planning.serving import ServingPlan
 from meshwise.sharding.serving_layout import ServingLayout
 
 __all__ = ["Pool", "ServingChoices"]
@@ -80,12 +81,20 @@ class ServingChoices:
     """A plan of serving, read by what its choices mean.
 
     Args:
-        problem: model, load, cluster.
-        estimate: what the plan would do, its setup inside.
+        plan: what is handed over.
     """
 
-    problem: ServingProblem
-    estimate: ServingEstimate
+    plan: ServingPlan
+
+    @property
+    def problem(self) -> ServingProblem:
+        """Model, load, cluster."""
+        return self.plan.problem
+
+    @property
+    def estimate(self) -> ServingEstimate:
+        """What the plan would do."""
+        return self.plan.estimate
 
     @property
     def setup(self) -> ServingSetup:
@@ -120,8 +129,21 @@ class ServingChoices:
     @cached_property
     def kv_heads(self) -> int:
         """Key/value heads of the layers that have most; 1 for latents."""
-        counts = [getattr(g.layer.attention, "kv_heads", 1) for g in self.model.spec.groups]
-        return max((int(n) for n in counts if n), default=1)
+        return max(self._of_attention("kv_heads"), default=1)
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Query heads of the layers, each number once."""
+        return tuple(sorted(set(self._of_attention("heads"))))
+
+    def _of_attention(self, name: str) -> list[int]:
+        counts = (getattr(g.layer.attention, name, None) for g in self.model.spec.groups)
+        return [int(n) for n in counts if n]
+
+    @property
+    def experts(self) -> int:
+        """Experts of a mixture, 0 without."""
+        return max((m.experts for m in self.model.mixtures), default=0)
 
     @property
     def predicts_tokens(self) -> bool:
@@ -137,8 +159,9 @@ class ServingChoices:
 
     @property
     def longest(self) -> int:
-        """Tokens of a request when it ends."""
-        return int(self.load.longest)
+        """Tokens of a request when it ends, and those that are proposed in vain, as far as the model reads."""
+        tokens = int(self.load.longest) + self.load.draft_tokens
+        return min(tokens, self.model.max_seq_len or tokens)
 
     @property
     def generating(self) -> int:
@@ -203,12 +226,19 @@ class ServingChoices:
             refusals.add(name, "it is not handed over yet", f"a plan without {name}")
         for name, info in ServingLoad.model_fields.items():
             if name not in _ANSWERED["load"].split() and getattr(self.load, name) != info.default:
-                refusals.add(f"{name}={getattr(self.load, name)}", "it is not handed over yet", f"a plan without {name}")
+                refusals.add(
+                    f"{name}={getattr(self.load, name)}", "it is not handed over yet", f"a plan without {name}"
+                )
+        if not self.estimate.fits:
+            most = self.estimate.largest_batch or 0
+            refusals.add(
+                f"batch={self.setup.batch}", "it does not fit in memory", f"--batch {most}" if most else "more chips"
+            )
         if not self.apart and not self.setup.one_layout:
             refusals.add(
                 f"prefill by {self.setup.prefill}, generation by {self.setup.generate}",
                 "its engines have one layout for both",
-                f"--layout {self.setup.generate} for both, or --mode disaggregated",
+                f"estimate serve --layout {self.setup.generate}, or --mode disaggregated",
             )
 
     @staticmethod
@@ -224,8 +254,42 @@ class ServingChoices:
         if chip.vendor not in vendors:
             refusals.add(f"chip {chip.title}", f"its options are written here for {' and '.join(vendors)}", elsewhere)
 
+    def check_whole_heads(self, refusals: Refusals, layout: ServingLayout, *, copies: bool) -> None:
+        """Refuse ways that heads do not divide over; the plan pads them.
+
+        Args:
+            refusals: where it is noted.
+            layout: of one engine.
+            copies: whether fewer key/value heads are copied.
+        """
+        keys = self.kv_heads
+
+        def whole(n: int) -> bool:
+            few = copies and n % keys == 0
+            queries = all(heads % (n * layout.cache) == 0 for heads in self.heads)
+            return queries and (self.latent or keys % n == 0 or few)
+
+        if not whole(layout.tensor):
+            fitting = next((n for n in range(layout.tensor - 1, 0, -1) if whole(n)), None)
+            said = "" if self.latent else f", {keys} of keys and values,"
+            asked = f"tensor={layout.tensor}" + (f",cache={layout.cache}" if layout.cache > 1 else "")
+            refusals.add(
+                asked,
+                f"{' or '.join(map(str, self.heads))} heads{said} do not divide over it",
+                f"tensor={fitting}" if fitting else "no cache axis",
+            )
+
+    def check_whole_experts(self, refusals: Refusals, ways: int) -> None:
+        """Refuse ways that experts do not divide over."""
+        if self.experts and self.experts % ways:
+            fitting = max(n for n in range(1, ways) if self.experts % n == 0)
+            refusals.add(
+                f"experts over {ways} ranks", f"{self.experts} experts do not divide over them", f"expert={fitting}"
+            )
+
     def check_common(self, refusals: Refusals, layout: ServingLayout) -> None:
         """Refuse the axes that no engine on GPUs has."""
+        self.check_whole_heads(refusals, layout, copies=True)
         if layout.width > 1:
             refusals.add(
                 f"width={layout.width}",

@@ -1,8 +1,8 @@
 """A plan as commands of JetStream with MaxText's engine: a server, and MaxText's measurement of its two steps.
 
 Sources: MaxText, `src/maxtext/inference/maxengine/maxengine_server.py` at commit 5505348 (the server),
-`configs/inference/inference.yml` at commit 106ee59 (what each mesh axis splits), `inference/inference_microbenchmark.py`
-at commit 0143f05 and the scripts of `inference/mlperf` (options of a served model), `configs/models` (names of models).
+`configs/inference/inference.yml` at commit 106ee59 (what each mesh axis splits), `configs/models` (names of models),
+`inference/inference_microbenchmark.py` at commit 0143f05 and the scripts of `inference/mlperf` (options).
 JetStream's own `benchmarks/benchmark_serving.py` sends prompts of published data sets, not of a given length, which is
 why MaxText's measurement is used. Not here: checkpoints, and how they are converted.
 """
@@ -10,6 +10,7 @@ why MaxText's measurement is used. Not here: checkpoints, and how they are conve
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from meshwise.dtypes import DType
@@ -92,12 +93,16 @@ def _word(value: Any) -> str:
 def _add_notes(choices: ServingChoices, layout: ServingLayout, script: Script) -> None:
     load, estimate = choices.load, choices.estimate
     script.notes += [
-        f"the cache is {choices.setup.batch:,} slots of {choices.longest:,} tokens; the plan's is in blocks of "
-        f"{load.block_tokens}, and leaves {load.reserve:.0%} of HBM alone, for which there is no option",
-        "'bench' measures the two steps: prefill, predicted "
-        f"{format_time(estimate.prefill.seconds.expected)}, and generate, predicted "
-        f"{format_time(estimate.generate.seconds.expected)}; of a slot all positions are read, of the plan's those "
-        "that are filled",
+        (
+            f"the cache is {choices.setup.batch:,} slots of {choices.longest:,} tokens; the plan's is in blocks of "
+            f"{load.block_tokens}, and leaves {load.reserve:.0%} of HBM alone, for which there is no option"
+        ),
+        (
+            "'bench' measures the two steps: prefill, predicted "
+            f"{format_time(estimate.prefill.seconds.expected)}, and generate, predicted "
+            f"{format_time(estimate.generate.seconds.expected)}; of a slot all positions are read, of the plan's those "
+            "that are filled"
+        ),
         "JetStream's benchmark_serving.py has no prompts of a given length",
     ]
     length = int(load.computed)
@@ -109,21 +114,22 @@ def _add_notes(choices: ServingChoices, layout: ServingLayout, script: Script) -
 
 def _check(choices: ServingChoices, layout: ServingLayout, refusals: Refusals) -> None:
     setup, load = choices.setup, choices.load
+    choices.check_whole_heads(refusals, layout, copies=False)
+    choices.check_whole_experts(refusals, layout.expert)
     if choices.apart:
         refusals.add("mode=disaggregated", "its servers with engines apart are experimental", "--mode aggregated")
     if choices.problem.cluster.chip.devices_per_chip > 1:
         refusals.add(
             f"chip {choices.problem.cluster.chip.title}", "JAX sees several devices in each", "a chip with one device"
         )
-    for name, instead in (
-        ("width", "tensor"), ("cache", "tensor"), ("context", "tensor"), ("stage", "tensor"),
-    ):  # fmt: skip
+    for name in ("width", "cache", "context", "stage"):
         size = getattr(layout, name)
         if size > 1:
+            fitting = math.gcd(layout.tensor * size, choices.kv_heads)
             refusals.add(
-                f"{name}={size}", "its engine has no axis that does the same", f"{instead}={layout.tensor * size}"
+                f"{name}={size}", "its engine has no axis that does the same", f"tensor={fitting}, and replicas"
             )
-    if layout.expert > 1 and layout.tensor > 1 and not layout.expert_tensor_parallel:
+    if choices.mixture and layout.tensor > 1 and not layout.expert_tensor_parallel:
         refusals.add(
             "expert_tensor_parallel=off", "its tensor axis splits the width of experts", "expert_tensor_parallel=on"
         )

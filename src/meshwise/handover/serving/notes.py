@@ -26,18 +26,16 @@ def common_notes(
     setup, load = choices.setup, choices.load
     layouts = dict.fromkeys((setup.prefill, setup.generate))
     notes = [_how_many(choices)]
-    if choices.apart or setup.generate.replicas > 1:
-        notes.append("give each engine of a kind the same number of requests")
+    if any(pool.layout.replicas > 1 for pool in choices.pools):
+        more = "" if choices.apart else "; 'bench' measures one"
+        notes.append(f"give each engine of a kind the same number of requests{more}")
     if any(layout.structure.sequence_parallel for layout in layouts):
         notes.append(
             f"sequence_parallel=on: {title} keeps positions whole between the matmuls of prefill, by an AllReduce "
             "where the plan has a ReduceScatter and an AllGather of as many bytes"
         )
     if mixes and not choices.apart and setup.chunk is None:
-        notes.append(
-            f"{title} puts a prompt and what is generated into one step; the plan has them take turns, which gives "
-            "about as many tokens/s"
-        )
+        notes.append(f"{title} puts a prompt and what is generated into one step; in the plan they take turns")
     if any(layout.stage > 1 for layout in layouts):
         notes.append(f"{title} forms the parts of the batch that its stages work on; the plan has as many as stages")
     if not load.cached_prefix:

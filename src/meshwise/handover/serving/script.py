@@ -73,7 +73,9 @@ class Script:
             f"# {what}\n{name}() {{\n" + "\n".join(body) + "\n}\n" for name, (what, body) in self.functions.items()
         )
         top = "#!/bin/bash\n" + commented([*lines, f"use: {self.use}"])
-        return f'{top}set -eu\n{settings}\n{functions}\n"$@"\n'
+        names = ", ".join(self.functions)
+        given = f'[ $# -gt 0 ] || {{ echo "which one: {names}?" >&2; exit 2; }}'
+        return f'{top}set -eu\n{given}\n{settings}\n{functions}\n"$@"\n'
 
 
 def _header(choices: ServingChoices) -> list[str]:
@@ -83,14 +85,16 @@ def _header(choices: ServingChoices) -> list[str]:
         [f"prefill: {setup.prefill}", f"generate: {setup.generate}"] if choices.apart else [f"layout: {setup.generate}"]
     )
     prefix = f", {load.cached_prefix:,.0f} of them cached" if load.cached_prefix else ""
+    engine = "each generating engine" if choices.apart else "each engine"
     tokens = estimate.output_tokens_per_s / choices.measured_engines
     where = "" if choices.measured_engines == 1 else " on each engine"
     return [
         f"{choices.model.name} on {chips}, a plan of meshwise",
         *layouts,
-        f"load: {load.prompt:,.0f} tokens in{prefix}, {load.output:,.0f} out, {setup.batch:,} requests at once on each "
-        "engine",
+        f"load: {load.prompt:,.0f} tokens in{prefix}, {load.output:,.0f} out, {setup.batch:,} at once on {engine}",
         f"precision {load.precision}",
-        f"predicted: TTFT {format_time(estimate.ttft.expected)}, TPOT {format_time(estimate.tpot.expected)}, "
-        f"{tokens:,.0f} output tokens/s{where}",
+        (
+            f"predicted: TTFT {format_time(estimate.ttft.expected)}, TPOT {format_time(estimate.tpot.expected)}, "
+            f"{tokens:,.0f} output tokens/s{where}"
+        ),
     ]

@@ -19,7 +19,10 @@ from meshwise.handover.serving.settings import model_setting
 
 __all__ = ["sglang"]
 
-VERSION = "0.5.23, with sglang-router 0.3.2"
+VERSION, ROUTER = "0.5.23", "sglang-router 0.3.2"
+
+#: Tokens of a rank that DeepEP exchanges at once with low latency, unless told (`environ.py`).
+_DISPATCHED = 128
 
 #: (weights, operands) -> the option, the methods of published checkpoints that have it already, and what else.
 _QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
@@ -41,19 +44,24 @@ _MODE = {"prefill": "prefill", "generate": "decode"}
 def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
     """Write the commands; refuse what they cannot say."""
     choices.check_vendors(refusals, ("nvidia", "amd"), "--to jetstream on TPUs")
-    script = Script(VERSION)
+    script = Script(f"{VERSION}, {ROUTER}" if choices.apart else VERSION)
     script.notes += common_notes(
         choices, "SGLang", numbered=_NUMBERED, mixes=False, prefix_option="--disable-radix-cache"
     )
     if choices.latent:
         script.notes.append(f"SGLang chooses the pages of latents itself; the plan has {choices.load.block_tokens}")
     for pool in choices.pools:
-        _check(pool, refusals)
+        _check(choices, pool, refusals)
         options = _options(choices, pool, refusals, script)
         what = {"serve": "one engine", "prefill": "one engine that prefills"}.get(
             pool.name, "one engine that generates"
         )
-        script.add(pool.name, what, run=command("python3 -m sglang.launch_server", options))
+        words = "python3 -m sglang.launch_server"
+        if options.get("--moe-a2a-backend") == "deepep" and pool.positions > _DISPATCHED:
+            words = f"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK={pool.positions} {words}"
+        script.add(pool.name, what, run=command(words, options))
+    if any(pool.ranks > 1 and pool.weight_chips > 1 for pool in choices.pools):
+        script.notes.append("SGLang splits feed-forward parts without experts over all ranks; the plan over tensor")
     if choices.apart:
         _add_router(choices, script)
     script.add("bench", "measure what was predicted", run=_benchmark(choices))
@@ -63,8 +71,17 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
     return script
 
 
-def _check(pool: Pool, refusals: Refusals) -> None:
+def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
     layout, ways = pool.layout, pool.weight_chips
+    choices.check_common(refusals, layout)
+    if layout.expert > 1 or not layout.expert_tensor_parallel:
+        choices.check_whole_experts(refusals, layout.expert * ways)
+    if layout.stage > 1 and choices.load.draft_tokens and not choices.predicts_tokens:
+        refusals.add(
+            f"stage={layout.stage} with draft_tokens={choices.load.draft_tokens}",
+            "its pipelines take drafts of EAGLE's kind only",
+            f"tensor={layout.tensor * layout.stage}, or --draft-tokens 0",
+        )
     if layout.context > 1:
         refusals.add(
             f"context={layout.context}",
@@ -80,11 +97,10 @@ def _check(pool: Pool, refusals: Refusals) -> None:
 
 
 def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> Options:
-    choices.check_common(refusals, pool.layout)
     load = choices.load
     out: dict[str, str | int | float | None] = {
         "--model-path": '"$MODEL"',
-        "--host": "0.0.0.0",
+        "--host": '"${BIND:-0.0.0.0}"',
         "--port": '"${PORT:-30000}"',
         **_parallel(choices, pool),
         **_formats(choices, refusals, script),
@@ -92,7 +108,7 @@ def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Sc
     if not choices.latent:
         out["--page-size"] = load.block_tokens
     left = 1 - load.reserve - pool.memory["activations"] / choices.estimate.hbm_capacity
-    out |= {"--mem-fraction-static": f"{left:.3f}", "--context-length": choices.longest + load.draft_tokens}
+    out |= {"--mem-fraction-static": f"{left:.3f}", "--context-length": choices.longest}
     if pool.name != "prefill":
         out["--max-running-requests"] = pool.requests
     if pool.prefill_tokens:
@@ -106,7 +122,7 @@ def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Sc
         out["--disable-radix-cache"] = None
     elif pool.name == "generate":
         out["--disaggregation-decode-enable-radix-cache"] = None
-    if load.draft_tokens and pool.name != "prefill":
+    if load.draft_tokens:
         out |= _speculative(choices, script)
     if choices.apart:
         out |= {"--disaggregation-mode": _MODE[pool.name], "--disaggregation-transfer-backend": "nixl"}
@@ -125,10 +141,11 @@ def _parallel(choices: ServingChoices, pool: Pool) -> dict[str, str | int | floa
         out |= {
             "--attn-dp-size": layout.expert,
             "--ep-size": ranks,
-            "--moe-a2a-backend": "deepep",
-            "--moe-dense-tp-size": 1,
+            "--moe-a2a-backend": "deepep" if choices.problem.cluster.chip.vendor == "nvidia" else "mori",
             "--enable-dp-lm-head": None,
         }
+        if pool.weight_chips == 1:
+            out["--moe-dense-tp-size"] = 1
     elif choices.mixture and ranks > 1 and not layout.expert_tensor_parallel:
         out["--ep-size"] = ranks
     if nodes > 1:
@@ -170,8 +187,8 @@ def _speculative(choices: ServingChoices, script: Script) -> dict[str, str | int
 
 def _add_router(choices: ServingChoices, script: Script) -> None:
     setup = choices.setup
-    prefill = f'"${{PREFILL_URLS:?URLs of {setup.prefill.replicas} engines that prefill}}"'
-    generate = f'"${{GENERATE_URLS:?URLs of {setup.generate.replicas} engines that generate}}"'
+    prefill = f'"${{PREFILL_URLS:?URLs of engines that prefill: {setup.prefill.replicas}}}"'
+    generate = f'"${{GENERATE_URLS:?URLs of engines that generate: {setup.generate.replicas}}}"'
     options: Options = {"--pd-disaggregation": None, "--policy": "round_robin", "--port": '"${PORT:-30000}"'}
     urls = [f"$(printf -- '--prefill %s 8998 ' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {generate}))"]
     script.add(

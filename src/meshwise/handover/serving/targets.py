@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.errors import UnknownNameError
 from meshwise.handover.handed import HandedOver, Refusals
 from meshwise.handover.serving.choices import ServingChoices
@@ -14,6 +12,7 @@ from meshwise.handover.serving.script import Script
 from meshwise.handover.serving.sglang import sglang
 from meshwise.handover.serving.tensorrt_llm import tensorrt_llm
 from meshwise.handover.serving.vllm import vllm
+from meshwise.planning.serving import ServingPlan
 
 __all__ = ["SERVING_TARGETS", "hand_over_serving"]
 
@@ -26,12 +25,11 @@ SERVING_TARGETS: Mapping[str, tuple[str, Callable[[ServingChoices, Refusals], Sc
 }
 
 
-def hand_over_serving(problem: ServingProblem, estimate: ServingEstimate, to: str) -> HandedOver:
+def hand_over_serving(plan: ServingPlan, to: str) -> HandedOver:
     """Say a plan of serving in the words of an engine.
 
     Args:
-        problem: what is served, on what.
-        estimate: of the plan, its layouts and batches inside.
+        plan: model, load, cluster, layouts and batches.
         to: one of SERVING_TARGETS.
 
     Raises:
@@ -41,8 +39,9 @@ def hand_over_serving(problem: ServingProblem, estimate: ServingEstimate, to: st
     if to not in SERVING_TARGETS:
         raise UnknownNameError("engine", to, SERVING_TARGETS, list_all=True)
     title, write = SERVING_TARGETS[to]
-    choices, refusals = ServingChoices(problem, estimate), Refusals(title)
+    choices, refusals = ServingChoices(plan), Refusals(title)
     choices.check_known(refusals)
     script = write(choices, refusals)
+    refusals.lines[:] = dict.fromkeys(refusals.lines)  # both kinds of engines may have the same
     refusals.check()
     return HandedOver(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))

@@ -44,6 +44,10 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
     )
     if model_setting(choices, _QUANTIZATION, refusals, script):
         script.notes.append("the checkpoint says how its weights are quantised: no option does")
+    if choices.latent:
+        script.notes.append(
+            f"TensorRT-LLM chooses the blocks of latents itself; the plan has {choices.load.block_tokens}"
+        )
     for pool in choices.pools:
         _check(choices, pool, refusals)
         file = f"{pool.name}.yaml"
@@ -93,16 +97,20 @@ def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
             "data-parallel attention takes every rank there",
             f"expert={layout.expert * layout.tensor}, or tensor={layout.expert * layout.tensor}",
         )
+    if layout.expert > 1 or not layout.expert_tensor_parallel:
+        choices.check_whole_experts(refusals, layout.expert * layout.tensor)
     block = choices.load.block_tokens
-    if block & (block - 1):
-        refusals.add(f"block_tokens={block}", "its blocks are powers of two", f"--block-tokens {1 << block.bit_length()}")
+    if not choices.latent and block & (block - 1):
+        refusals.add(
+            f"block_tokens={block}", "its blocks are powers of two", f"--block-tokens {1 << block.bit_length()}"
+        )
 
 
 def _options(choices: ServingChoices, pool: Pool, file: str) -> Options:
     layout = pool.layout
     out: dict[str, str | int | float | None] = {
         "--backend": "pytorch",
-        "--host": "0.0.0.0",
+        "--host": '"${BIND:-0.0.0.0}"',
         "--port": '"${PORT:-8000}"',
         "--tp_size": layout.tensor * layout.expert,
     }
@@ -116,7 +124,7 @@ def _options(choices: ServingChoices, pool: Pool, file: str) -> Options:
     return out | {
         "--max_batch_size": pool.requests_per_rank,
         "--max_num_tokens": max(pool.step_tokens, pool.requests_per_rank),
-        "--max_seq_len": choices.longest + choices.load.draft_tokens,
+        "--max_seq_len": choices.longest,
         "--extra_llm_api_options": file,
     }
 
@@ -126,9 +134,10 @@ def _settings(choices: ServingChoices, pool: Pool, refusals: Refusals, script: S
     load, formats = choices.load, choices.load.formats
     cache: dict[str, Any] = {
         "enable_block_reuse": bool(load.cached_prefix),
-        "tokens_per_block": load.block_tokens,
         "free_gpu_memory_fraction": _free_fraction(choices, pool),
     }
+    if not choices.latent:
+        cache["tokens_per_block"] = load.block_tokens
     if formats.kv in _CACHE:
         cache["dtype"] = _CACHE[formats.kv]
     elif formats.kv == formats.activations:
@@ -177,8 +186,8 @@ def _yaml(value: dict[str, Any], indent: str = "") -> str:
 
 def _add_router(choices: ServingChoices, script: Script) -> None:
     setup = choices.setup
-    prefill = f'"${{PREFILL_URLS:?host:port of {setup.prefill.replicas} engines that prefill}}"'
-    generate = f'"${{GENERATE_URLS:?host:port of {setup.generate.replicas} engines that generate}}"'
+    prefill = f'"${{PREFILL_URLS:?host:port of engines that prefill: {setup.prefill.replicas}}}"'
+    generate = f'"${{GENERATE_URLS:?host:port of engines that generate: {setup.generate.replicas}}}"'
     document = [
         "    {",
         '        echo "hostname: 0.0.0.0"',

@@ -23,7 +23,7 @@ from meshwise.handover.serving.settings import model_setting
 
 __all__ = ["vllm"]
 
-VERSION = "0.33.0, with vllm-router 0.1.17"
+VERSION, ROUTER = "0.33.0", "vllm-router 0.1.17"
 
 #: (weights, operands) -> the option, the methods of published checkpoints that have it already, and what else.
 _QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
@@ -39,13 +39,16 @@ _DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
 #: How its ranks nest, innermost first.
 _NUMBERED = (("tensor", "cache"), ("context",), ("stage",), ("expert",))
 
+#: Which node of an engine this is.
+_NODE = '"${NODE:?0 on the first node, then 1, ...}"'
+
 _CONNECTOR = {"prefill": "kv_producer", "generate": "kv_consumer"}
 
 
 def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
     """Write the commands; refuse what they cannot say."""
     choices.check_vendors(refusals, ("nvidia", "amd"), "--to jetstream on TPUs")
-    script = Script(VERSION)
+    script = Script(f"{VERSION}, {ROUTER}" if choices.apart else VERSION)
     script.notes += common_notes(
         choices, "vLLM", numbered=_NUMBERED, mixes=True, prefix_option="--no-enable-prefix-caching"
     )
@@ -90,10 +93,21 @@ def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
             f"it splits positions among copies of {choices.kv_heads} key/value heads, which begin beyond as many ways",
             f"tensor={choices.kv_heads} with cache, or tensor={layout.tensor * layout.cache}",
         )
-    if layout.context > 1:
-        if choices.mixture or layout.context_method != "gather":
-            what = "experts are split over it, too" if choices.mixture else "it gathers keys and values"
-            refusals.add(f"context={layout.context}", what, f"tensor={layout.tensor * layout.context}")
+    if layout.cache > 1 and any(heads // choices.kv_heads % layout.cache for heads in choices.heads):
+        refusals.add(
+            f"cache={layout.cache}",
+            "query heads of a key/value head do not divide over it",
+            f"tensor={layout.tensor * layout.cache}",
+        )
+    if layout.context > 1 and (choices.mixture or layout.context_method != "gather"):
+        what = "experts are split over it, too" if choices.mixture else "it gathers keys and values"
+        refusals.add(f"context={layout.context}", what, f"tensor={layout.tensor * layout.context}")
+    if pool.name == "generate" and layout.stage > 1:
+        refusals.add(
+            f"stage={layout.stage} of generation",
+            "NIXL hands caches to engines without a pipeline",
+            f"tensor={layout.tensor * layout.stage}, or --mode aggregated",
+        )
     if choices.apart and layout.cache > 1:
         refusals.add(
             f"cache={layout.cache}",
@@ -110,13 +124,13 @@ def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Sc
         out["--block-size"] = load.block_tokens
     out |= {
         "--gpu-memory-utilization": f"{1 - load.reserve:g}",
-        "--max-model-len": choices.longest + load.draft_tokens,
+        "--max-model-len": choices.longest,
         "--max-num-seqs": pool.requests_per_rank,
         "--max-num-batched-tokens": max(pool.step_tokens, pool.requests_per_rank),
         "--enable-chunked-prefill": None,
         "--enable-prefix-caching" if load.cached_prefix else "--no-enable-prefix-caching": None,
     }
-    if load.draft_tokens and pool.name != "prefill":
+    if load.draft_tokens:
         out["--speculative-config"] = _speculative(choices, script)
     if choices.apart:
         role = {"kv_connector": "NixlConnector", "kv_role": _CONNECTOR[pool.name]}
@@ -138,13 +152,14 @@ def _parallel(choices: ServingChoices, pool: Pool) -> dict[str, str | int | floa
     if layout.expert > 1 or (choices.mixture and pool.weight_chips > 1 and not layout.expert_tensor_parallel):
         out["--enable-expert-parallel"] = None
     if layout.expert > 1:
+        library = "deepep" if choices.problem.cluster.chip.vendor == "nvidia" else "mori"
         fast = "low_latency" if pool.name == "generate" else "high_throughput"
-        out["--all2all-backend"] = f"deepep_{fast}"
+        out["--all2all-backend"] = f"{library}_{fast}"
     if nodes == 1:
         return out
     head = '"${HEAD:?address of the first node}"'
     if layout.expert == 1:
-        return out | {"--nnodes": nodes, "--node-rank": '"$NODE"', "--master-addr": head}
+        return out | {"--nnodes": nodes, "--node-rank": _NODE, "--master-addr": head}
     if layout.expert % nodes == 0:
         return out | {"--data-parallel-size-local": layout.expert // nodes, "--data-parallel-address": head}
     return out | {"--distributed-executor-backend": "ray", "--data-parallel-backend": "ray"}
@@ -156,7 +171,7 @@ def _worker(choices: ServingChoices, pool: Pool) -> list[str]:
     if nodes == 1 or (layout.expert > 1 and layout.expert % nodes):
         return []
     ranks = f" --data-parallel-start-rank $(({layout.expert // nodes} * NODE))" if layout.expert > 1 else ""
-    return [f'$([ "${{NODE:?0 on the first node, then 1, ...}}" = 0 ] || echo "--headless{ranks}")']
+    return [f'$([ {_NODE} = 0 ] || echo "--headless{ranks}")']
 
 
 def _formats(choices: ServingChoices, refusals: Refusals, script: Script) -> dict[str, str | int | float | None]:
@@ -191,8 +206,8 @@ def _speculative(choices: ServingChoices, script: Script) -> str:
 
 def _add_router(choices: ServingChoices, script: Script) -> None:
     setup = choices.setup
-    prefill = f'"${{PREFILL_URLS:?URLs of {setup.prefill.replicas} engines that prefill}}"'
-    generate = f'"${{GENERATE_URLS:?URLs of {setup.generate.replicas} engines that generate}}"'
+    prefill = f'"${{PREFILL_URLS:?URLs of engines that prefill: {setup.prefill.replicas}}}"'
+    generate = f'"${{GENERATE_URLS:?URLs of engines that generate: {setup.generate.replicas}}}"'
     options: Options = {"--vllm-pd-disaggregation": None, "--policy": "round_robin", "--port": '"${PORT:-8000}"'}
     urls = [f"$(printf -- '--prefill %s ' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {generate}))"]
     script.add("router", "what requests are sent to", run=command("vllm-router", options, last=urls))

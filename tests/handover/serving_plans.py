@@ -1,0 +1,74 @@
+"""Plans of serving for the tests of the hand-over: layouts that are given, no search."""
+
+import functools
+
+from meshwise.costs.fitted import find_calibration
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.estimate import estimate_serving
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import ServingLoad
+from meshwise.models import load_model
+from meshwise.planning.serving import ServingPlan
+from meshwise.sharding.serving_layout import parse_serving_layout
+
+
+def make_serving_plan(model, on, layout, batch, *, prefill=None, prefill_batch=1, chunk=None, **load):
+    """A plan of engines that do both, or of engines apart where `prefill` gives the layout of the others."""
+    cluster = parse_cluster(on)
+    generate = parse_serving_layout(layout, num_chips=cluster.num_chips)
+    first = generate if prefill is None else parse_serving_layout(prefill, num_chips=cluster.num_chips)
+    load = ServingLoad(**{"prompt": 1024, "output": 256, **load})
+    problem = ServingProblem(load_model(model), load, cluster, find_calibration("default", cluster.chip))
+    mode = "aggregated" if prefill is None else "disaggregated"
+    setup = ServingSetup(mode, first, generate, batch, prefill_batch, chunk)
+    return ServingPlan(problem, estimate_serving(problem, setup))
+
+
+_dense = functools.partial(make_serving_plan, "llama-3-70b", "h100:8", "tensor=8", 64, precision="fp8-kv8")
+_wide = functools.partial(
+    make_serving_plan, "deepseek-v3", "h200:64", "expert=32", 1024, prefill="expert=32", prefill_batch=32,
+    prompt=4096, output=1024, precision="fp8",
+)  # fmt: skip
+
+#: Name -> (the plan, the engines that it is handed over to); the texts stand in tests/data/export.
+SERVING_CASES = {
+    "serve-dense": (_dense, ("vllm", "sglang", "tensorrt-llm")),
+    "serve-apart": (_wide, ("vllm", "sglang", "tensorrt-llm")),
+    "serve-mixture": (
+        lambda: make_serving_plan(
+            "mixtral-8x7b", "h100:8", "tensor=4,replicas=2,expert_tensor_parallel=off", 128, chunk=512, prompt=2048,
+            output=512, precision="fp8",
+        ),
+        ("vllm", "sglang", "tensorrt-llm"),
+    ),
+    "serve-long": (
+        lambda: make_serving_plan(
+            "llama-3.1-8b", "h100:32", "tensor=8,cache=2,replicas=2,cache_split=sequence", 16, chunk=1024,
+            prompt=32768, cached_prefix=8192, output=512, draft_tokens=3, precision="int4-weights,kv=fp8",
+        ),
+        ("vllm", "sglang"),
+    ),
+    "serve-stages": (
+        lambda: make_serving_plan(
+            "llama-3.1-70b", "b200:16", "tensor=4,stage=2,replicas=2", 96, precision="fp4", prefill_batch=2
+        ),
+        ("vllm", "sglang", "tensorrt-llm"),
+    ),
+    "serve-tpu": (
+        lambda: make_serving_plan("llama-3-70b", "v5e:4x4", "tensor=8,replicas=2", 32, precision="int8,kv=int8"),
+        ("jetstream",),
+    ),
+    "serve-tpu-mixture": (
+        lambda: make_serving_plan("mixtral-8x7b", "v6e:8", "expert=4,tensor=2", 24, precision="int8-weights"),
+        ("jetstream",),
+    ),
+}  # fmt: skip
+
+SERVED = [(case, engine) for case, (_, engines) in SERVING_CASES.items() for engine in engines]
+
+
+@functools.cache
+def serving_plan(case):
+    """The plan of a case, made once."""
+    return SERVING_CASES[case][0]()
