@@ -11,6 +11,7 @@ from meshwise.errors import HandoverError, UnknownNameError
 from meshwise.handover import SERVING_TARGETS, hand_over_serving
 from meshwise.handover.serving import choices
 from meshwise.jobs import ServingLoad
+from meshwise.jobs.traffic import mix_lengths, parse_lengths
 from meshwise.sharding.serving_layout import ServingLayout
 
 GPUS, TPUS = "h100:16", "v6e:16"
@@ -106,7 +107,7 @@ def test_plain_plans_are_expressed(engine):
 
 def test_every_field_is_varied_or_named_here():
     assert {f.name for f in fields(ServingLayout)} == {*VARIED, *MIXTURES, "context", "context_method", "wires"}
-    assert set(ServingLoad.model_fields) == {*LOADS, "acceptance", "expert_imbalance"}
+    assert set(ServingLoad.model_fields) == {*LOADS, "mix", "acceptance", "expert_imbalance"}
     assert {f.name for f in fields(ServingSetup)} == {
         "mode", "prefill", "generate", "batch", "prefill_batch", "chunk",
     }  # fmt: skip
@@ -249,6 +250,34 @@ def test_drafts():
     stages = make_serving_plan("llama-3-8b", "h100:8", "tensor=4,stage=2", 16, draft_tokens=2)
     with pytest.raises(HandoverError, match="drafts of EAGLE's kind"):
         hand_over_serving(stages, "sglang")
+
+
+def mixed(prompt, output, on="h100:8", **load):
+    mix = mix_lengths(parse_lengths(prompt), parse_lengths(output))
+    lengths = {"prompt": mix.mean_prompt, "output": mix.mean_output, "mix": mix}
+    return make_serving_plan("llama-3-8b", on, "tensor=8", 16, **lengths, **load)
+
+
+def test_lengths_that_are_uniform_are_drawn_by_vllm():
+    handed = hand_over_serving(mixed("uniform:512-1536", "uniform:64-192", cached_prefix=256), "vllm")
+    assert "--max-model-len 1728" in handed.text
+    assert "--random-input-len 768" in handed.text
+    assert "--random-output-len 128" in handed.text
+    # 256 ... 1280 new tokens are 768 (1 - r) ... 768 (1 + r)
+    assert """--random-range-ratio '{"input": 0.666667, "output": 0.5}'""" in handed.text
+    assert not any("mean length" in note for note in handed.notes)
+    equal = hand_over_serving(mixed("uniform:512-1536", "uniform:64-192"), "tensorrt-llm")
+    assert "--random-range-ratio 0.5" in equal.text
+
+
+@pytest.mark.parametrize("engine", SERVING_TARGETS)
+def test_lengths_that_cannot_be_drawn_are_noted(engine):
+    plan = mixed("lognormal:1024:1.0:4096", "256", on="v6e:8" if engine == "jetstream" else "h100:8")
+    handed = hand_over_serving(plan, engine)
+    assert any("requests of the mean length, the plan has prompts lognormal" in note for note in handed.notes)
+    assert str(plan.problem.load.longest)[:-2] in handed.text
+    if engine == "jetstream":
+        assert "max_prefill_predict_length=4096" in handed.text
 
 
 def test_many_requests_of_a_rank_are_told_to_deepep():

@@ -8,8 +8,9 @@ Not here: SGLang's and MaxText's (`sglang`, `jetstream`).
 from __future__ import annotations
 
 from meshwise.handover.serving.choices import ServingChoices
+from meshwise.jobs.traffic import Fixed, Uniform, parse_lengths
 
-__all__ = ["MEASURED", "serving_benchmark"]
+__all__ = ["MEASURED", "drawn_alike", "mean_note", "serving_benchmark"]
 
 #: How a measurement is to be read.
 MEASURED = (
@@ -18,15 +19,40 @@ MEASURED = (
 )
 
 
+def drawn_alike(choices: ServingChoices) -> dict[str, float] | None:
+    """How far lengths are from their means at most, as shares of these, where they are alike or uniform; else None.
+
+    Of prompts without what is cached, which is the same for all.
+    """
+    load = choices.load
+    if load.mix is None:
+        return {"input": 0.0, "output": 0.0}
+    if load.mix.prompt is None or load.mix.output is None:
+        return None
+    out = {}
+    for name, text, cached in (("input", load.mix.prompt, load.cached_prefix), ("output", load.mix.output, 0.0)):
+        lengths = parse_lengths(text)
+        if not isinstance(lengths, Uniform | Fixed) or lengths.most is None:
+            return None
+        out[name] = round((lengths.most - lengths.least) / (lengths.most + lengths.least - 2 * cached), 6)
+    return out
+
+
+def mean_note(choices: ServingChoices) -> str:
+    """Say that a measurement sends requests of the mean length."""
+    words = choices.load.mix.words if choices.load.mix else ""
+    return f"'bench' sends requests of the mean length, the plan has {words}"
+
+
 def serving_benchmark(choices: ServingChoices) -> dict[str, str | int | float | None]:
     """Give the options of a closed loop of requests of the plan's lengths."""
     load = choices.load
     return {
         "--model": '"$MODEL"',
         "--dataset-name": "random",
-        "--random-input-len": int(load.computed),
+        "--random-input-len": choices.new_tokens,
         "--random-prefix-len": int(load.cached_prefix),
-        "--random-output-len": int(load.output),
+        "--random-output-len": choices.output_tokens,
         "--random-range-ratio": "0.0",
         "--ignore-eos": None,
         "--num-prompts": choices.num_prompts,

@@ -16,6 +16,7 @@ from meshwise.costs.serving.problem import ServingProblem
 from meshwise.dtypes import DType
 from meshwise.handover.handed import Refusals
 from meshwise.jobs import ServingLoad
+from meshwise.jobs.traffic import parse_lengths
 from meshwise.models import Model
 from meshwise.models.spec import LatentAttention
 from meshwise.planning.serving import ServingPlan
@@ -28,7 +29,7 @@ _ANSWERED = {
     "layout": "tensor cache width context expert fsdp stage replicas cache_split sequence_parallel "
     "expert_tensor_parallel context_method wires",
     "setup": "mode prefill generate batch prefill_batch chunk",
-    "load": "prompt output cached_prefix precision block_tokens reserve draft_tokens acceptance expert_imbalance",
+    "load": "prompt output mix cached_prefix precision block_tokens reserve draft_tokens acceptance expert_imbalance",
 }
 
 #: How many times as many requests a measurement sends as are on their way at once.
@@ -164,6 +165,25 @@ class ServingChoices:
         return min(tokens, self.model.max_seq_len or tokens)
 
     @property
+    def new_tokens(self) -> int:
+        """Tokens of a prompt that are computed; the mean, where they differ."""
+        return math.ceil(self.load.computed)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that a request gets; the mean, where they differ."""
+        return math.ceil(self.load.output)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, or more."""
+        mix = self.load.mix
+        if mix is None:
+            return int(self.load.prompt)
+        drawn = parse_lengths(mix.prompt).most if mix.prompt is not None else None
+        return mix.longest if drawn is None else drawn
+
+    @property
     def generating(self) -> int:
         """Engines that generate."""
         return self.setup.generate.replicas
@@ -206,8 +226,8 @@ class ServingChoices:
         )
 
     def _prefill_tokens(self, layout: ServingLayout) -> int:
-        chunk = self.load.computed if self.setup.chunk is None else min(self.setup.chunk, self.load.computed)
-        return math.ceil(self.setup.prefill_batch / layout.expert) * int(chunk)
+        chunk = self.new_tokens if self.setup.chunk is None else min(self.setup.chunk, self.new_tokens)
+        return math.ceil(self.setup.prefill_batch / layout.expert) * chunk
 
     def nodes(self, layout: ServingLayout) -> int:
         """Hosts that one engine lies on."""

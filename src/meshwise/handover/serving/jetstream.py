@@ -16,6 +16,7 @@ from typing import Any
 from meshwise.dtypes import DType
 from meshwise.errors import UnknownNameError
 from meshwise.handover.handed import Refusals
+from meshwise.handover.serving.benchmark import mean_note
 from meshwise.handover.serving.choices import ServingChoices
 from meshwise.handover.serving.notes import common_notes
 from meshwise.handover.serving.script import Script, command
@@ -76,7 +77,7 @@ def jetstream(choices: ServingChoices, refusals: Refusals) -> Script:
     script.add("serve", "one engine, on port 9000", run=command(server, {}, last=lines))
     measured = [
         "inference_microbenchmark_stages=prefill,generate",
-        f"inference_microbenchmark_prefill_lengths={int(choices.load.computed)}",
+        f"inference_microbenchmark_prefill_lengths={choices.new_tokens}",
     ]
     bench = 'python3 -m maxtext.inference.inference_microbenchmark "$CONFIG"'
     script.add(
@@ -105,9 +106,11 @@ def _add_notes(choices: ServingChoices, layout: ServingLayout, script: Script) -
         ),
         "JetStream's benchmark_serving.py has no prompts of a given length",
     ]
-    length = int(load.computed)
+    length = choices.new_tokens
     if length & (length - 1):
         script.notes.append(f"prompts are padded to a power of two: {1 << length.bit_length():,} tokens")
+    if load.mix is not None:
+        script.notes.append(mean_note(choices))
     if layout.expert > 1:
         script.notes.append("over the expert axis other weights are stored in parts and gathered; the plan has copies")
 
@@ -151,7 +154,7 @@ def _check(choices: ServingChoices, layout: ServingLayout, refusals: Refusals) -
 
 
 def _settings(choices: ServingChoices, layout: ServingLayout, refusals: Refusals) -> dict[str, Any]:
-    load, formats = choices.load, choices.load.formats
+    formats = choices.load.formats
     out: dict[str, Any] = {
         "model_name": _MODELS.get(choices.model.name, ""),
         "tokenizer_path": '"$TOKENIZER"',
@@ -162,7 +165,7 @@ def _settings(choices: ServingChoices, layout: ServingLayout, refusals: Refusals
         "ici_fsdp_parallelism": layout.fsdp,
         "ici_expert_parallelism": layout.expert,
         "ici_autoregressive_parallelism": 1,
-        "max_prefill_predict_length": int(load.prompt),
+        "max_prefill_predict_length": choices.longest_prompt,
         "max_target_length": choices.longest,
         "per_device_batch_size": _exact(choices.setup.batch / layout.engine_chips),
         "enable_prefix_caching": False,

@@ -85,13 +85,15 @@ def _header(choices: ServingChoices) -> list[str]:
         [f"prefill: {setup.prefill}", f"generate: {setup.generate}"] if choices.apart else [f"layout: {setup.generate}"]
     )
     prefix = f", {load.cached_prefix:,.0f} of them cached" if load.cached_prefix else ""
+    mean = f" on average ({load.mix.words})" if load.mix else ""
     engine = "each generating engine" if choices.apart else "each engine"
     tokens = estimate.output_tokens_per_s / choices.measured_engines
     where = "" if choices.measured_engines == 1 else " on each engine"
     return [
         f"{choices.model.name} on {chips}, a plan of meshwise",
         *layouts,
-        f"load: {load.prompt:,.0f} tokens in{prefix}, {load.output:,.0f} out, {setup.batch:,} at once on {engine}",
+        f"load: {load.prompt:,.0f} tokens in{prefix}, {load.output:,.0f} out{mean}",
+        f"batch: {setup.batch:,} requests at once on {engine}",
         f"precision {load.precision}",
         (
             f"predicted: TTFT {format_time(estimate.ttft.expected)}, TPOT {format_time(estimate.tpot.expected)}, "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from meshwise.dtypes import DType
 from meshwise.handover.handed import Refusals
-from meshwise.handover.serving.benchmark import MEASURED
+from meshwise.handover.serving.benchmark import MEASURED, mean_note
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
 from meshwise.handover.serving.script import Options, Script, command
@@ -64,6 +64,8 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
         script.notes.append("SGLang splits feed-forward parts without experts over all ranks; the plan over tensor")
     if choices.apart:
         _add_router(choices, script)
+    if choices.load.mix is not None:
+        script.notes.append(mean_note(choices))
     script.add("bench", "measure what was predicted", run=_benchmark(choices))
     script.notes.append(MEASURED)
     first = "prefill, generate and router" if choices.apart else "serve"
@@ -204,15 +206,15 @@ def _benchmark(choices: ServingChoices) -> list[str]:
             "--gsp-num-groups": 1,
             "--gsp-prompts-per-group": choices.num_prompts,
             "--gsp-system-prompt-len": int(load.cached_prefix),
-            "--gsp-question-len": int(load.computed),
-            "--gsp-output-len": int(load.output),
+            "--gsp-question-len": choices.new_tokens,
+            "--gsp-output-len": choices.output_tokens,
             "--gsp-range-ratio": "1.0",
         }
     else:
         data = {
             "--dataset-name": "random-ids",
-            "--random-input-len": int(load.prompt),
-            "--random-output-len": int(load.output),
+            "--random-input-len": choices.new_tokens,
+            "--random-output-len": choices.output_tokens,
             "--random-range-ratio": "1.0",
         }
     options: Options = {

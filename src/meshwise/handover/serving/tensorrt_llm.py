@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwise.dtypes import DType
 from meshwise.handover.handed import Refusals
-from meshwise.handover.serving.benchmark import MEASURED, serving_benchmark
+from meshwise.handover.serving.benchmark import MEASURED, drawn_alike, mean_note, serving_benchmark
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
 from meshwise.handover.serving.script import Options, Script, command, heredoc
@@ -67,6 +67,11 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
         _add_router(choices, script)
     url = '"${URL:-http://127.0.0.1:8000}"'
     bench = {"--backend": "openai", "--base-url": url, **serving_benchmark(choices)}
+    apart = drawn_alike(choices)
+    if apart is None or apart["input"] != apart["output"]:
+        script.notes.append(mean_note(choices))
+    else:
+        bench["--random-range-ratio"] = apart["input"]
     bench |= {"--random-ids": None, "--tokenize-on-client": None}
     module = "python3 -m tensorrt_llm.serve.scripts.benchmark_serving"
     script.add("bench", "measure what was predicted", run=command(module, bench))
@@ -154,7 +159,7 @@ def _settings(choices: ServingChoices, pool: Pool, refusals: Refusals, script: S
     if choices.apart:
         if pool.name == "prefill":
             out["disable_overlap_scheduler"] = True
-        out["cache_transceiver_config"] = {"backend": "DEFAULT", "max_tokens_in_buffer": int(load.prompt)}
+        out["cache_transceiver_config"] = {"backend": "DEFAULT", "max_tokens_in_buffer": choices.longest_prompt}
     return out
 
 

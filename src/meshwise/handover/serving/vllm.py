@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwise.dtypes import DType
 from meshwise.handover.handed import Refusals
-from meshwise.handover.serving.benchmark import MEASURED, serving_benchmark
+from meshwise.handover.serving.benchmark import MEASURED, drawn_alike, mean_note, serving_benchmark
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
 from meshwise.handover.serving.script import Options, Script, command, shell_json
@@ -65,6 +65,11 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
         _add_router(choices, script)
     base = '"${URL:-http://127.0.0.1:8000}"'
     bench = {"--backend": "vllm", "--base-url": base, **serving_benchmark(choices)}
+    apart = drawn_alike(choices)
+    if apart is None:
+        script.notes.append(mean_note(choices))
+    elif choices.load.mix is not None:
+        bench["--random-range-ratio"] = shell_json(apart)
     script.add("bench", "measure what was predicted", run=command("vllm bench serve", bench))
     script.notes.append(MEASURED)
     first = "prefill, generate and router" if choices.apart else "serve"
