@@ -1,7 +1,9 @@
 """Plans of serving for the tests of the hand-over: layouts that are given, no search."""
 
 import functools
+from dataclasses import replace
 
+from meshwise.costs.estimate import Interval
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
@@ -30,6 +32,9 @@ _wide = functools.partial(
     make_serving_plan, "deepseek-v3", "h200:64", "expert=32", 1024, prefill="expert=32", prefill_batch=32,
     prompt=4096, output=1024, precision="fp8",
 )  # fmt: skip
+
+#: Seconds that the plans of the cases are said to take.
+_TTFT, _TPOT = 0.25, 0.02
 
 #: Name -> (the plan, the engines that it is handed over to); the texts stand in tests/data/export.
 SERVING_CASES = {
@@ -70,5 +75,18 @@ SERVED = [(case, engine) for case, (_, engines) in SERVING_CASES.items() for eng
 
 @functools.cache
 def serving_plan(case):
-    """The plan of a case, made once."""
-    return SERVING_CASES[case][0]()
+    """The plan of a case, made once, with rounded predictions: what it says is tested, not what it takes."""
+    plan = SERVING_CASES[case][0]()
+    estimate, setup, output = plan.estimate, plan.setup, plan.problem.load.output
+    rate = setup.batch * setup.generate.replicas / (_TPOT * output)
+    memory = {"weights": 0.4, "kv_cache": 0.2, "activations": 0.02, "workspace": 0.0, "reserve": 0.1, "total": 0.72}
+    memory = {name: share * estimate.hbm_capacity for name, share in memory.items()}
+    said = {
+        "ttft": Interval(_TTFT, _TTFT, _TTFT),
+        "tpot": Interval(_TPOT, _TPOT, _TPOT),
+        "requests_per_s": rate,
+        "output_tokens_per_s": rate * output,
+        "prefill": replace(estimate.prefill, seconds=Interval(_TTFT, _TTFT, _TTFT), memory=memory),
+        "generate": replace(estimate.generate, seconds=Interval(_TPOT, _TPOT, _TPOT), memory=memory),
+    }
+    return replace(plan, estimate=replace(estimate, **said))
