@@ -314,11 +314,13 @@ class ServingChoices:
             refusals.add(
                 f"width={layout.width}",
                 "its weights are split one way, by heads and feed-forward widths",
-                f"tensor={layout.tensor * layout.width}",
+                f"tensor={layout.tensor * layout.width}, or plan serve --forbid width",
             )
         if layout.fsdp > 1:
             refusals.add(
-                f"fsdp={layout.fsdp}", "it never gathers weights", f"tensor={layout.tensor * layout.fsdp}, or replicas"
+                f"fsdp={layout.fsdp}",
+                "it never gathers weights",
+                f"tensor={layout.tensor * layout.fsdp}, or plan serve --forbid fsdp",
             )
         if layout.cache > 1 and layout.cache_split == "batch":
             instead = f"expert={layout.cache}" if self.mixture else "cache_split=sequence"

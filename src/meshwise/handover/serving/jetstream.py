@@ -130,7 +130,9 @@ def _check(choices: ServingChoices, layout: ServingLayout, refusals: Refusals) -
         if size > 1:
             fitting = math.gcd(layout.tensor * size, choices.kv_heads)
             refusals.add(
-                f"{name}={size}", "its engine has no axis that does the same", f"tensor={fitting}, and replicas"
+                f"{name}={size}",
+                "its engine has no axis that does the same",
+                f"tensor={fitting} with replicas, or plan serve --forbid {name}",
             )
     if choices.mixture and layout.tensor > 1 and not layout.expert_tensor_parallel:
         refusals.add(

@@ -88,7 +88,7 @@ def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
         refusals.add(
             f"context={layout.context}",
             "what splits a prompt splits the other weights, too",
-            f"tensor={layout.tensor * layout.context}",
+            f"tensor={layout.tensor * layout.context}, or plan serve --forbid context",
         )
     if layout.expert > 1 and ways > 1 and layout.expert_tensor_parallel:
         refusals.add(

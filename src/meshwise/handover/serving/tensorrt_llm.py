@@ -88,13 +88,13 @@ def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
         refusals.add(
             f"cache={layout.cache}",
             "of its engines only those with latents split positions (Helix), which is not handed over",
-            f"tensor={layout.tensor * layout.cache}, or --to vllm or sglang",
+            f"tensor={layout.tensor * layout.cache}, --to sglang, or plan serve --forbid cache",
         )
     if layout.context > 1:
         refusals.add(
             f"context={layout.context}",
             "it splits prompts for few models, which is not handed over",
-            f"tensor={layout.tensor * layout.context}",
+            f"tensor={layout.tensor * layout.context}, or plan serve --forbid context",
         )
     if layout.expert > 1 and layout.tensor > 1:
         refusals.add(

@@ -111,7 +111,7 @@ def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
         refusals.add(
             f"stage={layout.stage} of generation",
             "NIXL hands caches to engines without a pipeline",
-            f"tensor={layout.tensor * layout.stage}, or --mode aggregated",
+            f"tensor={layout.tensor * layout.stage}, --mode aggregated, or plan serve --forbid stage",
         )
     if choices.apart and layout.cache > 1:
         refusals.add(
