@@ -138,6 +138,7 @@ _SERVING = {
     "plans[].batch": "requests that generate at once on one engine",
     **{f"plans[].{step}.{name}": what for step in ("prefill", "generate") for name, what in _ENGINE.items()},
     "plans[].prefill.chunk_tokens": "tokens of a prompt that are prefilled in one step; null for all",
+    "plans[].gathering_s": "mean seconds that a prompt waits for the others that are prefilled with it",
     "plans[].handover_s": "seconds in which a prompt's cache gets to where it is read",
     "plans[].ttft_s": "time to first token, expected; its definition is printed",
     "plans[].ttft_interval_s.*": "lower, expected, upper",
