@@ -181,3 +181,39 @@ def test_lengths_that_cannot_be_are_said(run, words, said):
     told = run("plan", "serve", "llama-3-8b", "--on", "h100:1", *words)
     assert told.code == 2
     assert said in told.err
+
+
+def test_json_has_the_names_that_are_promised(run):
+    told = run(*PLAN, "--json").json
+    for plan in told["plans"]:
+        assert plan["prefill"]["layout"]
+        assert plan["generate"]["layout"]
+        assert plan["mode"] in ("aggregated", "disaggregated")
+        assert plan["batch"] >= 1
+        assert plan["bound"] in ("compute", "hbm") or plan["bound"].endswith(" communication")
+        for name in ("ttft_s", "tpot_s", "throughput_tokens_per_s_per_chip", "cost_usd_per_million_output_tokens"):
+            assert plan[name] > 0
+        assert plan["memory_bytes"]["total"] > plan["memory_bytes"]["weights"] > 0
+    points = [(p["tpot_s"], p["throughput_tokens_per_s_per_chip"]) for p in told["pareto"]]
+    assert points == sorted(points)
+    assert [y for _, y in points] == sorted(y for _, y in points)
+    assert told["search"]["configurations"] > 1000
+    assert told["search"]["cpu_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("llama-3-70b", "--on", "h100:1", "--prompt", "64"), "the leanest needs 1"),
+        (("llama-3-8b", "--on", "h100:1", "--prompt", "64", "--mode", "disaggregated"), "h100:1 has one chip"),
+        (
+            ("llama-3-8b", "--on", "h100:2", "--prompt", "64", "--output", "1", "--mode", "disaggregated"),
+            "an output of one token needs no other engine",
+        ),
+        (("llama-3-8b", "--on", "h100:1", "--prompt", "64", "--rate", "1e6"), "1e+06 requests/s (the most is"),
+    ],
+)
+def test_what_cannot_be_served_says_what_would_help(run, words, said):
+    told = run("plan", "serve", "--output", "8", *words)
+    assert told.code == 3
+    assert said in told.err

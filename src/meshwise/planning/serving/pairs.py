@@ -63,6 +63,9 @@ class Pairs:
 #: More than any rate of requests.
 _FAR = 1e15
 
+#: How often the fastest rows of each kind are asked which others they beat.
+_ROUNDS = 24
+
 #: Makes pairs of rows complete, or gives None where none is wanted.
 _Keep = Callable[[Pairs], np.ndarray]
 
@@ -93,52 +96,88 @@ def aggregated(
     load = problem.load
     room = (1 - load.reserve) * problem.cluster.chip.hbm_usable
     fits_in, fits_out = (t.weights + t.activations + t.workspace <= room for t in (prefill, generate))
+    held = prefill.activations + prefill.workspace
+    per_prompt = prefill.interval / prefill.batch
+    lean = _lean(generate, np.flatnonzero(fits_out))
     for stored in np.intersect1d(np.unique(prefill.stored[fits_in]), np.unique(generate.stored[fits_out])):
         into = np.flatnonzero((prefill.stored == stored) & fits_in)
         out = np.flatnonzero((generate.stored == stored) & fits_out)
-        held = prefill.activations[into] + prefill.workspace[into]
         first = prefill.seconds[into] + prefill.handover[into]
-        best = into[undominated(first, prefill.interval[into] / prefill.batch[into], held, prefill.batch[into])]
-        for row in best:
-            yield from _with(problem, prefill, generate, (row, out, float(prefill.handover[row])), keep, wanted)
+        best = into[undominated(first, per_prompt[into], held[into], prefill.batch[into])]
+        row, of = _all_with_all(best, lean[generate.stored[lean] == stored])
+        apart = prefill.mesh[row] != generate.mesh[of]  # where one layout does both, the cache stays
+        row, of = row[apart], of[apart]
+        yield from _together(problem, prefill, generate, (row, of, prefill.handover[row]), keep, wanted)
+        own = []
         for mesh in np.intersect1d(np.unique(prefill.mesh[into]), np.unique(generate.mesh[out])):
-            own = into[prefill.mesh[into] == mesh]
-            rate = prefill.interval[own] / prefill.batch[own]
-            held = prefill.activations[own] + prefill.workspace[own]
-            for row in own[undominated(prefill.seconds[own], rate, held, prefill.batch[own])]:
-                yield from _with(problem, prefill, generate, (row, out[generate.mesh[out] == mesh], 0.0), keep, wanted)
+            rows = into[prefill.mesh[into] == mesh]
+            rows = rows[undominated(prefill.seconds[rows], per_prompt[rows], held[rows], prefill.batch[rows])]
+            own.append(_all_with_all(rows, out[generate.mesh[out] == mesh]))
+        if own:
+            row, of = (np.concatenate(parts) for parts in zip(*own, strict=True))
+            yield from _together(problem, prefill, generate, (row, of, np.zeros(len(row))), keep, wanted)
 
 
-def _with(  # noqa: PLR0917 -- what is paired, and how
-    problem: ServingProblem, prefill: Table, generate: Table, which: tuple[int, np.ndarray, float], keep: _Keep,
-    wanted: float | None,
+def _all_with_all(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each of `a` with each of `b`."""
+    return np.repeat(a, len(b)), np.tile(b, len(a))
+
+
+def _lean(generate: Table, out: np.ndarray) -> np.ndarray:
+    """Leave out rows of `out` that another of the same batch and way to store weights beats in time and all memory.
+
+    Only the fastest few of each kind are asked whether they beat the others: what is left out is beaten, but not all
+    that is beaten is left out.
+    """
+    columns = [generate.weights, generate.cache, generate.activations, generate.workspace, *generate.prompts.values()]
+    left, kept = out, []
+    for _ in range(_ROUNDS):
+        if not len(left):
+            break
+        order = left[np.lexsort((generate.seconds[left], generate.batch[left], generate.stored[left]))]
+        batch, stored = generate.batch[order], generate.stored[order]
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = (batch[1:] != batch[:-1]) | (stored[1:] != stored[:-1])
+        fastest = order[np.flatnonzero(first)[np.cumsum(first) - 1]]
+        beaten = np.ones(len(order), dtype=bool)
+        for column in columns:
+            beaten &= column[order] >= column[fastest]
+        kept.append(order[first])
+        left = order[~beaten & ~first]
+    return np.concatenate([*kept, left])
+
+
+def _together(  # noqa: PLR0917 -- what is paired, and how
+    problem: ServingProblem, prefill: Table, generate: Table, which: tuple[np.ndarray, np.ndarray, np.ndarray],
+    keep: _Keep, wanted: float | None,
 ) -> Iterator[Pairs]:  # fmt: skip
-    """One row of prefill with many of generation; arguments as in `aggregated`, and seconds of the handover."""
+    """Rows of prefill with rows of generation, of one size of engines; and seconds of their handover."""
     row, out, handover = which
+    if not len(row):
+        return
     load = problem.load
-    p = int(prefill.batch[row])
-    if handover:  # where one layout does both, the cache stays
-        out = out[generate.mesh[out] != prefill.mesh[row]]
+    p = prefill.batch[row]
+    numbers = np.array(list(generate.prompts), dtype=float)
+    prompts = np.stack(list(generate.prompts.values()))[np.searchsorted(numbers, p), out]
     further, gained = load.output - 1, load.tokens_per_step
     b, step = generate.batch[out], generate.seconds[out]
     per_prompt = prefill.interval[row] / p
     memory = (
         np.maximum(prefill.weights[row], generate.weights[out])
         + generate.cache[out]
-        + generate.prompts[p][out]
+        + prompts
         + np.maximum(prefill.activations[row], generate.activations[out])
         + np.maximum(prefill.workspace[row], generate.workspace[out])
         + load.reserve * problem.cluster.chip.hbm_usable
     )
     engine = prefill.chips[row]
     each = 1 / (per_prompt + step * further / gained / b)
-    most = float(problem.cluster.num_chips // engine)
-    replicas = np.full(out.shape, most) if wanted is None else np.clip(np.ceil(wanted / each - 1e-12), 1, most)
+    most = np.floor(problem.cluster.num_chips / engine)
+    replicas = most if wanted is None else np.clip(np.ceil(wanted / each - 1e-12), 1, most)
     rate = replicas * each
-    size = out.shape
     pairs = Pairs(
         "aggregated",
-        np.full(size, row),
+        row,
         out,
         replicas,
         replicas,

@@ -160,6 +160,13 @@ def plan_serving(problem: ServingProblem, *, wishes: ServingWishes | None = None
     if wishes.mode != "aggregated" and chips > 1:
         for pairs in disaggregated(problem, fabric, prefill, generate, found.fitting, wishes.rate):
             found.add(pairs)
+    if wishes.mode == "disaggregated" and (chips == 1 or problem.load.output == 1):
+        why = f"{problem.cluster.name} has one chip" if chips == 1 else "an output of one token needs no other engine"
+        raise InfeasibleError(
+            f"--mode disaggregated: engines that prefill and engines that generate are different ones, {why}; leave it "
+            "out, or use more chips" + ("" if chips == 1 else " and longer outputs")
+        )
+    found.note(prefill, generate)
     groups = found.joined()
     plans, order = _ranked(problem, fabric, wishes, groups, prefill, generate, top)
     search = ServingSearch(prefill.rows + generate.rows, found.seen, time.process_time() - began)
@@ -203,6 +210,12 @@ class _Found:
         if len(pairs):
             self.least_memory = min(self.least_memory, float(pairs.memory.min()))
         return np.flatnonzero(pairs.memory <= self.problem.cluster.chip.hbm_usable)
+
+    def note(self, *tables: Table) -> None:
+        """Remember what a chip needs at least: weights, what a step needs, and what is reserved."""
+        reserve = self.problem.load.reserve * self.problem.cluster.chip.hbm_usable
+        for t in tables:
+            self.least_memory = min(self.least_memory, float((t.weights + t.activations + t.workspace).min()) + reserve)
 
     def add(self, pairs: Pairs) -> None:
         self.parts.append(pairs)

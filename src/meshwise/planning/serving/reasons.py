@@ -48,9 +48,10 @@ def neighbours(
     """
     chosen = groups[best[0]]
     winner = chosen.take(np.array([best[1]]))
+    within = [_within(pairs, wishes) for pairs in groups]
     found = []
     for name, masks in _kinds(groups, chosen, best[1], prefill, generate):
-        told = _compared(wishes, groups, masks, winner)
+        told = _compared(wishes, groups, within, masks, winner)
         if told is not None:
             found.append(Neighbour(name, told))
     return tuple(found)
@@ -109,18 +110,23 @@ def _kinds(
     return kinds
 
 
-def _compared(wishes: ServingWishes, groups: Sequence[Pairs], masks: Sequence[np.ndarray], winner: Pairs) -> str | None:
+def _compared(
+    wishes: ServingWishes,
+    groups: Sequence[Pairs],
+    within: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    winner: Pairs,
+) -> str | None:
     """Say by how much the best of these loses; None where there is none, or none that loses."""
-    parts = [p.take(np.flatnonzero(m)) for p, m in zip(groups, masks, strict=True)]
-    if not any(len(p) for p in parts):
+    if not any(m.any() for m in masks):
         return "does not fit, or other layouts beat it in everything"
-    ok = [p.take(np.flatnonzero(_within(p, wishes))) for p in parts]
-    if not any(len(p) for p in ok):
-        return _missed(wishes, parts)
+    ok = [m & w for m, w in zip(masks, within, strict=True)]
+    if not any(m.any() for m in ok):
+        return _missed(wishes, groups, masks)
     what, sign = {"throughput": ("tokens", -1), "tpot": ("tpot", 1), "ttft": ("ttft", 1)}[wishes.objective]
     if wishes.rate is not None:
         what, sign = "chips", 1
-    value = min(float((sign * getattr(p, what)).min()) for p in ok if len(p)) * sign
+    value = min(float((sign * getattr(p, what)[m]).min()) for p, m in zip(groups, ok, strict=True) if m.any()) * sign
     own = float(getattr(winner, what)[0])
     if what == "tokens":
         share = 100 * (1 - value / own)
@@ -142,13 +148,14 @@ def _within(pairs: Pairs, wishes: ServingWishes) -> np.ndarray:
     return ok
 
 
-def _missed(wishes: ServingWishes, parts: Sequence[Pairs]) -> str:
+def _missed(wishes: ServingWishes, groups: Sequence[Pairs], masks: Sequence[np.ndarray]) -> str:
     """Which target none of them keeps."""
+    some = [(p, m) for p, m in zip(groups, masks, strict=True) if m.any()]
     for name, limit in (("tpot", wishes.max_tpot), ("ttft", wishes.max_ttft)):
-        least = min(float(getattr(p, name).min()) for p in parts if len(p))
+        least = min(float(getattr(p, name)[m].min()) for p, m in some)
         if limit is not None and least > limit:
             return f"{name.upper()} {format_time(least)} at least, the target is {format_time(limit)}"
-    most = max(float(p.rate.max()) for p in parts if len(p))
+    most = max(float(p.rate[m].max()) for p, m in some)
     if wishes.rate is not None and most < wishes.rate:
         return f"{most:.3g} requests/s at most, {wishes.rate:g} are wanted"
     return "no one of them keeps all targets"

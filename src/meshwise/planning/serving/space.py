@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -41,12 +41,18 @@ class Candidates:
         layouts: without wires, and the wires.
         mesh: mesh axis -> sizes.
         factors: mesh axis -> extents on each dimension of the network.
+        chips: of an engine.
+        stored: how weights are stored: equal for those that can share a copy.
+        cached: how caches are split: equal where `ServingSetup.one_layout` says so.
     """
 
     structure: ServingStructure
     layouts: tuple[tuple[ServingLayout, Wiring], ...]
     mesh: dict[str, np.ndarray]
     factors: dict[str, list[np.ndarray]]
+    chips: np.ndarray
+    stored: tuple[object, ...]
+    cached: tuple[object, ...]
 
 
 @cache
@@ -139,7 +145,14 @@ def candidates(
     problem: ServingProblem, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...] = ()
 ) -> tuple[Candidates, ...]:
     """Give every layout of engines of so many chips, by structure; `forbid`: axes that are not used."""
-    limits = _Limits.of(problem.model)
+    return _candidates(_Limits.of(problem.model), fabric, step, sizes, forbid)
+
+
+@lru_cache(maxsize=16)
+def _candidates(
+    limits: _Limits, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...]
+) -> tuple[Candidates, ...]:
+    """As `candidates`; kept, because searches of one cluster in other formats, or with other targets, have the same."""
     found: dict[ServingStructure, list[tuple[ServingLayout, Wiring]]] = {}
     for chips in sizes:
         for mesh in _meshes(chips, step, limits):
@@ -172,4 +185,11 @@ def _arrays(
     ones = (1,) * dims
     mesh = {a: np.array([float(getattr(x, a)) for x, _ in layouts]) for a in SERVING_AXES}
     factors = {a: [np.array([float(w.get(a, ones)[i]) for _, w in layouts]) for i in range(dims)] for a in SERVING_AXES}
-    return Candidates(structure, layouts, mesh, factors)
+    chips = np.array([float(x.engine_chips) for x, _ in layouts])
+    stored = tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x, _ in layouts)
+    return Candidates(structure, layouts, mesh, factors, chips, stored, tuple(_cached_as(x) for x, _ in layouts))
+
+
+def _cached_as(x: ServingLayout) -> object:
+    """What of a layout says how it splits a cache."""
+    return (*x.sizes.values(), x.structure.cache_split, x.expert_tensor_parallel, x.context_method)

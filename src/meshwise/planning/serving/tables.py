@@ -67,11 +67,6 @@ class Table:
         return len(self.batch)
 
 
-def _cached_as(x: ServingLayout) -> object:
-    """What of a layout says how it splits a cache; equal where `ServingSetup.one_layout` says so."""
-    return (*x.sizes.values(), x.structure.cache_split, x.expert_tensor_parallel, x.context_method)
-
-
 def _number(of: dict[object, int], key: object) -> int:
     return of.setdefault(key, len(of))
 
@@ -115,12 +110,12 @@ def make_table(
             kept = load.prefilled(batch)
         costs = price_step(problem, step, group.structure, sizes, wires, attending)
         activations, workspace = step_memory(problem, step, group.structure, most)
-        stored = [_number(keys[0], (x.engine_chips, x.weight_ways, x.expert, x.stage)) for x, _ in group.layouts]
-        alike = [_number(keys[1], _cached_as(x)) for x, _ in group.layouts]
+        stored = [_number(keys[0], key) for key in group.stored]
+        alike = [_number(keys[1], key) for key in group.cached]
         values = {
             "layout": rows + len(layouts),
             "batch": batch,
-            "chips": np.array([float(x.engine_chips) for x, _ in group.layouts])[rows],
+            "chips": group.chips[rows],
             "stored": np.array(stored)[rows],
             "mesh": np.array(alike)[rows],
             "seconds": costs.expected,
