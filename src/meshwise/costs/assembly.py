@@ -31,6 +31,7 @@ class StepParts:
         layers: of the model.
         rates: chip, calibration, wires.
         boundary_bytes: what one chip sends to the next stage per microbatch and direction.
+        senders: chips that hold the same of it and send a part each.
     """
 
     sums: Mapping[str, RoleSums]
@@ -38,6 +39,7 @@ class StepParts:
     layers: int
     rates: StepRates
     boundary_bytes: Any
+    senders: Any = 1.0
 
 
 def passes_makespan(parts: StepParts, pipeline: Pipeline) -> Any:
@@ -79,7 +81,8 @@ def step_time(
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
     exposed, hidden, bounds, serial = _once(parts, micro, stored, ledger)
     terms = {name: microbatches * seconds for name, seconds in micro.terms.items()}
-    hidden_share = minimum(schedule.pairs(shape) * saved / maximum(terms["expert"], 1e-30), 1.0)
+    pairs = pipeline.paired_passes(beside=rates.calibration.beside_exchanges)
+    hidden_share = minimum(pairs * saved / maximum(terms["expert"], 1e-30), 1.0)
     hidden["expert"] = hidden["expert"] + terms["expert"] * hidden_share
     terms["expert"] = terms["expert"] * (1 - hidden_share)
     for n in NETWORKS:
@@ -87,7 +90,7 @@ def step_time(
         terms[n] = terms[n] + exposed[n]
     terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
     copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
-    terms["pipeline_send"] = 2 * schedule.hops(shape) * send + copied
+    terms["pipeline_send"] = pipeline.waited_sends(rates.calibration.late_sends) * send + copied
     terms["offload"] = 0.0
     terms["optimizer"] = (
         optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
@@ -99,7 +102,8 @@ def step_time(
     }
     resources["compute"] = microbatches * micro.busy + waits * others.busy + optimizer_matmul
     resources["hbm"] = resources["hbm"] + optimizer
-    slowest = PipelineTimes(*(_serial_times(parts.sums, of, send * (shape.stages > 1)) for of in shares))
+    sent = send * max(rates.calibration.late_sends, 1) * (shape.stages > 1)
+    slowest = PipelineTimes(*(_serial_times(parts.sums, of, sent) for of in shares))
     nothing_hidden = schedule.makespan(shape, slowest)
     if ledger is not None:
         _write(ledger, stored, worked)
@@ -124,7 +128,11 @@ def step_time(
 
 
 def _times(parts: StepParts, pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> PipelineTimes:
-    cores = parts.rates.calibration.exchange_cores if pipeline.schedule.overlaps else None
+    calibration, shape = parts.rates.calibration, pipeline.shape
+    if calibration.beside_exchanges and pipeline.schedule.chunks is None:
+        share = pipeline.paired_passes(beside=True) / (shape.num_microbatches * shape.virtual_stages)
+        return PipelineTimes(*(_beside(parts.sums, own, calibration.interference, share) for own in chunks))
+    cores = calibration.exchange_cores if pipeline.schedule.overlaps else None
     return PipelineTimes(*(_stage_times(parts.sums, shares, cores) for shares in chunks))
 
 
@@ -136,6 +144,9 @@ def _busiest(
     at_first, between = works[0] > works[2], works[1] > maximum(works[0], works[2])
     ends = {role: where(at_first, first[role], last[role]) for role in first}
     stored = {role: where(between, middle[role], ends[role]) for role in first}
+    if pipeline.schedule.chunks is None:  # an end and middle chunks on one device
+        own, count = where(at_first, times.first.saved, times.last.saved), pipeline.shape.virtual_stages
+        return stored, where(between, times.middle.saved, (own + (count - 1) * times.middle.saved) / count)
     return stored, where(between, times.middle.saved, times.ends.saved)
 
 
@@ -211,6 +222,26 @@ def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, cores: float | No
     return StageTimes(**passes, saved=maximum(hidden - longer, 0.0))
 
 
+def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, paired: Any) -> StageTimes:
+    """The passes of a chunk, of which the share `paired` exchanges tokens while another's passes compute.
+
+    What a pair saves is taken from both of its passes, by their exchanges.
+    """
+    passes = {name: _shared(sums, shares, "passes", name) for name in ("forward", "backward", "weights")}
+    computes = _shared(sums, shares, "terms", "forward"), _shared(sums, shares, "terms", "backward", "recompute")
+    exchanges = {name: _shared(sums, shares, "exchanged", name) for name in ("forward", "backward")}
+    hidden = {
+        "forward": minimum(exchanges["forward"], computes[1]),
+        "backward": minimum(exchanges["backward"], computes[0]),
+    }
+    saved: Any = 0.0
+    for name, seconds in hidden.items():
+        won = seconds * (1 - interference)
+        passes[name] = passes[name] - won * paired
+        saved = saved + won
+    return StageTimes(**passes, saved=saved)
+
+
 def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Any) -> StageTimes:
     """Passes with nothing overlapped; a send after each that has one."""
     forward, backward, weights = (_shared(sums, shares, "serial", n) for n in ("forward", "backward", "weights"))
@@ -228,7 +259,11 @@ def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str
 
 def _send(parts: StepParts) -> Any:
     """Seconds of one send between neighbouring stages."""
-    return _send_of(parts, parts.boundary_bytes)
+    if isinstance(parts.senders, float) and parts.senders == 1:
+        return _send_of(parts, parts.boundary_bytes)
+    links, wire = parts.rates.calibration.links, parts.rates.wires(("tensor",))
+    gathered = collective_time(CollectiveKind.ALL_GATHER, parts.boundary_bytes, wire, links=links)
+    return _send_of(parts, parts.boundary_bytes / parts.senders) + where(parts.senders > 1, gathered, 0.0)
 
 
 def _send_of(parts: StepParts, num_bytes: Any) -> Any:

@@ -56,6 +56,14 @@ class Calibration:
             matmuls of the other gradients (Korthikanti et al. 2022, section 4.2.2).
         repeats_whole: whether full recomputation repeats all of a layer's forward pass, as checkpoints of PyTorch do,
             and not only what gradients read.
+        beside_exchanges: whether an interleaved pipeline exchanges the tokens of one microbatch's pass while another's
+            computes, so that exchanges cost what compute loses by them (`interference`).
+        late_sends: how many sends between stages a device waits for at each of its passes: none where they run beside
+            compute, one where both directions go at once, two where one follows the other.
+        scattered_sends: whether chips that hold the same activations send a part each, and gather the rest from their
+            neighbours (Narayanan et al. 2021, section 4.1).
+        adds_gradients: whether gradients of weights are added to those of earlier microbatches by an operation of its
+            own, and not by the matmul that makes them.
         half_output: elements of a product (rows x columns) at which its first and last wave of tiles, whose compute
             units are partly idle, take as long as the product.
         compiled: whether a compiler does what is elementwise where its result is read, and gathers weight by weight, so
@@ -90,6 +98,10 @@ class Calibration:
     chained_startup: float | None = None
     late_gathers: bool = False
     repeats_whole: bool = False
+    beside_exchanges: bool = False
+    late_sends: int = 0
+    scattered_sends: bool = False
+    adds_gradients: bool = False
     half_output: float = 0.0
     doubts: tuple[str, ...] | None = None
     refined: tuple[str, ...] = ()

@@ -306,6 +306,7 @@ def evaluated(
         _rates(problem, structure, wires),
         extents.weighted(held_bytes(_between_stages(problem.model, structure), formats)),
         ledger,
+        c.tensor if problem.calibration.scattered_sends and not structure.sequence_parallel else 1.0,
     )
     blocks = tuple((p, part, own) for p, part, own in zip(planned, parts, local, strict=True))
     return Evaluated(problem, structure, c.offload_share, blocks, extents, step, ledger)
@@ -317,11 +318,11 @@ def _rates(problem: TrainingProblem, structure: Structure, wires: Callable[[tupl
 
 
 def _step_parts(
-    times: Sequence[BlockTime], rates: StepRates, boundary_bytes: Any, ledger: Ledger | None = None
+    times: Sequence[BlockTime], rates: StepRates, boundary_bytes: Any, ledger: Ledger | None = None, senders: Any = 1.0
 ) -> StepParts:
     sums, once = role_sums(times, rates, ledger)
     layers = num_layers(program_of(b.part for b in times))
-    return StepParts(sums, once, layers, rates, boundary_bytes)
+    return StepParts(sums, once, layers, rates, boundary_bytes, senders)
 
 
 def offloaded(costs: Costs, which: Iterable[str], share: Any = 1.0, *, ledger: Ledger | None = None) -> Costs:

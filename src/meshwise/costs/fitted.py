@@ -43,6 +43,10 @@ class Software:
     graphs: bool
     source: str
     gap: float | None = None
+    beside_exchanges: bool = False
+    late_sends: int = 0
+    scattered_sends: bool = False
+    adds_gradients: bool = False
 
 
 _STEPS = "fitted to whole steps"
@@ -60,16 +64,25 @@ SOFTWARE = {
             "megatron-graphs", "the same on Blackwell in NeMo containers from 26.06 on: the host is not waited for",
             flash=2, elementwise_passes=1.12, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
+            gap=2e-6, beside_exchanges=True,
+        ),
+        Software(
+            "megatron-beside", "`megatron`, where tokens are exchanged beside another microbatch's compute",
+            flash=2, elementwise_passes=1.25, late_exchange=False, collective_matmul=True, graphs=False,
+            source="`megatron`'s; as NVIDIA's recipes do where experts are spread over nodes",
+            beside_exchanges=True,
         ),
         Software(
             "megatron-2021", "Megatron-LM before FlashAttention",
             flash=0, elementwise_passes=1.0, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} on A100; gradients are reduced after the last backward pass",
+            late_sends=1, scattered_sends=True,
         ),
         Software(
             "megatron-deepspeed", "Megatron-DeepSpeed before FlashAttention: the same in DeepSpeed's pipeline engine",
             flash=0, elementwise_passes=2.13, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of the BLOOM pre-study on A100; its engine keeps devices waiting for the host", gap=89e-6,
+            late_sends=2, scattered_sends=True, adds_gradients=True,
         ),
         Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
@@ -198,6 +211,10 @@ def _with(family: Calibration, software: Software) -> Calibration:
         late_exchange=software.late_exchange,
         compiled=software.name == "xla",
         late_gathers=True,
+        beside_exchanges=software.beside_exchanges,
+        late_sends=software.late_sends,
+        scattered_sends=software.scattered_sends,
+        adds_gradients=software.adds_gradients,
         repeats_whole=software.name != "xla",
         half_output=own.half_output,
         collective_matmul=family.collective_matmul if matmul is None else matmul,

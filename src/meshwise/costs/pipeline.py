@@ -76,6 +76,25 @@ class Pipeline:
         """Share of the microbatches that each chunk of a device works on."""
         return self.schedule.chunks_of(self.shape) / 2 if self.schedule.folded else 1.0
 
+    def paired_passes(self, *, beside: bool) -> Any:
+        """Forward passes of a chunk that run together with a backward pass of another microbatch.
+
+        Those of an interleaved pipeline do so where software exchanges tokens `beside` compute, once it is full.
+        """
+        if beside and self.schedule.chunks is None:
+            return self.shape.virtual_stages * (self.shape.num_microbatches - self.shape.stages)
+        return self.schedule.pairs(self.shape)
+
+    def waited_sends(self, late: int) -> Any:
+        """Sends that a device waits for in a step: on a microbatch's way, or so many more at each pass (`late`).
+
+        >>> pipeline = Pipeline.of("1f1b", 4, 8)
+        >>> pipeline.waited_sends(0), pipeline.waited_sends(1)
+        (6.0, 22.0)
+        """
+        ways = 2 * self.schedule.hops(self.shape)
+        return ways if not late else 2 * (self.shape.stages - 1) + late * self.schedule.sends(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -236,11 +236,13 @@ def _by_schedule(w: Workings) -> Iterator[Explanation]:
         return
     behind, shape = rows[0].hidden_by_schedule, w.pipeline.shape
     together = sum(c.exposed for c in rows) / (1 - behind) / shape.num_microbatches if behind < 1 else 0.0
-    pairs = w.pipeline.schedule.pairs(shape)
+    beside = w.problem.calibration.beside_exchanges
+    pairs = w.pipeline.paired_passes(beside=beside)
+    less = "what compute loses by them" if beside else "the compute units they need"
     yield Explanation(
         "exchanges left exposed by the schedule",
         "1 - pairs of passes that run together x seconds that one saves / (microbatches x exposed exchanges of one); "
-        "a pair saves what the exchanges of each pass find of compute in the other, less the compute units they need",
+        f"a pair saves what the exchanges of each pass find of compute in the other, less {less}",
         f"1 - {number(pairs)} x {format_time(behind * together * shape.num_microbatches / pairs)} / "
         f"({number(shape.num_microbatches)} x {format_time(together)})",
         format_percent(1 - behind),
@@ -269,9 +271,13 @@ def _bubble(w: Workings, seconds: float) -> Explanation:
 
 
 def _send(w: Workings, seconds: float) -> Explanation:
-    hops = w.pipeline.schedule.hops(w.pipeline.shape)
+    late = w.problem.calibration.late_sends
     formula = "2 directions x sends on a microbatch's way x seconds of one send of a stage's output"
-    substitution = f"2 x {number(hops)} x {format_time(w.send)} ({format_bytes(w.boundary_bytes)})"
+    substitution = f"2 x {number(w.pipeline.schedule.hops(w.pipeline.shape))}"
+    if late:
+        formula = "sends that a device waits for, at each of its passes and while the pipeline fills, x seconds of one"
+        substitution = number(w.pipeline.waited_sends(late))
+    substitution += f" x {format_time(w.send)} ({format_bytes(w.boundary_bytes)})"
     if w.copied:
         formula += " + one send of the gradients between copies of a stage"
         substitution += f" + {format_time(w.copied)} ({format_bytes(w.copied_bytes)})"

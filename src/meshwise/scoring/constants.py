@@ -15,13 +15,17 @@ from meshwise.scoring.fitting import Constant
 __all__ = ["all_constants", "software_of"]
 
 _MICRO = "single operations, NVIDIA AIConfigurator database"
+
+#: Software whose gaps between operations are constants of their own.
+_OWN_GAPS = ("megatron-deepspeed", "megatron-graphs")
+
 _SUSTAINED = f"{_MICRO}; a tenth less where power limits clocks for minutes"
 
 
 def software_of(calibration: Calibration, family: str) -> str:
     """Name of the software that a fitted calibration is of."""
     usual = "xla" if family == "tpu" else "megatron"
-    return calibration.name.partition("+")[2] or usual
+    return (calibration.name.partition("+")[2] or usual).removesuffix("-beside")
 
 
 def all_constants() -> tuple[Constant, ...]:
@@ -35,6 +39,7 @@ def all_constants() -> tuple[Constant, ...]:
         *(_passes(s) for s in ("megatron", "megatron-graphs", "megatron-2021", "megatron-deepspeed", "eager-2023")),
         _gap("gap", 8e-6, 0.5, "launches of kernels on A100 to B200: 3 to 12 us"),
         _gap("gap.megatron-deepspeed", 20e-6, 0.7, "more work of the host between kernels"),
+        _gap("gap.megatron-graphs", 2e-6, 0.5, "kernels of a graph follow each other without the host"),
         Constant(
             "mixture_launch", "s", 60e-6, 0.4, "a dozen launches and a synchronisation",
             lambda c, _f: c.mixture_launch > 0, lambda c: c.mixture_launch, lambda c, v: replace(c, mixture_launch=v),
@@ -110,8 +115,10 @@ def _passes(software: str) -> Constant:
 
 
 def _gap(name: str, prior: float, spread: float, source: str) -> Constant:
+    software = name.partition(".")[2]
+
     def applies(c: Calibration, family: str) -> bool:
-        own = software_of(c, family) == "megatron-deepspeed"
-        return family != "tpu" and own == name.endswith("megatron-deepspeed")
+        own = software_of(c, family)
+        return family != "tpu" and (own == software if software else own not in _OWN_GAPS)
 
     return Constant(name, "s", prior, spread, source, applies, lambda c: c.gap, lambda c, v: replace(c, gap=v))

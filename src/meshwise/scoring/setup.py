@@ -6,6 +6,7 @@ rows (`reading`), models (`models`), machines (`machines`).
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,7 +80,7 @@ def set_up(run: MeasuredRun, calibration: str = "fitted") -> Setup:
         precision=precision,
         expert_imbalance=1.0 if "force-balanced" in run.words else None,
     )
-    calibration, of_software = _software(run, calibration, chip=cluster.chip)
+    calibration, of_software = _software(run, calibration, chip=cluster.chip, mixture=bool(model.mixtures))
     problem = TrainingProblem(model, job, cluster, find_calibration(calibration, cluster.chip))
     sizes, choices, of_layout = _layout(run, model)
     layout = LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if sizes[a] > 1))
@@ -102,7 +103,7 @@ _SOFTWARE = (
 )
 
 
-def _software(run: MeasuredRun, calibration: str, *, chip: Chip) -> tuple[str, tuple[str, ...]]:
+def _software(run: MeasuredRun, calibration: str, *, chip: Chip, mixture: bool) -> tuple[str, tuple[str, ...]]:
     """The calibration with the software that a row names, where "fitted" is asked for; and what was assumed."""
     if calibration != "fitted" or chip.vendor == "google":
         return calibration, ()
@@ -111,8 +112,12 @@ def _software(run: MeasuredRun, calibration: str, *, chip: Chip) -> tuple[str, t
     if found is None:
         return calibration, ("software is not named or not known: Megatron Core of 2024 and later taken",)
     release = re.search(r"container (\d+)\.(\d+)", words)
-    if release and (int(release[1]), int(release[2])) >= (26, 6) and default_calibration(chip).name == "blackwell":
-        found = "megatron-graphs"
+    since = (int(release[1]), int(release[2])) if release else (0, 0)
+    if since >= (26, 6) and default_calibration(chip).name == "blackwell":
+        return "fitted+megatron-graphs", ()
+    far = (run.ep or 1) > math.prod(level.degree for level in chip.scale_up)
+    if since >= (25, 9) and mixture and far:
+        return "fitted+megatron-beside", ("exchanges between nodes run beside compute, as in the recipes",)
     return f"fitted+{found}", ()
 
 
