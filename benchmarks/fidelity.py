@@ -119,11 +119,15 @@ def _errors(title: str, groups: dict[str, Errors]) -> str:
 
 
 def _software() -> str:
-    lines = ["| `--calibration` | what it is | attention | elementwise bytes | from |", "| --- " * 5 + "|"]
+    head = ("`--calibration`", "what it is", "attention", "elementwise bytes", "gap", "sends", "exchanges of experts")
+    lines = [f"| {' | '.join((*head, 'from'))} |", "| --- " * 8 + "|"]
     kinds = {0: "scores in memory", 1: "fused, first generation", 2: "fused"}
+    waits = {0: "hidden", 1: "waited for", 2: "waited for, one way after the other"}
     for s in SOFTWARE.values():
-        own = f"| `fitted+{s.name}` | {s.meaning} | {kinds[s.flash]} | x {s.elementwise_passes:g} | {s.source} |"
-        lines.append(own)
+        gap = "the chip's" if s.gap is None else f"{s.gap * 1e6:.1f} us"
+        beside = "beside compute" if s.beside_exchanges else "waited for"
+        shares = f"{kinds[s.flash]} | x {s.elementwise_passes:g} | {gap} | {waits[s.late_sends]} | {beside}"
+        lines.append(f"| `fitted+{s.name}` | {s.meaning} | {shares} | {s.source} |")
     return "\n".join(lines) + "\n"
 
 

@@ -39,6 +39,7 @@ BASE = seconds()
         {"gap": 10e-6},
         {"interference": 0.3},
         {"late_exchange": True},
+        {"adds_gradients": True},
     ],
     ids=lambda c: next(iter(c)),
 )
@@ -181,6 +182,72 @@ def test_the_host_launches_what_routing_decides():
     dense = replace(host, model=tiny(), job=job)
     layout = Layout(fsdp=8, remat="none", wires=(("fsdp", (8,)),))
     assert evaluate_layout(dense, own.fabric, layout).step.terms["forward"] < 1
+
+
+def staged(own_layout, **changes):
+    """A step of two stages under the identity with some constants changed."""
+    own = case("8 H100", "none", own_layout, width=1024)
+    problem = replace(own.problem, calibration=replace(IDENTITY, **changes))
+    return evaluate_layout(problem, own.fabric, own_layout).step
+
+
+#: Two stages of four devices, one pass of 8 microbatches each.
+STAGED = Layout(stage=2, tensor=4, num_microbatches=8, remat="none", sequence_parallel=False,
+                wires=(("stage", (2,)), ("tensor", (4,))))  # fmt: skip
+
+
+@pytest.mark.parametrize(("late", "waited"), [(0, 2), (1, 2 + 14), (2, 2 + 28)])
+def test_late_sends_are_waited_for_at_every_pass(late, waited):
+    """A send each way on the first microbatch's way; then two for each of seven microbatches, or four."""
+    step = staged(STAGED, late_sends=late)
+    send = 1920 * 1024 * 2 / 450e9
+    assert step.terms["pipeline_send"] == pytest.approx(waited * send, rel=0.05), "hops besides"
+    assert step.lower <= step.expected <= step.upper
+
+
+def test_scattered_sends_carry_a_part_each_and_are_gathered():
+    """A quarter of the residual stream from each of four chips, and three quarters gathered beside them."""
+    plain, parts = staged(STAGED), staged(STAGED, scattered_sends=True)
+    whole = 1920 * 1024 * 2 / 450e9
+    assert parts.terms["pipeline_send"] == pytest.approx(2 * (whole / 4 + whole * 3 / 4), rel=0.15)
+    assert plain.terms["pipeline_send"] == pytest.approx(2 * whole, rel=0.05)
+    split = STAGED.replace(sequence_parallel=True)
+    assert staged(split, scattered_sends=True) == staged(split), "each chip has its own part"
+
+
+def test_adding_gradients_moves_them_three_times():
+    """Of every matrix: the new gradient is read in 2 bytes, the sum read and written in the gradients' own."""
+    plain, added = seconds(), seconds(adds_gradients=True)
+    sizes, formats = PLAIN.problem.model.sizes, PLAIN.problem.job.formats
+    width, heads = sizes["D"], sizes["N"] * sizes["H"]
+    matrices = sizes["L"] * (2 * width * heads + 2 * width * sizes["K"] * sizes["H"] + 3 * width * sizes["F"])
+    moved = (matrices + width * sizes["V"]) * (2 + 2 * formats.gradients.bytes)
+    spent = added.terms["backward"] - plain.terms["backward"]
+    assert spent == pytest.approx(moved / PLAIN.problem.cluster.chip.hbm_bandwidth, rel=1e-6)
+    assert added.terms["forward"] == plain.terms["forward"]
+
+
+def test_exchanges_beside_compute_cost_what_compute_loses():
+    job = TrainingJob(batch_tokens=str(16 * 8 * 1024), seq_len="1024", batch_slack=0)
+    layout = Layout(expert=4, stage=2, virtual_stages=2, schedule="interleaved", num_microbatches=8, remat="none",
+                    wires=(("expert", (4,)), ("stage", (2,))))  # fmt: skip
+    own = case("8 H100", "none", layout)
+
+    def step(layout=layout, **changes):
+        problem = replace(own.problem, model=MIXTURE, job=job, cluster=parse_cluster("h100:8"))
+        problem = replace(problem, calibration=replace(IDENTITY, **changes))
+        return evaluate_layout(problem, own.fabric, layout).step
+
+    plain, free, dear = step(), step(beside_exchanges=True), step(beside_exchanges=True, interference=0.4)
+    assert dear.expected < step(interference=0.4).expected
+    # Six of eight microbatches run while the pipeline is full.
+    assert free.terms["expert"] == pytest.approx(plain.terms["expert"] * 2 / 8)
+    assert free.hidden["expert"] == pytest.approx(plain.terms["expert"] * 6 / 8)
+    assert dear.terms["expert"] == pytest.approx(plain.terms["expert"] * (2 + 0.4 * 6) / 8)
+    assert sum(free.terms.values()) == pytest.approx(free.expected)
+    assert free.lower <= free.expected < plain.expected
+    whole = layout.replace(virtual_stages=1, schedule="1f1b")
+    assert step(whole, beside_exchanges=True) == step(whole), "the passes of one microbatch follow each other"
 
 
 def test_every_chip_has_a_fitted_calibration_that_no_family_beats():

@@ -86,6 +86,25 @@ def test_switches_that_nobody_states_are_those_of_the_count_of_parameters():
     assert plain.parameters.total < 5.4e9
 
 
+@pytest.mark.parametrize(
+    ("changes", "software"),
+    [
+        ({"software": "NeMo container 25.11"}, "fitted"),
+        ({"software": "NeMo container 25.11", "ep": 32, "dp": 32, "n_chips": 32}, "fitted+megatron-beside"),
+        ({"software": "NeMo 24.07", "ep": 32, "dp": 32, "n_chips": 32}, "fitted"),
+        ({"software": "NeMo container 25.11", "ep": 32, "dp": 32, "n_chips": 32, "chip": "gb200"}, "fitted"),
+        ({"software": "NeMo container 26.06", "ep": 32, "dp": 32, "n_chips": 32, "chip": "gb200"},
+         "fitted+megatron-graphs"),
+        ({"software": "Megatron-DeepSpeed 2022", "year": 2022}, "fitted+megatron-deepspeed"),
+        ({"software": "Megatron-LM Apr-2021", "year": 2021}, "fitted+megatron-2021"),
+    ],
+)  # fmt: skip
+def test_software_is_what_a_release_did_where_experts_are(changes, software):
+    mixture = {"model": "qwen3-30b-a3b", "moe_experts": 128, "moe_topk": 8, "seq_len": 4096, "year": 2025}
+    calibration = set_up(run(**(mixture | changes))).problem.calibration
+    assert calibration.name == software
+
+
 def test_networks_are_read_from_the_words():
     assert node_bandwidth("H100 80GB SXM (GCP A3 High, 8/node, 4x200 Gb/s GPUDirect-TCPX per node)") == 100e9
     assert node_bandwidth("A100 80GB SXM (Selene, 8x HDR200 IB per node)") == 200e9

@@ -74,8 +74,8 @@ class OpWork:
         routed: whether it is of a layer with experts.
         added: HBM bytes of adding a gradient of a weight to those of earlier microbatches, where that is an operation
             of its own; none for other operations.
-        alike: one and the same value for operations in which all of that is equal but `in_passes`, `routed` and `added`,
-            which only some software sees.
+        alike: one and the same value for operations in which all of that is equal but `in_passes`, `routed` and
+            `added`, which only some software sees.
         placed: the operation.
     """
 
@@ -304,7 +304,9 @@ def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
 
 def passes_alike(works: Mapping[str, tuple[OpWork, ...]]) -> dict[str, object]:
     """For each pass one and the same value as for all passes whose operations are alike."""
-    return {name: the_same(tuple((id(w.alike), w.in_passes, w.routed, w.added) for w in of)) for name, of in works.items()}
+    return {
+        name: the_same(tuple((id(w.alike), w.in_passes, w.routed, w.added) for w in of)) for name, of in works.items()
+    }
 
 
 def price_key(work: OpWork, rates: ComputeRates) -> object:

@@ -29,9 +29,10 @@ class Software:
             version), 2 for those since.
         elementwise_passes, late_exchange, collective_matmul: as in `Calibration`; None keeps the family's. Inputs that
             are gathered once more come late in all of them.
-        gap: seconds between operations; None for `_GAP`.
         graphs: whether layers with experts are launched as graphs, so that the host is never waited for.
         source: where the numbers are from.
+        gap: seconds between operations; None for `_GAP`.
+        beside_exchanges, late_sends, scattered_sends, adds_gradients: as in `Calibration`.
     """
 
     name: str
@@ -57,36 +58,36 @@ SOFTWARE = {
     for s in (
         Software(
             "megatron", "Megatron Core and NeMo with Transformer Engine, 2024 and later",
-            flash=2, elementwise_passes=1.25, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=2, elementwise_passes=1.23, late_exchange=False, collective_matmul=True, graphs=False,
             source=f"{_STEPS} of NeMo on H100; collectives of tensor parallelism run with the matmuls (userbuffers)",
         ),
         Software(
             "megatron-graphs", "the same on Blackwell in NeMo containers from 26.06 on: the host is not waited for",
-            flash=2, elementwise_passes=1.12, late_exchange=False, collective_matmul=True, graphs=True,
+            flash=2, elementwise_passes=1.16, late_exchange=False, collective_matmul=True, graphs=True,
             source=f"{_STEPS} of mixtures, which became a third faster with that release",
-            gap=2e-6, beside_exchanges=True,
+            gap=1.9e-6, beside_exchanges=True,
         ),
         Software(
             "megatron-beside", "`megatron`, where tokens are exchanged beside another microbatch's compute",
-            flash=2, elementwise_passes=1.25, late_exchange=False, collective_matmul=True, graphs=False,
+            flash=2, elementwise_passes=1.23, late_exchange=False, collective_matmul=True, graphs=False,
             source="`megatron`'s; as NVIDIA's recipes do where experts are spread over nodes",
             beside_exchanges=True,
         ),
         Software(
             "megatron-2021", "Megatron-LM before FlashAttention",
-            flash=0, elementwise_passes=1.0, late_exchange=True, collective_matmul=False, graphs=False,
+            flash=0, elementwise_passes=1.03, late_exchange=True, collective_matmul=False, graphs=False,
             source=f"{_STEPS} on A100; gradients are reduced after the last backward pass",
             late_sends=1, scattered_sends=True,
         ),
         Software(
-            "megatron-deepspeed", "Megatron-DeepSpeed before FlashAttention: the same in DeepSpeed's pipeline engine",
-            flash=0, elementwise_passes=2.13, late_exchange=True, collective_matmul=False, graphs=False,
-            source=f"{_STEPS} of the BLOOM pre-study on A100; its engine keeps devices waiting for the host", gap=89e-6,
-            late_sends=2, scattered_sends=True, adds_gradients=True,
+            "megatron-deepspeed", "Megatron-DeepSpeed before FlashAttention, as BLOOM was trained: launches block",
+            flash=0, elementwise_passes=1.58, late_exchange=True, collective_matmul=False, graphs=False,
+            source=f"{_STEPS} of the BLOOM pre-study on A100 with CUDA_LAUNCH_BLOCKING=1, without which it hung",
+            gap=127e-6, late_sends=2, scattered_sends=True, adds_gradients=True,
         ),
         Software(
             "eager-2023", "PyTorch FSDP, elementwise operations not fused, FlashAttention 1",
-            flash=1, elementwise_passes=1.66, late_exchange=False, collective_matmul=False, graphs=False,
+            flash=1, elementwise_passes=1.73, late_exchange=False, collective_matmul=False, graphs=False,
             source=f"{_STEPS} of LLM Foundry; attention: Dao 2023 on its predecessor",
         ),
         Software(
@@ -137,10 +138,10 @@ def _waves(units: int) -> float:
 
 #: By family; a chip of no family inherits Hopper's.
 _CHIPS = {
-    "ampere": _Chips(0.941, (), 0.57, 600.0, 200.0, _waves(108), 0.81, 0.86, 82e-6, (0.46, 0.58), _MICRO),
-    "hopper": _Chips(0.805, ((DType.FP8, 0.645),), 0.52, 1000.0, 200.0, _waves(132), 0.87, 0.75, 82e-6, (0.24, 0.65),
+    "ampere": _Chips(0.964, (), 0.57, 600.0, 200.0, _waves(108), 0.82, 0.84, 82e-6, (0.46, 0.58), _MICRO),
+    "hopper": _Chips(0.81, ((DType.FP8, 0.65),), 0.52, 1000.0, 200.0, _waves(132), 0.87, 0.74, 82e-6, (0.24, 0.65),
                      _MICRO),
-    "blackwell": _Chips(0.91, ((DType.FP8, 0.61), (DType.FP4, 0.41)), 0.52, 1900.0, 50.0, _waves(148), 0.91, 0.77,
+    "blackwell": _Chips(0.906, ((DType.FP8, 0.603), (DType.FP4, 0.413)), 0.52, 1900.0, 50.0, _waves(148), 0.91, 0.75,
                         82e-6, (0.24, 0.65), _MICRO),
     "cdna": _Chips(0.90, (), None, 1000.0, 200.0, _waves(304), 0.85, 0.74, 82e-6, (0.24, 0.65),
                    f"inherited from Hopper and Ampere; {_MICRO}"),
@@ -152,7 +153,7 @@ _CHIPS = {
 _MEASURED = ("ampere", "hopper", "blackwell", "tpu")
 
 #: Seconds between operations of GPUs, and share of hidden communication that the compute beside it loses.
-_GAP, _INTERFERENCE = 6.8e-6, 0.256
+_GAP, _INTERFERENCE = 8.2e-6, 0.252
 
 #: Backward over forward rate of attention in kernels of the second generation (Dao 2023, figures 4 to 7).
 _FLASH_2_BACKWARD = 0.8
@@ -164,7 +165,7 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     >>> from meshwise.hardware import load_chip
     >>> found = fitted_calibration(load_chip("h100-sxm"), "eager-2023")
     >>> found.name, found.elementwise_passes, round(found.matmul_efficiency, 2)
-    ('fitted+eager-2023', 1.66, 0.64)
+    ('fitted+eager-2023', 1.73, 0.65)
 
     Args:
         chip: of the cluster.

@@ -86,14 +86,16 @@ class Pipeline:
         return self.schedule.pairs(self.shape)
 
     def waited_sends(self, late: int) -> Any:
-        """Sends that a device waits for in a step: on a microbatch's way, or so many more at each pass (`late`).
+        """Sends that a step waits for: on one microbatch's way, and then so many at each further pass (`late`).
 
         >>> pipeline = Pipeline.of("1f1b", 4, 8)
         >>> pipeline.waited_sends(0), pipeline.waited_sends(1)
-        (6.0, 22.0)
+        (6, 20)
         """
-        ways = 2 * self.schedule.hops(self.shape)
-        return ways if not late else 2 * (self.shape.stages - 1) + late * self.schedule.sends(self.shape)
+        if not late:
+            return 2 * self.schedule.hops(self.shape)
+        first = 2 * (self.shape.stages > 1)
+        return 2 * (self.shape.stages - 1) + late * (self.schedule.sends(self.shape) - first)
 
 
 @dataclass(frozen=True, slots=True)
