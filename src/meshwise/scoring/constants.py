@@ -38,7 +38,7 @@ def all_constants() -> tuple[Constant, ...]:
         *(_links(f) for f in ("ampere", "hopper", "blackwell", "tpu")),
         *(_passes(s) for s in ("megatron", "megatron-graphs", "megatron-2021", "megatron-deepspeed", "eager-2023")),
         _gap("gap", 8e-6, 0.5, "launches of kernels on A100 to B200: 3 to 12 us"),
-        _gap("gap.megatron-deepspeed", 60e-6, 0.5, "launches block: two kernels an operation, 30 us each on the host"),
+        _gap("gap.megatron-deepspeed", 40e-6, 0.5, "launches block: 25 us of the host, 15 us of waiting"),
         _gap("gap.megatron-graphs", 2e-6, 0.5, "kernels of a graph follow each other without the host"),
         Constant(
             "mixture_launch", "s", 60e-6, 0.4, "a dozen launches and a synchronisation",
