@@ -204,7 +204,7 @@ def test_explain_lists_the_constants_of_such_a_calibration():
     report = estimate_report(planning([fitted("h100-sxm:8", "llama-3-8b", "fitted+eager-2023")]), {})
     told = json.loads(json.dumps(report.envelope(explain=True), allow_nan=False))
     constants = {c["name"]: c for c in told["calibration"]["constants"]}
-    assert constants["elementwise_passes"]["value"] == 1.66
+    assert constants["elementwise_passes"]["value"] == 1.74
     assert constants["hbm_efficiency"]["unit"] == "share of HBM bandwidth"
     assert "Dao 2023" in constants["attention_efficiency"]["source"]
     assert all(c["unit"] and c["source"] for c in constants.values())
