@@ -1,8 +1,8 @@
 """The book's problem of two-dimensional weights (Inference, question 7): when they send less than one dimension.
 
 The book's numbers, for F = 4 D and a torus whose axes all carry their share: one dimension takes 4 B D / 3 W, two take
-2 B / W (D / X + 8 D / YZ), least at X = sqrt(N / 8) and YZ = sqrt(8 N). From the two it says N > 128 (3/4)^2 = 81: a slip,
-128 x 9 / 16 is 72. On real slices, 64 chips are too few and 128 enough by either.
+2 B / W (D / X + 8 D / YZ), least at X = sqrt(N / 8) and YZ = sqrt(8 N). From the two it says N > 128 (3/4)^2 = 81,
+which is a slip: 128 x 9 / 16 is 72. On real slices, 64 chips are too few and 128 enough by either.
 """
 
 import math
@@ -29,7 +29,7 @@ def one_dimension(slice_, shape):
 
 
 def two_dimensions(slice_, shape):
-    """The same over two of the torus' axes, on a part of D, and what the first product makes added up over the third."""
+    """Gather and scatter a part of D over two axes of the torus, add up the first product over the third."""
     x, y, z = shape
     mesh, wires = f"X={x},Y={y * z}", f"X={x}x1x1,Y=1x{y}x{z}"
     steps = ("x[B, D_XY] -> x[B, D_X]", "h[B, F_Y]{U_X} -> h[B, F_Y]", "x[B, D_X]{U_Y} -> x[B, D_XY]")
