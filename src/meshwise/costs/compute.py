@@ -72,10 +72,9 @@ class OpWork:
             themselves how often they read and write).
         narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.
         routed: whether it is of a layer with experts.
-        added: HBM bytes of adding a gradient of a weight to those of earlier microbatches, where that is an operation
-            of its own; none for other operations.
+        adds: whether it makes a gradient of a weight, which some software adds up by an operation of its own.
         alike: one and the same value for operations in which all of that is equal but `in_passes`, `routed` and
-            `added`, which only some software sees.
+            `adds`, which only some software sees.
         placed: the operation.
     """
 
@@ -89,7 +88,7 @@ class OpWork:
     in_passes: bool
     narrow: bool
     routed: bool
-    added: WeightedSum
+    adds: bool
     alike: object
     placed: LocalOp
 
@@ -158,8 +157,9 @@ class ComputeRates:
         vector: of the vector unit.
         byte: of HBM.
         attention_backward: of attention's backward pass.
-        half_depth, half_output, half_attention, elementwise_passes, gap, mixture_launch, unfused_attention,
-            adds_gradients: as in `Calibration`.
+        half_depth, half_output, half_attention, elementwise_passes, gap, mixture_launch, unfused_attention: as in
+            `Calibration`.
+        added: bytes that adding an element of a gradient moves, where that is an operation of its own; else 0.
     """
 
     tile: tuple[int, int, int]
@@ -178,7 +178,7 @@ class ComputeRates:
     gap: float
     mixture_launch: float
     unfused_attention: bool
-    adds_gradients: bool
+    added: float
 
     @classmethod
     def of(cls, chip: Chip, precision: Precision, calibration: Calibration) -> ComputeRates:
@@ -207,7 +207,8 @@ class ComputeRates:
             gap=calibration.gap,
             mixture_launch=calibration.mixture_launch,
             unfused_attention=calibration.unfused_attention,
-            adds_gradients=calibration.adds_gradients,
+            # The new gradient is read in the format of activations; what it is added to, read and written.
+            added=calibration.adds_gradients * (precision.activations.bytes + 2 * precision.gradients.bytes),
         )
 
 
@@ -277,11 +278,8 @@ def operation_work(item: LocalOp, precision: Precision, *, routed: bool = False)
     num_bytes = _operation_bytes(item, precision)
     alike = the_same((matmul, tiles, attention, kernel, vector, num_bytes, fused, narrow))
     adds = matmul is not None and item.output.tensor.kind is Kind.GRADIENT
-    # The new gradient is read in the format of activations; what it is added to, read and written.
-    moved = precision.activations.bytes + 2 * element_bytes(item.output.tensor, precision)
-    added = weighted_sum([(held_key(item.output), moved)]) if adds else ()
     return OpWork(
-        matmul, tiles, attention, kernel, vector, num_bytes, fused, in_passes, narrow, routed, added, alike, item
+        matmul, tiles, attention, kernel, vector, num_bytes, fused, in_passes, narrow, routed, adds, alike, item
     )
 
 
@@ -305,14 +303,14 @@ def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
 def passes_alike(works: Mapping[str, tuple[OpWork, ...]]) -> dict[str, object]:
     """For each pass one and the same value as for all passes whose operations are alike."""
     return {
-        name: the_same(tuple((id(w.alike), w.in_passes, w.routed, w.added) for w in of)) for name, of in works.items()
+        name: the_same(tuple((id(w.alike), w.in_passes, w.routed, w.adds) for w in of)) for name, of in works.items()
     }
 
 
 def price_key(work: OpWork, rates: ComputeRates) -> object:
     """A key that operations share which `operation_compute` prices alike."""
-    sees_software = rates.elementwise_passes != 1 or rates.mixture_launch or rates.adds_gradients
-    return (id(work.alike), work.in_passes, work.routed, id(work.added)) if sees_software else id(work.alike)
+    sees_software = rates.elementwise_passes != 1 or rates.mixture_launch or rates.added
+    return (id(work.alike), work.in_passes, work.routed, work.adds) if sees_software else id(work.alike)
 
 
 class OperationPrices:
@@ -384,8 +382,8 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
     if work.in_passes and rates.elementwise_passes != 1:
         memory = memory * rates.elementwise_passes
     seconds, serial = maximum(compute, memory), compute + memory
-    if work.added and rates.adds_gradients:
-        adding = extents.weighted(work.added) * rates.byte
+    if rates.added and work.adds:
+        adding = extents.volume(held_key(work.placed.output)) * (rates.added * rates.byte)
         seconds, serial = seconds + adding, serial + adding
     if rates.gap:
         seconds, serial = seconds + rates.gap, serial + rates.gap
