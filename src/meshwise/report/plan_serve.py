@@ -102,6 +102,7 @@ def _ranking(planning: ServingPlanning) -> RenderableType:
             f"{max(x.memory['total'] for x in (e.prefill, e.generate)) / 2**30:.1f}",
         )
         prompts = f"; {setup.prefill_batch} prompts together" if setup.prefill_batch > 1 else ""
+        prompts += f"; prompts in chunks of {setup.chunk:,}" if setup.chunk is not None else ""
         rows.append((cells, f"{setup.mode}: {layouts.replace(',', ', ')}{prompts}"))
     return noted_table(columns, rows)
 
@@ -234,4 +235,6 @@ def _next(best: ServingEstimate) -> tuple[str, ...]:
         words += " --mode disaggregated"
     if setup.prefill_batch > 1:
         words += f" --prefill-batch {setup.prefill_batch}"
+    if setup.chunk is not None:
+        words += f" --chunk {setup.chunk}"
     return ("--explain shows the workings", f"'meshwise estimate serve ... {words}' says what else would fit")

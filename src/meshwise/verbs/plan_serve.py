@@ -15,7 +15,7 @@ from meshwise.jobs.traffic import Load, read_trace
 from meshwise.planning.serving import ServingPlanning, ServingWishes, plan_serving, plan_simulated
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.simulation.serving import Aim, Aims
-from meshwise.units import parse_duration
+from meshwise.units import parse_count, parse_duration
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.serve import ServeRequest
 
@@ -37,6 +37,14 @@ def _target(value: Any) -> Any:
     except ValueError:
         raise MeshwiseError(f"expected a time such as 50ms, of the mean, or p99:50ms, found {text!r}") from None
     return _aim(parse_duration(rest, "target"), percentile / 100, text)
+
+
+def _tokens(text: str) -> int:
+    """A whole number of tokens of a chunk."""
+    value = parse_count(text, "--chunks")
+    if value != int(value) or value < 1:
+        raise MeshwiseError(f"--chunks: expected whole numbers of tokens, at least 1, found {text!r}")
+    return int(value)
 
 
 def _aim(seconds: float, share: float | None, text: str) -> Aim:
@@ -94,6 +102,12 @@ class PlanServeRequest(ServeRequest):
         description=f"Mesh axes that no plan may use, separated by commas: {', '.join(SERVING_AXES)}.",
         json_schema_extra={"metavar": "AXES"},
     )
+    chunks: str = Field(
+        default="",
+        description="Tokens of a prompt in one step, separated by commas (256,512,1024), that are tried besides whole "
+        "prompts on the best plans whose engines do both.",
+        json_schema_extra={"metavar": "TOKENS"},
+    )
     top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
 
     @field_validator("precision")
@@ -129,7 +143,8 @@ class PlanServeRequest(ServeRequest):
         """Targets and objective."""
         forbid = tuple(axis.strip() for axis in self.forbid.split(",") if axis.strip())
         ttft, tpot = (None if aim is None else aim.seconds for aim in (self.max_ttft, self.max_tpot))
-        return ServingWishes(self.objective, ttft, tpot, self.rate, self.mode, self.max_batch, forbid)
+        chunks = tuple(_tokens(part.strip()) for part in self.chunks.split(",") if part.strip())
+        return ServingWishes(self.objective, ttft, tpot, self.rate, self.mode, self.max_batch, forbid, chunks)
 
     @property
     def simulates(self) -> bool:
@@ -155,6 +170,7 @@ class PlanServeRequest(ServeRequest):
             "mode": self.mode,
             "max_batch": self.max_batch,
             "forbid": self.forbid,
+            "chunks": self.chunks,
             "top": self.top,
         }
 
@@ -200,6 +216,7 @@ def plan_serve(
     mode: Literal["aggregated", "disaggregated"] | None = None,
     max_batch: int = 4096,
     forbid: str = "",
+    chunks: str = "",
     top: int = 5,
     cached_prefix: str | float = 0,
     precision: str = "bf16",
@@ -231,6 +248,7 @@ def plan_serve(
         mode: only "aggregated" or only "disaggregated" engines.
         max_batch: requests that one engine generates for at once, at most.
         forbid: mesh axes that no plan may use, "stage,width".
+        chunks: tokens of a prompt in one step that are tried besides whole prompts, "256,512".
         top: how many plans to give.
         cached_prefix: tokens of the prompt whose cache is there already.
         precision: number formats, "bf16", "fp8", "int4-weights", ..., or by role "weights=int8,kv=int8".
@@ -259,6 +277,7 @@ def plan_serve(
         "mode": mode,
         "max_batch": max_batch,
         "forbid": forbid,
+        "chunks": chunks,
         "top": top,
         "cached_prefix": cached_prefix,
         "precision": precision,

@@ -130,3 +130,14 @@ def test_what_a_layout_cannot_be_is_said(model, layout, more, said):
 def test_engines_that_cannot_be_laid_out_are_refused():
     with pytest.raises(ClusterError, match="cannot be laid on x 4 x y 4"):
         estimate(problem("llama-3-8b", "v5e:4x4"), "tensor=3", 8)
+
+
+def test_a_step_takes_one_chunk_along_however_many_prompts_wait():
+    """Short outputs: more chunks than steps. Then all steps are mixed, and requests come as fast as chunks go."""
+    for output, crowded in ((64, True), (2048, False)):
+        given = problem("llama-3-8b", "h100:1", prompt=1024, output=output)
+        e = estimate_serving(given, setup(given, "tensor=1", 32, chunk=256), count=False)
+        mixed = e.prefill.interval / 4
+        assert (e.requests_per_s == pytest.approx(1 / e.prefill.interval, rel=1e-9)) == crowded
+        assert (e.tpot.expected == pytest.approx(mixed, rel=1e-9)) == crowded
+        assert e.tpot.expected <= mixed * (1 + 1e-9)

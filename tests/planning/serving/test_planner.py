@@ -170,3 +170,21 @@ def test_axes_that_do_not_exist_cannot_be_forbidden():
 def test_what_others_beat_is_left_out():
     columns = np.array([[1, 2, 3, 1, 2.0], [3, 2, 1, 3, 3.0]])
     assert sorted(undominated(*columns)) == [0, 1, 2]
+
+
+def test_chunks_are_tried_and_are_estimated_alike():
+    given = problem(on="h100:2", prompt=1024, output=64)
+    whole = plan_serving(given, wishes=ServingWishes(max_batch=32, mode="aggregated"))
+    chunked = plan_serving(given, wishes=ServingWishes(max_batch=32, mode="aggregated", chunks=(256, 512, 4096)))
+    assert all(e.setup.chunk is None for e in whole.plans)
+    chunks = {e.setup.chunk for e in chunked.plans}
+    assert chunks <= {None, 256, 512}
+    assert len(chunks) > 1
+    best = chunked.plans[0]
+    assert best.throughput_per_chip >= whole.plans[0].throughput_per_chip
+    again = estimate_serving(given, best.setup, count=False)
+    assert again.tpot.expected == best.tpot.expected
+    if best.setup.chunk is not None:
+        assert [n.name for n in chunked.neighbours] == ["prompts prefilled whole"]
+    tight = ServingWishes(max_batch=32, mode="aggregated", chunks=(256,), max_ttft=whole.plans[0].ttft.expected)
+    assert all(e.ttft.expected <= tight.max_ttft for e in plan_serving(given, wishes=tight).plans)

@@ -122,7 +122,9 @@ def estimate_serving(
     - TPOT, time per output token after the first, averaged over a request: t_g over the tokens that a step gives (one
       without speculation), and on aggregated engines the prefills that come between: B / (O - 1) of them in a step.
     - With chunks, aggregated engines prefill in mixed steps: a chunk in the same step as what is generated, whose
-      weights are read once. Then t_p is what these steps take longer than generate steps, and TTFT all of them.
+      weights are read once. Then t_p is what these steps take longer than generate steps, and TTFT all of them. A step
+      takes one chunk along: where that is too few for the requests that end, engines prefill all the time, and fewer
+      than B requests generate.
     - Requests per second: one engine spends t_p / p on each prompt and t_g (O - 1) / B on each output.
 
     Where lengths differ, these are means: t_g reads the mean context of a step (exact, because reading a cache takes
@@ -156,6 +158,8 @@ def estimate_serving(
     gained = load.tokens_per_step
     aggregated = setup.mode == "aggregated"
     between = per_prompt * b / further if aggregated and further else 0.0
+    if mixed:  # a step takes one chunk along, however many wait
+        between = min(between, per_prompt * p / len(steps))
     tpot = Interval(
         *(
             getattr(generate.seconds, which) / gained
@@ -165,15 +169,18 @@ def estimate_serving(
     )
     running = 0.5 if aggregated else 0.0
     decoding = generate.seconds.expected * further / gained / b
-    gathering = (p - 1) / 2 * (per_prompt + (decoding if aggregated else 0.0))
+    each = per_prompt + decoding
+    if mixed:
+        each = max(each, prefill.interval / p)
+    gathering = (p - 1) / 2 * (each if aggregated else per_prompt)
     ttft = Interval(
         prefill.seconds.lower,
         prefill.seconds.expected + handover + gathering + running * generate.seconds.expected,
         prefill.seconds.upper + handover + 2 * gathering + running * 2 * generate.seconds.upper,
     )
     if aggregated:
-        rate = setup.generate.replicas / (per_prompt + decoding)
-        share = per_prompt / (per_prompt + decoding)
+        rate = setup.generate.replicas / each
+        share = per_prompt / each
     else:
         into, out = setup.prefill.replicas / per_prompt, setup.generate.replicas / decoding if decoding else math.inf
         rate = min(into, out)

@@ -6,6 +6,7 @@ Not here: why others lose (`reasons`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.wires import fabric_of
 from meshwise.errors import InfeasibleError
+from meshwise.planning.serving.chunks import with_chunks
 from meshwise.planning.serving.pairs import Pairs, aggregated, disaggregated
 from meshwise.planning.serving.reasons import Neighbour, neighbours
 from meshwise.planning.serving.space import candidates, engine_sizes
@@ -172,6 +174,14 @@ def plan_serving(problem: ServingProblem, *, wishes: ServingWishes | None = None
     search = ServingSearch(prefill.rows + generate.rows, found.seen, time.process_time() - began)
     front = _front(groups, wishes, prefill, generate)
     others = neighbours(wishes, groups, order, prefill, generate)
+    if wishes.chunks:
+        alike = _one_layout(groups, prefill, generate)
+        whole, best = [*plans], plans[0]
+        with contextlib.suppress(InfeasibleError):
+            whole += _ranked(problem, fabric, wishes, alike, prefill, generate, top)[0] if alike else ()
+        plans = tuple(with_chunks(problem, fabric, wishes, whole, lambda e: _score_of(e, wishes))[:top])
+        if plans[0].setup.chunk is not None:  # what was told of others was beside the best of those that prefill whole
+            others = (Neighbour("prompts prefilled whole", f"at best {_told(best)}"),)
     return ServingPlanning(problem, wishes, plans, front, others, search)
 
 
@@ -255,6 +265,25 @@ def _allowed(pairs: Pairs, wishes: ServingWishes) -> np.ndarray:
     if wishes.rate is not None:
         ok &= pairs.rate >= wishes.rate
     return ok
+
+
+def _one_layout(groups: Sequence[Pairs], prefill: Table, generate: Table) -> tuple[Pairs, ...]:
+    """Those of engines that do both in one layout."""
+    alike = [(p, prefill.mesh[p.prefill] == generate.mesh[p.generate]) for p in groups if p.mode == "aggregated"]
+    return tuple(p.take(np.flatnonzero(same)) for p, same in alike if same.any())
+
+
+def _told(e: ServingEstimate) -> str:
+    latencies = f"TPOT {format_time(e.tpot.expected)}, TTFT {format_time(e.ttft.expected)}"
+    return f"{e.throughput_per_chip:,.1f} tokens/s per chip, {latencies}"
+
+
+def _score_of(e: ServingEstimate, wishes: ServingWishes) -> tuple[float, ...]:
+    """What is minimised of a plan, as `_scores` of many."""
+    tokens, tpot, ttft = -e.throughput_per_chip, e.tpot.expected, e.ttft.expected
+    if wishes.rate is not None:
+        return e.setup.num_chips, tpot, ttft
+    return {"tpot": (tpot, tokens, ttft), "ttft": (ttft, tokens, tpot)}.get(wishes.objective, (tokens, tpot, ttft))
 
 
 def _scores(pairs: Pairs, wishes: ServingWishes) -> tuple[np.ndarray, ...]:

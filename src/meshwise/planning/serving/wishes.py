@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwise.costs.serving.answer import Mode
-from meshwise.errors import UnknownNameError
+from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.sharding.serving import SERVING_AXES
 
 __all__ = ["Objective", "ServingWishes"]
@@ -25,9 +25,11 @@ class ServingWishes:
         mode: of engines that may be used; None for both.
         max_batch: requests that one engine generates for at once, at most.
         forbid: mesh axes that no plan may use.
+        chunks: tokens of a prompt in one step that are tried besides whole prompts, on engines that do both.
 
     Raises:
         UnknownNameError: for an axis that does not exist.
+        MeshwiseError: for a chunk of less than one token.
     """
 
     objective: Objective = "throughput"
@@ -37,8 +39,12 @@ class ServingWishes:
     mode: Mode | None = None
     max_batch: int = 4096
     forbid: tuple[str, ...] = ()
+    chunks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for chunk in self.chunks:
+            if chunk < 1:
+                raise MeshwiseError(f"chunks: expected whole numbers of tokens, at least 1, found {chunk}")
         for axis in self.forbid:
             if axis not in SERVING_AXES:
                 raise UnknownNameError("serving mesh axis", axis, SERVING_AXES)
