@@ -71,6 +71,14 @@ class Calibration:
         doubts: causes of uncertainty (`spread.SPREADS`) that its whole steps have besides the usual ones; None where
             they were not compared with measured steps, so that there is no interval.
         refined: constants that a file of own measurements gave, as files name them.
+        weight_reads: format of weights -> share of the HBM bandwidth at which steps of serving read them, where it is
+            not `hbm_efficiency`: products with few rows stream weights, and those in narrow formats are widened.
+        expert_reads: bandwidth at which weights of experts are read over that of other weights.
+        cache_reads: share of the HBM bandwidth at which attention of serving reads its cache; None for
+            `hbm_efficiency`.
+        cache_start: seconds that attention over a cache takes besides: its parts are computed apart, then put together.
+        host_step, host_request: seconds that the host adds to a step of serving, and to it for each of its requests:
+            scheduling, launching, sampling, streaming tokens out.
     """
 
     name: str
@@ -105,6 +113,12 @@ class Calibration:
     half_output: float = 0.0
     doubts: tuple[str, ...] | None = None
     refined: tuple[str, ...] = ()
+    weight_reads: tuple[tuple[DType, float], ...] = ()
+    expert_reads: float = 1.0
+    cache_reads: float | None = None
+    cache_start: float = 0.0
+    host_step: float = 0.0
+    host_request: float = 0.0
 
     def matmul(self, dtype: DType) -> float:
         """Achieved share of the dense FLOP/s of a format.
@@ -133,9 +147,8 @@ class Calibration:
         assert 0 < self.attention_backward <= 1, f"{self.name}: attention_backward is a share"
         assert self.elementwise_passes >= 1, f"{self.name}: an elementwise operation moves its bytes once at least"
         assert 0 <= self.interference < 1, f"{self.name}: interference is a share"
-        assert min(self.half_depth, self.half_attention, self.half_output, self.gap, self.mixture_launch) >= 0, (
-            f"{self.name}: nothing is below 0"
-        )
+        least = (self.half_depth, self.half_attention, self.half_output, self.gap, self.mixture_launch)
+        assert min(*least, self.cache_start, self.host_step, self.host_request) >= 0, f"{self.name}: nothing is below 0"
 
     @property
     def in_steps(self) -> Calibration:

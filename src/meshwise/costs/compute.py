@@ -23,6 +23,7 @@ from meshwise.costs.extents import (
     the_same,
     weighted_sum,
 )
+from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import Precision
@@ -37,6 +38,7 @@ from meshwise.tensors import (
     FusedGradient,
     Kind,
     Lookup,
+    Op,
     Route,
 )
 
@@ -73,8 +75,10 @@ class OpWork:
         narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.
         routed: whether it is of a layer with experts.
         adds: whether it makes a gradient of a weight, which some software adds up by an operation of its own.
-        alike: one and the same value for operations in which all of that is equal but `in_passes`, `routed` and
-            `adds`, which only some software sees.
+        weight: format of the weights that it multiplies; None where there are none.
+        grouped: whether these are of experts, each with its own rows.
+        alike: one and the same value for operations in which all of that is equal but `in_passes`, `routed`, `adds`,
+            `weight` and `grouped`, which only some software sees.
         placed: the operation.
     """
 
@@ -89,6 +93,8 @@ class OpWork:
     narrow: bool
     routed: bool
     adds: bool
+    weight: DType | None
+    grouped: bool
     alike: object
     placed: LocalOp
 
@@ -156,9 +162,12 @@ class ComputeRates:
         matmul_sheet, other_matmul_sheet: the same at data-sheet rates.
         vector: of the vector unit.
         byte: of HBM.
+        weight_byte: format of weights -> of HBM for matmuls that read them, where it is another.
+        expert_byte: of HBM for matmuls of experts, over that of other matmuls.
+        cache_byte: of HBM for attention.
         attention_backward: of attention's backward pass.
-        half_depth, half_output, half_attention, elementwise_passes, gap, mixture_launch, unfused_attention: as in
-            `Calibration`.
+        half_depth, half_output, half_attention, elementwise_passes, gap, mixture_launch, unfused_attention,
+            cache_start: as in `Calibration`.
         added: bytes that adding an element of a gradient moves, where that is an operation of its own; else 0.
     """
 
@@ -179,6 +188,10 @@ class ComputeRates:
     mixture_launch: float
     unfused_attention: bool
     added: float
+    weight_byte: Mapping[DType, float]
+    expert_byte: float
+    cache_byte: float
+    cache_start: float
 
     @classmethod
     def of(cls, chip: Chip, precision: Precision, calibration: Calibration) -> ComputeRates:
@@ -190,6 +203,7 @@ class ComputeRates:
         check_precision(chip, precision)
         narrow, other = 1 / chip.peak(precision.compute), 1 / chip.peak(precision.other_compute)
         attention = other / calibration.attention(precision.other_compute)
+        byte = 1 / chip.hbm_bandwidth
         return cls(
             tile=chip.matmul_tile,
             matmul=narrow / calibration.matmul(precision.compute),
@@ -198,7 +212,7 @@ class ComputeRates:
             matmul_sheet=narrow,
             other_matmul_sheet=other,
             vector=1 / chip.vector_flops_per_s,
-            byte=1 / (chip.hbm_bandwidth * calibration.hbm_efficiency),
+            byte=byte / calibration.hbm_efficiency,
             attention_backward=attention / calibration.attention_backward,
             half_depth=calibration.half_depth,
             half_output=calibration.half_output,
@@ -209,6 +223,10 @@ class ComputeRates:
             unfused_attention=calibration.unfused_attention,
             # The new gradient is read in the format of activations; what it is added to, read and written.
             added=calibration.adds_gradients * (precision.activations.bytes + 2 * precision.gradients.bytes),
+            weight_byte={dtype: byte / share for dtype, share in calibration.weight_reads},
+            expert_byte=1 / calibration.expert_reads,
+            cache_byte=byte / (calibration.cache_reads or calibration.hbm_efficiency),
+            cache_start=calibration.cache_start,
         )
 
 
@@ -278,9 +296,15 @@ def operation_work(item: LocalOp, precision: Precision, *, routed: bool = False)
     num_bytes = _operation_bytes(item, precision)
     alike = the_same((matmul, tiles, attention, kernel, vector, num_bytes, fused, narrow))
     adds = matmul is not None and item.output.tensor.kind is Kind.GRADIENT
-    return OpWork(
-        matmul, tiles, attention, kernel, vector, num_bytes, fused, in_passes, narrow, routed, adds, alike, item
-    )
+    weight, grouped = _weight(op, precision)
+    what = (matmul, tiles, attention, kernel, vector, num_bytes, fused, in_passes, narrow, routed, adds)
+    return OpWork(*what, weight=weight, grouped=grouped, alike=alike, placed=item)
+
+
+def _weight(op: Op, precision: Precision) -> tuple[DType | None, bool]:
+    """Format of the weights of a product, and whether they are of experts."""
+    found = [t for t in op.inputs if t.kind is Kind.WEIGHT] if isinstance(op, Einsum) else []
+    return (found[0].dtype or precision.weights, "E" in found[0].axes) if found else (None, False)
 
 
 def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
@@ -309,6 +333,8 @@ def passes_alike(works: Mapping[str, tuple[OpWork, ...]]) -> dict[str, object]:
 
 def price_key(work: OpWork, rates: ComputeRates) -> object:
     """A key that operations share which `operation_compute` prices alike."""
+    if rates.weight_byte:
+        return id(work.alike), work.in_passes, work.routed, work.adds, work.weight, work.grouped
     sees_software = rates.elementwise_passes != 1 or rates.mixture_launch or rates.added
     return (id(work.alike), work.in_passes, work.routed, work.adds) if sees_software else id(work.alike)
 
@@ -378,18 +404,26 @@ def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> Op
     elif work.vector:
         compute = extents.weighted(work.vector) * rates.vector
     num_bytes = extents.weighted(work.num_bytes)
-    memory = num_bytes * rates.byte
+    memory = num_bytes * _byte(work, rates)
     if work.in_passes and rates.elementwise_passes != 1:
         memory = memory * rates.elementwise_passes
     seconds, serial = maximum(compute, memory), compute + memory
     if rates.added and work.adds:
         adding = extents.volume(held_key(work.placed.output)) * (rates.added * rates.byte)
         seconds, serial = seconds + adding, serial + adding
-    if rates.gap:
-        seconds, serial = seconds + rates.gap, serial + rates.gap
+    if started := rates.gap + (0.0 if work.attention is None else rates.cache_start):
+        seconds, serial = seconds + started, serial + started
     if work.routed and rates.mixture_launch:
         seconds, serial = maximum(seconds, rates.mixture_launch), maximum(serial, rates.mixture_launch)
     return OpCompute(flops, busy, num_bytes, compute, memory, seconds, serial)
+
+
+def _byte(work: OpWork, rates: ComputeRates) -> float:
+    """Seconds of an operation's byte of HBM."""
+    if work.weight is not None:
+        byte = rates.weight_byte.get(work.weight, rates.byte)
+        return byte * rates.expert_byte if work.grouped else byte
+    return rates.byte if work.attention is None else rates.cache_byte
 
 
 def _matmul_rate(

@@ -41,13 +41,16 @@ SPREADS = {
     "zero": Spread(0.03, "what replicas share out is not known"),
     "micro_batch": Spread(0.10, "the microbatch is not known"),
     "mixture": Spread(0.14, "kernels and exchanges of experts change between releases by a quarter"),
+    "engine": Spread(0.12, "releases of serving engines, their settings, and lengths of requests differ"),
     "family": Spread(0.14, "no steps of such chips were measured; families keep 60 to 79 % of their peak in matmuls"),
 }
 
 _TERMS = {
-    **dict.fromkeys(("forward", "backward", "recompute"), "compute"),
-    **dict.fromkeys(("tensor", "context", "expert", "fsdp", "data", "pipeline_send"), "communication"),
-    **dict.fromkeys(("pipeline_bubble", "optimizer", "offload"), "overheads"),
+    **dict.fromkeys(("forward", "backward", "recompute", "matmuls", "attention", "elementwise"), "compute"),
+    **dict.fromkeys(
+        ("tensor", "cache", "width", "context", "expert", "fsdp", "data", "pipeline_send"), "communication"
+    ),
+    **dict.fromkeys(("pipeline_bubble", "optimizer", "offload", "pipeline", "host"), "overheads"),
 }
 
 

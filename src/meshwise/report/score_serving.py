@@ -44,7 +44,7 @@ def served_report(score: ServedScore, inputs: Mapping[str, Any], *, worst: int =
         ),
         assumed=assumptions((note, p.run.id) for p in score.predictions for note in p.setup.assumed),
         not_modelled=(
-            "what the host adds to each step (scheduling, sampling, launches), which differs by engine and release",
+            "releases of an engine: what the host adds to a step is one number for all of them",
             "queueing, and lengths that vary between requests: meshwise simulate serve",
         ),
         next_steps=NEXT_STEPS,
@@ -71,6 +71,9 @@ def _row(p: ServedPrediction) -> dict[str, Any]:
         **row_data(p),
         "phase": p.run.steps,
         "compared": p.compared,
+        "low_80": None if p.likely is None else p.likely.low,
+        "high_80": None if p.likely is None else p.likely.high,
+        "calibration": p.setup.problem.calibration.name,
         "layout": str(setup.generate),
         "batch": setup.batch,
         "precision": p.setup.problem.load.precision,

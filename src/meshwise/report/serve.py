@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.serving.answer import Engine, ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.memory import CLASSES
@@ -37,7 +38,7 @@ __all__ = [
 
 NOT_MODELLED = (
     "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate serve' has arrivals",
-    "the host: scheduling, tokenisation, sampling on the CPU",
+    "tokenisation, and what the host does beside a step",
     "a draft model's own time (the tokens that it proposes are computed)",
 )
 
@@ -182,6 +183,7 @@ def assumed(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
         f"calibration {problem.calibration.name}: {problem.calibration.source}"
         if problem.calibration.name != "none"
         else "data-sheet rates",
+        *_host(problem.calibration),
         *(_lengths(problem, setup) or (f"{engine}; {longest}",)),
         *_speculation(problem),
         *_together(setup),
@@ -204,6 +206,14 @@ def _lengths(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
         "layers with a window, and prefills that wait for their weights, are priced at the mean length",
         f"{memory}: {setup.batch:,} together need more once in 100 times; the longest has {mix.longest:,}",
     )
+
+
+def _host(calibration: Calibration) -> tuple[str, ...]:
+    """What the host adds to a step."""
+    if not calibration.host_step and not calibration.host_request:
+        return ("the host adds nothing to a step",)
+    each = format_time(calibration.host_request)
+    return (f"the host adds {format_time(calibration.host_step)} to a step, and {each} for each of its requests",)
 
 
 def _speculation(problem: ServingProblem) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ constants there are (`constants`), or what rows mean (`setup`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.network import Fabric
 from meshwise.scoring.prediction import Prediction
 
-__all__ = ["Constant", "Fit", "Repriced", "Sensitivities", "fit", "sensitivities"]
+__all__ = ["Constant", "Fit", "Repriced", "RepricedRow", "Sensitivities", "fit", "sensitivities"]
 
 #: Errors of the logarithm beyond which a row pulls no harder: rows are off for reasons of their own.
 _HUBER = 0.10
@@ -64,9 +65,39 @@ class Constant:
         return min(max(value, self.least), self.most)
 
 
+class RepricedRow(ABC):
+    """A measured time whose model, layout and wires stay while constants change."""
+
+    @property
+    @abstractmethod
+    def base(self) -> Calibration:
+        """The calibration that it was predicted with."""
+
+    @property
+    @abstractmethod
+    def own_family(self) -> str:
+        """Family of its chip."""
+
+    @abstractmethod
+    def seconds(self, calibration: Calibration) -> float:
+        """Expected seconds of what was measured."""
+
+    def calibration(self, constants: Sequence[Constant], values: Mapping[str, float]) -> Calibration:
+        """The row's calibration with other constants, of those that apply to it."""
+        found = self.base
+        for c in constants:
+            if c.name in values and self.depends_on(c):
+                found = c.put(found, c.clipped(values[c.name]))
+        return found
+
+    def depends_on(self, constant: Constant) -> bool:
+        """Whether the constant is one of its calibration's."""
+        return constant.applies(self.base, self.own_family)
+
+
 @dataclass(frozen=True)
-class Repriced:
-    """A measured step whose layout stays while constants change.
+class Repriced(RepricedRow):
+    """A measured training step.
 
     Args:
         prediction: with its layout.
@@ -76,23 +107,21 @@ class Repriced:
     prediction: Prediction
     family: str
 
-    def calibration(self, constants: Sequence[Constant], values: Mapping[str, float]) -> Calibration:
-        """The row's calibration with other constants, of those that apply to it."""
-        found = self.prediction.setup.problem.calibration
-        for c in constants:
-            if c.name in values and c.applies(self.prediction.setup.problem.calibration, self.family):
-                found = c.put(found, c.clipped(values[c.name]))
-        return found
+    @property
+    def base(self) -> Calibration:
+        """As in `RepricedRow`."""
+        return self.prediction.setup.problem.calibration
+
+    @property
+    def own_family(self) -> str:
+        """As in `RepricedRow`."""
+        return self.family
 
     def seconds(self, calibration: Calibration) -> float:
         """Expected seconds of the step."""
         problem = replace(self.prediction.setup.problem, calibration=calibration)
         fabric = Fabric.of(problem.cluster, flat_rings=calibration.flat_rings)
         return float(evaluate_layout(problem, fabric, self.prediction.layout).step.expected)
-
-    def depends_on(self, constant: Constant) -> bool:
-        """Whether the constant is one of its calibration's."""
-        return constant.applies(self.prediction.setup.problem.calibration, self.family)
 
 
 @dataclass(frozen=True)
@@ -124,7 +153,7 @@ class Fit:
 
 
 def sensitivities(
-    rows: Sequence[Repriced],
+    rows: Sequence[RepricedRow],
     constants: Sequence[Constant],
     at: Mapping[str, float],
     progress: Callable[[str], None] = lambda _: None,

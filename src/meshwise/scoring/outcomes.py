@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from meshwise.costs.spread import Likely
 from meshwise.hardware import Cluster
 from meshwise.models import Model
 from meshwise.scoring.models import family_of
@@ -63,12 +64,14 @@ class Predicted(ABC, Generic[S_co]):
     Args:
         setup: what it did.
         measured, expected, bound: seconds, or bytes of memory; the bound is the uncalibrated roofline, 0 for memory.
+        likely: the 80 % interval of a time; None for memory, and where no measured steps stand behind it.
     """
 
     setup: S_co
     measured: float
     expected: float
     bound: float
+    likely: Likely | None = None
 
     @property
     def run(self) -> Row:
@@ -88,7 +91,7 @@ class Predicted(ABC, Generic[S_co]):
     @property
     def covered(self) -> bool | None:
         """Whether the measurement lies in the 80 % interval; None where there is none."""
-        return None
+        return None if self.likely is None else self.likely.low <= self.measured <= self.likely.high
 
     @property
     def chip(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.costs.estimate import Estimate
-from meshwise.costs.spread import Likely, doubts_of, likely_interval
+from meshwise.costs.spread import doubts_of, likely_interval
 from meshwise.errors import MeshwiseError
 from meshwise.planning import estimate_layout
 from meshwise.scoring.conventions import measured_bytes, measured_seconds
@@ -35,12 +35,10 @@ class Prediction(Predicted[Setup]):
     Args:
         layout: complete: what the row left open was chosen.
         estimate: of that layout.
-        likely: the 80 % interval of a time; None for memory.
     """
 
     layout: Layout
     estimate: Estimate
-    likely: Likely | None
 
     @property
     def run(self) -> MeasuredRun:
@@ -51,11 +49,6 @@ class Prediction(Predicted[Setup]):
     def terms(self) -> dict[str, float]:
         """Seconds of a step, by term."""
         return dict(self.estimate.terms)
-
-    @property
-    def covered(self) -> bool | None:
-        """Whether the measurement lies in the interval; None of memory, which has none."""
-        return None if self.likely is None else self.likely.low <= self.measured <= self.likely.high
 
     @property
     def false_oom(self) -> bool:

@@ -138,7 +138,7 @@ def estimate_serve(
     expert_imbalance: float | None = None,
     cluster: str | None = None,
     price: str | float | None = None,
-    calibration: str = "default",
+    calibration: str = "fitted",
 ) -> ServingEstimate:
     """Estimate what one serving layout would do: what `meshwise estimate serve` answers, as values.
 
@@ -169,7 +169,8 @@ def estimate_serve(
         expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "default", "none", or a family by name.
+        calibration: achieved rates: "fitted" or "fitted+ENGINE", "default", "none", or
+            a family by name.
 
     Returns: the estimate; `fits` says whether it fits in memory.
 

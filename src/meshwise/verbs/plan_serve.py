@@ -227,7 +227,7 @@ def plan_serve(
     expert_imbalance: float | None = None,
     cluster: str | None = None,
     price: str | float | None = None,
-    calibration: str = "default",
+    calibration: str = "fitted",
 ) -> ServingPlanning:
     """Find the best ways to serve a load: what `meshwise plan serve` answers, as values.
 
@@ -259,7 +259,8 @@ def plan_serve(
         expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "default", "none", or a family by name.
+        calibration: achieved rates: "fitted" or "fitted+ENGINE", "default", "none", or
+            a family by name.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits or keeps the targets.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from meshwise.costs.engines import ENGINES
 from meshwise.costs.fitted import find_calibration
 from meshwise.hardware import load_chip
 from meshwise.scoring import Score, runs_of, score_runs, shipped_runs
@@ -35,8 +36,8 @@ class ScoreRequest(BaseModel):
     )
     calibration: str | None = Field(
         default=None,
-        description="Achieved rates: fitted (with the software that a row names; training runs unless given), default "
-        "(each chip's family; serving unless given), none, or a family by name.",
+        description="Achieved rates: fitted (unless given; with the software or the engine that a row names), default "
+        "(each chip's family), none, or a family by name.",
     )
     worst: int = Field(default=5, ge=0, le=1000, description="How many of the worst rows to show.")
 
@@ -48,8 +49,8 @@ def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _
         MeshwiseError: a file that cannot be read; a calibration that does not exist.
     """
     if request.calibration is not None:
-        find_calibration(request.calibration, load_chip("h100-sxm"))  # checks the name
-    training, serving = request.calibration or "fitted", request.calibration or "default"
+        _check_name(request.calibration)
+    training = serving = request.calibration or "fitted"
     if request.file == SHIPPED:
         return score_runs(shipped_runs(), training, progress)
     if request.file == SHIPPED_SERVING:
@@ -58,6 +59,14 @@ def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _
     if is_serving(text):
         return score_served(served_runs_of(text, request.file), serving, progress)
     return score_runs(runs_of(text, request.file), training, progress)
+
+
+def _check_name(calibration: str) -> None:
+    """Refuse a name that neither training nor serving has."""
+    chip = load_chip("h100-sxm")
+    if calibration.removeprefix("fitted+") in ENGINES:
+        return
+    find_calibration(calibration, chip)
 
 
 def score(
@@ -71,8 +80,7 @@ def score(
     Args:
         file: CSV in a format of docs/measurements.md, "shipped" for the training runs that come with the package, or
             "shipped-serving" for its measurements of serving.
-        calibration: achieved rates: "fitted" (of training runs unless given), "default" (of serving unless given),
-            "none", or a family by name.
+        calibration: achieved rates: "fitted" (unless given), "default", "none", or a family by name.
         progress: told a line now and then.
 
     Returns: predictions and refusals with their reasons; `overall.mape` and the errors of groups sum them up.

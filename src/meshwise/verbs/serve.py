@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from meshwise.costs.fitted import find_calibration
+from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.errors import LayoutError, MeshwiseError
 from meshwise.jobs import ServingConditions, ServingLoad
@@ -54,8 +54,9 @@ class ServeRequest(PricedWhere, ServingConditions):
         description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
     )
     calibration: str = Field(
-        default="default",
-        description="Achieved rates: default (the chip's family), none, a family by name, or fitted to whole steps.",
+        default="fitted",
+        description="Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; "
+        "alone: vllm on GPUs, jax on TPUs), default (the chip's family), none, or a family by name.",
     )
 
     @model_validator(mode="after")
@@ -105,7 +106,7 @@ class ServeRequest(PricedWhere, ServingConditions):
         load = self.load()
         check_context(model, load)
         model.serving_program("generate")  # refuses what cannot be served
-        return ServingProblem(model, load, cluster, find_calibration(self.calibration, cluster.chip))
+        return ServingProblem(model, load, cluster, find_serving_calibration(self.calibration, cluster.chip))
 
     def echo_serving(self, problem: ServingProblem) -> dict[str, Any]:
         """Give the inputs with defaults, for JSON; units in the names."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwise.costs.compute import ComputeRates, operation_compute
+from meshwise.costs.compute import operation_compute
 from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
@@ -49,7 +49,8 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
     rate, startup = handover_rate(problem, fabric, setup)
     chip = problem.cluster.chip
     return EngineCosts(
-        overhead_s=0.0,
+        overhead_s=problem.calibration.host_step,
+        per_request_s=problem.calibration.host_request / layout.expert,
         token_seconds=tuple(_token_seconds(problem, fabric, setup, step)),
         kv_blocks=max(int(room // of_one_block), 1) if of_one_block else 1 << 30,
         attention=tuple(_attention(problem, setup)),
@@ -67,7 +68,7 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
 def _token_seconds(
     problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step
 ) -> Iterable[tuple[int, float]]:
-    """Seconds of everything but attention, by tokens of a step.
+    """Seconds of everything but the host and attention, by tokens of a step; attention's start-ups are among them.
 
     Steps of more tokens than generate together are those of prefill: as many whole prompts as that makes.
     """
@@ -81,8 +82,20 @@ def _token_seconds(
         prompts = float(max(round(tokens / problem.load.computed), 1)) if kind == "prefill" else float(tokens)
         each = tokens / prompts
         costs = price_step(problem, kind, layout.structure, StepSizes(prompts, each, each, mesh), wires)
-        most = max(most, float(costs.expected - costs.terms["attention"]))
+        varying = costs.expected - costs.terms["attention"] - costs.terms["host"]
+        most = max(most, float(varying) + _started(problem, layout, kind))
         yield tokens, most
+
+
+def _started(problem: ServingProblem, layout: ServingLayout, step: Step) -> float:
+    """Seconds that attention takes however little it reads."""
+    rates = problem.compute_rates
+    return sum(
+        block.placed.block.repeat * (rates.gap + (rates.cache_start if work.attention is not None else 0.0))
+        for block in plan_step(problem, step, layout.structure)
+        for term, work in block.works
+        if term == "attention"
+    )
 
 
 def _attention(problem: ServingProblem, setup: ServingSetup) -> Iterable[AttentionCosts]:
@@ -138,7 +151,7 @@ def _seconds(problem: ServingProblem, setup: ServingSetup, step: Step, span: int
     structure = layout.structure
     program = problem.program(step, wide=structure.wide)
     extents = Extents(bind_step(problem, program, sizes, structure), sizes.mesh, ("C", "E"))
-    rates = ComputeRates.of(problem.cluster.chip, problem.load.formats.formats, problem.calibration)
+    rates = problem.compute_rates
     total = 0.0
     for block in plan_step(problem, step, structure):
         for _, work in block.works:

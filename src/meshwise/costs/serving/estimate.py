@@ -109,7 +109,12 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
 
 
 def estimate_serving(
-    problem: ServingProblem, setup: ServingSetup, fabric: Fabric | None = None, *, count: bool = True
+    problem: ServingProblem,
+    setup: ServingSetup,
+    fabric: Fabric | None = None,
+    *,
+    count: bool = True,
+    known: ServingEstimate | None = None,
 ) -> ServingEstimate:
     """Estimate one setup under a load that keeps it full.
 
@@ -136,6 +141,7 @@ def estimate_serving(
         setup: layouts (wires are chosen where they lack them) and batches.
         fabric: the network.
         count: whether to find the largest batch that fits.
+        known: the same under another calibration, whose memory is taken.
 
     Raises:
         LayoutError: a layout that the model, the step or the mode cannot have.
@@ -147,10 +153,10 @@ def estimate_serving(
     _check_mode(setup)
     setup = with_wires(problem, fabric, setup)
     generating = _generate_costs(problem, fabric, setup)
-    generate = _engine([generating], engine_memory(problem, setup, "generate"))
+    generate = _engine([generating], known.generate.memory if known else engine_memory(problem, setup, "generate"))
     mixed = setup.mode == "aggregated" and setup.chunk is not None
     steps = (_mixed_costs if mixed else _prefill_costs)(problem, fabric, setup)
-    prefill = _engine(steps, engine_memory(problem, setup, "prefill"))
+    prefill = _engine(steps, known.prefill.memory if known else engine_memory(problem, setup, "prefill"))
     handover = handover_seconds(problem, fabric, setup)
     load, b, p = problem.load, setup.batch, setup.prefill_batch
     further = load.output - 1

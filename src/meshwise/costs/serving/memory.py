@@ -23,7 +23,7 @@ CLASSES = {
     "weights": "as stored, embedding and head included",
     "kv_cache": "keys and values (or latents, states) of all requests, in whole blocks",
     "activations": "of the step that needs most: what one operation reads and writes, the residual stream, logits",
-    "workspace": "weights that are gathered for use, two layers of them",
+    "workspace": "weights that are gathered for use, two layers of them (compiled by XLA: two weights)",
     "reserve": "what the engine leaves alone: its runtime, fragmentation",
 }
 
@@ -82,23 +82,25 @@ def _kept(axis: str, keys: Any, block: float) -> Any:
 def step_memory(problem: ServingProblem, step: Step, structure: ServingStructure, sizes: StepSizes) -> tuple[Any, Any]:
     """Bytes of activations of a step, and of workspace, on the fullest chip (floats or arrays).
 
-    Activations: the operation that holds most, the residual stream beside it. Workspace: two layers' gathered weights,
-    one in use and one on its way.
+    Activations: the operation that holds most, the residual stream beside it. Workspace: what is gathered, one in use
+    and one of a layer on its way: layers, or single weights where a compiler gathers these one by one.
     """
     stages = sizes.mesh["stage"]
     part = StepSizes(ceil(sizes.sequences / stages), sizes.queries, sizes.keys, sizes.mesh, sizes.last)
     program = problem.program(step, wide=structure.wide)
     blocks = plan_step(problem, step, structure)
     extents = Extents(bind_step(problem, program, part, structure), sizes.mesh, ("C", "E"))
+    compiled = problem.calibration.compiled
     most: Any = 0.0
-    gathered: Any = 0.0
+    gathered: dict[str, Any] = dict.fromkeys(("embed", "layer", "head"), 0.0)
     for b in blocks:
-        for moment in b.moments:
+        for moment in b.compiled_moments if compiled else b.moments:
             most = maximum(most, extents.weighted(moment))
-        gathered = maximum(gathered, extents.weighted(b.gathered))
+        for once in b.each if compiled else (b.gathered,):
+            gathered[b.role] = maximum(gathered[b.role], extents.weighted(once))
     beside = extents.weighted(residual_bytes(problem, step, structure))
-    copies = where(sizes.mesh["fsdp"] > 1, 2.0, 0.0)
-    return most + beside, copies * gathered
+    workspace = gathered["layer"] + maximum(*gathered.values())
+    return most + beside, where(sizes.mesh["fsdp"] > 1, workspace, 0.0)
 
 
 def reserved_bytes(problem: ServingProblem) -> float:

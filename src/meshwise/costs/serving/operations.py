@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwise.costs.arithmetic import ceil
-from meshwise.costs.compute import ComputeRates, operation_compute
+from meshwise.costs.compute import operation_compute
 from meshwise.costs.extents import Extents
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.planned import plan_step
@@ -48,7 +48,7 @@ def slowest_operations(
     part = StepSizes(ceil(sizes.sequences / layout.stage), sizes.queries, sizes.keys, sizes.mesh, sizes.last)
     program = problem.program(step, wide=structure.wide)
     extents = Extents(bind_step(problem, program, part, structure), sizes.mesh, ("C", "E"))
-    rates = ComputeRates.of(problem.cluster.chip, problem.load.formats.formats, problem.calibration)
+    rates = problem.compute_rates
     found = []
     for block in plan_step(problem, step, structure):
         for _, work in block.works:

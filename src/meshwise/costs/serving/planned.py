@@ -15,7 +15,7 @@ from meshwise.jobs import Precision
 from meshwise.sharding.place import place_forward
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 from meshwise.sharding.serving_layout import ServingStructure
-from meshwise.tensors import CacheUpdate, Fused, Kind, Op, Route, Tensor
+from meshwise.tensors import CacheUpdate, Elementwise, Fused, Kind, Op, Route, Tensor
 
 __all__ = ["ServedBlock", "mixes_positions", "plan_step", "reads_positions", "residual_bytes"]
 
@@ -30,9 +30,10 @@ class ServedBlock:
         flows: what it sends.
         weights: bytes of one copy as stored, idle ones included.
         tied: of weights that another block owns.
-        gathered: of weights as used, where they are gathered first.
+        gathered: of weights as used, where they are gathered first; `each`, of each weight alone.
         caches: bytes of one copy's caches.
-        moments: activations that each operation holds.
+        moments: activations that each operation holds; `compiled_moments`, where a compiler lets what is elementwise
+            write over what it reads.
     """
 
     placed: PlacedBlock
@@ -41,8 +42,10 @@ class ServedBlock:
     weights: WeightedSum
     tied: WeightedSum
     gathered: WeightedSum
+    each: tuple[WeightedSum, ...]
     caches: WeightedSum
     moments: tuple[WeightedSum, ...]
+    compiled_moments: tuple[WeightedSum, ...]
 
     @property
     def role(self) -> str:
@@ -94,14 +97,21 @@ def _plan(placed: PlacedBlock, formats: Precision) -> ServedBlock:
         weights=held_bytes(placed.weights, formats),
         tied=held_bytes(placed.tied, formats),
         gathered=held_bytes(placed.gathered, formats),
+        each=tuple(held_bytes([h], formats) for h in placed.gathered),
         caches=held_bytes(placed.caches, formats),
         moments=tuple(_moment(item, formats) for item in local),
+        compiled_moments=tuple(_moment(item, formats, compiled=True) for item in local),
     )
 
 
-def _moment(item: LocalOp, formats: Precision) -> WeightedSum:
+def _moment(item: LocalOp, formats: Precision, *, compiled: bool = False) -> WeightedSum:
     """Activations that an operation reads and writes."""
-    held = [h for h in (*item.inputs, item.output) if h.tensor.kind in (Kind.ACTIVATION, Kind.INDEX)]
+    in_place = compiled and isinstance(item.op, Elementwise)
+    held = [
+        h
+        for h in (*item.inputs, *(() if in_place else (item.output,)))
+        if h.tensor.kind in (Kind.ACTIVATION, Kind.INDEX)
+    ]
     return weighted_sum((held_key(h), element_bytes(h.tensor, formats)) for h in held)
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Literal
 
 from meshwise.costs.calibration import Calibration
+from meshwise.costs.compute import ComputeRates
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster
 from meshwise.jobs import ServingLoad, ServingPrecision, quantised
@@ -35,6 +36,11 @@ class ServingProblem:
         """How the model's router spreads tokens over experts; None without experts."""
         kinds = [Routing(m.experts, m.top_k, m.groups, m.groups_limit) for m in self.model.mixtures]
         return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
+
+    @property
+    def compute_rates(self) -> ComputeRates:
+        """Rates of the chip for the load's formats, as the calibration says they are achieved."""
+        return ComputeRates.of(self.cluster.chip, self.load.formats.formats, self.calibration)
 
     def program(self, step: Step, *, wide: bool = False) -> Program:
         """Give a step of the model in the load's formats; `wide` for layouts that split the residual width."""

@@ -50,6 +50,7 @@ TERMS = {
     "expert": "exposed exchange of tokens with the experts they chose",
     "fsdp": "exposed gathering of weights",
     "pipeline": "sends between stages, and stages that wait for the longest",
+    "host": "scheduling, launches, sampling, streaming tokens out: what the host adds to a step",
 }
 
 COMPUTE_TERMS = ("matmuls", "attention", "elementwise")
@@ -176,7 +177,7 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
     wires: Wires,
     attending: StepSizes | None = None,
 ) -> StepCosts:
-    """Time of one step of one engine.
+    """Time of one step of one engine, with what the host adds to it.
 
     Args:
         problem: model, load, cluster, calibration.
@@ -189,6 +190,19 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
     Raises:
         MeshwiseError: a format that the chip cannot multiply.
     """
+    out = _price_on_chips(problem, step, structure, sizes, wires, attending)
+    _add_host(out, problem, sizes.sequences, sizes.mesh)
+    return out
+
+
+def _price_on_chips(  # noqa: PLR0917 -- as `price_step`
+    problem: ServingProblem,
+    step: Step,
+    structure: ServingStructure,
+    sizes: StepSizes,
+    wires: Wires,
+    attending: StepSizes | None = None,
+) -> StepCosts:
     stages = sizes.mesh["stage"]
     blocks = plan_step(problem, step, structure)
     program = problem.program(step, wide=structure.wide)
@@ -199,9 +213,8 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
 
     extents = extents_of(sizes)
     within = extents if attending is None else extents_of(attending)
-    formats = problem.load.formats.formats
     rates = StepRates(problem.cluster.chip, problem.calibration.in_steps, wires)
-    compute = ComputeRates.of(problem.cluster.chip, formats, problem.calibration)
+    compute = problem.compute_rates
     sums: dict[str, _Sums] = {role: _Sums() for role in ("embed", "layer", "head")}
     known: dict[object, OpCompute] = {}
     for block in blocks:
@@ -212,6 +225,18 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
     )
     seconds, bound = rates.flow_seconds(send)
     return _assembled(sums, layer_share(num_layers(blocks), stages), stages, sizes.sequences, (seconds, bound))
+
+
+def _add_host(costs: StepCosts, problem: ServingProblem, sequences: Any, mesh: Mapping[str, Any]) -> None:
+    """Count what the host adds: the next step begins when it is done. No data sheet bounds it.
+
+    Devices that attend for sequences of their own have a scheduler of their own.
+    """
+    own = sequences / mesh["expert"]
+    seconds = problem.calibration.host_step + problem.calibration.host_request * own
+    costs.terms["host"] = costs.terms["host"] + seconds
+    for which in ("expected", "upper", "interval"):
+        setattr(costs, which, getattr(costs, which) + seconds)
 
 
 def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
@@ -231,16 +256,17 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     tokens = prefill.sequences * prefill.queries + generate.sequences * generate.queries
     ended = prefill.sequences + generate.sequences * generate.last
     together = StepSizes(tokens, 1.0, 1.0, generate.mesh, ended / tokens)
-    out = price_step(problem, "generate", structure, together, wires)
+    out = _price_on_chips(problem, "generate", structure, together, wires)
     parts = [
-        price_step(problem, "prefill", structure, prefill, wires, attending),
-        price_step(problem, "generate", structure, generate, wires),
+        _price_on_chips(problem, "prefill", structure, prefill, wires, attending),
+        _price_on_chips(problem, "generate", structure, generate, wires),
     ]
     for which in ("lower", "expected", "upper", "interval"):
         setattr(out, which, getattr(out, which) - out.terms["attention"])
     out.terms["attention"] = sum(p.terms["attention"] for p in parts)
     for which in ("lower", "expected", "upper", "interval"):
         setattr(out, which, getattr(out, which) + out.terms["attention"])
+    _add_host(out, problem, prefill.sequences + generate.sequences, generate.mesh)
     return out
 
 

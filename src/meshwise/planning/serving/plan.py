@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.costs.fitted import find_calibration
+from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
@@ -89,7 +89,7 @@ class ServingPlan:
         value = _document(text)
         try:
             cluster = saved_cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
-            calibration = find_calibration(value["calibration"], cluster.chip)
+            calibration = find_serving_calibration(value["calibration"], cluster.chip)
             model = Model.from_json(json.dumps(value["model"]))
             problem = ServingProblem(model, ServingLoad(**value["load"]), cluster, calibration)
             return cls(problem, estimate_serving(problem, _setup(value["setup"])))

@@ -9,20 +9,24 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.links import IDEAL_LINKS
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import cache_bytes
-from meshwise.costs.serving.problem import ServingProblem
-from meshwise.costs.serving.room import largest_batch
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.room import engine_memory, largest_batch
 from meshwise.costs.serving.wires import fabric_of
+from meshwise.costs.spread import Likely, doubts_of, likely_interval
+from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError
 from meshwise.scoring.outcomes import Predicted, Refusal
 from meshwise.scoring.serving.reading import ServedRun
 from meshwise.scoring.serving.setup import ServedSetup, set_up_served
 
-__all__ = ["ServedPrediction", "compared", "measured_number", "predict_served"]
+__all__ = ["ServedPrediction", "compared", "expected_under", "measured_number", "predict_served"]
 
 #: What of an estimate a row is compared with.
 Compared = Literal["prefill", "step", "steps", "tpot", "ttft", "whole", "memory"]
@@ -40,6 +44,11 @@ _COMPARED: dict[str, Compared] = {
     "first_token_latency": "ttft",
     "end_to_end_latency": "whole",
 }
+#: The best shapes of matmuls (stas00/ml-engineering, 2025: 84 % in 16 bits, 78 % in fp8), and reads of HBM.
+_BEST = Calibration(
+    "best", 0.90, 0.95, IDEAL_LINKS, False, False, False, "best of single operations",
+    narrow=((DType.FP8, 0.80), (DType.FP4, 0.80)),
+)  # fmt: skip
 _SECONDS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
 _BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
 
@@ -74,7 +83,7 @@ class ServedPrediction(Predicted[ServedSetup]):
         return not self.run.is_memory and _held(self.setup.problem, self.run, e) > e.hbm_capacity
 
 
-def predict_served(run: ServedRun, calibration: str = "default") -> ServedPrediction | Refusal[ServedRun]:
+def predict_served(run: ServedRun, calibration: str = "fitted") -> ServedPrediction | Refusal[ServedRun]:
     """Predict one row; a row that cannot be understood is a refusal with its reason."""
     try:
         what = compared(run)
@@ -89,6 +98,13 @@ def predict_served(run: ServedRun, calibration: str = "default") -> ServedPredic
             f"{measured:.4g} s is faster than the chips' data sheets allow, at least {found.lower:.4g} s "
             f"({estimate.bound}); the row, or what was read into it, is wrong",
         )
+    if what == "tpot" and measured < (best := _at_best_rates(setup, estimate.setup)) * 0.98:
+        return Refusal(
+            run,
+            f"{measured:.4g} s is faster than its prompts and outputs can be computed at the best rates that single "
+            f"operations have reached, with links at their data sheets: {best:.4g} s; prompts were not all computed "
+            "(cached prefixes), or not while this was timed",
+        )
     asked, held = setup.candidates[0].batch, estimate.setup.batch
     if held < asked:
         note = "fewer requests fit in memory at once than are under way: the others wait for the cache"
@@ -100,7 +116,17 @@ def predict_served(run: ServedRun, calibration: str = "default") -> ServedPredic
         measured=measured,
         expected=found.expected,
         bound=0.0 if run.is_memory else found.lower,
+        likely=None if run.is_memory else _likely(setup.problem, estimate, what, found),
     )
+
+
+def _likely(problem: ServingProblem, e: ServingEstimate, what: Compared, found: Interval) -> Likely | None:
+    """The 80 % interval; None under a calibration that was not compared with measured steps."""
+    if problem.calibration.doubts is None:
+        return None
+    engine = e.prefill if what in ("prefill", "ttft") else e.generate
+    causes = doubts_of(problem.calibration, problem.model)
+    return likely_interval(found.expected, found.lower, engine.terms, causes)
 
 
 def compared(run: ServedRun) -> Compared:
@@ -157,8 +183,11 @@ def _expect(run: ServedRun, right: bool, units: str) -> None:
 
 
 def _fastest(setup: ServedSetup, what: Compared) -> tuple[ServingEstimate, Interval]:
-    """The estimate of the candidate that is fastest; what cannot be placed is left out unless it is the only one."""
-    best: tuple[ServingEstimate, Interval] | None = None
+    """The estimate of the candidate that is fastest, of those that fit where any does: the run ran.
+
+    What cannot be placed is left out unless it is the only one.
+    """
+    best: tuple[tuple[bool, float], ServingEstimate, Interval] | None = None
     refused: MeshwiseError | None = None
     fabric = fabric_of(setup.problem)
     for candidate in setup.candidates:
@@ -168,12 +197,13 @@ def _fastest(setup: ServedSetup, what: Compared) -> tuple[ServingEstimate, Inter
             refused = error
             continue
         found = _expected(setup, estimate, what)
-        if best is None or found.expected < best[1].expected:
-            best = estimate, found
+        rank = (_held(setup.problem, setup.run, estimate) > estimate.hbm_capacity, found.expected)
+        if best is None or rank < best[0]:
+            best = rank, estimate, found
     if best is None:
         assert refused is not None
         raise refused
-    return best
+    return best[1:]
 
 
 def _held_at_once(setup: ServedSetup, candidate: ServingSetup, fabric: Fabric) -> ServingEstimate:
@@ -185,6 +215,26 @@ def _held_at_once(setup: ServedSetup, candidate: ServingSetup, fabric: Fabric) -
     if most == 0:
         return estimate
     return estimate_serving(setup.problem, replace(estimate.setup, batch=most), fabric, count=False)
+
+
+def _at_best_rates(setup: ServedSetup, layouts: ServingSetup) -> float:
+    """Seconds of a token with every operation at the best rate that was measured of any, links at the data sheet's.
+
+    What is generated may go along with prompts, whose step reads the weights for both: then only attention adds up.
+    """
+    problem = replace(setup.problem, calibration=_BEST)
+    e = estimate_serving(problem, layouts, fabric_of(problem), count=False)
+    between = layouts.batch / max(e.output - 1, 1) / layouts.prefill_batch
+    prompts, tokens = ({t: x.terms[t] for t in ("matmuls", "attention", "tensor")} for x in (e.prefill, e.generate))
+    alone = between * sum(prompts.values()) + tokens["attention"]
+    return max(alone, sum(tokens.values()))
+
+
+def expected_under(setup: ServedSetup, known: ServingEstimate, what: Compared) -> float:
+    """Expected seconds of what a row measures under another calibration, of an estimate's layouts and batches."""
+    fabric = fabric_of(setup.problem)
+    again = estimate_serving(setup.problem, known.setup, fabric, count=False, known=known)
+    return _expected(setup, again, what).expected
 
 
 def _expected(setup: ServedSetup, e: ServingEstimate, what: Compared) -> Interval:
@@ -218,7 +268,15 @@ def _sum(*parts: tuple[float, Interval]) -> Interval:
 
 
 def _held(problem: ServingProblem, run: ServedRun, e: ServingEstimate) -> float:
-    """Bytes on the fullest chip, without the reserve; the caches of a static batch are held once."""
+    """Bytes on the fullest chip, without the reserve; the caches of a static batch are held once.
+
+    A run of one phase alone holds what that phase needs: the other had chips, or a layout, of its own.
+    """
+    steps = run.steps
+    if run.is_static and steps in ("prefill", "decode"):
+        step: Step = "prefill" if steps == "prefill" else "generate"
+        alone = engine_memory(problem, replace(e.setup, mode="disaggregated"), step)
+        return alone["total"] - alone["reserve"]
     memory = e.generate.memory
     total = memory["total"] - memory["reserve"]
     if not run.is_static:

@@ -42,7 +42,7 @@ class ServedScore(Scored[ServedPrediction]):
 
 def score_served(
     runs: Sequence[ServedRun | UnreadRow],
-    calibration: str = "default",
+    calibration: str = "fitted",
     progress: Callable[[str], None] = lambda _: None,
 ) -> ServedScore:
     """Predict every row that counts, and say of every other why it does not."""

@@ -9,10 +9,12 @@ import itertools
 import re
 from dataclasses import dataclass
 
-from meshwise.costs.fitted import find_calibration
+from meshwise.costs.calibration import Calibration
+from meshwise.costs.engines import find_serving_calibration, serving_calibration
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.errors import MeshwiseError
+from meshwise.hardware import Chip
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
 from meshwise.scoring.machines import cluster_of
@@ -57,13 +59,71 @@ def set_up_served(run: ServedRun, calibration: str) -> ServedSetup:
     cluster, of_cluster = cluster_of(run)
     precision, of_precision = _precision(run)
     layouts, of_layout = _layouts(run)
-    load = ServingLoad(prompt=run.prompt_len, output=max(run.output_len or 1, 1), precision=precision)
+    _check_dies(run, cluster.chip)
+    prompt, output, of_lengths = _lengths(run)
+    load = ServingLoad(prompt=prompt, output=output, precision=precision, reserve=0.0)
     model.serving_program("generate")  # refuses what cannot be served
-    problem = ServingProblem(model, load, cluster, find_calibration(calibration, cluster.chip))
+    problem = ServingProblem(model, load, cluster, _calibration(run, calibration, cluster.chip))
     batch = _batch(run, layouts[0].replicas)
-    together = batch if run.is_static else 1
+    together = batch if run.is_static else _prompts_together(batch, load)
     candidates = tuple(ServingSetup("aggregated", x, x, batch, together) for x in layouts)
-    return ServedSetup(run, problem, candidates, (*of_model, *of_cluster, *of_precision, *of_layout))
+    return ServedSetup(run, problem, candidates, (*of_model, *of_cluster, *of_precision, *of_layout, *of_lengths))
+
+
+#: A row's words of its engine -> a name of `ENGINES`; the first that is found.
+_ENGINES = (
+    (r"faster\s*transformer", "fastertransformer"), (r"tensorrt-llm v0\.|trt-?llm v?0\.", "trtllm-2023"),
+    (r"tensorrt-llm|trt-?llm", "trtllm"), (r"sglang", "sglang"), (r"vllm", "vllm"), (r"gpt-fast", "gpt-fast"),
+    (r"\bjax\b|jetstream|esti", "jax"),
+)  # fmt: skip
+
+
+def _calibration(run: ServedRun, name: str, chip: Chip) -> Calibration:
+    """The calibration; "fitted" takes the engine that the row names, where its constants are known."""
+    engine = _engine(run)
+    if name != "fitted" or engine is None:
+        return find_serving_calibration(name, chip)
+    return serving_calibration(chip, engine)
+
+
+def _engine(run: ServedRun) -> str | None:
+    """Name in `ENGINES` of what served a row; None where it is not known."""
+    words = f"{run.engine} {run.software}".lower()
+    return next((known for pattern, known in _ENGINES if re.search(pattern, words)), None)
+
+
+def _check_dies(run: ServedRun, chip: Chip) -> None:
+    """Refuse a run on one die of a package: layouts are of whole chips."""
+    if chip.vendor == "amd" and chip.devices_per_chip > 1 and (run.tp or 1) * (run.pp or 1) == run.n_chips:
+        raise MeshwiseError(
+            f"tp {run.tp or 1} on {run.n_chips} {chip.title}: each of its {chip.devices_per_chip} dies is a device, "
+            "with half of memory and bandwidth, and layouts here are of whole packages"
+        )
+
+
+#: Mean of lengths that are drawn between 0.8 and 1.0 of the nominal ones, as InferenceMAX does.
+_DRAWN = 0.9
+
+#: Tokens of prompts and outputs in its loads.
+_INFERENCEMAX = {1024, 8192}
+
+#: Tokens of prompts that engines prefill in one step at most (the usual `max_num_batched_tokens`).
+_STEP_TOKENS = 8192
+
+
+def _lengths(run: ServedRun) -> tuple[int, int, tuple[str, ...]]:
+    """Mean tokens of prompts and outputs, and what was assumed of them."""
+    prompt, output = run.prompt_len, max(run.output_len or 1, 1)
+    if not _is_inferencemax(run):
+        return prompt, output, ()
+    note = f"lengths are drawn between 0.8 and 1.0 of nominal: {_DRAWN:g} of them taken"
+    return round(_DRAWN * prompt), max(round(_DRAWN * output), 1), (note,)
+
+
+def _prompts_together(batch: int, load: ServingLoad) -> int:
+    """Prompts that come while one step generates, which engines prefill together as far as a step's tokens allow."""
+    coming = batch // max(load.output - 1, 1)
+    return int(max(min(coming, _STEP_TOKENS // load.prompt), 1))
 
 
 def _batch(run: ServedRun, replicas: int) -> int:
@@ -103,12 +163,28 @@ def _precision(run: ServedRun) -> tuple[str, tuple[str, ...]]:
     given = _format("act_dtype", run.act_dtype) if run.act_dtype else ""
     wide = given if given in ("fp16", "fp32") else weights if weights in ("fp16", "fp32") else "bf16"
     compute = given or (weights if weights in ("fp8", "fp4") else wide)
-    cache = _format("kv_dtype", run.kv_dtype) if run.kv_dtype else "fp8" if weights == "fp4" else wide
+    cache = _format("kv_dtype", run.kv_dtype) if run.kv_dtype else "fp8" if _narrow_cache(run, weights) else wide
     if run.weights_dtype and not run.kv_dtype:
         notes.append(f"kv_dtype is blank: {cache} taken with {weights} weights")
     if "group" in run.weights_dtype and "128" not in run.weights_dtype:
         notes.append(f"weights {run.weights_dtype!r}: scales counted by groups of 128")
     return f"weights={weights},activations={wide},compute={compute},kv={cache}", tuple(notes)
+
+
+def _narrow_cache(run: ServedRun, weights: str) -> bool:
+    """Whether a cache of fp8 goes with the weights.
+
+    Checkpoints of ModelOpt, fp4 or fp8 with one scale a tensor, have scales for it, which TensorRT-LLM takes and others
+    are told to take by InferenceMAX; those of fp8 with scales by blocks (DeepSeek's way) have none.
+    """
+    if weights != "fp8" or "block" in run.weights_dtype:
+        return weights == "fp4"
+    return _engine(run) in ("trtllm", "trtllm-2023") or _is_inferencemax(run)
+
+
+def _is_inferencemax(run: ServedRun) -> bool:
+    """Whether a row is of one of InferenceMAX's loads."""
+    return "InferenceMAX draws" in run.notes and {run.prompt_len, run.output_len} <= _INFERENCEMAX
 
 
 def _layouts(run: ServedRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
@@ -121,7 +197,7 @@ def _layouts(run: ServedRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]
         )
     words = run.serving_mode.lower()
     if run.chip.startswith("v") and tp > 1 and ep == 1:
-        return _two_ways(tp, pp, engines, gathered="weight-gathered" in words)
+        return _two_ways(tp, pp, engines, words)
     if ep == 1:
         return (ServingLayout(tensor=tp, stage=pp, replicas=engines),), ()
     if ep == tp:
@@ -133,14 +209,18 @@ def _layouts(run: ServedRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]
     )
 
 
-def _two_ways(tp: int, pp: int, engines: int, *, gathered: bool) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
+def _two_ways(tp: int, pp: int, engines: int, words: str) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
     """How TPUs of one engine share weights: both ways (2D weight-stationary), or gathered; the fastest is taken."""
     ways = [w for w in range(1, tp + 1) if tp % w == 0]
-    if gathered:
+    if "weight-gathered" in words:
         found = [ServingLayout(tensor=tp // w, fsdp=w, stage=pp, replicas=engines) for w in ways]
-        return tuple(found), ("weights gathered over the share of the chips that is fastest",)
+        return tuple(found), ("weights gathered over the share of the chips that is fastest and fits",)
+    if "2d" in words:
+        ways = [w for w in ways if 1 < w < tp] or ways
     found = []
-    for width, split in itertools.product(ways, ("heads", "batch")):
-        found.append(ServingLayout(tensor=tp // width, width=width, stage=pp, replicas=engines, cache_split=split))
-    note = "weights split over heads and width, and the cache, in the way that is fastest"
+    for width, own in itertools.product(ways, ("tensor", "cache")):
+        layout = ServingLayout(width=width, stage=pp, replicas=engines)
+        split = "heads" if own == "tensor" else "batch"
+        found.append(layout.replace(**{own: tp // width, "cache_split": split}))
+    note = "weights split over heads and width, and the cache, in the way that is fastest and fits"
     return tuple(found), (note,)

@@ -1,0 +1,170 @@
+"""What serving engines make of chips: the fitted calibration of serving, a chip family's constants with an engine's.
+
+All are shared by models, layouts and sizes. `docs/serving-accuracy.md` says how well they predict. Not here: training
+(`fitted`), or the times of steps (`serving.step`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwise.costs.calibration import Calibration, default_calibration
+from meshwise.costs.fitted import find_calibration
+from meshwise.dtypes import DType
+from meshwise.errors import UnknownNameError
+from meshwise.hardware import Chip
+
+__all__ = ["ENGINES", "ServingEngine", "find_serving_calibration", "serving_calibration"]
+
+#: Seconds between the operations of a step: replayed as a CUDA graph, and launched one by one from C++.
+_GRAPH, _LAUNCHED = 2.0e-6, 4.8e-6
+
+#: Seconds before the first byte of a collective within a step: an engine's own kernels, which write to all peers at
+#: once, and NCCL's.
+_ONE_SHOT, _NCCL = 3.5e-6, 28.5e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ServingEngine:
+    """What an engine's software adds, whatever the chip.
+
+    Args:
+        name: what users type after "fitted+".
+        meaning: what it is, for people.
+        host_step, host_request, gap: as in `Calibration`.
+        startup: of collectives within a step; None keeps the family's.
+        rows: how many published numbers its constants were fitted to.
+    """
+
+    name: str
+    meaning: str
+    host_step: float
+    host_request: float
+    gap: float
+    startup: float | None
+    rows: int
+
+
+#: By name; the first is what is assumed where nothing is said, on GPUs.
+ENGINES = {
+    e.name: e
+    for e in (
+        ServingEngine("vllm", "vLLM, generating by CUDA graphs", 0.42e-3, 36e-6, _GRAPH, _ONE_SHOT, 138),
+        ServingEngine("sglang", "SGLang, generating by CUDA graphs", 0.27e-3, 16e-6, _GRAPH, _ONE_SHOT, 89),
+        ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.11e-3, 8.2e-6, _GRAPH, _ONE_SHOT, 256),
+        ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.15e-3, 10.7e-6, _LAUNCHED, _NCCL, 113),
+        ServingEngine("fastertransformer", "FasterTransformer 5", 0.18e-3, 59e-6, _LAUNCHED, _NCCL, 163),
+        ServingEngine("gpt-fast", "PyTorch, compiled as a whole", 0.16e-3, 19e-6, _GRAPH, _ONE_SHOT, 16),
+        ServingEngine("jax", "JAX: a step is one program of XLA, on TPUs", 0.0, 0.0, 0.0, None, 19),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Chips:
+    """What a family of chips does in steps of serving.
+
+    Args:
+        matmul: share of the dense FLOP/s of large matmuls in 16 bits; `narrow` of others in their own.
+        attention, half_attention, half_depth: as in `Calibration`.
+        weights: share of the HBM bandwidth at which weights in 16 and in 8 floating bits are read.
+        cache: the same of the cache; `memory` of all else.
+        links: share of the link bandwidth that large messages reach.
+    """
+
+    matmul: float
+    narrow: tuple[tuple[DType, float], ...]
+    attention: float
+    half_attention: float
+    half_depth: float
+    weights: float
+    cache: float
+    memory: float
+    links: float
+
+
+#: By family; a chip of no family inherits Ampere's.
+_CHIPS = {
+    "ampere": _Chips(0.73, (), 0.57, 600.0, 200.0, 0.76, 0.91, 0.81, 0.74),
+    "hopper": _Chips(0.80, ((DType.FP8, 0.72),), 0.52, 1000.0, 200.0, 0.864, 0.95, 0.87, 0.80),
+    "blackwell": _Chips(0.64, ((DType.FP8, 0.58), (DType.FP4, 0.43)), 0.52, 1900.0, 50.0, 0.817, 0.91, 0.91, 0.72),
+}
+
+#: Share of the HBM bandwidth at which weights are read that are widened on the way, and those of fp4.
+_NARROW_WEIGHTS = ((DType.INT8, 0.68), (DType.INT4, 0.47), (DType.FP4, 0.73))
+
+#: Seconds that attention over a cache takes besides, and bandwidth of experts' weights over that of others.
+_CACHE_START, _EXPERTS = 4.4e-6, 1.0
+
+_SOURCE = (
+    "fitted to published steps of serving around single operations of the NVIDIA AIConfigurator database "
+    "(docs/serving-accuracy.md); attention over prompts, half_attention, half_depth: that database alone"
+)
+
+
+def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
+    """Give the fitted calibration of serving: a chip's family with an engine's constants.
+
+    >>> from meshwise.hardware import load_chip
+    >>> found = serving_calibration(load_chip("h100-sxm"), "sglang")
+    >>> found.name, found.host_step < 1e-3
+    ('fitted+sglang', True)
+
+    Args:
+        chip: of the cluster.
+        engine: a name of `ENGINES`; by default vLLM on GPUs, JAX on TPUs.
+
+    Raises:
+        UnknownNameError: with the names there are.
+    """
+    family = default_calibration(chip)
+    name = engine or ("jax" if family.name == "tpu" else "vllm")
+    if name not in ENGINES:
+        raise UnknownNameError("serving engine", name, ENGINES)
+    software = ENGINES[name]
+    found = replace(
+        family,
+        name=f"fitted+{name}",
+        host_step=software.host_step,
+        host_request=software.host_request,
+        chained_startup=family.chained_startup if software.startup is None else software.startup,
+        doubts=("engine",),
+        compiled=name == "jax",
+        source=f"{family.source}; {software.meaning}: fitted to {software.rows} published numbers",
+    )
+    return found if family.name in ("tpu", "cpu") else _on_gpus(found, family.name, software)
+
+
+def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibration:
+    own = _CHIPS.get(family, _CHIPS["ampere"])
+    wide = (DType.BF16, DType.FP16, DType.FP8)
+    return replace(
+        found,
+        matmul_efficiency=own.matmul,
+        narrow=own.narrow or found.narrow,
+        attention_efficiency=min(own.attention, own.matmul),
+        half_attention=own.half_attention,
+        half_depth=own.half_depth,
+        hbm_efficiency=own.memory,
+        weight_reads=(*((dtype, own.weights) for dtype in wide), *_NARROW_WEIGHTS),
+        expert_reads=_EXPERTS,
+        cache_reads=own.cache,
+        cache_start=_CACHE_START,
+        links=replace(found.links, efficiency=own.links),
+        gap=software.gap,
+        doubts=("engine",) if family in _CHIPS else ("engine", "family"),
+        source=f"{found.source}; {_SOURCE}",
+    )
+
+
+def find_serving_calibration(name: str, chip: Chip) -> Calibration:
+    """Read `--calibration` of serving: fitted, fitted+ENGINE, or as of training: default, none, a family, a file.
+
+    Raises:
+        UnknownNameError: with the names there are.
+        MeshwiseError: a file that cannot be read, or is of another chip.
+    """
+    word, plus, engine = name.partition("+")
+    if word == "fitted" and not name.endswith(".json"):
+        return serving_calibration(chip, engine if plus else None)
+    return find_calibration(name, chip)

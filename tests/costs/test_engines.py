@@ -1,0 +1,109 @@
+"""Constants of serving engines: which there are, what they change of a step, and that they never beat a data sheet."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwise.costs.calibration import CALIBRATIONS
+from meshwise.costs.engines import ENGINES, find_serving_calibration, serving_calibration
+from meshwise.costs.fitted import find_calibration
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.engine import engine_costs
+from meshwise.costs.serving.estimate import estimate_serving
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.dtypes import DType
+from meshwise.errors import UnknownNameError
+from meshwise.hardware import load_chip, parse_cluster
+from meshwise.jobs import ServingLoad
+from meshwise.models import load_model
+from meshwise.sharding.serving_layout import ServingLayout
+
+PLAIN = replace(CALIBRATIONS["none"], name="plain")
+
+
+def estimated(calibration, *, precision="bf16", batch=8, tensor=1, model="llama-3-8b", prompt=1024):
+    cluster = parse_cluster(f"h100:{tensor}")
+    problem = ServingProblem(load_model(model), ServingLoad(prompt=prompt, output=129, precision=precision), cluster,
+                             calibration)  # fmt: skip
+    layout = ServingLayout(tensor=tensor)
+    return problem, estimate_serving(problem, ServingSetup("aggregated", layout, layout, batch))
+
+
+def test_what_the_host_adds_is_a_term_of_every_step():
+    _, without = estimated(PLAIN)
+    _, found = estimated(replace(PLAIN, host_step=2e-3, host_request=1e-5))
+    assert found.generate.terms["host"] == pytest.approx(2e-3 + 8e-5)
+    assert found.prefill.terms["host"] == pytest.approx(2e-3 + 1e-5)
+    for a, b in ((found.generate, without.generate), (found.prefill, without.prefill)):
+        assert sum(a.terms.values()) == pytest.approx(a.seconds.expected)
+        assert a.seconds.expected == pytest.approx(b.seconds.expected + a.terms["host"])
+        assert a.seconds.lower == b.seconds.lower, "no data sheet bounds the host"
+
+
+def test_weights_are_read_at_the_share_of_their_format():
+    """Of a step whose products wait for weights alone, twice as fast where the share is twice as large."""
+    for precision, dtype in (("bf16", DType.BF16), ("weights=int4", DType.INT4), ("weights=int8", DType.INT8)):
+        _, whole = estimated(PLAIN, precision=precision, batch=1)
+        _, half = estimated(replace(PLAIN, weight_reads=((dtype, 0.5),)), precision=precision, batch=1)
+        ratio = half.generate.terms["matmuls"] / whole.generate.terms["matmuls"]
+        assert 1.8 < ratio <= 2.0 or dtype is not DType.BF16, ratio
+        assert ratio > 1.5, "the head stays in 16 bits"
+        assert half.generate.terms["attention"] == whole.generate.terms["attention"]
+
+
+def test_the_cache_is_read_at_its_own_share_after_a_start():
+    _, plain = estimated(PLAIN, prompt=8192, batch=32)
+    _, slow = estimated(replace(PLAIN, cache_reads=0.5, cache_start=1e-5), prompt=8192, batch=32)
+    expected = 2 * plain.generate.terms["attention"] + 32 * 1e-5
+    assert slow.generate.terms["attention"] == pytest.approx(expected)
+    assert slow.generate.terms["matmuls"] == plain.generate.terms["matmuls"]
+
+
+def test_weights_of_experts_are_read_at_a_share_of_their_own():
+    _, plain = estimated(PLAIN, model="mixtral-8x7b", tensor=2, batch=1)
+    _, slow = estimated(replace(PLAIN, weight_reads=((DType.BF16, 1.0),), expert_reads=0.5), model="mixtral-8x7b",
+                        tensor=2, batch=1)  # fmt: skip
+    more = slow.generate.terms["matmuls"] / plain.generate.terms["matmuls"]
+    assert 1.5 < more < 2.0, "most of what a token reads is experts"
+
+
+def test_a_simulation_takes_what_an_estimate_does():
+    """A step of the simulated engine is as long as the estimated one, start-ups of attention and the host included."""
+    for name in ("vllm", "trtllm-2023"):
+        problem, e = estimated(serving_calibration(load_chip("h100-sxm"), name), batch=16)
+        costs = engine_costs(problem, e.setup, "generate")
+        context = int(problem.load.mean_context)
+        assert costs.overhead_s == ENGINES[name].host_step
+        assert costs.step_seconds([context] * 16) == pytest.approx(e.generate.seconds.expected, rel=0.02)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("chip", ["a100-sxm-80gb", "h100-sxm", "b200-sxm", "mi300x", "l40s", "v5e"])
+def test_every_engine_on_every_family_is_no_faster_than_its_data_sheet(engine, chip):
+    found = serving_calibration(load_chip(chip), engine)
+    assert found.name == f"fitted+{engine}"
+    shares = [found.matmul_efficiency, found.hbm_efficiency, found.cache_reads or 1.0, found.links.efficiency]
+    assert all(0 < s <= 1 for s in (*shares, *(s for _, s in found.weight_reads)))
+    assert found.expert_reads * max((s for _, s in found.weight_reads), default=1.0) <= 1.0
+    assert found.source
+    assert found.doubts
+
+
+def test_names():
+    chip = load_chip("h100-sxm")
+    assert find_serving_calibration("fitted", chip).name == "fitted+vllm"
+    assert find_serving_calibration("fitted", load_chip("v5e")).name == "fitted+jax"
+    assert find_serving_calibration("default", chip) == find_calibration("default", chip)
+    with pytest.raises(UnknownNameError, match="sglang"):
+        find_serving_calibration("fitted+sglnag", chip)
+    with pytest.raises(UnknownNameError, match="serving engine"):
+        find_serving_calibration("fitted+megatron", chip)
+    with pytest.raises(UnknownNameError, match="megatron"):
+        find_calibration("fitted+vllm", chip)
+
+
+def test_tpus_keep_the_rates_of_their_family():
+    """Pope et al. 2022 measured whole steps; nothing of the host is added to a program of XLA."""
+    chip = load_chip("v4")
+    found, family = serving_calibration(chip), find_calibration("default", chip)
+    assert replace(found, name="", source="", doubts=None, compiled=False) == replace(family, name="", source="")
