@@ -220,7 +220,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "search.cpu_s": "CPU seconds",
             "search.complete": "whether the search came to its end; false after Ctrl-C",
             "search.interrupted_on_chips": "chips of the network that was searched when it was interrupted, else null",
-            "search.most_speedup": "how many times as fast as the best a plan could be that only multiplied matrices",
+            "search.most_speedup": "how many times as fast as the best a plan could be whose chips only computed",
         },
     ),
     "estimate train": (("estimate", "train", *_TRAIN, "--layout", "fsdp=16,tensor=4"), _PLAN),

@@ -16,17 +16,25 @@ from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import take
 from meshwise.costs.assembly import StepParts, passes_makespan
-from meshwise.costs.evaluate import Structure, TrainingProblem, evaluate_activations, evaluate_local_memory
+from meshwise.costs.evaluate import (
+    LocalSizes,
+    Structure,
+    TrainingProblem,
+    evaluate_activations,
+    evaluate_local,
+    evaluate_local_memory,
+)
 from meshwise.costs.memory import End, HeldActivations, activation_floor, held_activations, pipeline_ends
 from meshwise.costs.network import Fabric
 from meshwise.costs.pipeline import Pipeline, num_layers
+from meshwise.costs.planned import plan_structure
 from meshwise.costs.stage_sums import COMPUTE_TERMS, RoleSums
 from meshwise.planning.local import LocalTables
 from meshwise.planning.rows import Table, distinct
 from meshwise.planning.space import IdealWires
-from meshwise.planning.structures import Choices, Work, allowed
+from meshwise.planning.structures import Choices, Work, allowed, works
 
-__all__ = ["CHUNK", "Bounds", "Groups"]
+__all__ = ["CHUNK", "Bounds", "Groups", "ideal_chip_seconds_per_token"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -85,6 +93,21 @@ class _Family:
     keys: Index
     sizes: Index
     row: Index
+
+
+def ideal_chip_seconds_per_token(problem: TrainingProblem, choices: Choices) -> float:
+    """Chip-seconds of one token that no layout on any number of chips undercuts.
+
+    A chip computes the whole batch in one go: nothing is sent, waited for, computed twice, padded or started more often
+    than it must be, and operations are as large as they can be.
+    """
+    whole = LocalSizes(float(problem.job.batch_tokens) / float(problem.job.seq_len))
+    least = math.inf
+    for structure in {replace(w.own, remat="none", partial_remat=False) for w in works(problem.model, choices)}:
+        blocks = zip(plan_structure(problem, structure), evaluate_local(problem, structure, whole), strict=True)
+        passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.passes.values())
+        least = min(least, sum(passes))
+    return (1 - 1e-9) * least / float(problem.job.batch_tokens)
 
 
 class Bounds:

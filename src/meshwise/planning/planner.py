@@ -18,12 +18,13 @@ from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.schedules import PipelineShape, find_schedule
 from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.planning.bounds import ideal_chip_seconds_per_token
 from meshwise.planning.plan import Plan
 from meshwise.planning.reasons import winner_reasons
 from meshwise.planning.refusals import batch_error, nothing_found, over_limit, too_much
 from meshwise.planning.rivals import Rival, rivals
 from meshwise.planning.rows import batch_cuts
-from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, ideal_chip_seconds_per_token, search
+from meshwise.planning.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.planning.space import Limits, parts_of
 from meshwise.planning.structures import Choices
 from meshwise.planning.variations import variations
@@ -54,7 +55,7 @@ class Planning:
         memory_share: share of HBM that plans were allowed to fill.
         memory_asked: whether the user set that share; else it is MAX_MEMORY, or 1 where that found nothing.
         wishes: what was fixed, forbidden and limited.
-        most_speedup: how many times as fast as the best plan one could be that only multiplied matrices, on all chips
+        most_speedup: how many times as fast as the best plan one could be whose chips, all of them, only computed
             that plans may use: what an interrupted search can have missed at most.
         sensitivity: what 10 % less of each thing does, where that was asked for.
     """
@@ -143,7 +144,7 @@ def plan_training(
         wishes=wishes,
         most_speedup=result.best[0].seconds_per_token
         * min(problem.cluster.num_chips, wishes.max_chips or math.inf)
-        / ideal_chip_seconds_per_token(problem),
+        / ideal_chip_seconds_per_token(problem, space.choices),
     )
 
 

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.estimate import model_flops
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.network import Fabric
 from meshwise.planning.allocator import keep_freed_memory
-from meshwise.planning.bounds import CHUNK, Groups
+from meshwise.planning.bounds import CHUNK, Groups, ideal_chip_seconds_per_token
 from meshwise.planning.front import Found, Front
 from meshwise.planning.pricing import Priced, Pricing
 from meshwise.planning.rows import Rows, candidate_table
@@ -29,7 +28,7 @@ from meshwise.planning.space import Limits, meshes
 from meshwise.planning.structures import Choices, works
 from meshwise.sharding.layout import MESH_AXES
 
-__all__ = ["OBJECTIVES", "Found", "SearchResult", "SearchSpace", "ideal_chip_seconds_per_token", "search"]
+__all__ = ["OBJECTIVES", "Found", "SearchResult", "SearchSpace", "search"]
 
 Array = NDArray[np.float64]
 
@@ -46,7 +45,7 @@ _KIND = [MESH_AXES.index(a) for a in ("tensor", "ulysses", "context", "expert", 
 #: Groups of candidates looked at in the first round; later rounds are larger.
 _FIRST = 64
 
-#: Rows whose placements are priced in one go, so that the cut falls before the next.
+#: Rows whose placements are priced in the first go, so that the cut falls before the next, which are larger.
 _EXPANDED = 512
 
 
@@ -133,7 +132,7 @@ def search(
     started = time.process_time()
     keep_freed_memory()
     state = _State(problem, space, objective, top, progress)
-    ideal = ideal_chip_seconds_per_token(problem)
+    ideal = ideal_chip_seconds_per_token(problem, space.choices)
     interrupted_on = 0
     limited = math.isfinite(space.seconds_on(1.0))
     try:
@@ -150,15 +149,6 @@ def search(
             raise
         interrupted_on = chips
     return state.result(time.process_time() - started, interrupted_on)
-
-
-def ideal_chip_seconds_per_token(problem: TrainingProblem) -> float:
-    """Chip-seconds of one token if every chip only multiplied matrices, at its achieved rate."""
-    length = int(problem.job.seq_len)
-    full = problem.job.tuning.full
-    flops = problem.model.train_flops_per_token(length) if full else model_flops(problem, length) / length
-    formats, chip = problem.job.formats, problem.cluster.chip
-    return flops / max(chip.peak(f) * problem.calibration.matmul(f) for f in (formats.compute, formats.other_compute))
 
 
 class _State:
@@ -284,12 +274,12 @@ class _OnFabric:
             chosen = chosen[self.below_cut(rows.bound[chosen])]
             self.expand(rows.take(chosen))
             rows = rows.take(np.delete(np.arange(len(rows)), chosen))
-        begin = 0
+        begin, size = 0, _EXPANDED
         while begin < min(len(rows), most) and self.below_cut(rows.bound[begin : begin + 1])[0]:
             # The others of the next rows wait on: they may be on the front.
-            end = begin + int(self.below_cut(rows.bound[begin : begin + _EXPANDED]).sum())
+            end = begin + int(self.below_cut(rows.bound[begin : begin + size]).sum())
             self.expand(rows.take(slice(begin, end)))
-            begin = end
+            begin, size = end, min(2 * size, CHUNK)
         self.waiting = rows.take(slice(begin, None))
 
     def _kinds(self, rows: Rows) -> Array:

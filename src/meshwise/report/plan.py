@@ -192,7 +192,7 @@ def _interrupted(planning: Planning) -> str:
     return (
         f"The search was interrupted while it searched {counted(search.interrupted_on, 'chip')}, after "
         f"{search.strategies:,} layouts: there and on smaller parts of the cluster better ones may be left, "
-        f"at most {planning.most_speedup:.3g} x as fast (if chips only multiplied matrices)."
+        f"at most {planning.most_speedup:.3g} x as fast (if chips only computed)."
     )
 
 
