@@ -67,7 +67,7 @@ _PLAN = {
     "plans[].num_chips": "chips that the plan uses; fewer than the cluster's where that is better",
     "plans[].tokens_per_step": "the batch after rounding to what divides",
     "plans[].estimate.step_time_s.*": "lower (data-sheet rates, perfect overlap), expected, upper (no overlap); "
-    "under `--calibration fitted` or a file, interval_80: low and high of four of five steps",
+    "unless the calibration is of single operations alone, interval_80: low and high of four of five steps",
     "plans[].estimate.terms.*": "exposed seconds by term; they add up to the expected step time",
     "plans[].estimate.hidden_s.*": "seconds of communication hidden behind compute, by mesh axis",
     "plans[].estimate.resources_s.*": "seconds that each resource is busy at data-sheet rates; the largest is `lower`",
@@ -102,6 +102,9 @@ _PLAN = {
     "plans[].training.chip_hours": "expected",
     "plans[].training.cost_usd": "chip-hours x price; null where no price is known",
     "plans[].training.energy_kwh": "chips at their rated power, hosts and cooling left out",
+    "calibration.name": "achieved rates that times were priced at; there unless they are of single operations alone",
+    "calibration.source": "where they are from",
+    "calibration.constants[].*": "each of them: name, value, unit, source",
     "reasons[]": "why the best is best",
     "workings.rules.*": "with `--explain`: the rule of the expected time, by number",
     "workings.blocks[].*": "with `--explain`: each block's operations: FLOPs, bytes, seconds, what binds, padding",

@@ -43,14 +43,14 @@ def test_deepseek_v3_takes_the_time_that_was_reported(deepseek):
     assert pytest.approx(19.91, abs=0.01) == DEEPSEEK_SECONDS
     time = deepseek.estimate.step_time
     assert time.lower < DEEPSEEK_SECONDS < time.upper
-    assert time.expected == pytest.approx(DEEPSEEK_SECONDS, rel=0.25)
+    assert time.expected == pytest.approx(DEEPSEEK_SECONDS, rel=0.15)
 
 
 def test_deepseek_v3_needs_its_experts_spread_out(deepseek):
-    """Experts left to FSDP take more than plans may fill, and seven times as long; to tensor parallelism, longer."""
+    """Experts left to FSDP take more than plans may fill, and six times as long; to tensor parallelism, longer."""
     gathered = meshwise.estimate_train("deepseek-v3", layout="fsdp=-1", **DEEPSEEK).plans[0].estimate
     assert sum(gathered.memory.values()) > 0.9 * gathered.hbm_capacity
-    assert gathered.step_time.expected > 7 * deepseek.estimate.step_time.expected
+    assert gathered.step_time.expected > 6 * deepseek.estimate.step_time.expected
     split = "tp=8,pp=16,dp=-1,zero=1,schedule=dualpipe,micro_batch=1,num_microbatches=960"
     tensor = meshwise.estimate_train("deepseek-v3", layout=split, batch_slack=0, **DEEPSEEK).plans[0].estimate
     assert tensor.step_time.expected > deepseek.estimate.step_time.expected
@@ -59,16 +59,14 @@ def test_deepseek_v3_needs_its_experts_spread_out(deepseek):
 # Slow: the whole search over 2,048 chips.
 @pytest.mark.slow
 def test_deepseek_v3_as_it_was_trained_is_near_the_best_of_all(deepseek):
-    """Within 30 % of the best, which is of its kind: experts over nodes, ZeRO-1, a pipeline that hides exchanges."""
+    """Within a tenth of the best, which spreads experts, too."""
     found = meshwise.plan_train("deepseek-v3", batch_slack=0, **DEEPSEEK)
     best = found.plans[0]
     tokens = deepseek.layout.sequences * 4096
     assert best.layout.sequences * 4096 == tokens
     assert best.estimate.step_time.expected <= deepseek.estimate.step_time.expected
-    assert deepseek.estimate.step_time.expected <= 1.3 * best.estimate.step_time.expected
+    assert deepseek.estimate.step_time.expected <= 1.1 * best.estimate.step_time.expected
     assert best.layout.expert > 1
-    assert best.layout.stage > 1
-    assert best.layout.schedule.startswith("dualpipe")
 
 
 def test_reduction_over_two_replicas_needs_half_the_batch(deepseek):

@@ -344,7 +344,7 @@ def test_plan_answers_and_its_json_has_the_promised_names(run, tmp_path):
     assert told["search"]["cpu_s"] > 0
     assert {"name", "reason"} <= set(told["rejected"][0])
     assert told["inputs"]["batch_slack"] == 0.1
-    assert told["inputs"]["calibration"] == "tpu"
+    assert told["inputs"]["calibration"] == "fitted"
     saved = Plan.from_json((tmp_path / "p.json").read_text(encoding="utf-8"))
     assert saved.estimate.step_time.expected == pytest.approx(time["expected"], rel=1e-12)
 

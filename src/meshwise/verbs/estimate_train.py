@@ -53,7 +53,7 @@ def estimate_train(
     fine_tune: str = "full",
     cluster: str | None = None,
     price: str | float | None = None,
-    calibration: str = "default",
+    calibration: str = "fitted",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Planning:
     """Estimate what one layout would do: what `meshwise estimate train` answers, as values.
@@ -80,7 +80,7 @@ def estimate_train(
         fine_tune: what is trained: "full", "lora:rank=16,targets=all", "qlora:rank=64".
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "default", "none", or a family by name.
+        calibration: achieved rates: "fitted", "fitted+SOFTWARE", "default", "none", a family by name, or a file.
         progress: told a line now and then.
 
     Returns: one plan; `plans[0].estimate.fits` says whether it fits in memory.

@@ -186,7 +186,7 @@ def plan_train(
     fine_tune: str = "full",
     cluster: str | None = None,
     price: str | float | None = None,
-    calibration: str = "default",
+    calibration: str = "fitted",
     objective: Literal["time", "cost", "chips"] = "time",
     deadline: str | float | None = None,
     budget: str | float | None = None,
@@ -222,7 +222,7 @@ def plan_train(
         fine_tune: what is trained: "full", "lora:rank=16,targets=all", "qlora:rank=64".
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "default", "none", or a family by name.
+        calibration: achieved rates: "fitted", "fitted+SOFTWARE", "default", "none", a family by name, or a file.
         objective: least "time", least "cost", or fewest "chips" for the deadline.
         deadline: what the whole run may take: "30d", or seconds.
         budget: what it may cost: "5M$", or dollars.

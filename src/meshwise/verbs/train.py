@@ -31,8 +31,9 @@ class TrainRequest(PricedWhere, TrainingJob):
         description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
     )
     calibration: str = Field(
-        default="default",
-        description="Achieved rates: default (the chip's family), none, a family by name, or fitted to whole steps.",
+        default="fitted",
+        description="Achieved rates: fitted (to whole steps), fitted+SOFTWARE, default (of single operations alone), "
+        "none, a family by name, or a file of meshwise calibrate.",
     )
 
     def job(self) -> TrainingJob:
