@@ -465,7 +465,7 @@ def test_a_ragged_all_to_all_sends_a_copy_to_each_distinct_member(run):
 
 
 def test_a_collective_names_its_algorithm_and_prices_the_others(run):
-    words = ("--mesh", "X=64", "--on", "h100:64", "--calibration", "default")
+    words = ("--mesh", "X=64", "--on", "h100:64", "--calibration", "operations")
     small = run("collective", "all-reduce", "bf16[512]", *words, "--json").json
     large = run("collective", "all-reduce", "bf16[65536, 65536]", *words, "--json").json
     for told in (small, large):

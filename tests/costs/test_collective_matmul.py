@@ -56,7 +56,7 @@ def step(on, ledger=None, tensor=(4,), fsdp=(2,), **choices):
     sizes = {"tensor": math.prod(tensor), "fsdp": math.prod(fsdp)}
     layout = Layout(**sizes, remat="full", wires=(("tensor", tensor), ("fsdp", fsdp)), **choices)
     job = TrainingJob(batch_tokens=str(layout.sequences * 4096), seq_len="4096")
-    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, find_calibration("default", cluster.chip))
+    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, find_calibration("operations", cluster.chip))
     structure, candidates = layout_candidate(problem.model, layout)
     fabric = Fabric.of(cluster, flat_rings=problem.calibration.flat_rings)
     return evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout), ledger=ledger).step

@@ -20,7 +20,7 @@ def step(of, on, *, alone=False, ledger=None):
     """The step of a layout; `alone` prices each group as if it had its links to itself."""
     cluster = parse_cluster(on)
     job = TrainingJob(batch_tokens=str(of.sequences * T), seq_len=str(T))
-    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, find_calibration("default", cluster.chip))
+    problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, find_calibration("operations", cluster.chip))
     structure, candidates = layout_candidate(problem.model, of)
     fabric = Fabric.of(cluster, flat_rings=problem.calibration.flat_rings)
     wires = layout_wires(problem, fabric, of)

@@ -93,7 +93,7 @@ def test_names():
     chip = load_chip("h100-sxm")
     assert find_serving_calibration("fitted", chip).name == "fitted+vllm"
     assert find_serving_calibration("fitted", load_chip("v5e")).name == "fitted+jax"
-    assert find_serving_calibration("default", chip) == find_calibration("default", chip)
+    assert find_serving_calibration("operations", chip) == find_calibration("operations", chip)
     with pytest.raises(UnknownNameError, match="sglang"):
         find_serving_calibration("fitted+sglnag", chip)
     with pytest.raises(UnknownNameError, match="serving engine"):
@@ -105,5 +105,5 @@ def test_names():
 def test_tpus_keep_the_rates_of_their_family():
     """Pope et al. 2022 measured whole steps; nothing of the host is added to a program of XLA."""
     chip = load_chip("v4")
-    found, family = serving_calibration(chip), find_calibration("default", chip)
+    found, family = serving_calibration(chip), find_calibration("operations", chip)
     assert replace(found, name="", source="", doubts=None, compiled=False) == replace(family, name="", source="")

@@ -148,7 +148,7 @@ def test_every_chip_has_a_calibration_with_a_source():
 
 def test_calibrations_by_name():
     chip = load_chip("h100-sxm")
-    assert find_calibration("default", chip) is CALIBRATIONS["hopper"]
+    assert find_calibration("operations", chip) is CALIBRATIONS["hopper"]
     assert find_calibration("none", chip) is IDENTITY
     with pytest.raises(UnknownNameError, match=r"unknown calibration 'hoper'\. Nearest: hopper"):
         find_calibration("hoper", chip)

@@ -265,7 +265,7 @@ def test_names():
     chip = load_chip("h100-sxm")
     assert fitted_calibration(chip).name == "fitted"
     assert find_calibration("fitted+megatron", chip).name == "fitted"
-    assert find_calibration("default", chip) is CALIBRATIONS["hopper"]
+    assert find_calibration("operations", chip) is CALIBRATIONS["hopper"]
     with pytest.raises(UnknownNameError, match=r"unknown software 'megatro'\. Nearest: megatron"):
         find_calibration("fitted+megatro", chip)
     with pytest.raises(UnknownNameError, match="unknown calibration 'fit'"):

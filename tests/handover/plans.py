@@ -60,7 +60,7 @@ def laid(layout, sizes):
 def make_plan(model, on, *, seq_len=4096, precision="mixed", optimizer="adamw", wires=None, job=None, **layout):
     model = load_model(model) if isinstance(model, str) else model
     cluster = parse_cluster(on)
-    calibration = find_calibration("default", cluster.chip)
+    calibration = find_calibration("operations", cluster.chip)
     fabric = Fabric.of(cluster, flat_rings=calibration.flat_rings)
     chosen = Layout(**layout)
     assert chosen.num_chips == cluster.num_chips

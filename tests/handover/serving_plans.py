@@ -21,7 +21,7 @@ def make_serving_plan(model, on, layout, batch, *, prefill=None, prefill_batch=1
     generate = parse_serving_layout(layout, num_chips=cluster.num_chips)
     first = generate if prefill is None else parse_serving_layout(prefill, num_chips=cluster.num_chips)
     load = ServingLoad(**{"prompt": 1024, "output": 256, **load})
-    problem = ServingProblem(load_model(model), load, cluster, find_calibration("default", cluster.chip))
+    problem = ServingProblem(load_model(model), load, cluster, find_calibration("operations", cluster.chip))
     mode = "aggregated" if prefill is None else "disaggregated"
     setup = ServingSetup(mode, first, generate, batch, prefill_batch, chunk)
     return ServingPlan(problem, estimate_serving(problem, setup))

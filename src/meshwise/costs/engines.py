@@ -158,7 +158,7 @@ def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibr
 
 
 def find_serving_calibration(name: str, chip: Chip) -> Calibration:
-    """Read `--calibration` of serving: fitted, fitted+ENGINE, or as of training: default, none, a family, a file.
+    """Read `--calibration` of serving: fitted, fitted+ENGINE, or as of training: operations, none, a family, a file.
 
     Raises:
         UnknownNameError: with the names there are.

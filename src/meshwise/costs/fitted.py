@@ -225,7 +225,7 @@ def _with(family: Calibration, software: Software) -> Calibration:
 
 
 def find_calibration(name: str, chip: Chip) -> Calibration:
-    """Read `--calibration`: default, none, a family by name, fitted, fitted+SOFTWARE, or a file (.json).
+    """Read `--calibration`: operations, none, a family by name, fitted, fitted+SOFTWARE, or a file (.json).
 
     Raises:
         UnknownNameError: with the names there are.
@@ -236,10 +236,10 @@ def find_calibration(name: str, chip: Chip) -> Calibration:
     word, plus, software = name.partition("+")
     if word == "fitted":
         return fitted_calibration(chip, software if plus else None)
-    if name == "default":
+    if name == "operations":
         return default_calibration(chip)
     if name not in CALIBRATIONS:
-        known = ["default", *CALIBRATIONS, "fitted", *(f"fitted+{s}" for s in SOFTWARE)]
+        known = ["operations", *CALIBRATIONS, "fitted", *(f"fitted+{s}" for s in SOFTWARE)]
         raise UnknownNameError("calibration", name, known)
     return CALIBRATIONS[name]
 

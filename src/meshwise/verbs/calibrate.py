@@ -31,7 +31,7 @@ class CalibrateRequest(BaseModel):
     )
     calibration: str = Field(
         default="fitted",
-        description="What is refined: fitted (with the software that rows name), default, or a family by name.",
+        description="What is refined: fitted (with the software that rows name), operations, or a family by name.",
     )
     save: Path | None = Field(
         default=None, description="Write the calibration to this new file (.json), which --calibration takes."
@@ -71,7 +71,7 @@ def calibrate(
 
     Args:
         file: CSV in the format of docs/measurements.md; one row is enough.
-        calibration: what is refined: "fitted", "default", or a family by name.
+        calibration: what is refined: "fitted", "operations", or a family by name.
         save: a new file for the result, which `calibration=` of other verbs takes.
         progress: told a line now and then.
 

@@ -65,7 +65,7 @@ class CollectiveRequest(Where):
     )
     calibration: str = Field(
         default="none",
-        description="Achieved rates and algorithms: none (data-sheet rates, the best schedule), default (the "
+        description="Achieved rates and algorithms: none (data-sheet rates, the best schedule), operations (the "
         "chip's own software), or a family by name.",
     )
 
@@ -102,7 +102,7 @@ def collective(
         wires: where mesh axes lie on the network, "X=8x2".
         dtype: of an array written without one.
         choices: ragged all-to-all: members that each row goes to, drawn at random.
-        calibration: achieved rates and algorithms: "none", "default", or a family by name.
+        calibration: achieved rates and algorithms: "none", "operations", or a family by name.
 
     Raises:
         MeshwiseError: an argument that cannot be understood.

@@ -80,7 +80,7 @@ def estimate_train(
         fine_tune: what is trained: "full", "lora:rank=16,targets=all", "qlora:rank=64".
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted", "fitted+SOFTWARE", "default", "none", a family by name, or a file.
+        calibration: achieved rates: "fitted", "fitted+SOFTWARE", "operations", "none", a family by name, or a file.
         progress: told a line now and then.
 
     Returns: one plan; `plans[0].estimate.fits` says whether it fits in memory.

@@ -259,7 +259,7 @@ def plan_serve(
         expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted" or "fitted+ENGINE", "default", "none", or
+        calibration: achieved rates: "fitted" or "fitted+ENGINE", "operations", "none", or
             a family by name.
 
     Raises:

@@ -222,7 +222,7 @@ def plan_train(
         fine_tune: what is trained: "full", "lora:rank=16,targets=all", "qlora:rank=64".
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted", "fitted+SOFTWARE", "default", "none", a family by name, or a file.
+        calibration: achieved rates: "fitted", "fitted+SOFTWARE", "operations", "none", a family by name, or a file.
         objective: least "time", least "cost", or fewest "chips" for the deadline.
         deadline: what the whole run may take: "30d", or seconds.
         budget: what it may cost: "5M$", or dollars.

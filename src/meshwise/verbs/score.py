@@ -36,8 +36,8 @@ class ScoreRequest(BaseModel):
     )
     calibration: str | None = Field(
         default=None,
-        description="Achieved rates: fitted (unless given; with the software or the engine that a row names), default "
-        "(each chip's family), none, or a family by name.",
+        description="Achieved rates: fitted (unless given; with the software or the engine that a row names), "
+        "operations (each chip's family), none, or a family by name.",
     )
     worst: int = Field(default=5, ge=0, le=1000, description="How many of the worst rows to show.")
 
@@ -80,7 +80,7 @@ def score(
     Args:
         file: CSV in a format of docs/measurements.md, "shipped" for the training runs that come with the package, or
             "shipped-serving" for its measurements of serving.
-        calibration: achieved rates: "fitted" (unless given), "default", "none", or a family by name.
+        calibration: achieved rates: "fitted" (unless given), "operations", "none", or a family by name.
         progress: told a line now and then.
 
     Returns: predictions and refusals with their reasons; `overall.mape` and the errors of groups sum them up.

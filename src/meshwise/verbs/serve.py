@@ -56,7 +56,7 @@ class ServeRequest(PricedWhere, ServingConditions):
     calibration: str = Field(
         default="fitted",
         description="Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; "
-        "alone: vllm on GPUs, jax on TPUs), default (the chip's family), none, or a family by name.",
+        "alone: vllm on GPUs, jax on TPUs), operations (of the chip's family, alone), none, or a family by name.",
     )
 
     @model_validator(mode="after")

@@ -32,7 +32,7 @@ class TrainRequest(PricedWhere, TrainingJob):
     )
     calibration: str = Field(
         default="fitted",
-        description="Achieved rates: fitted (to whole steps), fitted+SOFTWARE, default (of single operations alone), "
+        description="Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), "
         "none, a family by name, or a file of meshwise calibrate.",
     )
 

@@ -111,7 +111,7 @@ def test_requests_that_do_not_fit_wait():
     ],
 )
 def test_formats(cells, precision):
-    assert set_up_served(row(**cells), "default").problem.load.precision == precision
+    assert set_up_served(row(**cells), "operations").problem.load.precision == precision
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_row_names_its_engine(engine, software, name):
     assert found.name == f"fitted+{name}"
     asked = set_up_served(row(engine=engine, software=software), "fitted+sglang").problem.calibration
     assert asked.name == "fitted+sglang"
-    assert set_up_served(row(engine=engine), "default").problem.calibration.name == "hopper"
+    assert set_up_served(row(engine=engine), "operations").problem.calibration.name == "hopper"
 
 
 def test_lengths_and_caches_of_inferencemax():
@@ -199,7 +199,7 @@ def test_one_die_of_a_package_is_no_chip():
 
 def test_intervals_are_claimed_by_what_was_compared_with_steps():
     assert predicted().likely.low < predicted().expected < predicted().likely.high
-    assert predict_served(row(), "default").likely is None
+    assert predict_served(row(), "operations").likely is None
     assert predict_served(row(), "none").likely is None
 
 
