@@ -39,7 +39,8 @@ class MemoryPlan:
         buffers: gathered or unreduced activations, each with the mesh axes over which it was moved.
         compiled_remade, compiled_operations: as `remade` and `operations` where a compiler fuses what is elementwise.
         weights: as `gathered`, each weight alone.
-        kept_scores, remade_scores: scores of attention, where kernels are not fused: kept, or made again.
+        kept_scores, remade_scores: scores of attention where kernels are not fused, and masks of dropout where that is
+            done to what each part of a layer adds: kept, or made again.
     """
 
     parameters: WeightedSum
@@ -65,6 +66,9 @@ class MemoryPlan:
 #: Bytes of a score of attention that wait for the backward pass: the softmax, what dropout left of it, and its mask
 #: (Korthikanti et al. 2022, section 4.1).
 _SCORE_BYTES = 5.0
+
+#: Bytes of an element of a mask of dropout.
+_MASK_BYTES = 1.0
 
 
 def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> MemoryPlan:
@@ -109,15 +113,18 @@ def _compiled_workspace(placed: PlacedBlock) -> list[Held]:
 
 
 def _scores(placed: PlacedBlock, *, again: bool) -> WeightedSum:
-    """Scores of a block's attention: of one microbatch, every pair of them."""
+    """Scores of a block's attention, of one microbatch, every pair of them; and masks of what its parts add."""
     found = []
+    whole = {h.tensor.name for h in placed.kept} <= set(placed.block.inputs)  # all of it is computed again
     for item in placed.forward:
-        if not (isinstance(item, LocalOp) and isinstance(item.op, Attention)):
+        if not isinstance(item, LocalOp):
             continue
-        if (item.op.name in placed.recomputed) == again:
-            splits = dict(item.splits)
+        splits = dict(item.splits)
+        if isinstance(item.op, Attention) and (item.op.name in placed.recomputed) == again:
             axes = (*item.op.inputs[0].axes[:-1], item.op.key_axis)
             found.append((tuple(sorted((a, splits.get(a, ())) for a in axes)), _SCORE_BYTES))
+        if item.op.name.startswith("residual.") and whole == again:
+            found.append((held_key(item.output), _MASK_BYTES))
     return weighted_sum(found)
 
 
