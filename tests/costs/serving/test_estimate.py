@@ -141,3 +141,14 @@ def test_a_step_takes_one_chunk_along_however_many_prompts_wait():
         assert (e.requests_per_s == pytest.approx(1 / e.prefill.interval, rel=1e-9)) == crowded
         assert (e.tpot.expected == pytest.approx(mixed, rel=1e-9)) == crowded
         assert e.tpot.expected <= mixed * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("drafted", [0, 3])
+def test_steps_with_chunks_give_as_many_tokens_as_others(drafted):
+    """Where all steps take a chunk along, a token takes such a step over the tokens that it gives, bounds as well."""
+    given = problem("llama-3-8b", "h100:1", prompt=1024, output=32, draft_tokens=drafted, acceptance=0.8)
+    e = estimate_serving(given, setup(given, "tensor=1", 32, chunk=256), count=False)
+    steps = 4 * given.load.tokens_per_step
+    assert e.tpot.expected == pytest.approx(e.prefill.interval / steps, rel=1e-9)
+    assert e.tpot.lower == pytest.approx(e.prefill.seconds.lower / steps, rel=1e-9)
+    assert e.tpot.upper == pytest.approx(e.prefill.seconds.upper / steps, rel=1e-9)

@@ -165,3 +165,49 @@ def test_a_mixed_step_reads_weights_once():
     assert mixed.terms["attention"] == pytest.approx(sum(c.terms["attention"] for c in apart), rel=1e-12)
     assert max(c.expected for c in apart) < mixed.expected < 0.7 * sum(c.expected for c in apart)
     assert sum(mixed.terms[t] for t in COMPUTE_TERMS) == pytest.approx(mixed.expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "gemma-3-1b", "deepseek-v2", "mamba2-2.7b"])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_mixed_step_is_bounded_by_data_sheets_whatever_is_achieved(model, stages):
+    """Its FLOPs, its bytes and its lower bound are those of both parts' attention and of all tokens' products."""
+    mesh = {**dict.fromkeys(SERVING_AXES, 1.0), "stage": float(stages)}
+    generate, chunk = StepSizes(32.0, 1.0, 4096.0, mesh), StepSizes(1.0, 512.0, 2048.0, mesh)
+    mixed = []
+    for ideal in (True, False):
+        given = problem(model, ideal=ideal)
+        mixed.append(price_mixed_step(given, ServingStructure(), chunk, generate, lambda _: NO_WIRE))
+    ideal, achieved = mixed
+    peak, bandwidth = given.cluster.chip.flops_per_s[DType.BF16], given.cluster.chip.hbm_bandwidth
+    assert achieved.lower == pytest.approx(ideal.lower, rel=1e-12)
+    assert ideal.lower == pytest.approx(max(ideal.flops / peak, ideal.num_bytes / bandwidth), rel=1e-12)
+    assert ideal.lower <= ideal.expected <= achieved.expected <= achieved.upper
+    assert sum(achieved.terms.values()) == pytest.approx(achieved.expected, rel=1e-9)
+
+
+def test_a_mixed_step_s_flops_are_counted_once():
+    """Products of 32 + 256 tokens, four FLOPs a pair of query and key, causal within the chunk."""
+    given = problem(ideal=True)
+    mesh = dict.fromkeys(SERVING_AXES, 1.0)
+    generate, chunk = StepSizes(32.0, 1.0, 1024.0, mesh), StepSizes(1.0, 256.0, 512.0, mesh)
+    mixed = price_mixed_step(given, ServingStructure(), chunk, generate, lambda _: NO_WIRE)
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    pairs = 32 * 1024 + sum(257 + i for i in range(256))
+    hand = 2 * 288 * 32 * layer + 2 * 33 * 4096 * 128256 + 32 * 4 * 4096 * pairs
+    assert mixed.flops == pytest.approx(hand, rel=1e-9)
+
+
+def test_a_pipeline_shares_out_a_chunk_s_attention():
+    """One chunk through four stages: each part has a fourth of its tokens, and of its pairs."""
+    structure = ServingStructure()
+    generate, chunk = StepSizes(32.0, 1.0, 64.0, {}), StepSizes(1.0, 1024.0, 4096.0, {})
+
+    def attention(stages):
+        mesh = {**dict.fromkeys(SERVING_AXES, 1.0), "stage": stages}
+        both = [StepSizes(s.sequences, s.queries, s.keys, mesh) for s in (chunk, generate)]
+        return price_mixed_step(problem(ideal=True), structure, *both, lambda _: NO_WIRE)
+
+    one, four = attention(1.0), attention(4.0)
+    head = 2 * 4096 * 128256  # the last stage has it all: 8 rows of its own four parts, and one of a chunk in each
+    assert four.flops == pytest.approx((one.flops - 33 * head) / 4 + 4 * 9 * head, rel=1e-9)
+    assert four.interval < 0.5 * one.interval

@@ -163,16 +163,17 @@ def estimate_serving(
     per_prompt = (prefill.interval - (len(steps) * generate.interval if mixed else 0.0)) / p
     gained = load.tokens_per_step
     aggregated = setup.mode == "aggregated"
-    between = per_prompt * b / further if aggregated and further else 0.0
-    if mixed:  # a step takes one chunk along, however many wait
-        between = min(between, per_prompt * p / len(steps))
-    tpot = Interval(
-        *(
-            getattr(generate.seconds, which) / gained
-            + between * getattr(prefill.seconds, which) / prefill.seconds.expected
-            for which in ("lower", "expected", "upper")
-        )
-    )
+    along = per_prompt * b / further if aggregated and further else 0.0
+    crowd = min(b * len(steps) * gained / (p * further), 1.0) if mixed and further else 0.0
+
+    def per_token(which: str) -> float:
+        step: float = getattr(generate.seconds, which)
+        share: float = getattr(prefill.seconds, which) / prefill.seconds.expected
+        if mixed:  # `crowd` of all steps take a chunk along: one each, however many wait
+            return ((1 - crowd) * step + crowd * prefill.interval / len(steps) * share) / gained
+        return step / gained + along * share
+
+    tpot = Interval(per_token("lower"), per_token("expected"), per_token("upper"))
     running = 0.5 if aggregated else 0.0
     decoding = generate.seconds.expected * further / gained / b
     each = per_prompt + decoding

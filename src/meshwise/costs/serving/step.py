@@ -8,12 +8,12 @@ pipeline work on as many parts of the batch as there are stages. Not here: which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum, minimum, where
-from meshwise.costs.compute import ComputeRates, OpCompute, operation_compute, price_key
+from meshwise.costs.compute import OpCompute, OpWork, operation_compute, price_key
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents
 from meshwise.costs.serving.planned import ServedBlock, plan_step, reads_positions, residual_bytes
@@ -190,41 +190,114 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
     Raises:
         MeshwiseError: a format that the chip cannot multiply.
     """
-    out = _price_on_chips(problem, step, structure, sizes, wires, attending)
+    adding = _Adding(problem, structure, wires)
+    adding.add(step, _part_of_sequences(sizes), attending and _part_of_sequences(attending))
+    out = adding.assembled(step, sizes)
     _add_host(out, problem, sizes.sequences, sizes.mesh)
     return out
 
 
-def _price_on_chips(  # noqa: PLR0917 -- as `price_step`
-    problem: ServingProblem,
-    step: Step,
-    structure: ServingStructure,
-    sizes: StepSizes,
-    wires: Wires,
-    attending: StepSizes | None = None,
-) -> StepCosts:
-    stages = sizes.mesh["stage"]
-    blocks = plan_step(problem, step, structure)
-    program = problem.program(step, wide=structure.wide)
+def _part_of_sequences(sizes: StepSizes) -> StepSizes:
+    """What goes through a pipeline at once: so many sequences that each stage has some."""
+    return replace(sizes, sequences=ceil(sizes.sequences / sizes.mesh["stage"]))
 
-    def extents_of(of: StepSizes) -> Extents:
-        part = StepSizes(ceil(of.sequences / stages), of.queries, of.keys, of.mesh, of.last)
-        return Extents(bind_step(problem, program, part, structure), of.mesh, _NEVER_PADDED)
 
-    extents = extents_of(sizes)
-    within = extents if attending is None else extents_of(attending)
-    rates = StepRates(problem.cluster.chip, problem.calibration.in_steps, wires)
-    compute = problem.compute_rates
-    sums: dict[str, _Sums] = {role: _Sums() for role in ("embed", "layer", "head")}
-    known: dict[object, OpCompute] = {}
-    for block in blocks:
-        _add_block(sums[block.role], block, (extents, within), rates, compute, known)
-    boundary = extents.weighted(residual_bytes(problem, step, structure))
-    send = Flow(
-        "x", Pass.FORWARD, Purpose.ACTIVATIONS, CollectiveKind.PERMUTE, ("stage",), boundary, 1, False, (), "", ""
-    )
-    seconds, bound = rates.flow_seconds(send)
-    return _assembled(sums, layer_share(num_layers(blocks), stages), stages, sizes.sequences, (seconds, bound))
+def _part_of_chunks(sizes: StepSizes) -> StepSizes:
+    """The same of a mixed step's chunks, whose tokens are shared out where they are fewer than stages.
+
+    Each part attends to what is before it: to so many keys on average that all parts have the pairs of the whole.
+    """
+    part = _part_of_sequences(sizes)
+    queries = sizes.queries * minimum(sizes.sequences / (sizes.mesh["stage"] * part.sequences), 1.0)
+    return replace(part, queries=queries, keys=sizes.keys - (sizes.queries - queries) / 2)
+
+
+class _Adding:
+    """Adds up a step's blocks by role: operations, and what is sent between them."""
+
+    def __init__(self, problem: ServingProblem, structure: ServingStructure, wires: Wires) -> None:
+        self.problem, self.structure = problem, structure
+        self.rates = StepRates(problem.cluster.chip, problem.calibration.in_steps, wires)
+        self.sums: dict[str, _Sums] = {role: _Sums() for role in ("embed", "layer", "head")}
+
+    def add(self, step: Step, part: StepSizes, attending: StepSizes | None = None) -> None:
+        """Add all of a step; `attending` are the sizes of attention, where they differ."""
+        extents = self._extents(step, part)
+        within = extents if attending is None else self._extents(step, attending)
+        known: dict[object, OpCompute] = {}
+        for block in self._blocks(step):
+            cover = self._add_works(block, block.works, (extents, within), known)
+            _add_flows(self.sums[block.role], block, extents, self.rates, cover)
+
+    def add_all_but_attention(self, step: Step, part: StepSizes, ending: StepSizes) -> None:
+        """Add the rest, with what is sent; `ending` are the sizes of the head, which sees few of the tokens."""
+        whole, few = (self._extents(step, sizes) for sizes in (part, ending))
+        known: dict[bool, dict[object, OpCompute]] = {True: {}, False: {}}
+        for block in self._blocks(step):
+            is_head = block.role == "head"
+            extents = few if is_head else whole
+            works = tuple(w for w in block.works if w[0] != "attention")
+            cover = self._add_works(block, works, (extents, extents), known[is_head])
+            _add_flows(self.sums[block.role], block, extents, self.rates, cover)
+
+    def add_attention(self, step: Step, part: StepSizes, attending: StepSizes | None = None) -> None:
+        """Add attention alone, without what is sent."""
+        extents, known = self._extents(step, part), dict[object, OpCompute]()
+        within = extents if attending is None else self._extents(step, attending)
+        for block in self._blocks(step):
+            works = tuple(w for w in block.works if w[0] == "attention")
+            self._add_works(block, works, (extents, within), known)
+
+    def assembled(self, step: Step, sizes: StepSizes) -> StepCosts:
+        """Put the stages together; `sizes` of the whole step."""
+        stages = sizes.mesh["stage"]
+        extents = self._extents(step, _part_of_sequences(sizes))
+        boundary = extents.weighted(residual_bytes(self.problem, step, self.structure))
+        send = Flow(
+            "x", Pass.FORWARD, Purpose.ACTIVATIONS, CollectiveKind.PERMUTE, ("stage",), boundary, 1, False, (), "", ""
+        )
+        share = layer_share(num_layers(self._blocks(step)), stages)
+        return _assembled(self.sums, share, stages, sizes.sequences, self.rates.flow_seconds(send))
+
+    def _blocks(self, step: Step) -> tuple[ServedBlock, ...]:
+        return plan_step(self.problem, step, self.structure)
+
+    def _extents(self, step: Step, part: StepSizes) -> Extents:
+        program = self.problem.program(step, wide=self.structure.wide)
+        return Extents(bind_step(self.problem, program, part, self.structure), part.mesh, _NEVER_PADDED)
+
+    def _add_works(
+        self,
+        block: ServedBlock,
+        works: tuple[tuple[str, OpWork], ...],
+        both: tuple[Extents, Extents],
+        known: dict[object, OpCompute],
+    ) -> tuple[Any, Any]:
+        """Add operations of all copies of a block; `both`: sizes of everything, and of what reads cached positions.
+
+        Returns: seconds of one copy of these, and of attention among them.
+        """
+        (extents, within), compute = both, self.problem.compute_rates
+        sums, count = self.sums[block.role], float(block.placed.block.repeat)
+        busy: Any = 0.0
+        attending: Any = 0.0
+        for term, work in works:
+            key = price_key(work, compute)
+            one = known.get(key)
+            if one is None:
+                of = within if within is not extents and reads_positions(work.placed.op) else extents
+                one = known[key] = operation_compute(work, of, compute)
+            sums.terms[term] = sums.terms[term] + count * one.seconds
+            sums.serial = sums.serial + count * one.serial_seconds
+            sums.flops = sums.flops + count * one.flops
+            sums.resources["compute"] = sums.resources["compute"] + count * one.busy
+            if not work.fused or term == "attention":
+                sums.num_bytes = sums.num_bytes + count * one.num_bytes
+                sums.resources["hbm"] = sums.resources["hbm"] + count * one.num_bytes / self.rates.chip.hbm_bandwidth
+            busy = busy + one.seconds
+            if work.attention is not None:
+                attending = attending + one.seconds
+        return busy, attending
 
 
 def _add_host(costs: StepCosts, problem: ServingProblem, sequences: Any, mesh: Mapping[str, Any]) -> None:
@@ -255,17 +328,12 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     """
     tokens = prefill.sequences * prefill.queries + generate.sequences * generate.queries
     ended = prefill.sequences + generate.sequences * generate.last
-    together = StepSizes(tokens, 1.0, 1.0, generate.mesh, ended / tokens)
-    out = _price_on_chips(problem, "generate", structure, together, wires)
-    parts = [
-        _price_on_chips(problem, "prefill", structure, prefill, wires, attending),
-        _price_on_chips(problem, "generate", structure, generate, wires),
-    ]
-    for which in ("lower", "expected", "upper", "interval"):
-        setattr(out, which, getattr(out, which) - out.terms["attention"])
-    out.terms["attention"] = sum(p.terms["attention"] for p in parts)
-    for which in ("lower", "expected", "upper", "interval"):
-        setattr(out, which, getattr(out, which) + out.terms["attention"])
+    together, ending = (StepSizes(n, 1.0, 1.0, generate.mesh) for n in (tokens, ended))
+    adding = _Adding(problem, structure, wires)
+    adding.add_all_but_attention("generate", _part_of_sequences(together), _part_of_sequences(ending))
+    adding.add_attention("prefill", _part_of_chunks(prefill), attending and _part_of_chunks(attending))
+    adding.add_attention("generate", _part_of_sequences(generate))
+    out = adding.assembled("generate", together)
     _add_host(out, problem, prefill.sequences + generate.sequences, generate.mesh)
     return out
 
@@ -285,57 +353,32 @@ def _assembled(sums: dict[str, _Sums], share: Any, stages: Any, sequences: Any, 
     for name in TERMS:
         own = embed.terms[name] + layers.terms[name] + head.terms[name]
         out.terms[name] = own
-    # All parts pass a stage in one step: a chip works as long as `parts` times its share of the layers.
     out.terms["pipeline"] = out.expected - single
     for name in NETWORKS:
         out.hidden[name] = embed.hidden[name] + layers.hidden[name] + head.hidden[name]
-    for name in out.resources:
-        whole = embed.resources[name] + layers.resources[name] + head.resources[name]
-        busiest = layers.resources[name] * share + maximum(embed.resources[name], head.resources[name])
-        out.resources[name] = where(alone, whole, busiest * parts)
+
+    def of_a_chip(amount: Callable[[_Sums], Any]) -> Any:
+        # All parts pass a stage in one step: a chip works `parts` times on its share of the layers.
+        ends = amount(embed), amount(head)
+        return where(alone, amount(layers) + sum(ends), parts * (amount(layers) * share + maximum(*ends)))
+
+    out.resources = {name: of_a_chip(lambda sums, of=name: sums.resources[of]) for name in out.resources}  # type: ignore[misc]
     out.lower = maximum(*out.resources.values())
     serial = embed.serial + layers.serial + head.serial
     out.upper = maximum(
         serial + (stages - 1) * send[0],
         where(alone, serial, parts * (layers.serial * share + maximum(embed.serial, head.serial) + send[0])),
     )
-    out.flops = where(alone, 1.0, share * parts) * layers.flops + parts * (embed.flops + head.flops)
-    out.num_bytes = where(alone, 1.0, share * parts) * layers.num_bytes + parts * (embed.num_bytes + head.num_bytes)
+    out.flops, out.num_bytes = of_a_chip(lambda sums: sums.flops), of_a_chip(lambda sums: sums.num_bytes)
     return out
 
 
-def _add_block(  # noqa: PLR0917 -- sums, what is added, and the rates
-    sums: _Sums,
-    block: ServedBlock,
-    both: tuple[Extents, Extents],
-    rates: StepRates,
-    compute: ComputeRates,
-    known: dict[object, OpCompute],
-) -> None:
-    """Add all copies of a block: compute, exposed activations, and what sticks out of gathered weights.
+def _add_flows(sums: _Sums, block: ServedBlock, extents: Extents, rates: StepRates, covers: tuple[Any, Any]) -> None:
+    """Add what all copies of a block send: exposed activations, and what sticks out of gathered weights.
 
-    `both`: of everything, and of what reads cached positions.
+    `covers`: seconds of one copy's operations, and of attention among them.
     """
-    extents, within = both
-    count = float(block.placed.block.repeat)
-    busy: Any = 0.0
-    attending: Any = 0.0
-    for term, work in block.works:
-        key = price_key(work, compute)
-        one = known.get(key)
-        if one is None:
-            of = within if within is not extents and reads_positions(work.placed.op) else extents
-            one = known[key] = operation_compute(work, of, compute)
-        sums.terms[term] = sums.terms[term] + count * one.seconds
-        sums.serial = sums.serial + count * one.serial_seconds
-        sums.flops = sums.flops + count * one.flops
-        sums.resources["compute"] = sums.resources["compute"] + count * one.busy
-        if not work.fused or term == "attention":
-            sums.num_bytes = sums.num_bytes + count * one.num_bytes
-            sums.resources["hbm"] = sums.resources["hbm"] + count * one.num_bytes / rates.chip.hbm_bandwidth
-        busy = busy + one.seconds
-        if work.attention is not None:
-            attending = attending + one.seconds
+    count, (busy, attending) = float(block.placed.block.repeat), covers
     critical, circling, gathered = (_Together() for _ in range(3))
     for plan in block.flows:
         flow = plan.sized(plan.bytes(extents))
