@@ -130,11 +130,11 @@ def _lean(generate: Table, out: np.ndarray) -> np.ndarray:
     that is beaten is left out.
     """
     columns = [generate.weights, generate.cache, generate.activations, generate.workspace, *generate.prompts.values()]
-    left, kept = out, []
+    order = out[np.lexsort((generate.seconds[out], generate.batch[out], generate.stored[out]))]
+    kept = []
     for _ in range(_ROUNDS):
-        if not len(left):
+        if not len(order):
             break
-        order = left[np.lexsort((generate.seconds[left], generate.batch[left], generate.stored[left]))]
         batch, stored = generate.batch[order], generate.stored[order]
         first = np.ones(len(order), dtype=bool)
         first[1:] = (batch[1:] != batch[:-1]) | (stored[1:] != stored[:-1])
@@ -143,8 +143,8 @@ def _lean(generate: Table, out: np.ndarray) -> np.ndarray:
         for column in columns:
             beaten &= column[order] >= column[fastest]
         kept.append(order[first])
-        left = order[~beaten & ~first]
-    return np.concatenate([*kept, left])
+        order = order[~beaten & ~first]
+    return np.concatenate([*kept, order])
 
 
 def _together(  # noqa: PLR0917 -- what is paired, and how
@@ -157,8 +157,8 @@ def _together(  # noqa: PLR0917 -- what is paired, and how
         return
     load = problem.load
     p = prefill.batch[row]
-    numbers = np.array(list(generate.prompts), dtype=float)
-    prompts = np.stack(list(generate.prompts.values()))[np.searchsorted(numbers, p), out]
+    numbers, bytes_of = generate.prompt_bytes
+    prompts = bytes_of[np.searchsorted(numbers, p), out]
     further, gained = load.output - 1, load.tokens_per_step
     b, step = generate.batch[out], generate.seconds[out]
     per_prompt = prefill.interval[row] / p

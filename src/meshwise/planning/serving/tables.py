@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -65,6 +66,11 @@ class Table:
     def rows(self) -> int:
         """How many."""
         return len(self.batch)
+
+    @cached_property
+    def prompt_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of `prompts`, and [numbers, rows] bytes of their cache."""
+        return np.array(list(self.prompts), dtype=float), np.stack(list(self.prompts.values()))
 
 
 def _number(of: dict[object, int], key: object) -> int:
