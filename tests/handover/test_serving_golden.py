@@ -50,12 +50,12 @@ def ran(tmp_path_factory):
         (programs / name).write_text('#!/bin/bash\nprintf "%s\\0" "$(basename "$0")" "$@"\n', encoding="utf-8")
         (programs / name).chmod(0o755)
 
-    def run(text, name, **asked):
+    def run(text, *name, **asked):
         folder = tmp_path_factory.mktemp("here")
         (folder / "script.sh").write_text(text, encoding="utf-8")
         env = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", **ASKED, **asked}
         done = subprocess.run(  # noqa: S603  (the text is under test)
-            ["/bin/bash", "script.sh", name], cwd=folder, env=env, capture_output=True, text=True, check=True
+            ["/bin/bash", "script.sh", *name], cwd=folder, env=env, capture_output=True, text=True, check=True
         )
         return done.stdout.rstrip("\0").split("\0"), folder
 
@@ -291,5 +291,6 @@ def test_measurements_send_what_was_predicted(case, engine, ran):
 def test_a_script_without_a_word_says_what_it_has(ran):
     _, done = handed("serve-apart", "vllm")
     with pytest.raises(subprocess.CalledProcessError) as error:
-        ran(done.text, "")
-    assert error.value.returncode
+        ran(done.text)
+    assert error.value.returncode == 2
+    assert error.value.stderr == "which one: prefill, generate, router, bench?\n"

@@ -57,6 +57,12 @@ class Pool:
     memory: dict[str, float]
 
     @property
+    def words(self) -> str:
+        """What one of these engines does."""
+        does = {"serve": "", "prefill": " that prefills", "generate": " that generates"}
+        return f"one engine{does[self.name]}"
+
+    @property
     def ranks(self) -> int:
         """Groups of chips whose attention sees different requests (data-parallel attention)."""
         return self.layout.expert

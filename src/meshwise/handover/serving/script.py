@@ -15,7 +15,7 @@ from meshwise.handover.serving.choices import ServingChoices
 from meshwise.handover.text import commented
 from meshwise.units import format_time
 
-__all__ = ["Options", "Script", "command", "heredoc", "shell_json"]
+__all__ = ["Options", "Script", "command", "heredoc", "how_to_use", "router_urls", "shell_json"]
 
 #: Flag -> its value as the shell takes it; None for a switch.
 Options = Mapping[str, str | int | float | None]
@@ -37,9 +37,19 @@ def heredoc(file: str, document: str) -> list[str]:
     return [f"    cat >{file} <<'END'", *document.rstrip("\n").split("\n"), "END"]
 
 
-def joined(lines: list[str]) -> str:
-    """Put the lines of a command together."""
-    return " \\\n".join(lines)
+def how_to_use(choices: ServingChoices) -> str:
+    """Say in which order the functions of a script are run, and where."""
+    first = "prefill, generate and router" if choices.apart else "serve"
+    return f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"
+
+
+def router_urls(choices: ServingChoices, what: str = "URLs") -> tuple[str, str]:
+    """Give the variables that say where engines apart answer: those that prefill, those that generate."""
+    setup = choices.setup
+    return (
+        f'"${{PREFILL_URLS:?{what} of engines that prefill: {setup.prefill.replicas}}}"',
+        f'"${{GENERATE_URLS:?{what} of engines that generate: {setup.generate.replicas}}}"',
+    )
 
 
 @dataclass
@@ -63,7 +73,7 @@ class Script:
     def add(self, name: str, what: str, *parts: list[str], run: list[str]) -> None:
         """Add a function: documents that it writes, then the command that it runs."""
         body = ["\n".join(part) for part in parts]
-        self.functions[name] = (what, [*body, joined(run)])
+        self.functions[name] = (what, [*body, " \\\n".join(run)])
 
     def text(self, choices: ServingChoices, title: str) -> str:
         """The whole file."""

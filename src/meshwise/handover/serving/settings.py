@@ -1,4 +1,4 @@
-"""The checkpoint that an engine loads, and what quantises it. Not here: any engine's methods."""
+"""The checkpoint that an engine loads, what quantises it, formats of its caches. Not here: any engine's methods."""
 
 from __future__ import annotations
 
@@ -9,12 +9,40 @@ from meshwise.handover.handed import Refusals
 from meshwise.handover.serving.choices import ServingChoices
 from meshwise.handover.serving.script import Script
 
-__all__ = ["model_setting"]
+__all__ = ["Methods", "format_options", "model_setting"]
 
 #: Formats of published checkpoints that are stored otherwise than their config's dtype, by quantization method.
 _PUBLISHED = {"fp8": (DType.FP8, DType.FP8)}
 
+#: Formats of activations as vLLM and SGLang name them.
+_DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
+
+#: (weights, operands) -> the engine's name of the method, the methods of published checkpoints that have these formats
+#: already, and the checkpoint that it needs ("" where any will do).
 Methods = Mapping[tuple[DType, DType], tuple[str, tuple[str, ...], str]]
+
+
+def format_options(
+    choices: ServingChoices, methods: Methods, caches: Mapping[DType, str], refusals: Refusals, script: Script
+) -> dict[str, str | int | float | None]:
+    """Give the options of formats that vLLM and SGLang have alike.
+
+    Args:
+        choices, methods, refusals, script: as in `model_setting`.
+        caches: format of the cache -> the engine's name of it.
+    """
+    formats = choices.load.formats
+    out: dict[str, str | int | float | None] = {"--dtype": _DTYPES[formats.activations]}
+    method = model_setting(choices, methods, refusals, script)
+    if method:
+        out["--quantization"] = method
+    if formats.kv == formats.activations:
+        out["--kv-cache-dtype"] = "auto"
+    elif formats.kv in caches:
+        out["--kv-cache-dtype"] = caches[formats.kv]
+    else:
+        refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=fp8")
+    return out
 
 
 def model_setting(choices: ServingChoices, methods: Methods, refusals: Refusals, script: Script) -> str:
@@ -22,8 +50,7 @@ def model_setting(choices: ServingChoices, methods: Methods, refusals: Refusals,
 
     Args:
         choices: the plan.
-        methods: (weights, operands) -> the engine's name of the method, the methods of published checkpoints that have
-            these formats, and the checkpoint that it needs ("" where any will do).
+        methods: that the engine has, by formats.
         refusals: where a format that it does not have is noted.
         script: where the model is named.
     """

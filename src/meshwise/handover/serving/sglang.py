@@ -1,6 +1,6 @@
 """A plan as commands of SGLang: `sglang.launch_server` for its engines, `sglang.benchmark.serving` to measure it.
 
-Written for the release 0.5.23 (package index). Sources: its `sglang/srt/arg_groups/fields/` (names of the options),
+Written for the release 0.5.23. Sources: its `sglang/srt/arg_groups/fields/` (names of the options),
 `arg_groups/parallel_hook.py` and `overrides.py` (a chunk is shared out over ranks of attention; exchanges between
 experts span all ranks), `configs/model_config.py` (how decode context parallelism splits heads and positions),
 `arg_groups/choices.py` (methods and formats), `benchmark/serving.py` and `benchmark/datasets/common.py` (a range ratio
@@ -14,8 +14,8 @@ from meshwise.handover.handed import Refusals
 from meshwise.handover.serving.benchmark import MEASURED, mean_note
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
-from meshwise.handover.serving.script import Options, Script, command
-from meshwise.handover.serving.settings import model_setting
+from meshwise.handover.serving.script import Options, Script, command, how_to_use, router_urls
+from meshwise.handover.serving.settings import Methods, format_options
 
 __all__ = ["sglang"]
 
@@ -24,8 +24,8 @@ VERSION, ROUTER = "0.5.23", "sglang-router 0.3.2"
 #: Tokens of a rank that DeepEP exchanges at once with low latency, unless told (`environ.py`).
 _DISPATCHED = 128
 
-#: (weights, operands) -> the option, the methods of published checkpoints that have it already, and what else.
-_QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
+#: Its methods, by formats of weights and of operands.
+_QUANTIZATION: Methods = {
     (DType.FP8, DType.FP8): ("fp8", ("fp8",), ""),
     (DType.INT8, DType.INT8): ("w8a8_int8", ("compressed-tensors",), "int8 weights and operands (W8A8)"),
     (DType.INT8, DType.BF16): ("gptq_marlin", ("gptq",), "int8 weights alone (GPTQ, 8 bits)"),
@@ -33,7 +33,6 @@ _QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
     (DType.FP4, DType.FP4): ("modelopt_fp4", ("modelopt",), "NVFP4"),
 }
 _CACHE = {DType.FP8: "fp8_e4m3", DType.FP4: "nvfp4"}
-_DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
 
 #: How its ranks nest, innermost first.
 _NUMBERED = (("tensor", "cache"), ("context",), ("expert",), ("stage",))
@@ -53,13 +52,10 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
     for pool in choices.pools:
         _check(choices, pool, refusals)
         options = _options(choices, pool, refusals, script)
-        what = {"serve": "one engine", "prefill": "one engine that prefills"}.get(
-            pool.name, "one engine that generates"
-        )
         words = "python3 -m sglang.launch_server"
         if options.get("--moe-a2a-backend") == "deepep" and pool.positions > _DISPATCHED:
             words = f"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK={pool.positions} {words}"
-        script.add(pool.name, what, run=command(words, options))
+        script.add(pool.name, pool.words, run=command(words, options))
     if any(pool.ranks > 1 and pool.weight_chips > 1 for pool in choices.pools):
         script.notes.append("SGLang splits feed-forward parts without experts over all ranks; the plan over tensor")
     if choices.apart:
@@ -68,8 +64,7 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
         script.notes.append(mean_note(choices))
     script.add("bench", "measure what was predicted", run=_benchmark(choices))
     script.notes.append(MEASURED)
-    first = "prefill, generate and router" if choices.apart else "serve"
-    script.use = f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"
+    script.use = how_to_use(choices)
     return script
 
 
@@ -105,7 +100,7 @@ def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Sc
         "--host": '"${BIND:-0.0.0.0}"',
         "--port": '"${PORT:-30000}"',
         **_parallel(choices, pool),
-        **_formats(choices, refusals, script),
+        **format_options(choices, _QUANTIZATION, _CACHE, refusals, script),
     }
     if not choices.latent:
         out["--page-size"] = load.block_tokens
@@ -159,21 +154,6 @@ def _parallel(choices: ServingChoices, pool: Pool) -> dict[str, str | int | floa
     return out
 
 
-def _formats(choices: ServingChoices, refusals: Refusals, script: Script) -> dict[str, str | int | float | None]:
-    formats = choices.load.formats
-    out: dict[str, str | int | float | None] = {"--dtype": _DTYPES[formats.activations]}
-    method = model_setting(choices, _QUANTIZATION, refusals, script)
-    if method:
-        out["--quantization"] = method
-    if formats.kv == formats.activations:
-        out["--kv-cache-dtype"] = "auto"
-    elif formats.kv in _CACHE:
-        out["--kv-cache-dtype"] = _CACHE[formats.kv]
-    else:
-        refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=fp8")
-    return out
-
-
 def _speculative(choices: ServingChoices, script: Script) -> dict[str, str | int | float | None]:
     count = choices.load.draft_tokens
     chain: dict[str, str | int | float | None] = {
@@ -188,9 +168,7 @@ def _speculative(choices: ServingChoices, script: Script) -> dict[str, str | int
 
 
 def _add_router(choices: ServingChoices, script: Script) -> None:
-    setup = choices.setup
-    prefill = f'"${{PREFILL_URLS:?URLs of engines that prefill: {setup.prefill.replicas}}}"'
-    generate = f'"${{GENERATE_URLS:?URLs of engines that generate: {setup.generate.replicas}}}"'
+    prefill, generate = router_urls(choices)
     options: Options = {"--pd-disaggregation": None, "--policy": "round_robin", "--port": '"${PORT:-30000}"'}
     urls = [f"$(printf -- '--prefill %s 8998 ' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {generate}))"]
     script.add(

@@ -16,15 +16,15 @@ from meshwise.handover.handed import Refusals
 from meshwise.handover.serving.benchmark import MEASURED, drawn_alike, mean_note, serving_benchmark
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
-from meshwise.handover.serving.script import Options, Script, command, heredoc
-from meshwise.handover.serving.settings import model_setting
+from meshwise.handover.serving.script import Options, Script, command, heredoc, how_to_use, router_urls
+from meshwise.handover.serving.settings import Methods, model_setting
 
 __all__ = ["tensorrt_llm"]
 
 VERSION = "1.2 (commands/serve.py at commit 00209af)"
 
-#: (weights, operands) -> nothing to say, as checkpoints say it; published ones that have it; what is needed.
-_QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
+#: Its methods, by formats of weights and of operands; no option names them, as checkpoints do.
+_QUANTIZATION: Methods = {
     (DType.FP8, DType.FP8): ("checkpoint", ("fp8",), "fp8 (ModelOpt)"),
     (DType.INT4, DType.BF16): ("checkpoint", ("awq",), "int4 weights by groups of 128 (ModelOpt, AWQ)"),
     (DType.FP4, DType.FP4): ("checkpoint", ("modelopt",), "NVFP4 (ModelOpt)"),
@@ -59,10 +59,7 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
                 f"srun --mpi pmix --nodes {nodes} --ntasks {pool.layout.engine_chips} --ntasks-per-node {each} "
                 f"trtllm-llmapi-launch {words}"
             )
-        what = {"serve": "one engine", "prefill": "one engine that prefills"}.get(
-            pool.name, "one engine that generates"
-        )
-        script.add(pool.name, what, document, run=command(words, _options(choices, pool, file)))
+        script.add(pool.name, pool.words, document, run=command(words, _options(choices, pool, file)))
     if choices.apart:
         _add_router(choices, script)
     url = '"${URL:-http://127.0.0.1:8000}"'
@@ -76,8 +73,7 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
     module = "python3 -m tensorrt_llm.serve.scripts.benchmark_serving"
     script.add("bench", "measure what was predicted", run=command(module, bench))
     script.notes.append(MEASURED)
-    first = "prefill, generate and router" if choices.apart else "serve"
-    script.use = f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"
+    script.use = how_to_use(choices)
     return script
 
 
@@ -191,8 +187,7 @@ def _yaml(value: dict[str, Any], indent: str = "") -> str:
 
 def _add_router(choices: ServingChoices, script: Script) -> None:
     setup = choices.setup
-    prefill = f'"${{PREFILL_URLS:?host:port of engines that prefill: {setup.prefill.replicas}}}"'
-    generate = f'"${{GENERATE_URLS:?host:port of engines that generate: {setup.generate.replicas}}}"'
+    prefill, generate = router_urls(choices, "host:port")
     document = [
         "    {",
         '        echo "hostname: 0.0.0.0"',

@@ -1,6 +1,6 @@
 """A plan as commands of vLLM: `vllm serve` for its engines, `vllm bench serve` to measure it.
 
-Written for the release 0.33.0 (package index). Sources: its `vllm/engine/arg_utils.py` (names of the options),
+Written for the release 0.33.0. Sources: its `vllm/engine/arg_utils.py` (names of the options),
 `vllm/config/parallel.py` (what each size splits, and that experts are split over tensor and data ranks together),
 `config/cache.py` and `config/scheduler.py` (cache formats, limits per data-parallel rank), `config/model.py` and
 `config/vllm.py` (which sizes of decode context parallelism there are), `config/speculative.py`,
@@ -18,15 +18,15 @@ from meshwise.handover.handed import Refusals
 from meshwise.handover.serving.benchmark import MEASURED, drawn_alike, mean_note, serving_benchmark
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
-from meshwise.handover.serving.script import Options, Script, command, shell_json
-from meshwise.handover.serving.settings import model_setting
+from meshwise.handover.serving.script import Options, Script, command, how_to_use, router_urls, shell_json
+from meshwise.handover.serving.settings import Methods, format_options
 
 __all__ = ["vllm"]
 
 VERSION, ROUTER = "0.33.0", "vllm-router 0.1.17"
 
-#: (weights, operands) -> the option, the methods of published checkpoints that have it already, and what else.
-_QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
+#: Its methods, by formats of weights and of operands.
+_QUANTIZATION: Methods = {
     (DType.FP8, DType.FP8): ("fp8_per_tensor", ("fp8", "compressed-tensors", "modelopt"), ""),
     (DType.INT8, DType.INT8): ("compressed-tensors", ("compressed-tensors",), "int8 weights and operands (W8A8)"),
     (DType.INT8, DType.BF16): ("compressed-tensors", ("compressed-tensors",), "int8 weights alone (W8A16)"),
@@ -34,7 +34,6 @@ _QUANTIZATION: dict[tuple[DType, DType], tuple[str, tuple[str, ...], str]] = {
     (DType.FP4, DType.FP4): ("modelopt_fp4", ("modelopt",), "NVFP4"),
 }
 _CACHE = {DType.FP8: "fp8", DType.INT8: "int8_per_token_head", DType.FP4: "nvfp4"}
-_DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
 
 #: How its ranks nest, innermost first.
 _NUMBERED = (("tensor", "cache"), ("context",), ("stage",), ("expert",))
@@ -60,7 +59,7 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
         words = 'vllm serve "$MODEL"'
         if choices.apart:
             words = f'VLLM_NIXL_SIDE_CHANNEL_HOST="${{HOST:?address of this node}}" {words}'
-        script.add(pool.name, _what(pool), run=command(words, options, last=_worker(choices, pool)))
+        script.add(pool.name, pool.words, run=command(words, options, last=_worker(choices, pool)))
     if choices.apart:
         _add_router(choices, script)
     base = '"${URL:-http://127.0.0.1:8000}"'
@@ -72,15 +71,8 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
         bench["--random-range-ratio"] = shell_json(apart)
     script.add("bench", "measure what was predicted", run=command("vllm bench serve", bench))
     script.notes.append(MEASURED)
-    first = "prefill, generate and router" if choices.apart else "serve"
-    script.use = f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"
+    script.use = how_to_use(choices)
     return script
-
-
-def _what(pool: Pool) -> str:
-    return {"serve": "one engine", "prefill": "one engine that prefills", "generate": "one engine that generates"}[
-        pool.name
-    ]
 
 
 def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
@@ -124,7 +116,7 @@ def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
 def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> Options:
     load = choices.load
     out: dict[str, str | int | float | None] = {"--port": '"${PORT:-8000}"', **_parallel(choices, pool)}
-    out |= _formats(choices, refusals, script)
+    out |= format_options(choices, _QUANTIZATION, _CACHE, refusals, script)
     if not choices.latent:
         out["--block-size"] = load.block_tokens
     out |= {
@@ -179,21 +171,6 @@ def _worker(choices: ServingChoices, pool: Pool) -> list[str]:
     return [f'$([ {_NODE} = 0 ] || echo "--headless{ranks}")']
 
 
-def _formats(choices: ServingChoices, refusals: Refusals, script: Script) -> dict[str, str | int | float | None]:
-    formats = choices.load.formats
-    out: dict[str, str | int | float | None] = {"--dtype": _DTYPES[formats.activations]}
-    method = model_setting(choices, _QUANTIZATION, refusals, script)
-    if method:
-        out["--quantization"] = method
-    if formats.kv == formats.activations:
-        out["--kv-cache-dtype"] = "auto"
-    elif formats.kv in _CACHE:
-        out["--kv-cache-dtype"] = _CACHE[formats.kv]
-    else:
-        refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=fp8")
-    return out
-
-
 def _speculative(choices: ServingChoices, script: Script) -> str:
     """The draft, as JSON; rates of acceptance, with which the plan's own can be measured, as a note."""
     count, chance = choices.load.draft_tokens, choices.load.acceptance
@@ -210,9 +187,7 @@ def _speculative(choices: ServingChoices, script: Script) -> str:
 
 
 def _add_router(choices: ServingChoices, script: Script) -> None:
-    setup = choices.setup
-    prefill = f'"${{PREFILL_URLS:?URLs of engines that prefill: {setup.prefill.replicas}}}"'
-    generate = f'"${{GENERATE_URLS:?URLs of engines that generate: {setup.generate.replicas}}}"'
+    prefill, generate = router_urls(choices)
     options: Options = {"--vllm-pd-disaggregation": None, "--policy": "round_robin", "--port": '"${PORT:-8000}"'}
     urls = [f"$(printf -- '--prefill %s ' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {generate}))"]
     script.add("router", "what requests are sent to", run=command("vllm-router", options, last=urls))
