@@ -52,7 +52,7 @@ def test_recorded_requests_are_sent_as_they_came(run, tmp_path):
 
 @pytest.mark.slow
 def test_clusters_are_ranked_by_what_was_simulated(run):
-    """Slow: plans of two clusters are simulated at several rooms; that a ranking over clusters takes what came of it."""
+    """Slow: plans of two clusters are simulated. The ranking over clusters takes what came of it."""
     words = ("--prompt", "512", "--output", "64", "--max-batch", "16", "--max-ttft", "p99:600ms", "--rate", "4")
     told = run("plan", "serve", "llama-3-8b", "--on", "h100:2,v5e:2x2", *words, "--json").json
     assert all("simulated" in p for p in told["plans"])

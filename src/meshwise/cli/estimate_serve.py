@@ -14,9 +14,9 @@ from meshwise.errors import InfeasibleError
 from meshwise.planning.serving import ServingPlan
 from meshwise.report.serve import estimate_serve_report
 from meshwise.verbs.estimate_serve import EstimateServeRequest, answer_plan, find_serving_estimate, write_engines
+from meshwise.verbs.plan_file import check_save
 from meshwise.verbs.serve import SERVE_FLAGS
 from meshwise.verbs.serving_plan import read_serving_plan, save_serving_plan
-from meshwise.verbs.train import check_save
 
 __all__ = ["serve"]
 

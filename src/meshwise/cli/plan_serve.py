@@ -13,11 +13,11 @@ from meshwise.planning.serving import ServingPlan
 from meshwise.report.plan_serve import plan_serve_report, plan_serve_svg
 from meshwise.report.serve_alternatives import alternatives_report, alternatives_svg
 from meshwise.verbs.estimate_serve import write_engines
+from meshwise.verbs.plan_file import check_save
 from meshwise.verbs.plan_serve import PlanServeRequest, find_serving_plans
 from meshwise.verbs.plan_serve_many import find_alternatives
 from meshwise.verbs.serve import SERVE_FLAGS
 from meshwise.verbs.serving_plan import save_serving_plan
-from meshwise.verbs.train import check_save
 
 __all__ = ["serve"]
 

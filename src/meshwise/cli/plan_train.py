@@ -15,9 +15,10 @@ from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.report.plan import plan_report
 from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
 from meshwise.report.verify import VerifiedRow, with_verified
+from meshwise.verbs.plan_file import check_save
 from meshwise.verbs.plan_many import check_asked, compare_clusters, find_scaling
 from meshwise.verbs.plan_train import PlanTrainRequest, find_plans
-from meshwise.verbs.train import TRAIN_FLAGS, check_save, save_plan
+from meshwise.verbs.train import TRAIN_FLAGS, save_plan
 from meshwise.verbs.verify_best import Verified, verify_best
 
 __all__ = ["train"]

@@ -112,8 +112,7 @@ def find_serving_estimate(request: EstimateServeRequest, problem: ServingProblem
 
 def answer_plan(plan: ServingPlan) -> ServingAnswer:
     """Say of a plan what else would fit."""
-    estimate = estimate_serving(plan.problem, plan.setup)
-    return ServingAnswer(plan.problem, estimate, frontier(plan.problem, plan.setup))
+    return ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup))
 
 
 def estimate_serve(
@@ -169,8 +168,7 @@ def estimate_serve(
         expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted" or "fitted+ENGINE", "operations", "none", or
-            a family by name.
+        calibration: achieved rates: "fitted", "fitted+ENGINE", "operations", "none", a family by name, or a file.
 
     Returns: the estimate; `fits` says whether it fits in memory.
 

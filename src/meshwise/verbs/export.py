@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshwise.errors import ConfigError, MeshwiseError
+from meshwise.errors import MeshwiseError
 from meshwise.handover import SERVING_TARGETS, TARGETS, HandedOver, hand_over, hand_over_serving
 from meshwise.planning import Plan
 from meshwise.planning.serving import ServingPlan
+from meshwise.verbs.plan_file import read_saved
 from meshwise.verbs.serving_plan import is_serving_plan, read_serving_plan
 
 __all__ = ["export", "read_plan", "write_text"]
@@ -21,18 +22,7 @@ def read_plan(file: str | os.PathLike[str]) -> Plan:
     Raises:
         MeshwiseError: there is no such file, or it holds no plan.
     """
-    path = Path(file)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        hint = "; 'meshwise plan train ... --save plan.json' writes one" if not path.exists() else ""
-        raise MeshwiseError(f"plan {str(file)!r}: {error.strerror}{hint}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"plan {str(file)!r}: expected JSON as --save writes it, found no text") from None
-    try:
-        return Plan.from_json(text)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("plan JSON", f"plan {str(file)!r}", 1)) from None
+    return read_saved(file, Plan.from_json, "plan train")
 
 
 def write_text(handed: HandedOver, file: Path) -> None:

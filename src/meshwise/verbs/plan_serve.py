@@ -259,8 +259,9 @@ def plan_serve(
         expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
         cluster: a TOML file with own numbers, instead of `on`.
         price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted" or "fitted+ENGINE", "operations", "none", or
-            a family by name.
+        calibration: achieved rates: "fitted", "fitted+ENGINE", "operations", "none", a family by name, or a file.
+
+    Returns: the plans, best first, and why others lose.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits or keeps the targets.

@@ -63,10 +63,9 @@ def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _
 
 def _check_name(calibration: str) -> None:
     """Refuse a name that neither training nor serving has."""
-    chip = load_chip("h100-sxm")
-    if calibration.removeprefix("fitted+") in ENGINES:
-        return
-    find_calibration(calibration, chip)
+    word, _, engine = calibration.partition("+")
+    if word != "fitted" or engine not in ENGINES:
+        find_calibration(calibration, load_chip("h100-sxm"))
 
 
 def score(

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.planning.serving import ServingPlan
 from meshwise.planning.serving.plan import SERVING
+from meshwise.verbs.plan_file import read_saved, write_saved
 
 __all__ = ["is_serving_plan", "read_serving_plan", "save_serving_plan"]
 
@@ -20,10 +20,7 @@ def save_serving_plan(plan: ServingPlan, file: Path) -> None:
     Raises:
         MeshwiseError: the file cannot be written.
     """
-    try:
-        file.write_text(plan.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise MeshwiseError(f"--save {file}: {error.strerror}") from None
+    write_saved(plan.to_json(), file)
 
 
 def is_serving_plan(file: str | os.PathLike[str]) -> bool:
@@ -41,15 +38,4 @@ def read_serving_plan(file: str | os.PathLike[str]) -> ServingPlan:
     Raises:
         MeshwiseError: there is no such file, or it holds no serving plan.
     """
-    path = Path(file)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        hint = "; 'meshwise plan serve ... --save plan.json' writes one" if not path.exists() else ""
-        raise MeshwiseError(f"plan {str(file)!r}: {error.strerror}{hint}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"plan {str(file)!r}: expected JSON as --save writes it, found no text") from None
-    try:
-        return ServingPlan.from_json(text)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("plan JSON", f"plan {str(file)!r}", 1)) from None
+    return read_saved(file, ServingPlan.from_json, "plan serve")

@@ -262,7 +262,6 @@ def simulate_serve(costs: EngineCosts | ServingPlan | str | os.PathLike[str], **
     Raises:
         MeshwiseError: an argument that cannot be understood; no request fits; the targets cannot be kept.
     """
-    given = isinstance(costs, EngineCosts | ServingPlan)
     found = costs if isinstance(costs, EngineCosts | ServingPlan) else read_served(costs)
-    named = "given" if given else str(costs)
+    named = "given" if found is costs else str(costs)
     return serve_load(validated(SimulateServeRequest, {"costs": named, **asked}), found)

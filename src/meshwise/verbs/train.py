@@ -12,14 +12,14 @@ from pydantic import Field
 
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.fitted import find_calibration
-from meshwise.errors import MeshwiseError
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.planning import Plan
 from meshwise.verbs.lengths import check_length
+from meshwise.verbs.plan_file import write_saved
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
-__all__ = ["TRAIN_FLAGS", "TrainRequest", "check_save", "save_plan"]
+__all__ = ["TRAIN_FLAGS", "TrainRequest", "save_plan"]
 
 TRAIN_FLAGS = WHERE_FLAGS
 
@@ -69,23 +69,10 @@ class TrainRequest(PricedWhere, TrainingJob):
         }
 
 
-def check_save(file: Path) -> None:
-    """Refuse, before a search, a file that could not be written after it.
-
-    Raises:
-        MeshwiseError: its folder does not exist, or is none.
-    """
-    if not file.parent.is_dir():
-        raise MeshwiseError(f"--save {file}: there is no folder {str(file.parent)!r}; make it first")
-
-
 def save_plan(plan: Plan, file: Path) -> None:
     """Write the JSON that reproduces a plan.
 
     Raises:
         MeshwiseError: the file cannot be written.
     """
-    try:
-        file.write_text(plan.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise MeshwiseError(f"--save {file}: {error.strerror}") from None
+    write_saved(plan.to_json(), file)

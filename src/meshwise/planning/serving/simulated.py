@@ -135,12 +135,10 @@ def _excess(aims: Aims, result: ServingResult) -> float:
 
 def _missed(aims: Aims, nearest: SimulatedPlan) -> str:
     """Say what came nearest."""
-    ttft, tpot = aims.reached(nearest.result)
+    latencies = zip(("TTFT", "TPOT"), (aims.ttft, aims.tpot), aims.reached(nearest.result), strict=True)
     said = [
-        f"TTFT {aim} {format_time(value)} (wanted {format_time(aim.seconds)})"
-        if name == "ttft"
-        else f"TPOT {aim} {format_time(value)} (wanted {format_time(aim.seconds)})"
-        for name, aim, value in (("ttft", aims.ttft, ttft), ("tpot", aims.tpot, tpot))
+        f"{name} {aim} {format_time(value)} (wanted {format_time(aim.seconds)})"
+        for name, aim, value in latencies
         if aim is not None
     ]
     return (
