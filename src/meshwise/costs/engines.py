@@ -83,7 +83,7 @@ class _Chips:
     links: float
 
 
-#: By family; a chip of no family inherits Ampere's.
+#: By family; a chip of another inherits Ampere's, but for what its own matmuls and HBM were measured to fall short of.
 _CHIPS = {
     "ampere": _Chips(0.73, (), 0.57, 600.0, 200.0, 0.76, 0.91, 0.81, 0.74),
     "hopper": _Chips(0.80, ((DType.FP8, 0.72),), 0.52, 1000.0, 200.0, 0.864, 0.95, 0.87, 0.80),
@@ -136,7 +136,7 @@ def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
 
 
 def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibration:
-    own = _CHIPS.get(family, _CHIPS["ampere"])
+    own = _CHIPS.get(family) or _inherited(found)
     wide = (DType.BF16, DType.FP16, DType.FP8)
     return replace(
         found,
@@ -154,6 +154,17 @@ def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibr
         gap=software.gap,
         doubts=("engine",) if family in _CHIPS else ("engine", "family"),
         source=f"{found.source}; {_SOURCE}",
+    )
+
+
+def _inherited(family: Calibration) -> _Chips:
+    """Give Ampere's constants to a family without rows, none better than what single operations of its own reach."""
+    ampere = _CHIPS["ampere"]
+    return replace(
+        ampere,
+        matmul=min(ampere.matmul, family.matmul_efficiency),
+        memory=min(ampere.memory, family.hbm_efficiency),
+        links=min(ampere.links, family.link_efficiency),
     )
 
 
