@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwise.costs.calibration import CALIBRATIONS
+from meshwise.costs.calibration_file import calibration_text
 from meshwise.costs.engines import ENGINES, find_serving_calibration, serving_calibration
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.serving.answer import ServingSetup
@@ -12,7 +13,7 @@ from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.dtypes import DType
-from meshwise.errors import UnknownNameError
+from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
@@ -100,6 +101,20 @@ def test_names():
         find_serving_calibration("fitted+megatron", chip)
     with pytest.raises(UnknownNameError, match="megatron"):
         find_calibration("fitted+vllm", chip)
+    with pytest.raises(UnknownNameError, match=r"unknown calibration 'foo'. Known: .*fitted\+vllm") as unknown:
+        find_serving_calibration("foo", chip)
+    assert "megatron" not in str(unknown.value)
+
+
+def test_a_file_that_training_refined_is_refused(tmp_path):
+    """Its constants are those of a training program; with them a token of llama-3-8b took six times as long."""
+    chip, path = load_chip("h100-sxm"), tmp_path / "ours.json"
+    base = find_calibration("fitted", chip)
+    path.write_text(calibration_text(chip.name, base, replace(base, gap=1e-5), {"rows": 1}), encoding="utf-8")
+    with pytest.raises(MeshwiseError, match="refined by steps of training"):
+        find_serving_calibration(str(path), chip)
+    with pytest.raises(MeshwiseError, match="No such file"):
+        find_serving_calibration(str(tmp_path / "none.json"), chip)
 
 
 def test_tpus_keep_the_rates_of_their_family():

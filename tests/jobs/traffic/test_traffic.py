@@ -134,6 +134,12 @@ def test_a_trace_is_read(tmp_path):
     assert list(trace.first(2).requests()) == [first, second]
 
 
+def test_a_trace_may_begin_with_the_mark_that_spreadsheets_write(tmp_path):
+    file = tmp_path / "trace.csv"
+    file.write_bytes(b"\xef\xbb\xbfarrival,prompt,output\r\n1,300,20\r\n")
+    assert [(d.prompt, d.output) for d in read_trace(file).demands] == [(300, 20)]
+
+
 HEADER = "arrival,prompt,output\n"
 
 

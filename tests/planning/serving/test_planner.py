@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_nothing_in_the_space_is_better(wishes):
     }  # fmt: skip
     best = None
     for prefill, generate in itertools.product(found["prefill"], found["generate"]):
-        for batch, prompts in itertools.product((1, 2, 3, 4), (1, 16, 512)):
+        for batch, prompts in itertools.product((1, 2, 3, 4), (1, 2, 4)):
             for mode in ("aggregated", "disaggregated"):
                 own = 2 // generate.engine_chips if mode == "aggregated" else 1
                 setup = ServingSetup(
@@ -108,6 +109,19 @@ def test_nothing_in_the_space_is_better(wishes):
     plan = plan_serving(given, wishes=wishes).plans[0]
     own = {"throughput": -plan.throughput_per_chip, "tpot": plan.tpot.expected, "ttft": plan.ttft.expected}
     assert own[wishes.objective] <= best + 1e-9 * abs(best)  # prompts in other numbers together are searched, too
+
+
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+def test_no_more_prompts_are_prefilled_together_than_are_generated_for_at_once(mode):
+    """Else all but a few would wait for a place between their first token and their second."""
+    given = problem(on="h100:4", prompt=512, output=64)
+    for e in plan_serving(given, wishes=ServingWishes(max_batch=64, objective="tpot", mode=mode), top=20).plans:
+        slots = e.setup.batch * (e.setup.generate.replicas if mode == "disaggregated" else 1)
+        assert e.setup.prefill_batch <= slots
+        assert e.ttft.expected < 5
+    too_many = dataclasses.replace(e.setup, prefill_batch=2 * slots)
+    with pytest.raises(LayoutError, match=f"prefill_batch: expected at most {slots:,}, .* found {2 * slots:,}: "):
+        estimate_serving(given, too_many, count=False)
 
 
 def test_palm_generates_with_two_dimensional_weights_and_prefills_with_gathered_ones():

@@ -213,6 +213,13 @@ def estimate_serving(
 
 def _check_mode(setup: ServingSetup) -> None:
     prefill, generate = setup.prefill, setup.generate
+    slots = setup.batch * (generate.replicas if setup.mode == "disaggregated" else 1)
+    if setup.prefill_batch > slots:
+        # those without a slot would wait between their first token and the second, which no latency here has in it
+        raise LayoutError(
+            f"prefill_batch: expected at most {slots:,}, the requests that are generated for at once, found "
+            f"{setup.prefill_batch:,}: prompts that are prefilled together go on together; raise --batch"
+        )
     if setup.mode == "disaggregated":
         return
     if setup.chunk is not None and prefill.replace(wires=None) != generate.replace(wires=None):

@@ -82,7 +82,7 @@ def read_trace(file: str | os.PathLike[str]) -> Trace:
     """
     path = Path(file)
     try:
-        with path.open(encoding="utf-8", newline="") as lines:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
             demands = tuple(_demands(lines, path.name))
     except OSError as error:
         raise ConfigError(f"trace {str(file)!r}: {error.strerror}") from None

@@ -153,6 +153,8 @@ def _together(  # noqa: PLR0917 -- what is paired, and how
 ) -> Iterator[Pairs]:  # fmt: skip
     """Rows of prefill with rows of generation, of one size of engines; and seconds of their handover."""
     row, out, handover = which
+    slots = prefill.batch[row] <= generate.batch[out]  # prompts that are prefilled together go on together
+    row, out, handover = row[slots], out[slots], handover[slots]
     if not len(row):
         return
     load = problem.load
@@ -214,7 +216,7 @@ def disaggregated(  # noqa: PLR0917 -- what is paired, and how
     per_prompt = problem.model.kv_cache.bytes_per_sequence(load.prompt, load.formats.kv)
     for row in into:
         n, m = _ratios(prefill.chips[row], rate_in[row], generate.chips[out], rate_out[out], chips, wanted)
-        there = m >= 1
+        there = (m >= 1) & (prefill.batch[row] <= m * generate.batch[out])
         n, m, g = n[there], m[there], out[there]
         used = n * prefill.chips[row] + m * generate.chips[g]
         rate = np.minimum(n * rate_in[row], m * rate_out[g])
