@@ -147,7 +147,7 @@ def _matmul(family: str, prior: float) -> Constant:
 
     return Constant(
         f"matmul.{family}", "share of dense FLOP/s", prior, 0.10, f"matmuls of prompts, {_MICRO}", _of(family),
-        lambda c: c.matmul_efficiency, put, 0.85,
+        lambda c: c.matmul_efficiency, put, 0.80,
     )  # fmt: skip
 
 

@@ -93,17 +93,12 @@ def predict_served(run: ServedRun, calibration: str = "fitted") -> ServedPredict
     except MeshwiseError as error:
         return Refusal(run, str(error))
     if measured < found.lower * 0.98 and not run.is_memory:
-        return Refusal(
-            run,
-            f"{measured:.4g} s is faster than the chips' data sheets allow, at least {found.lower:.4g} s "
-            f"({estimate.bound}); the row, or what was read into it, is wrong",
-        )
+        return Refusal(run, _too_fast(measured, found.lower, what, estimate))
     if what == "tpot" and measured < (best := _at_best_rates(setup, estimate.setup)) * 0.98:
         return Refusal(
             run,
-            f"{measured:.4g} s is faster than its prompts and outputs can be computed at the best rates that single "
-            f"operations have reached, with links at their data sheets: {best:.4g} s; prompts were not all computed "
-            "(cached prefixes), or not while this was timed",
+            f"{measured:.4g} s is faster than prompts and outputs take one after the other at the best rates that "
+            f"single operations have reached, with links at their data sheets: {best:.4g} s; {_NOT_APART}",
         )
     asked, held = setup.candidates[0].batch, estimate.setup.batch
     if held < asked:
@@ -117,6 +112,25 @@ def predict_served(run: ServedRun, calibration: str = "fitted") -> ServedPredict
         expected=found.expected,
         bound=0.0 if run.is_memory else found.lower,
         likely=None if run.is_memory else _likely(setup.problem, estimate, what, found),
+    )
+
+
+#: What a row of continuous batching may have done that it does not say.
+_NOT_APART = (
+    "prompts were computed within steps that generate, or not all of them (cached prefixes): the row says neither"
+)
+
+
+def _too_fast(measured: float, lower: float, what: Compared, e: ServingEstimate) -> str:
+    """Why a row cannot be what was read into it: a time below what data sheets allow."""
+    if what == "tpot" and measured >= e.generate.seconds.lower * 0.98:
+        return (
+            f"{measured:.4g} s is faster than prompts and outputs take one after the other at the rates of the chips' "
+            f"data sheets: {lower:.4g} s ({e.bound}); {_NOT_APART}"
+        )
+    return (
+        f"{measured:.4g} s is faster than the chips' data sheets allow, at least {lower:.4g} s ({e.bound}); the row, "
+        "or what was read into it, is wrong"
     )
 
 
