@@ -40,6 +40,14 @@ def test_formats_are_chosen_among_and_what_they_buy_is_said(run):
     assert len({(f["plan"]["generate"]["layout"], f["plan"]["batch"]) for f in told["formats"]}) == 1
 
 
+def test_a_format_in_which_the_best_plan_would_not_fit_says_so(run):
+    words = ("--on", "h100:1", "--precision", "bf16,fp8", "--prompt", "2048", "--output", "512")
+    told = run(*MODEL, *words, "--json").json
+    fits = {f["precision"]: f["plan"]["fits"] for f in told["formats"]}
+    assert fits == {"bf16": False, "fp8": True}
+    assert "bf16, does not fit" in run(*MODEL, *words).out
+
+
 def test_what_cannot_be_is_left_out_with_its_reason(run):
     told = run(*MODEL, "--on", "v5e:1,h100:1", "--precision", "bf16,fp8", *LOAD)
     assert told.code == 0

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.fitted import find_calibration
@@ -20,7 +22,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.sharding.layout import Layout
 
-__all__ = ["Plan", "saved_cluster"]
+__all__ = ["Plan", "changed", "saved_cluster"]
 
 _KEYS = {
     "schema_version",
@@ -125,7 +127,22 @@ class Plan:
         except MeshwiseError:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
-            raise ConfigError(f"plan JSON: expected what to_json writes; a value was changed: {error}") from error
+            raise changed(error) from error
+
+
+def changed(error: Exception) -> ConfigError:
+    """Say of a saved plan which value is not what was written, from what went wrong with it."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where, told = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
+        words = told if told.startswith(f"{where}:") else f"{where}: {told[:1].lower()}{told[1:]}"
+        if "found" not in told and first["type"] not in ("missing", "extra_forbidden"):
+            words += f", found {first['input']!r}"
+    elif isinstance(error, LookupError):
+        words = f"{error} is missing"
+    else:
+        words = "one is of another kind than its neighbours need (null, or text for a number)"
+    return ConfigError(f"plan JSON: expected what --save writes; a value was changed: {words}")
 
 
 def saved_cluster(name: str, document: str, price: float | None) -> Cluster:

@@ -131,6 +131,14 @@ def _formats(formats: Mapping[str, ServingEstimate | None], which: Alternative) 
             continue
         gib = (f"{e.memory[part] / 2**30:.1f} GiB" for part in ("weights", "kv_cache"))
         latencies = (format_time(t.expected) for t in (e.generate.seconds, e.tpot))
-        rows.append((name, *latencies, f"{e.throughput_per_chip:,.1f}", *gib, f"{e.largest_batch or 0:,}"))
+        rows.append(
+            (
+                name if e.fits else f"{name}, does not fit",
+                *latencies,
+                f"{e.throughput_per_chip:,.1f}",
+                *gib,
+                f"{e.largest_batch or 0:,}",
+            )
+        )
     title = f"What formats buy on {which.cluster}, with the best plan's layouts and batch (at most: requests that fit)"
     return table(columns, rows, title=title)

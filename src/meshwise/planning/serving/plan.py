@@ -17,7 +17,7 @@ from meshwise.costs.serving.problem import ServingProblem
 from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
-from meshwise.planning.plan import saved_cluster
+from meshwise.planning.plan import changed, saved_cluster
 from meshwise.sharding.serving_layout import ServingLayout
 
 __all__ = ["SERVING", "ServingPlan"]
@@ -96,7 +96,7 @@ class ServingPlan:
         except MeshwiseError:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
-            raise ConfigError(f"plan JSON: expected what to_json writes; a value was changed: {error}") from error
+            raise changed(error) from error
 
 
 def _document(text: str) -> Mapping[str, Any]:
