@@ -76,8 +76,13 @@ def test_nothing_hides_where_the_same_cores_compute_and_move_bytes(tmp_path):
         name: meshwise.estimate_train(
             "D=128 F=512 L=4 N=4 K=4 H=32 V=512", cluster=str(file), calibration=name, **asked
         ).plans[0].estimate
-        for name in ("operations", "none")
+        for name in ("operations", "fitted", "none")
     }  # fmt: skip
+    assert priced["fitted"] == priced["operations"]  # its own rates are all that is known of it
     assert sum(priced["none"].hidden.values()) > 0
     assert sum(priced["operations"].hidden.values()) == 0
     assert priced["operations"].step_time.expected > priced["none"].step_time.expected
+    with pytest.raises(MeshwiseError, match="its constants are of GPUs and TPUs"):
+        meshwise.estimate_train(
+            "D=128 F=512 L=4 N=4 K=4 H=32 V=512", cluster=str(file), calibration="fitted+xla", **asked
+        )

@@ -119,7 +119,7 @@ def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
         UnknownNameError: with the names there are.
     """
     family = default_calibration(chip)
-    name = engine or ("jax" if family.name == "tpu" else "vllm")
+    name = engine or ("jax" if family.name in ("tpu", "cpu") else "vllm")
     if name not in ENGINES:
         raise UnknownNameError("serving engine", name, ENGINES)
     software = ENGINES[name]

@@ -171,10 +171,20 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
         chip: of the cluster.
         software: a name of `SOFTWARE`; by default the newest for such chips.
 
+    Returns: of a machine whose own rates were measured (`meshwise bench machine`) its own: nothing else is known of it.
+
     Raises:
         UnknownNameError: with the names there are.
+        MeshwiseError: a software on such a machine.
     """
     family = default_calibration(chip)
+    if family.name == "cpu":
+        if software is not None:
+            raise MeshwiseError(
+                f"--calibration fitted+{software}: its constants are of GPUs and TPUs, and the rates of {chip.name} "
+                "were measured; expected fitted or operations, which take these, or none"
+            )
+        return family
     usual = "xla" if family.name == "tpu" else "megatron"
     name = software or usual
     if name not in SOFTWARE:
