@@ -45,8 +45,10 @@ class Refusals:
     lines: list[str] = field(default_factory=list)
 
     def add(self, choice: str, why: str, nearest: str) -> None:
-        """Note one choice, why the tool cannot express it, and the nearest that it can."""
-        self.lines.append(f"{choice}: {why}; nearest: {nearest}")
+        """Note one choice, why the tool cannot express it, and the nearest that it can; what is known already, once."""
+        line = f"{choice}: {why}; nearest: {nearest}"
+        if line not in self.lines:
+            self.lines.append(line)
 
     def check(self) -> None:
         """Raise what was collected.

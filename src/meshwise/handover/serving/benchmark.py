@@ -8,12 +8,13 @@ Not here: SGLang's and MaxText's (`sglang`, `jetstream`).
 from __future__ import annotations
 
 from meshwise.handover.serving.choices import ServingChoices
+from meshwise.handover.serving.script import Script
 from meshwise.jobs.traffic import Fixed, Uniform, parse_lengths
 
-__all__ = ["MEASURED", "drawn_alike", "mean_note", "serving_benchmark"]
+__all__ = ["add_measurement", "drawn_alike", "mean_note", "serving_benchmark"]
 
 #: How a measurement is to be read.
-MEASURED = (
+_MEASURED = (
     "'bench' keeps as many requests on their way as the plan has; the first ones come at once and wait for each other, "
     "so compare medians of TTFT and TPOT"
 )
@@ -62,3 +63,11 @@ def serving_benchmark(choices: ServingChoices) -> dict[str, str | int | float | 
         "--percentile-metrics": "ttft,tpot,itl,e2el",
         "--metric-percentiles": "50,90,99",
     }
+
+
+def add_measurement(choices: ServingChoices, script: Script, run: list[str]) -> None:
+    """End a script with the command that measures, how its numbers are to be read, and how the script is run."""
+    script.add("bench", "measure what was predicted", run=run)
+    script.notes.append(_MEASURED)
+    first = "prefill, generate and router" if choices.apart else "serve"
+    script.use = f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"

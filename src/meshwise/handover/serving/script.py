@@ -15,7 +15,7 @@ from meshwise.handover.serving.choices import ServingChoices
 from meshwise.handover.text import commented
 from meshwise.units import format_time
 
-__all__ = ["Options", "Script", "command", "heredoc", "how_to_use", "router_urls", "shell_json"]
+__all__ = ["Options", "Script", "command", "heredoc", "router_urls", "shell_json"]
 
 #: Flag -> its value as the shell takes it; None for a switch.
 Options = Mapping[str, str | int | float | None]
@@ -35,12 +35,6 @@ def command(words: str, options: Options, *, last: Iterable[str] = ()) -> list[s
 def heredoc(file: str, document: str) -> list[str]:
     """Write a file from inside a script."""
     return [f"    cat >{file} <<'END'", *document.rstrip("\n").split("\n"), "END"]
-
-
-def how_to_use(choices: ServingChoices) -> str:
-    """Say in which order the functions of a script are run, and where."""
-    first = "prefill, generate and router" if choices.apart else "serve"
-    return f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"
 
 
 def router_urls(choices: ServingChoices, what: str = "URLs") -> tuple[str, str]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from meshwise.dtypes import DType
 from meshwise.handover.handed import Refusals
-from meshwise.handover.serving.benchmark import MEASURED, mean_note
+from meshwise.handover.serving.benchmark import add_measurement, mean_note
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
-from meshwise.handover.serving.script import Options, Script, command, how_to_use, router_urls
+from meshwise.handover.serving.script import Options, Script, command, router_urls
 from meshwise.handover.serving.settings import Methods, format_options
 
 __all__ = ["sglang"]
@@ -62,9 +62,7 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
         _add_router(choices, script)
     if choices.load.mix is not None:
         script.notes.append(mean_note(choices))
-    script.add("bench", "measure what was predicted", run=_benchmark(choices))
-    script.notes.append(MEASURED)
-    script.use = how_to_use(choices)
+    add_measurement(choices, script, _benchmark(choices))
     return script
 
 

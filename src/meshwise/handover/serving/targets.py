@@ -42,6 +42,5 @@ def hand_over_serving(plan: ServingPlan, to: str) -> HandedOver:
     choices, refusals = ServingChoices(plan), Refusals(title)
     choices.check_known(refusals)
     script = write(choices, refusals)
-    refusals.lines[:] = dict.fromkeys(refusals.lines)  # both kinds of engines may have the same
     refusals.check()
     return HandedOver(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))

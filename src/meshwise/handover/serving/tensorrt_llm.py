@@ -13,10 +13,10 @@ from typing import Any
 
 from meshwise.dtypes import DType
 from meshwise.handover.handed import Refusals
-from meshwise.handover.serving.benchmark import MEASURED, drawn_alike, mean_note, serving_benchmark
+from meshwise.handover.serving.benchmark import add_measurement, drawn_alike, mean_note, serving_benchmark
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
-from meshwise.handover.serving.script import Options, Script, command, heredoc, how_to_use, router_urls
+from meshwise.handover.serving.script import Options, Script, command, heredoc, router_urls
 from meshwise.handover.serving.settings import Methods, model_setting
 
 __all__ = ["tensorrt_llm"]
@@ -71,9 +71,7 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
         bench["--random-range-ratio"] = apart["input"]
     bench |= {"--random-ids": None, "--tokenize-on-client": None}
     module = "python3 -m tensorrt_llm.serve.scripts.benchmark_serving"
-    script.add("bench", "measure what was predicted", run=command(module, bench))
-    script.notes.append(MEASURED)
-    script.use = how_to_use(choices)
+    add_measurement(choices, script, command(module, bench))
     return script
 
 

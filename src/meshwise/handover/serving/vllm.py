@@ -15,10 +15,10 @@ from typing import Any
 
 from meshwise.dtypes import DType
 from meshwise.handover.handed import Refusals
-from meshwise.handover.serving.benchmark import MEASURED, drawn_alike, mean_note, serving_benchmark
+from meshwise.handover.serving.benchmark import add_measurement, drawn_alike, mean_note, serving_benchmark
 from meshwise.handover.serving.choices import Pool, ServingChoices
 from meshwise.handover.serving.notes import common_notes
-from meshwise.handover.serving.script import Options, Script, command, how_to_use, router_urls, shell_json
+from meshwise.handover.serving.script import Options, Script, command, router_urls, shell_json
 from meshwise.handover.serving.settings import Methods, format_options
 
 __all__ = ["vllm"]
@@ -69,9 +69,7 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
         script.notes.append(mean_note(choices))
     elif choices.load.mix is not None:
         bench["--random-range-ratio"] = shell_json(apart)
-    script.add("bench", "measure what was predicted", run=command("vllm bench serve", bench))
-    script.notes.append(MEASURED)
-    script.use = how_to_use(choices)
+    add_measurement(choices, script, command("vllm bench serve", bench))
     return script
 
 
