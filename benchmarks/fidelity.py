@@ -8,25 +8,22 @@ Not here: predicting (`meshwise score`), or the prose around the tables, which i
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from accuracy_page import errors_table, tell, write_or_check
 
 from meshwise.costs.fitted import SOFTWARE, fitted_calibration
 from meshwise.costs.spread import SPREADS
 from meshwise.hardware import load_chip
-from meshwise.scoring import Errors, Score, score_runs, shipped_runs
+from meshwise.scoring import Score, score_runs, shipped_runs
 from meshwise.scoring.leaving_out import LeavingOut
 from meshwise.scoring.prediction import Prediction
 from meshwise.scoring.statistics import by, errors_of, macro, ranking_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
-
-#: Points of a hundred by which the mean error may grow before `--check` fails.
-TOLERANCE = 0.01
 
 #: A chip of each family that has constants of its own.
 FAMILIES = {"ampere": "a100-sxm-80gb", "hopper": "h100-sxm", "blackwell": "b200-sxm", "cdna": "mi300x", "tpu": "v5e"}
@@ -34,27 +31,17 @@ FAMILIES = {"ampere": "a100-sxm-80gb", "hopper": "h100-sxm", "blackwell": "b200-
 
 def main(words: list[str]) -> int:
     """Score the shipped runs; write the page, or compare with what it says."""
-    score = score_runs(shipped_runs(), progress=lambda line: print(line, end="\r", file=sys.stderr))
+    score = score_runs(shipped_runs(), progress=tell)
     assert score.overall is not None
-    text = PAGE.read_text(encoding="utf-8")
-    if "--check" in words:
-        found = re.search(r"\| all \| [\d,]+ \| ([\d.]+) %", text)
-        assert found is not None, f"{PAGE} has no row of all runs"
-        said = float(found[1]) / 100
-        print(f"mean error {score.overall.mape:.1%}, the page says {said:.1%}")
-        return int(score.overall.mape > said + TOLERANCE)
-    for name, rows in tables(score).items():
-        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{rows}\g<2>", text, flags=re.DOTALL)
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, score.overall.mape, lambda: tables(score), words)
 
 
 def tables(score: Score) -> dict[str, str]:
     """Name of a table -> its lines."""
     groups = score.groups
-    found = {name: _errors(name, group) for name, group in groups.items()}
+    found = {name: errors_table(name, group) for name, group in groups.items()}
     assert score.overall is not None
-    found["all"] = _errors("", {"all": score.overall})
+    found["all"] = errors_table("", {"all": score.overall})
     ranking = score.ranking
     found["summary"] = (
         f"{len(score.predictions):,} of {score.rows:,} rows are predicted, {len(score.refusals)} refused. Averaged\n"
@@ -72,7 +59,7 @@ def tables(score: Score) -> dict[str, str]:
 
 def _left_out(score: Score) -> dict[str, str]:
     """Errors of rows of a source, or of a chip, under constants that were fitted without them."""
-    left = LeavingOut(score.times, progress=lambda line: print(line, end="\r", file=sys.stderr))
+    left = LeavingOut(score.times, progress=tell)
     by_source = left.leave_out(lambda p: p.run.source)
     kinds = by(by_source, lambda p: "mixtures" if p.setup.model.mixtures else "dense")
     sources = by(by_source, lambda p: p.run.source)
@@ -87,9 +74,9 @@ def _left_out(score: Score) -> dict[str, str]:
             f"{overall.mape:.1%} of all rows, bias {overall.bias:+.1%}; {overall.coverage_80:.0%} of measurements lie\n"
             f"in the interval; {ranking.pairwise:.1%} of {ranking.pairs:,} pairs of layouts are ranked right.\n"
         ),
-        "without source": _errors("source left out", sources),
-        "without kind": _errors("kind", kinds),
-        "without chip": _errors("chip left out", chips),
+        "without source": errors_table("source left out", sources),
+        "without kind": errors_table("kind", kinds),
+        "without chip": errors_table("chip left out", chips),
         "constants": _constants(left),
     }
 
@@ -101,20 +88,6 @@ def _constants(left: LeavingOut) -> str:
     for c in left.constants:
         values = f"{c.prior:.3g} | {c.spread:.0%} | {found.values[c.name]:.3g} | {found.spreads[c.name]:.0%}"
         lines.append(f"| {c.name} | {c.unit} | {values} | {c.source} |")
-    return "\n".join(lines) + "\n"
-
-
-def _errors(title: str, groups: dict[str, Errors]) -> str:
-    head = (
-        f"| {title} | rows | mean | median | bias | within 10 % | within 20 % | in the interval | bias of the bound |"
-    )
-    lines = [head, "| --- " * 9 + "|"]
-    for name, e in groups.items():
-        shares = " | ".join(f"{s:.0%}" for s in (e.within_10, e.within_20, e.coverage_80))
-        lines.append(
-            f"| {name} | {e.rows:,} | {100 * e.mape:.1f} % | {100 * e.median:.1f} % | {100 * e.bias:+.1f} % | {shares} "
-            f"| {e.bound_bias:+.0%} |"
-        )
     return "\n".join(lines) + "\n"
 
 

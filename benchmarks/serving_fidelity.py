@@ -8,14 +8,13 @@ Not here: predicting (`meshwise score shipped-serving`), or the prose around the
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
+from accuracy_page import errors_table, tell, write_or_check
 
 from meshwise.costs.engines import ENGINES
-from meshwise.scoring import Errors
 from meshwise.scoring.serving import ServedPrediction, ServedScore, score_served, shipped_served_runs
 from meshwise.scoring.serving.constants import engine_of
 from meshwise.scoring.serving.leaving_out import ServedLeavingOut
@@ -23,30 +22,12 @@ from meshwise.scoring.statistics import by, errors_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving-accuracy.md"
 
-#: Points of a hundred by which the mean error may grow before `--check` fails.
-TOLERANCE = 0.01
-
 
 def main(words: list[str]) -> int:
     """Score the shipped rows; write the page, or compare with what it says."""
     score = score_served(shipped_served_runs(), progress=tell)
     assert score.overall is not None
-    text = PAGE.read_text(encoding="utf-8")
-    if "--check" in words:
-        found = re.search(r"\| all \| [\d,]+ \| ([\d.]+) %", text)
-        assert found is not None, f"{PAGE} has no row of all runs"
-        said = float(found[1]) / 100
-        print(f"mean error {score.overall.mape:.1%}, the page says {said:.1%}")
-        return int(score.overall.mape > said + TOLERANCE)
-    for name, rows in tables(score).items():
-        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{rows}\g<2>", text, flags=re.DOTALL)
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
-def tell(line: str) -> None:
-    """Show how far it is."""
-    print(line, end="\r", file=sys.stderr)
+    return write_or_check(PAGE, score.overall.mape, lambda: tables(score), words)
 
 
 def tables(score: ServedScore) -> dict[str, str]:
@@ -59,7 +40,7 @@ def tables(score: ServedScore) -> dict[str, str]:
             f"{len(score.predictions):,} of {score.rows:,} rows are predicted, {len(score.refusals)} refused.\n"
             f"{len(score.false_oom)} runs that ran are said not to fit.\n"
         ),
-        "all": _errors("", {"all": score.overall}),
+        "all": errors_table("", {"all": score.overall}),
         "engines": _engines(),
         "constants": _constants(left),
         "refused": _refused(score),
@@ -67,11 +48,11 @@ def tables(score: ServedScore) -> dict[str, str]:
     for name, rows in (("in sample", score.times), ("without model", by_model), ("without source", by_engine)):
         overall = errors_of(rows)
         assert overall is not None
-        found[name] = _errors(name, {**by(rows, lambda p: p.kind), "everything": overall})
-    found["engine"] = _errors("engine", by(score.times, _engine))
-    found["engine without model"] = _errors("engine", by(by_model, _engine))
-    found["chip"] = _errors("chip", by(score.times, lambda p: p.chip))
-    found["model"] = _errors("model left out", by(by_model, lambda p: p.run.model))
+        found[name] = errors_table(name, {**by(rows, lambda p: p.kind), "everything": overall})
+    found["engine"] = errors_table("engine", by(score.times, _engine))
+    found["engine without model"] = errors_table("engine", by(by_model, _engine))
+    found["chip"] = errors_table("chip", by(score.times, lambda p: p.chip))
+    found["model"] = errors_table("model left out", by(by_model, lambda p: p.run.model))
     return found
 
 
@@ -82,20 +63,6 @@ def _engine(p: ServedPrediction) -> str:
 def _origin(p: ServedPrediction) -> str:
     """Who measured which engine: rows of one engine are left out together."""
     return f"{p.run.source} {_engine(p)}"
-
-
-def _errors(title: str, groups: dict[str, Errors]) -> str:
-    head = (
-        f"| {title} | rows | mean | median | bias | within 10 % | within 20 % | in the interval | bias of the bound |"
-    )
-    lines = [head, "| --- " * 9 + "|"]
-    for name, e in groups.items():
-        shares = " | ".join(f"{s or 0:.0%}" for s in (e.within_10, e.within_20, e.coverage_80))
-        lines.append(
-            f"| {name} | {e.rows:,} | {100 * e.mape:.1f} % | {100 * e.median:.1f} % | {100 * e.bias:+.1f} % | {shares} "
-            f"| {e.bound_bias:+.0%} |"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def _engines() -> str:

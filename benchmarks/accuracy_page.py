@@ -1,0 +1,62 @@
+"""What the pages of accuracy share: how they are written and checked, and the tables of errors and of constants.
+
+Not here: what a page says (`fidelity`, `serving_fidelity`).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from meshwise.scoring import Errors
+
+__all__ = ["errors_table", "tell", "write_or_check"]
+
+#: Points of a hundred by which the mean error may grow before `--check` fails.
+_TOLERANCE = 0.01
+
+
+def tell(line: str) -> None:
+    """Show how far it is."""
+    print(line, end="\r", file=sys.stderr)
+
+
+def write_or_check(page: Path, mape: float, tables: Callable[[], Mapping[str, str]], words: list[str]) -> int:
+    """Write the tables of a page, or with `--check` among `words` compare the mean error with what the page says.
+
+    Args:
+        page: holds the tables between comments with their names.
+        mape: mean absolute error of all rows.
+        tables: gives name of a table -> its lines; not asked for a check.
+        words: of the command line.
+
+    Returns: exit code, 1 where the error grew by more than a point.
+    """
+    text = page.read_text(encoding="utf-8")
+    if "--check" in words:
+        found = re.search(r"\| all \| [\d,]+ \| ([\d.]+) %", text)
+        assert found is not None, f"{page} has no row of all runs"
+        said = float(found[1]) / 100
+        print(f"mean error {mape:.1%}, the page says {said:.1%}")
+        return int(mape > said + _TOLERANCE)
+    for name, rows in tables().items():
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{rows}\g<2>", text, flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
+    return 0
+
+
+def errors_table(title: str, groups: Mapping[str, Errors]) -> str:
+    """Errors of times, a line for each group; a share that rows have no measure of is a dash."""
+    head = (
+        f"| {title} | rows | mean | median | bias | within 10 % | within 20 % | in the interval | bias of the bound |"
+    )
+    lines = [head, "| --- " * 9 + "|"]
+    for name, e in groups.items():
+        shares = " | ".join("-" if s is None else f"{s:.0%}" for s in (e.within_10, e.within_20, e.coverage_80))
+        lines.append(
+            f"| {name} | {e.rows:,} | {100 * e.mape:.1f} % | {100 * e.median:.1f} % | {100 * e.bias:+.1f} % | {shares} "
+            f"| {e.bound_bias:+.0%} |"
+        )
+    return "\n".join(lines) + "\n"
