@@ -1,4 +1,4 @@
-"""The constants of the fitted calibrations by the rows that ship: what `costs.fitted` and `costs.engines` hold, rounded.
+"""The constants of the fitted calibrations, by the rows that ship: of `costs.fitted` and `costs.engines`, not rounded.
 
     python benchmarks/fit_calibration.py             # of training
     python benchmarks/fit_calibration.py serving     # of serving: some minutes
