@@ -11,6 +11,7 @@ from test_search_exact import small_searches
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.planning import training_limits
+from meshwise.planning.bounds import ideal_chip_seconds_per_token
 from meshwise.planning.pricing import Pricing
 from meshwise.planning.rows import candidate_table
 from meshwise.planning.space import meshes, placements
@@ -36,6 +37,8 @@ def hold_bounds(case, generator):
     bounded = pricing.bounded(fitting)
     assert len(bounded)
     assert (fitting.bound <= bounded.bound * BELOW).all()
+    ideal = ideal_chip_seconds_per_token(pricing.problem, Choices(**case[1])) / math.prod(pricing.fabric.sizes)
+    assert (ideal <= bounded.bound * BELOW).all()
     for priced in pricing.placed(bounded):
         assert (priced.rows.bound <= priced.seconds * BELOW).all()
 

@@ -98,16 +98,17 @@ class _Family:
 def ideal_chip_seconds_per_token(problem: TrainingProblem, choices: Choices) -> float:
     """Chip-seconds of one token that no layout on any number of chips undercuts.
 
-    A chip computes the whole batch in one go: nothing is sent, waited for, computed twice, padded or started more often
-    than it must be, and operations are as large as they can be.
+    A chip computes the whole batch in one go, as large as it may be rounded: nothing is sent, waited for, computed
+    twice, padded or started more often than it must be, and operations are as large as they can be.
     """
-    whole = LocalSizes(float(problem.job.batch_tokens) / float(problem.job.seq_len))
+    tokens = float(problem.job.batch_tokens) * (1 + problem.job.batch_slack)
+    whole = LocalSizes(tokens / float(problem.job.seq_len))
     least = math.inf
     for structure in {replace(w.own, remat="none", partial_remat=False) for w in works(problem.model, choices)}:
         blocks = zip(plan_structure(problem, structure), evaluate_local(problem, structure, whole), strict=True)
         passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.passes.values())
         least = min(least, sum(passes))
-    return (1 - 1e-9) * least / float(problem.job.batch_tokens)
+    return (1 - 1e-9) * least / tokens
 
 
 class Bounds:
