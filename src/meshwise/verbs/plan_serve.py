@@ -16,7 +16,7 @@ from meshwise.planning.serving import ServingPlanning, ServingWishes, plan_servi
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.simulation.serving import Aim, Aims
 from meshwise.units import parse_count, parse_duration
-from meshwise.verbs.requests import PARAMETERS, validated
+from meshwise.verbs.requests import PARAMETERS, listed, validated
 from meshwise.verbs.serve import ServeRequest
 
 __all__ = ["PlanServeRequest", "find_serving_plans", "plan_serve", "split_precisions"]
@@ -120,7 +120,7 @@ class PlanServeRequest(ServeRequest):
     @property
     def clusters(self) -> tuple[str, ...]:
         """Names of the clusters that are compared; one where nothing is."""
-        return tuple(name.strip() for name in (self.cluster or "").split(",") if name.strip())
+        return listed(self.cluster, "--on")
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -141,9 +141,8 @@ class PlanServeRequest(ServeRequest):
     @property
     def wishes(self) -> ServingWishes:
         """Targets and objective."""
-        forbid = tuple(axis.strip() for axis in self.forbid.split(",") if axis.strip())
         ttft, tpot = (None if aim is None else aim.seconds for aim in (self.max_ttft, self.max_tpot))
-        chunks = tuple(_tokens(part.strip()) for part in self.chunks.split(",") if part.strip())
+        forbid, chunks = listed(self.forbid, "--forbid"), tuple(map(_tokens, listed(self.chunks, "--chunks")))
         return ServingWishes(self.objective, ttft, tpot, self.rate, self.mode, self.max_batch, forbid, chunks)
 
     @property
@@ -181,8 +180,8 @@ def split_precisions(text: str) -> tuple[str, ...]:
     >>> split_precisions("bf16,fp8"), split_precisions("bf16;weights=int8,kv=int8")
     (('bf16', 'fp8'), ('bf16', 'weights=int8,kv=int8'))
     """
-    parts = [part.strip() for part in text.split(";") if part.strip()]
-    return tuple(one.strip() for part in parts for one in ([part] if "=" in part else part.split(",")) if one.strip())
+    parts = listed(text, "--precision", ";")
+    return tuple(one for part in parts for one in ((part,) if "=" in part else listed(part, "--precision")))
 
 
 def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> ServingPlanning:

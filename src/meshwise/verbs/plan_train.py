@@ -31,7 +31,7 @@ from meshwise.units import (
     parse_fraction,
     parse_money,
 )
-from meshwise.verbs.requests import PARAMETERS, validated
+from meshwise.verbs.requests import PARAMETERS, listed, validated
 from meshwise.verbs.train import TrainRequest
 
 __all__ = ["PlanTrainRequest", "find_plans", "plan_train"]
@@ -91,8 +91,7 @@ class PlanTrainRequest(TrainRequest):
     @property
     def clusters(self) -> tuple[str, ...]:
         """Names of the clusters that are compared; one where nothing is."""
-        names = (self.cluster or "").split(",")
-        return tuple(name.strip() for name in names if name.strip())
+        return listed(self.cluster, "--on")
 
     @property
     def wishes(self) -> Wishes:

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from meshwise.errors import MeshwiseError
 
-__all__ = ["PARAMETERS", "format_bound", "mesh_text", "validated"]
+__all__ = ["PARAMETERS", "format_bound", "listed", "mesh_text", "validated"]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -63,6 +63,23 @@ def validated(model: type[M], values: Mapping[str, Any], names: Mapping[str, str
             cause.args = (words,)
             raise cause from None
         raise MeshwiseError(words) from None
+
+
+def listed(text: str | None, flag: str, separator: str = ",") -> tuple[str, ...]:
+    """Split what a user listed; nothing at all is an empty list.
+
+    >>> listed("h100:8, v5e:4x4", "--on")
+    ('h100:8', 'v5e:4x4')
+
+    Raises:
+        MeshwiseError: nothing stands before, between or after separators.
+    """
+    items = tuple(item.strip() for item in (text or "").split(separator))
+    if items == ("",):
+        return ()
+    if "" in items:
+        raise MeshwiseError(f"{flag}: expected something on both sides of each {separator!r}, found {text!r}")
+    return items
 
 
 def format_bound(value: float) -> str:
