@@ -113,7 +113,7 @@ def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
 
     Args:
         chip: of the cluster.
-        engine: a name of `ENGINES`; by default vLLM on GPUs, JAX on TPUs.
+        engine: a name of `ENGINES`; by default vLLM on GPUs, JAX on TPUs and CPUs.
 
     Raises:
         UnknownNameError: with the names there are.
