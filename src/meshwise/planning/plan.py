@@ -142,7 +142,9 @@ def changed(error: Exception) -> ConfigError:
         words = f"{error} is missing"
     else:
         words = "one is of another kind than its neighbours need (null, or text for a number)"
-    return ConfigError(f"plan JSON: expected what --save writes; a value was changed: {words}; undo that, or save the plan again")
+    return ConfigError(
+        f"plan JSON: expected what --save writes; a value was changed: {words}; undo that, or save the plan again"
+    )
 
 
 def saved_cluster(name: str, document: str, price: float | None) -> Cluster:
