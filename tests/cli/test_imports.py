@@ -6,11 +6,16 @@ import sys
 import pytest
 
 
-def loaded_after(code: str) -> set[str]:
-    """Top-level names of the modules that a fresh interpreter holds after `code`."""
+def modules_after(code: str) -> set[str]:
+    """Names of the modules that a fresh interpreter holds after `code`."""
     script = f"import sys\n{code}\nprint('\\n'.join(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
-    return {line.split(".")[0] for line in done.stderr.splitlines()}
+    return set(done.stderr.splitlines())
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level names of the modules that a fresh interpreter holds after `code`."""
+    return {name.split(".")[0] for name in modules_after(code)}
 
 
 def test_importing_the_package_loads_no_jax() -> None:
@@ -24,3 +29,18 @@ def test_help_loads_neither_numpy_nor_pydantic_nor_rich(words: list[str]) -> Non
     loaded = loaded_after(f"from meshwise.cli.main import main\nmain({words!r})")
     assert "click" in loaded
     assert not {"jax", "numpy", "pydantic", "rich", "matplotlib"} & loaded
+
+
+def test_planning_training_loads_no_package_that_it_does_not_use() -> None:
+    loaded = modules_after("import meshwise.cli.plan_train")
+    assert "meshwise.planning.search" in loaded
+    others = ("compiler", "handover", "runtime", "scoring", "simulation", "costs.serving", "planning.serving")
+    assert not [name for name in loaded if name.startswith(tuple(f"meshwise.{other}" for other in others))]
+    assert not {"jax", "matplotlib"} & {name.split(".")[0] for name in loaded}
+
+
+def test_loading_a_command_leaves_the_collector_of_garbage_as_it_was() -> None:
+    load = "import gc\nfrom meshwise.cli.main import COMMANDS\n{}\n"
+    load += "COMMANDS['chips'].load()\nassert gc.isenabled() is {}"
+    modules_after(load.format("", True))
+    modules_after(load.format("gc.disable()", False))

@@ -5,7 +5,10 @@ Not here: which commands exist (`main`).
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import click
@@ -30,9 +33,23 @@ class LazyCommand:
     def load(self) -> click.Command:
         """Import the command."""
         module, attribute = self.target.split(":")
-        command = getattr(importlib.import_module(module), attribute)
+        with _without_collecting():
+            command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command), f"{self.target} is not a command"
         return command
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Load code without looking for garbage meanwhile, nor in it later: what is loaded stays, and it is a lot."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collecting:
+            gc.enable()
 
 
 class LazyGroup(click.Group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,12 +15,13 @@ from meshwise.cli.progress import Progress
 from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.report.plan import plan_report
 from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
-from meshwise.report.verify import VerifiedRow, with_verified
 from meshwise.verbs.plan_file import check_save
 from meshwise.verbs.plan_many import check_asked, compare_clusters, find_scaling
 from meshwise.verbs.plan_train import PlanTrainRequest, find_plans
 from meshwise.verbs.train import TRAIN_FLAGS, save_plan
-from meshwise.verbs.verify_best import Verified, verify_best
+
+if TYPE_CHECKING:
+    from meshwise.verbs.verify_best import Verified
 
 __all__ = ["train"]
 
@@ -87,10 +89,14 @@ def train(
             planning = find_plans(request, problem, progress=progress)
             inputs = {**request.echo_training(problem), **request.echo_search(planning.memory_share)}
             verified: tuple[Verified, ...] = ()
-            if verify is not None:
+            if verify is not None:  # what reads compiled programs is loaded where it is asked for
+                from meshwise.verbs.verify_best import verify_best  # noqa: PLC0415
+
                 planning, verified = verify_best(planning, verify, progress=progress)
             report = plan_report(planning, {**inputs, "verify": verify})
             if verified:
+                from meshwise.report.verify import VerifiedRow, with_verified  # noqa: PLC0415
+
                 report = with_verified(
                     report, [VerifiedRow(v.rank, str(v.plan.layout), v.found, v.refused) for v in verified]
                 )
