@@ -128,8 +128,15 @@ def test_units():
     assert measured_bytes(run(measured_metric="peak_memory", unit="GB/GPU")) == 2e9
     with pytest.raises(MeshwiseError, match="expected ms or s or min, found 'hours'"):
         measured_seconds(run(unit="hours"), model)
-    with pytest.raises(MeshwiseError, match="expected its peak"):
-        measured_seconds(run(measured_metric="MFU", unit="%"), model)
+    for unit in ("%", "fraction of 989 TFLOP/s"):
+        with pytest.raises(MeshwiseError, match="expected its peak"):
+            measured_seconds(run(measured_metric="MFU", unit=unit), model)
+    for metric, unit in (
+        ("tokens_per_s", "ktokens/s"), ("tokens_per_s", "tokens/min"), ("tokens_per_s", "tokens/s/GPU"),
+        ("tokens_per_s_per_chip", "tokens"),
+    ):  # fmt: skip
+        with pytest.raises(MeshwiseError, match=f"unit of {metric}: expected tokens/s.*, found '{unit}'"):
+            measured_seconds(run(measured_metric=metric, unit=unit), model)
 
 
 def test_narayanan_and_words_count_alike():
@@ -162,6 +169,17 @@ def test_mfu_of_maxtext_agrees_with_its_tflops():
         ({"recompute": "every other tuesday"}, "recompute 'every other tuesday' is not understood"),
         ({"micro_batch": 3}, "no multiple of micro_batch 3"),
         ({"model": "No Such", "layers": 2}, "d_model, n_heads are blank"),
+        ({"layers": 40}, "layers is 40, and that of llama-3-8b is 32"),
+        ({"d_ff": 28672}, "d_ff is 28,672, and that of llama-3-8b is 14,336"),
+        ({"moe_topk": 2}, "moe_topk is 2, and moe_experts is blank"),
+        ({"moe_experts": 8}, "moe_experts is 8, and that of llama-3-8b is none"),
+        ({"tp": 4, "sp": 2}, "sp: expected 1 or tp, which is 4, found 2"),
+        ({"vpp": 2}, "vpp 2 without pipeline stages"),
+        ({"ep": 8}, "ep 8 of a model without experts"),
+        ({"fsdp_or_zero_stage": "FSDP over 3"}, "expected over how many of the 8 replicas"),
+        ({"fsdp_or_zero_stage": "FSDP HYBRID_SHARD"}, "expected over how many of the 8 replicas"),
+        ({"recompute": "nonesuch"}, "recompute 'nonesuch' is not understood"),
+        ({"recompute": "full; optimizer offloaded"}, "recompute 'full; optimizer offloaded' is not understood"),
     ],
 )
 def test_what_cannot_be_understood_is_refused_with_its_reason(changes, words):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 
 from meshwise.errors import MeshwiseError
@@ -58,10 +60,12 @@ def model_of(run: Row) -> tuple[Model, tuple[str, ...]]:
     named = _named(run.model)
     if named is not None and _agrees(named, run):
         return named, ()
+    if run.moe_topk is not None and run.moe_experts is None:
+        raise MeshwiseError(f"moe_topk is {run.moe_topk}, and moe_experts is blank: fill in both or none")
     missing = [n for n in ("layers", "d_model", "n_heads") if getattr(run, n) is None]
     if missing:
         if named is not None:
-            return named, ()
+            raise MeshwiseError(_contradiction(named, run, missing))
         raise MeshwiseError(
             f"model {run.model!r} is not a name that is known, and {', '.join(missing)} are blank: fill them in"
         )
@@ -94,17 +98,38 @@ def _plain(name: str) -> str:
 
 def _agrees(model: Model, run: Row) -> bool:
     """Whether what a row says of the dimensions is true of a model."""
-    sizes = model.sizes
-    heads = {int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"}
-    pairs: tuple[tuple[int | None, set[int]], ...] = (
-        (run.layers, {model.num_layers}),
-        (run.d_model, {model.d_model}),
-        (run.vocab, {model.vocab_size}),
-        (run.n_heads, heads),
-    )
-    experts = {int(v) for k, v in sizes.items() if k.partition(".")[0] == "E"}
-    return all(said is None or not known or said in known for said, known in pairs) and (
-        run.moe_experts is None or run.moe_experts in experts
+    return all(said is None or said in known for _, said, known in _dimensions(model, run))
+
+
+def _dimensions(model: Model, run: Row) -> list[tuple[str, int | None, set[int]]]:
+    """Columns of dimensions, what a row says there, and what is true of a model; those without a meaning left out."""
+    by_axis: defaultdict[str, set[int]] = defaultdict(set)
+    for axis, size in model.sizes.items():
+        by_axis[axis.partition(".")[0]].add(int(size))
+    always: list[tuple[str, int | None, set[int]]] = [
+        ("layers", run.layers, {model.num_layers}),
+        ("d_model", run.d_model, {model.d_model}),
+        ("vocab", run.vocab, {model.vocab_size}),
+        ("moe_experts", run.moe_experts, by_axis["E"]),
+        ("moe_topk", run.moe_topk, by_axis["top_k"]),
+    ]
+    # Latent attention has neither key/value heads nor one width of a head; a source may give either width of mixtures.
+    where_there = [
+        ("n_heads", run.n_heads, by_axis["N"]),
+        ("n_kv_heads", run.n_kv_heads, by_axis["K"]),
+        ("head_dim", run.head_dim, by_axis["H"]),
+        ("d_ff", run.d_ff, by_axis["F"] | by_axis["Fe"]),
+    ]
+    return [*always, *((name, said, known) for name, said, known in where_there if known)]
+
+
+def _contradiction(model: Model, run: Row, missing: Sequence[str]) -> str:
+    """Say which dimension of a row is not that of the model that it names."""
+    column, said, known = next(d for d in _dimensions(model, run) if d[1] is not None and d[1] not in d[2])
+    true = " or ".join(f"{n:,}" for n in sorted(known)) or "none"
+    return (
+        f"{column} is {said:,}, and that of {model.name} is {true}: leave it blank, or fill in "
+        f"{', '.join(missing)} too for a model of these dimensions"
     )
 
 

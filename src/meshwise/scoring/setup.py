@@ -185,7 +185,8 @@ def _layout(run: MeasuredRun, model: Model) -> tuple[dict[str, int], dict[str, A
             f"tp {tp} x pp {pp} x cp {cp} x dp {dp} = {tp * pp * cp * dp:,} chips, but n_chips is {run.n_chips:,}"
         )
     sizes |= {"tensor": tp, "stage": pp, "context": cp}
-    if ep > 1 and model.mixtures:
+    _check_ways(run, model)
+    if ep > 1:
         dp = _experts(ep, dp, tp, sizes, choices)
     _shards(run, dp, sizes, choices)
     if tp > 1:
@@ -200,6 +201,17 @@ def _layout(run: MeasuredRun, model: Model) -> tuple[dict[str, int], dict[str, A
     if "tokendrop" in run.words:
         notes.append("tokens beyond an expert's capacity are dropped: taken as balanced")
     return sizes, choices, notes
+
+
+def _check_ways(run: MeasuredRun, model: Model) -> None:
+    """Refuse ways that nothing here is split in, which the layout could not hold."""
+    tp = run.tp or 1
+    if run.sp not in (None, 1, tp):
+        raise MeshwiseError(f"sp: expected 1 or tp, which is {tp}, found {run.sp}")
+    if (run.vpp or 1) > 1 and (run.pp or 1) == 1:
+        raise MeshwiseError(f"vpp {run.vpp} without pipeline stages; expected 1 or a blank cell, or pp above 1")
+    if (run.ep or 1) > 1 and not model.mixtures:
+        raise MeshwiseError(f"ep {run.ep} of a model without experts; expected 1 or a blank cell")
 
 
 def _experts(ep: int, dp: int, tp: int, sizes: dict[str, int], choices: dict[str, Any]) -> int:
@@ -240,16 +252,24 @@ def _shards(run: MeasuredRun, dp: int, sizes: dict[str, int], choices: dict[str,
         choices["zero"] = stage
         choices["fully_sharded"] = False
         return
-    copies = re.search(r"dp=(\d+) across", words)
-    within = re.search(r"within (\d+)-gpu|over (\d+)\b(?! chips)", words)
-    if copies and dp % int(copies[1]) == 0:
-        sizes["data"] = int(copies[1])
-    elif within and dp % int(within[1] or within[2]) == 0:
-        sizes["data"] = dp // int(within[1] or within[2])
-    else:
-        sizes["data"] = 1
+    sizes["data"] = _copies(run, words, dp)
     sizes["fsdp"] = dp // sizes["data"]
     choices["zero"] = 1 if sizes["data"] > 1 else 0
+
+
+def _copies(run: MeasuredRun, words: str, dp: int) -> int:
+    """Copies of the model that FSDP leaves between groups which share one: as the row says, else one."""
+    across = re.search(r"dp=(\d+) across", words)
+    within = re.search(r"within (\d+)-gpu|over (\d+)\b(?! chips)", words)
+    said = int(across[1]) if across else int(within[1] or within[2]) if within else None
+    if said is None and "hybrid" not in words:
+        return 1
+    if said is None or dp % said:
+        raise MeshwiseError(
+            f"fsdp_or_zero_stage {run.fsdp_or_zero_stage!r}: expected over how many of the {dp} replicas weights are "
+            "shared, a divisor: 'FSDP over 8', 'FSDP; DP=2 across nodes'"
+        )
+    return said if across else dp // said
 
 
 #: MaxText's names -> ours (src/MaxText/layers, `remat_policy`).
@@ -262,6 +282,12 @@ _MAXTEXT = {
     "save_dot_except_mlp": "attention",
     "none": "none",
 }
+
+
+#: What may follow a policy: layers that are offloaded, and what the column `sp` says.
+_FURTHER = (
+    r"(?:[;,] ?activations of \d+ layers offloaded(?: to (?:the )?(?:cpu|host))?)?(?: ?\+ ?sequence parallel(?:ism)?)?"
+)
 
 
 def _recompute(run: MeasuredRun, choices: dict[str, Any], notes: list[str]) -> None:
@@ -278,13 +304,11 @@ def _recompute(run: MeasuredRun, choices: dict[str, Any], notes: list[str]) -> N
             notes.append(f"remat_policy={found[1]} is not known here: the fastest that fits")
             return
         choices["remat"] = _MAXTEXT[found[1]]
-    elif bare.startswith("none"):
-        choices["remat"] = "none"
-    elif found := re.search(r"full on (\d+) layers", bare):
-        choices |= {"remat": "full", "remat_layers": int(found[1])}
-    elif bare.startswith("full"):
-        choices["remat"] = "full"
-    elif "attention core" in bare or (bare.startswith("selective") and "(" not in bare):
+    elif found := re.fullmatch(r"(none|full)(?:(?<=full) on (\d+) layers)?(?: ?\(.*\))?" + _FURTHER, bare):
+        choices["remat"] = found[1]
+        if found[2]:
+            choices["remat_layers"] = int(found[2])
+    elif re.fullmatch(r"selective(?: \(attention core\))?" + _FURTHER, bare):
         choices["remat"] = "recompute:core_attn"
     elif "mla_up_proj" in bare:
         choices["remat"] = "recompute:mla_up_proj+moe_act"

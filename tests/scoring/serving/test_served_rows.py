@@ -101,6 +101,32 @@ def test_requests_that_do_not_fit_wait():
 
 
 @pytest.mark.parametrize(
+    ("mode", "concurrency", "static"),
+    [
+        ("aggregated continuous batching, fixed concurrency", "8", True),
+        ("static batch", "8", False),
+        ("Offline static batch (all at once)", "", False),
+        ("", "8", True),
+        ("", "", False),
+    ],
+)
+def test_modes_say_when_requests_start(mode, concurrency, static):
+    assert row(serving_mode=mode, concurrency=concurrency).is_static is not static
+
+
+def test_a_mode_says_how_weights_are_shared_on_any_chip():
+    layouts = set_up_served(row(serving_mode="static batch, 2D weight-stationary"), "operations").candidates
+    assert {x.generate.width for x in layouts} == {1, 2}
+    (gathered, tensor) = set_up_served(row(serving_mode="weight-gathered"), "operations").candidates[::-1]
+    assert (gathered.generate.fsdp, tensor.generate.tensor) == (2, 2)
+
+
+def test_an_engine_that_is_not_known_is_said_to_be_taken_as_another():
+    assert "engine is not named or not known: vLLM taken" in set_up_served(row(), "fitted").assumed
+    assert not any("engine" in note for note in set_up_served(row(engine="vllm 0.9"), "fitted").assumed)
+
+
+@pytest.mark.parametrize(
     ("cells", "precision"),
     [
         ({"weights_dtype": "fp8"}, "weights=fp8,activations=bf16,compute=fp8,kv=bf16"),
@@ -125,10 +151,25 @@ def test_formats(cells, precision):
         ({"unit": "minutes"}, "unit of tpot: expected s, ms or us, found 'minutes'"),
         ({"weights_dtype": "ternary"}, "weights_dtype 'ternary' is not understood"),
         ({"tp": "4"}, "tp 4 x pp 1 is not n_chips 2"),
-        ({"ep": "3"}, "ep 3: expected 1, tp 2"),
+        ({"ep": "3", "model": "qwen3-30b-a3b"}, "ep 3: expected 1, tp 2"),
         ({"output_len": "0"}, "output_len is blank or 0"),
         ({"batch": "", "concurrency": ""}, "batch and concurrency are blank"),
         ({"chip": "h1000"}, "h1000"),
+        ({"serving_mode": "disaggregated"}, "serving_mode 'disaggregated' is not understood; expected static batch"),
+        ({"serving_mode": "static batch, chunked"}, "is not understood ('chunked'); expected static batch"),
+        ({"serving_mode": "static batch, continuous batching"}, "says two things at once"),
+        ({"serving_mode": "static batch, weight-gathered", "tp": "1"}, "expected tp above 1 and ep 1, found tp 1"),
+        ({"ep": "2"}, "ep 2 of a model without experts"),
+        ({"moe_topk": "2"}, "moe_topk is 2, and moe_experts is blank"),
+        ({"layers": "40"}, "layers is 40, and that of llama-3.1-8b is 32: leave it blank, or fill in d_model, n_heads"),
+        ({"n_kv_heads": "32"}, "n_kv_heads is 32, and that of llama-3.1-8b is 8"),
+        ({"batch": "16"}, "batch 16 of 1 engines is 16 requests at once, but concurrency is 8"),
+        ({"weights_dtype": "fp8; experts int4"}, "experts in another format"),
+        (
+            {"measured_metric": "output_tokens_per_s", "unit": "tokens/s/GPU"},
+            "expected tokens/s, of all chips together",
+        ),
+        ({"measured_metric": "output_tokens_per_s", "unit": "tokens/min"}, "found 'tokens/min'"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(cells, reason):

@@ -23,6 +23,7 @@ from meshwise.costs.spread import Likely, doubts_of, likely_interval
 from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError
 from meshwise.scoring.outcomes import Predicted, Refusal
+from meshwise.scoring.rates import tokens_per_second
 from meshwise.scoring.serving.reading import ServedRun
 from meshwise.scoring.serving.setup import ServedSetup, set_up_served
 
@@ -183,8 +184,7 @@ def measured_number(run: ServedRun, engines: int) -> float:
     if "tokens_per_s" not in run.measured_metric:
         _expect(run, word.lower() in _SECONDS, "s, ms or us")
         return value * _SECONDS[word.lower()]
-    _expect(run, word.lower().startswith("tokens/s"), "tokens/s")
-    rate = value * run.n_chips if run.measured_metric.endswith("per_gpu") else value
+    rate = tokens_per_second(run)
     what = compared(run)
     tokens = {"prefill": run.prompt_len, "step": 1}.get(what, run.output_len or 0)
     requests = run.batch if run.batch is not None else (run.concurrency or 0) / engines

@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from meshwise.scoring.rows import Row, RowFormat, UnreadRow, all_read, header_of, rows_of
 from meshwise.scoring.serving.columns import SERVING_COLUMNS, SERVING_METRICS
+from meshwise.scoring.serving.modes import parse_mode
 
 __all__ = ["ServedRun", "is_serving", "served_runs_of", "shipped_served_runs"]
 
@@ -40,11 +41,13 @@ class ServedRun(Row):
 
     @property
     def is_static(self) -> bool:
-        """Whether all requests start together, and no other comes between."""
-        words = self.serving_mode.lower()
-        if "continuous" in words:
-            return False
-        return "static" in words or "single stream" in words or self.concurrency is None
+        """Whether all requests start together, and no other comes between.
+
+        Raises:
+            MeshwiseError: `serving_mode` is not understood.
+        """
+        static = parse_mode(self.serving_mode).static
+        return self.concurrency is None if static is None else static
 
 
 _SERVED = RowFormat(

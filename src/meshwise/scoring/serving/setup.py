@@ -19,6 +19,7 @@ from meshwise.jobs import ServingLoad
 from meshwise.models import Model
 from meshwise.scoring.machines import cluster_of
 from meshwise.scoring.models import model_of
+from meshwise.scoring.serving.modes import Sharing, parse_mode
 from meshwise.scoring.serving.reading import ServedRun
 from meshwise.sharding.serving_layout import ServingLayout
 
@@ -58,6 +59,8 @@ def set_up_served(run: ServedRun, calibration: str) -> ServedSetup:
     model, of_model = model_of(run)
     cluster, of_cluster = cluster_of(run)
     precision, of_precision = _precision(run)
+    if run.ep not in (None, 1) and not model.mixtures:
+        raise MeshwiseError(f"ep {run.ep} of a model without experts; expected 1 or a blank cell")
     layouts, of_layout = _layouts(run)
     _check_dies(run, cluster.chip)
     prompt, output, of_lengths = _lengths(run)
@@ -67,7 +70,12 @@ def set_up_served(run: ServedRun, calibration: str) -> ServedSetup:
     batch = _batch(run, layouts[0].replicas)
     together = batch if run.is_static else _prompts_together(batch, load)
     candidates = tuple(ServingSetup("aggregated", x, x, batch, together) for x in layouts)
-    return ServedSetup(run, problem, candidates, (*of_model, *of_cluster, *of_precision, *of_layout, *of_lengths))
+    of_engine: tuple[str, ...] = ()
+    if calibration == "fitted" and _engine(run) is None:
+        taken = {"vllm": "vLLM", "jax": "JAX"}[problem.calibration.name.removeprefix("fitted+")]
+        of_engine = (f"engine is not named or not known: {taken} taken",)
+    assumed = (*of_model, *of_cluster, *of_precision, *of_engine, *of_layout, *of_lengths)
+    return ServedSetup(run, problem, candidates, assumed)
 
 
 #: A row's words of its engine -> a name of `ENGINES`; the first that is found.
@@ -129,6 +137,7 @@ def _prompts_together(batch: int, load: ServingLoad) -> int:
 def _batch(run: ServedRun, replicas: int) -> int:
     """Requests of one engine at once."""
     if run.batch is not None:
+        _check_under_way(run, run.batch * replicas)
         return run.batch
     if run.concurrency is None:
         raise MeshwiseError("batch and concurrency are blank: fill one in")
@@ -137,16 +146,33 @@ def _batch(run: ServedRun, replicas: int) -> int:
     return run.concurrency // replicas
 
 
+def _check_under_way(run: ServedRun, requests: int) -> None:
+    """Refuse more requests at once than are under way, and a static batch that is not all of them."""
+    said = run.concurrency
+    if said is not None and (said < requests or (run.is_static and said != requests)):
+        raise MeshwiseError(
+            f"batch {run.batch} of {requests // (run.batch or 1)} engines is {requests} requests at once, but "
+            f"concurrency is {said}; leave one of the two blank"
+        )
+
+
 #: A source's words -> a format; the first that is found.
 _FORMATS = ((r"nvfp4|mxfp4|^fp4", "fp4"), (r"fp8|e4m3", "fp8"), (r"^int8|w8a", "int8"), (r"^int4|awq|gptq", "int4"),
             (r"^bf16", "bf16"), (r"^fp16|^half", "fp16"), (r"^fp32|^tf32", "fp32"))  # fmt: skip
 
 
 def _format(column: str, text: str) -> str:
-    found = next((name for pattern, name in _FORMATS if re.search(pattern, text.lower())), None)
-    if found is None:
+    """The format that a cell names; one of experts may be named apart, if it has as many bits."""
+    whole, _, experts = (part.strip() for part in text.lower().partition(";"))
+    found, of_experts = (
+        next((name for pattern, name in _FORMATS if re.search(pattern, part)), None)
+        for part in (whole, experts.removeprefix("experts").strip())
+    )
+    if found is None or (experts and of_experts is None):
         expected = "bf16, fp16, fp8, int8, int4 or nvfp4"
         raise MeshwiseError(f"{column} {text!r} is not understood; expected {expected}")
+    if experts and of_experts != found:
+        raise MeshwiseError(f"{column} {text!r}: experts in another format than the other weights are not priced")
     return found
 
 
@@ -195,9 +221,14 @@ def _layouts(run: ServedRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]
         raise MeshwiseError(
             f"tp {tp} x pp {pp}" + (f" x dp {run.dp}" if run.dp else "") + f" is not n_chips {run.n_chips}"
         )
-    words = run.serving_mode.lower()
-    if run.chip.startswith("v") and tp > 1 and ep == 1:
-        return _two_ways(tp, pp, engines, words)
+    sharing = parse_mode(run.serving_mode).sharing
+    if sharing is not None and (tp == 1 or ep > 1):
+        raise MeshwiseError(
+            f"serving_mode {run.serving_mode!r} shares weights over the chips of tp, without ep: expected tp above 1 "
+            f"and ep 1, found tp {tp} and ep {ep}"
+        )
+    if sharing is not None or (run.chip.startswith("v") and tp > 1 and ep == 1):
+        return _two_ways(tp, pp, engines, sharing)
     if ep == 1:
         return (ServingLayout(tensor=tp, stage=pp, replicas=engines),), ()
     if ep == tp:
@@ -209,13 +240,15 @@ def _layouts(run: ServedRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]
     )
 
 
-def _two_ways(tp: int, pp: int, engines: int, words: str) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
+def _two_ways(
+    tp: int, pp: int, engines: int, sharing: Sharing | None
+) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
     """How TPUs of one engine share weights: both ways (2D weight-stationary), or gathered; the fastest is taken."""
     ways = [w for w in range(1, tp + 1) if tp % w == 0]
-    if "weight-gathered" in words:
+    if sharing == "gathered":
         found = [ServingLayout(tensor=tp // w, fsdp=w, stage=pp, replicas=engines) for w in ways]
         return tuple(found), ("weights gathered over the share of the chips that is fastest and fits",)
-    if "2d" in words:
+    if sharing == "both ways":
         ways = [w for w in ways if 1 < w < tp] or ways
     found = []
     for width, own in itertools.product(ways, ("tensor", "cache")):
