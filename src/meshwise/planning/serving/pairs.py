@@ -129,7 +129,8 @@ def _lean(generate: Table, out: np.ndarray) -> np.ndarray:
     Only the fastest few of each kind are asked whether they beat the others: what is left out is beaten, but not all
     that is beaten is left out.
     """
-    columns = [generate.weights, generate.cache, generate.activations, generate.workspace, *generate.prompts.values()]
+    columns = [generate.weights, generate.cache, generate.activations, generate.workspace]
+    columns += [own[generate.layout] for own in generate.prompts[1]]
     order = out[np.lexsort((generate.seconds[out], generate.batch[out], generate.stored[out]))]
     kept = []
     for _ in range(_ROUNDS):
@@ -159,8 +160,8 @@ def _together(  # noqa: PLR0917 -- what is paired, and how
         return
     load = problem.load
     p = prefill.batch[row]
-    numbers, bytes_of = generate.prompt_bytes
-    prompts = bytes_of[np.searchsorted(numbers, p), out]
+    numbers, bytes_of = generate.prompts
+    prompts = bytes_of[np.searchsorted(numbers, p), generate.layout[out]]
     further, gained = load.output - 1, load.tokens_per_step
     b, step = generate.batch[out], generate.seconds[out]
     per_prompt = prefill.interval[row] / p

@@ -1,13 +1,13 @@
 """All candidates of a step priced at once: time, memory and rate of each layout at each batch.
 
-The numbers are those of `costs.serving`, whose functions work on arrays as they do on floats. Not here: which is best.
+The numbers are those of `costs.serving`, whose functions work on arrays as they do on floats. Sizes of layouts are a
+row and batches a column, so that what depends on one of them alone is worked out once. Not here: which is best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Table:
         mesh: which layouts split caches alike, as one number.
         seconds, interval: of a whole prefill, or of a generate step.
         weights, cache, activations, workspace: bytes on the fullest chip.
-        prompts: generate only: number of prompts -> bytes of their cache.
+        prompts: generate only: numbers of prompts, and [number, layout] bytes of their cache.
         handover: prefill only: seconds in which caches change places among an engine's chips.
     """
 
@@ -54,7 +54,7 @@ class Table:
     cache: np.ndarray
     activations: np.ndarray
     workspace: np.ndarray
-    prompts: dict[int, np.ndarray]
+    prompts: tuple[np.ndarray, np.ndarray]
     handover: np.ndarray
 
     def layout_of(self, row: int, replicas: int = 1) -> ServingLayout:
@@ -66,11 +66,6 @@ class Table:
     def rows(self) -> int:
         """How many."""
         return len(self.batch)
-
-    @cached_property
-    def prompt_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of `prompts`, and [numbers, rows] bytes of their cache."""
-        return np.array(list(self.prompts), dtype=float), np.stack(list(self.prompts.values()))
 
 
 def _number(of: dict[object, int], key: object) -> int:
@@ -98,15 +93,16 @@ def make_table(
         keys: numbers given so far to ways of storing weights, and to meshes, shared by both steps.
     """
     load = problem.load
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
-    held: dict[int, list[np.ndarray]] = {p: [] for p in prompts}
+    batch = np.array([[float(b)] for b in batches])
+    together = np.array([[float(p)] for p in prompts])
+    total = len(batches) * sum(len(group.layouts) for group in found)
+    columns = {name: np.empty(total, int if name in _NUMBERS else float) for name in _COLUMNS}
+    held: list[np.ndarray] = []
     layouts: list[tuple[ServingLayout, Wiring]] = []
+    done = 0
     for group in found:
-        number, count = len(group.layouts), len(batches)
-        rows = np.repeat(np.arange(number), count)
-        batch = np.tile(np.array([float(b) for b in batches]), number)
-        mesh = {a: v[rows] for a, v in group.mesh.items()}
-        wires = PlacedWires(fabric, {a: [e[rows] for e in v] for a, v in group.factors.items()}, problem.routing)
+        mesh = group.mesh
+        wires = PlacedWires(fabric, group.factors, problem.routing)
         if step == "generate":
             positions = load.positions_per_step
             sizes = StepSizes(batch, positions, load.mean_context + positions - 1, mesh, last=positions)
@@ -116,14 +112,12 @@ def make_table(
             kept = load.prefilled(batch)
         costs = price_step(problem, step, group.structure, sizes, wires, attending)
         activations, workspace = step_memory(problem, step, group.structure, most)
-        stored = [_number(keys[0], key) for key in group.stored]
-        alike = [_number(keys[1], key) for key in group.cached]
         values = {
-            "layout": rows + len(layouts),
+            "layout": np.arange(len(layouts), len(layouts) + len(group.layouts)),
             "batch": batch,
-            "chips": group.chips[rows],
-            "stored": np.array(stored)[rows],
-            "mesh": np.array(alike)[rows],
+            "chips": group.chips,
+            "stored": np.array([_number(keys[0], key) for key in group.stored]),
+            "mesh": np.array([_number(keys[1], key) for key in group.cached]),
             "seconds": costs.expected,
             "interval": costs.interval,
             "weights": weight_bytes(problem, step, group.structure, mesh),
@@ -132,20 +126,28 @@ def make_table(
             "workspace": workspace,
             "handover": _handover(problem, wires, batch) if step == "prefill" else 0.0,
         }
+        shape = len(batches), len(group.layouts)
+        rows = slice(done, done + shape[0] * shape[1])
         for name in _COLUMNS:
-            parts[name].append(np.broadcast_to(values[name], rows.shape))
-        for p in prompts:
-            own = cache_bytes(problem, step, group.structure, mesh, float(p), load.prefilled(float(p)))
-            held[p].append(np.broadcast_to(own, rows.shape))
+            columns[name][rows].reshape(shape[::-1])[:] = np.broadcast_to(values[name], shape).T
+        if prompts:
+            own = cache_bytes(problem, step, group.structure, mesh, together, load.prefilled(together))
+            held.append(np.broadcast_to(own, (len(prompts), shape[1])))
         layouts += group.layouts
-    joined = {name: np.concatenate(values) for name, values in parts.items()}
-    return Table(tuple(layouts), **joined, prompts={p: np.concatenate(v) for p, v in held.items()})
+        done = rows.stop
+    numbers = together.ravel()
+    return Table(tuple(layouts), **columns, prompts=(numbers, np.concatenate(held, axis=1) if held else _NOTHING))
 
+
+#: Columns of whole numbers that others are looked up by.
+_NUMBERS = ("layout", "stored", "mesh")
 
 _COLUMNS = (
     "layout", "batch", "chips", "stored", "mesh", "seconds", "interval", "weights", "cache", "activations", "workspace",
     "handover",
 )  # fmt: skip
+
+_NOTHING = np.empty((0, 0))
 
 
 def _prompts(
