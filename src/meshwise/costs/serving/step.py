@@ -8,9 +8,11 @@ pipeline work on as many parts of the batch as there are stages. Not here: which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from meshwise.costs.arithmetic import ceil, maximum, minimum, where
 from meshwise.costs.compute import OpCompute, OpWork, operation_compute, price_key
@@ -36,6 +38,7 @@ __all__ = [
     "num_layers",
     "price_mixed_step",
     "price_step",
+    "time_step",
 ]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
@@ -114,9 +117,35 @@ class _Sums:
     flops: Any = 0.0
     num_bytes: Any = 0.0
 
-    @property
-    def seconds(self) -> Any:
-        return sum(self.terms.values())
+    def seconds(self, places: _Places) -> Any:
+        """All of them: of operations, which meshes have in common, and of networks, at each of their places."""
+        compute = _added(self.terms[name] for name in COMPUTE_TERMS)
+        return _added((places(compute), *(self.terms[name] for name in NETWORKS)))
+
+
+def _added(values: Iterable[Any]) -> Any:
+    """Sum of what is not nothing."""
+    return sum((v for v in values if not (isinstance(v, float) and v == 0)), 0.0)
+
+
+class _Places:
+    """From values of meshes (the last axis of arrays) to values of their places on the network.
+
+    Args:
+        index: the mesh of each place; None where each mesh has one place.
+    """
+
+    def __init__(self, index: np.ndarray | None = None) -> None:
+        self.index = index
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Give a value for each place; equal ones remain one and the same."""
+        if self.index is None or not isinstance(value, np.ndarray) or value.shape[-1] == 1:
+            return value
+        if id(value) not in self._known:  # the value is kept beside, so that its id stays its own
+            self._known[id(value)] = value, value.take(self.index, axis=-1)
+        return self._known[id(value)][1]
 
 
 def num_layers(blocks: Sequence[ServedBlock]) -> int:
@@ -191,10 +220,37 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
         MeshwiseError: a format that the chip cannot multiply.
     """
     adding = _Adding(problem, structure, wires)
-    adding.add(step, _part_of_sequences(sizes), attending and _part_of_sequences(attending))
-    out = adding.assembled(step, sizes)
+    part = _part_of_sequences(sizes)
+    adding.add(step, part, attending and _part_of_sequences(attending))
+    out = adding.assembled(step, sizes, part)
     _add_host(out, problem, sizes.sequences, sizes.mesh)
     return out
+
+
+def time_step(  # noqa: PLR0917 -- as `price_step`, and where
+    problem: ServingProblem,
+    step: Step,
+    structure: ServingStructure,
+    sizes: StepSizes,
+    wires: Wires,
+    places: np.ndarray,
+    attending: StepSizes | None = None,
+) -> tuple[Any, Any]:
+    """Expected seconds and interval, as of `price_step`, of meshes at many places on the network.
+
+    Operations are priced once for each mesh, what is sent for each place; nothing else is worked out.
+
+    Args:
+        problem, step, structure, sizes, attending: as in `price_step`; arrays have meshes along their last axis.
+        wires: mesh axes -> wire, with places along the last axis.
+        places: the mesh of each place.
+    """
+    adding = _Adding(problem, structure, wires, places)
+    part = _part_of_sequences(sizes)
+    adding.add(step, part, attending and _part_of_sequences(attending))
+    _, expected, interval = adding.timed(step, sizes, part)
+    host = _host_seconds(problem, sizes.sequences, adding.places(sizes.mesh["expert"]))
+    return expected + host, interval + host
 
 
 def _part_of_sequences(sizes: StepSizes) -> StepSizes:
@@ -213,11 +269,18 @@ def _part_of_chunks(sizes: StepSizes) -> StepSizes:
 
 
 class _Adding:
-    """Adds up a step's blocks by role: operations, and what is sent between them."""
+    """Adds up a step's blocks by role: operations, and what is sent between them.
 
-    def __init__(self, problem: ServingProblem, structure: ServingStructure, wires: Wires) -> None:
+    With an index of `places`, expected seconds alone: no bounds, FLOPs, bytes, or what is hidden.
+    """
+
+    def __init__(
+        self, problem: ServingProblem, structure: ServingStructure, wires: Wires, places: np.ndarray | None = None
+    ) -> None:
         self.problem, self.structure = problem, structure
+        self.places, self.whole = _Places(places), places is None
         self.rates = StepRates(problem.cluster.chip, problem.calibration.in_steps, wires)
+        self._known_extents: dict[tuple[Step, int], tuple[StepSizes, Extents]] = {}
         self.sums: dict[str, _Sums] = {role: _Sums() for role in ("embed", "layer", "head")}
 
     def add(self, step: Step, part: StepSizes, attending: StepSizes | None = None) -> None:
@@ -227,7 +290,7 @@ class _Adding:
         known: dict[object, OpCompute] = {}
         for block in self._blocks(step):
             cover = self._add_works(block, block.works, (extents, within), known)
-            _add_flows(self.sums[block.role], block, extents, self.rates, cover)
+            self._add_flows(block, extents, cover)
 
     def add_all_but_attention(self, step: Step, part: StepSizes, ending: StepSizes) -> None:
         """Add the rest, with what is sent; `ending` are the sizes of the head, which sees few of the tokens."""
@@ -238,7 +301,7 @@ class _Adding:
             extents = few if is_head else whole
             works = tuple(w for w in block.works if w[0] != "attention")
             cover = self._add_works(block, works, (extents, extents), known[is_head])
-            _add_flows(self.sums[block.role], block, extents, self.rates, cover)
+            self._add_flows(block, extents, cover)
 
     def add_attention(self, step: Step, part: StepSizes, attending: StepSizes | None = None) -> None:
         """Add attention alone, without what is sent."""
@@ -248,23 +311,56 @@ class _Adding:
             works = tuple(w for w in block.works if w[0] == "attention")
             self._add_works(block, works, (extents, within), known)
 
-    def assembled(self, step: Step, sizes: StepSizes) -> StepCosts:
-        """Put the stages together; `sizes` of the whole step."""
-        stages = sizes.mesh["stage"]
-        extents = self._extents(step, _part_of_sequences(sizes))
-        boundary = extents.weighted(residual_bytes(self.problem, step, self.structure))
+    def timed(self, step: Step, sizes: StepSizes, part: StepSizes) -> tuple[Any, Any, Any]:
+        """Seconds of one part of the batch through all stages, of the whole step, and from one batch to the next.
+
+        Args:
+            step: its program.
+            sizes: of the whole step.
+            part: what goes through at once.
+        """
+        embed, layers, head = (self.sums[role].seconds(self.places) for role in ("embed", "layer", "head"))
+        stages, send = self.places(sizes.mesh["stage"]), self._send_seconds(step, part)
+        single = embed + layers + head
+        fullest = layers * self._share(step, stages) + maximum(embed, head)
+        full = _parts(stages, sizes.sequences) * (fullest + send)
+        interval = where(_alone(stages), single, full)
+        return single, maximum(single + (stages - 1) * send, interval), interval
+
+    def assembled(self, step: Step, sizes: StepSizes, part: StepSizes) -> StepCosts:
+        """Put the stages together: one part of the batch goes through all of them, while others follow it.
+
+        Args: as of `timed`.
+        """
+        stages, send = sizes.mesh["stage"], self._send_seconds(step, part)
+        out = StepCosts()
+        single, out.expected, out.interval = self.timed(step, sizes, part)
+        out.terms["pipeline"] = out.expected - single
+        _assemble(out, self.sums, self._share(step, stages), stages, _parts(stages, sizes.sequences), send)
+        return out
+
+    def _share(self, step: Step, stages: Any) -> Any:
+        return layer_share(num_layers(self._blocks(step)), stages)
+
+    def _send_seconds(self, step: Step, part: StepSizes) -> Any:
+        """Of what one stage sends the next."""
+        boundary = self._extents(step, part).weighted(residual_bytes(self.problem, step, self.structure))
+        num_bytes = self.places(boundary)
         send = Flow(
-            "x", Pass.FORWARD, Purpose.ACTIVATIONS, CollectiveKind.PERMUTE, ("stage",), boundary, 1, False, (), "", ""
+            "x", Pass.FORWARD, Purpose.ACTIVATIONS, CollectiveKind.PERMUTE, ("stage",), num_bytes, 1, False, (), "", ""
         )
-        share = layer_share(num_layers(self._blocks(step)), stages)
-        return _assembled(self.sums, share, stages, sizes.sequences, self.rates.flow_seconds(send))
+        return self.rates.flow_seconds(send)[0]
 
     def _blocks(self, step: Step) -> tuple[ServedBlock, ...]:
         return plan_step(self.problem, step, self.structure)
 
     def _extents(self, step: Step, part: StepSizes) -> Extents:
-        program = self.problem.program(step, wide=self.structure.wide)
-        return Extents(bind_step(self.problem, program, part, self.structure), part.mesh, _NEVER_PADDED)
+        key = step, id(part)
+        if key not in self._known_extents:  # sizes are kept beside, so that their id stays their own
+            program = self.problem.program(step, wide=self.structure.wide)
+            bound = bind_step(self.problem, program, part, self.structure)
+            self._known_extents[key] = part, Extents(bound, part.mesh, _NEVER_PADDED)
+        return self._known_extents[key][1]
 
     def _add_works(
         self,
@@ -288,16 +384,48 @@ class _Adding:
                 of = within if within is not extents and reads_positions(work.placed.op) else extents
                 one = known[key] = operation_compute(work, of, compute)
             sums.terms[term] = sums.terms[term] + count * one.seconds
+            busy = busy + one.seconds
+            if work.attention is not None:
+                attending = attending + one.seconds
+            if not self.whole:
+                continue
             sums.serial = sums.serial + count * one.serial_seconds
             sums.flops = sums.flops + count * one.flops
             sums.resources["compute"] = sums.resources["compute"] + count * one.busy
             if not work.fused or term == "attention":
                 sums.num_bytes = sums.num_bytes + count * one.num_bytes
                 sums.resources["hbm"] = sums.resources["hbm"] + count * one.num_bytes / self.rates.chip.hbm_bandwidth
-            busy = busy + one.seconds
-            if work.attention is not None:
-                attending = attending + one.seconds
         return busy, attending
+
+    def _add_flows(self, block: ServedBlock, extents: Extents, covers: tuple[Any, Any]) -> None:
+        """Add what all copies of a block send: exposed activations, and what sticks out of gathered weights.
+
+        `covers`: seconds of one copy's operations, and of attention among them.
+        """
+        sums, rates, count = self.sums[block.role], self.rates, float(block.placed.block.repeat)
+        critical, circling, gathered = (_Together() for _ in range(3))
+        for plan in block.flows:
+            flow = plan.sized(self.places(plan.bytes(extents)))
+            seconds, bound = rates.flow_seconds(flow)
+            if self.whole:
+                sums.resources[flow.term] = sums.resources[flow.term] + count * bound
+                sums.serial = sums.serial + count * seconds
+            if flow.purpose is Purpose.WEIGHTS:
+                into = gathered
+            elif flow.purpose is Purpose.RING:
+                into = circling
+            else:
+                into = critical
+            into.add(flow, seconds)
+        beside = rates.calibration.interference
+        critical.expose(sums, count, 0.0, beside)
+        circled: Any = 0.0
+        if circling.flows:
+            circled = circling.expose(sums, count, self.places(covers[1]) * rates.calibration.overlap, beside)
+        if gathered.flows:
+            cover = self.places(covers[0]) * rates.calibration.overlap
+            room = room_beside(cover, ((circling.flows, circled),), [f for f, _ in gathered.flows], rates)
+            gathered.expose(sums, count, room, beside)
 
 
 def _add_host(costs: StepCosts, problem: ServingProblem, sequences: Any, mesh: Mapping[str, Any]) -> None:
@@ -305,11 +433,14 @@ def _add_host(costs: StepCosts, problem: ServingProblem, sequences: Any, mesh: M
 
     Devices that attend for sequences of their own have a scheduler of their own.
     """
-    own = sequences / mesh["expert"]
-    seconds = problem.calibration.host_step + problem.calibration.host_request * own
+    seconds = _host_seconds(problem, sequences, mesh["expert"])
     costs.terms["host"] = costs.terms["host"] + seconds
     for which in ("expected", "upper", "interval"):
         setattr(costs, which, getattr(costs, which) + seconds)
+
+
+def _host_seconds(problem: ServingProblem, sequences: Any, schedulers: Any) -> Any:
+    return problem.calibration.host_step + problem.calibration.host_request * (sequences / schedulers)
 
 
 def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
@@ -333,27 +464,29 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     adding.add_all_but_attention("generate", _part_of_sequences(together), _part_of_sequences(ending))
     adding.add_attention("prefill", _part_of_chunks(prefill), attending and _part_of_chunks(attending))
     adding.add_attention("generate", _part_of_sequences(generate))
-    out = adding.assembled("generate", together)
+    out = adding.assembled("generate", together, _part_of_sequences(together))
     _add_host(out, problem, prefill.sequences + generate.sequences, generate.mesh)
     return out
 
 
-def _assembled(sums: dict[str, _Sums], share: Any, stages: Any, sequences: Any, send: tuple[Any, Any]) -> StepCosts:
-    """Put stages together: one part of the batch goes through all of them, while others follow it."""
+def _alone(stages: Any) -> Any:
+    """Whether there is one stage."""
+    return where(stages > 1, False, True)
+
+
+def _parts(stages: Any, sequences: Any) -> Any:
+    """Parts of a batch that follow one another through the stages."""
+    return minimum(stages, maximum(sequences, 1.0))
+
+
+def _assemble(  # noqa: PLR0917 -- what was added up, and how it is put together
+    out: StepCosts, sums: dict[str, _Sums], share: Any, stages: Any, parts: Any, send: Any
+) -> None:
+    """Fill in terms, bounds and resources of all stages together; arguments as in `_Adding.timed`."""
     embed, layers, head = sums["embed"], sums["layer"], sums["head"]
-    out = StepCosts()
-    parts = minimum(stages, maximum(sequences, 1.0))
-    fullest = layers.seconds * share + maximum(embed.seconds, head.seconds)
-    single = embed.seconds + layers.seconds + head.seconds
-    alone = where(stages > 1, False, True)
-    latency = single + (stages - 1) * send[0]
-    interval = where(alone, single, parts * (fullest + send[0]))
-    out.expected = maximum(latency, interval)
-    out.interval = interval
-    for name in TERMS:
-        own = embed.terms[name] + layers.terms[name] + head.terms[name]
-        out.terms[name] = own
-    out.terms["pipeline"] = out.expected - single
+    alone = _alone(stages)
+    for name in (*COMPUTE_TERMS, *NETWORKS):
+        out.terms[name] = embed.terms[name] + layers.terms[name] + head.terms[name]
     for name in NETWORKS:
         out.hidden[name] = embed.hidden[name] + layers.hidden[name] + head.hidden[name]
 
@@ -365,39 +498,9 @@ def _assembled(sums: dict[str, _Sums], share: Any, stages: Any, sequences: Any, 
     out.resources = {name: of_a_chip(lambda sums, of=name: sums.resources[of]) for name in out.resources}  # type: ignore[misc]
     out.lower = maximum(*out.resources.values())
     serial = embed.serial + layers.serial + head.serial
-    out.upper = maximum(
-        serial + (stages - 1) * send[0],
-        where(alone, serial, parts * (layers.serial * share + maximum(embed.serial, head.serial) + send[0])),
-    )
+    filled = parts * (layers.serial * share + maximum(embed.serial, head.serial) + send)
+    out.upper = maximum(serial + (stages - 1) * send, where(alone, serial, filled))
     out.flops, out.num_bytes = of_a_chip(lambda sums: sums.flops), of_a_chip(lambda sums: sums.num_bytes)
-    return out
-
-
-def _add_flows(sums: _Sums, block: ServedBlock, extents: Extents, rates: StepRates, covers: tuple[Any, Any]) -> None:
-    """Add what all copies of a block send: exposed activations, and what sticks out of gathered weights.
-
-    `covers`: seconds of one copy's operations, and of attention among them.
-    """
-    count, (busy, attending) = float(block.placed.block.repeat), covers
-    critical, circling, gathered = (_Together() for _ in range(3))
-    for plan in block.flows:
-        flow = plan.sized(plan.bytes(extents))
-        seconds, bound = rates.flow_seconds(flow)
-        sums.resources[flow.term] = sums.resources[flow.term] + count * bound
-        sums.serial = sums.serial + count * seconds
-        if flow.purpose is Purpose.WEIGHTS:
-            into = gathered
-        elif flow.purpose is Purpose.RING:
-            into = circling
-        else:
-            into = critical
-        into.add(flow, seconds)
-    cover = busy * rates.calibration.overlap
-    beside = rates.calibration.interference
-    critical.expose(sums, count, 0.0, beside)
-    circled = circling.expose(sums, count, attending * rates.calibration.overlap, beside)
-    room = room_beside(cover, ((circling.flows, circled),), [f for f, _ in gathered.flows], rates)
-    gathered.expose(sums, count, room, beside)
 
 
 @dataclass(slots=True)
@@ -417,6 +520,10 @@ class _Together:
             return 0.0
         covered, exposed = split_exposed(self.total, cover, interference)
         for flow, seconds in self.flows:
-            sums.terms[flow.term] = sums.terms[flow.term] + count * seconds * exposed
-            sums.hidden[flow.term] = sums.hidden[flow.term] + count * seconds * (1 - exposed)
+            all_of_it = count * seconds
+            if isinstance(exposed, float) and exposed == 1:
+                sums.terms[flow.term] = sums.terms[flow.term] + all_of_it
+                continue
+            sums.terms[flow.term] = sums.terms[flow.term] + all_of_it * exposed
+            sums.hidden[flow.term] = sums.hidden[flow.term] + all_of_it * (1 - exposed)
         return covered
