@@ -32,7 +32,7 @@ def main() -> None:
         tables = priced_tables(problem, fabric_of(problem), wishes)
         priced = time.process_time() - began
         search = plan_serving(problem, wishes=wishes).search
-        rows = sum(t.rows for t in tables)
+        rows = sum(t.priced for t in tables)
         print(f"{model} on {on}: {rows:,} layouts with batches priced, {rows / priced:,.0f} a CPU-second; "
               f"whole search {search.cpu_s:.2f} CPU-seconds, {search.pairs:,} pairs")  # fmt: skip
 

@@ -171,7 +171,7 @@ def plan_serving(problem: ServingProblem, *, wishes: ServingWishes | None = None
     found.note(prefill, generate)
     groups = found.joined()
     plans, order = _ranked(problem, fabric, wishes, groups, prefill, generate, top)
-    search = ServingSearch(prefill.rows + generate.rows, found.seen, time.process_time() - began)
+    search = ServingSearch(prefill.priced + generate.priced, found.seen, time.process_time() - began)
     front = _front(groups, wishes, prefill, generate)
     others = neighbours(wishes, groups, order, prefill, generate)
     if wishes.chunks:

@@ -66,8 +66,7 @@ def _kinds(
     batch, chips = generate.batch[row], generate.chips[row]
 
     def of(table: Table, axis: str) -> np.ndarray:
-        sizes: np.ndarray = np.array([getattr(x, axis) for x, _ in table.layouts])[table.layout]
-        return sizes
+        return table.sizes[axis][table.layout]
 
     def masks(mode: str | None, own: np.ndarray | None = None, ahead: np.ndarray | None = None) -> list[np.ndarray]:
         out = []

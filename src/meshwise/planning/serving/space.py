@@ -34,22 +34,24 @@ _AXES: dict[Step, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Layouts of one structure: one entry for each mesh and each place of it on the network.
+    """Layouts of one structure: meshes, and the places that each of them can have on the network.
 
     Args:
         structure: the choices that are no sizes.
-        layouts: without wires, and the wires.
-        mesh: mesh axis -> sizes.
-        factors: mesh axis -> extents on each dimension of the network.
-        chips: of an engine.
-        stored: how weights are stored: equal for those that can share a copy.
-        cached: how caches are split: equal where `ServingSetup.one_layout` says so.
+        layouts: one for each place of each mesh: without wires, and the wires; places of a mesh follow one another.
+        places: which mesh each of these is.
+        factors: mesh axis -> extents on each dimension of the network, of each of these.
+        mesh: mesh axis -> sizes, of each mesh.
+        chips: of an engine, of each mesh.
+        stored: how a mesh stores weights: equal for those that can share a copy.
+        cached: how it splits caches: equal where `ServingSetup.one_layout` says so.
     """
 
     structure: ServingStructure
     layouts: tuple[tuple[ServingLayout, Wiring], ...]
-    mesh: dict[str, np.ndarray]
+    places: np.ndarray
     factors: dict[str, list[np.ndarray]]
+    mesh: dict[str, np.ndarray]
     chips: np.ndarray
     stored: tuple[object, ...]
     cached: tuple[object, ...]
@@ -183,11 +185,15 @@ def _arrays(
 ) -> Candidates:
     dims = len(fabric.dimensions)
     ones = (1,) * dims
-    mesh = {a: np.array([float(getattr(x, a)) for x, _ in layouts]) for a in SERVING_AXES}
     factors = {a: [np.array([float(w.get(a, ones)[i]) for _, w in layouts]) for i in range(dims)] for a in SERVING_AXES}
-    chips = np.array([float(x.engine_chips) for x, _ in layouts])
-    stored = tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x, _ in layouts)
-    return Candidates(structure, layouts, mesh, factors, chips, stored, tuple(_cached_as(x) for x, _ in layouts))
+    numbers: dict[ServingLayout, int] = {}
+    places = np.array([numbers.setdefault(x, len(numbers)) for x, _ in layouts])
+    meshes = tuple(numbers)
+    mesh = {a: np.array([float(getattr(x, a)) for x in meshes]) for a in SERVING_AXES}
+    chips = np.array([float(x.engine_chips) for x in meshes])
+    stored = tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x in meshes)
+    cached = tuple(_cached_as(x) for x in meshes)
+    return Candidates(structure, layouts, places, factors, mesh, chips, stored, cached)
 
 
 def _cached_as(x: ServingLayout) -> object:

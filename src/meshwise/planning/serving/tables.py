@@ -1,13 +1,15 @@
 """All candidates of a step priced at once: time, memory and rate of each layout at each batch.
 
-The numbers are those of `costs.serving`, whose functions work on arrays as they do on floats. Sizes of layouts are a
-row and batches a column, so that what depends on one of them alone is worked out once. Not here: which is best.
+The numbers are those of `costs.serving`, whose functions work on arrays as they do on floats. Meshes are a row and
+batches a column, so that what depends on one of them alone is worked out once; memory and operations are the same at
+all places of a mesh on the network, of which the fastest is kept. Not here: which layout is best.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.step import StepSizes, price_step
+from meshwise.costs.serving.step import StepSizes, time_step
 from meshwise.costs.wiring import Wiring
 from meshwise.jobs import ServingLoad
 from meshwise.planning.serving.space import Candidates
@@ -27,35 +29,44 @@ from meshwise.sharding.serving_layout import ServingLayout
 __all__ = ["Table", "make_table"]
 
 
+def _nothing() -> np.ndarray:
+    return np.empty((0, 0))
+
+
 @dataclass(frozen=True)
 class Table:
-    """One row for each layout and batch.
+    """One row for each mesh and batch, at its fastest place on the network; several, where none is best in everything.
 
     Args:
-        layouts: of all rows, each once, and its wires; `layout` is the row's index into them.
+        priced: layouts with a place on the network and a batch, of which these rows are left.
+        layouts: of all rows, and their wires; `layout` is the row's index into them.
+        sizes: mesh axis -> size, of each of `layouts`.
         layout, batch, chips: of the row.
         stored: how weights are stored: (parts, expert, stage) as one number, equal for those that can share a copy.
         mesh: which layouts split caches alike, as one number.
-        seconds, interval: of a whole prefill, or of a generate step.
+        seconds: of a whole prefill, or of a generate step.
         weights, cache, activations, workspace: bytes on the fullest chip.
         prompts: generate only: numbers of prompts, and [number, layout] bytes of their cache.
+        interval: prefill only: seconds from one to the next where a pipeline is kept full.
         handover: prefill only: seconds in which caches change places among an engine's chips.
     """
 
+    priced: int
     layouts: tuple[tuple[ServingLayout, Wiring], ...]
+    sizes: dict[str, np.ndarray]
     layout: np.ndarray
     batch: np.ndarray
     chips: np.ndarray
     stored: np.ndarray
     mesh: np.ndarray
     seconds: np.ndarray
-    interval: np.ndarray
     weights: np.ndarray
     cache: np.ndarray
     activations: np.ndarray
     workspace: np.ndarray
     prompts: tuple[np.ndarray, np.ndarray]
-    handover: np.ndarray
+    interval: np.ndarray = field(default_factory=_nothing)
+    handover: np.ndarray = field(default_factory=_nothing)
 
     def layout_of(self, row: int, replicas: int = 1) -> ServingLayout:
         """Give a row's layout with its wires."""
@@ -92,62 +103,98 @@ def make_table(
         prompts: numbers of prompts whose caches a generating engine may hold besides.
         keys: numbers given so far to ways of storing weights, and to meshes, shared by both steps.
     """
-    load = problem.load
-    batch = np.array([[float(b)] for b in batches])
-    together = np.array([[float(p)] for p in prompts])
-    total = len(batches) * sum(len(group.layouts) for group in found)
-    columns = {name: np.empty(total, int if name in _NUMBERS else float) for name in _COLUMNS}
-    held: list[np.ndarray] = []
-    layouts: list[tuple[ServingLayout, Wiring]] = []
-    done = 0
+    batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    held, layouts = [_nothing()], 0
     for group in found:
-        mesh = group.mesh
-        wires = PlacedWires(fabric, group.factors, problem.routing)
-        if step == "generate":
-            positions = load.positions_per_step
-            sizes = StepSizes(batch, positions, load.mean_context + positions - 1, mesh, last=positions)
-            attending, most, kept = None, sizes, load.kept(batch) + load.draft_tokens
-        else:
-            sizes, attending, most = _prompts(load, batch, mesh)
-            kept = load.prefilled(batch)
-        costs = price_step(problem, step, group.structure, sizes, wires, attending)
-        activations, workspace = step_memory(problem, step, group.structure, most)
-        values = {
-            "layout": np.arange(len(layouts), len(layouts) + len(group.layouts)),
+        memory, timed = _memory(problem, step, group, batch), _timed(problem, fabric, step, group, batch)
+        shape = len(batches), len(group.layouts)
+        place, at = np.nonzero(_fastest([np.broadcast_to(v, shape) for v in timed.values()], group.places).T)
+        of_mesh = {
             "batch": batch,
             "chips": group.chips,
             "stored": np.array([_number(keys[0], key) for key in group.stored]),
             "mesh": np.array([_number(keys[1], key) for key in group.cached]),
-            "seconds": costs.expected,
-            "interval": costs.interval,
-            "weights": weight_bytes(problem, step, group.structure, mesh),
-            "cache": cache_bytes(problem, step, group.structure, mesh, batch, kept),
-            "activations": activations,
-            "workspace": workspace,
-            "handover": _handover(problem, wires, batch) if step == "prefill" else 0.0,
+            **memory,
         }
-        shape = len(batches), len(group.layouts)
-        rows = slice(done, done + shape[0] * shape[1])
-        for name in _COLUMNS:
-            columns[name][rows].reshape(shape[::-1])[:] = np.broadcast_to(values[name], shape).T
+        parts["layout"].append(place + layouts)
+        for name, value in timed.items():
+            parts[name].append(np.broadcast_to(value, shape)[at, place])
+        for name, value in of_mesh.items():
+            parts[name].append(np.broadcast_to(value, (len(batches), len(group.chips)))[at, group.places[place]])
         if prompts:
-            own = cache_bytes(problem, step, group.structure, mesh, together, load.prefilled(together))
-            held.append(np.broadcast_to(own, (len(prompts), shape[1])))
-        layouts += group.layouts
-        done = rows.stop
-    numbers = together.ravel()
-    return Table(tuple(layouts), **columns, prompts=(numbers, np.concatenate(held, axis=1) if held else _NOTHING))
+            held.append(_prompt_bytes(problem, step, group, together))
+        layouts += len(group.layouts)
+    return Table(
+        len(batches) * layouts,
+        tuple(layout for group in found for layout in group.layouts),
+        {a: np.concatenate([group.mesh[a][group.places] for group in found]) for a in SERVING_AXES},
+        **{name: np.concatenate(values) for name, values in parts.items()},
+        prompts=(together.ravel(), np.concatenate(held[1:] or held, axis=1)),
+    )
 
 
-#: Columns of whole numbers that others are looked up by.
-_NUMBERS = ("layout", "stored", "mesh")
+def _timed(
+    problem: ServingProblem, fabric: Fabric, step: Step, group: Candidates, batch: np.ndarray
+) -> dict[str, np.ndarray]:
+    """What depends on the place on the network, [batch, place]: those columns in which less is better."""
+    wires = PlacedWires(fabric, group.factors, problem.routing)
+    sizes, attending, _ = _step_sizes(problem.load, step, batch, group.mesh)
+    seconds, interval = time_step(problem, step, group.structure, sizes, wires, group.places, attending)
+    if step == "generate":
+        return {"seconds": seconds}
+    return {"seconds": seconds, "interval": interval, "handover": _handover(problem, wires, batch)}
 
-_COLUMNS = (
-    "layout", "batch", "chips", "stored", "mesh", "seconds", "interval", "weights", "cache", "activations", "workspace",
-    "handover",
-)  # fmt: skip
 
-_NOTHING = np.empty((0, 0))
+def _memory(problem: ServingProblem, step: Step, group: Candidates, batch: np.ndarray) -> dict[str, np.ndarray]:
+    """Bytes on the fullest chip, [batch, mesh] or broadcast so."""
+    load, mesh = problem.load, group.mesh
+    kept = load.kept(batch) + load.draft_tokens if step == "generate" else load.prefilled(batch)
+    activations, workspace = step_memory(problem, step, group.structure, _step_sizes(load, step, batch, mesh)[2])
+    return {
+        "weights": weight_bytes(problem, step, group.structure, mesh),
+        "cache": cache_bytes(problem, step, group.structure, mesh, batch, kept),
+        "activations": activations,
+        "workspace": workspace,
+    }
+
+
+def _prompt_bytes(problem: ServingProblem, step: Step, group: Candidates, prompts: np.ndarray) -> np.ndarray:
+    """Bytes of the cache of so many prompts, [prompts, place]."""
+    own = cache_bytes(problem, step, group.structure, group.mesh, prompts, problem.load.prefilled(prompts))
+    return np.broadcast_to(own, (len(prompts), len(group.chips)))[:, group.places]
+
+
+def _fastest(columns: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
+    """Of the places of each mesh, those that its fastest one, the first of equals, does not beat in all columns.
+
+    Args:
+        columns: [batch, place], the seconds first.
+        places: the mesh of each place; those of a mesh follow one another.
+
+    Returns: [batch, place] which.
+    """
+    starts = np.flatnonzero(np.diff(places, prepend=-1))
+    seconds = columns[0]
+    number = np.arange(len(places))
+    is_least = seconds == np.minimum.reduceat(seconds, starts, axis=1)[:, places]
+    first = np.minimum.reduceat(np.where(is_least, number, len(places)), starts, axis=1)[:, places]
+    beaten = np.ones(seconds.shape, dtype=bool)
+    for column in columns[1:]:
+        beaten &= column >= np.take_along_axis(column, first, axis=1)
+    kept: np.ndarray = ~beaten | (number == first)
+    return kept
+
+
+def _step_sizes(
+    load: ServingLoad, step: Step, batch: np.ndarray, mesh: dict[str, np.ndarray]
+) -> tuple[StepSizes, StepSizes | None, StepSizes]:
+    """Sizes of a step; for attention, where they differ; and of long requests, for memory."""
+    if step == "prefill":
+        return _prompts(load, batch, mesh)
+    positions = load.positions_per_step
+    sizes = StepSizes(batch, positions, load.mean_context + positions - 1, mesh, last=positions)
+    return sizes, None, sizes
 
 
 def _prompts(
