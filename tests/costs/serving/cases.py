@@ -6,7 +6,8 @@ from meshwise.costs.calibration import IDENTITY, default_calibration
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
-from meshwise.costs.serving.step import StepSizes, price_step
+from meshwise.costs.serving.sizes import StepSizes
+from meshwise.costs.serving.step import price_step
 from meshwise.costs.serving.wires import engine_wirings, fabric_of, wires_of
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad

@@ -7,7 +7,8 @@ import pytest
 from cases import problem, step
 
 from meshwise.costs.network import NO_WIRE
-from meshwise.costs.serving.step import COMPUTE_TERMS, StepSizes, price_mixed_step, price_step
+from meshwise.costs.serving.sizes import StepSizes
+from meshwise.costs.serving.step import COMPUTE_TERMS, price_mixed_step, price_step
 from meshwise.dtypes import DType
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingStructure

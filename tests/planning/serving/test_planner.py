@@ -186,6 +186,17 @@ def test_what_others_beat_is_left_out():
     assert sorted(undominated(*columns)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_of_every_row_left_out_another_is_as_good_in_everything(seed):
+    random = np.random.default_rng(seed)
+    columns = random.integers(0, 2 + 3 * seed, size=(4, 150)).astype(float)  # with ties, and whole rows that are equal
+    kept = undominated(*columns)
+    rows = columns.T
+    for i, row in enumerate(rows):
+        others = [j for j in range(len(rows)) if (rows[j] <= row).all() and ((rows[j] < row).any() or j < i)]
+        assert (i in kept) == (not others)
+
+
 def test_chunks_are_tried_and_are_estimated_alike():
     given = problem(on="h100:2", prompt=1024, output=64)
     whole = plan_serving(given, wishes=ServingWishes(max_batch=32, mode="aggregated"))

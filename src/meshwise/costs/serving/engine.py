@@ -17,7 +17,8 @@ from meshwise.costs.serving.memory import cache_bytes
 from meshwise.costs.serving.planned import plan_step
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.room import generate_sizes, prefill_sizes, room_for_cache
-from meshwise.costs.serving.step import StepSizes, bind_step, price_step
+from meshwise.costs.serving.sizes import StepSizes, bind_step
+from meshwise.costs.serving.step import price_step
 from meshwise.costs.serving.wires import fabric_of, layout_wires
 from meshwise.sharding.serving_layout import ServingLayout
 

@@ -13,7 +13,7 @@ from meshwise.costs.arithmetic import ceil, maximum, minimum, where
 from meshwise.costs.extents import Extents
 from meshwise.costs.serving.planned import ServedBlock, plan_step, residual_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.step import StepSizes, bind_step, layer_share, num_layers
+from meshwise.costs.serving.sizes import NEVER_PADDED, StepSizes, bind_step, layer_share, num_layers, part_of_sequences
 from meshwise.sharding.serving_layout import ServingStructure
 
 __all__ = ["CLASSES", "cache_bytes", "reserved_bytes", "step_memory", "weight_bytes"]
@@ -63,7 +63,7 @@ def cache_bytes(  # noqa: PLR0917 -- the step, then what it holds
     sizes = StepSizes(requests, 1.0, ceil(tokens / block) * block, mesh)
     bound = program.bind(batch=sizes.sequences, queries=1.0, keys=sizes.keys)
     bound |= {axis: _kept(axis, sizes.keys, block) for b in blocks for axis in _cache_axes(b)}
-    extents = Extents(bound, mesh, ("C", "E"))
+    extents = Extents(bound, mesh, NEVER_PADDED)
     return _stage_total(blocks, lambda b: extents.weighted(b.caches), mesh["stage"])
 
 
@@ -85,11 +85,10 @@ def step_memory(problem: ServingProblem, step: Step, structure: ServingStructure
     Activations: the operation that holds most, the residual stream beside it. Workspace: what is gathered, one in use
     and one of a layer on its way: layers, or single weights where a compiler gathers these one by one.
     """
-    stages = sizes.mesh["stage"]
-    part = StepSizes(ceil(sizes.sequences / stages), sizes.queries, sizes.keys, sizes.mesh, sizes.last)
+    part = part_of_sequences(sizes)
     program = problem.program(step, wide=structure.wide)
     blocks = plan_step(problem, step, structure)
-    extents = Extents(bind_step(problem, program, part, structure), sizes.mesh, ("C", "E"))
+    extents = Extents(bind_step(problem, program, part, structure), sizes.mesh, NEVER_PADDED)
     compiled = problem.calibration.compiled
     most: Any = 0.0
     gathered: dict[str, Any] = dict.fromkeys(("embed", "layer", "head"), 0.0)

@@ -11,7 +11,7 @@ from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.planned import plan_step
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.room import generate_sizes, prefill_sizes
-from meshwise.costs.serving.step import StepSizes, bind_step
+from meshwise.costs.serving.sizes import StepSizes, bind_step
 from meshwise.sharding.serving_layout import ServingLayout
 
 __all__ = ["SlowOperation", "slowest_operations"]

@@ -32,8 +32,8 @@ class ServedBlock:
         tied: of weights that another block owns.
         gathered: of weights as used, where they are gathered first; `each`, of each weight alone.
         caches: bytes of one copy's caches.
-        moments: activations that each operation holds; `compiled_moments`, where a compiler lets what is elementwise
-            write over what it reads.
+        moments: activations that operations hold, equal ones once; `compiled_moments`, where a compiler lets what is
+            elementwise write over what it reads.
     """
 
     placed: PlacedBlock
@@ -99,8 +99,8 @@ def _plan(placed: PlacedBlock, formats: Precision) -> ServedBlock:
         gathered=held_bytes(placed.gathered, formats),
         each=tuple(held_bytes([h], formats) for h in placed.gathered),
         caches=held_bytes(placed.caches, formats),
-        moments=tuple(_moment(item, formats) for item in local),
-        compiled_moments=tuple(_moment(item, formats, compiled=True) for item in local),
+        moments=tuple(dict.fromkeys(_moment(item, formats) for item in local)),
+        compiled_moments=tuple(dict.fromkeys(_moment(item, formats, compiled=True) for item in local)),
     )
 
 

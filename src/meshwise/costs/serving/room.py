@@ -12,7 +12,7 @@ from typing import Any
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.memory import cache_bytes, reserved_bytes, step_memory, weight_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.step import StepSizes
+from meshwise.costs.serving.sizes import StepSizes
 from meshwise.sharding.serving_layout import ServingLayout
 
 __all__ = [

@@ -8,34 +8,37 @@ pipeline work on as many parts of the batch as there are stages. Not here: which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from meshwise.costs.arithmetic import ceil, maximum, minimum, where
+from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.compute import OpCompute, OpWork, operation_compute, price_key
-from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents
 from meshwise.costs.serving.planned import ServedBlock, plan_step, reads_positions, residual_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.sizes import (
+    NEVER_PADDED,
+    StepSizes,
+    bind_step,
+    layer_share,
+    num_layers,
+    part_of_chunks,
+    part_of_sequences,
+)
 from meshwise.costs.stage_sums import room_beside, split_exposed
 from meshwise.costs.step import StepRates, Wires
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 from meshwise.sharding.serving_layout import ServingStructure
-from meshwise.tensors import Program
 
 __all__ = [
     "NETWORKS",
     "TERMS",
     "StepCosts",
-    "StepSizes",
-    "bind_step",
-    "layer_share",
-    "num_layers",
     "price_mixed_step",
     "price_step",
     "time_step",
@@ -58,28 +61,6 @@ TERMS = {
 
 COMPUTE_TERMS = ("matmuls", "attention", "elementwise")
 NETWORKS = ("tensor", "cache", "width", "context", "expert", "fsdp")
-
-#: Experts that a step touches are an expectation, as their slots are: neither is rounded up to whole ones.
-_NEVER_PADDED = ("C", "E")
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """What a step computes, and on what mesh (floats, or arrays of one length).
-
-    Args:
-        sequences: of the whole engine.
-        queries: new positions of each.
-        keys: positions that each attends to, the new ones included.
-        mesh: mesh axis -> devices.
-        last: positions of a sequence that the head sees.
-    """
-
-    sequences: Any
-    queries: Any
-    keys: Any
-    mesh: Mapping[str, Any]
-    last: Any = 1.0
 
 
 @dataclass(slots=True)
@@ -148,56 +129,6 @@ class _Places:
         return self._known[id(value)][1]
 
 
-def num_layers(blocks: Sequence[ServedBlock]) -> int:
-    """Layers that the stages of a pipeline share out."""
-    return sum(b.placed.block.repeat for b in blocks if b.role == "layer")
-
-
-def layer_share(layers: int, stages: Any) -> Any:
-    """Share of all layers that the fullest stage has."""
-    return ceil(layers / stages) / layers
-
-
-def bind_step(
-    problem: ServingProblem, program: Program, sizes: StepSizes, structure: ServingStructure
-) -> dict[str, Any]:
-    """Sizes of all axes of a step.
-
-    A window is as long as what the new positions see of it together, and of chosen keys those of all new positions are
-    read, each once at most. Experts count as many as the step touches: 1 - (1 - k/E)^tokens of them under random
-    routing, one on each device at least; slots are those of the busiest device.
-    """
-    s = sizes
-    bound = program.bind(batch=s.sequences, queries=s.queries, keys=s.keys)
-    bound["Tl"] = s.last
-    bound |= _spans(program, s)
-    if "C" in bound:
-        ways = s.mesh["expert"]
-        if not structure.expert_tensor_parallel:
-            ways = ways * s.mesh["tensor"] * s.mesh["cache"]
-        tokens, experts, chosen = s.sequences * s.queries, bound["E"], bound["top_k"]
-        touched = maximum(experts * (1 - (1 - chosen / experts) ** tokens), minimum(ways, experts))
-        scatter = (experts - chosen) / max(experts - 1, 1)
-        load = expert_load(problem.load, tokens * chosen / ways, ways, scatter=scatter)
-        bound["C"] = tokens * chosen * load / touched
-        bound["E"] = touched
-    return bound
-
-
-def _spans(program: Program, s: StepSizes) -> dict[str, Any]:
-    """Lengths of what is read of caches by spans; the axis says which (`models.cached`)."""
-    spans: dict[str, Any] = {}
-    axes = {a for block in program for op in block.ops for t in op.inputs for a in t.axes if a.startswith("S.")}
-    for axis in axes:
-        word = axis.partition(".")[2]
-        if word.startswith("latest"):
-            spans[axis] = minimum(s.keys, float(word.removeprefix("latest")) + s.queries - 1)
-        else:
-            assert word.startswith("chosen"), f"{axis} is a span of a cache"
-            spans[axis] = minimum(s.keys, float(word.removeprefix("chosen")) * s.queries)
-    return spans
-
-
 def price_step(  # noqa: PLR0917 -- what is asked, then where
     problem: ServingProblem,
     step: Step,
@@ -220,8 +151,8 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
         MeshwiseError: a format that the chip cannot multiply.
     """
     adding = _Adding(problem, structure, wires)
-    part = _part_of_sequences(sizes)
-    adding.add(step, part, attending and _part_of_sequences(attending))
+    part = part_of_sequences(sizes)
+    adding.add(step, part, attending and part_of_sequences(attending))
     out = adding.assembled(step, sizes, part)
     _add_host(out, problem, sizes.sequences, sizes.mesh)
     return out
@@ -246,26 +177,11 @@ def time_step(  # noqa: PLR0917 -- as `price_step`, and where
         places: the mesh of each place.
     """
     adding = _Adding(problem, structure, wires, places)
-    part = _part_of_sequences(sizes)
-    adding.add(step, part, attending and _part_of_sequences(attending))
+    part = part_of_sequences(sizes)
+    adding.add(step, part, attending and part_of_sequences(attending))
     _, expected, interval = adding.timed(step, sizes, part)
     host = _host_seconds(problem, sizes.sequences, adding.places(sizes.mesh["expert"]))
     return expected + host, interval + host
-
-
-def _part_of_sequences(sizes: StepSizes) -> StepSizes:
-    """What goes through a pipeline at once: so many sequences that each stage has some."""
-    return replace(sizes, sequences=ceil(sizes.sequences / sizes.mesh["stage"]))
-
-
-def _part_of_chunks(sizes: StepSizes) -> StepSizes:
-    """The same of a mixed step's chunks, whose tokens are shared out where they are fewer than stages.
-
-    Each part attends to what is before it: to so many keys on average that all parts have the pairs of the whole.
-    """
-    part = _part_of_sequences(sizes)
-    queries = sizes.queries * minimum(sizes.sequences / (sizes.mesh["stage"] * part.sequences), 1.0)
-    return replace(part, queries=queries, keys=sizes.keys - (sizes.queries - queries) / 2)
 
 
 class _Adding:
@@ -359,7 +275,7 @@ class _Adding:
         if key not in self._known_extents:  # sizes are kept beside, so that their id stays their own
             program = self.problem.program(step, wide=self.structure.wide)
             bound = bind_step(self.problem, program, part, self.structure)
-            self._known_extents[key] = part, Extents(bound, part.mesh, _NEVER_PADDED)
+            self._known_extents[key] = part, Extents(bound, part.mesh, NEVER_PADDED)
         return self._known_extents[key][1]
 
     def _add_works(
@@ -461,10 +377,10 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     ended = prefill.sequences + generate.sequences * generate.last
     together, ending = (StepSizes(n, 1.0, 1.0, generate.mesh) for n in (tokens, ended))
     adding = _Adding(problem, structure, wires)
-    adding.add_all_but_attention("generate", _part_of_sequences(together), _part_of_sequences(ending))
-    adding.add_attention("prefill", _part_of_chunks(prefill), attending and _part_of_chunks(attending))
-    adding.add_attention("generate", _part_of_sequences(generate))
-    out = adding.assembled("generate", together, _part_of_sequences(together))
+    adding.add_all_but_attention("generate", part_of_sequences(together), part_of_sequences(ending))
+    adding.add_attention("prefill", part_of_chunks(prefill), attending and part_of_chunks(attending))
+    adding.add_attention("generate", part_of_sequences(generate))
+    out = adding.assembled("generate", together, part_of_sequences(together))
     _add_host(out, problem, prefill.sequences + generate.sequences, generate.mesh)
     return out
 

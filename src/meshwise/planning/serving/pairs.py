@@ -73,12 +73,12 @@ _Keep = Callable[[Pairs], np.ndarray]
 def undominated(*columns: np.ndarray) -> np.ndarray:
     """Rows that no other row beats or equals in every column (of equal rows the first), smaller being better."""
     left = np.lexsort(columns[::-1])
-    values = np.stack(columns)
+    others = np.stack(columns[1:])[:, left]  # in the first column rows ascend
     kept: list[int] = []
     while len(left):
         kept.append(int(left[0]))
-        beaten = np.all(values[:, left] >= values[:, left[:1]], axis=0)
-        left = left[~beaten]
+        better = (others < others[:, :1]).any(axis=0)
+        left, others = left[better], others[:, better]
     return np.array(kept, dtype=int)
 
 

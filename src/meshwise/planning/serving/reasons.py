@@ -66,7 +66,8 @@ def _kinds(
     batch, chips = generate.batch[row], generate.chips[row]
 
     def of(table: Table, axis: str) -> np.ndarray:
-        return table.sizes[axis][table.layout]
+        sizes: np.ndarray = table.sizes[axis][table.layout]
+        return sizes
 
     def masks(mode: str | None, own: np.ndarray | None = None, ahead: np.ndarray | None = None) -> list[np.ndarray]:
         out = []

@@ -18,7 +18,8 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.step import StepSizes, time_step
+from meshwise.costs.serving.sizes import StepSizes
+from meshwise.costs.serving.step import time_step
 from meshwise.costs.wiring import Wiring
 from meshwise.jobs import ServingLoad
 from meshwise.planning.serving.space import Candidates

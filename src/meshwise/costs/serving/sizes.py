@@ -1,0 +1,106 @@
+"""What a step of a serving engine computes: sizes of the whole, of what goes through a pipeline at once, of all axes.
+
+Not here: which sizes a load asks for (`room`), or what they take (`step`, `memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwise.costs.arithmetic import ceil, maximum, minimum
+from meshwise.costs.expert_load import expert_load
+from meshwise.costs.serving.planned import ServedBlock
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.sharding.serving_layout import ServingStructure
+from meshwise.tensors import Program
+
+__all__ = ["NEVER_PADDED", "StepSizes", "bind_step", "layer_share", "num_layers", "part_of_chunks", "part_of_sequences"]
+
+#: Experts that a step touches are an expectation, as their slots are: neither is rounded up to whole ones.
+NEVER_PADDED = ("C", "E")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a step computes, and on what mesh (floats, or arrays of one length).
+
+    Args:
+        sequences: of the whole engine.
+        queries: new positions of each.
+        keys: positions that each attends to, the new ones included.
+        mesh: mesh axis -> devices.
+        last: positions of a sequence that the head sees.
+    """
+
+    sequences: Any
+    queries: Any
+    keys: Any
+    mesh: Mapping[str, Any]
+    last: Any = 1.0
+
+
+def part_of_sequences(sizes: StepSizes) -> StepSizes:
+    """What goes through a pipeline at once: so many sequences that each stage has some."""
+    return replace(sizes, sequences=ceil(sizes.sequences / sizes.mesh["stage"]))
+
+
+def part_of_chunks(sizes: StepSizes) -> StepSizes:
+    """The same of a mixed step's chunks, whose tokens are shared out where they are fewer than stages.
+
+    Each part attends to what is before it: to so many keys on average that all parts have the pairs of the whole.
+    """
+    part = part_of_sequences(sizes)
+    queries = sizes.queries * minimum(sizes.sequences / (sizes.mesh["stage"] * part.sequences), 1.0)
+    return replace(part, queries=queries, keys=sizes.keys - (sizes.queries - queries) / 2)
+
+
+def num_layers(blocks: Sequence[ServedBlock]) -> int:
+    """Layers that the stages of a pipeline share out."""
+    return sum(b.placed.block.repeat for b in blocks if b.role == "layer")
+
+
+def layer_share(layers: int, stages: Any) -> Any:
+    """Share of all layers that the fullest stage has."""
+    return ceil(layers / stages) / layers
+
+
+def bind_step(
+    problem: ServingProblem, program: Program, sizes: StepSizes, structure: ServingStructure
+) -> dict[str, Any]:
+    """Sizes of all axes of a step.
+
+    A window is as long as what the new positions see of it together, and of chosen keys those of all new positions are
+    read, each once at most. Experts count as many as the step touches: 1 - (1 - k/E)^tokens of them under random
+    routing, one on each device at least; slots are those of the busiest device.
+    """
+    s = sizes
+    bound = program.bind(batch=s.sequences, queries=s.queries, keys=s.keys)
+    bound["Tl"] = s.last
+    bound |= _spans(program, s)
+    if "C" in bound:
+        ways = s.mesh["expert"]
+        if not structure.expert_tensor_parallel:
+            ways = ways * s.mesh["tensor"] * s.mesh["cache"]
+        tokens, experts, chosen = s.sequences * s.queries, bound["E"], bound["top_k"]
+        touched = maximum(experts * (1 - (1 - chosen / experts) ** tokens), minimum(ways, experts))
+        scatter = (experts - chosen) / max(experts - 1, 1)
+        load = expert_load(problem.load, tokens * chosen / ways, ways, scatter=scatter)
+        bound["C"] = tokens * chosen * load / touched
+        bound["E"] = touched
+    return bound
+
+
+def _spans(program: Program, s: StepSizes) -> dict[str, Any]:
+    """Lengths of what is read of caches by spans; the axis says which (`models.cached`)."""
+    spans: dict[str, Any] = {}
+    axes = {a for block in program for op in block.ops for t in op.inputs for a in t.axes if a.startswith("S.")}
+    for axis in axes:
+        word = axis.partition(".")[2]
+        if word.startswith("latest"):
+            spans[axis] = minimum(s.keys, float(word.removeprefix("latest")) + s.queries - 1)
+        else:
+            assert word.startswith("chosen"), f"{axis} is a span of a cache"
+            spans[axis] = minimum(s.keys, float(word.removeprefix("chosen")) * s.queries)
+    return spans
