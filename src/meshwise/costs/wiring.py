@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 from meshwise.costs.network import Fabric
 from meshwise.dtypes import DType
@@ -43,17 +44,14 @@ def wirings(mesh: Mesh, fabric: Fabric) -> Iterator[Wiring]:
     yield from place(list(reversed(mesh.axes)), fabric.sizes)
 
 
-def _factors(size: int, room: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Write `size` as a product of one divisor of each of `room`."""
+@lru_cache(maxsize=4096)
+def _factors(size: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Write `size` as a product of one divisor of each of `room`, large ones first."""
     if not room:
-        if size == 1:
-            yield ()
-        return
-    for extent in sorted(
-        (d for d in range(1, math.gcd(size, room[0]) + 1) if math.gcd(size, room[0]) % d == 0), reverse=True
-    ):
-        for rest in _factors(size // extent, room[1:]):
-            yield (extent, *rest)
+        return ((),) if size == 1 else ()
+    common = math.gcd(size, room[0])
+    extents = [d for d in range(common, 0, -1) if common % d == 0]
+    return tuple((extent, *rest) for extent in extents for rest in _factors(size // extent, room[1:]))
 
 
 def best_wiring(mesh: Mesh, fabric: Fabric, cost: Callable[[Wiring], float]) -> Wiring:

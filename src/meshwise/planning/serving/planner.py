@@ -1,6 +1,6 @@
 """The search: price all layouts and batches of both steps, pair them, keep what the targets allow, and rank.
 
-Exact over its space (`space`): every layout is priced in full by the functions that `estimate serve` uses, on arrays.
+Exact over its space (`space`): every layout is priced by the functions that `estimate serve` uses, on arrays.
 Not here: why others lose (`reasons`).
 """
 
@@ -65,8 +65,8 @@ class ServingSearch:
     """What a search went through.
 
     Args:
-        configurations: layouts with a place on the network and a batch, each priced in full.
-        pairs: of prefill and generation that were put together.
+        configurations: layouts with a place on the network and a batch, each priced.
+        pairs: of prefill and generation that were put together, each mesh at its fastest place.
         cpu_s: seconds.
     """
 

@@ -155,22 +155,27 @@ def _candidates(
     limits: _Limits, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...]
 ) -> tuple[Candidates, ...]:
     """As `candidates`; kept, because searches of one cluster in other formats, or with other targets, have the same."""
-    found: dict[ServingStructure, list[tuple[ServingLayout, Wiring]]] = {}
+    found: dict[ServingStructure, list[tuple[ServingLayout, list[Wiring], np.ndarray]]] = {}
     for chips in sizes:
         for mesh in _meshes(chips, step, limits):
             if any(mesh.get(axis, 1) > 1 for axis in forbid):
                 continue
             wirings = _distinct(mesh, fabric)
+            if not wirings:
+                continue
+            extents = _extents(wirings, len(fabric.dimensions))
             for choice in _choices(mesh, step, limits):
                 layout = ServingLayout(**mesh, **choice)  # type: ignore[arg-type]
-                found.setdefault(layout.structure, []).extend((layout, wiring) for wiring in wirings)
-    return tuple(_arrays(structure, tuple(layouts), fabric) for structure, layouts in found.items())
+                found.setdefault(layout.structure, []).append((layout, wirings, extents))
+    return tuple(_arrays(structure, meshes) for structure, meshes in found.items())
 
 
 def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[Wiring]:
     """Ways to lay a mesh on the network; of those that differ by a permutation of equal dimensions, one."""
     whole = {a: mesh.get(a, 1) for a in SERVING_AXES}
     alike = [(d.size, d.torus, d.wraps, d.bandwidth_one_way, d.twisted) for d in fabric.dimensions]
+    if len(set(alike)) == len(alike):
+        return list(engine_wirings(whole, fabric))
     seen: dict[object, Wiring] = {}
     for wiring in engine_wirings(whole, fabric):
         columns = [(kind, tuple(e[i] for e in wiring.values())) for i, kind in enumerate(alike)]
@@ -180,20 +185,26 @@ def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[Wiring]:
     return list(seen.values())
 
 
-def _arrays(
-    structure: ServingStructure, layouts: tuple[tuple[ServingLayout, Wiring], ...], fabric: Fabric
-) -> Candidates:
-    dims = len(fabric.dimensions)
-    ones = (1,) * dims
-    factors = {a: [np.array([float(w.get(a, ones)[i]) for _, w in layouts]) for i in range(dims)] for a in SERVING_AXES}
-    numbers: dict[ServingLayout, int] = {}
-    places = np.array([numbers.setdefault(x, len(numbers)) for x, _ in layouts])
-    meshes = tuple(numbers)
-    mesh = {a: np.array([float(getattr(x, a)) for x in meshes]) for a in SERVING_AXES}
-    chips = np.array([float(x.engine_chips) for x in meshes])
-    stored = tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x in meshes)
-    cached = tuple(_cached_as(x) for x in meshes)
-    return Candidates(structure, layouts, places, factors, mesh, chips, stored, cached)
+def _extents(wirings: list[Wiring], dimensions: int) -> np.ndarray:
+    """Extents of every way to lay a mesh on the network, [way, axis, dimension]."""
+    ones = (1,) * dimensions
+    each = [[wiring.get(a, ones) for a in SERVING_AXES] for wiring in wirings]
+    return np.array(each, dtype=float).reshape(len(wirings), len(SERVING_AXES), dimensions)
+
+
+def _arrays(structure: ServingStructure, found: list[tuple[ServingLayout, list[Wiring], np.ndarray]]) -> Candidates:
+    meshes = [(layout, wirings) for layout, wirings, _ in found]
+    extents = np.concatenate([e for *_, e in found])
+    return Candidates(
+        structure,
+        tuple((layout, wiring) for layout, wirings in meshes for wiring in wirings),
+        np.repeat(np.arange(len(meshes)), [len(wirings) for _, wirings in meshes]),
+        {a: list(np.ascontiguousarray(extents[:, i].T)) for i, a in enumerate(SERVING_AXES)},
+        {a: np.array([float(getattr(x, a)) for x, _ in meshes]) for a in SERVING_AXES},
+        np.array([float(x.engine_chips) for x, _ in meshes]),
+        tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x, _ in meshes),
+        tuple(_cached_as(x) for x, _ in meshes),
+    )
 
 
 def _cached_as(x: ServingLayout) -> object:
