@@ -3,7 +3,7 @@
 import pytest
 
 from meshwise.errors import MeshwiseError
-from meshwise.scoring import MeasuredRun, shipped_runs
+from meshwise.scoring import MeasuredRun, Refusal, predict, shipped_runs
 from meshwise.scoring.conventions import convention_flops, measured_bytes, measured_seconds
 from meshwise.scoring.machines import cluster_of, node_bandwidth
 from meshwise.scoring.models import model_of
@@ -189,6 +189,13 @@ def test_what_cannot_be_understood_is_refused_with_its_reason(changes, words):
     with pytest.raises(MeshwiseError) as error:
         set_up(run(**changes))
     assert words in str(error.value)
+
+
+def test_what_is_too_fast_because_it_cannot_fit_is_refused_for_that():
+    found = predict(run(model="llama-3.1-405b", fsdp_or_zero_stage="FSDP", recompute="full", micro_batch=1))
+    assert isinstance(found, Refusal)
+    assert "it does not fit in memory: " in found.reason
+    assert "needed on a chip of 79.1 GiB (optimizer 378 GiB" in found.reason
 
 
 def test_what_is_open_is_said():

@@ -6,6 +6,7 @@ Not here: predicting (`prediction`, `serving.prediction`), and what all rows say
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -14,8 +15,9 @@ from meshwise.hardware import Cluster
 from meshwise.models import Model
 from meshwise.scoring.models import family_of
 from meshwise.scoring.rows import Row, UnreadRow
+from meshwise.units import format_bytes
 
-__all__ = ["Predicted", "Refusal", "SetUp"]
+__all__ = ["Predicted", "Refusal", "SetUp", "does_not_fit"]
 
 R_co = TypeVar("R_co", bound=Row | UnreadRow, covariant=True)
 
@@ -26,6 +28,25 @@ class Refusal(Generic[R_co]):
 
     run: R_co
     reason: str
+
+
+def does_not_fit(memory: Mapping[str, float], room: float) -> str:
+    """Say that a row cannot have run: what the fullest chip would hold, and what there is.
+
+    >>> does_not_fit({"weights": 200e9, "kv_cache": 3e9, "reserve": 0.0, "total": 203e9}, 80e9)  # doctest: +ELLIPSIS
+    'it does not fit in memory: 189 GiB needed on a chip of 74.5 GiB (weights 186 GiB, kv cache 2.79 GiB); ...'
+
+    Args:
+        memory: bytes by class, "reserve" and "total" among them; the reserve is a margin for plans, and not counted.
+        room: bytes of a chip.
+    """
+    needed = memory["total"] - memory["reserve"]
+    parts = sorted(((v, k) for k, v in memory.items() if k not in ("total", "reserve")), reverse=True)[:2]
+    largest = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in parts)
+    return (
+        f"it does not fit in memory: {format_bytes(needed)} needed on a chip of {format_bytes(room)} ({largest}); the "
+        "row, or what was read into it, is wrong"
+    )
 
 
 class _Problem(Protocol):

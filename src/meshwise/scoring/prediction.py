@@ -12,7 +12,7 @@ from meshwise.costs.spread import doubts_of, likely_interval
 from meshwise.errors import MeshwiseError
 from meshwise.planning import estimate_layout
 from meshwise.scoring.conventions import measured_bytes, measured_seconds
-from meshwise.scoring.outcomes import Predicted, Refusal
+from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
 from meshwise.scoring.reading import MeasuredRun
 from meshwise.scoring.setup import Setup, set_up
 from meshwise.sharding.layout import Layout
@@ -101,6 +101,9 @@ def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refus
 
 
 def _impossible(measured: float, estimate: Estimate) -> str:
+    """Why a row cannot be what was read into it; what does not fit has no time that could be compared."""
+    if estimate.memory["total"] - estimate.memory["reserve"] > estimate.hbm_capacity:
+        return does_not_fit(estimate.memory, estimate.hbm_capacity)
     return (
         f"{measured:.4g} s a step is faster than the chips' data sheets allow, at least "
         f"{estimate.step_time.lower:.4g} s ({estimate.bound}); the row, or what was read into it, is wrong"

@@ -101,6 +101,26 @@ def test_requests_that_do_not_fit_wait():
 
 
 @pytest.mark.parametrize(
+    ("cells", "needed"),
+    [
+        ({"model": "llama-3.1-405b"}, "weights 378 GiB, kv cache"),
+        ({"model": "llama-3.1-405b", "measured_value": "1000"}, "weights 378 GiB, kv cache"),
+        ({"model": "llama-3.1-405b", "measured_metric": "gpu_memory", "unit": "GB"}, "weights 378 GiB"),
+        (
+            STATIC | {"batch": "4096", "prompt_len": "8192", "measured_metric": "end_to_end_latency"},
+            "(kv cache 2.04 TiB, activations",
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_for_that(cells, needed):
+    found = predict_served(row(**cells))
+    assert isinstance(found, Refusal)
+    assert "it does not fit in memory: " in found.reason
+    assert "needed on a chip of 79.1 GiB" in found.reason
+    assert needed in found.reason
+
+
+@pytest.mark.parametrize(
     ("mode", "concurrency", "static"),
     [
         ("aggregated continuous batching, fixed concurrency", "8", True),

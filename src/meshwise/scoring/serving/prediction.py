@@ -22,7 +22,7 @@ from meshwise.costs.serving.wires import fabric_of
 from meshwise.costs.spread import Likely, doubts_of, likely_interval
 from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError
-from meshwise.scoring.outcomes import Predicted, Refusal
+from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
 from meshwise.scoring.rates import tokens_per_second
 from meshwise.scoring.serving.reading import ServedRun
 from meshwise.scoring.serving.setup import ServedSetup, set_up_served
@@ -93,14 +93,8 @@ def predict_served(run: ServedRun, calibration: str = "fitted") -> ServedPredict
         estimate, found = _fastest(setup, what)
     except MeshwiseError as error:
         return Refusal(run, str(error))
-    if measured < found.lower * 0.98 and not run.is_memory:
-        return Refusal(run, _too_fast(measured, found.lower, what, estimate))
-    if what == "tpot" and measured < (best := _at_best_rates(setup, estimate.setup)) * 0.98:
-        return Refusal(
-            run,
-            f"{measured:.4g} s is faster than prompts and outputs take one after the other at the best rates that "
-            f"single operations have reached, with links at their data sheets: {best:.4g} s; {_NOT_APART}",
-        )
+    if reason := _impossible(setup, estimate, what, measured, found):
+        return Refusal(run, reason)
     asked, held = setup.candidates[0].batch, estimate.setup.batch
     if held < asked:
         note = "fewer requests fit in memory at once than are under way: the others wait for the cache"
@@ -120,6 +114,30 @@ def predict_served(run: ServedRun, calibration: str = "fitted") -> ServedPredict
 _NOT_APART = (
     "prompts were computed within steps that generate, or not all of them (cached prefixes): the row says neither"
 )
+
+
+def _impossible(setup: ServedSetup, e: ServingEstimate, what: Compared, measured: float, found: Interval) -> str | None:
+    """Why a row cannot be what was read into it; None where it can.
+
+    What does not fit has no time that could be compared. Where the weights fit and the time is possible, more may have
+    fit than is predicted: that is an error of the prediction, not of the row (`ServedPrediction.false_oom`).
+    """
+    memory, room = _memory(setup.problem, setup.run, e), e.hbm_capacity
+    fits = memory["total"] - memory["reserve"] <= room
+    if memory["weights"] > room:
+        return does_not_fit(memory, room)
+    if setup.run.is_memory:
+        return None
+    if measured < found.lower * 0.98:
+        return _too_fast(measured, found.lower, what, e) if fits else does_not_fit(memory, room)
+    if what == "tpot" and measured < (best := _at_best_rates(setup, e.setup)) * 0.98:
+        if not fits:
+            return does_not_fit(memory, room)
+        return (
+            f"{measured:.4g} s is faster than prompts and outputs take one after the other at the best rates that "
+            f"single operations have reached, with links at their data sheets: {best:.4g} s; {_NOT_APART}"
+        )
+    return None
 
 
 def _too_fast(measured: float, lower: float, what: Compared, e: ServingEstimate) -> str:
@@ -282,20 +300,24 @@ def _sum(*parts: tuple[float, Interval]) -> Interval:
 
 
 def _held(problem: ServingProblem, run: ServedRun, e: ServingEstimate) -> float:
-    """Bytes on the fullest chip, without the reserve; the caches of a static batch are held once.
+    """Bytes on the fullest chip, without the reserve."""
+    memory = _memory(problem, run, e)
+    return memory["total"] - memory["reserve"]
+
+
+def _memory(problem: ServingProblem, run: ServedRun, e: ServingEstimate) -> dict[str, float]:
+    """Bytes on the fullest chip by class; the caches of a static batch are held once.
 
     A run of one phase alone holds what that phase needs: the other had chips, or a layout, of its own.
     """
     steps = run.steps
     if run.is_static and steps in ("prefill", "decode"):
         step: Step = "prefill" if steps == "prefill" else "generate"
-        alone = engine_memory(problem, replace(e.setup, mode="disaggregated"), step)
-        return alone["total"] - alone["reserve"]
-    memory = e.generate.memory
-    total = memory["total"] - memory["reserve"]
+        return dict(engine_memory(problem, replace(e.setup, mode="disaggregated"), step))
+    memory = dict(e.generate.memory)
     if not run.is_static:
-        return total
+        return memory
     layout = e.setup.generate
     mesh = {axis: float(size) for axis, size in layout.sizes.items()}
     once = cache_bytes(problem, "generate", layout.structure, mesh, float(e.setup.batch), problem.load.longest)
-    return total - memory["kv_cache"] + float(once)
+    return memory | {"kv_cache": float(once), "total": memory["total"] - memory["kv_cache"] + float(once)}
