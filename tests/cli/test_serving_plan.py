@@ -43,6 +43,16 @@ def test_a_saved_plan_is_simulated_with_its_own_load(saved, run):
     assert there * best["generate"]["layout_fields"]["tensor"] <= 4
 
 
+def test_requests_longer_than_the_model_reads_are_refused_with_its_plan(saved, run, tmp_path):
+    told = run("simulate", "serve", str(saved[1]), "--rate", "2", "--requests", "9", "--output", "uniform:1-9000")
+    assert told.code == 2
+    assert "llama-3-8b was made for 8,192 tokens, found requests of up to 10,024, prompt and output" in told.err
+    recorded = tmp_path / "requests.csv"
+    recorded.write_text("arrival,prompt,output\n0,8000,10\n1,8000,193\n")
+    told = run("simulate", "serve", str(saved[1]), "--csv", str(recorded))
+    assert "found requests of up to 8,193" in told.err
+
+
 def test_python_simulates_plans(saved):
     plan = read_serving_plan(saved[1])
     served = meshwise.simulate_serve(plan, rate=2.0, requests=100, output="uniform:1-64")
@@ -60,6 +70,10 @@ def test_python_simulates_plans(saved):
         (lambda d: d["setup"].update(mode="both"), "expected aggregated or disaggregated, found 'both'"),
         (lambda d: d["load"].update(precision="fp7"), "unknown serving precision 'fp7'"),
         (lambda d: d["load"].update(prompt="x"), "expected"),
+        (
+            lambda d: d["load"].update(prompt=8000, output=193),
+            "prompt: llama-3-8b was made for 8,192 tokens, found 8,000",
+        ),
     ],
 )
 def test_what_is_no_serving_plan_is_said(saved, run, tmp_path, change, said):

@@ -6,6 +6,7 @@ import pytest
 from asked import estimate, problem
 from small_problems import tiny
 
+import meshwise
 from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.planning import Plan, plan_training
 
@@ -70,6 +71,14 @@ def test_plans_with_a_changed_value_are_refused(planned, path, value, words):
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises(MeshwiseError, match=words):
+        Plan.from_json(json.dumps(changed))
+
+
+def test_sequences_longer_than_the_model_reads_are_refused():
+    (plan,) = meshwise.estimate_train("gpt2", on="h100:8", batch_tokens="64Ki", seq_len=1024, layout="data=8").plans
+    changed = json.loads(plan.to_json())
+    changed["job"]["seq_len"] = 2048
+    with pytest.raises(MeshwiseError, match="gpt2 has learned positions for 1,024 tokens, found 2,048"):
         Plan.from_json(json.dumps(changed))
 
 

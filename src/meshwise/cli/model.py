@@ -11,9 +11,9 @@ from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.dtypes import DType
 from meshwise.models import load_model
+from meshwise.models.lengths import check_length
 from meshwise.report.model import model_report
 from meshwise.units import Quantity, format_count, parse_count
-from meshwise.verbs.lengths import check_length
 
 __all__ = ["ModelRequest", "model"]
 

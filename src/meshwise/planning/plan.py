@@ -20,6 +20,7 @@ from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
+from meshwise.models.lengths import check_length
 from meshwise.sharding.layout import Layout
 
 __all__ = ["Plan", "changed", "saved_cluster"]
@@ -113,12 +114,9 @@ class Plan:
             if value["layout"]["wires"] is None:
                 raise ConfigError("plan JSON: layout.wires: expected where each mesh axis lies, found null")
             cluster = saved_cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
-            problem = TrainingProblem(
-                Model.from_json(json.dumps(value["model"])),
-                TrainingJob(**value["job"]),
-                cluster,
-                find_calibration(value["calibration"], cluster.chip),
-            )
+            model, job = Model.from_json(json.dumps(value["model"])), TrainingJob(**value["job"])
+            check_length(model, job.seq_len)
+            problem = TrainingProblem(model, job, cluster, find_calibration(value["calibration"], cluster.chip))
             return cls.of(
                 problem,
                 Layout.from_json(value["layout"]),

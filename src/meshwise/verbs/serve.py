@@ -10,14 +10,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwise.costs.engines import find_serving_calibration
-from meshwise.costs.serving.problem import ServingProblem
-from meshwise.errors import LayoutError, MeshwiseError
+from meshwise.costs.serving.problem import ServingProblem, check_context
+from meshwise.errors import MeshwiseError
 from meshwise.jobs import ServingConditions, ServingLoad
 from meshwise.jobs.traffic import Fixed, mix_lengths, mix_trace, parse_lengths, read_trace
-from meshwise.models import Model, load_model
+from meshwise.models import load_model
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
-__all__ = ["SERVE_FLAGS", "ServeRequest", "check_context"]
+__all__ = ["SERVE_FLAGS", "ServeRequest"]
 
 SERVE_FLAGS = WHERE_FLAGS
 
@@ -135,25 +135,3 @@ class ServeRequest(PricedWhere, ServingConditions):
             "expert_imbalance": load.expert_imbalance,
             "calibration": self.calibration,
         }
-
-
-def check_context(model: Model, load: ServingLoad) -> None:
-    """Refuse requests longer than what the model was made for.
-
-    Raises:
-        LayoutError: with the longest prompt and output that it can read.
-    """
-    longest = model.max_seq_len
-    if longest is None or load.longest <= longest:
-        return
-    if load.mix is not None:
-        raise LayoutError(
-            f"prompt: {model.name} was made for {longest:,} tokens, found requests of up to {load.longest:,.0f} "
-            f"({load.mix.words}); cut them off at {longest:,} together, or use a model that reads more"
-        )
-    room = max(longest - load.output, 0)
-    fix = f"use a prompt of {room:,.0f} or less" if room else f"use an output of less than {longest:,}"
-    raise LayoutError(
-        f"prompt: {model.name} was made for {longest:,} tokens, found {load.prompt:,.0f} of the prompt and "
-        f"{load.output:,.0f} of the output; {fix}, or a model that reads more"
-    )

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwise.errors import MeshwiseError
+from meshwise.errors import LayoutError, MeshwiseError
 from meshwise.jobs import computed_lengths, output_lengths
+from meshwise.jobs.traffic import DrawnLoad, Load
 from meshwise.planning.serving import ServingPlan, served_system
 from meshwise.simulation.serving import ServingSystem
 
 if TYPE_CHECKING:
     from meshwise.verbs.simulate_serve import SimulateServeRequest
 
-__all__ = ["planned_requests", "planned_system"]
+__all__ = ["check_requests", "planned_requests", "planned_system"]
 
 _SCHEDULING = ("policy", "max_batch", "max_step_tokens", "preemption", "watermark", "prefix_cache")
 
@@ -42,6 +43,30 @@ def planned_requests(request: SimulateServeRequest, plan: ServingPlan) -> Simula
     if "output" not in given:
         own["output"] = str(output_lengths(load))
     return request.model_copy(update=own)
+
+
+def check_requests(load: Load, plan: ServingPlan) -> None:
+    """Refuse requests longer than what the plan's model was made for; lengths without an end are not looked at.
+
+    Raises:
+        LayoutError: with what the model can read.
+    """
+    model = plan.problem.model
+    longest = _longest(load)
+    if model.max_seq_len is not None and longest is not None and longest > model.max_seq_len:
+        raise LayoutError(
+            f"{model.name} was made for {model.max_seq_len:,} tokens, found requests of up to {longest:,}, prompt and "
+            "output together; use shorter ones, or a plan of a model that reads more"
+        )
+
+
+def _longest(load: Load) -> int | None:
+    """Tokens of the longest request; None where lengths have no end."""
+    if not isinstance(load, DrawnLoad):
+        return max(d.prompt + d.output for d in load.requests())
+    shared = 0 if load.prefixes is None else load.prefixes.tokens
+    prompt, output = load.prompt.most, load.output.most
+    return None if prompt is None or output is None else shared + prompt + output
 
 
 def planned_system(request: SimulateServeRequest, plan: ServingPlan) -> ServingSystem:

@@ -29,7 +29,7 @@ from meshwise.simulation.serving import (
 from meshwise.units import Quantity, format_count, format_time, parse_count, parse_duration
 from meshwise.verbs.requests import validated
 from meshwise.verbs.serving_plan import is_serving_plan, read_serving_plan
-from meshwise.verbs.simulate_plan import planned_requests, planned_system
+from meshwise.verbs.simulate_plan import check_requests, planned_requests, planned_system
 
 __all__ = ["ServedLoad", "SimulateServeRequest", "read_engine_costs", "read_served", "serve_load", "simulate_serve"]
 
@@ -237,6 +237,8 @@ def serve_load(request: SimulateServeRequest, served: EngineCosts | ServingPlan,
     else:
         system = request.system(served)
     load, targets = request.load(), request.targets()
+    if isinstance(served, ServingPlan):
+        check_requests(load, served)
     if request.capacity:
         capacity = find_capacity(system, load, targets, seed=request.seed)
         load = load.at_rate(capacity.rate)

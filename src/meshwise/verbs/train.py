@@ -14,8 +14,8 @@ from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.fitted import find_calibration
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
+from meshwise.models.lengths import check_length
 from meshwise.planning import Plan
-from meshwise.verbs.lengths import check_length
 from meshwise.verbs.plan_file import write_saved
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 

@@ -12,12 +12,13 @@ from typing import Literal
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates
 from meshwise.costs.routing import Routing
+from meshwise.errors import LayoutError
 from meshwise.hardware import Cluster
 from meshwise.jobs import ServingLoad, ServingPrecision, quantised
 from meshwise.models import Model
 from meshwise.tensors import Program
 
-__all__ = ["ServingProblem", "Step"]
+__all__ = ["ServingProblem", "Step", "check_context"]
 
 Step = Literal["prefill", "generate"]
 
@@ -50,3 +51,25 @@ class ServingProblem:
 @cache
 def _program(model: Model, step: Step, wide: bool, formats: ServingPrecision) -> Program:
     return quantised(model.serving_program(step, spread_norms=wide), formats)
+
+
+def check_context(model: Model, load: ServingLoad) -> None:
+    """Refuse requests longer than what the model was made for.
+
+    Raises:
+        LayoutError: with the longest prompt and output that it can read.
+    """
+    longest = model.max_seq_len
+    if longest is None or load.longest <= longest:
+        return
+    if load.mix is not None:
+        raise LayoutError(
+            f"prompt: {model.name} was made for {longest:,} tokens, found requests of up to {load.longest:,.0f} "
+            f"({load.mix.words}); cut them off at {longest:,} together, or use a model that reads more"
+        )
+    room = max(longest - load.output, 0)
+    fix = f"use a prompt of {room:,.0f} or less" if room else f"use an output of less than {longest:,}"
+    raise LayoutError(
+        f"prompt: {model.name} was made for {longest:,} tokens, found {load.prompt:,.0f} of the prompt and "
+        f"{load.output:,.0f} of the output; {fix}, or a model that reads more"
+    )

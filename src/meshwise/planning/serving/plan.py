@@ -13,7 +13,7 @@ from typing import Any
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.problem import ServingProblem, check_context
 from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
@@ -91,7 +91,9 @@ class ServingPlan:
             cluster = saved_cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
             calibration = find_serving_calibration(value["calibration"], cluster.chip)
             model = Model.from_json(json.dumps(value["model"]))
-            problem = ServingProblem(model, ServingLoad(**value["load"]), cluster, calibration)
+            load = ServingLoad(**value["load"])
+            check_context(model, load)
+            problem = ServingProblem(model, load, cluster, calibration)
             return cls(problem, estimate_serving(problem, _setup(value["setup"])))
         except MeshwiseError:
             raise

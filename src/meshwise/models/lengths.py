@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwise.errors import LayoutError
-from meshwise.models import Model
+from meshwise.models.model import Model
 
 __all__ = ["check_length"]
 
