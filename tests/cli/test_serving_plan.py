@@ -86,6 +86,51 @@ def test_what_is_no_serving_plan_is_said(saved, run, tmp_path, change, said):
     assert said in told.err
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    (plan,) = meshwise.estimate_train(
+        "llama-3-8b", on="h100:8", batch_tokens="64Ki", seq_len=4096, layout="fsdp=8,remat=full"
+    ).plans
+    file = tmp_path_factory.mktemp("plans") / "trained.json"
+    file.write_text(plan.to_json())
+    return str(file)
+
+
+OF_SERVING = "this is a plan of serving, which 'meshwise estimate serve', 'simulate serve' and 'export' read"
+OF_TRAINING = "this is a plan of training, which 'meshwise simulate train', 'verify', 'run' and 'export' read"
+
+
+@pytest.mark.parametrize("saved", ["aggregated"], indirect=True)
+@pytest.mark.parametrize("command", [("simulate", "train"), ("verify",), ("run",)])
+def test_a_serving_plan_says_what_reads_it(saved, run, command):
+    told = run(*command, str(saved[1]))
+    assert told.code == 2
+    assert OF_SERVING in told.err
+    assert "expected one of training, as 'meshwise plan train ... --save'" in told.err
+    assert "schema_version" not in told.err
+
+
+@pytest.mark.parametrize(
+    "command", [("estimate", "serve"), ("simulate", "serve"), ("simulate", "serve", "--rate", "2")]
+)
+def test_a_training_plan_says_what_reads_it(trained, run, command):
+    told = run(*command[:2], trained, *command[2:])
+    assert told.code == 2
+    assert OF_TRAINING in told.err
+    assert "expected one of serving, as 'meshwise plan serve ... --save'" in told.err
+
+
+@pytest.mark.parametrize("saved", ["aggregated"], indirect=True)
+@pytest.mark.parametrize("verb", ["train", "serve"])
+def test_a_plan_is_no_model(saved, trained, run, verb):
+    for command, file, kind in (("estimate", str(saved[1]), "serving"), ("plan", trained, "training")):
+        told = run(command, verb, file, "--on", "h100:8")
+        assert told.code == 2
+        assert "this is a plan that --save wrote, not a model" in told.err
+        assert f"(of {kind}: " in told.err
+        assert "missing" not in told.err
+
+
 def test_files_that_are_not_there_are_said(run, tmp_path):
     told = run("estimate", "serve", str(tmp_path / "none.json"))
     assert "'meshwise plan serve ... --save plan.json' writes one" in told.err

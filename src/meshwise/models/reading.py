@@ -72,6 +72,12 @@ def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
     kind = config.get("model_type")
     if "model_type" not in config and isinstance(config.get("ssm_cfg"), dict):
         kind = "mamba_ssm"  # the first publication of Mamba and Mamba-2 names no family
+    if "model_type" not in config and {"model", "cluster", "calibration"} <= set(config):
+        raise ConfigError(
+            f"{where}: this is a plan that --save wrote, not a model: it says the whole question, so commands that "
+            f"take a plan take it without --on, a layout and the like ({_readers(config)}); expected a model's name or "
+            "its config.json"
+        )
     if not isinstance(kind, str):
         found = "no such key" if "model_type" not in config else _found(kind)
         foreign = next((k for k in config if "ssm" in k or "mamba" in k), None)
@@ -87,6 +93,13 @@ def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
         known = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(sorted(FAMILIES))}"
         raise ConfigError(f"{where}: model_type {kind!r} is not understood; {known}")
     return FAMILIES[kind]
+
+
+def _readers(plan: Mapping[str, Any]) -> str:
+    """Commands that take a saved plan of this kind."""
+    if plan.get("kind") == "serving":
+        return "of serving: 'meshwise estimate serve', 'simulate serve', 'export'"
+    return "of training: 'meshwise simulate train', 'verify', 'run', 'export'"
 
 
 #: Kind of error of the validator -> what was expected.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -23,7 +23,18 @@ from meshwise.models import Model
 from meshwise.models.lengths import check_length
 from meshwise.sharding.layout import Layout
 
-__all__ = ["Plan", "changed", "saved_cluster"]
+__all__ = ["Plan", "changed", "check_kind", "kind_of", "saved_cluster"]
+
+#: Kind of a plan -> commands that read its file.
+_READERS = {
+    "training": "'meshwise simulate train', 'verify', 'run' and 'export'",
+    "serving": "'meshwise estimate serve', 'simulate serve' and 'export'",
+}
+#: Kind of a plan -> what makes one, with --save.
+_WRITERS = {
+    "training": "'meshwise plan train ... --save' or 'estimate train ... --save'",
+    "serving": "'meshwise plan serve ... --save' or 'estimate serve ... --save'",
+}
 
 _KEYS = {
     "schema_version",
@@ -102,6 +113,7 @@ class Plan:
             raise ConfigError(
                 f"plan JSON: expected what --save writes: {error.msg} at line {error.lineno}, column {error.colno}"
             ) from None
+        check_kind(value, "training")
         if isinstance(value, Mapping) and value.get("schema_version", "1") != "1":
             raise ConfigError(
                 f"plan JSON: schema_version: expected '1', found {value['schema_version']!r}; another version of "
@@ -126,6 +138,32 @@ class Plan:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
             raise changed(error) from error
+
+
+def kind_of(value: Any) -> Literal["training", "serving"] | None:
+    """Say what kind of plan a JSON value was saved as; None where it is no plan, or says not which.
+
+    Those of serving have a key `kind`, those of training have a job and one layout.
+    """
+    if not isinstance(value, Mapping):
+        return None
+    if value.get("kind") == "serving":
+        return "serving"
+    return "training" if "kind" not in value and {"model", "job", "cluster", "layout"} <= set(value) else None
+
+
+def check_kind(value: Any, kind: Literal["training", "serving"]) -> None:
+    """Refuse a plan of the other kind.
+
+    Raises:
+        ConfigError: with the commands that read it.
+    """
+    found = kind_of(value)
+    if found not in (None, kind):
+        raise ConfigError(
+            f"plan JSON: this is a plan of {found}, which {_READERS[found]} read; expected one of {kind}, as "
+            f"{_WRITERS[kind]} writes it"
+        )
 
 
 def changed(error: Exception) -> ConfigError:

@@ -10,8 +10,8 @@ from meshwise.errors import MeshwiseError
 from meshwise.handover import SERVING_TARGETS, TARGETS, HandedOver, hand_over, hand_over_serving
 from meshwise.planning import Plan
 from meshwise.planning.serving import ServingPlan
-from meshwise.verbs.plan_file import read_saved
-from meshwise.verbs.serving_plan import is_serving_plan, read_serving_plan
+from meshwise.verbs.plan_file import is_serving_plan, read_saved
+from meshwise.verbs.serving_plan import read_serving_plan
 
 __all__ = ["export", "read_plan", "write_text"]
 

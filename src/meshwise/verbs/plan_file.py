@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from meshwise.errors import ConfigError, MeshwiseError
+from meshwise.models import load_model
+from meshwise.planning.plan import kind_of
 
-__all__ = ["check_save", "read_saved", "write_saved"]
+__all__ = ["check_save", "is_serving_plan", "is_training_plan", "no_plan_as_model", "read_saved", "write_saved"]
 
 P = TypeVar("P")
 
@@ -37,6 +40,38 @@ def read_saved(file: str | os.PathLike[str], parse: Callable[[str], P], verb: st
         return parse(text)
     except ConfigError as error:
         raise ConfigError(str(error).replace("plan JSON", f"plan {str(file)!r}", 1)) from None
+
+
+def is_serving_plan(file: str | os.PathLike[str]) -> bool:
+    """Whether a file can be read, and is JSON that says of itself that it is a serving plan."""
+    return _kind(file) == "serving"
+
+
+def is_training_plan(file: str | os.PathLike[str]) -> bool:
+    """Whether a file can be read, and is JSON with the keys of a training plan."""
+    return _kind(file) == "training"
+
+
+def no_plan_as_model(asked: Any) -> Any:
+    """Refuse a saved plan where a model is expected, before what else is missing is said.
+
+    Args:
+        asked: what a request is made of, before it is checked.
+
+    Raises:
+        ConfigError: with the commands that read such a plan.
+    """
+    text = asked.get("model") if isinstance(asked, Mapping) else None
+    if isinstance(text, str) and text.endswith(".json") and _kind(text) is not None:
+        load_model(text)  # which says so
+    return asked
+
+
+def _kind(file: str | os.PathLike[str]) -> str | None:
+    try:
+        return kind_of(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
 
 
 def check_save(file: Path) -> None:

@@ -15,6 +15,7 @@ from meshwise.errors import MeshwiseError
 from meshwise.jobs import ServingConditions, ServingLoad
 from meshwise.jobs.traffic import Fixed, mix_lengths, mix_trace, parse_lengths, read_trace
 from meshwise.models import load_model
+from meshwise.verbs.plan_file import no_plan_as_model
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
 __all__ = ["SERVE_FLAGS", "ServeRequest"]
@@ -58,6 +59,11 @@ class ServeRequest(PricedWhere, ServingConditions):
         description="Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; "
         "alone: vllm on GPUs, jax on TPUs), operations (of the chip's family, alone), none, or a family by name.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_is_no_plan(cls, asked: Any) -> Any:
+        return no_plan_as_model(asked)
 
     @model_validator(mode="after")
     def _lengths_are_given(self) -> ServeRequest:

@@ -27,8 +27,9 @@ from meshwise.simulation.serving import (
     simulate_serving,
 )
 from meshwise.units import Quantity, format_count, format_time, parse_count, parse_duration
+from meshwise.verbs.plan_file import is_serving_plan, is_training_plan
 from meshwise.verbs.requests import validated
-from meshwise.verbs.serving_plan import is_serving_plan, read_serving_plan
+from meshwise.verbs.serving_plan import read_serving_plan
 from meshwise.verbs.simulate_plan import check_requests, planned_requests, planned_system
 
 __all__ = ["ServedLoad", "SimulateServeRequest", "read_engine_costs", "read_served", "serve_load", "simulate_serve"]
@@ -209,7 +210,9 @@ def read_served(file: str | os.PathLike[str]) -> EngineCosts | ServingPlan:
     Raises:
         MeshwiseError: there is no such file, or it holds neither.
     """
-    return read_serving_plan(file) if is_serving_plan(file) else read_engine_costs(file)
+    if is_serving_plan(file) or is_training_plan(file):  # of the latter it says what reads it
+        return read_serving_plan(file)
+    return read_engine_costs(file)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.fitted import find_calibration
@@ -16,7 +16,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.models.lengths import check_length
 from meshwise.planning import Plan
-from meshwise.verbs.plan_file import write_saved
+from meshwise.verbs.plan_file import no_plan_as_model, write_saved
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
 __all__ = ["TRAIN_FLAGS", "TrainRequest", "save_plan"]
@@ -35,6 +35,11 @@ class TrainRequest(PricedWhere, TrainingJob):
         description="Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), "
         "none, a family by name, or a file of meshwise calibrate.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_is_no_plan(cls, asked: Any) -> Any:
+        return no_plan_as_model(asked)
 
     def job(self) -> TrainingJob:
         """Give the training job alone."""

@@ -17,7 +17,7 @@ from meshwise.costs.serving.problem import ServingProblem, check_context
 from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
-from meshwise.planning.plan import changed, saved_cluster
+from meshwise.planning.plan import changed, check_kind, saved_cluster
 from meshwise.sharding.serving_layout import ServingLayout
 
 __all__ = ["SERVING", "ServingPlan"]
@@ -110,6 +110,7 @@ def _document(text: str) -> Mapping[str, Any]:
             f"plan JSON: expected what 'plan serve --save' writes: {error.msg} at line {error.lineno}, column "
             f"{error.colno}"
         ) from None
+    check_kind(value, "serving")
     if not isinstance(value, Mapping) or value.get("kind") != SERVING:
         raise ConfigError("plan JSON: expected a plan of serving, as 'meshwise plan serve ... --save' writes it")
     if value.get("schema_version") != "1":
