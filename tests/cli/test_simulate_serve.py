@@ -1,12 +1,16 @@
 """`meshwise simulate serve`: JSON, pictures, capacity, files of requests, and what is refused."""
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import meshwise
+from meshwise.cli import progress
+from meshwise.cli.main import main
 
 ENGINE = str(Path(__file__).parents[1] / "data" / "serving" / "engine.json")
 
@@ -25,6 +29,47 @@ def test_json_has_the_names_that_are_promised(run):
     assert told["simulated_requests_per_s"] > 0
     assert told["inputs"]["load"]["arrivals"] == "poisson"
     assert told["replicas"][0]["over_time"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PACE", 0.0)
+    return monkeypatch
+
+
+MANY = ("simulate", "serve", ENGINE, "--rate", "4", "--requests", "1200")
+
+
+def test_a_terminal_is_told_how_many_requests_are_done(impatient, capsys):
+    impatient.setattr("sys.stderr", Terminal())
+    assert main(MANY) == 0
+    told = sys.stderr.getvalue().split("\r\x1b[K")
+    assert told == ["", "500 of 1,200 requests are done", "1,000 of 1,200 requests are done", ""]
+    assert "requests are done" not in capsys.readouterr().out
+
+
+def test_a_terminal_is_told_of_every_rate_that_a_capacity_is_sought_at(impatient):
+    impatient.setattr("sys.stderr", Terminal())
+    assert main((*MANY, "--capacity", "--ttft", "500ms", "--tpot", "30ms")) == 0
+    told = sys.stderr.getvalue()
+    assert "rate 1, 4 requests/s: 500 of 1,200 requests are done" in told
+    assert "rate 2, " in told
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)], ids=["piped", "json"])
+def test_nobody_else_is_told(impatient, run, words):
+    if words:
+        impatient.setattr("sys.stderr", Terminal())
+    done = run(*MANY, *words)
+    assert done.code == 0
+    assert done.err == ""
+    assert not words or sys.stderr.getvalue() == ""
 
 
 def test_the_verb_in_python_gives_the_same(run):

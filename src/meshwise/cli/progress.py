@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self, TextIO
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "terminal_progress"]
 
 #: Seconds of silence at the start, and between two lines.
 PATIENCE, PACE = 1.0, 0.5
@@ -52,3 +53,8 @@ class Progress:
         self.last, self.shown, self.line = now, True, line
         self.stream.write(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n")
         self.stream.flush()
+
+
+def terminal_progress(*, quiet: bool) -> AbstractContextManager[Progress | None]:
+    """Give what is told lines where stderr is a terminal; else, and where `quiet`, None: nothing need be counted."""
+    return nullcontext() if quiet or sys.stderr is None or not sys.stderr.isatty() else Progress()

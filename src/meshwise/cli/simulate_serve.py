@@ -8,6 +8,7 @@ import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
+from meshwise.cli.progress import terminal_progress
 from meshwise.errors import MeshwiseError
 from meshwise.report.serving import serving_report, serving_svg, serving_trace
 from meshwise.verbs.simulate_serve import SimulateServeRequest, read_served, serve_load
@@ -40,7 +41,8 @@ def serve(request: SimulateServeRequest, svg: Path | None, trace: Path | None, o
       meshwise simulate serve plan.json --rate 40
       meshwise simulate serve engine.json --csv requests.csv --policy chunked
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    served = serve_load(request, read_served(request.costs), spans=_SPANS if trace else 0)
+    with terminal_progress(quiet=output.as_json) as progress:
+        served = serve_load(request, read_served(request.costs), spans=_SPANS if trace else 0, progress=progress)
     for flag, file, picture in (("--svg", svg, serving_svg), ("--trace", trace, serving_trace)):
         if file is not None:
             text = picture(served.result)

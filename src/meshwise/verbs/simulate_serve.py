@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -232,8 +234,14 @@ class ServedLoad:
     capacity: Capacity | None
 
 
-def serve_load(request: SimulateServeRequest, served: EngineCosts | ServingPlan, *, spans: int = 0) -> ServedLoad:
-    """Do what a request asks; `spans` steps are kept for a timeline."""
+def serve_load(
+    request: SimulateServeRequest,
+    served: EngineCosts | ServingPlan,
+    *,
+    spans: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> ServedLoad:
+    """Do what a request asks; `spans` steps are kept for a timeline, `progress` is told a line now and then."""
     if isinstance(served, ServingPlan):
         request = planned_requests(request, served)
         system = planned_system(request, served)
@@ -243,11 +251,12 @@ def serve_load(request: SimulateServeRequest, served: EngineCosts | ServingPlan,
     if isinstance(served, ServingPlan):
         check_requests(load, served)
     if request.capacity:
-        capacity = find_capacity(system, load, targets, seed=request.seed)
+        capacity = find_capacity(system, load, targets, seed=request.seed, progress=progress)
         load = load.at_rate(capacity.rate)
-        result = simulate_serving(system, load, seed=request.seed, spans=spans) if spans else capacity.result
-        return ServedLoad(load, targets, result, capacity)
-    return ServedLoad(load, targets, simulate_serving(system, load, seed=request.seed, spans=spans), None)
+        again = partial(simulate_serving, system, load, seed=request.seed, spans=spans, progress=progress)
+        return ServedLoad(load, targets, again() if spans else capacity.result, capacity)
+    result = simulate_serving(system, load, seed=request.seed, spans=spans, progress=progress)
+    return ServedLoad(load, targets, result, None)
 
 
 def simulate_serve(costs: EngineCosts | ServingPlan | str | os.PathLike[str], **asked: Any) -> ServedLoad:

@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from meshwise.simulation.serving.replica import Replica
     from meshwise.simulation.serving.request import Request
 
-__all__ = ["COLUMNS", "Activity", "Recorder", "Sample", "Span"]
+__all__ = ["COLUMNS", "Activity", "Recorder", "Sample", "Span", "TellingRecorder"]
 
 #: Columns of a request's row.
 COLUMNS = ("index", "arrival", "started", "first", "finished", "prompt", "output", "preemptions")
+
+#: Requests that are done between two times at which somebody is told.
+_TOLD_EVERY = 500
 
 #: Samples that are kept of a replica at most; then every other goes, and the next ones come half as often.
 _SAMPLES = 512
@@ -128,6 +133,27 @@ class Recorder:
         if self._spans_left:
             self._spans_left -= 1
             self.spans.append(Span(replica.number, start, end, kind, generating, steps, tokens))
+
+
+class TellingRecorder(Recorder):
+    """Keeps what happens, and tells now and then how many requests are done.
+
+    Args:
+        spans: how many steps are kept for a timeline.
+        tell: is told that number.
+    """
+
+    def __init__(self, spans: int, tell: Callable[[int], None]) -> None:
+        super().__init__(spans)
+        self._tell, self._left = tell, _TOLD_EVERY
+
+    def done(self, request: Request, time: float) -> None:
+        """A request is done."""
+        super().done(request, time)
+        self._left -= 1
+        if not self._left:
+            self._left = _TOLD_EVERY
+            self._tell(len(self.rows) // len(COLUMNS))
 
 
 def _sample(replica: Replica, activity: Activity, time: float) -> None:

@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.jobs.traffic import Load
 from meshwise.simulation.serving.aims import Aims
 from meshwise.simulation.serving.fleet import Fleet
-from meshwise.simulation.serving.recording import Recorder
+from meshwise.simulation.serving.recording import Recorder, TellingRecorder
 from meshwise.simulation.serving.results import ServingResult, Targets
 from meshwise.simulation.serving.system import ServingSystem
 
@@ -24,7 +25,14 @@ _PRECISION = 0.01
 _ALONE, _SELDOM = 400, 1e-6
 
 
-def simulate_serving(system: ServingSystem, load: Load, *, seed: int = 0, spans: int = 0) -> ServingResult:
+def simulate_serving(
+    system: ServingSystem,
+    load: Load,
+    *,
+    seed: int = 0,
+    spans: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> ServingResult:
     """Serve a load from its first request to its last.
 
     >>> from meshwise.costs.engine import AttentionCosts, EngineCosts
@@ -40,11 +48,12 @@ def simulate_serving(system: ServingSystem, load: Load, *, seed: int = 0, spans:
         load: requests over time.
         seed: of what replicas draw; a load has its own.
         spans: how many steps are kept for a timeline.
+        progress: told a line now and then, of how many requests are done.
 
     Raises:
         InfeasibleError: no request fits in a replica's cache.
     """
-    recorder = Recorder(spans)
+    recorder = Recorder(spans) if progress is None else TellingRecorder(spans, _told(load, progress))
     fleet = Fleet(system, recorder, seed)
     begun = time.process_time()
     fleet.run(load)
@@ -56,6 +65,12 @@ def simulate_serving(system: ServingSystem, load: Load, *, seed: int = 0, spans:
             f"replica's cache holds {system.costs.kv_tokens:,}; give replicas more chips, or shorter requests"
         )
     return ServingResult.of(fleet, seconds)
+
+
+def _told(load: Load, progress: Callable[[str], None]) -> Callable[[int], None]:
+    """What tells how many requests of a load are done."""
+    number = load.num_requests
+    return lambda done: progress(f"{done:,} of {number:,} requests are done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +90,14 @@ class Capacity:
     cpu_s: float
 
 
-def find_capacity(system: ServingSystem, load: Load, targets: Targets | Aims, *, seed: int = 0) -> Capacity:
+def find_capacity(
+    system: ServingSystem,
+    load: Load,
+    targets: Targets | Aims,
+    *,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Capacity:
     """Find the highest rate of a load that keeps the targets, to one percent.
 
     The same requests come closer together or further apart. What counts is the second half of them, so that a queue
@@ -86,6 +108,7 @@ def find_capacity(system: ServingSystem, load: Load, targets: Targets | Aims, *,
         load: its own rate is where the search begins.
         targets: what users are to notice at most.
         seed: of what replicas draw.
+        progress: told a line now and then, of the rate that is tried.
 
     Raises:
         MeshwiseError: there is no target.
@@ -99,7 +122,8 @@ def find_capacity(system: ServingSystem, load: Load, targets: Targets | Aims, *,
     tried: dict[float, ServingResult | None] = {}
 
     def keeps(rate: float) -> bool:
-        result = simulate_serving(system, load.at_rate(rate), seed=seed)
+        say = None if progress is None else partial(_at_rate, progress, rate, len(tried) + 1)
+        result = simulate_serving(system, load.at_rate(rate), seed=seed, progress=say)
         kept = targets.met_by(result)
         tried[rate] = result if kept else None
         return kept
@@ -115,6 +139,11 @@ def find_capacity(system: ServingSystem, load: Load, targets: Targets | Aims, *,
     assert best is not None
     outcome = tuple((rate, result is not None) for rate, result in tried.items())
     return Capacity(low, best, outcome, time.process_time() - begun)
+
+
+def _at_rate(progress: Callable[[str], None], rate: float, number: int, line: str) -> None:
+    """Tell a line of the simulation of one rate; `number` counts those that were tried, this one included."""
+    progress(f"rate {number}, {rate:.4g} requests/s: {line}")
 
 
 def _bracket(rate: float, keeps: Callable[[float], bool]) -> tuple[float, float]:
