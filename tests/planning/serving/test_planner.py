@@ -18,7 +18,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, parse_lengths
 from meshwise.models import load_model
-from meshwise.planning.serving import ServingWishes, plan_serving
+from meshwise.planning.serving import ServingWishes, plan_serving, planner
 from meshwise.planning.serving.pairs import aggregated, disaggregated, undominated
 from meshwise.planning.serving.planner import priced_tables
 from meshwise.planning.serving.space import candidates
@@ -67,6 +67,15 @@ def test_numbers_of_the_search_are_those_of_the_estimate(model, on, load):
             assert most == pytest.approx(float(pairs.memory[i]), rel=1e-9)
 
 
+def objective_and_tie(e, wishes):
+    """What is asked for, and what decides where it is the same within 1 %; less is better."""
+    return {
+        "throughput": (-e.throughput_per_chip, e.end_to_end_s),
+        "tpot": (e.tpot.expected, e.ttft.expected),
+        "ttft": (e.ttft.expected, -e.throughput_per_chip),
+    }[wishes.objective]
+
+
 @pytest.mark.parametrize(
     "wishes",
     [
@@ -77,7 +86,7 @@ def test_numbers_of_the_search_are_those_of_the_estimate(model, on, load):
     ],
     ids=("throughput", "tpot", "ttft", "target"),
 )
-def test_nothing_in_the_space_is_better(wishes):
+def test_nothing_in_the_space_is_better(wishes, monkeypatch):
     """Every pair of layouts, batches and ratios on two chips, estimated one by one."""
     given = problem(on="h100:2", prompt=512, output=64)
     fabric = fabric_of(given)
@@ -86,7 +95,7 @@ def test_nothing_in_the_space_is_better(wishes):
                for layout, w in c.layouts]
         for step in ("prefill", "generate")
     }  # fmt: skip
-    best = None
+    every_score = []
     for prefill, generate in itertools.product(found["prefill"], found["generate"]):
         for batch, prompts in itertools.product((1, 2, 3, 4), (1, 2, 4)):
             for mode in ("aggregated", "disaggregated"):
@@ -102,13 +111,15 @@ def test_nothing_in_the_space_is_better(wishes):
                     continue
                 if not e.fits or (wishes.max_tpot and e.tpot.expected > wishes.max_tpot):
                     continue
-                score = {
-                    "throughput": -e.throughput_per_chip, "tpot": e.tpot.expected, "ttft": e.ttft.expected,
-                }[wishes.objective]  # fmt: skip
-                best = score if best is None else min(best, score)
-    plan = plan_serving(given, wishes=wishes).plans[0]
-    own = {"throughput": -plan.throughput_per_chip, "tpot": plan.tpot.expected, "ttft": plan.ttft.expected}
-    assert own[wishes.objective] <= best + 1e-9 * abs(best)  # prompts in other numbers together are searched, too
+                every_score.append(objective_and_tie(e, wishes))
+    best = min(score for score, _ in every_score)
+    own, own_tie = objective_and_tie(plan_serving(given, wishes=wishes).plans[0], wishes)
+    assert own <= best + 0.01 * abs(best)  # prompts in other numbers together are searched, too
+    tie = min(tie for score, tie in every_score if score <= best + 0.01 * abs(best))
+    assert own_tie <= tie + 0.01 * abs(tie) + 1e-9
+    monkeypatch.setattr(planner, "ties", lambda _: (0.0, 0.0, 0.0))
+    own, _ = objective_and_tie(plan_serving(given, wishes=wishes).plans[0], wishes)
+    assert own <= best + 1e-9 * abs(best)
 
 
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
@@ -144,13 +155,26 @@ def test_plans_keep_their_targets_and_the_front_rises():
         assert e.tpot.expected <= 0.02
         assert e.setup.num_chips <= 16
     tokens = [e.throughput_per_chip for e in planning.plans]
-    assert tokens == sorted(tokens, reverse=True)
+    assert all(tokens[i] >= 0.99 * max(tokens[i:]) for i in range(len(tokens)))
     front = planning.pareto
     assert [p.tpot for p in front] == sorted(p.tpot for p in front)
     assert [p.tokens for p in front] == sorted(p.tokens for p in front)
     within = max(p.tokens for p in front if p.tpot <= 0.02)
-    assert within == pytest.approx(tokens[0], rel=1e-9)
+    assert 0.99 * within <= tokens[0] <= within * (1 + 1e-9)
     assert planning.neighbours
+
+
+def test_a_little_throughput_does_not_buy_seconds():
+    """Without targets, gathering hundreds of prompts is worth thousandths of the throughput."""
+    given = problem("llama-3-70b", "v5e:8x8", precision="weights=int8,kv=int8")
+    planning = plan_serving(given)
+    best, most = planning.plans[0], planning.pareto[-1]
+    assert 0.99 * most.tokens <= best.throughput_per_chip < most.tokens
+    assert best.ttft.expected < 0.5 * most.ttft
+    assert best.end_to_end_s < most.ttft + (given.load.output - 1) * most.tpot
+    more = [n.reason for n in planning.neighbours if "% more tokens/s per chip" in n.reason]
+    assert more  # whoever wants them finds what they cost
+    assert all(" at TTFT " in reason for reason in more)
 
 
 def test_a_rate_is_served_with_few_chips():

@@ -14,6 +14,7 @@ from meshwise.costs.serving.problem import ServingProblem
 from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.planning.serving.plan import ServingPlan
 from meshwise.planning.serving.planner import ServingPlanning, SimulatedPlan
+from meshwise.planning.serving.ranking import in_order, ties
 from meshwise.planning.serving.wishes import ServingWishes
 
 __all__ = ["Alternative", "ServingAlternatives", "plan_alternatives"]
@@ -80,9 +81,11 @@ def plan_alternatives(
         raise InfeasibleError("\n".join(f"{which}: {reason}" for which, reason in found.items()))
     every = [(which, ServingPlan(p.problem, e)) for which, p in planned.items() for e in p.plans]
     sent = {id(p.estimate): p for planning in planned.values() for p in planning.simulated}
-    by, score = _score(next(iter(planned.values())).wishes, [plan.estimate for _, plan in every], sent)
-    ranked = sorted(every, key=lambda x: score(x[1].estimate))
-    return ServingAlternatives(found, tuple(ranked[:top]), by, _formats(problems, *ranked[0]))
+    wishes = next(iter(planned.values())).wishes
+    by, score = _score(wishes, [plan.estimate for _, plan in every], sent)
+    within = (0.0, 0.0) if sent else ties(wishes)[:2]  # simulated plans keep their targets as nearly as they can
+    ranked = in_order(every, lambda x: score(x[1].estimate), within)
+    return ServingAlternatives(found, ranked[:top], by, _formats(problems, *ranked[0]))
 
 
 def _score(
@@ -103,12 +106,12 @@ def _score(
             return "dollars a second for all chips", lambda e: (e.usd_per_s or 0.0, e.tpot.expected)
         return "chips", lambda e: (e.setup.num_chips, e.tpot.expected)
     if wishes.objective == "tpot":
-        return "time per output token", lambda e: (e.tpot.expected, -e.throughput_per_chip)
+        return "time per output token", lambda e: (e.tpot.expected, e.ttft.expected)
     if wishes.objective == "ttft":
         return "time to the first token", lambda e: (e.ttft.expected, -e.throughput_per_chip)
     if priced:
-        return "dollars for output tokens", lambda e: (dollars(e), e.tpot.expected)
-    return "output tokens per second and chip", lambda e: (-tokens(e), e.tpot.expected)
+        return "dollars for output tokens", lambda e: (dollars(e), e.end_to_end_s)
+    return "output tokens per second and chip", lambda e: (-tokens(e), e.end_to_end_s)
 
 
 def _formats(

@@ -11,6 +11,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
+from meshwise.planning.serving.ranking import in_order, ties
 from meshwise.planning.serving.wishes import ServingWishes
 
 __all__ = ["keeps_targets", "with_chunks"]
@@ -45,7 +46,7 @@ def with_chunks(
             )
             if other.fits and keeps_targets(other, wishes):
                 found[other.setup] = other
-    return sorted(found.values(), key=score)
+    return in_order(found.values(), score, ties(wishes))
 
 
 def keeps_targets(e: ServingEstimate, wishes: ServingWishes) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from meshwise.costs.serving.wires import fabric_of
 from meshwise.errors import InfeasibleError
 from meshwise.planning.serving.chunks import with_chunks
 from meshwise.planning.serving.pairs import Pairs, aggregated, disaggregated
+from meshwise.planning.serving.ranking import best_of, scores, ties
 from meshwise.planning.serving.reasons import Neighbour, neighbours
 from meshwise.planning.serving.space import candidates, engine_sizes
 from meshwise.planning.serving.tables import Table, make_table
@@ -279,22 +280,8 @@ def _told(e: ServingEstimate) -> str:
 
 
 def _score_of(e: ServingEstimate, wishes: ServingWishes) -> tuple[float, ...]:
-    """What is minimised of a plan, as `_scores` of many."""
-    tokens, tpot, ttft = -e.throughput_per_chip, e.tpot.expected, e.ttft.expected
-    if wishes.rate is not None:
-        return e.setup.num_chips, tpot, ttft
-    return {"tpot": (tpot, tokens, ttft), "ttft": (ttft, tokens, tpot)}.get(wishes.objective, (tokens, tpot, ttft))
-
-
-def _scores(pairs: Pairs, wishes: ServingWishes) -> tuple[np.ndarray, ...]:
-    """What is minimised, the most important first."""
-    if wishes.rate is not None:
-        return pairs.chips, pairs.tpot, pairs.ttft
-    if wishes.objective == "tpot":
-        return pairs.tpot, -pairs.tokens, pairs.ttft
-    if wishes.objective == "ttft":
-        return pairs.ttft, -pairs.tokens, pairs.tpot
-    return -pairs.tokens, pairs.tpot, pairs.ttft
+    times = e.tpot.expected, e.ttft.expected, e.end_to_end_s
+    return scores(wishes, e.setup.num_chips, -e.throughput_per_chip, *times)
 
 
 def _ranked(  # noqa: PLR0917 -- what was asked, and what was found
@@ -302,24 +289,30 @@ def _ranked(  # noqa: PLR0917 -- what was asked, and what was found
     generate: Table, top: int,
 ) -> tuple[tuple[ServingEstimate, ...], tuple[int, int]]:  # fmt: skip
     """The best plans, one for each pair of layouts and mode, and where the best is."""
-    rows = []
-    for g, pairs in enumerate(groups):
-        ok = np.flatnonzero(_allowed(pairs, wishes))
-        scores = _scores(pairs, wishes)
-        order = ok[np.lexsort([s[ok] for s in scores[::-1]])][: 200 * top]
-        rows += [(tuple(float(s[i]) for s in scores), g, int(i)) for i in order]
-    if not rows:
+    allowed = [np.flatnonzero(_allowed(pairs, wishes)) for pairs in groups]
+    group = np.repeat(np.arange(len(groups)), [len(ok) for ok in allowed])
+    if not len(group):
         raise InfeasibleError(_impossible(groups, wishes))
-    plans: dict[object, ServingEstimate] = {}
-    first = min(rows)
-    for _, g, i in sorted(rows):
-        setup = groups[g].setup(i, prefill, generate)
-        kind = (setup.mode, str(setup.prefill.replace(replicas=1)), str(setup.generate.replace(replicas=1)))
-        if kind not in plans:
-            plans[kind] = estimate_serving(problem, setup, fabric, count=False)
-        if len(plans) == top:
-            break
-    return tuple(plans.values()), (first[1], first[2])
+
+    def joined(of: Callable[[Pairs], np.ndarray]) -> np.ndarray:
+        return np.concatenate([of(pairs)[ok] for pairs, ok in zip(groups, allowed, strict=True)])
+
+    tpot, ttft = joined(lambda p: p.tpot), joined(lambda p: p.ttft)
+    whole = ttft + (problem.load.output - 1) * tpot
+    columns = scores(wishes, joined(lambda p: p.chips), -joined(lambda p: p.tokens), tpot, ttft, whole)
+    kinds = joined(lambda p: prefill.kind[p.prefill] * (generate.kind.max() + 1) + generate.kind[p.generate])
+    kinds = kinds * len(groups) + group
+    entry = np.concatenate(allowed)
+    plans: list[ServingEstimate] = []
+    left, first = np.arange(len(group)), None
+    while len(left) and len(plans) < top:
+        i = best_of(columns, ties(wishes), left)
+        first = first or (int(group[i]), int(entry[i]))
+        setup = groups[group[i]].setup(int(entry[i]), prefill, generate)
+        plans.append(estimate_serving(problem, setup, fabric, count=False))
+        left = left[kinds[left] != kinds[i]]
+    assert first is not None, "there is an entry"
+    return tuple(plans), first
 
 
 def _impossible(groups: Sequence[Pairs], wishes: ServingWishes) -> str:

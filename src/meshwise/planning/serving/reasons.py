@@ -126,10 +126,16 @@ def _compared(
     what, sign = {"throughput": ("tokens", -1), "tpot": ("tpot", 1), "ttft": ("ttft", 1)}[wishes.objective]
     if wishes.rate is not None:
         what, sign = "chips", 1
-    value = min(float((sign * getattr(p, what)[m]).min()) for p, m in zip(groups, ok, strict=True) if m.any()) * sign
+    best = [p.take(np.flatnonzero(m)[[np.argmin(sign * getattr(p, what)[m])]]) for p, m in zip(groups, ok, strict=True)
+            if m.any()]  # fmt: skip
+    least = min(best, key=lambda p: float(sign * getattr(p, what)[0]))
+    value = float(getattr(least, what)[0])
     own = float(getattr(winner, what)[0])
     if what == "tokens":
         share = 100 * (1 - value / own)
+        if share < -0.05:  # as good within 1 %, and slower
+            latencies = f"TTFT {format_time(float(least.ttft[0]))}, TPOT {format_time(float(least.tpot[0]))}"
+            return f"{-share:.1f} % more tokens/s per chip, {value:,.1f}, at {latencies}"
         return f"{share:.1f} % fewer tokens/s per chip: {value:,.1f}" if share > 0.05 else None
     if what == "chips":
         return f"{value:g} chips" if value > own else None

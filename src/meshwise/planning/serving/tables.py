@@ -45,6 +45,7 @@ class Table:
         layout, batch, chips: of the row.
         stored: how weights are stored: (parts, expert, stage) as one number, equal for those that can share a copy.
         mesh: which layouts split caches alike, as one number.
+        kind: which layouts differ by their places on the network alone, as one number.
         seconds: of a whole prefill, or of a generate step.
         weights, cache, activations, workspace: bytes on the fullest chip.
         prompts: generate only: numbers of prompts, and [number, layout] bytes of their cache.
@@ -60,6 +61,7 @@ class Table:
     chips: np.ndarray
     stored: np.ndarray
     mesh: np.ndarray
+    kind: np.ndarray
     seconds: np.ndarray
     weights: np.ndarray
     cache: np.ndarray
@@ -106,7 +108,7 @@ def make_table(
     """
     batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
-    held, layouts = [_nothing()], 0
+    held, layouts, kinds = [_nothing()], 0, 0
     for group in found:
         memory, timed = _memory(problem, step, group, batch), _timed(problem, fabric, step, group, batch)
         shape = len(batches), len(group.layouts)
@@ -116,6 +118,7 @@ def make_table(
             "chips": group.chips,
             "stored": np.array([_number(keys[0], key) for key in group.stored]),
             "mesh": np.array([_number(keys[1], key) for key in group.cached]),
+            "kind": np.arange(kinds, kinds + len(group.chips)),
             **memory,
         }
         parts["layout"].append(place + layouts)
@@ -125,7 +128,7 @@ def make_table(
             parts[name].append(np.broadcast_to(value, (len(batches), len(group.chips)))[at, group.places[place]])
         if prompts:
             held.append(_prompt_bytes(problem, step, group, together))
-        layouts += len(group.layouts)
+        layouts, kinds = layouts + len(group.layouts), kinds + len(group.chips)
     return Table(
         len(batches) * layouts,
         tuple(layout for group in found for layout in group.layouts),
