@@ -11,46 +11,58 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ceil", "floor", "log2", "maximum", "minimum", "take", "where"]
+__all__ = ["ceil", "floor", "is_zero", "log2", "maximum", "minimum", "some", "take", "where"]
 
 
-def maximum(first: Any, *rest: Any) -> Any:
+_Array = np.ndarray  # looked up once: these functions are called by the hundred for one estimate
+
+
+def maximum(first: Any, other: Any, *rest: Any) -> Any:
     """Elementwise largest of floats or arrays."""
-    for other in rest:
-        if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
-            first = np.maximum(first, other)
-        elif other > first:
-            first = other
-    return first
+    if isinstance(first, _Array) or isinstance(other, _Array):
+        first = np.maximum(first, other)
+    elif other > first:
+        first = other
+    return maximum(first, *rest) if rest else first
 
 
 def minimum(first: Any, other: Any) -> Any:
     """Elementwise smaller of two floats or arrays."""
-    if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+    if isinstance(first, _Array) or isinstance(other, _Array):
         return np.minimum(first, other)
-    return min(first, other)
+    return other if other < first else first
 
 
 def ceil(value: Any) -> Any:
     """Round up; a value within rounding error of a whole number is that number."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, _Array):
         return np.ceil(value - 1e-9)
     return float(math.ceil(value - 1e-9))
 
 
 def floor(value: Any) -> Any:
     """Round down."""
-    return np.floor(value) if isinstance(value, np.ndarray) else float(math.floor(value))
+    return np.floor(value) if isinstance(value, _Array) else float(math.floor(value))
 
 
 def log2(value: Any) -> Any:
     """Binary logarithm."""
-    return np.log2(value) if isinstance(value, np.ndarray) else math.log2(value)
+    return np.log2(value) if isinstance(value, _Array) else math.log2(value)
+
+
+def is_zero(value: Any) -> bool:
+    """Whether it is 0 for all candidates alike: nothing to be added."""
+    return isinstance(value, float) and value == 0
+
+
+def some(condition: Any) -> bool:
+    """Whether it holds anywhere."""
+    return bool(condition.any()) if isinstance(condition, _Array) else bool(condition)
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
     """Choose elementwise."""
-    if isinstance(condition, np.ndarray):
+    if isinstance(condition, _Array):
         return np.where(condition, yes, no)
     return yes if condition else no
 

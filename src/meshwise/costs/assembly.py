@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, minimum, where
+from meshwise.costs.arithmetic import is_zero, maximum, minimum, where
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.makespans import PipelineTimes, StageTimes
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, stored_shares
@@ -208,7 +208,7 @@ def _least(pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> Any:
 
 def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, cores: float | None) -> StageTimes:
     """The passes of a chunk. `cores`: share of the compute units set aside for hidden exchanges; None hides none."""
-    passes = {name: _shared(sums, shares, "passes", name) for name in ("forward", "backward", "weights")}
+    passes = _shared_passes(sums, shares, "passes")
     if cores is None:
         return StageTimes(**passes)
     computes = _shared(sums, shares, "terms", "forward"), _shared(sums, shares, "terms", "backward", "recompute")
@@ -227,7 +227,7 @@ def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, p
 
     What a pair saves is taken from both of its passes, by their exchanges.
     """
-    passes = {name: _shared(sums, shares, "passes", name) for name in ("forward", "backward", "weights")}
+    passes = _shared_passes(sums, shares, "passes")
     computes = _shared(sums, shares, "terms", "forward"), _shared(sums, shares, "terms", "backward", "recompute")
     exchanges = {name: _shared(sums, shares, "exchanged", name) for name in ("forward", "backward")}
     hidden = {
@@ -244,14 +244,25 @@ def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, p
 
 def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Any) -> StageTimes:
     """Passes with nothing overlapped; a send after each that has one."""
-    forward, backward, weights = (_shared(sums, shares, "serial", n) for n in ("forward", "backward", "weights"))
-    return StageTimes(forward + send, backward + send, weights)
+    passes = _shared_passes(sums, shares, "serial")
+    return StageTimes(passes["forward"] + send, passes["backward"] + send, passes["weights"])
+
+
+def _shared_passes(sums: Mapping[str, RoleSums], shares: Shares, what: str) -> dict[str, Any]:
+    """Seconds of the passes of a chunk."""
+    totals: dict[str, Any] = {"forward": 0.0, "backward": 0.0, "weights": 0.0}
+    for role, own in sums.items():
+        share = shares[role]
+        if not is_zero(share):
+            for name, seconds in getattr(own, what).items():
+                totals[name] = totals[name] + share * seconds
+    return totals
 
 
 def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str) -> Any:
     total: Any = 0.0
     for role, own in sums.items():
-        if not (isinstance(shares[role], float) and shares[role] == 0):
+        if not is_zero(shares[role]):
             for name in names:
                 total = total + shares[role] * getattr(own, what)[name]
     return total

@@ -83,8 +83,12 @@ def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, links: 
     if kind is CollectiveKind.SLICE:
         return num_bytes * 0.0
     busy = wire.size > 1
-    first, *others = (links.seconds(hops, num_bytes * per_byte, busy) for per_byte, hops in schedules(kind, wire))
-    return minimum(first, others[0]) if others else first
+    offered = schedules(kind, wire)
+    per_byte, hops = offered[0]
+    seconds = links.seconds(hops, num_bytes * per_byte, busy)
+    for per_byte, hops in offered[1:]:
+        seconds = minimum(seconds, links.seconds(hops, num_bytes * per_byte, busy))
+    return seconds
 
 
 def ring_time(num_bytes: Any, wire: Wire, *, both_ways: bool, links: Links = IDEAL_LINKS) -> Any:

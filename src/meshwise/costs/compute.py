@@ -6,8 +6,9 @@ The structure is worked out once per placement; sizes, floats or arrays, come af
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from meshwise.costs.arithmetic import maximum
@@ -21,6 +22,7 @@ from meshwise.costs.extents import (
     held_bytes,
     held_key,
     the_same,
+    volume_key,
     weighted_sum,
 )
 from meshwise.dtypes import DType
@@ -79,6 +81,7 @@ class OpWork:
         grouped: whether these are of experts, each with its own rows.
         alike: one and the same value for operations in which all of that is equal but `in_passes`, `routed`, `adds`,
             `weight` and `grouped`, which only some software sees.
+        alike_to_software, alike_in_all: the same where the first three are equal, too, and where all five are.
         placed: the operation.
     """
 
@@ -96,6 +99,8 @@ class OpWork:
     weight: DType | None
     grouped: bool
     alike: object
+    alike_to_software: object
+    alike_in_all: object
     placed: LocalOp
 
 
@@ -275,7 +280,8 @@ def operation_work(item: LocalOp, precision: Precision, *, routed: bool = False)
     op, splits = item.op, dict(item.splits)
 
     def volume(axes: Iterable[str]) -> Volume:
-        return tuple(sorted((a, splits.get(a, ())) for a in axes))
+        axes = tuple(axes)
+        return volume_key(axes, (splits.get(a, ()) for a in axes))
 
     matmul = tiles = attention = kernel = None
     vector: WeightedSum = ()
@@ -289,7 +295,7 @@ def operation_work(item: LocalOp, precision: Precision, *, routed: bool = False)
     elif isinstance(op, Fused):
         kernel = (op, tuple((a, splits.get(a, ())) for a in op.axes))
     elif isinstance(op, Elementwise):
-        vector = ((volume(op.counted or op.axes), op.flops_per_element),)
+        vector = weighted_sum([(volume(op.counted or op.axes), op.flops_per_element)])
     fused = not (op.matmul or isinstance(op, Lookup | Fused | FusedGradient))
     narrow = isinstance(op, Einsum) and op.narrow
     in_passes = fused and not isinstance(op, Convert)
@@ -298,7 +304,9 @@ def operation_work(item: LocalOp, precision: Precision, *, routed: bool = False)
     adds = matmul is not None and item.output.tensor.kind is Kind.GRADIENT
     weight, grouped = _weight(op, precision)
     what = (matmul, tiles, attention, kernel, vector, num_bytes, fused, in_passes, narrow, routed, adds)
-    return OpWork(*what, weight=weight, grouped=grouped, alike=alike, placed=item)
+    to_software = the_same((id(alike), in_passes, routed, adds))
+    in_all = the_same((id(alike), in_passes, routed, adds, weight, grouped))
+    return OpWork(*what, weight, grouped, alike, to_software, in_all, placed=item)
 
 
 def _weight(op: Op, precision: Precision) -> tuple[DType | None, bool]:
@@ -316,7 +324,7 @@ def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
         return held_bytes((item.output,), precision)
     if isinstance(op, Fused):
         axes, num_bytes = op.spilled
-        spilled = tuple(sorted((a, dict(item.splits).get(a, ())) for a in axes))
+        spilled = volume_key(axes, (dict(item.splits).get(a, ()) for a in axes))
         return weighted_sum([*held_bytes((*item.inputs, item.output), precision), (spilled, num_bytes)])
     if isinstance(op, Lookup):
         rows = item.inputs[1] if op.scatter else item.output
@@ -326,17 +334,18 @@ def _operation_bytes(item: LocalOp, precision: Precision) -> WeightedSum:
 
 def passes_alike(works: Mapping[str, tuple[OpWork, ...]]) -> dict[str, object]:
     """For each pass one and the same value as for all passes whose operations are alike."""
-    return {
-        name: the_same(tuple((id(w.alike), w.in_passes, w.routed, w.adds) for w in of)) for name, of in works.items()
-    }
+    return {name: the_same(tuple(id(w.alike_to_software) for w in of)) for name, of in works.items()}
 
 
-def price_key(work: OpWork, rates: ComputeRates) -> object:
-    """A key that operations share which `operation_compute` prices alike."""
+def price_key(rates: ComputeRates) -> Callable[[OpWork], object]:
+    """Give what says of an operation a value that all have in common which `operation_compute` prices alike."""
     if rates.weight_byte:
-        return id(work.alike), work.in_passes, work.routed, work.adds, work.weight, work.grouped
+        return _ALIKE_IN_ALL
     sees_software = rates.elementwise_passes != 1 or rates.mixture_launch or rates.added
-    return (id(work.alike), work.in_passes, work.routed, work.adds) if sees_software else id(work.alike)
+    return _ALIKE_TO_SOFTWARE if sees_software else _ALIKE
+
+
+_ALIKE, _ALIKE_TO_SOFTWARE, _ALIKE_IN_ALL = map(attrgetter, ("alike", "alike_to_software", "alike_in_all"))
 
 
 class OperationPrices:
@@ -350,19 +359,21 @@ class OperationPrices:
     def __init__(self, extents: Extents, rates: ComputeRates) -> None:
         self.extents = extents
         self.rates = rates
-        self._operations: dict[object, OpCompute] = {}
+        self._price_key = price_key(rates)
+        self._operations: dict[int, OpCompute] = {}
         self._passes: dict[int, PassCompute] = {}
 
     def pass_compute(self, works: tuple[OpWork, ...], alike: object) -> PassCompute:
         """Price the operations of one pass of one block, for one microbatch; `alike` as from `passes_alike`."""
-        if id(alike) not in self._passes:
-            self._passes[id(alike)] = self._sum(works)
-        return self._passes[id(alike)]
+        known = self._passes.get(id(alike))
+        if known is None:
+            known = self._passes[id(alike)] = self._sum(works)
+        return known
 
     def _sum(self, works: Iterable[OpWork]) -> PassCompute:
         total = PassCompute()
         for work in works:
-            key = price_key(work, self.rates)
+            key = id(self._price_key(work))
             one = self._operations.get(key)
             if one is None:
                 one = self._operations[key] = operation_compute(work, self.extents, self.rates)
@@ -489,8 +500,5 @@ def _kernel_flops(op: Fused, splits: tuple[tuple[str, Split], ...], extents: Ext
 
 def _tile_waste(tiles: tuple[Volume, Volume, Volume], extents: Extents, units: tuple[int, int, int]) -> Any:
     """Padded over real FLOPs when rows, depth and columns of the local matmul are rounded up to whole tiles."""
-    waste: Any = None
-    for key, unit in zip(tiles, units, strict=True):
-        padded = extents.tiled(key, unit)
-        waste = padded if waste is None else waste * padded
-    return waste
+    (rows, depth, columns), of = tiles, extents.tiled
+    return of(rows, units[0]) * of(depth, units[1]) * of(columns, units[2])

@@ -163,13 +163,11 @@ def tuned_flops(problem: TrainingProblem, tokens: float) -> tuple[float, float, 
     return frozen, trained, attention
 
 
-def _recompute_flops(problem: TrainingProblem, layout: Layout) -> float:
-    sizes = problem.train_program().bind(batch=layout.sequences, queries=problem.job.seq_len)
-    structure, candidates = layout_candidate(problem.model, layout)
+def _recompute_flops(problem: TrainingProblem, structure: Structure, candidates: Candidates, sequences: float) -> float:
+    sizes = problem.train_program().bind(batch=sequences, queries=problem.job.seq_len)
     total = 0.0
-    for placed in (planned.placed for planned in plan_structure(problem, structure)):
-        again = [op for op in placed.block.ops if op.name in placed.recomputed and op.matmul]
-        total += placed.block.repeat * sum(op.flops(sizes) for op in again)
+    for planned in plan_structure(problem, structure):
+        total += planned.placed.block.repeat * sum(op.flops(sizes) for op in planned.again)
     return float(total * candidates.remat_share)
 
 
@@ -233,9 +231,13 @@ def check_pipeline(layers: int, layout: Layout) -> None:
 
 def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, ledger: Ledger | None = None) -> Costs:
     """Evaluate one layout with the evaluator of the search; `ledger` is filled with what its terms are sums of."""
-    check_offload(problem.cluster.chip, layout.offload)
-    structure, candidates = layout_candidate(problem.model, layout)
+    structure, candidates = _checked_candidate(problem, layout)
     return evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout), ledger=ledger)
+
+
+def _checked_candidate(problem: TrainingProblem, layout: Layout) -> tuple[Structure, Candidates]:
+    check_offload(problem.cluster.chip, layout.offload)
+    return layout_candidate(problem.model, layout)
 
 
 def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Estimate:
@@ -253,7 +255,8 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) 
         raise LayoutError(
             f"layout {layout} uses {layout.num_chips:,} chips, the network has {math.prod(fabric.sizes):,}"
         )
-    costs = evaluate_layout(problem, fabric, layout)
+    structure, candidates = _checked_candidate(problem, layout)
+    costs = evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout))
     step = costs.step
     resources = {name: float(v) for name, v in step.resources.items()}
     busiest = max(resources, key=lambda name: resources[name])
@@ -271,7 +274,7 @@ def estimate_training(problem: TrainingProblem, fabric: Fabric, layout: Layout) 
         tokens=tokens,
         num_chips=layout.num_chips,
         model_flops=model_flops(problem, tokens),
-        recompute_flops=_recompute_flops(problem, layout),
+        recompute_flops=_recompute_flops(problem, structure, candidates, layout.sequences),
         peak_flops_per_s=problem.cluster.chip.peak(problem.job.formats.compute),
     )
 

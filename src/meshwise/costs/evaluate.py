@@ -89,9 +89,18 @@ def evaluate_local(
         known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
             operations are the same.
     """
+    return _evaluate_local(problem, structure, sizes, plan_structure(problem, structure), known)
+
+
+def _evaluate_local(
+    problem: TrainingProblem,
+    structure: Structure,
+    sizes: LocalSizes,
+    planned: tuple[PlannedBlock, ...],
+    known: Sequence[LocalBlock] | None = None,
+) -> tuple[LocalBlock, ...]:
     extents = local_extents(problem, structure, sizes)
     rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
-    planned = plan_structure(problem, structure)
     prices = OperationPrices(extents, rates)
     passes = [_passes(problem, structure, b, prices) for b in planned] if known is None else [b.passes for b in known]
     return tuple(
@@ -297,7 +306,7 @@ def evaluated(
     c, formats = candidates, problem.job.formats
     planned = plan_structure(problem, structure)
     if local is None:
-        local = evaluate_local(problem, structure, c.local)
+        local = _evaluate_local(problem, structure, c.local, planned)
     extents = whole_extents(problem, structure, c)
     parts = [p.part(structure, c.remat_share) for p in planned]
     times = [_block_time(p, part, own, extents) for p, part, own in zip(planned, parts, local, strict=True)]

@@ -56,10 +56,14 @@ class Extents:
         self.mesh = mesh
         self._devices: dict[Split, Any] = {(): 1.0}
         self._lengths: dict[tuple[str, Split], Any] = {}
-        self._volumes: dict[Volume, Any] = {}
-        self._tiled: dict[tuple[Volume, int], Any] = {}
+        # By the identities of what plans hold once for all that are equal: hashing long keys would take longer than the
+        # arithmetic. They are kept, so that their identities stay their own.
+        self._kept: list[object] = []
+        self._shares: dict[int, Any] = {}
+        self._volumes: dict[int, Any] = {}
+        self._tiled: dict[tuple[int, int], Any] = {}
         self._parts: dict[int, Any] = {}
-        self._sums: dict[int, tuple[WeightedSum, Any]] = {}
+        self._sums: dict[int, Any] = {}
         self._scaled: dict[tuple[int, Split], Any] = {}
 
     def devices(self, split: Split) -> Any:
@@ -82,46 +86,55 @@ class Extents:
 
     def volume(self, key: Volume) -> Any:
         """Product of the local lengths of `key`'s axes."""
-        if key not in self._volumes:
-            total: Any = None
-            for axis, split in key:
-                length = self.length(axis, split)
-                total = length if total is None else total * length
-            self._volumes[key] = 1.0 if total is None else total
-        return self._volumes[key]
+        known = self._volumes.get(id(key))
+        if known is not None:
+            return known
+        total: Any = None
+        for pair in key:
+            length = self._shares.get(id(pair))
+            if length is None:
+                length = self._shares[id(pair)] = self.length(*pair)
+            total = length if total is None else total * length
+        self._kept.append(key)
+        self._volumes[id(key)] = total = 1.0 if total is None else total
+        return total
 
     def tiled(self, key: Volume, unit: int) -> Any:
         """Padded over real length when a volume is rounded up to whole tiles of `unit`."""
-        if (key, unit) not in self._tiled:
+        known = self._tiled.get((id(key), unit))
+        if known is None:
             length = self.volume(key)
-            self._tiled[key, unit] = ceil(length / unit) * unit / length
-        return self._tiled[key, unit]
+            known = self._tiled[id(key), unit] = ceil(length / unit) * unit / length
+        return known
 
     def weighted(self, sum_of: WeightedSum) -> Any:
         """Sum of volumes, each times its weight (bytes per element, mostly); worked out once for each sum."""
-        known = self._sums.get(id(sum_of))  # a sum is kept beside its value, so that its id stays its own
+        known = self._sums.get(id(sum_of))
         if known is not None:
-            return known[1]
+            return known
         total: Any = None
         for pair in sum_of:
             part = self._parts.get(id(pair))
             if part is None:
                 part = self._parts[id(pair)] = self.volume(pair[0]) * pair[1]
             total = part if total is None else total + part
-        self._sums[id(sum_of)] = sum_of, 0.0 if total is None else total
-        return self._sums[id(sum_of)][1]
+        self._kept.append(sum_of)
+        self._sums[id(sum_of)] = total = 0.0 if total is None else total
+        return total
 
     def scaled(self, sum_of: WeightedSum, split: Split) -> Any:
         """The same times the devices along `split`; equal ones are one and the same value."""
         key = id(sum_of), split
-        if key not in self._scaled:
-            self._scaled[key] = self.weighted(sum_of) * self.devices(split)
-        return self._scaled[key]
+        known = self._scaled.get(key)
+        if known is None:
+            known = self._scaled[key] = self.weighted(sum_of) * self.devices(split)
+        return known
 
 
 def volume_key(axes: Iterable[str], splits: Iterable[Split]) -> Volume:
-    """The key of a block with these axes and splits, equal for equal blocks."""
-    return tuple(sorted(zip(axes, splits, strict=True)))
+    """The key of a block with these axes and splits, one and the same for equal blocks."""
+    key: Volume = the_same(tuple(the_same(pair) for pair in sorted(zip(axes, splits, strict=True))))
+    return key
 
 
 def held_key(held: Held) -> Volume:

@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from meshwise.costs.arithmetic import maximum, where
+from meshwise.costs.arithmetic import maximum, some, where
 from meshwise.costs.calibration import IDENTITY, Calibration
 from meshwise.costs.extents import Extents
 from meshwise.costs.memory_plan import MemoryPlan
@@ -323,7 +321,7 @@ def pipeline_ends(layers: int, pipeline: Pipeline) -> tuple[End, ...]:
         return End(counts, held / chunks, logits, apart)
 
     ends = [end(first, schedule.held_first(shape))]
-    if not schedule.folded:
+    if not schedule.folded and some(shape.stages > 1):
         ends.append(end(last, schedule.held_last(shape)))
     if uneven(layers, pipeline):
         ends.append(end(middle, where(pipeline.has_middle, schedule.held_second(shape), schedule.held_first(shape))))
@@ -427,7 +425,7 @@ def _stage_memory(
             add("activations", block, n * end.in_flight, local.kept)
         else:
             others = n * (end.logits_in_flight - 1)
-            if np.any(others > 0):
+            if some(others > 0):
                 add("logits_and_loss", block, others, moments[-1].workspace)
     for name, value, holding in _fullest_moment(moments):
         out[name] = out[name] + value

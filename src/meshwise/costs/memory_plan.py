@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshwise.costs.extents import WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
+from meshwise.costs.extents import WeightedSum, element_bytes, held_bytes, held_key, volume_key, weighted_sum
 from meshwise.costs.update import moment_bytes, weight_bytes
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
@@ -122,7 +122,7 @@ def _scores(placed: PlacedBlock, *, again: bool) -> WeightedSum:
         splits = dict(item.splits)
         if isinstance(item.op, Attention) and (item.op.name in placed.recomputed) == again:
             axes = (*item.op.inputs[0].axes[:-1], item.op.key_axis)
-            found.append((tuple(sorted((a, splits.get(a, ())) for a in axes)), _SCORE_BYTES))
+            found.append((volume_key(axes, (splits.get(a, ()) for a in axes)), _SCORE_BYTES))
         if item.op.name.startswith("residual.") and whole == again:
             found.append((held_key(item.output), _MASK_BYTES))
     return weighted_sum(found)

@@ -7,7 +7,7 @@ factor of each; what a group of chips can send follows from its factors. Not her
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,24 +105,58 @@ def make_wire(
 
     Returns: the wire; arrays where a factor is an array.
     """
-    return _wire_of(fabric, _spans_of(fabric, factors, axes), routing)
+    return _wire_of(fabric, _spans_of(fabric, _nested(factors), axes), routing)
 
 
 #: Extent and stride of a group on every dimension of a network.
 _Spans = Sequence[tuple[Any, Any]]
 
+#: Mesh axis -> for every dimension of a network its extent, and the product of what nests inside it.
+_Nested = Mapping[str, Sequence[tuple[Any, Any]]]
 
-def _spans_of(fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...]) -> _Spans:
-    return [_extent_and_stride(factors, axes, i) for i in range(len(fabric.dimensions))]
+
+def _nested(factors: Mapping[str, Sequence[Any]]) -> _Nested:
+    nested: dict[str, list[tuple[Any, Any]]] = {}
+    inside: list[Any] | None = None
+    for axis, extents in factors.items():
+        inside = [1.0] * len(extents) if inside is None else [i * e for e, i in previous]
+        nested[axis] = previous = list(zip(extents, inside, strict=True))
+    return nested
+
+
+def _spans_of(fabric: Fabric, nested: _Nested, axes: tuple[str, ...]) -> _Spans:
+    """Extent of a group on every dimension, and the distance of its members: the product of what nests inside it.
+
+    Where other axes nest between those of the group, its members are not equally far apart, but links are shared by as
+    many groups as if they were: the product of all that nests inside the group's outermost axis and is not of it.
+    """
+    members = [spans for axis, spans in nested.items() if axis in axes]
+    if len(members) < 2:
+        return members[0] if members else [(1.0, 1.0)] * len(fabric.dimensions)
+    return [_span(along) for along in zip(*members, strict=True)]
+
+
+def _span(members: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Extent and stride on one dimension of a group of axes, each with its extent and what nests inside it."""
+    extent: Any = 1.0
+    stride: Any = 1.0
+    for own, inside in members:
+        stride = where(own > 1, inside / extent, stride)
+        extent = extent * own
+    return extent, stride
 
 
 def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
+    if all(_unused(extent) for extent, _ in spans):
+        return NO_WIRE
     ring = _TorusSums(_twist_of(fabric, spans))
     tree = _TreeSums(not fabric.dimensions[0].torus, fabric.flat_rings)
     size: Any = 1.0
     send: Any = 0.0
     send_latency: Any = 0.0
     for dim, (extent, stride) in zip(fabric.dimensions, spans, strict=True):
+        if dim.torus and ring.twist is None and _unused(extent):
+            continue
         used = extent > 1
         if dim.torus:
             ring.add(dim, extent, stride)
@@ -158,6 +192,11 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
         if routing is None
         else _routed(routing, ring.exchange if fabric.dimensions[0].torus else None, tree.crossings, size),
     )
+
+
+def _unused(extent: Any) -> bool:
+    """Whether a group has one member along a dimension, in all candidates."""
+    return isinstance(extent, float) and extent == 1
 
 
 def _flat_ring_latency(fabric: Fabric, spans: Sequence[tuple[Any, Any]], size: Any) -> Any:
@@ -207,27 +246,6 @@ def _routed(routing: Routing, torus: Any | None, crossings: Sequence[_Crossing],
     return slowest * tokens
 
 
-def _extent_and_stride(factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...], i: int) -> tuple[Any, Any]:
-    """Extent of the group on dimension `i`, and the distance of its members: the product of what nests inside it.
-
-    Where other axes nest between those of the group, its members are not equally far apart, but links are shared by as
-    many groups as if they were: the product of all that nests inside the group's outermost axis and is not of it.
-    """
-    last = max((n for n, axis in enumerate(factors) if axis in axes), default=-1)
-    alone = len(axes) == 1
-    extent: Any = 1.0
-    inside: Any = 1.0
-    stride: Any = 1.0
-    for n, (axis, factor) in enumerate(factors.items()):
-        if axis in axes:
-            stride = inside if alone else where(factor[i] > 1, inside / extent, stride)
-            extent = factor[i] if alone else extent * factor[i]
-        if n >= last:
-            break
-        inside = inside * factor[i]
-    return extent, stride
-
-
 def _twist_of(fabric: Fabric, spans: Sequence[tuple[Any, Any]]) -> _Twist | None:
     """Say how far a group can use the twist of a torus; None where there is none."""
     torus = [(d, extent) for d, (extent, _) in zip(fabric.dimensions, spans, strict=True) if d.torus]
@@ -265,7 +283,8 @@ def shares_links(
     >>> [shares_links(pod, factors, ("tensor",), (b,)) for b in ("fsdp", "data")]
     [False, True]
     """
-    return _share_links(fabric, *(_spans_of(fabric, factors, axes) for axes in (one, other)))
+    nested = _nested(factors)
+    return _share_links(fabric, *(_spans_of(fabric, nested, axes) for axes in (one, other)))
 
 
 def _share_links(fabric: Fabric, one: _Spans, other: _Spans) -> Any:
@@ -293,6 +312,7 @@ class PlacedWires:
         self.fabric = fabric
         self.factors = factors
         self.routing = routing
+        self._nested: _Nested = _nested(factors)
         self._spans: dict[tuple[str, ...], _Spans] = {}
         self._made: dict[tuple[str, ...], Wire] = {}  # by axes in any order, as they are asked for
         self._shared: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
@@ -315,7 +335,7 @@ class PlacedWires:
 
     def _spans_along(self, axes: tuple[str, ...]) -> _Spans:
         if axes not in self._spans:
-            self._spans[axes] = _spans_of(self.fabric, self.factors, axes)
+            self._spans[axes] = _spans_of(self.fabric, self._nested, axes)
         return self._spans[axes]
 
 

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from meshwise.costs.arithmetic import ceil, take, where
+from meshwise.costs.arithmetic import ceil, some, take, where
 from meshwise.costs.schedules import PipelineShape, Schedule, find_schedule
 from meshwise.tensors import Block
 
@@ -151,7 +149,7 @@ def chunk_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Share
 def uneven(layers: int, pipeline: Pipeline) -> bool:
     """Whether the layers of any candidate do not divide over its chunks, so that devices between may have more."""
     left = ceil(layers / pipeline.num_chunks) * pipeline.num_chunks - layers
-    return bool(np.any((left > 0) & pipeline.has_middle))
+    return some((left > 0) & pipeline.has_middle)
 
 
 def device_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Shares]:

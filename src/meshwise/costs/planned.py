@@ -25,16 +25,24 @@ from meshwise.models import Model
 from meshwise.sharding.place import place_block
 from meshwise.sharding.placed import PlacedBlock
 from meshwise.sharding.remat import remat_policy
-from meshwise.tensors import Attention, Block, Program, Route
+from meshwise.tensors import Attention, Block, Op, Program, Route
 
 __all__ = ["LocalBlock", "PlannedBlock", "place_structure", "plan_structure"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """A placed block with its structure worked out: what remains is arithmetic on sizes."""
+    """A placed block with its structure worked out: what remains is arithmetic on sizes.
+
+    Args:
+        placed: itself; again: its matmuls that are computed again.
+        works, alike: local operations by pass, and what equal passes share.
+        flows: what it sends.
+        memory, update: what it holds, and what updating its weights takes.
+    """
 
     placed: PlacedBlock
+    again: tuple[Op, ...]
     works: Mapping[str, tuple[OpWork, ...]]
     alike: Mapping[str, object]
     flows: tuple[FlowPlan, ...]
@@ -151,6 +159,7 @@ def _plan_blocks(
             works = pass_work(placed, formats)
             block = PlannedBlock(
                 placed,
+                tuple(op for op in placed.block.ops if op.name in placed.recomputed and op.matmul),
                 works,
                 passes_alike(works),
                 flow_plans(placed, formats, optimizer),

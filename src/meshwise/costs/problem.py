@@ -6,7 +6,7 @@ Not here: layouts (`structure`), or what a step costs (`evaluate`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.routing import Routing
@@ -18,7 +18,7 @@ from meshwise.tensors import Program
 __all__ = ["TrainingProblem"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainingProblem:
     """What is given: everything but the layout."""
 
@@ -38,6 +38,10 @@ class TrainingProblem:
 
     def train_program(self) -> Program:
         """Give the model's program as the job trains it: with conversions to narrow formats, and with adapters."""
+        return self._program
+
+    @cached_property
+    def _program(self) -> Program:
         return _job_program(self.model, self.job.formats, self.job.tuning)
 
 

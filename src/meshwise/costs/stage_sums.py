@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, minimum, take, where
+from meshwise.costs.arithmetic import is_zero, maximum, minimum, take, where
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.pipeline import Shares
 from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.place import Purpose
+from meshwise.tensors import Block
 
 __all__ = [
     "COMPUTE_PASSES",
@@ -81,22 +82,18 @@ class RoleSums:
     def mixed(cls, sums: Mapping[str, RoleSums], shares: Shares) -> RoleSums:
         """Add up so large a share of each role; the passes are left out."""
         out = cls()
-        parts = [(own, shares[role]) for role, own in sums.items()]
+        parts = [(own, shares[role]) for role, own in sums.items() if not is_zero(shares[role])]
         for name in ("terms", "hidden", "resources", "cover"):
             into = getattr(out, name)
-            for key in into:
-                into[key] = _total((getattr(own, name)[key], share) for own, share in parts)
-        out.flops = _total((own.flops, share) for own, share in parts)
-        out.busy = _total((own.busy, share) for own, share in parts)
+            for own, share in parts:
+                for key, value in getattr(own, name).items():
+                    if not is_zero(value):
+                        into[key] = into[key] + value * share
+        for own, share in parts:
+            if not is_zero(own.flops):
+                out.flops = out.flops + own.flops * share
+                out.busy = out.busy + own.busy * share
         return out
-
-
-def _total(parts: Any) -> Any:
-    total: Any = 0.0
-    for value, share in parts:
-        if not (isinstance(value, float) and value == 0) and not (isinstance(share, float) and share == 0):
-            total = total + value * share
-    return total
 
 
 @dataclass(slots=True)
@@ -158,21 +155,31 @@ def _add(sums: dict[Any, Any], key: Any, value: Any) -> None:
 class _PassFlows:
     """Flows of one pass of a block: on the critical path, as collective matmuls, in a ring of attention, beside it."""
 
-    critical: _Together = field(default_factory=_Together)
-    fused: _Together = field(default_factory=_Together)
-    circling: _Together = field(default_factory=_Together)
-    hideable: _Together = field(default_factory=_Together)
+    critical: _Together | None = None
+    fused: _Together | None = None
+    circling: _Together | None = None
+    hideable: _Together | None = None
 
-    def of(self, f: Flow, rates: StepRates) -> _Together:
-        """Those that a flow belongs to."""
-        if f.purpose is Purpose.RING:
-            return self.circling
-        if f.purpose is Purpose.MATMUL:
-            return self.fused
-        if f.purpose is not Purpose.ACTIVATIONS:
-            return self.hideable
-        late = f.late == f.count and rates.calibration.late_gathers
-        return self.fused if f.term == "tensor" and (rates.calibration.collective_matmul or late) else self.critical
+    def add(self, f: Flow, seconds: Any, rates: StepRates) -> None:
+        """Put a flow with those that it belongs to."""
+        name = _side(f, rates)
+        together = getattr(self, name)
+        if together is None:
+            together = _Together()
+            setattr(self, name, together)
+        together.add(f, seconds)
+
+
+def _side(f: Flow, rates: StepRates) -> str:
+    """Which of `_PassFlows` a flow belongs to."""
+    if f.purpose is Purpose.RING:
+        return "circling"
+    if f.purpose is Purpose.MATMUL:
+        return "fused"
+    if f.purpose is not Purpose.ACTIVATIONS:
+        return "hideable"
+    late = f.late == f.count and rates.calibration.late_gathers
+    return "fused" if f.term == "tensor" and (rates.calibration.collective_matmul or late) else "critical"
 
 
 def _split_late(f: Flow, rates: StepRates) -> tuple[Flow, ...]:
@@ -186,49 +193,92 @@ def _split_late(f: Flow, rates: StepRates) -> tuple[Flow, ...]:
 def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:
     """Add `count` runs of a block: compute, exposed activations, and what sticks out of weights and gradients."""
     _add_compute(sums, b, count, rates)
-    passes = {Pass.FORWARD: _PassFlows(), Pass.BACKWARD: _PassFlows()}
+    forward, backward = _PassFlows(), _PassFlows()
     bounds: dict[str, Any] = {}
     serial: dict[str, Any] = {}
+    once: list[Flow] = []
     for f in b.flows:
-        if f.when is not Pass.STEP:
-            seconds, bound = rates.flow_seconds(f)
-            _add(bounds, f.term, bound)
-            _add(serial, f.part, seconds)
+        if f.when is Pass.STEP:
+            once.append(f)
+            continue
+        seconds, bound = rates.flow_seconds(f)
+        _add(bounds, f.term, bound)
+        _add(serial, f.part, seconds)
+        flows = forward if f.when is Pass.FORWARD else backward
+        if f.late:
             for flow in _split_late(f, rates):
-                passes[f.when].of(flow, rates).add(flow, seconds * (flow.count / f.count))
+                flows.add(flow, seconds * (flow.count / f.count), rates)
+        else:
+            flows.add(f, seconds, rates)
     for term, seconds in bounds.items():
         sums.resources[term] = sums.resources[term] + count * seconds
     for part, seconds in serial.items():
         sums.serial[part] = sums.serial[part] + count * seconds
-    backward = (b.recompute, b.backward, b.weights)
-    compute = {Pass.FORWARD: b.forward.seconds, Pass.BACKWARD: sum(p.seconds for p in backward)}
-    attention = {
-        Pass.FORWARD: b.forward.attention_seconds,
-        Pass.BACKWARD: sum(p.attention_seconds for p in backward),
-    }
-    purposes = {Pass.FORWARD: Purpose.WEIGHTS, Pass.BACKWARD: Purpose.GRADIENTS}
-    once = [f for f in b.flows if f.when is Pass.STEP]
-    for when, flows in passes.items():
+    again, back, weights = b.recompute, b.backward, b.weights
+    compute = again.seconds + back.seconds + weights.seconds
+    attention = again.attention_seconds + back.attention_seconds + weights.attention_seconds
+    behind = _Behind(sums, b.block, count, rates, ledger)
+    left = behind.hide_pass(Pass.FORWARD, forward, b.forward.seconds, b.forward.attention_seconds, once)
+    sums.cover[Purpose.WEIGHTS] = sums.cover[Purpose.WEIGHTS] + count * left
+    left = behind.hide_pass(Pass.BACKWARD, backward, compute, attention, once)
+    sums.cover[Purpose.GRADIENTS] = sums.cover[Purpose.GRADIENTS] + count * left
 
-        def hide(rule: int, together: _Together, cover: Any, when: Pass = when) -> Any:
-            entry = Hiding(rule, b.block, when, tuple(together.flows), cover, 0.0, count)
-            return _hide(sums, together, entry, ledger, rates.calibration.interference)
 
-        cover = compute[when] * rates.calibration.overlap
-        hide(2, flows.critical, 0.0)
-        for (term, part), seconds in flows.critical.seconds.items():
-            if term == "expert":
-                sums.exchanged[part] = sums.exchanged[part] + count * seconds
-        circled = hide(2, flows.circling, attention[when] * rates.calibration.overlap)
-        hide(2, flows.fused, cover)
-        multiplied = flows.fused.total
-        # What sticks out of collective matmuls covers weights, too, but on the links that they are on.
-        busy = maximum(cover, multiplied)
-        beside = ((flows.fused.flows, multiplied), (flows.circling.flows, circled))
-        room = room_beside(busy, beside, [f for f, _ in flows.hideable.flows], rates)
-        hidden = hide(3, flows.hideable, room)
-        left = maximum(room_beside(busy, beside, once, rates) - hidden, 0.0)
-        sums.cover[purposes[when]] = sums.cover[purposes[when]] + count * left
+@dataclass(slots=True)
+class _Behind:
+    """Hides what `count` copies of a block send behind what they compute, and adds up what sticks out."""
+
+    sums: RoleSums
+    block: Block
+    count: Any
+    rates: StepRates
+    ledger: Ledger | None
+
+    def hide_pass(self, when: Pass, flows: _PassFlows, compute: Any, attention: Any, once: Sequence[Flow]) -> Any:
+        """Hide the flows of one pass behind its seconds of compute, and of attention among them.
+
+        Returns: seconds of compute that nothing hides behind yet, for what is sent `once` a step.
+        """
+        sums, rates, overlap = self.sums, self.rates, self.rates.calibration.overlap
+        cover = compute * overlap
+        beside: list[tuple[list[tuple[Flow, Any]], Any]] = []
+        if flows.critical is not None:
+            self.hide(2, when, flows.critical, 0.0)
+            for (term, part), seconds in flows.critical.seconds.items():
+                if term == "expert":
+                    sums.exchanged[part] = sums.exchanged[part] + self.count * seconds
+        if flows.circling is not None:
+            beside.append((flows.circling.flows, self.hide(2, when, flows.circling, attention * overlap)))
+        busy = cover
+        if flows.fused is not None:
+            self.hide(2, when, flows.fused, cover)
+            # What sticks out of collective matmuls covers weights, too, but on the links that they are on.
+            busy = maximum(cover, flows.fused.total)
+            beside.insert(0, (flows.fused.flows, flows.fused.total))
+        left = room_beside(busy, beside, once, rates)
+        if flows.hideable is not None:
+            room = room_beside(busy, beside, [f for f, _ in flows.hideable.flows], rates)
+            left = maximum(left - self.hide(3, when, flows.hideable, room), 0.0)
+        return left
+
+    def hide(self, rule: int, when: Pass, together: _Together, cover: Any) -> Any:
+        """Hide flows behind `cover`, and write down what share was exposed.
+
+        Returns: seconds that were hidden, once.
+        """
+        sums = self.sums
+        covered, exposed_share = split_exposed(together.total, cover, self.rates.calibration.interference)
+        for (term, part), seconds in together.seconds.items():
+            all_of_it = self.count * seconds
+            exposed = all_of_it if exposed_share is _ALL else all_of_it * exposed_share
+            sums.terms[term] = sums.terms[term] + exposed
+            sums.passes[part] = sums.passes[part] + exposed
+            if exposed_share is not _ALL:
+                sums.hidden[term] = sums.hidden[term] + (all_of_it - exposed)
+        if self.ledger is not None:
+            flows = tuple(together.flows)
+            self.ledger.hidings.append(Hiding(rule, self.block, when, flows, cover, exposed_share, self.count))
+        return covered
 
 
 def room_beside(
@@ -257,26 +307,6 @@ def _add_compute(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates) -> 
         sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
 
 
-def _hide(sums: RoleSums, together: _Together, entry: Hiding, ledger: Ledger | None, interference: float = 0.0) -> Any:
-    """Hide the flows of `entry` behind its cover, and write down what share was exposed.
-
-    Returns: seconds that were hidden, once.
-    """
-    if not entry.flows:
-        return 0.0
-    covered, exposed_share = split_exposed(together.total, entry.cover, interference)
-    for (term, part), seconds in together.seconds.items():
-        all_of_it = entry.count * seconds
-        exposed = all_of_it if exposed_share is _ALL else all_of_it * exposed_share
-        sums.terms[term] = sums.terms[term] + exposed
-        sums.passes[part] = sums.passes[part] + exposed
-        if exposed_share is not _ALL:
-            sums.hidden[term] = sums.hidden[term] + (all_of_it - exposed)
-    if ledger is not None:
-        ledger.hidings.append(replace(entry, exposed_share=exposed_share))
-    return covered
-
-
 #: Share of what nothing hides.
 _ALL = 1.0
 
@@ -288,10 +318,11 @@ def split_exposed(together: Any, cover: Any, interference: float = 0.0) -> tuple
     """
     if isinstance(together, float | int) and together == 0:
         return 0.0, 0.0
-    if isinstance(cover, float) and cover == 0:
+    if is_zero(cover):
         return 0.0, _ALL
     covered = minimum(together, cover)
-    return covered, (together - covered * (1 - interference)) / maximum(together, 1e-30)
+    won = covered * (1 - interference) if interference else covered
+    return covered, (together - won) / maximum(together, 1e-30)
 
 
 def _add_step_flows(once: OnceSums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:

@@ -39,9 +39,8 @@ from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import Holding
 from meshwise.costs.network import PlacedWires, Wire
 from meshwise.costs.pipeline import Part, Pipeline
-from meshwise.costs.traffic import Flow, Pass
+from meshwise.costs.traffic import Flow, Pass, Way
 from meshwise.hardware import Chip
-from meshwise.sharding.place import Purpose
 from meshwise.tensors import Block
 
 __all__ = ["NETWORKS", "TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime", "Wires"]
@@ -209,26 +208,31 @@ class StepRates:
     calibration: Calibration
     wires: Wires
     both_ways: bool = False
-    _known: dict[tuple[Any, ...], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
+    _carrying: dict[int, tuple[Wire, Wire]] = field(default_factory=dict, repr=False, compare=False)
 
     def flow_seconds(self, f: Flow) -> tuple[Any, Any]:
         """Seconds of all collectives of a flow in one pass: expected, and by data-sheet bandwidth alone.
 
         The latter sends one copy of a token to each of its destinations.
         """
-        pieces = f.purpose is Purpose.MATMUL
-        key = id(f.num_bytes), f.kind, f.mesh_axes, f.routed, pieces  # flows of the same bytes share their value
-        if key not in self._known:
-            wire = self.wires(f.mesh_axes)
-            bound = wire_time(f.kind, f.num_bytes, wire.carrying(routed=f.routed))
-            wire = wire.carrying(routed=f.routed and self.calibration.distinct_dispatch)
-            links = self.calibration.links
-            if pieces:
-                self._known[key] = ring_time(f.num_bytes, wire, links=links, both_ways=self.both_ways), bound
-            else:
-                self._known[key] = collective_time(f.kind, f.num_bytes, wire, links=links), bound
-        seconds, bound = self._known[key]
-        return (seconds, bound) if f.count == 1 else (f.count * seconds, f.count * bound)
+        key = id(f.num_bytes), id(f.way)  # flows of the same bytes share their value
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._seconds(f.num_bytes, f.way)
+        return known if f.count == 1 else (f.count * known[0], f.count * known[1])
+
+    def _seconds(self, num_bytes: Any, way: Way) -> tuple[Any, Any]:
+        """Seconds of one collective."""
+        wires = self._carrying.get(id(way))
+        if wires is None:
+            wire, routed = self.wires(way.mesh_axes), way.routed
+            wires = wire.carrying(routed=routed), wire.carrying(routed=routed and self.calibration.distinct_dispatch)
+            self._carrying[id(way)] = wires
+        bound, links = wire_time(way.kind, num_bytes, wires[0]), self.calibration.links
+        if way.pieces:
+            return ring_time(num_bytes, wires[1], links=links, both_ways=self.both_ways), bound
+        return collective_time(way.kind, num_bytes, wires[1], links=links), bound
 
     def share_links(self, flows: Iterable[Flow], others: Iterable[Flow]) -> Any:
         """Whether any of `flows` needs links that any of `others` does; never where wires have no place (bounds)."""

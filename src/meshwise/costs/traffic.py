@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwise.costs.extents import Extents, Split, WeightedSum, element_bytes, volume_key, weighted_sum
+from meshwise.costs.extents import Extents, Split, WeightedSum, element_bytes, the_same, volume_key, weighted_sum
 from meshwise.costs.update import update_transfers
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.place import LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.tensors import Kind
 
-__all__ = ["Flow", "FlowPlan", "Pass", "flow_plans", "forward_flow_plans", "term_of"]
+__all__ = ["Flow", "FlowPlan", "Pass", "Way", "flow_plans", "forward_flow_plans", "term_of"]
 
 
 class Pass(StrEnum):
@@ -26,6 +26,26 @@ class Pass(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"
+
+
+class Way(NamedTuple):
+    """How something is sent: all that its seconds depend on besides its bytes.
+
+    Args:
+        kind, mesh_axes, routed: as in `Flow`.
+        pieces: whether it goes round a ring piece by piece, as a collective matmul does.
+    """
+
+    kind: CollectiveKind
+    mesh_axes: tuple[str, ...]
+    routed: bool
+    pieces: bool
+
+    @classmethod
+    def of(cls, kind: CollectiveKind, mesh_axes: tuple[str, ...], purpose: Purpose, *, routed: bool = False) -> Way:
+        """One and the same value for all that are equal."""
+        way: Way = the_same(cls(kind, mesh_axes, routed, purpose is Purpose.MATMUL))
+        return way
 
 
 #: What one collective moves.
@@ -46,6 +66,7 @@ class Flow:
         term: of a step's time that it counts under, and use of the network.
         part: of a microbatch that it belongs to: "forward", "backward" or "weights".
         late: how many of them only gradients of weights wait for: inputs of matmuls that are gathered once more.
+        way: one and the same value for flows that are sent alike, whatever their bytes.
     """
 
     name: str
@@ -59,7 +80,8 @@ class Flow:
     transfers: tuple[Transfer, ...]
     term: str
     part: str
-    late: int = 0
+    late: int
+    way: Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +89,7 @@ class FlowPlan:
     """A flow before sizes are known.
 
     Args:
-        name, when, purpose, kind, mesh_axes, count, routed, transfers, term, part, late: as in `Flow`.
+        name, when, purpose, kind, mesh_axes, count, routed, transfers, term, part, late, way: as in `Flow`.
         num_bytes: bytes of the local block, as a sum still to be given sizes.
         scaled_by: mesh axes over which the bytes are counted together (AllToAll).
         local: whether they depend only on the sizes of one device's own work, not on data and fsdp.
@@ -86,7 +108,8 @@ class FlowPlan:
     transfers: tuple[Transfer, ...]
     term: str
     part: str
-    late: int = 0
+    late: int
+    way: Way
 
     def bytes(self, extents: Extents) -> Any:
         """Bytes of each collective; equal ones are one and the same value."""
@@ -107,6 +130,7 @@ class FlowPlan:
             self.term,
             self.part,
             self.late,
+            self.way,
         )
 
 
@@ -214,6 +238,7 @@ def _plan(
         if a not in ("B", "C")
         for m in split
     }
+    routed = kind is CollectiveKind.ALL_TO_ALL and any(a.partition(".")[0] == "E" for a in items[0].tensor.axes)
     return FlowPlan(
         name=", ".join(names),
         when=when,
@@ -224,11 +249,12 @@ def _plan(
         num_bytes=total,
         scaled_by=mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else (),
         local=not far & {"data", "fsdp"},
-        routed=kind is CollectiveKind.ALL_TO_ALL and any(a.partition(".")[0] == "E" for a in items[0].tensor.axes),
+        routed=routed,
         transfers=tuple(items),
         term=term_of(mesh_axes, purpose),
         part="forward" if when is Pass.FORWARD else "weights" if purpose is Purpose.GRADIENTS else "backward",
         late=sum(id(message[0]) in late for message in messages) if when is Pass.BACKWARD else 0,
+        way=Way.of(kind, mesh_axes, purpose, routed=routed),
     )
 
 

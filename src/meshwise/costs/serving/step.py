@@ -30,7 +30,7 @@ from meshwise.costs.serving.sizes import (
 )
 from meshwise.costs.stage_sums import room_beside, split_exposed
 from meshwise.costs.step import StepRates, Wires
-from meshwise.costs.traffic import Flow, Pass
+from meshwise.costs.traffic import Flow, Pass, Way
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 from meshwise.sharding.serving_layout import ServingStructure
@@ -203,7 +203,7 @@ class _Adding:
         """Add all of a step; `attending` are the sizes of attention, where they differ."""
         extents = self._extents(step, part)
         within = extents if attending is None else self._extents(step, attending)
-        known: dict[object, OpCompute] = {}
+        known: dict[int, OpCompute] = {}
         for block in self._blocks(step):
             cover = self._add_works(block, block.works, (extents, within), known)
             self._add_flows(block, extents, cover)
@@ -211,7 +211,7 @@ class _Adding:
     def add_all_but_attention(self, step: Step, part: StepSizes, ending: StepSizes) -> None:
         """Add the rest, with what is sent; `ending` are the sizes of the head, which sees few of the tokens."""
         whole, few = (self._extents(step, sizes) for sizes in (part, ending))
-        known: dict[bool, dict[object, OpCompute]] = {True: {}, False: {}}
+        known: dict[bool, dict[int, OpCompute]] = {True: {}, False: {}}
         for block in self._blocks(step):
             is_head = block.role == "head"
             extents = few if is_head else whole
@@ -221,7 +221,7 @@ class _Adding:
 
     def add_attention(self, step: Step, part: StepSizes, attending: StepSizes | None = None) -> None:
         """Add attention alone, without what is sent."""
-        extents, known = self._extents(step, part), dict[object, OpCompute]()
+        extents, known = self._extents(step, part), dict[int, OpCompute]()
         within = extents if attending is None else self._extents(step, attending)
         for block in self._blocks(step):
             works = tuple(w for w in block.works if w[0] == "attention")
@@ -262,9 +262,9 @@ class _Adding:
         """Of what one stage sends the next."""
         boundary = self._extents(step, part).weighted(residual_bytes(self.problem, step, self.structure))
         num_bytes = self.places(boundary)
-        send = Flow(
-            "x", Pass.FORWARD, Purpose.ACTIVATIONS, CollectiveKind.PERMUTE, ("stage",), num_bytes, 1, False, (), "", ""
-        )
+        way = Way.of(CollectiveKind.PERMUTE, ("stage",), Purpose.ACTIVATIONS)
+        what = Pass.FORWARD, Purpose.ACTIVATIONS, way.kind, way.mesh_axes, num_bytes, 1
+        send = Flow("x", *what, routed=False, transfers=(), term="", part="", late=0, way=way)
         return self.rates.flow_seconds(send)[0]
 
     def _blocks(self, step: Step) -> tuple[ServedBlock, ...]:
@@ -283,7 +283,7 @@ class _Adding:
         block: ServedBlock,
         works: tuple[tuple[str, OpWork], ...],
         both: tuple[Extents, Extents],
-        known: dict[object, OpCompute],
+        known: dict[int, OpCompute],
     ) -> tuple[Any, Any]:
         """Add operations of all copies of a block; `both`: sizes of everything, and of what reads cached positions.
 
@@ -291,10 +291,11 @@ class _Adding:
         """
         (extents, within), compute = both, self.problem.compute_rates
         sums, count = self.sums[block.role], float(block.placed.block.repeat)
+        alike = price_key(compute)
         busy: Any = 0.0
         attending: Any = 0.0
         for term, work in works:
-            key = price_key(work, compute)
+            key = id(alike(work))
             one = known.get(key)
             if one is None:
                 of = within if within is not extents and reads_positions(work.placed.op) else extents
