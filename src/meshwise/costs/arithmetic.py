@@ -30,7 +30,7 @@ def minimum(first: Any, other: Any) -> Any:
     """Elementwise smaller of two floats or arrays."""
     if isinstance(first, _Array) or isinstance(other, _Array):
         return np.minimum(first, other)
-    return other if other < first else first
+    return min(first, other)
 
 
 def ceil(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from meshwise.costs.arithmetic import is_zero, maximum, minimum, where
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.makespans import PipelineTimes, StageTimes
-from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, stored_shares
+from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, device_shares
 from meshwise.costs.stage_sums import OnceSums, RoleSums, split_exposed
 from meshwise.costs.step import NETWORKS, TERMS, Ledger, StepRates, StepTime
 from meshwise.costs.traffic import Pass
@@ -74,7 +74,7 @@ def step_time(
     shares = chunk_shares(parts.layers, pipeline)
     times = _times(parts, pipeline, shares)
     works = schedule.works(shape, times)
-    stored, saved = _busiest(pipeline, shares, times, works)
+    stored, saved = _busiest(pipeline, device_shares(parts.layers, pipeline), times, works)
     worked = {role: share * pipeline.work_share for role, share in stored.items()}
     micro = RoleSums.mixed(parts.sums, worked)
     send = _send(parts)
@@ -137,10 +137,10 @@ def _times(parts: StepParts, pipeline: Pipeline, chunks: tuple[Shares, Shares, S
 
 
 def _busiest(
-    pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares], times: PipelineTimes, works: tuple[Any, Any, Any]
+    pipeline: Pipeline, devices: tuple[Shares, Shares, Shares], times: PipelineTimes, works: tuple[Any, Any, Any]
 ) -> tuple[Shares, Any]:
     """What the busiest device stores of each role, and the seconds that a pair of its passes saves run together."""
-    first, middle, last = stored_shares(chunks, pipeline)
+    first, middle, last = devices
     at_first, between = works[0] > works[2], works[1] > maximum(works[0], works[2])
     ends = {role: where(at_first, first[role], last[role]) for role in first}
     stored = {role: where(between, middle[role], ends[role]) for role in first}

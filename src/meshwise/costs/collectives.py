@@ -13,7 +13,16 @@ from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.costs.network import Wire
 from meshwise.sharding import CollectiveKind
 
-__all__ = ["collective_time", "latency", "ring_time", "scheduled_time", "schedules", "wire_time"]
+__all__ = [
+    "collective_time",
+    "fastest",
+    "latency",
+    "ring_time",
+    "scheduled_time",
+    "schedules",
+    "starts",
+    "wire_time",
+]
 
 
 def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
@@ -80,15 +89,24 @@ def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, links: 
     On ideal links hops of at least their latency each, or the bytes through the links, whichever is longer (book,
     Sharded matrices, "when latency-bound"). Arguments as in `wire_time`, and what the software achieves.
     """
+    return fastest(starts(kind, wire, links), num_bytes, links)
+
+
+def starts(kind: CollectiveKind, wire: Wire, links: Links) -> tuple[tuple[Any, Any], ...]:
+    """The algorithms of `schedules`, each with its seconds per byte and those it takes however few; none of a slice."""
     if kind is CollectiveKind.SLICE:
-        return num_bytes * 0.0
+        return ()
     busy = wire.size > 1
-    offered = schedules(kind, wire)
-    per_byte, hops = offered[0]
-    seconds = links.seconds(hops, num_bytes * per_byte, busy)
-    for per_byte, hops in offered[1:]:
-        seconds = minimum(seconds, links.seconds(hops, num_bytes * per_byte, busy))
-    return seconds
+    return tuple((per_byte, links.start(hops, busy)) for per_byte, hops in schedules(kind, wire))
+
+
+def fastest(algorithms: tuple[tuple[Any, Any], ...], num_bytes: Any, links: Links) -> Any:
+    """Expected seconds of so many bytes by the fastest of the `algorithms`, as from `starts`."""
+    seconds: Any = None
+    for per_byte, start in algorithms:
+        own = links.seconds_after(start, num_bytes * per_byte)
+        seconds = own if seconds is None else minimum(seconds, own)
+    return num_bytes * 0.0 if seconds is None else seconds
 
 
 def ring_time(num_bytes: Any, wire: Wire, *, both_ways: bool, links: Links = IDEAL_LINKS) -> Any:

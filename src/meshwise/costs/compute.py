@@ -127,7 +127,7 @@ class OpCompute:
     serial_seconds: Any
 
 
-#: FLOPs of what the matrix unit has no part in.
+#: FLOPs of what the matrix unit has no part in, and sums of nothing.
 _NONE = 0.0
 
 
@@ -371,22 +371,28 @@ class OperationPrices:
         return known
 
     def _sum(self, works: Iterable[OpWork]) -> PassCompute:
-        total = PassCompute()
+        alike, known = self._price_key, self._operations
+        flops: Any = _NONE
+        busy: Any = _NONE
+        moved: Any = _NONE
+        seconds: Any = _NONE
+        serial: Any = _NONE
+        attention: Any = _NONE
         for work in works:
-            key = id(self._price_key(work))
-            one = self._operations.get(key)
+            key = id(alike(work))
+            one = known.get(key)
             if one is None:
-                one = self._operations[key] = operation_compute(work, self.extents, self.rates)
+                one = known[key] = operation_compute(work, self.extents, self.rates)
             if one.flops is not _NONE:
-                total.flops = total.flops + one.flops
-                total.busy = total.busy + one.busy
+                flops = one.flops if flops is _NONE else flops + one.flops
+                busy = one.busy if busy is _NONE else busy + one.busy
             if not work.fused:
-                total.matmul_bytes = total.matmul_bytes + one.num_bytes
-            total.seconds = total.seconds + one.seconds
-            total.serial_seconds = total.serial_seconds + one.serial_seconds
+                moved = one.num_bytes if moved is _NONE else moved + one.num_bytes
+            seconds = one.seconds if seconds is _NONE else seconds + one.seconds
+            serial = one.serial_seconds if serial is _NONE else serial + one.serial_seconds
             if work.attention is not None:
-                total.attention_seconds = total.attention_seconds + one.seconds
-        return total
+                attention = one.seconds if attention is _NONE else attention + one.seconds
+        return PassCompute(flops, busy, moved, seconds, serial, attention)
 
 
 def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> OpCompute:

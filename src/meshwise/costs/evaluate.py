@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from meshwise.costs.arithmetic import maximum, where
 from meshwise.costs.assembly import StepParts, step_time
-from meshwise.costs.compute import ComputeRates, OperationPrices, PassCompute
+from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, held_bytes
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
@@ -100,8 +100,7 @@ def _evaluate_local(
     known: Sequence[LocalBlock] | None = None,
 ) -> tuple[LocalBlock, ...]:
     extents = local_extents(problem, structure, sizes)
-    rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
-    prices = OperationPrices(extents, rates)
+    prices = OperationPrices(extents, problem.compute_rates)
     passes = [_passes(problem, structure, b, prices) for b in planned] if known is None else [b.passes for b in known]
     return tuple(
         LocalBlock(
@@ -144,10 +143,8 @@ def evaluate_local_memory(
 
 def local_extents(problem: TrainingProblem, structure: Structure, sizes: LocalSizes) -> Extents:
     """Lengths of one microbatch on one device, where no weight is split over data and fsdp."""
-    mesh = {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name != "micro_batch"}
-    return Extents(
-        _bound(problem, structure, sizes, sizes.micro_batch * sizes.expert), {"data": 1.0, "fsdp": 1.0, **mesh}
-    )
+    bound = _bound(problem, structure, sizes, sizes.micro_batch * sizes.expert)
+    return Extents(bound, {"data": 1.0, "fsdp": 1.0, **sizes.mesh})
 
 
 def whole_extents(problem: TrainingProblem, structure: Structure, c: Candidates) -> Extents:

@@ -55,6 +55,7 @@ class Extents:
         self.sizes = sizes
         self.mesh = mesh
         self._devices: dict[Split, Any] = {(): 1.0}
+        self._lacking: dict[Split, Any] = {}
         self._lengths: dict[tuple[str, Split], Any] = {}
         # By the identities of what plans hold once for all that are equal: hashing long keys would take longer than the
         # arithmetic. They are kept, so that their identities stay their own.
@@ -74,6 +75,13 @@ class Extents:
                 total = total * self.mesh[axis]
             self._devices[split] = total
         return self._devices[split]
+
+    def lacking(self, split: Split) -> Any:
+        """Share of an array split over `split` that a device does not hold."""
+        known = self._lacking.get(split)
+        if known is None:
+            known = self._lacking[split] = 1 - 1 / self.devices(split)
+        return known
 
     def length(self, axis: str, split: Split) -> Any:
         """Elements of `axis` that one device holds, padding included."""

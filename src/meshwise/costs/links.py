@@ -49,12 +49,20 @@ class Links:
             transfer: seconds of the bytes at full bandwidth.
             busy: whether anything moves.
         """
-        if self.overlapped:
-            return maximum(hops, transfer / self.efficiency)
+        return self.seconds_after(self.start(hops, busy), transfer)
+
+    def start(self, hops: Any, busy: Any) -> Any:
+        """Seconds that a collective takes however small; arguments as in `seconds`."""
+        return hops if self.overlapped else hops + self.startup * busy
+
+    def seconds_after(self, start: Any, transfer: Any) -> Any:
+        """The same as `seconds`, once `start` is known."""
         moving = transfer / self.efficiency
+        if self.overlapped:
+            return maximum(start, moving)
         if self.small_efficiency is not None:
             moving = minimum(transfer / self.small_efficiency, self.bulk_startup + moving)
-        return hops + self.startup * busy + moving
+        return start + moving
 
     def half_size(self, bandwidth: float) -> float:
         """Bytes that a chip sends at which it reaches half of what it reaches with large messages, hops aside.

@@ -10,6 +10,7 @@ gradients of activations (what it recomputes first included), and its gradients 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from meshwise.costs.arithmetic import maximum, where
@@ -76,7 +77,7 @@ class PipelineShape:
     virtual_stages: Any = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PipelineTimes:
     """Seconds of the chunks of a model.
 
@@ -90,7 +91,7 @@ class PipelineTimes:
     middle: StageTimes
     last: StageTimes
 
-    @property
+    @cached_property
     def ends(self) -> StageTimes:
         """A pass of the first or the last chunk, on average: what a device does that has both."""
         return StageTimes(*((getattr(self.first, n) + getattr(self.last, n)) / 2 for n in StageTimes.__slots__))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, some, where
+from meshwise.costs.arithmetic import is_zero, maximum, some, where
 from meshwise.costs.calibration import IDENTITY, Calibration
 from meshwise.costs.extents import Extents
 from meshwise.costs.memory_plan import MemoryPlan
@@ -100,8 +100,7 @@ def local_memory(plan: MemoryPlan, extents: Extents, calibration: Calibration = 
             beside, unreduced = where(more, one, beside), where(more, made, unreduced)
     buffers: Any = 0.0
     for num_bytes, axes in plan.buffers:
-        if not set(axes) & {"data", "fsdp"}:
-            buffers = maximum(buffers, extents.weighted(num_bytes) * (1 - 1 / extents.devices(axes)))
+        buffers = maximum(buffers, extents.weighted(num_bytes) * extents.lacking(axes))
     remade = extents.weighted(plan.compiled_remade if calibration.compiled else plan.remade)
     kept = extents.weighted(plan.kept)
     if calibration.unfused_attention:
@@ -380,15 +379,16 @@ class _AtWork:
 
 def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Any, Holding]]:
     """Of blocks, of which one is at work at a time, what the one holds that needs most: class, bytes, and whose."""
+    totals = [moment.total for moment in moments]
     most: Any = 0.0
-    for moment in moments:
-        most = maximum(most, moment.total)
+    for total in totals:
+        most = maximum(most, total)
     before: Any = False  # of several alike, the first
-    for moment in moments:
-        chosen = (moment.total >= most) & (before == False)  # noqa: E712 -- elementwise
+    for moment, total in zip(moments, totals, strict=True):
+        chosen = (total >= most) & (before == False)  # noqa: E712 -- elementwise
         before = before | chosen
+        copies = moment.present * chosen
         for name, num_bytes in moment.classes:
-            copies = moment.present * chosen
             yield name, copies * num_bytes, Holding(name, moment.block, copies, num_bytes)
 
 
@@ -406,7 +406,9 @@ def _stage_memory(
     out: dict[str, Any] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
 
     def add(name: str, block: Block, copies: Any, num_bytes: Any) -> None:
-        out[name] = out[name] + copies * num_bytes
+        if not is_zero(num_bytes):
+            value = copies * num_bytes
+            out[name] = value if is_zero(out[name]) else out[name] + value
         if holdings is not None:
             holdings.append(Holding(name, block, copies, num_bytes))
 
@@ -418,8 +420,9 @@ def _stage_memory(
             layers.append(LayerMemory(block, n, present, end.in_flight, held, local.kept))
         for name in ("parameters", "master_copies", "gradients", "optimizer"):
             add(name, block, n, held[name])
-        add("parameters", block, end.tied_apart * n, held["tied"])
-        add("gradients", block, end.tied_apart * n, held["tied_gradients"])
+        if holdings is not None or not is_zero(held["tied"]):
+            add("parameters", block, end.tied_apart * n, held["tied"])
+            add("gradients", block, end.tied_apart * n, held["tied_gradients"])
         moments.append(_AtWork.of(block, present, local, held["stored"], bucketed=bucketed))
         if block.role != "head":
             add("activations", block, n * end.in_flight, local.kept)

@@ -36,7 +36,8 @@ class MemoryPlan:
             gradients of weights that are still to be scattered; the largest counts.
         bucket: gradients of all weights of a layer that are gathered, before they are scattered.
         gathered, stored: the same weights as used and as stored.
-        buffers: gathered or unreduced activations, each with the mesh axes over which it was moved.
+        buffers: gathered or unreduced activations, each with the mesh axes over which it was moved, data and fsdp left
+            out.
         compiled_remade, compiled_operations: as `remade` and `operations` where a compiler fuses what is elementwise.
         weights: as `gathered`, each weight alone.
         kept_scores, remade_scores: scores of attention where kernels are not fused, and masks of dropout where that is
@@ -203,7 +204,7 @@ def _largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
 def _buffers(placed: PlacedBlock, precision: Precision) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
     found = set()
     for item in (*placed.forward, *placed.backward):
-        if not isinstance(item, Transfer):
+        if not isinstance(item, Transfer) or {"data", "fsdp"} & set(item.collective.mesh_axes):
             continue
         c = item.collective
         gathers = c.kind is CollectiveKind.ALL_GATHER

@@ -105,7 +105,7 @@ def make_wire(
 
     Returns: the wire; arrays where a factor is an array.
     """
-    return _wire_of(fabric, _spans_of(fabric, _nested(factors), axes), routing)
+    return _wire_of(fabric, _spans_of(fabric, _nested(fabric, factors), axes), routing)
 
 
 #: Extent and stride of a group on every dimension of a network.
@@ -115,12 +115,13 @@ _Spans = Sequence[tuple[Any, Any]]
 _Nested = Mapping[str, Sequence[tuple[Any, Any]]]
 
 
-def _nested(factors: Mapping[str, Sequence[Any]]) -> _Nested:
+def _nested(fabric: Fabric, factors: Mapping[str, Sequence[Any]]) -> _Nested:
     nested: dict[str, list[tuple[Any, Any]]] = {}
-    inside: list[Any] | None = None
+    inside: list[Any] = [1.0] * len(fabric.dimensions)
     for axis, extents in factors.items():
-        inside = [1.0] * len(extents) if inside is None else [i * e for e, i in previous]
-        nested[axis] = previous = list(zip(extents, inside, strict=True))
+        along = list(zip(extents, inside, strict=False))
+        nested[axis] = along
+        inside = [product * extent for extent, product in along]
     return nested
 
 
@@ -163,7 +164,7 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
             send = maximum(send, where(used, stride / dim.bandwidth_one_way, 0.0))
             send_latency = maximum(send_latency, where(used, stride * dim.latency, 0.0))
         else:
-            tree.add(dim, extent, size)
+            tree.add(dim, extent, size, used)
             send = where(used, 1 / dim.bandwidth_one_way, send)
             send_latency = where(used, dim.latency, send_latency)
         size = size * extent
@@ -204,9 +205,10 @@ def _flat_ring_latency(fabric: Fabric, spans: Sequence[tuple[Any, Any]], size: A
     latency: Any = 0.0
     units = size
     for dim, (extent, _) in zip(fabric.dimensions, spans, strict=True):
+        outer = units / extent
         if not dim.torus:
-            latency = latency + (units - units / extent) * dim.latency
-        units = units / extent
+            latency = latency + (units - outer) * dim.latency
+        units = outer
     return latency
 
 
@@ -283,7 +285,7 @@ def shares_links(
     >>> [shares_links(pod, factors, ("tensor",), (b,)) for b in ("fsdp", "data")]
     [False, True]
     """
-    nested = _nested(factors)
+    nested = _nested(fabric, factors)
     return _share_links(fabric, *(_spans_of(fabric, nested, axes) for axes in (one, other)))
 
 
@@ -312,7 +314,7 @@ class PlacedWires:
         self.fabric = fabric
         self.factors = factors
         self.routing = routing
-        self._nested: _Nested = _nested(factors)
+        self._nested: _Nested = _nested(fabric, factors)
         self._spans: dict[tuple[str, ...], _Spans] = {}
         self._made: dict[tuple[str, ...], Wire] = {}  # by axes in any order, as they are asked for
         self._shared: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
@@ -388,14 +390,14 @@ class _TreeSums:
         self.exchange: Any = 0.0
         self.exchange_latency: Any = 0.0
 
-    def add(self, dim: Dimension, extent: Any, below: Any) -> None:
-        """Add a level on which the group has `extent` children of `below` members each."""
+    def add(self, dim: Dimension, extent: Any, below: Any, used: Any) -> None:
+        """Add a level on which the group has `extent` children (`used`: more than one) of `below` members each."""
         steps = ceil(log2(extent))
-        seconds = where(extent > 1, 1 / dim.bandwidth_one_way, 0.0)
+        seconds = where(used, 1 / dim.bandwidth_one_way, 0.0)
         self.crossings.append(_Crossing(seconds, below, extent))
         self.adds.append(dim.adds)
         self.latency = self.latency + steps * dim.latency
-        self.exchange_latency = maximum(self.exchange_latency, where(extent > 1, dim.latency, 0.0))
+        self.exchange_latency = maximum(self.exchange_latency, where(used, dim.latency, 0.0))
         if self.nccl:  # in the innermost level NCCL's tree is a chain
             hops = extent - 1 if len(self.crossings) == 1 and not dim.adds else steps
             self.tree_latency = self.tree_latency + 2 * hops * dim.latency
@@ -405,25 +407,32 @@ class _TreeSums:
         for i, (c, adds) in enumerate(zip(self.crossings, self.adds, strict=True)):
             share = c.seconds / c.below
             missing = 1 - 1 / c.extent if self.own and i == 0 else 1 - c.below / size
-            self.gather = maximum(self.gather, missing * share)
+            through = missing * share
+            self.gather = maximum(self.gather, through)
             # Chips of the innermost level hand on what goes to others' places in other domains (PXN).
             self.exchange = maximum(self.exchange, missing * c.seconds / size)
             # Switches that add send each chip the sum, and take from it its own array: once each way (book, GPUs).
-            self.all_reduce = maximum(self.all_reduce, share if adds else 2 * missing * share)
+            self.all_reduce = maximum(self.all_reduce, share if adds else 2 * through)
             if self.nccl:
                 self.boundary = maximum(self.boundary, share)
-                self.by_trees = maximum(self.by_trees, _tree_bytes(missing, c.extent, adds) * share)
+                self.by_trees = maximum(self.by_trees, _by_trees(c.extent, missing, share, adds=adds))
 
 
-def _tree_bytes(missing: Any, extent: Any, adds: bool) -> Any:
-    """Bytes through a port for each byte of an AllReduce along trees.
+def _by_trees(extent: Any, missing: Any, share: Any, *, adds: bool) -> Any:
+    """Seconds through a port for each byte of an AllReduce along trees.
 
     Two trees carry half of the array each, up and down; a child is inside one of them and a leaf of the other. Of two
     children each is the root of one.
+
+    Args:
+        extent: children.
+        missing: share of the array that comes from the others.
+        share: seconds per byte of the array through a child's ports.
+        adds: whether the switches do.
     """
     if adds:
-        return maximum(2 * missing / IN_NETWORK_GAIN, 1.0)
-    return where(extent > 2, 2.0, 2 * missing)
+        return maximum(2 * missing / IN_NETWORK_GAIN, 1.0) * share
+    return where(extent > 2, 2.0, 2 * missing) * share
 
 
 class _TorusSums:

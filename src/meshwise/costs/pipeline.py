@@ -6,7 +6,7 @@ The one place that knows it. Not here: in which order devices work (`schedules`)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, some, take, where
@@ -21,12 +21,14 @@ __all__ = [
     "device_shares",
     "num_layers",
     "program_of",
-    "stored_shares",
     "uneven",
 ]
 
 #: Role of a block -> share of its copies.
 Shares = Mapping[str, Any]
+
+#: Of the first, of one between, of the last.
+_Three = tuple[Shares, Shares, Shares]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Pipeline:
 
     schedule: Schedule
     shape: PipelineShape
+    _chunks: dict[int, _Three] = field(default_factory=dict, repr=False, compare=False)  # by layers, as the next
+    _devices: dict[int, _Three] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, schedule: str, stages: Any, num_microbatches: Any, virtual_stages: Any = 1.0) -> Pipeline:
@@ -121,7 +125,7 @@ def num_layers(blocks: Iterable[Block]) -> int:
     return sum(block.repeat for block in blocks if block.role == "layer")
 
 
-def chunk_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Shares]:
+def chunk_shares(layers: int, pipeline: Pipeline) -> _Three:
     """Share of the copies of a block in the first chunk, in one between, and in the last, by the block's role.
 
     The first has the embedding, the last the head. Where layers do not divide, the last chunk has one less, then the
@@ -135,7 +139,13 @@ def chunk_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Share
         layers: of the model, all groups together.
         pipeline: of so many chunks (floats or arrays).
     """
-    chunks = pipeline.num_chunks
+    known = pipeline._chunks.get(layers)
+    if known is None:
+        known = pipeline._chunks[layers] = _chunk_shares(layers, pipeline.num_chunks)
+    return known
+
+
+def _chunk_shares(layers: int, chunks: Any) -> _Three:
     most = ceil(layers / chunks)
     missing = most * chunks - layers
     single = (chunks == 1) * 1.0
@@ -152,7 +162,7 @@ def uneven(layers: int, pipeline: Pipeline) -> bool:
     return some((left > 0) & pipeline.has_middle)
 
 
-def device_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Shares]:
+def device_shares(layers: int, pipeline: Pipeline) -> _Three:
     """Share of the copies of a block that the device with the first chunk stores, one between, that with the last.
 
     Args: as in `chunk_shares`.
@@ -161,10 +171,13 @@ def device_shares(layers: int, pipeline: Pipeline) -> tuple[Shares, Shares, Shar
     >>> first["embed"], first["head"], middle["layer"]
     (1.0, 1.0, 0.25)
     """
-    return stored_shares(chunk_shares(layers, pipeline), pipeline)
+    known = pipeline._devices.get(layers)
+    if known is None:
+        known = pipeline._devices[layers] = _stored_shares(chunk_shares(layers, pipeline), pipeline)
+    return known
 
 
-def stored_shares(chunks: tuple[Shares, Shares, Shares], pipeline: Pipeline) -> tuple[Shares, Shares, Shares]:
+def _stored_shares(chunks: _Three, pipeline: Pipeline) -> _Three:
     """The same from the shares of the first chunk, of one between, and of the last."""
     first, middle, last = chunks
     if pipeline.schedule.folded:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from meshwise.costs.calibration import Calibration
+from meshwise.costs.compute import ComputeRates
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster
 from meshwise.jobs import FineTuning, Precision, TrainingJob, narrowed, with_adapters
@@ -39,6 +40,11 @@ class TrainingProblem:
     def train_program(self) -> Program:
         """Give the model's program as the job trains it: with conversions to narrow formats, and with adapters."""
         return self._program
+
+    @cached_property
+    def compute_rates(self) -> ComputeRates:
+        """What operations take on the chip."""
+        return ComputeRates.of(self.cluster.chip, self.job.formats, self.calibration)
 
     @cached_property
     def _program(self) -> Program:

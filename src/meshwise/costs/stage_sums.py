@@ -38,6 +38,10 @@ COMPUTE_PASSES = (("forward", "forward"), ("backward", "recompute"), ("backward"
 _PASSES = ("forward", "backward", "weights")
 
 
+#: What sums start from: the first part takes its place, unadded.
+_NOTHING = 0.0
+
+
 @dataclass(slots=True)
 class RoleSums:
     """One microbatch through every copy of the blocks of a role (seconds, floats or arrays).
@@ -53,15 +57,17 @@ class RoleSums:
         flops: on the matrix unit; busy: its seconds at the data-sheet rate.
     """
 
-    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((*COMPUTE_TERMS, *NETWORKS), 0.0))
-    hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NETWORKS, 0.0))
-    passes: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, 0.0))
-    exchanged: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, 0.0))
-    serial: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, 0.0))
-    resources: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("hbm", *NETWORKS), 0.0))
-    cover: dict[Purpose, Any] = field(default_factory=lambda: dict.fromkeys((Purpose.WEIGHTS, Purpose.GRADIENTS), 0.0))
-    flops: Any = 0.0
-    busy: Any = 0.0
+    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((*COMPUTE_TERMS, *NETWORKS), _NOTHING))
+    hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NETWORKS, _NOTHING))
+    passes: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, _NOTHING))
+    exchanged: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, _NOTHING))
+    serial: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, _NOTHING))
+    resources: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("hbm", *NETWORKS), _NOTHING))
+    cover: dict[Purpose, Any] = field(
+        default_factory=lambda: dict.fromkeys((Purpose.WEIGHTS, Purpose.GRADIENTS), _NOTHING)
+    )
+    flops: Any = _NOTHING
+    busy: Any = _NOTHING
 
     def at(self, index: Any) -> RoleSums:
         """Other rows: passes, exchanges and compute alone."""
@@ -88,11 +94,11 @@ class RoleSums:
             for own, share in parts:
                 for key, value in getattr(own, name).items():
                     if not is_zero(value):
-                        into[key] = into[key] + value * share
+                        _add(into, key, value * share)
         for own, share in parts:
             if not is_zero(own.flops):
-                out.flops = out.flops + own.flops * share
-                out.busy = out.busy + own.busy * share
+                out.flops = _plus(out.flops, own.flops * share)
+                out.busy = _plus(out.busy, own.busy * share)
         return out
 
 
@@ -143,12 +149,18 @@ class _Together:
 
     @property
     def total(self) -> Any:
-        return sum(self.seconds.values())
+        first, *others = self.seconds.values()
+        return sum(others, first)
 
 
 def _add(sums: dict[Any, Any], key: Any, value: Any) -> None:
     """Add to an entry, or make it."""
-    sums[key] = sums[key] + value if key in sums else value
+    known = sums.get(key, _NOTHING)
+    sums[key] = value if known is _NOTHING else known + value
+
+
+def _plus(total: Any, value: Any) -> Any:
+    return value if total is _NOTHING else total + value
 
 
 @dataclass(slots=True)
@@ -211,17 +223,17 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
         else:
             flows.add(f, seconds, rates)
     for term, seconds in bounds.items():
-        sums.resources[term] = sums.resources[term] + count * seconds
+        _add(sums.resources, term, count * seconds)
     for part, seconds in serial.items():
-        sums.serial[part] = sums.serial[part] + count * seconds
+        _add(sums.serial, part, count * seconds)
     again, back, weights = b.recompute, b.backward, b.weights
     compute = again.seconds + back.seconds + weights.seconds
     attention = again.attention_seconds + back.attention_seconds + weights.attention_seconds
     behind = _Behind(sums, b.block, count, rates, ledger)
     left = behind.hide_pass(Pass.FORWARD, forward, b.forward.seconds, b.forward.attention_seconds, once)
-    sums.cover[Purpose.WEIGHTS] = sums.cover[Purpose.WEIGHTS] + count * left
+    _add(sums.cover, Purpose.WEIGHTS, count * left)
     left = behind.hide_pass(Pass.BACKWARD, backward, compute, attention, once)
-    sums.cover[Purpose.GRADIENTS] = sums.cover[Purpose.GRADIENTS] + count * left
+    _add(sums.cover, Purpose.GRADIENTS, count * left)
 
 
 @dataclass(slots=True)
@@ -246,7 +258,7 @@ class _Behind:
             self.hide(2, when, flows.critical, 0.0)
             for (term, part), seconds in flows.critical.seconds.items():
                 if term == "expert":
-                    sums.exchanged[part] = sums.exchanged[part] + self.count * seconds
+                    _add(sums.exchanged, part, self.count * seconds)
         if flows.circling is not None:
             beside.append((flows.circling.flows, self.hide(2, when, flows.circling, attention * overlap)))
         busy = cover
@@ -271,10 +283,10 @@ class _Behind:
         for (term, part), seconds in together.seconds.items():
             all_of_it = self.count * seconds
             exposed = all_of_it if exposed_share is _ALL else all_of_it * exposed_share
-            sums.terms[term] = sums.terms[term] + exposed
-            sums.passes[part] = sums.passes[part] + exposed
+            _add(sums.terms, term, exposed)
+            _add(sums.passes, part, exposed)
             if exposed_share is not _ALL:
-                sums.hidden[term] = sums.hidden[term] + (all_of_it - exposed)
+                _add(sums.hidden, term, all_of_it - exposed)
         if self.ledger is not None:
             flows = tuple(together.flows)
             self.ledger.hidings.append(Hiding(rule, self.block, when, flows, cover, exposed_share, self.count))
@@ -298,13 +310,16 @@ def _add_compute(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates) -> 
     for name, of in COMPUTE_PASSES:
         work: PassCompute = getattr(b, of)
         term = "backward" if of == "weights" else of
+        if is_zero(work.serial_seconds):  # no operations
+            continue
         seconds = count * work.seconds
-        sums.terms[term] = sums.terms[term] + seconds
-        sums.passes[name] = sums.passes[name] + seconds
-        sums.serial[name] = sums.serial[name] + count * work.serial_seconds
-        sums.flops = sums.flops + count * work.flops
-        sums.busy = sums.busy + count * work.busy
-        sums.resources["hbm"] = sums.resources["hbm"] + count * work.matmul_bytes / rates.chip.hbm_bandwidth
+        _add(sums.terms, term, seconds)
+        _add(sums.passes, name, seconds)
+        _add(sums.serial, name, count * work.serial_seconds)
+        _add(sums.resources, "hbm", count * work.matmul_bytes / rates.chip.hbm_bandwidth)
+        if not is_zero(work.flops):
+            sums.flops = _plus(sums.flops, count * work.flops)
+            sums.busy = _plus(sums.busy, count * work.busy)
 
 
 #: Share of what nothing hides.

@@ -30,10 +30,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.collectives import collective_time, ring_time, wire_time
+from meshwise.costs.collectives import fastest, ring_time, starts, wire_time
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import Holding
@@ -197,6 +197,14 @@ class Ledger:
 NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 
 
+class _OfferedWay(NamedTuple):
+    """What is known of a way before its bytes: the wire of its bound, that of its expected time, its algorithms."""
+
+    bound: Wire
+    wire: Wire
+    algorithms: tuple[tuple[Any, Any], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepRates:
     """What every function here needs: the chip, what it achieves, and the wires of the mesh; for one evaluation.
@@ -209,7 +217,7 @@ class StepRates:
     wires: Wires
     both_ways: bool = False
     _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
-    _carrying: dict[int, tuple[Wire, Wire]] = field(default_factory=dict, repr=False, compare=False)
+    _ways: dict[int, _OfferedWay] = field(default_factory=dict, repr=False, compare=False)
 
     def flow_seconds(self, f: Flow) -> tuple[Any, Any]:
         """Seconds of all collectives of a flow in one pass: expected, and by data-sheet bandwidth alone.
@@ -224,15 +232,19 @@ class StepRates:
 
     def _seconds(self, num_bytes: Any, way: Way) -> tuple[Any, Any]:
         """Seconds of one collective."""
-        wires = self._carrying.get(id(way))
-        if wires is None:
-            wire, routed = self.wires(way.mesh_axes), way.routed
-            wires = wire.carrying(routed=routed), wire.carrying(routed=routed and self.calibration.distinct_dispatch)
-            self._carrying[id(way)] = wires
-        bound, links = wire_time(way.kind, num_bytes, wires[0]), self.calibration.links
+        offered = self._ways.get(id(way))
+        if offered is None:
+            offered = self._ways[id(way)] = self._offered(way)
+        bound, links = wire_time(way.kind, num_bytes, offered.bound), self.calibration.links
         if way.pieces:
-            return ring_time(num_bytes, wires[1], links=links, both_ways=self.both_ways), bound
-        return collective_time(way.kind, num_bytes, wires[1], links=links), bound
+            return ring_time(num_bytes, offered.wire, links=links, both_ways=self.both_ways), bound
+        return fastest(offered.algorithms, num_bytes, links), bound
+
+    def _offered(self, way: Way) -> _OfferedWay:
+        whole = self.wires(way.mesh_axes)
+        wire = whole.carrying(routed=way.routed and self.calibration.distinct_dispatch)
+        algorithms = () if way.pieces else starts(way.kind, wire, self.calibration.links)
+        return _OfferedWay(whole.carrying(routed=way.routed), wire, algorithms)
 
     def share_links(self, flows: Iterable[Flow], others: Iterable[Flow]) -> Any:
         """Whether any of `flows` needs links that any of `others` does; never where wires have no place (bounds)."""

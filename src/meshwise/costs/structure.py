@@ -118,7 +118,7 @@ class Candidates:
     @property
     def local(self) -> LocalSizes:
         """What one device's own work depends on."""
-        return LocalSizes(**{f.name: getattr(self, f.name) for f in fields(LocalSizes)})
+        return LocalSizes(self.micro_batch, self.context, self.ulysses, self.expert, self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +130,8 @@ class LocalSizes:
     ulysses: Any = 1.0
     expert: Any = 1.0
     tensor: Any = 1.0
+
+    @property
+    def mesh(self) -> dict[str, Any]:
+        """Mesh axis -> size, of those that split this work."""
+        return {"context": self.context, "ulysses": self.ulysses, "expert": self.expert, "tensor": self.tensor}

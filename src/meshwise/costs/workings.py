@@ -71,7 +71,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workin
     structure, candidate = layout_candidate(problem.model, layout)
     planned = plan_structure(problem, structure)
     local = local_extents(problem, structure, candidate.local)
-    rates = ComputeRates.of(problem.cluster.chip, problem.job.formats, problem.calibration)
+    rates = problem.compute_rates
     whole = whole_extents(problem, structure, candidate)
     used = frozenset(layout.used_axes)
     return Workings(
