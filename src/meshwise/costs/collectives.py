@@ -21,6 +21,7 @@ __all__ = [
     "scheduled_time",
     "schedules",
     "starts",
+    "wire_rate",
     "wire_time",
 ]
 
@@ -37,17 +38,22 @@ def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
     Source: book, Sharded matrices, "summary": AllGather and ReduceScatter V/W, AllReduce twice that, AllToAll a
         quarter.
     """
+    return num_bytes * wire_rate(kind, wire)
+
+
+def wire_rate(kind: CollectiveKind, wire: Wire) -> Any:
+    """The same, for a byte."""
     match kind:
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
-            return num_bytes * wire.gather
+            return wire.gather
         case CollectiveKind.ALL_REDUCE:
-            return num_bytes * wire.all_reduce
+            return wire.all_reduce
         case CollectiveKind.ALL_TO_ALL:
-            return num_bytes * wire.exchange
+            return wire.exchange
         case CollectiveKind.PERMUTE:
-            return num_bytes * wire.send
+            return wire.send
         case CollectiveKind.SLICE:
-            return num_bytes * 0.0
+            return 0.0
 
 
 def schedules(kind: CollectiveKind, wire: Wire) -> tuple[tuple[Any, Any], ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.costs.arithmetic import is_zero, maximum, minimum, take, where
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.pipeline import Shares
 from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates
@@ -93,10 +94,10 @@ class RoleSums:
             into = getattr(out, name)
             for own, share in parts:
                 for key, value in getattr(own, name).items():
-                    if not is_zero(value):
+                    if value is not _NOTHING:
                         _add(into, key, value * share)
         for own, share in parts:
-            if not is_zero(own.flops):
+            if own.flops is not _NOTHING:
                 out.flops = _plus(out.flops, own.flops * share)
                 out.busy = _plus(out.busy, own.busy * share)
         return out
@@ -143,10 +144,6 @@ class _Together:
     flows: list[tuple[Flow, Any]] = field(default_factory=list)
     seconds: dict[tuple[str, str], Any] = field(default_factory=dict)
 
-    def add(self, f: Flow, seconds: Any) -> None:
-        self.flows.append((f, seconds))
-        _add(self.seconds, (f.term, f.part), seconds)
-
     @property
     def total(self) -> Any:
         first, *others = self.seconds.values()
@@ -163,35 +160,25 @@ def _plus(total: Any, value: Any) -> Any:
     return value if total is _NOTHING else total + value
 
 
-@dataclass(slots=True)
-class _PassFlows:
-    """Flows of one pass of a block: on the critical path, as collective matmuls, in a ring of attention, beside it."""
+#: Flows of one pass of a block: "critical" ones, those of "fused" collective matmuls, those "circling" in a ring of
+#: attention, and those "hideable" behind what is left; each where there are any.
+_PassFlows = dict[str, _Together]
 
-    critical: _Together | None = None
-    fused: _Together | None = None
-    circling: _Together | None = None
-    hideable: _Together | None = None
-
-    def add(self, f: Flow, seconds: Any, rates: StepRates) -> None:
-        """Put a flow with those that it belongs to."""
-        name = _side(f, rates)
-        together = getattr(self, name)
-        if together is None:
-            together = _Together()
-            setattr(self, name, together)
-        together.add(f, seconds)
+_SIDES = {Purpose.RING: "circling", Purpose.MATMUL: "fused", Purpose.ACTIVATIONS: "critical"}
 
 
-def _side(f: Flow, rates: StepRates) -> str:
-    """Which of `_PassFlows` a flow belongs to."""
-    if f.purpose is Purpose.RING:
-        return "circling"
-    if f.purpose is Purpose.MATMUL:
-        return "fused"
-    if f.purpose is not Purpose.ACTIVATIONS:
-        return "hideable"
-    late = f.late == f.count and rates.calibration.late_gathers
-    return "fused" if f.term == "tensor" and (rates.calibration.collective_matmul or late) else "critical"
+def _put(flows: _PassFlows, f: Flow, seconds: Any, calibration: Calibration) -> None:
+    """Put a flow with those that it belongs to."""
+    side = _SIDES.get(f.purpose, "hideable")
+    if side == "critical" and f.term == "tensor":
+        late = f.late == f.count and calibration.late_gathers
+        side = "fused" if calibration.collective_matmul or late else side
+    together = flows.get(side)
+    if together is None:
+        together = flows[side] = _Together()
+    together.flows.append((f, seconds))
+    key, sums = (f.term, f.part), together.seconds
+    sums[key] = sums[key] + seconds if key in sums else seconds
 
 
 def _split_late(f: Flow, rates: StepRates) -> tuple[Flow, ...]:
@@ -205,23 +192,26 @@ def _split_late(f: Flow, rates: StepRates) -> tuple[Flow, ...]:
 def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledger: Ledger | None) -> None:
     """Add `count` runs of a block: compute, exposed activations, and what sticks out of weights and gradients."""
     _add_compute(sums, b, count, rates)
-    forward, backward = _PassFlows(), _PassFlows()
+    calibration, at_once, forth = rates.calibration, Pass.STEP, Pass.FORWARD
+    forward: _PassFlows = {}
+    backward: _PassFlows = {}
     bounds: dict[str, Any] = {}
     serial: dict[str, Any] = {}
     once: list[Flow] = []
     for f in b.flows:
-        if f.when is Pass.STEP:
+        if f.when is at_once:
             once.append(f)
             continue
         seconds, bound = rates.flow_seconds(f)
-        _add(bounds, f.term, bound)
-        _add(serial, f.part, seconds)
-        flows = forward if f.when is Pass.FORWARD else backward
+        term, part = f.term, f.part
+        bounds[term] = bounds[term] + bound if term in bounds else bound
+        serial[part] = serial[part] + seconds if part in serial else seconds
+        flows = forward if f.when is forth else backward
         if f.late:
             for flow in _split_late(f, rates):
-                flows.add(flow, seconds * (flow.count / f.count), rates)
+                _put(flows, flow, seconds * (flow.count / f.count), calibration)
         else:
-            flows.add(f, seconds, rates)
+            _put(flows, f, seconds, calibration)
     for term, seconds in bounds.items():
         _add(sums.resources, term, count * seconds)
     for part, seconds in serial.items():
@@ -254,23 +244,26 @@ class _Behind:
         sums, rates, overlap = self.sums, self.rates, self.rates.calibration.overlap
         cover = compute * overlap
         beside: list[tuple[list[tuple[Flow, Any]], Any]] = []
-        if flows.critical is not None:
-            self.hide(2, when, flows.critical, 0.0)
-            for (term, part), seconds in flows.critical.seconds.items():
+        if "critical" in flows:
+            self.hide(2, when, flows["critical"], 0.0)
+            for (term, part), seconds in flows["critical"].seconds.items():
                 if term == "expert":
                     _add(sums.exchanged, part, self.count * seconds)
-        if flows.circling is not None:
-            beside.append((flows.circling.flows, self.hide(2, when, flows.circling, attention * overlap)))
+        circled = self.hide(2, when, flows["circling"], attention * overlap) if "circling" in flows else 0.0
         busy = cover
-        if flows.fused is not None:
-            self.hide(2, when, flows.fused, cover)
+        if "fused" in flows:
+            self.hide(2, when, flows["fused"], cover)
+            multiplied = flows["fused"].total
             # What sticks out of collective matmuls covers weights, too, but on the links that they are on.
-            busy = maximum(cover, flows.fused.total)
-            beside.insert(0, (flows.fused.flows, flows.fused.total))
+            busy = maximum(cover, multiplied)
+            beside.append((flows["fused"].flows, multiplied))
+        if "circling" in flows:
+            beside.append((flows["circling"].flows, circled))
         left = room_beside(busy, beside, once, rates)
-        if flows.hideable is not None:
-            room = room_beside(busy, beside, [f for f, _ in flows.hideable.flows], rates)
-            left = maximum(left - self.hide(3, when, flows.hideable, room), 0.0)
+        if "hideable" in flows:
+            hideable = flows["hideable"]
+            room = room_beside(busy, beside, [f for f, _ in hideable.flows], rates) if beside else busy
+            left = maximum(left - self.hide(3, when, hideable, room), 0.0)
         return left
 
     def hide(self, rule: int, when: Pass, together: _Together, cover: Any) -> Any:

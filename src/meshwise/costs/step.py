@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.collectives import fastest, ring_time, starts, wire_time
+from meshwise.costs.collectives import fastest, ring_time, starts, wire_rate
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import Holding
@@ -198,9 +198,9 @@ NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 
 
 class _OfferedWay(NamedTuple):
-    """What is known of a way before its bytes: the wire of its bound, that of its expected time, its algorithms."""
+    """What is known of a way before its bytes: seconds per byte that none beats, the wire, its algorithms."""
 
-    bound: Wire
+    bound: Any
     wire: Wire
     algorithms: tuple[tuple[Any, Any], ...]
 
@@ -235,7 +235,7 @@ class StepRates:
         offered = self._ways.get(id(way))
         if offered is None:
             offered = self._ways[id(way)] = self._offered(way)
-        bound, links = wire_time(way.kind, num_bytes, offered.bound), self.calibration.links
+        bound, links = num_bytes * offered.bound, self.calibration.links
         if way.pieces:
             return ring_time(num_bytes, offered.wire, links=links, both_ways=self.both_ways), bound
         return fastest(offered.algorithms, num_bytes, links), bound
@@ -244,7 +244,7 @@ class StepRates:
         whole = self.wires(way.mesh_axes)
         wire = whole.carrying(routed=way.routed and self.calibration.distinct_dispatch)
         algorithms = () if way.pieces else starts(way.kind, wire, self.calibration.links)
-        return _OfferedWay(whole.carrying(routed=way.routed), wire, algorithms)
+        return _OfferedWay(wire_rate(way.kind, whole.carrying(routed=way.routed)), wire, algorithms)
 
     def share_links(self, flows: Iterable[Flow], others: Iterable[Flow]) -> Any:
         """Whether any of `flows` needs links that any of `others` does; never where wires have no place (bounds)."""

@@ -113,7 +113,7 @@ class FlowPlan:
 
     def bytes(self, extents: Extents) -> Any:
         """Bytes of each collective; equal ones are one and the same value."""
-        return extents.scaled(self.num_bytes, self.scaled_by)
+        return extents.scaled(self.num_bytes, self.scaled_by) if self.scaled_by else extents.weighted(self.num_bytes)
 
     def sized(self, num_bytes: Any) -> Flow:
         """Give it bytes that are known."""
