@@ -128,7 +128,7 @@ class OpCompute:
 
 
 #: FLOPs of what the matrix unit has no part in, and sums of nothing.
-_NONE = 0.0
+_NONE: Any = 0.0
 
 
 @dataclass(slots=True)
@@ -339,13 +339,9 @@ def passes_alike(works: Mapping[str, tuple[OpWork, ...]]) -> dict[str, object]:
 
 def price_key(rates: ComputeRates) -> Callable[[OpWork], object]:
     """Give what says of an operation a value that all have in common which `operation_compute` prices alike."""
-    if rates.weight_byte:
-        return _ALIKE_IN_ALL
     sees_software = rates.elementwise_passes != 1 or rates.mixture_launch or rates.added
-    return _ALIKE_TO_SOFTWARE if sees_software else _ALIKE
-
-
-_ALIKE, _ALIKE_TO_SOFTWARE, _ALIKE_IN_ALL = map(attrgetter, ("alike", "alike_to_software", "alike_in_all"))
+    less = "alike_to_software" if sees_software else "alike"
+    return attrgetter("alike_in_all" if rates.weight_byte else less)
 
 
 class OperationPrices:
@@ -372,12 +368,7 @@ class OperationPrices:
 
     def _sum(self, works: Iterable[OpWork]) -> PassCompute:
         alike, known = self._price_key, self._operations
-        flops: Any = _NONE
-        busy: Any = _NONE
-        moved: Any = _NONE
-        seconds: Any = _NONE
-        serial: Any = _NONE
-        attention: Any = _NONE
+        flops = busy = moved = seconds = serial = attention = _NONE
         for work in works:
             key = id(alike(work))
             one = known.get(key)
@@ -397,8 +388,7 @@ class OperationPrices:
 
 def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> OpCompute:
     """Price one operation; arguments as in `OperationPrices`."""
-    flops: Any = _NONE
-    busy: Any = _NONE
+    flops = busy = _NONE
     compute: Any = 0.0
     if work.matmul is not None and work.tiles is not None:
         flops = 2 * extents.volume(work.matmul)
@@ -506,5 +496,5 @@ def _kernel_flops(op: Fused, splits: tuple[tuple[str, Split], ...], extents: Ext
 
 def _tile_waste(tiles: tuple[Volume, Volume, Volume], extents: Extents, units: tuple[int, int, int]) -> Any:
     """Padded over real FLOPs when rows, depth and columns of the local matmul are rounded up to whole tiles."""
-    (rows, depth, columns), of = tiles, extents.tiled
-    return of(rows, units[0]) * of(depth, units[1]) * of(columns, units[2])
+    rows, depth, columns = map(extents.tiled, tiles, units)
+    return rows * depth * columns

@@ -106,7 +106,7 @@ def _evaluate_local(
         LocalBlock(
             own,
             {i: plan.bytes(extents) for i, plan in enumerate(b.flows) if plan.local},
-            local_memory(b.memory, extents, problem.calibration),
+            _local_memory(problem, b, extents),
         )
         for own, b in zip(passes, planned, strict=True)
     )
@@ -138,7 +138,12 @@ def evaluate_local_memory(
 ) -> tuple[tuple[PlannedBlock, LocalMemory], ...]:
     """Evaluate the activations of each block alone; arguments as in `evaluate_local`."""
     extents = local_extents(problem, structure, sizes)
-    return tuple((b, local_memory(b.memory, extents, problem.calibration)) for b in plan_structure(problem, structure))
+    return tuple((b, _local_memory(problem, b, extents)) for b in plan_structure(problem, structure))
+
+
+def _local_memory(problem: TrainingProblem, b: PlannedBlock, extents: Extents) -> LocalMemory:
+    bucketed = problem.bucketed and b.placed.block.role == "layer"
+    return local_memory(b.memory, extents, problem.calibration, bucketed=bucketed)
 
 
 def local_extents(problem: TrainingProblem, structure: Structure, sizes: LocalSizes) -> Extents:
@@ -227,7 +232,6 @@ class Evaluated:
             self.extents,
             self.problem.job.formats,
             pipeline,
-            bucketed=self.problem.cluster.chip.vendor != "google" and not self.problem.calibration.compiled,
             noted=self.ledger is not None,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 from meshwise.costs.arithmetic import is_zero, maximum, some, where
 from meshwise.costs.calibration import IDENTITY, Calibration
 from meshwise.costs.extents import Extents
-from meshwise.costs.memory_plan import MemoryPlan
+from meshwise.costs.memory_plan import MemoryPlan, Moment
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of, uneven
 from meshwise.jobs import Precision
 from meshwise.tensors import Block
@@ -63,8 +63,8 @@ class LocalMemory:
         kept: as in the plan.
         workspace: of the moment that holds most activations.
         beside: likewise, of the moment that holds most with unreduced gradients.
-        unreduced: gradients at that moment.
-        bucket, gathered, buffers: as in the plan.
+        unreduced: gradients at that moment; where they are scattered together, the plan's bucket.
+        gathered, buffers: as in the plan.
         at_once: the gathered weights that are there at once, over all of them.
     """
 
@@ -72,51 +72,70 @@ class LocalMemory:
     workspace: Any
     beside: Any
     unreduced: Any
-    bucket: Any
     gathered: Any
     buffers: Any
     at_once: Any = 1.0
 
 
-def local_memory(plan: MemoryPlan, extents: Extents, calibration: Calibration = IDENTITY) -> LocalMemory:
+def local_memory(
+    plan: MemoryPlan, extents: Extents, calibration: Calibration = IDENTITY, *, bucketed: bool = False
+) -> LocalMemory:
     """Give sizes to the activations of a block.
 
     Args:
         plan: of the block.
         extents: local sizes.
         calibration: says what the software fuses, and gathers at once.
+        bucketed: whether the block's gradients are scattered together, while the block before is at work; else each
+            while the next is made.
     """
+    remade = extents.weighted(plan.compiled_remade if calibration.compiled else plan.remade)
+    kept = extents.weighted(plan.kept)
+    if calibration.unfused_attention:
+        remade = remade + extents.weighted(plan.remade_scores)
+        kept = kept + extents.weighted(plan.kept_scores)
     moments = plan.compiled_operations if calibration.compiled else plan.operations
-    beside: Any = 0.0
-    for activations, gradients in moments:
-        if not gradients:
-            beside = maximum(beside, extents.weighted(activations))
-    largest, unreduced = beside, 0.0 * beside
+    if bucketed:
+        largest = _most_activations(moments, extents)
+        workspace = beside = remade + largest
+        unreduced = extents.weighted(plan.bucket)
+    else:
+        largest, besides, unreduced = _most_with_gradients(moments, extents)
+        workspace, beside = remade + largest, remade + besides
+    buffers: Any = 0.0
+    for num_bytes, axes in plan.buffers:
+        buffers = maximum(buffers, extents.weighted(num_bytes) * extents.lacking(axes))
+    gathered = extents.weighted(plan.gathered)
+    return LocalMemory(
+        kept=kept,
+        workspace=workspace,
+        beside=beside,
+        unreduced=unreduced,
+        gathered=gathered,
+        buffers=buffers,
+        at_once=_largest_share(plan, gathered, extents) if calibration.compiled else 1.0,
+    )
+
+
+def _most_activations(moments: Iterable[Moment], extents: Extents) -> Any:
+    """Bytes at the moment that holds most activations."""
+    largest: Any = 0.0
+    for activations, _ in moments:
+        largest = maximum(largest, extents.weighted(activations))
+    return largest
+
+
+def _most_with_gradients(moments: Iterable[Moment], extents: Extents) -> tuple[Any, Any, Any]:
+    """The same, and of the moment that holds most with unreduced gradients its activations and its gradients."""
+    beside = _most_activations((moment for moment in moments if not moment[1]), extents)
+    largest, unreduced = beside, 0.0
     for activations, gradients in moments:
         if gradients:
             one, made = extents.weighted(activations), extents.weighted(gradients)
             largest = maximum(largest, one)
             more = one + made > beside + unreduced
             beside, unreduced = where(more, one, beside), where(more, made, unreduced)
-    buffers: Any = 0.0
-    for num_bytes, axes in plan.buffers:
-        buffers = maximum(buffers, extents.weighted(num_bytes) * extents.lacking(axes))
-    remade = extents.weighted(plan.compiled_remade if calibration.compiled else plan.remade)
-    kept = extents.weighted(plan.kept)
-    if calibration.unfused_attention:
-        remade = remade + extents.weighted(plan.remade_scores)
-        kept = kept + extents.weighted(plan.kept_scores)
-    gathered = extents.weighted(plan.gathered)
-    return LocalMemory(
-        kept=kept,
-        workspace=remade + largest,
-        beside=remade + beside,
-        unreduced=unreduced,
-        bucket=extents.weighted(plan.bucket),
-        gathered=gathered,
-        buffers=buffers,
-        at_once=_largest_share(plan, gathered, extents) if calibration.compiled else 1.0,
-    )
+    return largest, beside, unreduced
 
 
 def _largest_share(plan: MemoryPlan, gathered: Any, extents: Extents) -> Any:
@@ -133,7 +152,6 @@ def stage_memories(
     precision: Precision,
     pipeline: Pipeline,
     *,
-    bucketed: bool,
     noted: bool = False,
 ) -> tuple[StageMemory, ...]:
     """What the chips hold that may be the fullest: with the embedding, with the head; the one with most layers last.
@@ -146,15 +164,13 @@ def stage_memories(
         extents: local sizes of the training state.
         precision: bytes per element.
         pipeline: schedule and sizes (floats or arrays).
-        bucketed: whether a layer's gradients are scattered together, while the layer before is at work; else each
-            while the next is made.
         noted: whether to write down what the classes are made of (floats only).
 
     Source: book, Training, "memory"; Korthikanti et al. 2022.
     """
     state = [state_bytes(plan, extents, precision) for _, plan, _ in blocks]
     ends = pipeline_ends(num_layers(program_of(part for part, _, _ in blocks)), pipeline)
-    return tuple(_stage_memory(blocks, state, end, [] if noted else None, bucketed=bucketed) for end in ends)
+    return tuple(_stage_memory(blocks, state, end, [] if noted else None) for end in ends)
 
 
 def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Any]:
@@ -352,15 +368,15 @@ class _AtWork:
     buffers: Any
 
     @classmethod
-    def of(cls, block: Block, present: Any, local: LocalMemory, stored: Any, *, bucketed: bool) -> _AtWork:
-        """`stored`: bytes of the gathered weights as stored; `bucketed` as in `stage_memories`.
+    def of(cls, block: Block, present: Any, local: LocalMemory, stored: Any) -> _AtWork:
+        """`stored`: bytes of the gathered weights as stored.
 
         Weights of a layer are gathered one after the other: the next layer's take the place of those that were read.
         """
         apart = local.gathered > stored  # else weights are used where they are, and gradients added where they are made
-        together = bucketed and block.role == "layer"
-        unreduced = where(apart, local.bucket if together else local.unreduced, 0.0)
-        workspace = local.workspace if together else where(apart, local.beside, local.workspace)
+        unreduced = where(apart, local.unreduced, 0.0)
+        same = local.beside is local.workspace
+        workspace = local.workspace if same else where(apart, local.beside, local.workspace)
         # A lookup's table is read in the forward pass alone: it is among the moments, as its gradient is.
         gathered = unreduced + (0.0 if block.role == "embed" else maximum(local.gathered - stored, 0.0) * local.at_once)
         return cls(block, present, workspace, gathered, local.buffers)
@@ -397,8 +413,6 @@ def _stage_memory(
     state: Sequence[Mapping[str, Any]],
     end: End,
     holdings: list[Holding] | None,
-    *,
-    bucketed: bool,
 ) -> StageMemory:
     """Classes of one stage, the reserve left out; `holdings` is filled with what they are made of."""
     layers: list[LayerMemory] = []
@@ -423,7 +437,7 @@ def _stage_memory(
         if holdings is not None or not is_zero(held["tied"]):
             add("parameters", block, end.tied_apart * n, held["tied"])
             add("gradients", block, end.tied_apart * n, held["tied_gradients"])
-        moments.append(_AtWork.of(block, present, local, held["stored"], bucketed=bucketed))
+        moments.append(_AtWork.of(block, present, local, held["stored"]))
         if block.role != "head":
             add("activations", block, n * end.in_flight, local.kept)
         else:

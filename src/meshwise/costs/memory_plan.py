@@ -15,7 +15,7 @@ from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.tensors import Attention, Convert, Elementwise, Kind
 
-__all__ = ["MemoryPlan", "memory_plan"]
+__all__ = ["MemoryPlan", "Moment", "memory_plan"]
 
 #: Activations, and unreduced gradients, that are held at once.
 Moment = tuple[WeightedSum, WeightedSum]

@@ -41,6 +41,11 @@ class TrainingProblem:
         """Give the model's program as the job trains it: with conversions to narrow formats, and with adapters."""
         return self._program
 
+    @property
+    def bucketed(self) -> bool:
+        """Whether a layer's gradients are scattered together, while the layer before is at work."""
+        return self.cluster.chip.vendor != "google" and not self.calibration.compiled
+
     @cached_property
     def compute_rates(self) -> ComputeRates:
         """What operations take on the chip."""
