@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -133,6 +134,16 @@ def torus(shape, *, wraps=True, chip="v5p"):
     axes = tuple(TorusAxis(n, wraps) for n in shape)
     network = Torus(axes, cluster.chip.link_bandwidth_one_way, cluster.chip.hop_latency)
     return cluster.replace(name=f"{chip}-box", network=network, num_chips=math.prod(shape))
+
+
+def nodes(number, chips):
+    """Nodes of so few H100 that meshes of small problems have several places on them."""
+    cluster = parse_cluster("h100:16")
+    inner, outer = cluster.network.levels
+    levels = replace(inner, degree=chips), replace(outer, degree=number)
+    return cluster.replace(
+        name="small nodes", network=replace(cluster.network, levels=levels), num_chips=number * chips
+    )
 
 
 CLUSTERS = {

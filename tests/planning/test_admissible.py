@@ -1,6 +1,7 @@
 """Bounds of the search are never above what they bound, and no placement that is left out is faster than all kept."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,14 +30,24 @@ def pricing_of(case):
     return Pricing(problem, fabric, works(problem.model, choices), choices, table, math.inf)
 
 
+def unbounded(rows):
+    """The same, as if nothing were known of their time."""
+    return replace(rows, bound=np.zeros(len(rows)))
+
+
 def hold_bounds(case, generator):
     pricing = pricing_of(case)
     groups = pricing.groups(range(len(pricing.variants)), lambda bound: np.ones(len(bound), bool))
     rows = pricing.rows(groups.take(generator.integers(len(groups), size=24)))
     fitting, _ = pricing.fitting(rows.take(generator.integers(len(rows), size=48)))
-    bounded = pricing.bounded(fitting)
-    assert len(bounded)
+    assert len(fitting)
+    bounded = pricing.bounded(unbounded(fitting))
     assert (fitting.bound <= bounded.bound * BELOW).all()
+    assert (pricing.raised(unbounded(fitting)).bound <= bounded.bound).all()
+    sited = pricing.placed_best(unbounded(fitting))
+    for i in np.flatnonzero(sited.bound):
+        best = min(priced.seconds.min() for priced in pricing.placed(fitting.take(slice(i, i + 1))))
+        assert sited.bound[i] <= best
     ideal = ideal_chip_seconds_per_token(pricing.problem, Choices(**case[1])) / math.prod(pricing.fabric.sizes)
     assert (ideal <= bounded.bound * BELOW).all()
     for priced in pricing.placed(bounded):

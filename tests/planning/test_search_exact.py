@@ -12,7 +12,17 @@ import pytest
 from everything import KIND, all_places, everything
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_problems import ALL_CALIBRATIONS, LEARNED, MIXTURE, NODE_LIMITED, all_factorings, all_placements, tiny, torus
+from small_problems import (
+    ALL_CALIBRATIONS,
+    LEARNED,
+    MIXTURE,
+    NODE_LIMITED,
+    all_factorings,
+    all_placements,
+    nodes,
+    tiny,
+    torus,
+)
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import evaluate_layout
@@ -193,6 +203,8 @@ def test_the_search_over_all_choices_finds_what_trying_everything_finds(name):
 CLUSTERS = {
     "4 H100": lambda: parse_cluster("h100:4"),
     "8 H100": lambda: parse_cluster("h100:8"),
+    "2 nodes of 2 H100": lambda: nodes(2, 2),
+    "2 nodes of 4 H100": lambda: nodes(2, 4),
     "2 x 3 torus": lambda: torus((2, 3)),
     "line of 4": lambda: torus((4,), wraps=False, chip="v5e"),
     "two slices": lambda: parse_cluster("v5e:2x2*2"),

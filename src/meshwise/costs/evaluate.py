@@ -50,6 +50,7 @@ __all__ = [
     "offloaded",
     "place_structure",
     "plan_structure",
+    "rates_of",
     "repeats_whole",
     "whole_extents",
 ]
@@ -313,7 +314,7 @@ def evaluated(
     times = [_block_time(p, part, own, extents) for p, part, own in zip(planned, parts, local, strict=True)]
     step = _step_parts(
         times,
-        _rates(problem, structure, wires),
+        rates_of(problem, structure, wires),
         extents.weighted(held_bytes(_between_stages(problem.model, structure), formats)),
         ledger,
         c.tensor if problem.calibration.scattered_sends and not structure.sequence_parallel else 1.0,
@@ -322,7 +323,8 @@ def evaluated(
     return Evaluated(problem, structure, c.offload_share, blocks, extents, step, ledger)
 
 
-def _rates(problem: TrainingProblem, structure: Structure, wires: Callable[[tuple[str, ...]], Wire]) -> StepRates:
+def rates_of(problem: TrainingProblem, structure: Structure, wires: Callable[[tuple[str, ...]], Wire]) -> StepRates:
+    """Give the rates of one evaluation; arguments as in `evaluate`."""
     both_ways = structure.collective_matmul == "bidirectional"
     return StepRates(problem.cluster.chip, problem.calibration, wires, both_ways=both_ways)
 
@@ -370,7 +372,7 @@ def evaluate_activations(
         BlockTime(p.part(structure, 1.0), **own.passes, flows=_activation_flows(p, own))
         for p, own in zip(planned, local, strict=True)
     ]
-    return _step_parts(times, _rates(problem, structure, wires), 0.0)
+    return _step_parts(times, rates_of(problem, structure, wires), 0.0)
 
 
 def evaluate_memory(

@@ -71,15 +71,16 @@ class RoleSums:
     busy: Any = _NOTHING
 
     def at(self, index: Any) -> RoleSums:
-        """Other rows: passes, exchanges and compute alone."""
+        """Other rows: passes, exchanges, compute, and what hides what moves, alone."""
         compute = {name: take(self.terms[name], index) for name in COMPUTE_TERMS}
-        return RoleSums(compute, passes=take(self.passes, index), exchanged=take(self.exchanged, index))
+        passes, exchanged, cover = (take(getattr(self, name), index) for name in ("passes", "exchanged", "cover"))
+        return RoleSums(compute, passes=passes, exchanged=exchanged, cover=cover)
 
     @classmethod
     def between(cls, one: RoleSums, other: RoleSums, share: Any) -> RoleSums:
-        """So large a share of `other`, the rest of `one`: passes, exchanges and terms alone."""
+        """So large a share of `other`, the rest of `one`: passes, exchanges, terms and cover alone."""
         out = cls()
-        for name in ("terms", "passes", "exchanged"):
+        for name in ("terms", "passes", "exchanged", "cover"):
             these, those, into = getattr(one, name), getattr(other, name), getattr(out, name)
             for key in into:
                 into[key] = these[key] if these[key] is those[key] else these[key] * (1 - share) + those[key] * share

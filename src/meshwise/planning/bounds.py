@@ -25,7 +25,7 @@ from meshwise.costs.evaluate import (
     evaluate_local_memory,
 )
 from meshwise.costs.memory import End, HeldActivations, activation_floor, held_activations, pipeline_ends
-from meshwise.costs.network import Fabric
+from meshwise.costs.network import Fabric, Wire
 from meshwise.costs.pipeline import Pipeline, num_layers
 from meshwise.costs.planned import plan_structure
 from meshwise.costs.stage_sums import COMPUTE_TERMS, RoleSums
@@ -88,11 +88,15 @@ class _Family:
         keys: those that they apply to.
         sizes: of one device's work that these have, indices into the table's.
         row: of each key there is in `sizes`, where the works apply.
+        row_of_size: the same of each of the table's sizes.
+        own: the same of `keys`.
     """
 
     keys: Index
     sizes: Index
     row: Index
+    row_of_size: Index
+    own: Index
 
 
 def ideal_chip_seconds_per_token(problem: TrainingProblem, choices: Choices) -> float:
@@ -141,12 +145,12 @@ class Bounds:
         self.local, self.capacity, self.offloaded = local, capacity, offloaded
         self.layers = num_layers(problem.train_program())
         first, which = distinct((table.local, table.axis("stage"), table.num_microbatches))
+        self.key_of = which  # of each row of the table
         self.members = np.argsort(which, kind="stable")  # rows of the table, key by key
         self.number = np.bincount(which)
         self.begins = np.cumsum(self.number) - self.number
         meant = [works[0].differs(s, table.axis) for s in works[0].structures]
         self.meant = np.bincount(which, np.sum(meant, axis=0))  # members of a key in all structures
-        self.examined = 0  # layouts that some bound was worked out for
         candidates = table.candidates(first)
         self.axes = candidates.mesh
         self.size = table.local[first]
@@ -165,34 +169,48 @@ class Bounds:
         self.held_of: dict[tuple[Structure, float], HeldActivations] = {}
         self.pipelines_of: dict[int, tuple[Pipeline, Mask, tuple[End, ...]]] = {}
 
-    def groups(self, variants: Sequence[int], below: Callable[[Array], Mask]) -> Groups:
+    def groups(self, variants: Sequence[int], below: Callable[[Array], Mask], most: int | None = None) -> Groups:
         """All groups of some variants whose bound is `below`, smallest bound first; weights and gradients cost nothing.
 
         How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
-        whose activations alone do not fit are left out.
+        whose activations alone do not fit are left out; so are, for a first look, all but about the best `most` of each
+        kind of work.
         """
         found = [Groups.none()]
         for w, work in enumerate(self.works if variants else ()):
             family = self._family(work)
-            for v in variants:
-                self.examined += int(self.meant[family.keys[self._pipeline(v)[1][self.pipe[family.keys]]]].sum())
             if not len(family.keys):
                 continue
             # No schedule is faster than all devices computing all the time.
-            sums = self._sums(work).sums.values()
+            sums = self.sums(work).sums.values()
             busy: Any = sum(own.terms[name] for own in sums for name in COMPUTE_TERMS)
-            possible = below((1 - 1e-12) * busy * self.per_token[family.sizes])
-            keys = family.keys[possible[family.row[family.keys]]]
+            least = np.broadcast_to((1 - 1e-12) * busy * self.per_token[family.sizes], len(family.sizes))
+            possible = below(least)
+            if most is not None and most < len(least):
+                possible = possible & (least <= np.partition(least, most)[most])
+            keys = family.keys if possible.all() else family.keys[possible[family.own]]
             for begin in range(0, len(keys), CHUNK):
                 found += self._groups_of(w, keys[begin : begin + CHUNK], variants, below)
         return Groups.joined(found)
 
+    def examined(self, variants: Sequence[int]) -> int:
+        """Layouts that `groups` of some variants bounds: every member of every key in every structure."""
+        total = 0
+        for v in variants:
+            runs = self.pipeline(v)[1][self.pipe]
+            by_family: dict[int, int] = {}
+            for family in map(self._family, self.works):
+                if id(family) not in by_family:
+                    by_family[id(family)] = int(self.meant[family.keys[runs[family.keys]]].sum())
+                total += by_family[id(family)]
+        return total
+
     def _groups_of(
         self, w: int, keys: Index, variants: Sequence[int], below: Callable[[Array], Mask]
     ) -> Iterator[Groups]:
-        parts = self._sums(self.works[w])
+        parts = self.sums(self.works[w])
         for v, mine, floors in self._fitting(w, keys, variants):
-            pipeline, row = self._pipeline(v)[0], self._family(self.works[w]).row[mine]
+            pipeline, row = self.pipeline(v)[0], self._family(self.works[w]).row[mine]
             sums = {role: own.at(row) for role, own in parts.sums.items()}
             seconds = passes_makespan(replace(parts, sums=sums), pipeline.at(self.pipe[mine]))
             # The terms of a step are added up in another order: never above it for a last bit.
@@ -208,7 +226,7 @@ class Bounds:
         held, hbm = self._held(self.works[w]), self.problem.cluster.chip.hbm_usable
         row = self._family(self.works[w]).row
         for v in variants:
-            _, can, ends = self._pipeline(v)
+            _, can, ends = self.pipeline(v)
             mine = keys[can[self.pipe[keys]]]
             if len(mine):
                 own, there = take(held, row[mine]), take(ends, self.pipe[mine])
@@ -226,6 +244,14 @@ class Bounds:
         groups = Groups.joined(found)
         return groups.take(np.argsort(groups.memory, kind="stable"))
 
+    def sizes_of(self, work: Work) -> Index:
+        """The sizes of one device's work that a kind of work has, indices into the table's."""
+        return self._family(work).sizes
+
+    def row_of_size(self, work: Work) -> Index:
+        """For each of the table's sizes, its row in `sizes_of`."""
+        return self._family(work).row_of_size
+
     def _made(self, w: int, v: int, keys: Index, bound: Array, memory: Array) -> Groups:
         return Groups(bound, memory, keys, np.full(len(keys), w), np.full(len(keys), v))
 
@@ -236,15 +262,28 @@ class Bounds:
             sizes = np.unique(self.size[keys])
             row = np.full(len(self.per_token), -1)
             row[sizes] = np.arange(len(sizes))
-            self.families[own] = _Family(keys, sizes, row[self.size])
+            self.families[own] = _Family(keys, sizes, row[self.size], row, row[self.size[keys]])
         return self.families[own]
 
-    def _sums(self, work: Work) -> StepParts:
+    def sums(self, work: Work) -> StepParts:
         """Sums of one microbatch, for the sizes of its family."""
-        whole = self._sums_of(work.own.remat, work)
+        return self._mixed(work, lambda remat: self._sums_of(remat, work))
+
+    def placed_sums(self, work: Work, sizes: Index, wires: Callable[[tuple[str, ...]], Wire]) -> StepParts:
+        """The same for some of the table's sizes, on wires of real placements."""
+
+        def sums(remat: str) -> StepParts:
+            structure = replace(work.own, remat=remat, partial_remat=False)
+            return evaluate_activations(self.problem, structure, wires, self.local(structure)(sizes))
+
+        return self._mixed(work, sums)
+
+    def _mixed(self, work: Work, sums: Callable[[str], StepParts]) -> StepParts:
+        """Sums under the work's remat policy, from those of a policy for all layers."""
+        whole = sums(work.own.remat)
         if work.remat_layers is None:
             return whole
-        rest, share = self._sums_of("none", work), work.remat_layers / self.problem.model.num_layers
+        rest, share = sums("none"), work.remat_layers / self.problem.model.num_layers
         mixed = {r: RoleSums.between(rest.sums[r], own, share) for r, own in whole.sums.items()}  # linear in the layers
         return replace(whole, sums=mixed)
 
@@ -264,7 +303,7 @@ class Bounds:
             self.held_of[work.own, share] = held_activations([(b.part(work.own, share), m) for b, m in blocks])
         return self.held_of[work.own, share]
 
-    def _pipeline(self, v: int) -> tuple[Pipeline, Mask, tuple[End, ...]]:
+    def pipeline(self, v: int) -> tuple[Pipeline, Mask, tuple[End, ...]]:
         """Of each distinct pipeline under a schedule: its sizes, whether it can run, what its devices hold."""
         if v not in self.pipelines_of:
             variant = self.variants[v]

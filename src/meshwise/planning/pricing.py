@@ -30,7 +30,9 @@ from meshwise.costs.traffic import term_of
 from meshwise.planning.bounds import CHUNK, Bounds, Groups
 from meshwise.planning.front import Found
 from meshwise.planning.local import LocalTables
+from meshwise.planning.moving import MovingBounds
 from meshwise.planning.rows import Rows, Table
+from meshwise.planning.sited import SitedBounds
 from meshwise.planning.space import IdealWires, WireTable, placements, undominated
 from meshwise.planning.structures import Choices, Variant, Work
 from meshwise.sharding.layout import MESH_AXES, Layout
@@ -95,14 +97,18 @@ class Pricing:
         self.local = LocalTables(problem, works, table.sizes)
         elsewhere = any("activations" in o for o in self.offloads)
         self.bounds = Bounds(problem, fabric, works, choices, table, self.local, capacity, offloaded=elsewhere)
+        self.moving = MovingBounds(problem, self.structures, table, self.ideal, self.bounds)
+        self.sited = SitedBounds(problem, fabric, table, self.bounds, self.moving)
         self.groups_of: dict[Structure, tuple[tuple[str, ...], ...]] = {}
         self.pairs_of: dict[Structure, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {}
         self.worthy: dict[tuple[Any, int], Array] = {}  # groups of axes, mesh -> its undominated placements
         self.counts: dict[int, int] = {}  # mesh -> all its placements
 
-    def groups(self, variants: Sequence[int], below: Callable[[Array], NDArray[np.bool_]]) -> Groups:
+    def groups(
+        self, variants: Sequence[int], below: Callable[[Array], NDArray[np.bool_]], most: int | None = None
+    ) -> Groups:
         """All groups of some variants whose bound is `below`, smallest bound first; see `bounds`."""
-        return self.bounds.groups(variants, below)
+        return self.bounds.groups(variants, below, most)
 
     def least_memory(self) -> float:
         """Least memory of any candidate, bytes, with whatever the host has room for."""
@@ -130,6 +136,14 @@ class Pricing:
                     found.append(Rows.made(at[kept], s, mine.variant[own], mine.bound[own]))
             begin += len(work.structures)
         return Rows.joined(found)
+
+    def raised(self, rows: Rows) -> Rows:
+        """The rows, with a bound of their time that counts what moves their weights and gradients; see `moving`."""
+        return self.moving.raised(rows)
+
+    def placed_best(self, rows: Rows) -> Rows:
+        """The rows, with a bound of their time for the best of the ways to lay their mesh out; see `sited`."""
+        return self.sited.raised(rows)
 
     def fitting(self, rows: Rows) -> tuple[Rows, float]:
         """The rows that fit in memory, with their memory; and the least memory of any.
@@ -174,7 +188,7 @@ class Pricing:
             wires = self.ideal.at(self.table.mesh_id[at])
             mine = rows.take(index)
             seconds = self._seconds(s, candidates, wires, local, mine.variant, mine.offload, inverse)
-            out.bound[index] = seconds
+            out.bound[index] = np.maximum(mine.bound, seconds)
         return out
 
     def placed(self, rows: Rows) -> Iterator[Priced]:

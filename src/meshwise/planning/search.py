@@ -42,11 +42,13 @@ OBJECTIVES: dict[str, Callable[[Any, Any], Any]] = {
 #: ranking shows the best of each kind, because a list of near copies says nothing.
 _KIND = [MESH_AXES.index(a) for a in ("tensor", "ulysses", "context", "expert", "stage")]
 
-#: Groups of candidates looked at in the first round; later rounds are larger.
-_FIRST = 64
+#: For a first look, the best of each kind of work by a cheap bound are bounded, about so many, and of these groups so
+#: many are gone through; later rounds are larger.
+_LOOKED_AT, _GROUPS = 4096, 1024
 
-#: Rows whose placements are priced in the first go, so that the cut falls before the next, which are larger.
-_EXPANDED = 512
+#: Rows for each structure that are priced in the first go, so that the cut falls before the next, which are so many
+#: times as large: a go takes time for each structure that its rows have, however few.
+_GO, _GROWTH = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,7 @@ class _OnFabric:
         self.chips = float(math.prod(fabric.sizes))
         self.most_seconds = state.space.seconds_on(self.chips)
         self.waiting = Rows.none()
+        self.go = _GO * len(pricing.structures)
 
     @property
     def for_front(self) -> bool:
@@ -274,12 +277,12 @@ class _OnFabric:
             chosen = chosen[self.below_cut(rows.bound[chosen])]
             self.expand(rows.take(chosen))
             rows = rows.take(np.delete(np.arange(len(rows)), chosen))
-        begin, size = 0, _EXPANDED
+        begin, size = 0, self.go
         while begin < min(len(rows), most) and self.below_cut(rows.bound[begin : begin + 1])[0]:
             # The others of the next rows wait on: they may be on the front.
             end = begin + int(self.below_cut(rows.bound[begin : begin + size]).sum())
             self.expand(rows.take(slice(begin, end)))
-            begin, size = end, min(2 * size, CHUNK)
+            begin, size = end, min(_GROWTH * size, CHUNK)
         self.waiting = rows.take(slice(begin, None))
 
     def _kinds(self, rows: Rows) -> Array:
@@ -287,25 +290,51 @@ class _OnFabric:
         table = self.pricing.table
         return table.meshes[table.mesh_id[rows.at]][:, _KIND]
 
-    def rank(self, groups: Groups, most: float = math.inf) -> Groups:
-        """Go through `groups`, sorted by their bound, until none can enter the ranking, or `most` have been seen.
+    def look(self, groups: Groups) -> None:
+        """Price the best of `groups`, sorted by their bound, so that the cut falls before all are gone through."""
+        rows = self.pricing.raised(self.pricing.rows(groups.take(slice(0, _GROUPS))))
+        rows = self.pricing.placed_best(rows.take(np.argsort(rows.bound, kind="stable")[:CHUNK]))
+        rows = rows.take(np.argsort(rows.bound, kind="stable")[: _GROWTH * self.go])
+        self._price(rows)
+        self.expand_waiting(len(self.waiting))
+
+    def rank(self, groups: Groups) -> Groups:
+        """Go through `groups`, sorted by their bound, until none can enter the ranking.
 
         Returns: those that were not looked at.
         """
-        begin, size = 0, _FIRST
-        while begin < min(len(groups), most) and self.below_cut(groups.bound[begin : begin + 1])[0]:
-            state = self.state
+        begin, size = 0, _GROUPS
+        pool = Rows.none()
+        while begin < len(groups) and self.below_cut(groups.bound[begin : begin + 1])[0]:
             # Those over the cut wait on: they may be on the front.
             end = begin + int(self.below_cut(groups.bound[begin : begin + size]).sum())
-            fitting = self._fitting(self.pricing.rows(groups.take(slice(begin, end))))
+            rows = self.pricing.raised(self.pricing.rows(groups.take(slice(begin, end))))
+            rows = self.pricing.placed_best(rows.take(np.flatnonzero(self.matters(rows.bound))))
+            pool = Rows.joined([pool, rows.take(np.flatnonzero(self.matters(rows.bound)))])
+            if len(pool) > CHUNK:
+                self._price(pool)
+                self.expand_waiting(self.go)
+                pool = Rows.none()
+            begin, size = end, min(_GROWTH * size, CHUNK)
+        self._price(pool)
+        self.expand_waiting(len(self.waiting))
+        return groups.take(slice(begin, None))
+
+    def _price(self, rows: Rows) -> None:
+        """Let those of `rows` that fit wait with their bounds, and expand some: best first, until none matters."""
+        state = self.state
+        rows = rows.take(np.argsort(rows.bound, kind="stable"))
+        size = self.go
+        while len(rows := rows.take(np.flatnonzero(self.matters(rows.bound)))):
+            fitting = self._fitting(rows.take(slice(0, size)))
             state.priced += len(fitting)
             bounded = self.pricing.bounded(fitting)
             self.waiting = Rows.joined([self.waiting, bounded.take(np.flatnonzero(self.matters(bounded.bound)))])
-            self.expand_waiting(_EXPANDED)
-            begin, size = end, min(4 * size, CHUNK)
+            rows = rows.take(slice(size, None))
+            if len(rows):
+                self.expand_waiting(size)
+            size = min(_GROWTH * size, CHUNK)
             state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts{_best_words(state)}")
-        self.expand_waiting(len(self.waiting))
-        return groups.take(slice(begin, None))
 
     def _fitting(self, rows: Rows) -> Rows:
         fitting, least = self.pricing.fitting(rows)
@@ -339,7 +368,7 @@ class _OnFabric:
         while len(left):
             # Those that no other row bounds in both time and memory, and some more.
             chosen = np.zeros(len(left), bool)
-            while chosen.sum() < _EXPANDED // 2 and not chosen.all():
+            while chosen.sum() < self.go // 2 and not chosen.all():
                 rest = np.flatnonzero(~chosen)
                 lowest = np.minimum.accumulate(left.memory[rest])
                 chosen[rest[np.r_[True, lowest[1:] < lowest[:-1]]]] = True
@@ -379,14 +408,11 @@ def _search_fabric(state: _State, fabric: Fabric) -> None:
         return
     pricing = Pricing(state.problem, fabric, state.works, space.choices, table, state.capacity)
     on_fabric = _OnFabric(state, fabric, pricing)
-    others = range(1, len(pricing.variants))
-    plain = pricing.groups([0], on_fabric.matters)
-    state.strategies += pricing.bounds.examined
-    left = on_fabric.rank(plain, most=_FIRST)
-    before = pricing.bounds.examined
-    more = pricing.groups(others, on_fabric.matters)
-    state.strategies += pricing.bounds.examined - before
-    left = on_fabric.rank(Groups.joined([left, more]))
+    every = range(len(pricing.variants))
+    state.strategies += pricing.bounds.examined(every)
+    # A first look at the plainest schedule gives a cut, which rules most of the others out.
+    on_fabric.look(pricing.groups(every[:1], on_fabric.matters, most=_LOOKED_AT))
+    left = on_fabric.rank(pricing.groups(every, on_fabric.matters))
     if not state.best:  # candidates whose activations alone do not fit were not looked at
         state.least_memory = min(state.least_memory, pricing.least_memory())
     if on_fabric.for_front:

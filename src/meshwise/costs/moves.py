@@ -1,0 +1,88 @@
+"""What moving the weights and gradients of a model takes, whatever is computed meanwhile; by role of its blocks.
+
+It depends on the mesh alone, not on microbatches or the pipeline's schedule. Not here: what compute hides of it
+(`stage_sums`, `assembly`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwise.costs.evaluate import rates_of
+from meshwise.costs.extents import Extents
+from meshwise.costs.network import Wire
+from meshwise.costs.planned import plan_structure
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.step import StepRates
+from meshwise.costs.structure import Structure
+from meshwise.costs.traffic import FlowPlan, Pass
+from meshwise.sharding.placed import Purpose
+
+__all__ = ["Moves", "evaluate_moves", "moving_least"]
+
+#: Purposes of what compute of other blocks hides.
+_MOVED = (Purpose.WEIGHTS, Purpose.GRADIENTS)
+
+
+@dataclass(slots=True)
+class Moves:
+    """Seconds of moving the weights and gradients of every copy of the blocks of a role (floats or arrays).
+
+    Args:
+        forward, backward: beside these passes of one microbatch.
+        reduced, renewed: once a step, of gradients and of new weights.
+    """
+
+    forward: Any = 0.0
+    backward: Any = 0.0
+    reduced: Any = 0.0
+    renewed: Any = 0.0
+
+    def add(self, plan: FlowPlan, seconds: Any) -> None:
+        """Count what a flow takes."""
+        if plan.when is Pass.FORWARD:
+            self.forward = self.forward + seconds
+        elif plan.when is Pass.BACKWARD:
+            self.backward = self.backward + seconds
+        elif plan.purpose is Purpose.GRADIENTS:
+            self.reduced = self.reduced + seconds
+        else:
+            self.renewed = self.renewed + seconds
+
+
+def moving_least(structure: Structure) -> Structure:
+    """The structure that moves least of all that differ from `structure` in their remat policy.
+
+    What gradients need is needed whatever is computed again, so that is the one which computes nothing again.
+    """
+    return replace(structure, remat="none", partial_remat=False)
+
+
+def evaluate_moves(
+    problem: TrainingProblem,
+    structure: Structure,
+    mesh: Mapping[str, Any],
+    wires: Callable[[tuple[str, ...]], Wire],
+) -> dict[str, Moves]:
+    """Price what moves, by role.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        structure: whose layers all follow its remat policy.
+        mesh: mesh axis -> devices along it.
+        wires: mesh axes -> wire of the group along them.
+    """
+    # Weights have neither sequences nor slots: any number of these will do.
+    extents = Extents(problem.train_program().bind(batch=1.0, queries=problem.job.seq_len), mesh)
+    rates: StepRates = rates_of(problem, structure, wires)
+    found: dict[str, Moves] = {}
+    for planned in plan_structure(problem, structure):
+        block = planned.placed.block
+        moves = found.setdefault(block.role, Moves())
+        for plan in planned.flows:
+            if plan.when is Pass.STEP or plan.purpose in _MOVED:
+                seconds, _ = rates.flow_seconds(plan.sized(plan.bytes(extents)))
+                moves.add(plan, block.repeat * seconds)
+    return found
