@@ -1,9 +1,10 @@
 """The exact search for the best training layouts.
 
 Branch and bound over one evaluator. First every mesh and cut of the batch is bounded from below by its passes alone,
-as if weights and gradients moved in no time. Best bound first, all structures are priced with wires that no
-placement can beat; what does not fit is dropped; then real placements are priced, until no bound is left that could
-still enter the answer. Not here: the space itself (`space`, `structures`), or one network's pricing (`pricing`).
+as if weights and gradients moved in no time; then all structures by what moving them adds. Best bound first, they are
+priced with wires that no placement can beat; what does not fit is dropped; then real placements are priced, until no
+bound is left that could still enter the answer. Not here: the space itself (`space`, `structures`), or one network's
+pricing (`pricing`).
 """
 
 from __future__ import annotations
