@@ -210,6 +210,21 @@ def test_what_others_beat_is_left_out():
     assert sorted(undominated(*columns)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_front_has_the_first_of_each_plan_that_no_other_beats(seed):
+    random = np.random.default_rng(seed)
+    small, large = random.integers(1, 3 + 40 * seed, size=(2, 700)).astype(float)
+    front = [
+        i
+        for i in range(700)
+        if not any(
+            small[j] <= small[i] and large[j] >= large[i] and (small[j] < small[i] or large[j] > large[i] or j < i)
+            for j in range(700)
+        )
+    ]
+    assert sorted(planner._pareto(small, large)) == front
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_of_every_row_left_out_another_is_as_good_in_everything(seed):
     random = np.random.default_rng(seed)

@@ -13,7 +13,7 @@ from meshwise.costs.arithmetic import ceil, maximum, minimum, where
 from meshwise.costs.extents import Extents
 from meshwise.costs.serving.planned import ServedBlock, plan_step, residual_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.sizes import NEVER_PADDED, StepSizes, bind_step, layer_share, num_layers, part_of_sequences
+from meshwise.costs.serving.sizes import NEVER_PADDED, StepSizes, layer_share, num_layers, step_extents
 from meshwise.sharding.serving_layout import ServingStructure
 
 __all__ = ["CLASSES", "cache_bytes", "reserved_bytes", "step_memory", "weight_bytes"]
@@ -79,16 +79,21 @@ def _kept(axis: str, keys: Any, block: float) -> Any:
     return minimum(keys, math.ceil(float(word.removeprefix("latest")) / block) * block)
 
 
-def step_memory(problem: ServingProblem, step: Step, structure: ServingStructure, sizes: StepSizes) -> tuple[Any, Any]:
+def step_memory(
+    problem: ServingProblem,
+    step: Step,
+    structure: ServingStructure,
+    sizes: StepSizes,
+    extents: Extents | None = None,
+) -> tuple[Any, Any]:
     """Bytes of activations of a step, and of workspace, on the fullest chip (floats or arrays).
 
     Activations: the operation that holds most, the residual stream beside it. Workspace: what is gathered, one in use
-    and one of a layer on its way: layers, or single weights where a compiler gathers these one by one.
+    and one of a layer on its way: layers, or single weights where a compiler gathers these one by one. `extents`: as
+    `step_extents` gives them, where they are known.
     """
-    part = part_of_sequences(sizes)
-    program = problem.program(step, wide=structure.wide)
     blocks = plan_step(problem, step, structure)
-    extents = Extents(bind_step(problem, program, part, structure), sizes.mesh, NEVER_PADDED)
+    extents = extents or step_extents(problem, step, structure, sizes)
     compiled = problem.calibration.compiled
     most: Any = 0.0
     gathered: dict[str, Any] = dict.fromkeys(("embed", "layer", "head"), 0.0)

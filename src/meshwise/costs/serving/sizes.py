@@ -11,12 +11,22 @@ from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum, minimum
 from meshwise.costs.expert_load import expert_load
+from meshwise.costs.extents import Extents
 from meshwise.costs.serving.planned import ServedBlock
-from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.sharding.serving_layout import ServingStructure
 from meshwise.tensors import Program
 
-__all__ = ["NEVER_PADDED", "StepSizes", "bind_step", "layer_share", "num_layers", "part_of_chunks", "part_of_sequences"]
+__all__ = [
+    "NEVER_PADDED",
+    "StepSizes",
+    "bind_step",
+    "layer_share",
+    "num_layers",
+    "part_of_chunks",
+    "part_of_sequences",
+    "step_extents",
+]
 
 #: Experts that a step touches are an expectation, as their slots are: neither is rounded up to whole ones.
 NEVER_PADDED = ("C", "E")
@@ -90,6 +100,13 @@ def bind_step(
         bound["C"] = tokens * chosen * load / touched
         bound["E"] = touched
     return bound
+
+
+def step_extents(problem: ServingProblem, step: Step, structure: ServingStructure, sizes: StepSizes) -> Extents:
+    """Give the local lengths of what goes through a pipeline at once, of a whole step's `sizes`."""
+    part = part_of_sequences(sizes)
+    program = problem.program(step, wide=structure.wide)
+    return Extents(bind_step(problem, program, part, structure), sizes.mesh, NEVER_PADDED)
 
 
 def _spans(program: Program, s: StepSizes) -> dict[str, Any]:

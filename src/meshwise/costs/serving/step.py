@@ -166,6 +166,7 @@ def time_step(  # noqa: PLR0917 -- as `price_step`, and where
     wires: Wires,
     places: np.ndarray,
     attending: StepSizes | None = None,
+    extents: Extents | None = None,
 ) -> tuple[Any, Any]:
     """Expected seconds and interval, as of `price_step`, of meshes at many places on the network.
 
@@ -175,9 +176,12 @@ def time_step(  # noqa: PLR0917 -- as `price_step`, and where
         problem, step, structure, sizes, attending: as in `price_step`; arrays have meshes along their last axis.
         wires: mesh axes -> wire, with places along the last axis.
         places: the mesh of each place.
+        extents: as `step_extents` gives them, where they are known.
     """
     adding = _Adding(problem, structure, wires, places)
     part = part_of_sequences(sizes)
+    if extents is not None:
+        adding.know(step, part, extents)
     adding.add(step, part, attending and part_of_sequences(attending))
     _, expected, interval = adding.timed(step, sizes, part)
     host = _host_seconds(problem, sizes.sequences, adding.places(sizes.mesh["expert"]))
@@ -269,6 +273,10 @@ class _Adding:
 
     def _blocks(self, step: Step) -> tuple[ServedBlock, ...]:
         return plan_step(self.problem, step, self.structure)
+
+    def know(self, step: Step, part: StepSizes, extents: Extents) -> None:
+        """Take the extents of a part that are known."""
+        self._known_extents[step, id(part)] = part, extents
 
     def _extents(self, step: Step, part: StepSizes) -> Extents:
         key = step, id(part)

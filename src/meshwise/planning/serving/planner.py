@@ -354,9 +354,22 @@ def _front(groups: Sequence[Pairs], wishes: ServingWishes, prefill: Table, gener
     return tuple(front)
 
 
+#: One of so many plans is asked first which others it beats.
+_SAMPLED = 256
+
+
+def _sorted_by(small: np.ndarray, large: np.ndarray) -> np.ndarray:
+    order: np.ndarray = np.lexsort((-large, small))
+    return order
+
+
 def _pareto(small: np.ndarray, large: np.ndarray) -> np.ndarray:
     """Rows with the least `small` for so much `large`."""
-    order = np.lexsort((-large, small))
+    some = _sorted_by(small[::_SAMPLED], large[::_SAMPLED])  # none of what these beat can be one of them
+    steps, most = small[::_SAMPLED][some], np.maximum.accumulate(large[::_SAMPLED][some])
+    below = np.searchsorted(steps, small, side="right")
+    asked = np.flatnonzero(large >= np.concatenate([[-math.inf], most])[below])
+    order = asked[_sorted_by(small[asked], large[asked])]
     best = np.maximum.accumulate(large[order])
     first = np.concatenate([[True], best[1:] > best[:-1]])
     chosen: np.ndarray = order[first]

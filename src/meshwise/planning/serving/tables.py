@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwise.costs.collectives import collective_time
+from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.sizes import StepSizes
+from meshwise.costs.serving.sizes import StepSizes, step_extents
 from meshwise.costs.serving.step import time_step
 from meshwise.costs.wiring import Wiring
 from meshwise.jobs import ServingLoad
@@ -110,7 +111,10 @@ def make_table(
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
     held, layouts, kinds = [_nothing()], 0, 0
     for group in found:
-        memory, timed = _memory(problem, step, group, batch), _timed(problem, fabric, step, group, batch)
+        steps = _step_sizes(problem.load, step, batch, group.mesh)
+        extents = step_extents(problem, step, group.structure, steps[0])
+        timed = _timed(problem, fabric, step, group, steps, extents)
+        memory = _memory(problem, step, group, steps, extents)
         shape = len(batches), len(group.layouts)
         place, at = np.nonzero(_fastest([np.broadcast_to(v, shape) for v in timed.values()], group.places).T)
         of_mesh = {
@@ -138,23 +142,31 @@ def make_table(
     )
 
 
-def _timed(
-    problem: ServingProblem, fabric: Fabric, step: Step, group: Candidates, batch: np.ndarray
+#: Sizes of a step; for attention, where they differ; and of long requests, for memory.
+_Steps = tuple[StepSizes, StepSizes | None, StepSizes]
+
+
+def _timed(  # noqa: PLR0917 -- where, and the sizes of the step
+    problem: ServingProblem, fabric: Fabric, step: Step, group: Candidates, steps: _Steps, extents: Extents
 ) -> dict[str, np.ndarray]:
     """What depends on the place on the network, [batch, place]: those columns in which less is better."""
     wires = PlacedWires(fabric, group.factors, problem.routing)
-    sizes, attending, _ = _step_sizes(problem.load, step, batch, group.mesh)
-    seconds, interval = time_step(problem, step, group.structure, sizes, wires, group.places, attending)
+    sizes, attending, _ = steps
+    seconds, interval = time_step(problem, step, group.structure, sizes, wires, group.places, attending, extents)
     if step == "generate":
         return {"seconds": seconds}
-    return {"seconds": seconds, "interval": interval, "handover": _handover(problem, wires, batch)}
+    return {"seconds": seconds, "interval": interval, "handover": _handover(problem, wires, sizes.sequences)}
 
 
-def _memory(problem: ServingProblem, step: Step, group: Candidates, batch: np.ndarray) -> dict[str, np.ndarray]:
+def _memory(
+    problem: ServingProblem, step: Step, group: Candidates, steps: _Steps, extents: Extents
+) -> dict[str, np.ndarray]:
     """Bytes on the fullest chip, [batch, mesh] or broadcast so."""
-    load, mesh = problem.load, group.mesh
+    load, mesh, (mean, _, long) = problem.load, group.mesh, steps
+    batch = mean.sequences
     kept = load.kept(batch) + load.draft_tokens if step == "generate" else load.prefilled(batch)
-    activations, workspace = step_memory(problem, step, group.structure, _step_sizes(load, step, batch, mesh)[2])
+    known = extents if long is mean else None
+    activations, workspace = step_memory(problem, step, group.structure, long, known)
     return {
         "weights": weight_bytes(problem, step, group.structure, mesh),
         "cache": cache_bytes(problem, step, group.structure, mesh, batch, kept),
@@ -190,10 +202,7 @@ def _fastest(columns: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
     return kept
 
 
-def _step_sizes(
-    load: ServingLoad, step: Step, batch: np.ndarray, mesh: dict[str, np.ndarray]
-) -> tuple[StepSizes, StepSizes | None, StepSizes]:
-    """Sizes of a step; for attention, where they differ; and of long requests, for memory."""
+def _step_sizes(load: ServingLoad, step: Step, batch: np.ndarray, mesh: dict[str, np.ndarray]) -> _Steps:
     if step == "prefill":
         return _prompts(load, batch, mesh)
     positions = load.positions_per_step
