@@ -66,8 +66,9 @@ _PLAN = {
     "plans[].network[].size": "chips along it that the plan uses",
     "plans[].num_chips": "chips that the plan uses; fewer than the cluster's where that is better",
     "plans[].tokens_per_step": "the batch after rounding to what divides",
-    "plans[].estimate.step_time_s.*": "lower (data-sheet rates, perfect overlap), expected, upper (no overlap); "
-    "unless the calibration is of single operations alone, interval_80: low and high of four of five steps",
+    "plans[].estimate.step_time_s.*": "lower (data-sheet rates, perfect overlap), expected, upper (no overlap, but the "
+    "rates of `expected`); unless the calibration is of single operations alone, interval_80: low and high of four of "
+    "five steps, which may end above `upper`: rates may be lower than expected",
     "plans[].estimate.terms.*": "exposed seconds by term; they add up to the expected step time",
     "plans[].estimate.hidden_s.*": "seconds of communication hidden behind compute, by mesh axis",
     "plans[].estimate.resources_s.*": "seconds that each resource is busy at data-sheet rates; the largest is `lower`",

@@ -195,6 +195,7 @@ def test_a_calibration_that_was_compared_with_steps_gives_an_interval():
     assert widths[0] < min(widths[1:]), "mixtures and families that were not measured are less sure"
     text = shown(estimate_report(planning([mixture]), {}))
     assert "Four of five such steps take" in text
+    assert "no overlap, expected rates" in text
     assert "software 9.0 %" in text
     assert "mixture 14.0 %" in text
     assert "family 14.0 %" in shown(estimate_report(planning([inherited]), {}))

@@ -48,6 +48,12 @@ def test_errors_by_hand(found):
     assert errors_of([]) is None
 
 
+def test_the_interval_is_not_cut_at_the_upper_bound(found):
+    """Which overlaps nothing at the expected rates: a step of vTrain was slower, and is in its interval."""
+    slow = next(p for p in found.times if p.run.id == "T-vtrain-0071")
+    assert slow.estimate.step_time.upper < slow.measured < slow.likely.high
+
+
 def test_ranking_by_hand(found):
     group = [p for p in found.times if p.run.source == "vtrain"]
     assert len(group) == 3

@@ -60,7 +60,8 @@ def explain_likely(plan: Plan) -> tuple[Explanation, ...]:
     return (
         Explanation(
             "80 % interval of the step time",
-            "expected / and x e^(1.28 x sqrt(sum of squares of spreads)), not under the lower bound",
+            "expected / and x e^(1.28 x sqrt(sum of squares of spreads)), not under the lower bound, which no step "
+            "beats; it may end above the upper one, which overlaps nothing but reaches the expected rates",
             f"{format_time(step.expected)} / and x e^(1.28 x sqrt({squares})) = e^(1.28 x {spread:.3f}) = "
             f"{math.exp(1.2816 * spread):.3f}",
             f"{format_time(low)} to {format_time(high)}",

@@ -338,7 +338,7 @@ def _terms(row: Plan) -> RenderableType:
     ]
     bounds = (
         (" lower bound", time.lower, f"perfect overlap, data-sheet rates; {_bound_words(row)}"),
-        (" upper bound", time.upper, "no overlap"),
+        (" upper bound", time.upper, "no overlap, expected rates"),
     )
     peak = f"{format_flops_per_s(estimate.peak_flops_per_s)} x {counted(estimate.num_chips, 'chip')}"
     rows.append(("step, expected", format_time(time.expected), "100.0 %", f"{format_count(estimate.tokens)} tokens"))
