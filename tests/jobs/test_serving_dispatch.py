@@ -1,0 +1,24 @@
+"""In which format tokens travel to experts in serving: as docs/serving.md says, that of activations."""
+
+import pytest
+
+from meshwise.costs.engines import find_serving_calibration
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import SERVING_PRECISIONS, ServingLoad
+from meshwise.models import load_model
+from meshwise.tensors import Route
+
+
+@pytest.mark.parametrize("precision", sorted(SERVING_PRECISIONS))
+def test_tokens_are_dispatched_as_activations_are(precision):
+    cluster = parse_cluster("h200:8")
+    load = ServingLoad(prompt=1024, output=128, precision=precision)
+    calibration = find_serving_calibration("operations", cluster.chip)
+    problem = ServingProblem(load_model("mixtral-8x7b"), load, cluster, calibration)
+    for step in ("prefill", "generate"):
+        routes = [op for b in problem.program(step) for op in b.ops if isinstance(op, Route)]
+        assert {op.name.partition(".")[0] for op in routes} == {"dispatch", "combine"}
+        for op in routes:
+            assert op.output.dtype is None, "None is the format of activations"
+            assert op.inputs[0].dtype is None
