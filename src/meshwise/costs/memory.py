@@ -393,8 +393,8 @@ class _AtWork:
         return ((own, self.workspace), ("gathered_weights", self.gathered), ("communication_buffers", self.buffers))
 
 
-def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Any, Holding]]:
-    """Of blocks, of which one is at work at a time, what the one holds that needs most: class, bytes, and whose."""
+def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, Any, Any]]:
+    """Of blocks, of which one is at work at a time, what the one holds that needs most, as arguments of `Holding`."""
     totals = [moment.total for moment in moments]
     most: Any = 0.0
     for total in totals:
@@ -405,7 +405,7 @@ def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Any, Hold
         before = before | chosen
         copies = moment.present * chosen
         for name, num_bytes in moment.classes:
-            yield name, copies * num_bytes, Holding(name, moment.block, copies, num_bytes)
+            yield name, moment.block, copies, num_bytes
 
 
 def _stage_memory(
@@ -444,8 +444,6 @@ def _stage_memory(
             others = n * (end.logits_in_flight - 1)
             if some(others > 0):
                 add("logits_and_loss", block, others, moments[-1].workspace)
-    for name, value, holding in _fullest_moment(moments):
-        out[name] = out[name] + value
-        if holdings is not None:
-            holdings.append(holding)
+    for entry in _fullest_moment(moments):
+        add(*entry)
     return StageMemory(out, tuple(layers), holdings)

@@ -6,7 +6,7 @@ operations (`compute`) and of collectives (`collectives`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,9 @@ COMPUTE_PASSES = (("forward", "forward"), ("backward", "recompute"), ("backward"
 _PASSES = ("forward", "backward", "weights")
 
 
+#: What happens once a step, and hides behind what nothing hides behind yet.
+_HIDDEN_ONCE = (Purpose.WEIGHTS, Purpose.GRADIENTS)
+
 #: What sums start from: the first part takes its place, unadded.
 _NOTHING = 0.0
 
@@ -58,15 +61,13 @@ class RoleSums:
         flops: on the matrix unit; busy: its seconds at the data-sheet rate.
     """
 
-    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys((*COMPUTE_TERMS, *NETWORKS), _NOTHING))
-    hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NETWORKS, _NOTHING))
-    passes: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, _NOTHING))
-    exchanged: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, _NOTHING))
-    serial: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(_PASSES, _NOTHING))
-    resources: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("hbm", *NETWORKS), _NOTHING))
-    cover: dict[Purpose, Any] = field(
-        default_factory=lambda: dict.fromkeys((Purpose.WEIGHTS, Purpose.GRADIENTS), _NOTHING)
-    )
+    terms: dict[str, Any] = field(default_factory=dict.fromkeys((*COMPUTE_TERMS, *NETWORKS), _NOTHING).copy)
+    hidden: dict[str, Any] = field(default_factory=dict.fromkeys(NETWORKS, _NOTHING).copy)
+    passes: dict[str, Any] = field(default_factory=dict.fromkeys(_PASSES, _NOTHING).copy)
+    exchanged: dict[str, Any] = field(default_factory=dict.fromkeys(_PASSES, _NOTHING).copy)
+    serial: dict[str, Any] = field(default_factory=dict.fromkeys(_PASSES, _NOTHING).copy)
+    resources: dict[str, Any] = field(default_factory=dict.fromkeys(("hbm", *NETWORKS), _NOTHING).copy)
+    cover: dict[Purpose, Any] = field(default_factory=dict.fromkeys(_HIDDEN_ONCE, _NOTHING).copy)
     flops: Any = _NOTHING
     busy: Any = _NOTHING
 
@@ -140,9 +141,13 @@ def role_sums(
 
 @dataclass(slots=True)
 class _Together:
-    """Flows of one pass that hide behind the same thing: each with its seconds, and those by (term, part) together."""
+    """Flows of one pass that hide behind the same thing: each with its seconds, and those by (term, part) together.
+
+    `groups` are the mesh axes that they go over.
+    """
 
     flows: list[tuple[Flow, Any]] = field(default_factory=list)
+    groups: set[tuple[str, ...]] = field(default_factory=set)
     seconds: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     @property
@@ -170,15 +175,17 @@ _SIDES = {Purpose.RING: "circling", Purpose.MATMUL: "fused", Purpose.ACTIVATIONS
 
 def _put(flows: _PassFlows, f: Flow, seconds: Any, calibration: Calibration) -> None:
     """Put a flow with those that it belongs to."""
-    side = _SIDES.get(f.purpose, "hideable")
-    if side == "critical" and f.term == "tensor":
+    plan = f.plan
+    side = _SIDES.get(plan.purpose, "hideable")
+    if side == "critical" and plan.term == "tensor":
         late = f.late == f.count and calibration.late_gathers
         side = "fused" if calibration.collective_matmul or late else side
     together = flows.get(side)
     if together is None:
         together = flows[side] = _Together()
     together.flows.append((f, seconds))
-    key, sums = (f.term, f.part), together.seconds
+    together.groups.add(plan.mesh_axes)
+    key, sums = (plan.term, plan.part), together.seconds
     sums[key] = sums[key] + seconds if key in sums else seconds
 
 
@@ -198,16 +205,17 @@ def _add_block(sums: RoleSums, b: BlockTime, count: Any, rates: StepRates, ledge
     backward: _PassFlows = {}
     bounds: dict[str, Any] = {}
     serial: dict[str, Any] = {}
-    once: list[Flow] = []
+    once: set[tuple[str, ...]] = set()
     for f in b.flows:
-        if f.when is at_once:
-            once.append(f)
+        plan = f.plan
+        if plan.when is at_once:
+            once.add(plan.mesh_axes)
             continue
         seconds, bound = rates.flow_seconds(f)
-        term, part = f.term, f.part
+        term, part = plan.term, plan.part
         bounds[term] = bounds[term] + bound if term in bounds else bound
         serial[part] = serial[part] + seconds if part in serial else seconds
-        flows = forward if f.when is forth else backward
+        flows = forward if plan.when is forth else backward
         if f.late:
             for flow in _split_late(f, rates):
                 _put(flows, flow, seconds * (flow.count / f.count), calibration)
@@ -237,14 +245,14 @@ class _Behind:
     rates: StepRates
     ledger: Ledger | None
 
-    def hide_pass(self, when: Pass, flows: _PassFlows, compute: Any, attention: Any, once: Sequence[Flow]) -> Any:
+    def hide_pass(self, when: Pass, flows: _PassFlows, compute: Any, attention: Any, once: set[tuple[str, ...]]) -> Any:
         """Hide the flows of one pass behind its seconds of compute, and of attention among them.
 
-        Returns: seconds of compute that nothing hides behind yet, for what is sent `once` a step.
+        Returns: seconds of compute that nothing hides behind yet, for what is sent `once` a step, over these groups.
         """
         sums, rates, overlap = self.sums, self.rates, self.rates.calibration.overlap
         cover = compute * overlap
-        beside: list[tuple[list[tuple[Flow, Any]], Any]] = []
+        beside: list[tuple[set[tuple[str, ...]], Any]] = []
         if "critical" in flows:
             self.hide(2, when, flows["critical"], 0.0)
             for (term, part), seconds in flows["critical"].seconds.items():
@@ -257,13 +265,13 @@ class _Behind:
             multiplied = flows["fused"].total
             # What sticks out of collective matmuls covers weights, too, but on the links that they are on.
             busy = maximum(cover, multiplied)
-            beside.append((flows["fused"].flows, multiplied))
+            beside.append((flows["fused"].groups, multiplied))
         if "circling" in flows:
-            beside.append((flows["circling"].flows, circled))
+            beside.append((flows["circling"].groups, circled))
         left = room_beside(busy, beside, once, rates)
         if "hideable" in flows:
             hideable = flows["hideable"]
-            room = room_beside(busy, beside, [f for f, _ in hideable.flows], rates) if beside else busy
+            room = room_beside(busy, beside, hideable.groups, rates)
             left = maximum(left - self.hide(3, when, hideable, room), 0.0)
         return left
 
@@ -288,13 +296,16 @@ class _Behind:
 
 
 def room_beside(
-    busy: Any, beside: Sequence[tuple[list[tuple[Flow, Any]], Any]], flows: Sequence[Flow], rates: StepRates
+    busy: Any,
+    beside: Iterable[tuple[set[tuple[str, ...]], Any]],
+    groups: set[tuple[str, ...]],
+    rates: StepRates,
 ) -> Any:
-    """Seconds of `busy` ones in which links that `flows` need are free of what runs `beside` for so many seconds."""
+    """Seconds of `busy` ones in which links that `groups` need are free of those `beside`, busy for so many seconds."""
     room = busy
     for others, seconds in beside:
-        if others and flows:
-            shared = rates.share_links((f for f, _ in others), flows)
+        if others and groups:
+            shared = rates.share_links(others, groups)
             if shared is not False:
                 room = maximum(room - where(shared, seconds, 0.0), 0.0)
     return room

@@ -28,7 +28,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -224,14 +224,15 @@ class StepRates:
 
         The latter sends one copy of a token to each of its destinations.
         """
-        key = id(f.num_bytes), id(f.way)  # flows of the same bytes share their value
+        num_bytes, way = f.num_bytes, f.plan.way
+        key = id(num_bytes), id(way)  # flows of the same bytes share their value
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._seconds(f.num_bytes, f.way)
+            known = self._known[key] = self.seconds(num_bytes, way)
         return known if f.count == 1 else (f.count * known[0], f.count * known[1])
 
-    def _seconds(self, num_bytes: Any, way: Way) -> tuple[Any, Any]:
-        """Seconds of one collective."""
+    def seconds(self, num_bytes: Any, way: Way) -> tuple[Any, Any]:
+        """Seconds of one collective of so many bytes, as from `flow_seconds`."""
         offered = self._ways.get(id(way))
         if offered is None:
             offered = self._ways[id(way)] = self._offered(way)
@@ -246,12 +247,11 @@ class StepRates:
         algorithms = () if way.pieces else starts(way.kind, wire, self.calibration.links)
         return _OfferedWay(wire_rate(way.kind, whole.carrying(routed=way.routed)), wire, algorithms)
 
-    def share_links(self, flows: Iterable[Flow], others: Iterable[Flow]) -> Any:
-        """Whether any of `flows` needs links that any of `others` does; never where wires have no place (bounds)."""
+    def share_links(self, groups: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> Any:
+        """Whether any of `groups` needs links that any of `others` does; never where wires have no place (bounds)."""
         shared: Any = False
         if isinstance(self.wires, PlacedWires):
-            groups = {f.mesh_axes for f in others}
-            for axes in {f.mesh_axes for f in flows}:
-                for group in groups:
+            for axes in groups:
+                for group in others:
                     shared = shared | self.wires.share_links(axes, group)
         return shared

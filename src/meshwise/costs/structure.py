@@ -43,7 +43,7 @@ class Structure:
     @classmethod
     def of(cls, layout: Layout) -> Structure:
         """Read the choices of a layout; those that mean nothing on its mesh as if they had not been made."""
-        own = {f.name: getattr(layout, f.name) for f in fields(cls) if f.name not in ("exchanges", "partial_remat")}
+        own = {name: getattr(layout, name) for name in _CHOICES}
         shared = layout.context * layout.ulysses * layout.expert > 1
         own["fully_sharded"] = layout.fully_sharded or not shared
         own["zero"] = layout.zero if layout.data > 1 or not own["fully_sharded"] else 0
@@ -69,6 +69,10 @@ class Structure:
         if not self.expert_tensor_parallel:
             return ("E", "C")
         return ("Fe", "C") if self.exchanges and self.sequence_parallel else ("Fe",)
+
+
+#: Those that are fields of a layout, too.
+_CHOICES = tuple(f.name for f in fields(Structure) if f.name not in ("exchanges", "partial_remat"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,47 +52,23 @@ class Way(NamedTuple):
 Message = tuple[Transfer, ...]
 
 
-@dataclass(slots=True)
-class Flow:
-    """Collectives of one kind that one block causes in one pass.
+@dataclass(frozen=True, slots=True)
+class FlowPlan:
+    """Collectives of one kind that one block causes in one pass, before sizes are known.
 
     Args:
         name: the tensors.
         when, purpose, kind, mesh_axes: what it is.
-        num_bytes: of each collective, in the convention of `collectives.wire_time` (float or array).
         count: how many of them in a pass.
+        num_bytes: bytes of the local block, as a sum still to be given sizes.
+        scaled_by: mesh axes over which the bytes are counted together (AllToAll).
+        local: whether they depend only on the sizes of one device's own work, not on data and fsdp.
         routed: whether tokens leave for the experts they chose, or come back.
         transfers: what moves, as placed.
         term: of a step's time that it counts under, and use of the network.
         part: of a microbatch that it belongs to: "forward", "backward" or "weights".
         late: how many of them only gradients of weights wait for: inputs of matmuls that are gathered once more.
         way: one and the same value for flows that are sent alike, whatever their bytes.
-    """
-
-    name: str
-    when: Pass
-    purpose: Purpose
-    kind: CollectiveKind
-    mesh_axes: tuple[str, ...]
-    num_bytes: Any
-    count: int
-    routed: bool
-    transfers: tuple[Transfer, ...]
-    term: str
-    part: str
-    late: int
-    way: Way
-
-
-@dataclass(frozen=True, slots=True)
-class FlowPlan:
-    """A flow before sizes are known.
-
-    Args:
-        name, when, purpose, kind, mesh_axes, count, routed, transfers, term, part, late, way: as in `Flow`.
-        num_bytes: bytes of the local block, as a sum still to be given sizes.
-        scaled_by: mesh axes over which the bytes are counted together (AllToAll).
-        local: whether they depend only on the sizes of one device's own work, not on data and fsdp.
     """
 
     name: str
@@ -117,21 +93,68 @@ class FlowPlan:
 
     def sized(self, num_bytes: Any) -> Flow:
         """Give it bytes that are known."""
-        return Flow(
-            self.name,
-            self.when,
-            self.purpose,
-            self.kind,
-            self.mesh_axes,
-            num_bytes,
-            self.count,
-            self.routed,
-            self.transfers,
-            self.term,
-            self.part,
-            self.late,
-            self.way,
-        )
+        return Flow(self, num_bytes, self.count, self.late)
+
+
+@dataclass(slots=True)
+class Flow:
+    """A flow of known size.
+
+    Args:
+        plan: what it is.
+        num_bytes: of each collective, in the convention of `collectives.wire_time` (float or array).
+        count, late: as in the plan, or of a part of it.
+    """
+
+    plan: FlowPlan
+    num_bytes: Any
+    count: int
+    late: int
+
+    @property
+    def name(self) -> str:
+        """As in the plan, like all that follow."""
+        return self.plan.name
+
+    @property
+    def when(self) -> Pass:
+        """In which pass."""
+        return self.plan.when
+
+    @property
+    def purpose(self) -> Purpose:
+        """Why it moves."""
+        return self.plan.purpose
+
+    @property
+    def kind(self) -> CollectiveKind:
+        """Of the collectives."""
+        return self.plan.kind
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """Of the group."""
+        return self.plan.mesh_axes
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens leave for the experts they chose."""
+        return self.plan.routed
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What moves."""
+        return self.plan.transfers
+
+    @property
+    def term(self) -> str:
+        """Of a step's time."""
+        return self.plan.term
+
+    @property
+    def part(self) -> str:
+        """Of a microbatch."""
+        return self.plan.part
 
 
 #: Purposes whose tensors travel one by one; the others share a bucket.

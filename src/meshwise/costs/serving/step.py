@@ -30,7 +30,7 @@ from meshwise.costs.serving.sizes import (
 )
 from meshwise.costs.stage_sums import room_beside, split_exposed
 from meshwise.costs.step import StepRates, Wires
-from meshwise.costs.traffic import Flow, Pass, Way
+from meshwise.costs.traffic import Flow, Way
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import Purpose
 from meshwise.sharding.serving_layout import ServingStructure
@@ -266,10 +266,7 @@ class _Adding:
         """Of what one stage sends the next."""
         boundary = self._extents(step, part).weighted(residual_bytes(self.problem, step, self.structure))
         num_bytes = self.places(boundary)
-        way = Way.of(CollectiveKind.PERMUTE, ("stage",), Purpose.ACTIVATIONS)
-        what = Pass.FORWARD, Purpose.ACTIVATIONS, way.kind, way.mesh_axes, num_bytes, 1
-        send = Flow("x", *what, routed=False, transfers=(), term="", part="", late=0, way=way)
-        return self.rates.flow_seconds(send)[0]
+        return self.rates.seconds(num_bytes, Way.of(CollectiveKind.PERMUTE, ("stage",), Purpose.ACTIVATIONS))[0]
 
     def _blocks(self, step: Step) -> tuple[ServedBlock, ...]:
         return plan_step(self.problem, step, self.structure)
@@ -349,7 +346,7 @@ class _Adding:
             circled = circling.expose(sums, count, self.places(covers[1]) * rates.calibration.overlap, beside)
         if gathered.flows:
             cover = self.places(covers[0]) * rates.calibration.overlap
-            room = room_beside(cover, ((circling.flows, circled),), [f for f, _ in gathered.flows], rates)
+            room = room_beside(cover, ((circling.groups, circled),), gathered.groups, rates)
             gathered.expose(sums, count, room, beside)
 
 
@@ -434,6 +431,11 @@ class _Together:
 
     flows: list[tuple[Flow, Any]] = field(default_factory=list)
     total: Any = 0.0
+
+    @property
+    def groups(self) -> set[tuple[str, ...]]:
+        """Mesh axes that they go over."""
+        return {f.mesh_axes for f, _ in self.flows}
 
     def add(self, flow: Flow, seconds: Any) -> None:
         self.flows.append((flow, seconds))
