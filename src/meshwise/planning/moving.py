@@ -31,7 +31,7 @@ from meshwise.planning.structures import Work
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.placed import Purpose
 
-__all__ = ["MovingBounds"]
+__all__ = ["Covers", "MovingBounds"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]

@@ -44,8 +44,8 @@ OBJECTIVES: dict[str, Callable[[Any, Any], Any]] = {
 _KIND = [MESH_AXES.index(a) for a in ("tensor", "ulysses", "context", "expert", "stage")]
 
 #: For a first look, the best of each kind of work by a cheap bound are bounded, about so many, and of these groups so
-#: many are gone through; later rounds are larger.
-_LOOKED_AT, _GROUPS = 4096, 1024
+#: many are gone through; later rounds are larger. The placements of about so many candidates are priced.
+_LOOKED_AT, _GROUPS, _LEADERS = 4096, 1024, 32
 
 #: Rows for each structure that are priced in the first go, so that the cut falls before the next, which are so many
 #: times as large: a go takes time for each structure that its rows have, however few.
@@ -278,7 +278,7 @@ class _OnFabric:
             chosen = chosen[self.below_cut(rows.bound[chosen])]
             self.expand(rows.take(chosen))
             rows = rows.take(np.delete(np.arange(len(rows)), chosen))
-        begin, size = 0, self.go
+        begin, size = 0, min(self.go, most)
         while begin < min(len(rows), most) and self.below_cut(rows.bound[begin : begin + 1])[0]:
             # The others of the next rows wait on: they may be on the front.
             end = begin + int(self.below_cut(rows.bound[begin : begin + size]).sum())
@@ -292,12 +292,12 @@ class _OnFabric:
         return table.meshes[table.mesh_id[rows.at]][:, _KIND]
 
     def look(self, groups: Groups) -> None:
-        """Price the best of `groups`, sorted by their bound, so that the cut falls before all are gone through."""
+        """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through."""
         rows = self.pricing.raised(self.pricing.rows(groups.take(slice(0, _GROUPS))))
         rows = self.pricing.placed_best(rows.take(np.argsort(rows.bound, kind="stable")[:CHUNK]))
-        rows = rows.take(np.argsort(rows.bound, kind="stable")[: _GROWTH * self.go])
-        self._price(rows)
-        self.expand_waiting(len(self.waiting))
+        self._price(rows.take(np.argsort(rows.bound, kind="stable")[: self.go]))
+        self.expand_waiting(_LEADERS)
+        self.waiting = Rows.none()  # they come again
 
     def rank(self, groups: Groups) -> Groups:
         """Go through `groups`, sorted by their bound, until none can enter the ranking.
