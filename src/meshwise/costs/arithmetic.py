@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ceil", "floor", "is_zero", "log2", "maximum", "minimum", "some", "take", "where"]
+__all__ = ["ceil", "floor", "is_one", "is_zero", "log2", "maximum", "minimum", "some", "take", "where"]
 
 
 _Array = np.ndarray  # looked up once: these functions are called by the hundred for one estimate
@@ -48,6 +48,11 @@ def floor(value: Any) -> Any:
 def log2(value: Any) -> Any:
     """Binary logarithm."""
     return np.log2(value) if isinstance(value, _Array) else math.log2(value)
+
+
+def is_one(value: Any) -> bool:
+    """Whether it is 1 for all candidates alike."""
+    return isinstance(value, float) and value == 1
 
 
 def is_zero(value: Any) -> bool:

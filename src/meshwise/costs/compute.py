@@ -388,8 +388,7 @@ class OperationPrices:
 
 def operation_compute(work: OpWork, extents: Extents, rates: ComputeRates) -> OpCompute:
     """Price one operation; arguments as in `OperationPrices`."""
-    flops = busy = _NONE
-    compute: Any = 0.0
+    flops = busy = compute = _NONE
     if work.matmul is not None and work.tiles is not None:
         flops = 2 * extents.volume(work.matmul)
         busy = flops * (rates.matmul_sheet if work.narrow else rates.other_matmul_sheet)

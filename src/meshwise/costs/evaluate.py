@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, where
+from meshwise.costs.arithmetic import is_one, maximum, where
 from meshwise.costs.assembly import StepParts, step_time
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.expert_load import expert_load
@@ -311,7 +311,8 @@ def evaluated(
         local = _evaluate_local(problem, structure, c.local, planned)
     extents = whole_extents(problem, structure, c)
     parts = [p.part(structure, c.remat_share) for p in planned]
-    times = [_block_time(p, part, own, extents) for p, part, own in zip(planned, parts, local, strict=True)]
+    noted = ledger is not None
+    times = [_block_time(*of, extents, noted=noted) for of in zip(planned, parts, local, strict=True)]
     step = _step_parts(
         times,
         rates_of(problem, structure, wires),
@@ -395,9 +396,13 @@ def _activation_flows(planned: PlannedBlock, local: LocalBlock) -> tuple[Flow, .
     return tuple(planned.flows[i].sized(local.flows[i]) for i in moving)
 
 
-def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: Extents) -> BlockTime:
+def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: Extents, *, noted: bool) -> BlockTime:
+    """Price one block; what would be sent within groups of one device takes no time, and is left out unless `noted`."""
+    known = local.flows
     flows = tuple(
-        plan.sized(local.flows[i] if i in local.flows else plan.bytes(extents)) for i, plan in enumerate(planned.flows)
+        plan.sized(known[i] if i in known else plan.bytes(extents))
+        for i, plan in enumerate(planned.flows)
+        if noted or not is_one(extents.devices(plan.mesh_axes))
     )
     return BlockTime(part, **local.passes, flows=flows)
 

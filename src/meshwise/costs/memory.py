@@ -104,7 +104,9 @@ def local_memory(
         workspace, beside = remade + largest, remade + besides
     buffers: Any = 0.0
     for num_bytes, axes in plan.buffers:
-        buffers = maximum(buffers, extents.weighted(num_bytes) * extents.lacking(axes))
+        lacking = extents.lacking(axes)
+        if not is_zero(lacking):
+            buffers = maximum(buffers, extents.weighted(num_bytes) * lacking)
     gathered = extents.weighted(plan.gathered)
     return LocalMemory(
         kept=kept,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.costs.arithmetic import ceil, floor, log2, maximum, where
+from meshwise.costs.arithmetic import ceil, floor, is_one, log2, maximum, where
 from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.costs.routing import Routing
 
@@ -148,7 +148,7 @@ def _span(members: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 
 def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
-    if all(_unused(extent) for extent, _ in spans):
+    if all(is_one(extent) for extent, _ in spans):
         return NO_WIRE
     ring = _TorusSums(_twist_of(fabric, spans))
     tree = _TreeSums(not fabric.dimensions[0].torus, fabric.flat_rings)
@@ -156,7 +156,7 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
     send: Any = 0.0
     send_latency: Any = 0.0
     for dim, (extent, stride) in zip(fabric.dimensions, spans, strict=True):
-        if dim.torus and ring.twist is None and _unused(extent):
+        if dim.torus and ring.twist is None and is_one(extent):
             continue
         used = extent > 1
         if dim.torus:
@@ -193,11 +193,6 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
         if routing is None
         else _routed(routing, ring.exchange if fabric.dimensions[0].torus else None, tree.crossings, size),
     )
-
-
-def _unused(extent: Any) -> bool:
-    """Whether a group has one member along a dimension, in all candidates."""
-    return isinstance(extent, float) and extent == 1
 
 
 def _flat_ring_latency(fabric: Fabric, spans: Sequence[tuple[Any, Any]], size: Any) -> Any:
