@@ -5,7 +5,8 @@ Not here: sizes, or what they cost (`step`, `memory`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from meshwise.costs.compute import OpWork, operation_work
 from meshwise.costs.extents import WeightedSum, element_bytes, held_bytes, held_key, weighted_sum
@@ -15,9 +16,10 @@ from meshwise.jobs import Precision
 from meshwise.sharding.place import place_forward
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 from meshwise.sharding.serving_layout import ServingStructure
-from meshwise.tensors import CacheUpdate, Elementwise, Fused, Kind, Op, Route, Tensor
+from meshwise.sharding.strategy import Strategy
+from meshwise.tensors import Attention, Block, CacheUpdate, Elementwise, Fused, Kind, Op, Route, Tensor
 
-__all__ = ["ServedBlock", "mixes_positions", "plan_step", "reads_positions", "residual_bytes"]
+__all__ = ["ServedBlock", "heeded", "mixes_positions", "plan_step", "reads_positions", "residual_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def _term(op: Op) -> str:
 
 
 _PLANNED: dict[tuple[object, ...], tuple[object, tuple[ServedBlock, ...]]] = {}
+_BLOCKS: dict[tuple[int, Strategy, Precision], tuple[Block, ServedBlock]] = {}
 _KEPT = 1024
 
 
@@ -82,9 +85,38 @@ def plan_step(problem: ServingProblem, step: Step, structure: ServingStructure) 
     if key not in _PLANNED:  # the program is kept beside, so that its id stays its own
         strategy = structure.strategy(step)
         formats = problem.load.formats.formats
-        blocks = tuple(_plan(place_forward(block, strategy), formats) for block in program)
-        _PLANNED[key] = program, blocks
+        _PLANNED[key] = program, tuple(_planned(block, strategy, formats) for block in program)
     return _PLANNED[key][1]
+
+
+def _planned(block: Block, strategy: Strategy, formats: Precision) -> ServedBlock:
+    """Place and plan one block, or find where that was done under rules that are the same to it."""
+    own = heeded(strategy, block)
+    key = (id(block), own, formats)
+    if len(_BLOCKS) > _KEPT:
+        _BLOCKS.clear()
+    if key not in _BLOCKS:  # the block is kept beside, so that its id stays its own
+        _BLOCKS[key] = block, _plan(place_forward(block, own), formats)
+    return _BLOCKS[key][1]
+
+
+def heeded(strategy: Strategy, block: Block) -> Strategy:
+    """The rules without those that mean nothing to `block`: of attention where there is none, of axes it has not.
+
+    What routes tokens heeds all of them.
+    """
+    kinds = {type(op) for op in block.ops}
+    if any(issubclass(kind, Route) for kind in kinds):
+        return strategy
+    attends = any(issubclass(kind, Attention | CacheUpdate | Fused) for kind in kinds)
+    axes = {a.partition(".")[0] for op in block.ops for a in op.axes}
+    tables: dict[str, Any] = {
+        f.name: tuple(rule for rule in getattr(strategy, f.name) if axes & set(rule.axes))
+        for f in fields(strategy)
+        if f.name not in ("ring", "pieces")
+    }
+    own = replace(strategy, **tables)
+    return own if attends else replace(own, attention=(), caches=(), ring=False)
 
 
 def _plan(placed: PlacedBlock, formats: Precision) -> ServedBlock:
