@@ -53,11 +53,12 @@ class Moves:
 
 
 def moving_least(structure: Structure) -> Structure:
-    """The structure that moves least of all that differ from `structure` in their remat policy.
+    """The structure that moves least of all that differ from `structure` in their remat policy; the same for many.
 
-    What gradients need is needed whatever is computed again, so that is the one which computes nothing again.
+    What gradients need is needed whatever is computed again, so that is the one which computes nothing again. How
+    attention comes by its keys and values makes no difference to weights.
     """
-    return replace(structure, remat="none", partial_remat=False)
+    return replace(structure, remat="none", partial_remat=False, context_method="gather")
 
 
 def evaluate_moves(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,24 +31,48 @@ from meshwise.tensors import Attention, Block, Op, Program, Route
 __all__ = ["LocalBlock", "PlannedBlock", "place_structure", "plan_structure"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedBlock:
-    """A placed block with its structure worked out: what remains is arithmetic on sizes.
+    """A placed block with its structure worked out, each part when first asked for; the rest is arithmetic on sizes.
 
     Args:
-        placed: itself; again: its matmuls that are computed again.
-        works, alike: local operations by pass, and what equal passes share.
-        flows: what it sends.
-        memory, update: what it holds, and what updating its weights takes.
+        placed: itself.
+        formats, optimizer: of the job.
     """
 
     placed: PlacedBlock
-    again: tuple[Op, ...]
-    works: Mapping[str, tuple[OpWork, ...]]
-    alike: Mapping[str, object]
-    flows: tuple[FlowPlan, ...]
-    memory: MemoryPlan
-    update: UpdatePlan
+    formats: Precision
+    optimizer: Optimizer
+
+    @cached_property
+    def again(self) -> tuple[Op, ...]:
+        """Its matmuls that are computed again."""
+        return tuple(op for op in self.placed.block.ops if op.name in self.placed.recomputed and op.matmul)
+
+    @cached_property
+    def works(self) -> Mapping[str, tuple[OpWork, ...]]:
+        """Local operations by pass."""
+        return pass_work(self.placed, self.formats)
+
+    @cached_property
+    def alike(self) -> Mapping[str, object]:
+        """What equal passes share."""
+        return passes_alike(self.works)
+
+    @cached_property
+    def flows(self) -> tuple[FlowPlan, ...]:
+        """What it sends."""
+        return flow_plans(self.placed, self.formats, self.optimizer)
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """What it holds."""
+        return memory_plan(self.placed, self.formats, self.optimizer)
+
+    @cached_property
+    def update(self) -> UpdatePlan:
+        """What updating its weights takes."""
+        return update_plan(self.placed, self.formats, self.optimizer)
 
     def part(self, structure: Structure, remat_share: Any) -> Part:
         """Which copies of its block it stands for; `remat_share` as in `Candidates`."""
@@ -156,16 +181,7 @@ def _plan_blocks(
         if len(_PLANNED) > _KEPT:
             _PLANNED.clear()
         if key not in _PLANNED:
-            works = pass_work(placed, formats)
-            block = PlannedBlock(
-                placed,
-                tuple(op for op in placed.block.ops if op.name in placed.recomputed and op.matmul),
-                works,
-                passes_alike(works),
-                flow_plans(placed, formats, optimizer),
-                memory_plan(placed, formats, optimizer),
-                update_plan(placed, formats, optimizer),
-            )
+            block = PlannedBlock(placed, formats, optimizer)
             _PLANNED[key] = (placed, block)
         planned.append(_PLANNED[key][1])
     return tuple(planned)

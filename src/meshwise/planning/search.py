@@ -298,6 +298,7 @@ class _OnFabric:
         self._price(rows.take(np.argsort(rows.bound, kind="stable")[: self.go]))
         self.expand_waiting(_LEADERS)
         self.waiting = Rows.none()  # they come again
+        self._tell()
 
     def rank(self, groups: Groups) -> Groups:
         """Go through `groups`, sorted by their bound, until none can enter the ranking.
@@ -319,7 +320,13 @@ class _OnFabric:
             begin, size = end, min(_GROWTH * size, CHUNK)
         self._price(pool)
         self.expand_waiting(len(self.waiting))
+        self._tell()
         return groups.take(slice(begin, None))
+
+    def _tell(self) -> None:
+        """Say how far the search is."""
+        state = self.state
+        state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts{_best_words(state)}")
 
     def _price(self, rows: Rows) -> None:
         """Let those of `rows` that fit wait with their bounds, and expand some: best first, until none matters."""
@@ -334,8 +341,8 @@ class _OnFabric:
             rows = rows.take(slice(size, None))
             if len(rows):
                 self.expand_waiting(size)
+                self._tell()
             size = min(_GROWTH * size, CHUNK)
-            state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts{_best_words(state)}")
 
     def _fitting(self, rows: Rows) -> Rows:
         fitting, least = self.pricing.fitting(rows)

@@ -112,7 +112,7 @@ def predict_all(
     predictions: list[P] = []
     refusals: list[Refusal[R | UnreadRow]] = []
     for number, run in enumerate(counted, 1):
-        progress(f"{number:,} of {len(counted):,} rows")
+        progress(f"scoring: {number:,} of {len(counted):,} rows")
         found = Refusal(run, run.reason) if isinstance(run, UnreadRow) else predict(run)
         if isinstance(found, Refusal):
             refusals.append(found)
