@@ -24,6 +24,7 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import estimate_training
 from meshwise.costs.evaluate import Candidates, Structure, TrainingProblem, evaluate
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.fitted import find_calibration
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
@@ -50,6 +51,18 @@ def mixture() -> TrainingProblem:
     cluster = parse_cluster("h800:2048")
     job = TrainingJob(batch_tokens=str(15360 * 4096), seq_len="4096", tokens="14.8T", precision="fp8-block")
     return TrainingProblem(load_model("deepseek-v3"), job, cluster, default_calibration(cluster.chip))
+
+
+def as_asked(p: TrainingProblem) -> TrainingProblem:
+    """The same as `plan train` asks it: with the fitted calibration, under which bounds have more to tell."""
+    return TrainingProblem(p.model, p.job, p.cluster, find_calibration("fitted", p.cluster.chip))
+
+
+def small_mixture() -> TrainingProblem:
+    """Mixtral 8x7B on 256 H100, with the fitted calibration."""
+    cluster = parse_cluster("h100:256")
+    job = TrainingJob(batch_tokens="4Mi", seq_len="4096")
+    return TrainingProblem(load_model("mixtral-8x7b"), job, cluster, find_calibration("fitted", cluster.chip))
 
 
 #: Structures whose layouts are evaluated, each with a schedule: without experts, and with them.
@@ -122,6 +135,18 @@ def searched(p: TrainingProblem, runs: int) -> tuple[str, str]:
     return counts, f"{result.strategies / seconds:,.0f}"
 
 
+def planned(p: TrainingProblem, runs: int) -> str:
+    """What `plan train` looks at, and its CPU-seconds: all that it says of the best plans included."""
+    found = []
+    for _ in range(runs):
+        placements.cache_clear()
+        begin = time.process_time()
+        plan = plan_training(p, top=5)
+        found.append((time.process_time() - begin, plan.search))
+    seconds, result = min(found, key=lambda f: f[0])
+    return f"{result.strategies:,} examined, {result.priced:,} priced, {seconds:.2f} CPU-seconds"
+
+
 def one_estimate(p: TrainingProblem) -> float:
     """Milliseconds of one warm estimate of one complete layout, wires made anew."""
     plan = plan_training(p, top=1).plans[0]
@@ -157,6 +182,8 @@ def main() -> None:
         ("search, 70B: strategies per CPU-second", rate, "200,000"),
         ("search, DeepSeek-V3", most, "60 s"),
         ("search, DeepSeek-V3: strategies per CPU-second", best, "200,000"),
+        ("plan, 70B, fitted", planned(as_asked(p), 3), ""),
+        ("plan, Mixtral 8x7B on 256 H100, fitted", planned(small_mixture(), 2), ""),
         ("one warm estimate", f"{one_estimate(p):.2f} ms", "1 ms"),
         ("import meshwise", command(["-c", "import meshwise"]), ""),
         ("meshwise --help", command(["-m", "meshwise", "--help"]), "0.3 s"),
