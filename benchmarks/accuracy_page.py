@@ -20,7 +20,8 @@ _TOLERANCE = 0.01
 
 def tell(line: str) -> None:
     """Show how far it is."""
-    print(line, end="\r", file=sys.stderr)
+    if sys.stderr.isatty():
+        print(line, end="\r", file=sys.stderr)
 
 
 def write_or_check(page: Path, mape: float, tables: Callable[[], Mapping[str, str]], words: list[str]) -> int:
