@@ -92,14 +92,12 @@ class _Family:
         sizes: of one device's work that these have, indices into the table's.
         row: of each key there is in `sizes`, where the works apply.
         row_of_size: the same of each of the table's sizes.
-        own: the same of `keys`.
     """
 
     keys: Index
     sizes: Index
     row: Index
     row_of_size: Index
-    own: Index
 
 
 def ideal_chip_seconds_per_token(problem: TrainingProblem, choices: Choices) -> float:
@@ -191,7 +189,7 @@ class Bounds:
             possible = below(least)
             if most is not None and most < len(least):
                 possible = possible & (least <= np.partition(least, most)[most])
-            keys = family.keys if possible.all() else family.keys[possible[family.own]]
+            keys = family.keys if possible.all() else family.keys[possible[family.row[family.keys]]]
             for begin in range(0, len(keys), _KEYS):
                 found += self._groups_of(w, keys[begin : begin + _KEYS], variants, below)
         return Groups.joined(found)
@@ -265,7 +263,7 @@ class Bounds:
             sizes = np.unique(self.size[keys])
             row = np.full(len(self.per_token), -1)
             row[sizes] = np.arange(len(sizes))
-            self.families[own] = _Family(keys, sizes, row[self.size], row, row[self.size[keys]])
+            self.families[own] = _Family(keys, sizes, row[self.size], row)
         return self.families[own]
 
     def sums(self, work: Work) -> StepParts:
