@@ -22,9 +22,11 @@ from rich.table import Table
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import estimate_training
-from meshwise.costs.evaluate import Candidates, Structure, TrainingProblem, evaluate
+from meshwise.costs.evaluate import evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

@@ -12,7 +12,8 @@ from meshwise.costs.makespans import PipelineShape, PipelineTimes, StageTimes
 from meshwise.costs.schedules import SCHEDULES
 from meshwise.models import load_model
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import LocalOp, Transfer, place_block
+from meshwise.sharding.place import place_block
+from meshwise.sharding.placed import LocalOp, Transfer
 from meshwise.sharding.remat import FURTHER_POLICIES, REMAT_POLICIES, remat_policy, saved_activations
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, ulysses
 from meshwise.tensors import Block

@@ -27,8 +27,6 @@ from meshwise.tensors import (
     convert,
 )
 
-__all__ = ["backward"]
-
 Contribute = Callable[..., Tensor]
 """(tensor, name of the operation, optionally a tensor whose format it has) -> the part of the tensor's gradient."""
 

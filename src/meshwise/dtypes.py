@@ -6,8 +6,6 @@ from enum import StrEnum
 
 from meshwise.errors import UnknownNameError
 
-__all__ = ["DType", "parse_dtype"]
-
 
 class DType(StrEnum):
     """A number format. The value is the name that users type and that JSON carries.

@@ -22,21 +22,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "ClusterError",
-    "CompilerError",
-    "ConfigError",
-    "HandoverError",
-    "InfeasibleError",
-    "LayoutError",
-    "MeshwiseError",
-    "MissingDependencyError",
-    "NotationError",
-    "ShardingError",
-    "UnitError",
-    "UnknownNameError",
-]
-
 
 class MeshwiseError(ValueError):
     """Anything that a user can mend. `exit_code` is what the command line returns."""

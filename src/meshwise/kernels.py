@@ -13,16 +13,6 @@ from typing import Any
 
 from meshwise.tensors import Attention, Fused, Sizes
 
-__all__ = [
-    "AbsorbedAttention",
-    "CompressedAttention",
-    "IndexScores",
-    "Scan",
-    "SelectiveScan",
-    "ShortConvolution",
-    "SparseAttention",
-]
-
 _STATE_BYTES = 4.0  # states are kept in fp32 by every published kernel
 
 

@@ -14,27 +14,6 @@ from typing import Any
 
 from meshwise.dtypes import DType
 
-__all__ = [
-    "Attention",
-    "AttentionGradient",
-    "Block",
-    "CacheUpdate",
-    "Convert",
-    "Einsum",
-    "Elementwise",
-    "Format",
-    "Fused",
-    "FusedGradient",
-    "Kind",
-    "Lookup",
-    "Op",
-    "Program",
-    "Route",
-    "Sizes",
-    "Tensor",
-    "convert",
-]
-
 #: Axis name -> size. A size is a float, or a NumPy array with one entry per candidate.
 Sizes = Mapping[str, Any]
 

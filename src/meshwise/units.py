@@ -18,26 +18,6 @@ if TYPE_CHECKING:  # pydantic is loaded by those who declare fields with it, not
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
     from pydantic_core import core_schema
 
-__all__ = [
-    "Quantity",
-    "format_bandwidth",
-    "format_bytes",
-    "format_count",
-    "format_duration",
-    "format_flops",
-    "format_flops_per_s",
-    "format_money",
-    "format_percent",
-    "format_time",
-    "parse_bandwidth",
-    "parse_bytes",
-    "parse_count",
-    "parse_duration",
-    "parse_flops_per_s",
-    "parse_fraction",
-    "parse_money",
-]
-
 _NUMBER = re.compile(
     r"\s*([+-]?(?:[0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:nan|inf|infinity)\b)\s*(.*?)\s*$",
     re.IGNORECASE,

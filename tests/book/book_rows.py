@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.costs.network import Dimension, Fabric, make_wire
+from meshwise.costs.fabric import Dimension, Fabric
+from meshwise.costs.network import make_wire
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import rates_of
 from meshwise.dtypes import DType

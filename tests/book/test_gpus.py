@@ -6,7 +6,8 @@ import pytest
 from book_rows import MATMUL, answered, catalog, check
 
 from meshwise.costs import rules
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import roofline
 from meshwise.dtypes import DType

@@ -18,7 +18,8 @@ from sharding_verdicts import (
 )
 
 from meshwise.costs.collectives import collective_time, latency, wire_time
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import rates_of, roofline
 from meshwise.costs.wiring import collective_bytes

@@ -6,7 +6,8 @@ import pytest
 from book_rows import answered, check, rows
 
 from meshwise.costs import rules
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire
 from meshwise.costs.operation import parse_operation
 from meshwise.dtypes import DType
 from meshwise.hardware import SliceRules, chips, load_chip, networks, parse_cluster

@@ -7,7 +7,7 @@ import pytest
 
 from meshwise.compiler.placement import device_mesh, place_devices
 from meshwise.compiler.targets import Target
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.errors import CompilerError
 from meshwise.hardware import parse_cluster
 from meshwise.sharding.layout import Layout

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from itertools import product
 
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import LocalOp, Transfer
+from meshwise.sharding.placed import LocalOp, Transfer
 from meshwise.tensors import Attention, AttentionGradient, Einsum, Kind
 
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from meshwise.costs.calibration import CALIBRATIONS
-from meshwise.costs.evaluate import Structure, TrainingProblem
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import SOFTWARE, fitted_calibration
-from meshwise.costs.network import Fabric
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Structure
 from meshwise.hardware import Torus, TorusAxis, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import read_config

@@ -6,14 +6,14 @@ import pytest
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.workings import work_out
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.place import Purpose
+from meshwise.sharding.placed import Purpose
 
 D, F, NH, KH, V, L = 8192, 28672, 8192, 1024, 128256, 80
 PROJECTIONS = L * (2 * D * NH + 2 * D * KH + 3 * D * F)

@@ -13,16 +13,11 @@ from device_walk import Walk, local_operations, rule_splits
 from small_problems import tiny, tiny_latent, tiny_mixture
 
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import (
-    Candidates,
-    Structure,
-    TrainingProblem,
-    evaluate,
-    evaluate_local,
-    plan_structure,
-    whole_extents,
-)
+from meshwise.costs.evaluate import evaluate, evaluate_local, whole_extents
 from meshwise.costs.network import NO_WIRE
+from meshwise.costs.planned import plan_structure
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding import CollectiveKind

@@ -6,17 +6,19 @@ import pytest
 
 from meshwise.costs.collectives import ring_time, wire_time
 from meshwise.costs.estimate import layout_candidate, layout_wires
-from meshwise.costs.evaluate import TrainingProblem, evaluate
+from meshwise.costs.evaluate import evaluate
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.links import Links
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.network import make_wire
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.place import Purpose
+from meshwise.sharding.placed import Purpose
 
 MB = 1e6
 

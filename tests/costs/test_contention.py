@@ -4,9 +4,10 @@ import pytest
 
 from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.estimate import layout_candidate, layout_wires
-from meshwise.costs.evaluate import TrainingProblem, evaluate
+from meshwise.costs.evaluate import evaluate
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.network import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

@@ -5,8 +5,10 @@ import math
 import pytest
 
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import Candidates, Structure, TrainingProblem, evaluate, evaluate_local
+from meshwise.costs.evaluate import evaluate, evaluate_local
 from meshwise.costs.network import NO_WIRE
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

@@ -5,13 +5,16 @@ from collections import Counter
 import pytest
 
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import Candidates, Structure, TrainingProblem, plan_structure, whole_extents
+from meshwise.costs.evaluate import whole_extents
+from meshwise.costs.planned import plan_structure
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.place import Purpose
+from meshwise.sharding.placed import Purpose
 
 T = 4096
 BF16 = 2

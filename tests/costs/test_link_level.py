@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from small_problems import torus
 
-from meshwise.costs.network import Fabric, make_wire, shares_links, twisted_distance
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire, shares_links, twisted_distance
 from meshwise.hardware import parse_cluster
 
 LINK = 9e10

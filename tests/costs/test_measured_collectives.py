@@ -10,7 +10,8 @@ import pytest
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.collectives import collective_time, wire_time
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind
 

@@ -4,9 +4,9 @@ import pytest
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import RESERVE_SHARE
-from meshwise.costs.network import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model, read_config

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from small_problems import CLUSTERS, clusters, factorings, torus
 
 from meshwise.costs.collectives import collective_time, wire_time
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.links import Links
-from meshwise.costs.network import IN_NETWORK_GAIN, Fabric, Wire, make_wire
+from meshwise.costs.network import IN_NETWORK_GAIN, Wire, make_wire
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind as Kind
 from meshwise.sharding.layout import MESH_AXES

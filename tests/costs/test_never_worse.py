@@ -10,16 +10,18 @@ from small_problems import REMATS, cases, tiny
 
 from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.estimate import evaluate_layout
-from meshwise.costs.evaluate import Structure, TrainingProblem, place_structure
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.links import Links
-from meshwise.costs.network import Fabric
 from meshwise.costs.padding import paddings
+from meshwise.costs.planned import place_structure
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.planning import SearchSpace, search, training_limits
 from meshwise.planning.structures import Choices
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import Purpose, Transfer
+from meshwise.sharding.placed import Purpose, Transfer
 
 LESS = 1 + 1e-9
 

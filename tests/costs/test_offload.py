@@ -11,8 +11,9 @@ from small_problems import cases, tiny
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate, layout_wires
-from meshwise.costs.evaluate import TrainingProblem, evaluate, offloaded
-from meshwise.costs.network import Fabric
+from meshwise.costs.evaluate import evaluate, offloaded
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.workings import work_out
 from meshwise.errors import LayoutError
 from meshwise.hardware import parse_cluster

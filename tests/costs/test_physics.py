@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from small_problems import case, cases, structure_of
 
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_wires
-from meshwise.costs.evaluate import Candidates, evaluate
+from meshwise.costs.evaluate import evaluate
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import MEMORY_CLASSES, RESERVE_SHARE
-from meshwise.costs.network import Fabric, Wire
+from meshwise.costs.network import Wire
 from meshwise.costs.step import TERMS
+from meshwise.costs.structure import Candidates
 from meshwise.dtypes import DType
 from meshwise.hardware import Torus, Tree
 from meshwise.sharding.layout import Layout

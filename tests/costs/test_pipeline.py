@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.pipeline import Pipeline, chunk_shares, device_shares
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import SCHEDULES
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

@@ -6,8 +6,9 @@ import pytest
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate
-from meshwise.costs.evaluate import TrainingProblem, plan_structure
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.planned import plan_structure
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.costs.workings import work_out
 from meshwise.errors import MeshwiseError

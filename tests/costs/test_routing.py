@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire
 from meshwise.costs.routing import Routing
 from meshwise.errors import MeshwiseError
 from meshwise.hardware import parse_cluster

@@ -6,8 +6,8 @@ import pytest
 
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
 from meshwise.costs.estimate import evaluate_layout
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.dtypes import DType
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.wiring import best_wiring, collective_bytes, parse_wiring, wirings
 from meshwise.dtypes import DType
 from meshwise.errors import ClusterError

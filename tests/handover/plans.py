@@ -3,9 +3,9 @@
 import math
 from pathlib import Path
 
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.network import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from plans import TINY, TINY_MIXTURE, make_plan, tiny
 
-from meshwise.costs.evaluate import Structure
+from meshwise.costs.structure import Structure
 from meshwise.handover import hand_over
 from meshwise.sharding import Mesh
 from meshwise.sharding.layout import MESH_AXES

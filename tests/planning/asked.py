@@ -1,7 +1,7 @@
 """What tests of plans ask for: a problem with a usual job, and one layout of it estimated."""
 
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

@@ -14,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from small_problems import all_factorings, divisors
 
-from meshwise.costs.evaluate import Candidates, Structure, evaluated, offloaded
+from meshwise.costs.evaluate import evaluated, offloaded
+from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.pipeline import Pipeline
-from meshwise.costs.schedules import PipelineShape, find_schedule
+from meshwise.costs.schedules import find_schedule
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.sharding.layout import MESH_AXES
 
 #: Pieces of the model that one device of a pipeline holds, by schedule; of "interleaved" any number from two.

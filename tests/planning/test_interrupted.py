@@ -6,7 +6,7 @@ import pytest
 from small_problems import tiny
 
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.planning import plan_training

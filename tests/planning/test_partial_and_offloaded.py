@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

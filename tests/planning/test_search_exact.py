@@ -26,8 +26,11 @@ from small_problems import (
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import evaluate_layout
-from meshwise.costs.evaluate import Candidates, Structure, TrainingProblem, evaluate
-from meshwise.costs.network import Fabric, PlacedWires
+from meshwise.costs.evaluate import evaluate
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import PlacedWires
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.planning import FRONT_SPAN, SearchSpace, search, training_limits

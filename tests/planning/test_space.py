@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problems import CLUSTERS, all_factorings, all_placements, clusters, factorings, torus
 
-from meshwise.costs.network import Fabric, Wire, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import Wire, make_wire
 from meshwise.hardware import parse_cluster
 from meshwise.planning.rows import batch_cuts
 from meshwise.planning.space import IdealWires, Limits, WireTable, meshes, parts_of, placements, shrunken, undominated

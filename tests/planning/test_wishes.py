@@ -6,7 +6,7 @@ import pytest
 from small_problems import FEW, tiny
 
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

@@ -15,7 +15,7 @@ from formulas import Formulas, Part, Routing, attention_gradient
 from recurrences import kernel_gradients
 
 from meshwise.sharding import Mesh, Sharding
-from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.strategy import Strategy
 from meshwise.tensors import Attention, AttentionGradient, Fused, FusedGradient, Kind, Tensor
 

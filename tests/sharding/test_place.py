@@ -22,7 +22,8 @@ from programs import Arrays, Results, differences
 from tiny_models import BLOCKS, LAYERS, MIXTURES
 
 from meshwise.models import load_model, model_names
-from meshwise.sharding.place import LocalOp, PlacedBlock, Transfer, place_block
+from meshwise.sharding.place import place_block
+from meshwise.sharding.placed import LocalOp, PlacedBlock, Transfer
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, training_strategy, ulysses
 from meshwise.tensors import Attention, Block, Einsum, Fused, Kind, Op, Tensor

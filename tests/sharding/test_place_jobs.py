@@ -10,7 +10,7 @@ from programs import differences
 from tiny_models import BLOCKS, LAYERS, MIXTURES
 
 from meshwise.jobs import narrowed, parse_fine_tuning, parse_precision, with_adapters
-from meshwise.sharding.place import LocalOp, Transfer
+from meshwise.sharding.placed import LocalOp, Transfer
 from meshwise.tensors import Kind, Program
 
 SEEDS = 4

@@ -7,7 +7,8 @@ import pytest
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.models import load_model
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import LocalOp, Transfer, place_forward
+from meshwise.sharding.place import place_forward
+from meshwise.sharding.placed import LocalOp, Transfer
 from meshwise.sharding.serving import SERVING_AXES, serving_strategy
 from meshwise.sharding.serving_layout import ServingLayout, parse_serving_layout
 

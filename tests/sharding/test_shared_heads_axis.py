@@ -1,7 +1,8 @@
 """Attention whose keys have the queries' own heads (latent attention): tensor parallelism splits the heads."""
 
 from meshwise.models import load_model
-from meshwise.sharding.place import iteration_space, place_block
+from meshwise.sharding.iteration import iteration_space
+from meshwise.sharding.place import place_block
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.strategy import training_strategy
 from meshwise.tensors import Attention

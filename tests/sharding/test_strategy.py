@@ -7,7 +7,7 @@ from placed_cases import make_case
 
 from meshwise.models import load_model, model_names
 from meshwise.sharding import Sharding
-from meshwise.sharding.place import LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.sharding.placed import LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.strategy import (
     Rule,
     Strategy,

@@ -36,7 +36,7 @@ from meshwise.models.spec import (
     Streams,
 )
 from meshwise.sharding import Mesh
-from meshwise.sharding.place import iteration_space
+from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.strategy import Strategy
 from meshwise.tensors import Block, Kind, Route, Tensor
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.costs.schedules import SCHEDULES, PipelineShape, PipelineTimes, StageTimes, find_schedule
+from meshwise.costs.makespans import PipelineShape, PipelineTimes, StageTimes
+from meshwise.costs.schedules import SCHEDULES, find_schedule
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.simulation import Task, run_schedule, work_orders
 

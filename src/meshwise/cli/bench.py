@@ -15,8 +15,6 @@ from meshwise.report.bench import bench_report
 from meshwise.verbs.bench import BenchRequest, run_bench
 from meshwise.verbs.where import WHERE_FLAGS
 
-__all__ = ["bench"]
-
 
 @click.command()
 @request_options(BenchRequest, arguments=("what",), flags=WHERE_FLAGS)

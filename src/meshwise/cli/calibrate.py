@@ -10,8 +10,6 @@ from meshwise.cli.progress import Progress
 from meshwise.report.calibrate import calibrate_report
 from meshwise.verbs.calibrate import CalibrateRequest, find_refined
 
-__all__ = ["calibrate"]
-
 
 @click.command()
 @request_options(CalibrateRequest, arguments=("file",))

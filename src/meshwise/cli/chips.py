@@ -9,8 +9,6 @@ from meshwise.hardware import chips as all_chips
 from meshwise.hardware import load_chip
 from meshwise.report.chips import chip_report, chips_report
 
-__all__ = ["chips"]
-
 
 @click.command()
 @click.argument("chip", required=False)

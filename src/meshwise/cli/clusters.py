@@ -8,8 +8,6 @@ from meshwise.cli.output import Output, output_options
 from meshwise.hardware import load_cluster_file, machines, networks, parse_cluster
 from meshwise.report.clusters import cluster_report, clusters_report
 
-__all__ = ["clusters"]
-
 
 @click.command()
 @click.argument("cluster", required=False)

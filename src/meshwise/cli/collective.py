@@ -10,8 +10,6 @@ from meshwise.report.collective import collective_report
 from meshwise.verbs.collective import CollectiveRequest, examine_collective
 from meshwise.verbs.where import WHERE_FLAGS
 
-__all__ = ["collective"]
-
 
 @click.command()
 @request_options(CollectiveRequest, arguments=("kind", "array"), flags={**WHERE_FLAGS, "sizes": "--set"})

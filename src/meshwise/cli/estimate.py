@@ -6,8 +6,6 @@ import click
 
 from meshwise.cli.lazy import LazyCommand, LazyGroup
 
-__all__ = ["estimate"]
-
 _VERBS = {
     "train": LazyCommand("meshwise.cli.estimate_train:train", "Estimate what one layout would do for a training job."),
     "serve": LazyCommand("meshwise.cli.estimate_serve:serve", "Estimate what one layout would do for a serving load."),

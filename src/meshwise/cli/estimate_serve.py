@@ -18,8 +18,6 @@ from meshwise.verbs.plan_file import check_save
 from meshwise.verbs.serve import SERVE_FLAGS
 from meshwise.verbs.serving_plan import read_serving_plan, save_serving_plan
 
-__all__ = ["serve"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 

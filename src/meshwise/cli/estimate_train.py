@@ -14,8 +14,6 @@ from meshwise.report.plan import estimate_report
 from meshwise.verbs.estimate_train import EstimateTrainRequest, find_estimate
 from meshwise.verbs.train import TRAIN_FLAGS, save_plan
 
-__all__ = ["train"]
-
 
 @click.command()
 @request_options(EstimateTrainRequest, arguments=("model",), flags=TRAIN_FLAGS)

@@ -12,8 +12,6 @@ from meshwise.report.handover import handover_report
 from meshwise.verbs.export import export as export_plan
 from meshwise.verbs.export import write_text
 
-__all__ = ["export"]
-
 
 @click.command()
 @click.argument("plan", type=click.Path(path_type=Path))

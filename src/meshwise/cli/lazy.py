@@ -15,8 +15,6 @@ import click
 
 from meshwise.errors import UnknownNameError
 
-__all__ = ["LazyCommand", "LazyGroup"]
-
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:

@@ -21,8 +21,6 @@ from meshwise import __version__
 from meshwise.cli.lazy import LazyCommand, LazyGroup
 from meshwise.errors import MeshwiseError
 
-__all__ = ["COMMANDS", "app", "main"]
-
 COMMANDS = {
     "plan": LazyCommand("meshwise.cli.plan:plan", "Find the best plans, and say why others lose."),
     "estimate": LazyCommand("meshwise.cli.estimate:estimate", "Estimate what one layout would do."),

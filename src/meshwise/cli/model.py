@@ -15,8 +15,6 @@ from meshwise.models.lengths import check_length
 from meshwise.report.model import model_report
 from meshwise.units import Quantity, format_count, parse_count
 
-__all__ = ["ModelRequest", "model"]
-
 #: Where FLOPs are counted unless told otherwise; shorter for models that cannot read so far.
 DEFAULT_SEQ_LEN = 4096
 

@@ -8,8 +8,6 @@ from meshwise.cli.output import Output, output_options
 from meshwise.models import load_model, model_names
 from meshwise.report.model import models_report
 
-__all__ = ["models"]
-
 
 @click.command()
 @output_options

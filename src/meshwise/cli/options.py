@@ -23,8 +23,6 @@ from pydantic_core import PydanticUndefined
 from meshwise.units import Quantity
 from meshwise.verbs.requests import format_bound, validated
 
-__all__ = ["request_options"]
-
 
 def request_options(
     model: type[BaseModel],

@@ -22,8 +22,6 @@ from rich.console import Console
 from meshwise.errors import MeshwiseError
 from meshwise.report import Report
 
-__all__ = ["Output", "output_options", "say", "stdout_for_the_answer", "to_text", "write_picture"]
-
 #: Columns when nobody looks at a terminal.
 WIDTH = 80
 

@@ -6,8 +6,6 @@ import click
 
 from meshwise.cli.lazy import LazyCommand, LazyGroup
 
-__all__ = ["plan"]
-
 _VERBS = {
     "train": LazyCommand(
         "meshwise.cli.plan_train:train", "Find the best layouts for a training job, and why the others lose."

@@ -19,8 +19,6 @@ from meshwise.verbs.plan_serve_many import find_alternatives
 from meshwise.verbs.serve import SERVE_FLAGS
 from meshwise.verbs.serving_plan import save_serving_plan
 
-__all__ = ["serve"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 

@@ -23,8 +23,6 @@ from meshwise.verbs.train import TRAIN_FLAGS, save_plan
 if TYPE_CHECKING:
     from meshwise.verbs.verify_best import Verified
 
-__all__ = ["train"]
-
 
 @click.command()
 @request_options(PlanTrainRequest, arguments=("model",), flags=TRAIN_FLAGS)

@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self, TextIO
 
-__all__ = ["Progress", "terminal_progress"]
-
 #: Seconds of silence at the start, and between two lines.
 PATIENCE, PACE = 1.0, 0.5
 

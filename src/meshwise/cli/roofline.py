@@ -13,8 +13,6 @@ from meshwise.errors import MeshwiseError
 from meshwise.report.roofline import RooflineCase, roofline_report, roofline_svg
 from meshwise.verbs.roofline import RooflineRequest, examine_roofline
 
-__all__ = ["roofline"]
-
 
 @click.command()
 @request_options(RooflineRequest, arguments=("expression",), flags={"chip": "--on", "sizes": "--set"})

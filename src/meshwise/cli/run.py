@@ -20,8 +20,6 @@ from meshwise.verbs.run import execute
 from meshwise.verbs.run_request import RunRequest
 from meshwise.verbs.train import TRAIN_FLAGS
 
-__all__ = ["run"]
-
 
 @click.command()
 @request_options(

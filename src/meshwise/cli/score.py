@@ -16,8 +16,6 @@ from meshwise.report.scored import scored_svg
 from meshwise.scoring import Score
 from meshwise.verbs.score import ScoreRequest, find_score
 
-__all__ = ["score"]
-
 
 @click.command()
 @request_options(ScoreRequest, arguments=("file",))

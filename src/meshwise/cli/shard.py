@@ -10,8 +10,6 @@ from meshwise.report.shard import shard_report
 from meshwise.verbs.shard import ShardRequest, examine_shard
 from meshwise.verbs.where import WHERE_FLAGS
 
-__all__ = ["shard"]
-
 
 @click.command()
 @request_options(ShardRequest, arguments=("expression",), flags={**WHERE_FLAGS, "sizes": "--set"})

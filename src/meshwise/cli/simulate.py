@@ -6,8 +6,6 @@ import click
 
 from meshwise.cli.lazy import LazyCommand, LazyGroup
 
-__all__ = ["simulate"]
-
 _VERBS = {
     "train": LazyCommand("meshwise.cli.simulate_train:train", "Show one training step as a timeline."),
     "serve": LazyCommand("meshwise.cli.simulate_serve:serve", "Serve requests over time by replicas of an engine."),

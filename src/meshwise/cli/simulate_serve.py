@@ -13,8 +13,6 @@ from meshwise.errors import MeshwiseError
 from meshwise.report.serving import serving_report, serving_svg, serving_trace
 from meshwise.verbs.simulate_serve import SimulateServeRequest, read_served, serve_load
 
-__all__ = ["serve"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 #: Steps that a trace shows.

@@ -18,8 +18,6 @@ from meshwise.verbs.export import read_plan
 from meshwise.verbs.simulate import simulate_step
 from meshwise.verbs.train import TRAIN_FLAGS
 
-__all__ = ["train"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 

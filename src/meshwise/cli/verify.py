@@ -17,8 +17,6 @@ from meshwise.verbs.export import read_plan
 from meshwise.verbs.train import TRAIN_FLAGS
 from meshwise.verbs.verify import verify_plan
 
-__all__ = ["verify"]
-
 
 @click.command()
 @request_options(

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "content_key", "read_entry", "write_entry"]
-
 #: Changes when entries are written differently.
 _FORMAT = 1
 

@@ -19,8 +19,6 @@ from meshwise.compiler.lines import Difference, Line, explained
 from meshwise.compiler.memory import CompiledMemory
 from meshwise.compiler.traffic_reasons import traffic_lines
 
-__all__ = ["STATE", "WITHIN", "compare"]
-
 #: Classes of an estimate's memory that are passed to the step, and those that live within it.
 STATE = ("parameters", "master_copies", "optimizer")
 WITHIN = ("gradients", "activations", "logits_and_loss", "workspace", "gathered_weights", "communication_buffers")

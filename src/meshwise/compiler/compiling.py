@@ -20,8 +20,6 @@ from meshwise.compiler.memory import CompiledMemory, OutOfMemory
 from meshwise.compiler.targets import Target
 from meshwise.errors import CompilerError
 
-__all__ = ["Compiled", "Lowered", "compile_ahead", "target_devices"]
-
 
 class Lowered(Protocol):
     """What `jax.jit(f).lower(...)` gives."""

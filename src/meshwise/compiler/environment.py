@@ -15,8 +15,6 @@ from typing import Any
 from meshwise.compiler.targets import Target
 from meshwise.errors import MissingDependencyError
 
-__all__ = ["check_compiler", "compiler_versions", "prepare"]
-
 _LIBRARIES = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda12"}
 _PACKAGES = {
     "tpu": ("jax", "jaxlib", "libtpu"),

@@ -13,18 +13,17 @@ from functools import partial
 
 from meshwise.compiler.rounds import Rounds
 from meshwise.costs.estimate import evaluate_layout
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import Holding
-from meshwise.costs.network import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.costs.traffic import Flow, Pass
-from meshwise.costs.workings import Workings, work_out
+from meshwise.costs.worked import Workings
+from meshwise.costs.workings import work_out
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Purpose
 from meshwise.tensors import Attention
-
-__all__ = ["Expected", "ExpectedCollective", "Operation", "expect"]
 
 #: Names of a block and of an operation in it.
 Operation = tuple[str, str]

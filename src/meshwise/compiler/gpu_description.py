@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from meshwise.hardware import Chip
 
-__all__ = ["describe_gpu", "known_gpus"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Units:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from meshwise.compiler.reduction import Reduction
 
-__all__ = ["REASONS", "UNEXPLAINED", "Difference", "Line", "explained", "extrapolated"]
-
 UNEXPLAINED = "unexplained"
 
 #: Reason -> what it means.

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["CompiledMemory", "OutOfMemory"]
-
 
 @dataclass(frozen=True, slots=True)
 class CompiledMemory:

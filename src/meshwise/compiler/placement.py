@@ -14,8 +14,6 @@ from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.errors import CompilerError
 from meshwise.sharding.layout import MESH_AXES, Layout
 
-__all__ = ["device_mesh", "place_devices"]
-
 
 def place_devices(devices: Sequence[Any], layout: Layout) -> Any:
     """Arrange devices as the layout's wires place its mesh axes on the network.

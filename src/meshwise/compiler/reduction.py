@@ -16,8 +16,6 @@ from meshwise.errors import CompilerError, ConfigError
 from meshwise.models import Model
 from meshwise.sharding.layout import Layout
 
-__all__ = ["Reduction", "reduce_layers", "reduction_of"]
-
 #: Keys of configurations that count layers.
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "L")
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from meshwise.costs.memory import Holding
 from meshwise.sharding.layout import Layout
 
-__all__ = ["Rounds"]
-
 #: Classes of memory that are passed to the step.
 _STATE = ("parameters", "master_copies", "optimizer")
 

@@ -15,8 +15,6 @@ from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.errors import CompilerError
 from meshwise.hardware import Chip, Cluster, Torus
 
-__all__ = ["Target"]
-
 #: TPUs whose devices are chips, so that a mesh of chips is a mesh of devices, and whose programs the compiler prints.
 _TPUS = ("v5e", "v5p", "v6e")
 

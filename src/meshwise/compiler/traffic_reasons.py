@@ -17,8 +17,6 @@ from meshwise.compiler.expected import Expected, ExpectedCollective
 from meshwise.compiler.hlo.rewrites import Meant
 from meshwise.compiler.lines import Difference, Line, explained
 
-__all__ = ["traffic_lines"]
-
 Key = tuple[str, tuple[str, ...]]
 
 _LOOKUP = re.compile(r"_take|/gather|scatter-add|/scatter")

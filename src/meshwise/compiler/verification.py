@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from meshwise.compiler.lines import Line
 from meshwise.compiler.memory import CompiledMemory, OutOfMemory
 
-__all__ = ["CompiledCopy", "Verification"]
-
 
 @dataclass(frozen=True, slots=True)
 class CompiledCopy:

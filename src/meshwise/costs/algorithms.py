@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.costs.collectives import schedules
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.links import Links
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.network import make_wire
 from meshwise.sharding import CollectiveKind
-
-__all__ = ["Algorithm", "algorithms", "fastest", "offered"]
 
 _GATHERS = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ceil", "floor", "is_one", "is_zero", "log2", "maximum", "minimum", "some", "take", "where"]
-
-
 _Array = np.ndarray  # looked up once: these functions are called by the hundred for one estimate
 
 

@@ -17,9 +17,7 @@ from meshwise.costs.stage_sums import OnceSums, RoleSums, split_exposed
 from meshwise.costs.step import NETWORKS, TERMS, Ledger, StepRates, StepTime
 from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import Purpose
-
-__all__ = ["StepParts", "passes_makespan", "step_time"]
+from meshwise.sharding.placed import Purpose
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,23 +11,6 @@ import math
 
 from meshwise.costs.rules import positive_arguments
 
-__all__ = [
-    "chips_to_hold",
-    "decode_step_time",
-    "ended_per_step",
-    "flops_per_dollar",
-    "forward_flops",
-    "forward_time",
-    "max_decode_batch",
-    "model_flops_utilization",
-    "prefill_engines_for_one",
-    "saved_activation_bytes",
-    "training_flops",
-    "training_state_bytes",
-    "training_time",
-    "weights_read_time",
-]
-
 
 @positive_arguments
 def forward_flops(parameters: float, tokens: float = 1) -> float:

@@ -12,8 +12,6 @@ from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.dtypes import DType
 from meshwise.hardware import Chip
 
-__all__ = ["CALIBRATIONS", "IDENTITY", "Calibration", "default_calibration"]
-
 
 @dataclass(frozen=True, slots=True)
 class Calibration:

@@ -15,15 +15,6 @@ from meshwise.costs.calibration import Calibration
 from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError
 
-__all__ = [
-    "SCHEMA",
-    "CalibrationFile",
-    "calibration_text",
-    "changed_constants",
-    "is_file_name",
-    "read_calibration_file",
-]
-
 #: What `schema` says in such a file.
 SCHEMA = "meshwise-calibration-1"
 

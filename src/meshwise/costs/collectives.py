@@ -13,18 +13,6 @@ from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.costs.network import Wire
 from meshwise.sharding import CollectiveKind
 
-__all__ = [
-    "collective_time",
-    "fastest",
-    "latency",
-    "ring_time",
-    "scheduled_time",
-    "schedules",
-    "starts",
-    "wire_rate",
-    "wire_time",
-]
-
 
 def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
     """Seconds by bandwidth alone: what no schedule on this wire can beat by more than its hops allow.

@@ -29,7 +29,7 @@ from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import Precision
-from meshwise.sharding.place import LocalOp, PlacedBlock
+from meshwise.sharding.placed import LocalOp, PlacedBlock
 from meshwise.tensors import (
     Attention,
     AttentionGradient,
@@ -43,21 +43,6 @@ from meshwise.tensors import (
     Op,
     Route,
 )
-
-__all__ = [
-    "ComputeRates",
-    "OpCompute",
-    "OpWork",
-    "OperationPrices",
-    "PassCompute",
-    "check_precision",
-    "filling",
-    "operation_compute",
-    "operation_work",
-    "pass_work",
-    "passes_alike",
-    "price_key",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,6 @@ from typing import Any
 
 from meshwise.errors import ConfigError
 
-__all__ = ["AttentionCosts", "EngineCosts", "query_key_pairs"]
-
 
 def query_key_pairs(past: int, new: int, window: int | None = None) -> int:
     """Count the keys that `new` queries see in all: each sees what came before it and itself, `window` at most.

@@ -15,8 +15,6 @@ from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.hardware import Chip
 
-__all__ = ["ENGINES", "ServingEngine", "find_serving_calibration", "serving_calibration"]
-
 #: Seconds between the operations of a step: replayed as a CUDA graph, and launched one by one from C++.
 _GRAPH, _LAUNCHED = 2.0e-6, 4.8e-6
 

@@ -9,31 +9,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate, plan_structure
-from meshwise.costs.network import Fabric, PlacedWires
+from meshwise.costs.evaluate import Costs, evaluate
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import PlacedWires
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline, num_layers
+from meshwise.costs.planned import plan_structure
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.errors import LayoutError
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.remat import check_remat
 from meshwise.tensors import Attention, Einsum, Fused
-
-__all__ = [
-    "Estimate",
-    "Interval",
-    "TrainingRun",
-    "check_pipeline",
-    "estimate_training",
-    "evaluate_layout",
-    "layout_candidate",
-    "layout_factors",
-    "layout_wires",
-    "model_flops",
-    "training_run",
-    "tuned_flops",
-]
 
 
 @dataclass(frozen=True, slots=True)

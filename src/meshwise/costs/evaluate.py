@@ -20,7 +20,7 @@ from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memor
 from meshwise.costs.network import Wire
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of
-from meshwise.costs.planned import LocalBlock, PlannedBlock, place_structure, plan_structure
+from meshwise.costs.planned import LocalBlock, PlannedBlock, plan_structure
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.stage_sums import role_sums
 from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime
@@ -28,33 +28,8 @@ from meshwise.costs.structure import Candidates, LocalSizes, Structure
 from meshwise.costs.traffic import Flow
 from meshwise.costs.update import UpdatePlan
 from meshwise.models import Model
-from meshwise.sharding.place import Held, Purpose
+from meshwise.sharding.placed import Held, Purpose
 from meshwise.tensors import Tensor
-
-__all__ = [
-    "Candidates",
-    "Costs",
-    "Evaluated",
-    "LocalBlock",
-    "LocalSizes",
-    "PlannedBlock",
-    "Structure",
-    "TrainingProblem",
-    "evaluate",
-    "evaluate_activations",
-    "evaluate_local",
-    "evaluate_local_memory",
-    "evaluate_memory",
-    "evaluated",
-    "local_extents",
-    "offloaded",
-    "place_structure",
-    "plan_structure",
-    "rates_of",
-    "repeats_whole",
-    "whole_extents",
-]
-
 
 #: Purposes of what moves for the activations of a microbatch.
 _OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)

@@ -11,8 +11,6 @@ from typing import Any
 from meshwise.costs.arithmetic import log2, where
 from meshwise.jobs import ServingLoad, TrainingJob
 
-__all__ = ["expert_load"]
-
 
 def expert_load(job: TrainingJob | ServingLoad, slots: Any, devices: Any, *, scatter: float = 1.0) -> Any:
     """Slots of the busiest device over the mean: what experts are padded to, or what routing makes of them.

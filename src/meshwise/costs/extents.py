@@ -12,22 +12,8 @@ from typing import Any
 from meshwise.costs.arithmetic import ceil
 from meshwise.dtypes import DType
 from meshwise.jobs import Precision
-from meshwise.sharding.place import Held
+from meshwise.sharding.placed import Held
 from meshwise.tensors import Kind, Tensor
-
-__all__ = [
-    "NEVER_PADDED",
-    "Extents",
-    "Split",
-    "Volume",
-    "WeightedSum",
-    "element_bytes",
-    "held_bytes",
-    "held_key",
-    "the_same",
-    "volume_key",
-    "weighted_sum",
-]
 
 #: The mesh axes that split an axis, major to minor.
 Split = tuple[str, ...]

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 
 from meshwise.hardware import Cluster, Torus, Tree
 
-__all__ = ["Dimension", "Fabric"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dimension:

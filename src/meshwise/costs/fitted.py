@@ -15,8 +15,6 @@ from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.hardware import Chip, load_chip
 
-__all__ = ["SOFTWARE", "Software", "find_calibration", "fitted_calibration"]
-
 
 @dataclass(frozen=True, slots=True)
 class Software:

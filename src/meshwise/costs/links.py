@@ -10,8 +10,6 @@ from typing import Any
 
 from meshwise.costs.arithmetic import maximum, minimum
 
-__all__ = ["IDEAL_LINKS", "Links"]
-
 
 @dataclass(frozen=True, slots=True)
 class Links:

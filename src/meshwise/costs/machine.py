@@ -18,8 +18,6 @@ from meshwise.models.operations import ACT_FLOPS
 from meshwise.sharding import CollectiveKind
 from meshwise.units import format_bandwidth, format_flops_per_s, format_time
 
-__all__ = ["counted_bytes", "machine_document"]
-
 #: Sides of a product from which on its rate is that of large ones.
 _LARGE = 256
 

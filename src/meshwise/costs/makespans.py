@@ -15,19 +15,6 @@ from typing import Any
 
 from meshwise.costs.arithmetic import maximum, where
 
-__all__ = [
-    "PipelineShape",
-    "PipelineTimes",
-    "StageTimes",
-    "dualpipe",
-    "dualpipe_v",
-    "interleaved",
-    "one_after_another",
-    "together",
-    "zb_h1",
-    "zb_v",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:

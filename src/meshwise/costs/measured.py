@@ -14,8 +14,6 @@ from pathlib import Path
 
 from meshwise.errors import MeshwiseError
 
-__all__ = ["MeasuredOperation", "check_new", "rows_text", "write_new", "write_rows"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOperation:

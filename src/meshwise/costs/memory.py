@@ -18,24 +18,6 @@ from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, p
 from meshwise.jobs import Precision
 from meshwise.tensors import Block
 
-__all__ = [
-    "MEMORY_CLASSES",
-    "RESERVE_SHARE",
-    "End",
-    "HeldActivations",
-    "Holding",
-    "LayerMemory",
-    "LocalMemory",
-    "StageMemory",
-    "activation_floor",
-    "fullest",
-    "held_activations",
-    "local_memory",
-    "pipeline_ends",
-    "stage_memories",
-    "state_bytes",
-]
-
 #: Class -> what it holds.
 MEMORY_CLASSES = {
     "parameters": "weights as stored between steps",

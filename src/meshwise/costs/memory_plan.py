@@ -12,10 +12,8 @@ from meshwise.costs.extents import WeightedSum, element_bytes, held_bytes, held_
 from meshwise.costs.update import moment_bytes, weight_bytes
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import Held, LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.tensors import Attention, Convert, Elementwise, Kind
-
-__all__ = ["MemoryPlan", "Moment", "memory_plan"]
 
 #: Activations, and unreduced gradients, that are held at once.
 Moment = tuple[WeightedSum, WeightedSum]

@@ -20,8 +20,6 @@ from meshwise.costs.structure import Structure
 from meshwise.costs.traffic import FlowPlan, Pass
 from meshwise.sharding.placed import Purpose
 
-__all__ = ["Moves", "evaluate_moves", "moving_least"]
-
 #: Purposes of what compute of other blocks hides.
 _MOVED = (Purpose.WEIGHTS, Purpose.GRADIENTS)
 

@@ -15,18 +15,6 @@ from meshwise.costs.arithmetic import ceil, floor, is_one, log2, maximum, where
 from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.costs.routing import Routing
 
-__all__ = [
-    "NO_WIRE",
-    "Dimension",
-    "Fabric",
-    "PlacedWires",
-    "Wire",
-    "make_wire",
-    "routing_of",
-    "shares_links",
-    "twisted_distance",
-]
-
 #: Gain that an AllReduce which switches add up themselves is seen to have. Source: book, GPUs, "in-network reductions":
 #: about 30 % in practice where the ideal would be nearly twofold. Bounds take the ideal.
 IN_NETWORK_GAIN = 1.3

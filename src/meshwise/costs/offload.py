@@ -32,8 +32,6 @@ from meshwise.errors import LayoutError
 from meshwise.hardware import Chip
 from meshwise.tensors import Block
 
-__all__ = ["HOST_CLASSES", "HostInputs", "HostPart", "check_offload", "offload_memory", "offload_time"]
-
 #: Part of the layout's `offload` -> classes of memory that leave the chip.
 HOST_CLASSES = {
     "optimizer": ("master_copies", "optimizer"),

@@ -13,8 +13,6 @@ from meshwise.dtypes import DType, parse_dtype
 from meshwise.errors import NotationError, UnknownNameError
 from meshwise.tensors import Einsum, Elementwise, Op, Tensor
 
-__all__ = ["compute_dtype", "parse_operation", "write_operation"]
-
 _TOKEN = re.compile(r"\s*(?:(->|→)|([A-Za-z_][A-Za-z0-9_]*)|(.))")
 _EXAMPLE = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwise.costs.estimate import layout_candidate
-from meshwise.costs.evaluate import TrainingProblem, place_structure, whole_extents
+from meshwise.costs.evaluate import whole_extents
 from meshwise.costs.extents import NEVER_PADDED
+from meshwise.costs.planned import place_structure
+from meshwise.costs.problem import TrainingProblem
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.place import Held, LocalOp, PlacedBlock
-
-__all__ = ["Padding", "paddings"]
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 
 
 @dataclass(frozen=True, slots=True)

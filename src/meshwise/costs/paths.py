@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 from meshwise.costs.algorithms import offered
 from meshwise.costs.collectives import scheduled_time, schedules
 from meshwise.costs.estimate import layout_factors
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire
 from meshwise.costs.routing import Routing
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
-
-__all__ = ["Lane", "Leg", "Path", "paths"]
-
 
 #: Bytes/s of a part of the network that is left out of account.
 _AT_ONCE = 1e250

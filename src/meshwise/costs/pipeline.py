@@ -10,19 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.costs.arithmetic import ceil, some, take, where
-from meshwise.costs.schedules import PipelineShape, Schedule, find_schedule
+from meshwise.costs.makespans import PipelineShape
+from meshwise.costs.schedules import Schedule, find_schedule
 from meshwise.tensors import Block
-
-__all__ = [
-    "Part",
-    "Pipeline",
-    "Shares",
-    "chunk_shares",
-    "device_shares",
-    "num_layers",
-    "program_of",
-    "uneven",
-]
 
 #: Role of a block -> share of its copies.
 Shares = Mapping[str, Any]

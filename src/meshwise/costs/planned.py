@@ -28,8 +28,6 @@ from meshwise.sharding.placed import PlacedBlock
 from meshwise.sharding.remat import remat_policy
 from meshwise.tensors import Attention, Block, Op, Program, Route
 
-__all__ = ["LocalBlock", "PlannedBlock", "place_structure", "plan_structure"]
-
 
 @dataclass(frozen=True)
 class PlannedBlock:

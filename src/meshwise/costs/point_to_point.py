@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from meshwise.costs.rules import positive_arguments
 from meshwise.errors import MeshwiseError
 
-__all__ = ["send_time", "torus_hops"]
-
 
 def torus_hops(shape: Sequence[int], wraps: Sequence[bool], source: Sequence[int], target: Sequence[int]) -> int:
     """Links on the shortest way between two chips of a torus: per axis the distance, the other way round if it wraps.

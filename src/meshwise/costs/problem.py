@@ -16,8 +16,6 @@ from meshwise.jobs import FineTuning, Precision, TrainingJob, narrowed, with_ada
 from meshwise.models import Model
 from meshwise.tensors import Program
 
-__all__ = ["TrainingProblem"]
-
 
 @dataclass(frozen=True)
 class TrainingProblem:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire
 from meshwise.costs.wiring import Wiring, best_wiring, collective_bytes, parse_wiring
 from meshwise.dtypes import DType
 from meshwise.errors import ShardingError
@@ -25,8 +26,6 @@ from meshwise.sharding import (
     alternatives,
     reshard,
 )
-
-__all__ = ["PricedStep", "PricedWay", "Product", "price_product"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,6 @@ from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.tensors import Einsum, Elementwise, Op
 
-__all__ = ["Memory", "Rates", "Roofline", "bytes_per_flop", "critical_size", "rates_of", "roofline", "tile_padding"]
-
 
 class Memory(StrEnum):
     """Where the operands come from and the result goes to."""

@@ -14,8 +14,6 @@ import numpy as np
 
 from meshwise.errors import MeshwiseError
 
-__all__ = ["Routing"]
-
 
 @dataclass(frozen=True, slots=True)
 class Routing:

@@ -18,29 +18,6 @@ from typing import ParamSpec, TypeVar
 
 from meshwise.errors import MeshwiseError
 
-__all__ = [
-    "collective_latency_bound_bytes",
-    "critical_batch_tokens",
-    "critical_contraction_over_two_chips",
-    "data_parallel_critical_tokens_per_chip",
-    "data_parallel_max_chips",
-    "decode_tensor_parallel_limit",
-    "distinct_destinations",
-    "expert_parallel_critical_d_ff",
-    "expert_traffic",
-    "expert_traffic_at_most",
-    "hybrid_critical_tokens_per_slice",
-    "mixed_critical_tokens_per_chip",
-    "mixed_fsdp_optimum",
-    "pipeline_bubble",
-    "pipeline_send_time",
-    "positive_arguments",
-    "power_of_two_split",
-    "ridge_point",
-    "tensor_parallel_limit",
-    "tokens_per_chip",
-]
-
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 

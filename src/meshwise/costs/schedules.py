@@ -14,7 +14,6 @@ from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.makespans import (
     PipelineShape,
     PipelineTimes,
-    StageTimes,
     dualpipe,
     dualpipe_v,
     interleaved,
@@ -24,8 +23,6 @@ from meshwise.costs.makespans import (
     zb_v,
 )
 from meshwise.errors import UnknownNameError
-
-__all__ = ["SCHEDULES", "Need", "PipelineShape", "PipelineTimes", "Schedule", "StageTimes", "find_schedule"]
 
 #: Sizes of a pipeline -> a number, or whether something holds.
 Count = Callable[[PipelineShape], Any]

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from meshwise.costs.calibration import Calibration
 from meshwise.models import Model
 
-__all__ = ["SPREADS", "Likely", "doubts_of", "likely_interval", "relative_spread", "spread_parts"]
-
 #: Standard deviations of a normal distribution on each side that hold 80 % of it.
 _EIGHTY_PERCENT = 1.2816
 

@@ -16,18 +16,8 @@ from meshwise.costs.compute import PassCompute
 from meshwise.costs.pipeline import Shares
 from meshwise.costs.step import NETWORKS, BlockTime, Hiding, Ledger, StepRates
 from meshwise.costs.traffic import Flow, Pass
-from meshwise.sharding.place import Purpose
+from meshwise.sharding.placed import Purpose
 from meshwise.tensors import Block
-
-__all__ = [
-    "COMPUTE_PASSES",
-    "COMPUTE_TERMS",
-    "OnceSums",
-    "RoleSums",
-    "role_sums",
-    "room_beside",
-    "split_exposed",
-]
 
 #: Terms of a microbatch that are no communication.
 COMPUTE_TERMS = ("forward", "backward", "recompute")

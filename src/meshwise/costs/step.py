@@ -43,8 +43,6 @@ from meshwise.costs.traffic import Flow, Pass, Way
 from meshwise.hardware import Chip
 from meshwise.tensors import Block
 
-__all__ = ["NETWORKS", "TERMS", "BlockTime", "Hiding", "HostMove", "Ledger", "StepRates", "StepTime", "Wires"]
-
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
     "forward": "matmuls, attention and elementwise work of the forward pass",

@@ -13,8 +13,6 @@ from meshwise.costs.pipeline import Pipeline
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.strategy import Strategy, training_strategy
 
-__all__ = ["Candidates", "LocalSizes", "Structure"]
-
 
 @dataclass(frozen=True, slots=True)
 class Structure:

@@ -14,10 +14,8 @@ from meshwise.costs.extents import Extents, Split, WeightedSum, element_bytes, t
 from meshwise.costs.update import update_transfers
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
-from meshwise.sharding.place import LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.sharding.placed import LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.tensors import Kind
-
-__all__ = ["Flow", "FlowPlan", "Pass", "Way", "flow_plans", "forward_flow_plans", "term_of"]
 
 
 class Pass(StrEnum):

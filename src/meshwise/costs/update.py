@@ -23,10 +23,8 @@ from meshwise.costs.extents import (
 from meshwise.dtypes import DType
 from meshwise.jobs import Optimizer, Precision, newton_schulz_flops
 from meshwise.sharding import Collective, CollectiveKind, Sharding
-from meshwise.sharding.place import Held, PlacedBlock, Purpose, Transfer
+from meshwise.sharding.placed import Held, PlacedBlock, Purpose, Transfer
 from meshwise.tensors import Block, Einsum, Kind, Lookup, Tensor
-
-__all__ = ["Matrix", "UpdatePlan", "matrices", "moment_bytes", "update_plan", "update_transfers", "weight_bytes"]
 
 #: Muon's matrices travel and are multiplied in bf16 (Liu et al. 2025, Moonlight, algorithm 1).
 _MUON_FORMAT = DType.BF16

@@ -9,12 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.dtypes import DType
 from meshwise.errors import ClusterError
 from meshwise.sharding import Collective, CollectiveKind, Mesh
-
-__all__ = ["Wiring", "best_wiring", "collective_bytes", "parse_wiring", "wirings"]
 
 #: Mesh axis -> its extent on each dimension of a fabric, innermost mesh axis first.
 Wiring = dict[str, tuple[int, ...]]

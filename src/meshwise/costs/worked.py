@@ -20,18 +20,6 @@ from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Purpose, Transfer
 from meshwise.tensors import Tensor
 
-__all__ = [
-    "BlockWorking",
-    "ClassWorking",
-    "CollectiveWorking",
-    "HoldingWorking",
-    "HostWorking",
-    "OperationWorking",
-    "StateWorking",
-    "Workings",
-    "notation",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OperationWorking:

@@ -12,18 +12,13 @@ from collections.abc import Iterator, Sequence
 from meshwise.costs.collectives import schedules, wire_time
 from meshwise.costs.compute import ComputeRates, filling, operation_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
-from meshwise.costs.evaluate import (
-    PlannedBlock,
-    TrainingProblem,
-    local_extents,
-    plan_structure,
-    repeats_whole,
-    whole_extents,
-)
+from meshwise.costs.evaluate import local_extents, repeats_whole, whole_extents
 from meshwise.costs.extents import Extents, held_bytes, held_key
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import RESERVE_SHARE
-from meshwise.costs.network import Fabric
 from meshwise.costs.paths import Path, paths
+from meshwise.costs.planned import PlannedBlock, plan_structure
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.costs.traffic import Pass
 from meshwise.costs.worked import (
@@ -39,21 +34,8 @@ from meshwise.costs.worked import (
 )
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.place import LocalOp
+from meshwise.sharding.placed import LocalOp
 from meshwise.tensors import Block
-
-__all__ = [
-    "BlockWorking",
-    "ClassWorking",
-    "CollectiveWorking",
-    "HoldingWorking",
-    "HostWorking",
-    "OperationWorking",
-    "StateWorking",
-    "Workings",
-    "collectives_of",
-    "work_out",
-]
 
 
 def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Workings:

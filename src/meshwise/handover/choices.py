@@ -16,8 +16,6 @@ from meshwise.models.spec import Mixture
 from meshwise.planning import Plan
 from meshwise.sharding.layout import MESH_AXES, Layout
 
-__all__ = ["Choices"]
-
 #: Fields of a layout that every target answers for, by an option, a note or a refusal.
 _ANSWERED = {
     *("data", "fsdp", "expert", "context", "ulysses", "tensor", "stage", "zero", "fully_sharded"),

@@ -9,8 +9,6 @@ from meshwise.handover.choices import Choices
 from meshwise.handover.handed import HandedOver, Refusals
 from meshwise.handover.text import header_lines
 
-__all__ = ["deepspeed"]
-
 TITLE = "DeepSpeed"
 VERSION = "docs/_pages/config-json.md at commit 00376da"
 

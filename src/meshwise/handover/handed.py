@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from meshwise.errors import HandoverError
 
-__all__ = ["HandedOver", "Refusals"]
-
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:

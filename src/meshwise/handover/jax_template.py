@@ -1,7 +1,5 @@
 """The JAX module that `jaxcode` fills in: `<NAME>` stands for a value. Not here: the values."""
 
-__all__ = ["TEMPLATE"]
-
 TEMPLATE = '''"""A training layout: mesh, shardings, recomputation and microbatches.
 
 <HEADER>"""

@@ -16,8 +16,6 @@ from meshwise.handover.text import commented, header_lines
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.remat import remat_policy
 
-__all__ = ["jaxcode"]
-
 TITLE = "JAX"
 VERSION = "0.5 and later (tested with 0.10)"
 

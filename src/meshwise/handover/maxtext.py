@@ -12,8 +12,6 @@ from meshwise.handover.maxtext_model import model_settings
 from meshwise.handover.shape import read_shape
 from meshwise.handover.text import ONE_COPY, commented, header_lines
 
-__all__ = ["maxtext"]
-
 TITLE = "MaxText"
 VERSION = "src/maxtext/configs/base.yml at commit 000b810"
 

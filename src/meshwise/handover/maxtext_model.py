@@ -10,8 +10,6 @@ from meshwise.handover.shape import ModelShape
 from meshwise.handover.text import MTP_NOTE
 from meshwise.models.spec import LatentAttention, Mixture
 
-__all__ = ["model_settings"]
-
 #: Family of a configuration -> MaxText's style of decoder.
 _DECODERS = {
     "llama": "llama2",

@@ -15,8 +15,6 @@ from meshwise.handover.text import commented, header_lines
 from meshwise.models.spec import Mlp
 from meshwise.sharding.remat import MODULES
 
-__all__ = ["megatron"]
-
 TITLE = "Megatron-LM"
 VERSION = "megatron/training/arguments.py at commit 000c4ac"
 

@@ -10,8 +10,6 @@ from meshwise.handover.shape import ModelShape
 from meshwise.handover.text import MTP_NOTE
 from meshwise.models.spec import LatentAttention, Mixture, SelfAttention
 
-__all__ = ["model_arguments"]
-
 Argument = tuple[str | int, ...]
 
 _BY_HAND = "the parallelism of this plan by hand, with a layer specification of your own (--spec)"

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.costs.evaluate import Structure
+from meshwise.costs.structure import Structure
 from meshwise.handover.choices import Choices
 from meshwise.sharding import Sharding
-from meshwise.sharding.place import Held, LocalOp, PlacedBlock, place_block
+from meshwise.sharding.place import place_block
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.strategy import Strategy
 from meshwise.tensors import Attention, Block, Kind, Sizes
-
-__all__ = ["HeldIn", "PlacedTensors", "placed_tensors"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from meshwise.handover.handed import Refusals
 from meshwise.models import Model
 from meshwise.models.spec import LatentAttention, Layer, LayerGroup, Mixture, Mlp, SelfAttention
 
-__all__ = ["ModelShape", "read_shape"]
-
 _NEAREST = "the parallelism of this plan by hand, with a model of the tool's own"
 
 

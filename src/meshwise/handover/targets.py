@@ -14,8 +14,6 @@ from meshwise.handover.megatron import megatron
 from meshwise.handover.torchtitan import torchtitan
 from meshwise.planning import Plan
 
-__all__ = ["TARGETS", "hand_over"]
-
 #: Name as `--to` takes it -> the tool's own name, and what writes for it.
 TARGETS: Mapping[str, tuple[str, Callable[[Choices, Refusals], HandedOver]]] = {
     "maxtext": ("MaxText", maxtext),

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from meshwise.handover.choices import Choices
 
-__all__ = ["MTP_NOTE", "ONE_COPY", "commented", "header_lines"]
-
 #: Where a tool stores weights otherwise than the precision `mixed` says.
 ONE_COPY = "weights are stored once, in fp32; the plan counts a bf16 copy beside the fp32 master, and so holds more"
 

@@ -12,8 +12,6 @@ from meshwise.handover.choices import Choices
 from meshwise.handover.handed import HandedOver, Refusals
 from meshwise.handover.text import ONE_COPY, commented, header_lines
 
-__all__ = ["torchtitan"]
-
 TITLE = "torchtitan"
 VERSION = "torchtitan/config/parallelism.py at commit 15e2431, training.py at f204eb6"
 

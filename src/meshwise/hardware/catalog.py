@@ -19,19 +19,6 @@ from meshwise.hardware.schema import ChipRow, FabricRow, MachineRow, SliceRulesR
 from meshwise.hardware.slices import SliceRules
 from meshwise.hardware.trees import Fabric
 
-__all__ = [
-    "Machine",
-    "aliases",
-    "chip_row",
-    "chips",
-    "fabric_aliases",
-    "load_chip",
-    "machines",
-    "networks",
-    "resolve_chip_name",
-    "source_rows",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:

@@ -14,8 +14,6 @@ from meshwise.dtypes import DType
 from meshwise.errors import ClusterError, UnknownNameError
 from meshwise.hardware.network import Level
 
-__all__ = ["Chip", "Source"]
-
 # What a matmul unit does with operands that it has no rate for: it widens them. Only conversions that lose nothing.
 _WIDER: dict[DType, tuple[DType, ...]] = {
     DType.FP8: (DType.BF16, DType.FP16),

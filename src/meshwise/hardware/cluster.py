@@ -14,8 +14,6 @@ from meshwise.errors import ClusterError
 from meshwise.hardware.chip import Chip
 from meshwise.hardware.network import Torus, Tree
 
-__all__ = ["Cluster"]
-
 
 @dataclass(frozen=True)
 class Cluster:

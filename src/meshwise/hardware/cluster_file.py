@@ -20,8 +20,6 @@ from meshwise.hardware.network import Torus, TorusAxis, Tree
 from meshwise.hardware.schema import Bandwidth, ChipRow, Count, Dollars, LevelRow, Seconds, SourceRow, validate
 from meshwise.hardware.slices import SliceRules
 
-__all__ = ["load_cluster_file", "read_cluster"]
-
 
 class _AxisRow(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

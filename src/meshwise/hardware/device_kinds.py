@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["chip_of_device"]
-
 #: A pattern of `Device.device_kind`, whole, and the chip. NVIDIA's names are those that its driver gives.
 _KINDS = (
     (r"TPU v2", "v2"),

@@ -18,8 +18,6 @@ from meshwise.hardware.cluster import Cluster
 from meshwise.hardware.slices import SliceRules
 from meshwise.hardware.trees import Fabric, build_tree
 
-__all__ = ["assemble", "parse_cluster", "reprice"]
-
 _FORM = "CHIP:SHAPE_OR_COUNT[*SLICES][@NETWORK], for example v5p:4x4x8, v5e-16, v5p:8x8x16*2, h100-sxm:64"
 _PARTS = re.compile(
     r"(?P<head>[a-z0-9][a-z0-9._-]*)"

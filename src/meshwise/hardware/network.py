@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from meshwise.errors import ClusterError
 
-__all__ = ["Level", "Torus", "TorusAxis", "Tree", "can_twist"]
-
 
 def can_twist(shape: tuple[int, ...]) -> bool:
     """Say whether a torus of `shape` can be twisted: k x k x 2k or k x 2k x 2k, in any order.

@@ -21,21 +21,6 @@ from meshwise.units import parse_bandwidth, parse_bytes, parse_duration, parse_f
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = [
-    "Bandwidth",
-    "ChipRow",
-    "Count",
-    "Dollars",
-    "FabricRow",
-    "LevelRow",
-    "MachineRow",
-    "Seconds",
-    "SliceRulesRow",
-    "SourceRow",
-    "find_source",
-    "validate",
-]
-
 
 def _text(value: object) -> str:
     if not isinstance(value, str):

@@ -14,8 +14,6 @@ from meshwise.errors import ClusterError
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.network import Torus, TorusAxis, can_twist
 
-__all__ = ["SliceRules"]
-
 _CUBE = 4  # v4 and later 3D pods are wired from 4x4x4 cubes; the optical switches between cubes make the wraparounds
 _PART = (1, 2, 4)
 

@@ -12,8 +12,6 @@ from meshwise.errors import ClusterError
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.network import Level, Tree
 
-__all__ = ["Fabric", "FabricLevel", "build_tree"]
-
 
 @dataclass(frozen=True, slots=True)
 class FabricLevel:

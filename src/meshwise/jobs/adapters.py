@@ -9,8 +9,6 @@ from meshwise.jobs.fine_tuning import FineTuning
 from meshwise.jobs.narrowing import is_projection
 from meshwise.tensors import Block, Convert, Einsum, Elementwise, Kind, Op, Program, Tensor
 
-__all__ = ["trainable_parameters", "with_adapters"]
-
 #: The axis of an adapter's rank.
 RANK = "Ra"
 

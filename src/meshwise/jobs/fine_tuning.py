@@ -8,8 +8,6 @@ from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.tensors import Format
 
-__all__ = ["FULL", "METHODS", "FineTuning", "parse_fine_tuning"]
-
 #: Method -> what it is.
 METHODS = {
     "full": "every parameter is trained",

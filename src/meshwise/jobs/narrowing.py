@@ -11,8 +11,6 @@ from dataclasses import replace
 from meshwise.jobs.precision import Precision, Recipe
 from meshwise.tensors import Block, Einsum, Format, Kind, Op, Program, Route, Tensor, convert
 
-__all__ = ["is_projection", "narrowed"]
-
 
 def narrowed(program: Program, precision: Precision) -> Program:
     """Give the program as `precision` computes it; itself where all its matmuls run in one format."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from meshwise.errors import UnknownNameError
 
-__all__ = ["OPTIMIZERS", "Optimizer", "newton_schulz_flops", "parse_optimizer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:

@@ -8,8 +8,6 @@ from meshwise.dtypes import DType, parse_dtype
 from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.tensors import Format
 
-__all__ = ["PRECISIONS", "Precision", "Recipe", "parse_precision"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

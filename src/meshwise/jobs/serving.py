@@ -13,8 +13,6 @@ from meshwise.jobs.serving_precision import SERVING_PRECISIONS, ServingPrecision
 from meshwise.jobs.traffic.mix import RequestMix
 from meshwise.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 
-__all__ = ["ServingConditions", "ServingLoad"]
-
 _Length = Annotated[float, Quantity("tokens", parse_count, format_count, "1024")]
 _Share = Annotated[float, Quantity("share", parse_fraction, format_percent, "10%")]
 

@@ -14,8 +14,6 @@ from meshwise.jobs.narrowing import is_projection, narrowed
 from meshwise.jobs.precision import PRECISIONS, Precision, Recipe
 from meshwise.tensors import Block, Format, Kind, Op, Program, Tensor
 
-__all__ = ["SERVING_PRECISIONS", "ServingPrecision", "parse_serving_precision", "quantised"]
-
 #: Scales of weights in four bits: one fp16 number for 128 elements (AWQ, GPTQ), or one e4m3 number for 16 (NVFP4).
 _SCALES = {DType.INT4: 2 / 128, DType.FP4: 1 / 16}
 

@@ -8,8 +8,6 @@ from meshwise.jobs.traffic.arrivals import Arrivals
 from meshwise.jobs.traffic.lengths import Fixed, Lengths, Uniform, parse_lengths
 from meshwise.jobs.traffic.load import DrawnLoad, SharedPrefixes
 
-__all__ = ["computed_lengths", "drawn_requests", "output_lengths"]
-
 
 def computed_lengths(load: ServingLoad) -> Lengths:
     """Give lengths of what comes after the beginning of prompts that is cached already.

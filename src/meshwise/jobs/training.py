@@ -13,8 +13,6 @@ from meshwise.jobs.optimizer import OPTIMIZERS, Optimizer, parse_optimizer
 from meshwise.jobs.precision import PRECISIONS, Precision, parse_precision
 from meshwise.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 
-__all__ = ["TrainingJob"]
-
 _Batch = Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")]
 _Length = Annotated[float, Quantity("tokens", parse_count, format_count, "4096")]
 _Run = Annotated[float, Quantity("tokens", parse_count, format_count, "15T")]

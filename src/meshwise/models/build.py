@@ -49,8 +49,6 @@ from meshwise.models.spec import (
 from meshwise.models.towers import Tower
 from meshwise.tensors import Block, Kind, Op, Program, Tensor
 
-__all__ = ["build_mtp", "build_train", "embed_block", "layer_block", "logits_of", "tower_blocks"]
-
 
 def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     n, k, h = axes("N", spec.heads), axes("K", spec.kv_heads), axes("H", spec.head_dim)

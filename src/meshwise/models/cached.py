@@ -21,8 +21,6 @@ from meshwise.models.operations import NORM_FLOPS, ROPE_FLOPS, TOKENS, Axes, Ops
 from meshwise.models.spec import LatentAttention, Norm
 from meshwise.tensors import Attention, CacheUpdate, Fused, Kind, Op, Tensor
 
-__all__ = ["CachedOps", "attend_to_cached_latents"]
-
 #: States of recurrences are kept in fp32, as vLLM and SGLang keep them unless told otherwise.
 _STATE_FORMAT = DType.FP32
 

@@ -14,8 +14,6 @@ from meshwise.models.gguf_metadata import config_of_gguf
 from meshwise.models.model import Model, Source
 from meshwise.models.reading import parse_json, read_config
 
-__all__ = ["CatalogEntry", "catalog", "load_model", "model_names"]
-
 _DATA = files("meshwise.models") / "data"
 _TORN = (
     "a model is a built-in name, a path to a config.json or its folder, a hub name that a built-in carries, or its "

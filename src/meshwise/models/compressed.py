@@ -12,8 +12,6 @@ from meshwise.models.operations import ACT_FLOPS, ROPE_FLOPS, SOFTMAX_FLOPS, TOK
 from meshwise.models.spec import Compressed, Norm
 from meshwise.tensors import Tensor
 
-__all__ = ["collapse_streams", "compressed_attention", "expand_streams", "spread_streams", "stream_axes"]
-
 _SINKHORN_FLOPS = 4.0  # an iteration divides by sums of rows, then of columns
 
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from meshwise.dtypes import DType
 from meshwise.tensors import Program, Tensor
 
-__all__ = ["CacheKind", "KVCache", "ParameterCount", "count_parameters"]
-
-
 #: The part that is a table of which a token reads one row for each layer; large beside the layers, and no work.
 LAYER_EMBEDDING = "layer embedding"
 

@@ -9,8 +9,6 @@ from meshwise.models.operations import TOKENS, Axes, Ops, weight
 from meshwise.models.spec import Encoder, Layer, SelfAttention
 from meshwise.tensors import Block, Tensor
 
-__all__ = ["SHARED_DISTANCES", "cross_attention", "encoder_end", "shared_distances", "weigh_distances"]
-
 
 def cross_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     """Attend from `x` to the encoder's output, all positions of it; as many were read as are written."""

@@ -15,8 +15,6 @@ from meshwise.models.families.plain import Dimensions
 from meshwise.models.model import Model, Source
 from meshwise.models.reading import read_config
 
-__all__ = ["DIMENSION_SUFFIXES", "looks_like_dimensions", "read_dimensions"]
-
 #: Endings of files that hold dimensions.
 DIMENSION_SUFFIXES = (".dims", ".txt", ".toml")
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from meshwise.errors import ConfigError, MissingDependencyError
 
-__all__ = ["config_of_gguf"]
-
 #: Architecture -> family, and what its files do not say: the same for all of its published models.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "hidden_act": "silu"},

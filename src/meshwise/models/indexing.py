@@ -11,8 +11,6 @@ from meshwise.models.operations import ROPE_FLOPS, TOKENS, Axes, Ops, by_key, we
 from meshwise.models.spec import BlockIndexer, Indexer, Norm
 from meshwise.tensors import Tensor
 
-__all__ = ["choose_keys", "index_blocks", "index_keys", "sparse_attention"]
-
 
 def index_keys(spec: Indexer, x: Tensor, low: Tensor, axes: Axes, ops: Ops) -> Tensor:
     """Add the indexer, and give what it chose of each query, with the scores.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from meshwise.errors import LayoutError
 from meshwise.models.model import Model
 
-__all__ = ["check_length"]
-
 
 def check_length(model: Model, seq_len: float) -> None:
     """Refuse sequences longer than the model's table of learned positions (its axis P).

@@ -18,8 +18,6 @@ from meshwise.models.serving import build_serving
 from meshwise.models.spec import Architecture, Compressed, LayerGroup, Mixture
 from meshwise.tensors import Attention, Program, Tensor
 
-__all__ = ["Model", "Source"]
-
 
 @dataclass(frozen=True, slots=True)
 class Source:

@@ -22,8 +22,6 @@ from meshwise.models.model import Model
 from meshwise.models.numerics import Numerics, Rotary, Router, Scaling
 from meshwise.models.spec import LatentAttention, SelfAttention
 
-__all__ = ["EXECUTED_FAMILIES", "read_numerics"]
-
 
 def read_numerics(model: Model) -> Numerics:
     """Read what execution needs from a model's configuration.

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Numerics", "Rotary", "Router", "Scaling"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scaling:

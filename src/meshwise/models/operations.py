@@ -10,19 +10,6 @@ from dataclasses import dataclass, field
 from meshwise.models.spec import Norm
 from meshwise.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 
-__all__ = [
-    "ACT_FLOPS",
-    "LOSS_FLOPS",
-    "NORM_FLOPS",
-    "ROPE_FLOPS",
-    "SOFTMAX_FLOPS",
-    "TOKENS",
-    "Axes",
-    "Ops",
-    "by_key",
-    "weight",
-]
-
 #: Vector FLOPs per element, from counting the operations of each formula; they matter for rooflines only.
 NORM_FLOPS, ROPE_FLOPS, ACT_FLOPS, SOFTMAX_FLOPS, LOSS_FLOPS = 4.0, 3.0, 5.0, 5.0, 5.0
 TOKENS = ("B", "T")

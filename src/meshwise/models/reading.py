@@ -20,8 +20,6 @@ from meshwise.models.families import FAMILIES, NOT_YET, FamilyConfig
 from meshwise.models.model import Model, Source
 from meshwise.models.spec import Architecture, Mixture
 
-__all__ = ["parse_json", "read_config"]
-
 
 def parse_json(text: str, where: str) -> dict[str, Any]:
     """Read a JSON object.

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-__all__ = ["GatedDelta", "LightningAttention", "Recurrence", "SelectiveStateSpace", "StateSpace"]
-
 
 @dataclass(frozen=True, slots=True)
 class SelectiveStateSpace:

@@ -12,8 +12,6 @@ from meshwise.models.recurrences import GatedDelta, LightningAttention, Recurren
 from meshwise.models.spec import Norm
 from meshwise.tensors import Tensor
 
-__all__ = ["build_recurrence"]
-
 
 def build_recurrence(spec: Recurrence, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
     """Add the operations of a recurrence that reads `x`, and give its output, of the residual's width."""

@@ -12,8 +12,6 @@ from meshwise.models.operations import SOFTMAX_FLOPS, Axes, Ops
 from meshwise.models.spec import Architecture, Head
 from meshwise.tensors import Block, Kind, Program, Tensor
 
-__all__ = ["build_serving"]
-
 
 def _sampling_head(spec: Head, axes: Axes, ops: Ops) -> Block:
     """From the residual stream to the next token, of the positions that need one: the last of each sequence.

@@ -13,27 +13,6 @@ from typing import Literal
 from meshwise.models.recurrences import GatedDelta, LightningAttention, SelectiveStateSpace, StateSpace
 from meshwise.models.towers import Tower
 
-__all__ = [
-    "Architecture",
-    "BlockIndexer",
-    "Compressed",
-    "Embedding",
-    "Encoder",
-    "Head",
-    "Indexer",
-    "LatentAttention",
-    "Layer",
-    "LayerGroup",
-    "Mixer",
-    "Mixture",
-    "Mlp",
-    "Norm",
-    "QkNorm",
-    "SelfAttention",
-    "Streams",
-    "group_layers",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Norm:

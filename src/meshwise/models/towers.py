@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Tower", "TowerPart", "TowerWeight", "attention", "convolution", "linear", "mlp", "norm"]
-
 
 @dataclass(frozen=True, slots=True)
 class TowerWeight:

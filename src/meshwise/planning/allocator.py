@@ -9,8 +9,6 @@ import ctypes
 import sys
 from functools import cache
 
-__all__ = ["keep_freed_memory"]
-
 #: Parameters of glibc's `mallopt`, and what they are set to, in bytes: what may lie free at the end of the heap, and
 #: from what size on an array is mapped on its own (glibc allows no more).
 _TRIM_THRESHOLD, _FREE = -1, 1 << 30

@@ -16,25 +16,19 @@ from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import take
 from meshwise.costs.assembly import StepParts, passes_makespan
-from meshwise.costs.evaluate import (
-    LocalSizes,
-    Structure,
-    TrainingProblem,
-    evaluate_activations,
-    evaluate_local,
-    evaluate_local_memory,
-)
+from meshwise.costs.evaluate import evaluate_activations, evaluate_local, evaluate_local_memory
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import End, HeldActivations, activation_floor, held_activations, pipeline_ends
-from meshwise.costs.network import Fabric, Wire
+from meshwise.costs.network import Wire
 from meshwise.costs.pipeline import Pipeline, num_layers
 from meshwise.costs.planned import plan_structure
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.stage_sums import COMPUTE_TERMS, RoleSums
+from meshwise.costs.structure import LocalSizes, Structure
 from meshwise.planning.local import LocalTables
 from meshwise.planning.rows import Table, distinct
 from meshwise.planning.space import IdealWires
 from meshwise.planning.structures import Choices, Work, allowed, works
-
-__all__ = ["CHUNK", "Bounds", "Groups", "ideal_chip_seconds_per_token"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]

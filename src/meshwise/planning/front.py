@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.sharding.layout import Layout
-
-__all__ = ["FRONT_SPAN", "Found", "Front"]
 
 Array = NDArray[np.float64]
 

@@ -11,10 +11,11 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import LocalBlock, LocalSizes, Structure, TrainingProblem, evaluate_local
+from meshwise.costs.evaluate import evaluate_local
+from meshwise.costs.planned import LocalBlock
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import LocalSizes, Structure
 from meshwise.planning.structures import Work
-
-__all__ = ["LocalTables"]
 
 Index = NDArray[np.int64]
 

@@ -21,17 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import maximum, minimum
-from meshwise.costs.evaluate import Structure, TrainingProblem
 from meshwise.costs.moves import Moves, evaluate_moves, moving_least
 from meshwise.costs.pipeline import Shares, device_shares
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Structure
 from meshwise.planning.bounds import Bounds
 from meshwise.planning.rows import Rows, Table
 from meshwise.planning.space import IdealWires
 from meshwise.planning.structures import Work
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.placed import Purpose
-
-__all__ = ["Covers", "MovingBounds"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]

@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.planning.space import parts_of, shrunken
-
-__all__ = ["network_parts", "parts_up_to", "whole_parts_of"]
 
 #: Boxes of one number of chips that are tried.
 _BOXES = 3

@@ -13,17 +13,15 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.network import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.models.lengths import check_length
 from meshwise.sharding.layout import Layout
-
-__all__ = ["Plan", "changed", "check_kind", "kind_of", "saved_cluster"]
 
 #: Kind of a plan -> commands that read its file.
 _READERS = {

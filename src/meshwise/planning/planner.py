@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline
-from meshwise.costs.schedules import PipelineShape, find_schedule
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.schedules import find_schedule
 from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.planning.bounds import ideal_chip_seconds_per_token
 from meshwise.planning.plan import Plan
@@ -32,8 +33,6 @@ from meshwise.planning.wishes import Wishes, asked_choices, most_seconds_per_tok
 from meshwise.planning.within import Wanted, find_best, find_fewest
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.remat import check_remat
-
-__all__ = ["MAX_MEMORY", "Planning", "estimate_layout", "plan_training", "training_limits", "wished_spaces"]
 
 #: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out
 #: of memory is worth less than one that is half a percent slower.

@@ -14,18 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import (
-    Candidates,
-    LocalBlock,
-    Structure,
-    TrainingProblem,
-    evaluate_memory,
-    evaluated,
-    offloaded,
-    place_structure,
-)
-from meshwise.costs.network import Fabric
+from meshwise.costs.evaluate import evaluate_memory, evaluated, offloaded
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.planned import LocalBlock, place_structure
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.costs.traffic import term_of
 from meshwise.planning.bounds import CHUNK, Bounds, Groups
 from meshwise.planning.front import Found
@@ -37,8 +31,6 @@ from meshwise.planning.space import IdealWires, WireTable, placements, undominat
 from meshwise.planning.structures import Choices, Variant, Work
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.placed import Purpose, Transfer
-
-__all__ = ["Priced", "Pricing"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 from meshwise.costs.budgets import training_time
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import make_wire
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.rules import (
     data_parallel_critical_tokens_per_chip,
     mixed_critical_tokens_per_chip,
@@ -18,8 +19,6 @@ from meshwise.costs.rules import (
 )
 from meshwise.planning.plan import Plan
 from meshwise.units import format_bytes, format_duration, format_percent, format_time
-
-__all__ = ["critical_tokens_per_chip", "winner_reasons"]
 
 
 def winner_reasons(plan: Plan, whole: Fabric) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import InfeasibleError, LayoutError
 from meshwise.jobs import TrainingJob
 from meshwise.planning.front import Found
@@ -18,8 +18,6 @@ from meshwise.planning.wishes import Wishes
 from meshwise.planning.within import Outcome, Wanted
 from meshwise.sharding.layout import LayoutRequest
 from meshwise.units import format_bytes, format_count, format_duration, format_money, format_percent
-
-__all__ = ["batch_error", "nothing_found", "over_limit", "too_much"]
 
 
 def batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutError:

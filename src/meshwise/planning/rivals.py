@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from meshwise.costs.estimate import Estimate
-from meshwise.costs.evaluate import Candidates, Costs, Structure, TrainingProblem, evaluate
-from meshwise.costs.network import Fabric, PlacedWires
+from meshwise.costs.evaluate import Costs, evaluate
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import PlacedWires
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.structure import Candidates, Structure
 from meshwise.planning.plan import Plan
 from meshwise.planning.reasons import critical_tokens_per_chip
 from meshwise.planning.rows import batch_cuts
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.remat import REMAT_POLICIES
 from meshwise.units import format_bytes, format_percent, format_time
-
-__all__ = ["Rival", "rivals"]
 
 _NAMES = {
     "data": "data parallelism alone",

@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import Candidates, LocalSizes
+from meshwise.costs.structure import Candidates, LocalSizes
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import MESH_AXES
-
-__all__ = ["Rows", "Table", "batch_cuts", "candidate_table", "distinct"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]

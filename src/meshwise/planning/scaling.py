@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import InfeasibleError
 from meshwise.planning.parts import whole_parts_of
 from meshwise.planning.plan import Plan
@@ -19,8 +19,6 @@ from meshwise.planning.planner import wished_spaces
 from meshwise.planning.search import SearchResult, search
 from meshwise.planning.wishes import Wishes
 from meshwise.units import format_bytes
-
-__all__ = ["WORTHWHILE", "Point", "Scaling", "scale_training"]
 
 #: Strong scaling ends where more chips give less than this share of the speed that they could add.
 WORTHWHILE = 0.5

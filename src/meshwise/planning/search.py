@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.planning.allocator import keep_freed_memory
 from meshwise.planning.bounds import CHUNK, Groups, ideal_chip_seconds_per_token
 from meshwise.planning.front import Found, Front
@@ -28,8 +28,6 @@ from meshwise.planning.rows import Rows, candidate_table
 from meshwise.planning.space import Limits, meshes
 from meshwise.planning.structures import Choices, works
 from meshwise.sharding.layout import MESH_AXES
-
-__all__ = ["OBJECTIVES", "Found", "SearchResult", "SearchSpace", "search"]
 
 Array = NDArray[np.float64]
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip, Cluster, Torus
 from meshwise.jobs import TrainingJob
 from meshwise.planning.plan import Plan
 from meshwise.planning.planner import Planning, plan_training
-
-__all__ = ["CHANGE", "Sensitivity", "sensitivity"]
 
 #: Share by which each thing is less.
 CHANGE = 0.1

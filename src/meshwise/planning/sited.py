@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from meshwise.costs.arithmetic import maximum, take
 from meshwise.costs.assembly import StepParts, passes_makespan
-from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.moves import Moves, evaluate_moves, moving_least
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.stage_sums import RoleSums
 from meshwise.planning.bounds import Bounds
 from meshwise.planning.moving import Covers, MovingBounds
@@ -28,8 +28,6 @@ from meshwise.planning.space import WireTable, placements
 from meshwise.planning.structures import Work
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.placed import Purpose
-
-__all__ = ["SitedBounds"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]

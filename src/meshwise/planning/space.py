@@ -13,11 +13,10 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.network import Fabric, PlacedWires, Wire, make_wire, routing_of
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import PlacedWires, Wire, make_wire, routing_of
 from meshwise.costs.routing import Routing
 from meshwise.sharding.layout import MESH_AXES
-
-__all__ = ["IdealWires", "Limits", "WireTable", "meshes", "parts_of", "placements", "shrunken", "undominated"]
 
 Array = NDArray[np.float64]
 

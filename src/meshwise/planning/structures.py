@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import Structure
 from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.structure import Structure
 from meshwise.models import Model
 from meshwise.sharding.layout import CONTEXT_METHODS
 from meshwise.sharding.remat import REMAT_POLICIES
-
-__all__ = ["OFFLOADS", "SCHEDULED", "Choices", "Variant", "Work", "allowed", "works"]
 
 Mask = NDArray[np.bool_]
 Axis = Callable[[str], NDArray[np.float64]]

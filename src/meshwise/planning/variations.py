@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.offload import check_offload
-from meshwise.costs.schedules import PipelineShape, find_schedule
+from meshwise.costs.schedules import find_schedule
 from meshwise.errors import LayoutError, MeshwiseError
 from meshwise.planning.plan import Plan
 from meshwise.planning.rivals import Rival
 from meshwise.sharding.layout import Layout
 from meshwise.units import format_bytes, format_percent, format_time
-
-__all__ = ["variations"]
 
 #: Schedules that people know, each with its pieces of a stage.
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-v", 1), ("dualpipe", 1))

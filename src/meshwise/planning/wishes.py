@@ -14,8 +14,6 @@ from meshwise.errors import LayoutError, MeshwiseError, UnknownNameError
 from meshwise.planning.structures import Choices
 from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES, SCHEDULES, axis_of, parse_layout
 
-__all__ = ["Wishes", "asked_choices", "most_seconds_per_token", "parse_fixed", "parse_forbidden", "shown"]
-
 #: Axes are fixed whatever the cluster; whether they fit on it is asked elsewhere.
 _ENOUGH = 10**18
 

@@ -9,16 +9,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from meshwise.costs.evaluate import TrainingProblem
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import LayoutError
 from meshwise.planning.front import Found
 from meshwise.planning.parts import parts_up_to
 from meshwise.planning.search import SearchResult, SearchSpace, search
 from meshwise.planning.space import shrunken
 from meshwise.planning.wishes import Wishes
-
-__all__ = ["Outcome", "Wanted", "find_best", "find_fewest"]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from meshwise.report.report import Report
 from meshwise.report.table import table
 from meshwise.units import format_bandwidth, format_flops_per_s, format_time
 
-__all__ = ["BenchResult", "BenchRow", "bench_report"]
-
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:

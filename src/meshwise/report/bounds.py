@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwise.costs.traffic import Pass
-from meshwise.costs.workings import HostWorking, Workings
+from meshwise.costs.worked import HostWorking, Workings
 from meshwise.explanation import Explanation
 from meshwise.report.formats import peak_fields, peak_words
 from meshwise.report.sources import ROOFLINES, SHARDED, number, sourced
 from meshwise.units import format_bandwidth, format_bytes, format_flops, format_time
-
-__all__ = ["explain_lower", "explain_upper", "upper_parts"]
 
 
 def explain_lower(w: Workings, resources: Mapping[str, float]) -> tuple[Explanation, ...]:

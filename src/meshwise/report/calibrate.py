@@ -14,8 +14,6 @@ from meshwise.report.report import Report, listed
 from meshwise.report.table import table
 from meshwise.scoring.calibrating import Refined, mean_error
 
-__all__ = ["calibrate_report"]
-
 
 def calibrate_report(refined: Refined, inputs: Mapping[str, Any]) -> Report:
     """Say what was refined, and how much better it is."""

@@ -13,8 +13,6 @@ from meshwise.report.table import facts, table
 from meshwise.report.words import counted
 from meshwise.units import format_bandwidth, format_bytes, format_flops_per_s, format_time
 
-__all__ = ["chip_data", "chip_report", "chips_report"]
-
 _NOT_MODELLED = ("what a chip reaches in practice: these are data-sheet rates, dense (never the 2:4-sparse figure)",)
 
 

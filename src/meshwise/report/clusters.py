@@ -15,8 +15,6 @@ from meshwise.report.table import facts, table
 from meshwise.report.words import counted
 from meshwise.units import format_bandwidth, format_bytes, format_flops_per_s, format_money, format_time
 
-__all__ = ["cluster_data", "cluster_report", "clusters_report"]
-
 #: How clusters are written, by example.
 FORMS = (
     ("v5e", "one chip"),

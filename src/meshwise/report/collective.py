@@ -8,7 +8,8 @@ from typing import Any
 
 from meshwise.costs.algorithms import Algorithm, fastest
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.network import Fabric, Wire
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import Wire
 from meshwise.costs.wiring import Wiring
 from meshwise.explanation import Explanation
 from meshwise.hardware import Cluster
@@ -17,8 +18,6 @@ from meshwise.report.table import facts
 from meshwise.report.words import counted
 from meshwise.sharding import CollectiveKind, Mesh
 from meshwise.units import format_bandwidth, format_bytes, format_percent, format_time
-
-__all__ = ["CollectiveCase", "collective_report", "wiring_words"]
 
 _BOOK = "the book, Sharded Matrices and How to Multiply Them"
 _BYTES_OF = {

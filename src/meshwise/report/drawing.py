@@ -7,8 +7,6 @@ from typing import Any
 
 from meshwise.errors import MissingDependencyError
 
-__all__ = ["new_figure", "svg_of"]
-
 
 def new_figure(width: float, height: float) -> Any:
     """Begin a figure of so many inches.

@@ -9,8 +9,6 @@ from meshwise.report.words import counted
 from meshwise.tensors import Format
 from meshwise.units import format_flops_per_s
 
-__all__ = ["explain_formats", "peak_fields", "peak_words", "state_words"]
-
 _RECIPES = (
     "Micikevicius et al. 2018 (mixed precision) and 2022 (fp8); DeepSeek-V3, section 3.3; OCP Microscaling 1.0; "
     "NVIDIA 2025, NVFP4"

@@ -13,7 +13,7 @@ from meshwise.costs.links import Links
 from meshwise.costs.paths import Leg, Path
 from meshwise.costs.routing import Routing
 from meshwise.costs.traffic import Pass
-from meshwise.costs.workings import BlockWorking, CollectiveWorking, Workings
+from meshwise.costs.worked import BlockWorking, CollectiveWorking, Workings
 from meshwise.explanation import Explanation
 from meshwise.hardware import Cluster
 from meshwise.report.formats import peak_fields, peak_words
@@ -21,8 +21,6 @@ from meshwise.report.sources import GPUS, HOST, OVERLAP, ROOFLINES, RULE, SHARDE
 from meshwise.report.words import counted
 from meshwise.sharding import CollectiveKind
 from meshwise.units import format_bandwidth, format_bytes, format_flops, format_flops_per_s, format_percent, format_time
-
-__all__ = ["explain_time", "leg_formula"]
 
 #: Relative difference below which two ways to write a number are the same.
 _EXACT = 1e-9

@@ -8,8 +8,6 @@ from typing import Any
 from meshwise.handover import HandedOver
 from meshwise.report.report import Report, listed
 
-__all__ = ["handover_report"]
-
 
 def handover_report(handed: HandedOver, inputs: Mapping[str, Any]) -> Report:
     """Report a hand-over.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from meshwise.sharding.layout import Layout
 
-__all__ = ["choice_words", "layout_words"]
-
 
 def layout_words(layout: Layout) -> str:
     """Say the mesh as `--layout` reads it: the axes longer than one, outermost first."""

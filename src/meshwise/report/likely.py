@@ -18,8 +18,6 @@ from meshwise.planning import Plan
 from meshwise.report.table import noted_table
 from meshwise.units import format_time
 
-__all__ = ["constants_data", "constants_table", "explain_likely", "likely_data", "likely_words"]
-
 _MICRO = "matmuls of K = 1,024 to 16,384 and causal attention over 512 to 16,384 keys, NVIDIA AIConfigurator database"
 _DAO = "Dao 2023, FlashAttention-2, figures 4 to 7, which show its predecessor, too"
 _STEPS = "fitted to whole steps, around single operations"

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.padding import Padding
-from meshwise.costs.workings import ClassWorking, Workings
+from meshwise.costs.worked import ClassWorking, Workings
 from meshwise.explanation import Explanation
 from meshwise.report.formats import state_words
 from meshwise.report.sources import HOST, REMAT, SHARDED, STATE, number, sourced
 from meshwise.units import format_bytes, format_count, format_percent
-
-__all__ = ["explain_memory", "padding_words", "stage_words"]
 
 #: One block is at work at a time, and holds these classes.
 _AT_WORK = "of the block that needs most while at work"

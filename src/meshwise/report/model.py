@@ -14,8 +14,6 @@ from meshwise.report.table import facts, table
 from meshwise.report.words import length_words
 from meshwise.units import format_bytes, format_count, format_flops, format_percent
 
-__all__ = ["model_report", "models_report"]
-
 
 def models_report(models: Iterable[Model], inputs: Mapping[str, Any]) -> Report:
     """List the built-in models."""

@@ -9,8 +9,6 @@ from itertools import pairwise
 from meshwise.report.chart import Chart
 from meshwise.report.drawing import new_figure, svg_of
 
-__all__ = ["terminal_chart", "write_svg"]
-
 Points = Sequence[tuple[float, float]]
 
 

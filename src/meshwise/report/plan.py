@@ -13,8 +13,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.costs.estimate import Interval
-from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.padding import paddings
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.workings import collectives_of
 from meshwise.jobs import trainable_parameters
 from meshwise.planning import MAX_MEMORY, Found, Plan, Planning, Rival
@@ -36,8 +36,6 @@ from meshwise.units import (
     format_percent,
     format_time,
 )
-
-__all__ = ["estimate_report", "plan_data", "plan_report"]
 
 
 def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from meshwise.costs.estimate import tuned_flops
 from meshwise.costs.padding import paddings
-from meshwise.costs.workings import Workings, work_out
+from meshwise.costs.worked import Workings
+from meshwise.costs.workings import work_out
 from meshwise.explanation import Explanation
 from meshwise.planning import Plan
 from meshwise.report.bounds import explain_lower, explain_upper
@@ -18,8 +19,6 @@ from meshwise.report.memory import explain_memory
 from meshwise.report.report import Details
 from meshwise.report.workings import workings_data, workings_tables
 from meshwise.units import format_bytes, format_flops, format_money, format_percent, format_time
-
-__all__ = ["plan_details"]
 
 
 def plan_details(plan: Plan) -> Details:

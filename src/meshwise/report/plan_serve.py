@@ -34,15 +34,6 @@ from meshwise.report.words import counted
 from meshwise.simulation.serving import Quantiles
 from meshwise.units import format_money, format_time
 
-__all__ = [
-    "front_data",
-    "plan_data",
-    "plan_serve_report",
-    "plan_serve_svg",
-    "simulated_assumed",
-    "simulated_words",
-]
-
 #: Rows of the front that a terminal shows.
 _SHOWN = 8
 

@@ -16,8 +16,6 @@ from rich.text import Text
 
 from meshwise.explanation import Explanation
 
-__all__ = ["SCHEMA_VERSION", "Details", "Report", "listed"]
-
 #: Of the JSON envelope: changes when a field changes its meaning or goes away, not when one is added.
 SCHEMA_VERSION = "1"
 

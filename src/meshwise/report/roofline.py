@@ -26,8 +26,6 @@ from meshwise.units import (
     format_time,
 )
 
-__all__ = ["Critical", "RooflineCase", "roofline_report", "roofline_svg"]
-
 _MEMORY_WORDS = {Memory.HBM: "HBM", Memory.VMEM: "on-chip memory", Memory.HOST: "host memory"}
 
 

@@ -12,8 +12,6 @@ from meshwise.report.report import Report
 from meshwise.report.table import table
 from meshwise.units import format_bytes, format_count, format_percent, format_time
 
-__all__ = ["RunResult", "run_report"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunResult:

@@ -28,8 +28,6 @@ from meshwise.report.scored import (
 from meshwise.scoring import Prediction, Score
 from meshwise.scoring.statistics import SAME
 
-__all__ = ["score_report"]
-
 
 def score_report(score: Score, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
     """Say how far predictions are from measurements."""

@@ -24,8 +24,6 @@ from meshwise.report.scored import (
 )
 from meshwise.scoring.serving import ServedPrediction, ServedScore
 
-__all__ = ["served_report"]
-
 
 def served_report(score: ServedScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
     """Say how far predictions of serving are from measurements."""

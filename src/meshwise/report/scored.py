@@ -20,23 +20,6 @@ from meshwise.scoring.scored import Scored, source_of
 from meshwise.scoring.statistics import AnyPredicted
 from meshwise.units import format_bytes, format_time
 
-__all__ = [
-    "NEXT_STEPS",
-    "assumptions",
-    "error_cells",
-    "errors_table",
-    "memory_tables",
-    "overall_data",
-    "refused_data",
-    "row_data",
-    "score_words",
-    "scored_svg",
-    "some",
-    "unfit",
-    "unpredicted",
-    "worst_tables",
-]
-
 P = TypeVar("P", bound=AnyPredicted)
 
 NEXT_STEPS = ("--svg accuracy.svg: predicted against measured", "--json: every row with its terms")

@@ -12,8 +12,6 @@ from meshwise.planning import Plan, Sensitivity
 from meshwise.report.layouts import layout_words
 from meshwise.report.table import table
 
-__all__ = ["sensitivity_data", "sensitivity_table"]
-
 
 def sensitivity_table(found: Sequence[Sensitivity]) -> RenderableType:
     """Show what each thing that is less does to the time per token, and to the plan."""

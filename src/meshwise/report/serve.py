@@ -23,19 +23,6 @@ from meshwise.report.table import table
 from meshwise.report.words import counted
 from meshwise.units import format_bytes, format_money, format_time
 
-__all__ = [
-    "NOT_MODELLED",
-    "assumed",
-    "definitions",
-    "estimate_serve_report",
-    "latency_table",
-    "memory_table",
-    "serving_data",
-    "serving_words",
-    "subject",
-    "term_table",
-]
-
 NOT_MODELLED = (
     "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate serve' has arrivals",
     "tokenisation, and what the host does beside a step",

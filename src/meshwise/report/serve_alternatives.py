@@ -18,8 +18,6 @@ from meshwise.report.serving_front import front_svg
 from meshwise.report.table import noted_table, table
 from meshwise.units import format_money, format_time
 
-__all__ = ["alternatives_report", "alternatives_svg"]
-
 
 def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -> Report:
     """Say which plan is best of all, on which cluster, in which formats.

@@ -11,8 +11,6 @@ from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.explanation import Explanation
 from meshwise.units import format_bytes, format_count, format_flops, format_money, format_percent, format_time
 
-__all__ = ["serve_workings"]
-
 _OWN = "meshwise, docs/serving.md"
 _BOOK = "book, Inference"
 

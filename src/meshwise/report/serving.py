@@ -22,8 +22,6 @@ from meshwise.report.words import counted
 from meshwise.simulation.serving import POLICIES, Capacity, Quantiles, ReplicaSummary, Sample, ServingResult, Targets
 from meshwise.units import format_money, format_percent, format_time
 
-__all__ = ["serving_report", "serving_svg", "serving_trace"]
-
 #: Replicas that the terminal shows.
 _SHOWN = 12
 

@@ -8,8 +8,6 @@ from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.planning.serving.planner import FrontPoint
 from meshwise.report.drawing import new_figure, svg_of
 
-__all__ = ["front_svg"]
-
 
 def front_svg(fronts: Mapping[str, Sequence[FrontPoint]], best: ServingEstimate, title: str) -> str:
     """Draw output tokens per second and chip against time per output token, a line for each front.

@@ -21,13 +21,6 @@ from meshwise.report.table import table
 from meshwise.report.words import counted
 from meshwise.units import format_count, format_duration, format_money, format_percent, format_time
 
-__all__ = [
-    "comparison_report",
-    "comparison_svg",
-    "scaling_report",
-    "scaling_svg",
-]
-
 
 def comparison_report(found: Mapping[str, Planning | str], inputs: Mapping[str, Any]) -> Report:
     """Compare clusters.

@@ -15,8 +15,6 @@ from meshwise.report.table import table
 from meshwise.sharding import Indices, book_case
 from meshwise.units import format_bytes, format_flops, format_time
 
-__all__ = ["shard_report"]
-
 #: Ways that the table shows; JSON has all.
 _WAYS_SHOWN = 6
 _BOOK = "the book, Sharded Matrices and How to Multiply Them"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from meshwise.hardware import Chip, Cluster
 
-__all__ = ["GPUS", "HOST", "OVERLAP", "REMAT", "ROOFLINES", "RULE", "RULES", "SHARDED", "STATE", "number", "sourced"]
-
 #: What hides what, by the numbers of the rule in `costs.step`.
 RULES = {
     1: "an operation takes the longer of its FLOPs and its bytes",

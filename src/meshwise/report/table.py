@@ -9,8 +9,6 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["facts", "noted_table", "table"]
-
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
     """Lay out rows under a header; a column whose name starts with ">" is set flush right.

@@ -19,8 +19,6 @@ from meshwise.report.words import counted
 from meshwise.simulation import STREAMS, Span, StepTimeline
 from meshwise.units import format_percent, format_time
 
-__all__ = ["timeline_report", "timeline_svg", "timeline_trace"]
-
 #: Stages that the terminal shows: of more, the first and the last ones.
 _SHOWN = 16
 

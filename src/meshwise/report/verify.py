@@ -19,9 +19,6 @@ from meshwise.report.table import noted_table
 from meshwise.report.words import counted
 from meshwise.units import format_bytes, format_flops, format_percent, format_time
 
-__all__ = ["VerifiedRow", "verification_report", "with_verified"]
-
-
 #: Of a line through two copies.
 _PEAKS = (
     "temporaries of all layers, exactly: those of small copies may be largest at another moment, so that the line "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from meshwise.models import Model
 
-__all__ = ["counted", "length_words"]
-
 
 def counted(number: int, noun: str) -> str:
     """Write a number of things.

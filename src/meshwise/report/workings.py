@@ -13,14 +13,11 @@ from rich.text import Text
 
 from meshwise.costs.makespans import StageTimes
 from meshwise.costs.padding import Padding
-from meshwise.costs.workings import BlockWorking, CollectiveWorking, OperationWorking, Workings
+from meshwise.costs.worked import BlockWorking, CollectiveWorking, OperationWorking, Workings
 from meshwise.report.report import listed
 from meshwise.report.sources import RULES
 from meshwise.report.table import noted_table, table
 from meshwise.units import format_bytes, format_count, format_time
-
-__all__ = ["collective_data", "padding_data", "workings_data", "workings_tables"]
-
 
 _COLUMNS = (">FLOPs", ">bytes", ">time", "bound")
 

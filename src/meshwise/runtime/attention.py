@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Masks", "attend", "weigh_scores"]
-
 #: Queries that are worked on at a time, where there are more than twice as many: their fp32 scores against 4,096 keys
 #: take four times the bytes of all queries, and stay small beside what a layer holds.
 _BLOCK = 128

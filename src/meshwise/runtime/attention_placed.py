@@ -19,8 +19,6 @@ from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.tensors import Attention
 
-__all__ = ["attend_placed"]
-
 
 def attend_placed(
     op: Attention,

@@ -14,8 +14,6 @@ from meshwise.errors import LayoutError, MissingDependencyError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["make_mesh", "one_at_a_time", "require_jax"]
-
 
 def require_jax() -> None:
     """Raise unless JAX can be imported.

@@ -17,8 +17,6 @@ from meshwise.runtime.backend import make_mesh
 from meshwise.runtime.devices import find_devices, software_of
 from meshwise.sharding import CollectiveKind
 
-__all__ = ["Bench", "Sample", "attention_sizes", "matmul_sizes"]
-
 #: At least so many timed calls, however long each takes.
 _CALLS = 5
 

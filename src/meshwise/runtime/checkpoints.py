@@ -27,8 +27,6 @@ from meshwise.runtime.processes import agree, first_process, on_first
 from meshwise.runtime.train import State, TrainStep
 from meshwise.units import format_bytes
 
-__all__ = ["Checkpoints"]
-
 _VERSION = "1"
 _STEP = re.compile(r"step-(\d{8})")
 _STATE, _RECORD, _UNFINISHED = "state", "meshwise.json", ".unfinished"

@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Circle", "Piece"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -16,8 +16,6 @@ import numpy as np
 from meshwise.errors import MeshwiseError
 from meshwise.runtime.tokenizer import read_bytes, read_tokenizer
 
-__all__ = ["SyntheticTokens", "TextTokens", "TokenSource", "read_text"]
-
 #: Share of synthetic tokens that do not follow from the one before.
 _SURPRISE = 1 / 8
 

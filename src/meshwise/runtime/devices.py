@@ -15,8 +15,6 @@ from typing import Any
 from meshwise.errors import MeshwiseError
 from meshwise.runtime.platforms import load_jax, looking_for_devices
 
-__all__ = ["find_devices", "machine_memory", "share_of_machine", "software_of"]
-
 
 def find_devices(cpu_devices: int | None = None, told: Callable[[str], None] = lambda _: None) -> list[Any]:
     """List the devices.

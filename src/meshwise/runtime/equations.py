@@ -12,8 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Equation"]
-
 
 @dataclass(frozen=True, slots=True)
 class Equation:

@@ -10,8 +10,6 @@ import numpy as np
 
 from meshwise.dtypes import DType
 
-__all__ = ["HELD", "added_up", "dtype_of"]
-
 #: Formats in which arrays are held and multiplied here.
 HELD: dict[DType, Any] = {DType.FP32: jnp.float32, DType.BF16: jnp.bfloat16}
 

@@ -26,10 +26,8 @@ from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched, plain
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
-from meshwise.sharding.place import iteration_space
+from meshwise.sharding.iteration import iteration_space
 from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
-
-__all__ = ["run_block"]
 
 #: Keys and values of earlier positions, where a block is given them.
 _CACHED = ("cache.k", "cache.v")

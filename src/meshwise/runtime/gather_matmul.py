@@ -19,8 +19,6 @@ import jax.numpy as jnp
 from meshwise.runtime.circle import Circle, Piece
 from meshwise.runtime.equations import Equation
 
-__all__ = ["gather_matmul", "gathered_products"]
-
 Arrays = tuple[jax.Array, ...]
 Equations = tuple[Equation, ...]
 

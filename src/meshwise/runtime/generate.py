@@ -33,8 +33,6 @@ from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
 from meshwise.tensors import Attention
 
-__all__ = ["Generator", "generator"]
-
 #: Run -> "k" and "v" -> [layers, sequences, positions, heads, width].
 Cache = dict[str, dict[str, Any]]
 

@@ -17,8 +17,6 @@ from meshwise.runtime.generate import Generator
 from meshwise.runtime.loop import in_words
 from meshwise.runtime.params import Tree
 
-__all__ = ["Generated", "generate_timed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Generated:

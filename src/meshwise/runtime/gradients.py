@@ -19,8 +19,6 @@ from meshwise.runtime.params import Parameter, Tree, map_parameters
 from meshwise.runtime.pipeline import Pipeline
 from meshwise.runtime.watched import sunk, watch
 
-__all__ = ["Accumulation", "accumulate"]
-
 Batch = Mapping[str, jax.Array]
 #: Mesh axis of replicas that add up gradients of their own.
 _REPLICAS = "data"

@@ -14,8 +14,6 @@ from meshwise.runtime.params import Parameter
 from meshwise.runtime.stacks import Segment
 from meshwise.runtime.train import State, TrainStep
 
-__all__ = ["Order", "layer_order", "order_of", "rearranged"]
-
 #: Run -> its block, its layers among those of the block in the order in which they are stacked, and the stack's sizes.
 Order = dict[str, dict[str, Any]]
 

@@ -21,8 +21,6 @@ from meshwise.runtime.stacks import Run, Segment
 from meshwise.sharding.remat import RematPolicy, remat_policy
 from meshwise.tensors import Block, Program
 
-__all__ = ["Stack"]
-
 Arrays = Mapping[str, jax.Array]
 
 #: Of layers that follow no policy.

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 
 from meshwise.units import format_count
 
-__all__ = ["LearningRate"]
-
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:

@@ -12,8 +12,6 @@ import jax
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 
-__all__ = ["complete", "part_index"]
-
 
 def complete(
     x: jax.Array, source: Sharding, home: Sharding, partial: Collection[str], placement: Placement

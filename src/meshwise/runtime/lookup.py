@@ -19,8 +19,6 @@ from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.tensors import Lookup
 
-__all__ = ["look_up"]
-
 
 def look_up(
     op: Lookup,

@@ -23,8 +23,6 @@ from meshwise.runtime.devices import machine_memory
 from meshwise.runtime.processes import meet
 from meshwise.runtime.train import State, TrainStep
 
-__all__ = ["CompiledMemory", "Keeper", "Trained", "in_words", "put_batch", "train"]
-
 #: Steps that are not timed, and steps of a profile.
 WARM_UP, PROFILED = 2, 3
 

@@ -13,8 +13,6 @@ from meshwise.runtime.circle import Circle
 from meshwise.runtime.equations import Equation
 from meshwise.runtime.matmul_scatter import matmul_scatter
 
-__all__ = ["matmul_reduce"]
-
 Arrays = tuple[jax.Array, ...]
 
 

@@ -20,8 +20,6 @@ from meshwise.runtime.circle import Circle
 from meshwise.runtime.equations import Equation
 from meshwise.runtime.gather_matmul import gathered_products
 
-__all__ = ["matmul_scatter", "scattered_products"]
-
 Arrays = tuple[jax.Array, ...]
 Equations = tuple[Equation, ...]
 

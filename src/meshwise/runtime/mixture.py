@@ -22,10 +22,8 @@ from meshwise.runtime.products import spread, spread_spec
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import plain
 from meshwise.sharding import Sharding
-from meshwise.sharding.place import iteration_space
+from meshwise.sharding.iteration import iteration_space
 from meshwise.tensors import Einsum, Elementwise, Kind, Op, Route, Tensor
-
-__all__ = ["Experts"]
 
 Arrays = Mapping[str, jax.Array]
 

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from meshwise.runtime.watched import Watched, product
 from meshwise.tensors import Einsum
 
-__all__ = ["align", "named_einsum", "subscripts"]
-
 
 def subscripts(op: Einsum) -> tuple[str, str, str]:
     """Write both inputs and the output of an operation, a letter an axis."""

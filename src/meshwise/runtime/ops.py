@@ -20,8 +20,6 @@ from meshwise.runtime.named import align
 from meshwise.runtime.rotary import rotate
 from meshwise.tensors import Elementwise
 
-__all__ = ["Surroundings", "elementwise", "is_known"]
-
 Arrays = Sequence[jax.Array]
 
 

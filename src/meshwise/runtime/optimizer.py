@@ -14,8 +14,6 @@ import jax.numpy as jnp
 
 from meshwise.runtime.learning_rate import LearningRate
 
-__all__ = ["RUNNABLE", "Hyperparameters", "update"]
-
 #: Optimizers that run -> names of the moments that they keep.
 RUNNABLE: dict[str, tuple[str, ...]] = {
     "adamw": ("mean", "variance"),

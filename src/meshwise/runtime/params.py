@@ -21,8 +21,6 @@ from meshwise.runtime.stacks import Segment
 from meshwise.sharding import Sharding
 from meshwise.tensors import Block, Einsum, Kind, Lookup, Program, Tensor
 
-__all__ = ["Parameter", "Tree", "describe_parameters", "initial_values", "is_trained", "map_parameters"]
-
 #: Key of a run or block -> name of a weight -> what is held for it.
 Tree = dict[str, dict[str, Any]]
 

@@ -24,8 +24,6 @@ from meshwise.runtime.params import Parameter, Tree
 from meshwise.runtime.watched import sunk, watch
 from meshwise.sharding.layout import Layout
 
-__all__ = ["PIPELINES", "STAGE", "Pipeline", "piece_order"]
-
 #: Mesh axis of the stages.
 STAGE = "stage"
 #: Schedules that run.

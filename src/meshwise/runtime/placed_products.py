@@ -24,10 +24,8 @@ from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form
-from meshwise.sharding.place import iteration_space
+from meshwise.sharding.iteration import iteration_space
 from meshwise.tensors import Einsum, Tensor
-
-__all__ = ["PlacedProducts", "multiply_placed"]
 
 Arrays = tuple[jax.Array, ...]
 

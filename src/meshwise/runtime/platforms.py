@@ -22,8 +22,6 @@ from typing import Any
 
 from meshwise.runtime.backend import require_jax
 
-__all__ = ["Hardware", "load_jax", "looking_for_devices"]
-
 #: Device files of NVIDIA GPUs: of a driver, under WSL, of boards on which the GPU shares the processor's memory.
 _GPU_FILES = ("nvidia[0-9]*", "nvidiactl", "dxg", "nvhost-gpu", "nvgpu*")
 

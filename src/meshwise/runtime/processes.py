@@ -14,8 +14,6 @@ import numpy as np
 from meshwise.errors import MeshwiseError
 from meshwise.runtime.platforms import load_jax
 
-__all__ = ["Processes", "agree", "first_process", "join", "meet", "on_first"]
-
 #: Seconds to wait for the other processes to start.
 _PATIENCE = 300
 

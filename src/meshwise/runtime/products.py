@@ -20,8 +20,6 @@ from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.tensors import Einsum, Kind
 
-__all__ = ["multiply", "others", "spread", "spread_spec"]
-
 #: Mesh axes along which devices hold weights of their own.
 _STAGES = frozenset({"stage"})
 

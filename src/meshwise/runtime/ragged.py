@@ -15,8 +15,6 @@ import jax.numpy as jnp
 
 from meshwise.runtime.watched import Watched
 
-__all__ = ["RaggedExchange", "by_group", "grouped_product"]
-
 
 @dataclass(frozen=True)
 class RaggedExchange:

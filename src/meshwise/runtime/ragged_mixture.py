@@ -18,8 +18,6 @@ from meshwise.runtime.ragged import RaggedExchange, by_group, grouped_product
 from meshwise.runtime.watched import plain
 from meshwise.tensors import Einsum, Kind, Op, Route
 
-__all__ = ["RaggedExperts"]
-
 Arrays = Mapping[str, jax.Array]
 
 

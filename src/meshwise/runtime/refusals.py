@@ -16,12 +16,10 @@ from meshwise.runtime.optimizer import RUNNABLE
 from meshwise.runtime.pipeline import PIPELINES
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
+from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.place import iteration_space
 from meshwise.sharding.remat import check_remat
 from meshwise.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
-
-__all__ = ["check_dispatch", "check_even", "check_job", "check_layout", "check_model"]
 
 
 def check_model(model: Model) -> None:

@@ -15,8 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.runtime.attention import Masks, attend, weigh_scores
 
-__all__ = ["Ring", "ring_attend"]
-
 Outputs = tuple[jax.Array, jax.Array]
 
 

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from meshwise.models.numerics import Rotary, Scaling
 
-__all__ = ["frequencies", "rotate"]
-
 
 def frequencies(rotary: Rotary, width: int) -> NDArray[np.float64]:
     """Angle per position of each pair of the `width` dimensions that are rotated: theta ** (-2 i / width).

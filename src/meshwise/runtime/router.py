@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from meshwise.models.numerics import Router
 
-__all__ = ["choose"]
-
 
 def choose(logits: jax.Array, correction: jax.Array | None, router: Router, top_k: int) -> tuple[jax.Array, jax.Array]:
     """Choose experts.

@@ -17,8 +17,6 @@ from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.sharding.strategy import Strategy
 
-__all__ = ["Placement"]
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _moved(x: jax.Array, ways: tuple[NamedSharding, ...], back: NamedSharding) -> jax.Array:  # noqa: ARG001

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-__all__ = ["Run", "Segment", "plan_segments"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

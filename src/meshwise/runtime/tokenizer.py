@@ -8,8 +8,6 @@ from typing import Any
 
 from meshwise.errors import MeshwiseError, MissingDependencyError
 
-__all__ = ["read_bytes", "read_tokenizer"]
-
 
 def read_tokenizer(file: Path) -> tuple[Any, bytes]:
     """Read a tokenizer.json.

@@ -32,8 +32,6 @@ from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
 
-__all__ = ["State", "TrainStep", "train_step"]
-
 #: Weights, a master copy where there is one, moments by name, and the number of steps taken.
 State = dict[str, Any]
 Batch = Mapping[str, jax.Array]

@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Watched", "plain", "product", "sunk", "watch"]
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=("value", "sink"), meta_fields=())
 @dataclass(frozen=True)

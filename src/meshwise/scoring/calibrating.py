@@ -23,8 +23,6 @@ from meshwise.scoring.reading import MeasuredRun
 from meshwise.scoring.rows import UnreadRow
 from meshwise.scoring.scored import predict_all
 
-__all__ = ["Refined", "mean_error", "refine"]
-
 #: A constant that moves no step by this share when it doubles is left alone.
 _IDLE = 0.005
 

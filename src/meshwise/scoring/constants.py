@@ -12,8 +12,6 @@ from meshwise.costs.calibration import CALIBRATIONS, Calibration
 from meshwise.dtypes import DType
 from meshwise.scoring.fitting import Constant
 
-__all__ = ["all_constants", "software_of"]
-
 _MICRO = "single operations, NVIDIA AIConfigurator database"
 
 #: Software whose gaps between operations are constants of their own.

@@ -13,8 +13,6 @@ from meshwise.scoring.rates import tokens_per_second
 from meshwise.scoring.reading import MeasuredRun
 from meshwise.tensors import Attention, Fused
 
-__all__ = ["convention_flops", "measured_bytes", "measured_seconds"]
-
 _BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
 
 

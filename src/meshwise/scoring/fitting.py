@@ -14,10 +14,8 @@ import numpy as np
 
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import evaluate_layout
-from meshwise.costs.network import Fabric
+from meshwise.costs.fabric import Fabric
 from meshwise.scoring.prediction import Prediction
-
-__all__ = ["Constant", "Fit", "Repriced", "RepricedRow", "Sensitivities", "fit", "sensitivities"]
 
 #: Errors of the logarithm beyond which a row pulls no harder: rows are off for reasons of their own.
 _HUBER = 0.10

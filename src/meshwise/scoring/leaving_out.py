@@ -19,8 +19,6 @@ from meshwise.scoring.fitting import Constant, Fit, Repriced, RepricedRow, Sensi
 from meshwise.scoring.prediction import Prediction
 from meshwise.scoring.statistics import AnyPredicted
 
-__all__ = ["LeavingOut", "LeavingOutRows", "row_weights"]
-
 #: Points at which slopes are taken: at the priors, then where these lead.
 _ROUNDS = 2
 

@@ -15,8 +15,6 @@ from meshwise.hardware.network import Level
 from meshwise.hardware.trees import FabricLevel, build_tree
 from meshwise.scoring.rows import Row
 
-__all__ = ["cluster_of", "node_bandwidth"]
-
 #: Seconds that a message takes to cross a network of nodes: NCCL's constant for InfiniBand and RoCE; TCP, assumed.
 _LATENCY, _TCP_LATENCY = 2.7e-6, 20e-6
 

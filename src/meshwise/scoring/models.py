@@ -15,8 +15,6 @@ from meshwise.errors import MeshwiseError
 from meshwise.models import Model, load_model, model_names
 from meshwise.scoring.rows import Row
 
-__all__ = ["family_of", "model_of"]
-
 #: Vocabulary by family, where sources leave it out: Megatron-LM's GPT-2 vocabulary, padded to 128 x 8 ways; BLOOM's.
 _USUAL_VOCABULARY = {"bloom": 250_880, "gpt": 51_200, "megatron": 51_200}
 

@@ -17,8 +17,6 @@ from meshwise.scoring.models import family_of
 from meshwise.scoring.rows import Row, UnreadRow
 from meshwise.units import format_bytes
 
-__all__ = ["Predicted", "Refusal", "SetUp", "does_not_fit"]
-
 R_co = TypeVar("R_co", bound=Row | UnreadRow, covariant=True)
 
 

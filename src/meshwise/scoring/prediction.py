@@ -17,8 +17,6 @@ from meshwise.scoring.reading import MeasuredRun
 from meshwise.scoring.setup import Setup, set_up
 from meshwise.sharding.layout import Layout
 
-__all__ = ["MEMORY_PARTS", "Prediction", "predict"]
-
 #: Metric of memory -> the classes of an estimate that it measures; None for all of them.
 MEMORY_PARTS: dict[str, tuple[str, ...] | None] = {
     "weights_grads_optimizer_GiB": ("parameters", "master_copies", "gradients", "optimizer"),

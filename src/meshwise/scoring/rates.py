@@ -7,8 +7,6 @@ import re
 from meshwise.errors import MeshwiseError
 from meshwise.scoring.rows import Row
 
-__all__ = ["tokens_per_second"]
-
 _UNIT = re.compile(r"tok(?:en)?s?(?:/s(?:ec|econd)?| (?:per|a) second)((?:/| per )[a-z]+)?(?=$|[\s(,;])")
 
 

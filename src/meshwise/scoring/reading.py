@@ -9,8 +9,6 @@ from meshwise.errors import MeshwiseError
 from meshwise.scoring.columns import COLUMNS, METRICS
 from meshwise.scoring.rows import Row, RowFormat, UnreadRow, header_of, read_text, rows_of
 
-__all__ = ["MeasuredRun", "read_runs", "runs_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun(Row):

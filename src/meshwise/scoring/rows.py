@@ -14,8 +14,6 @@ from typing import ClassVar, Generic, TypeVar
 from meshwise.errors import MeshwiseError
 from meshwise.scoring.columns import Column, Metric
 
-__all__ = ["Row", "RowError", "RowFormat", "UnreadRow", "all_read", "header_of", "read_text", "rows_of"]
-
 
 class RowError(MeshwiseError):
     """A cell of a file of measurements that cannot be read; says the line and the column."""

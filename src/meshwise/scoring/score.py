@@ -13,8 +13,6 @@ from meshwise.scoring.rows import UnreadRow, all_read
 from meshwise.scoring.scored import Scored, predict_all
 from meshwise.scoring.statistics import Ranking, ranking_of
 
-__all__ = ["Score", "score_runs", "shipped_runs"]
-
 
 @dataclass(frozen=True)
 class Score(Scored[Prediction]):

@@ -15,8 +15,6 @@ from meshwise.scoring.outcomes import Refusal
 from meshwise.scoring.rows import Row, UnreadRow
 from meshwise.scoring.statistics import AnyPredicted, Errors, by, errors_of, macro
 
-__all__ = ["Scored", "predict_all", "source_of"]
-
 P = TypeVar("P", bound=AnyPredicted)
 R = TypeVar("R", bound=Row)
 

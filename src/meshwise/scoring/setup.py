@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.fitted import find_calibration
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
@@ -23,8 +23,6 @@ from meshwise.scoring.models import model_of
 from meshwise.scoring.reading import MeasuredRun
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 from meshwise.sharding.remat_names import parse_remat
-
-__all__ = ["Setup", "set_up"]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from typing import TypeVar
 from meshwise.scoring.outcomes import Predicted, SetUp
 from meshwise.scoring.prediction import Prediction
 
-__all__ = ["SAME", "AnyPredicted", "Errors", "Ranking", "by", "errors_of", "macro", "ranking_of"]
-
 #: Layouts whose measured times differ by less are not ranked: runs of one layout do so, too.
 SAME = 0.02
 

@@ -15,8 +15,6 @@ from meshwise.sharding.mesh import Sharding
 from meshwise.sharding.strategy import Strategy
 from meshwise.tensors import Block, Einsum, Elementwise, Kind, Op, Route, Tensor
 
-__all__ = ["AXIS", "CollectiveProducts", "Form", "collective_products", "moves_beside_products", "split_by_rows"]
-
 #: Mesh axis whose collectives stand beside products.
 AXIS = "tensor"
 

@@ -12,8 +12,6 @@ from enum import StrEnum
 from meshwise.dtypes import DType
 from meshwise.sharding.mesh import Mesh, Sharding
 
-__all__ = ["Collective", "CollectiveKind"]
-
 
 class CollectiveKind(StrEnum):
     """What a step does. All but SLICE move data between devices."""

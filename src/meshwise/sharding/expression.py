@@ -12,8 +12,6 @@ from meshwise.dtypes import DType
 from meshwise.errors import ShardingError
 from meshwise.sharding.mesh import Mesh, Sharding
 
-__all__ = ["SUBSCRIPTS", "Expression", "ShardedTensor", "format_subscript"]
-
 #: Unicode subscript -> mesh axis. There is no subscript Y (the Greek gamma stands in, as people write it) and no Z.
 SUBSCRIPTS = dict(zip("ₐₑₕⱼₖₗₘₙₒₚₛₜₓᵢᵣᵤᵥᵧ", "AEHJKLMNOPSTXIRUVY", strict=True))
 

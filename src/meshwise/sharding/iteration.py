@@ -8,8 +8,6 @@ from __future__ import annotations
 from meshwise.sharding.strategy import Strategy
 from meshwise.tensors import Attention, AttentionGradient, CacheUpdate, Elementwise, Fused, FusedGradient, Op, Route
 
-__all__ = ["iteration_space"]
-
 
 def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:  # noqa: PLR0911 -- a rule a kind
     """Which mesh axes split which index of `op`: placing an operation is choosing this.

@@ -16,21 +16,6 @@ from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.remat_names import RematRequest, parse_remat
 
-__all__ = [
-    "COLLECTIVE_MATMULS",
-    "CONTEXT_METHODS",
-    "EXPERT_DISPATCHES",
-    "MESH_AXES",
-    "OFFLOADABLE",
-    "SCHEDULES",
-    "Layout",
-    "LayoutRequest",
-    "axis_of",
-    "layout_fields",
-    "layout_json",
-    "parse_layout",
-]
-
 #: Mesh axes in the order in which they nest in the hardware unless told otherwise: innermost (fastest wires) first.
 MESH_AXES = ("tensor", "ulysses", "context", "expert", "fsdp", "data", "stage")
 

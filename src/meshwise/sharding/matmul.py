@@ -19,8 +19,6 @@ from meshwise.sharding.expression import Expression
 from meshwise.sharding.mesh import Mesh, Sharding
 from meshwise.sharding.reshard import nominal_bytes_sent, reshard
 
-__all__ = ["Indices", "MatmulPlacement", "PlacementCost", "alternatives", "book_case", "cheapest", "place_einsum"]
-
 #: What a placement costs, in any unit: seconds, bytes. The `costs` layer brings its own.
 PlacementCost = Callable[["MatmulPlacement"], float]
 

@@ -14,8 +14,6 @@ from functools import cached_property
 from meshwise.dtypes import DType
 from meshwise.errors import ShardingError, UnknownNameError
 
-__all__ = ["Mesh", "Sharding"]
-
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 

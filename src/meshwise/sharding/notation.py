@@ -29,8 +29,6 @@ from meshwise.sharding.expression import SUBSCRIPTS, Expression, ShardedTensor
 from meshwise.sharding.mesh import Mesh, Sharding
 from meshwise.units import parse_count
 
-__all__ = ["parse_expression", "parse_mesh", "parse_tensor"]
-
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 _AXIS = re.compile(r"[A-Za-z][A-Za-z0-9_]*")

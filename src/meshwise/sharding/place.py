@@ -30,17 +30,6 @@ from meshwise.tensors import (
     Tensor,
 )
 
-__all__ = [
-    "Held",
-    "LocalOp",
-    "PlacedBlock",
-    "Purpose",
-    "Transfer",
-    "iteration_space",
-    "place_block",
-    "place_forward",
-]
-
 
 class _Placer:
     """Walks operations in order, knows where every tensor is, and moves it when an operation needs it elsewhere."""

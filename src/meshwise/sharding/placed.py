@@ -12,8 +12,6 @@ from meshwise.sharding.collectives import Collective
 from meshwise.sharding.mesh import Sharding
 from meshwise.tensors import Block, Op, Tensor
 
-__all__ = ["Held", "LocalOp", "PlacedBlock", "Purpose", "Transfer"]
-
 
 class Purpose(StrEnum):
     """Why data moves.

@@ -14,17 +14,6 @@ from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.kernels import Scan, SelectiveScan
 from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Op, Tensor
 
-__all__ = [
-    "FURTHER_POLICIES",
-    "MODULES",
-    "REMAT_POLICIES",
-    "RematPolicy",
-    "Saved",
-    "check_remat",
-    "remat_policy",
-    "saved_activations",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RematPolicy:

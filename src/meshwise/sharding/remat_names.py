@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from meshwise.errors import LayoutError
 from meshwise.sharding.remat import remat_policy
 
-__all__ = ["REMAT_ALIASES", "RematRequest", "parse_remat"]
-
 #: Other spelling -> policy. The first are those of `jax.checkpoint_policies`, the last Megatron-LM's.
 REMAT_ALIASES = {
     "everything_saveable": "none",

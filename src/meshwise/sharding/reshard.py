@@ -15,8 +15,6 @@ from meshwise.errors import ShardingError
 from meshwise.sharding.collectives import Collective, CollectiveKind
 from meshwise.sharding.mesh import Sharding
 
-__all__ = ["nearest", "nominal_bytes_sent", "reshard"]
-
 #: Every mesh axis counts as this many devices. A power of two, so that sums of costs are exact and ties are ties.
 _NOMINAL_SIZE = 8.0
 

@@ -10,8 +10,6 @@ from functools import lru_cache
 
 from meshwise.sharding.strategy import STORAGE_AXES, TENSOR_AXES, Rule, Strategy, context, expert
 
-__all__ = ["CACHE_SPLITS", "RESIDUALS", "SERVING_AXES", "serving_strategy"]
-
 #: Mesh axes of one engine, innermost first.
 SERVING_AXES = ("tensor", "cache", "width", "context", "expert", "fsdp", "stage")
 

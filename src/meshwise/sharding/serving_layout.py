@@ -16,8 +16,6 @@ from meshwise.sharding.layout import CONTEXT_METHODS, layout_fields, layout_json
 from meshwise.sharding.serving import CACHE_SPLITS, SERVING_AXES, serving_strategy
 from meshwise.sharding.strategy import Strategy
 
-__all__ = ["ServingLayout", "ServingStructure", "parse_serving_layout"]
-
 _ALIASES = {
     "tp": "tensor", "mp": "tensor", "tensor_parallel": "tensor",
     "dcp": "cache", "kv": "cache", "dp_attention": "cache",

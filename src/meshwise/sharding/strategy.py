@@ -12,21 +12,6 @@ from functools import lru_cache
 
 from meshwise.sharding.mesh import Sharding
 
-__all__ = [
-    "STORAGE_AXES",
-    "TENSOR_AXES",
-    "Rule",
-    "Strategy",
-    "apply_rules",
-    "context",
-    "data",
-    "expert",
-    "fsdp",
-    "tensor",
-    "training_strategy",
-    "ulysses",
-]
-
 #: The axes of a weight that storage-only splits (FSDP, ZeRO) use, in order of preference; the residual width comes
 #: first because nearly every weight has it. A weight with none of them (a bias of heads) is small and stays whole.
 STORAGE_AXES = ("D", "Dw", "Rq", "Rkv", "Rt", "Dl", "Ro", "P")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshwise.costs.schedules import PipelineShape, StageTimes, find_schedule
+from meshwise.costs.makespans import PipelineShape, StageTimes
+from meshwise.costs.schedules import find_schedule
 from meshwise.simulation.orders import Task, Work, work_orders
-
-__all__ = ["Event", "Timeline", "run_schedule"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwise.costs.schedules import PipelineShape, find_schedule
+from meshwise.costs.makespans import PipelineShape
+from meshwise.costs.schedules import find_schedule
 from meshwise.errors import LayoutError
-
-__all__ = ["Task", "Work", "work_orders"]
 
 
 class Task(StrEnum):

@@ -10,19 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
-from meshwise.costs.evaluate import TrainingProblem, evaluated
-from meshwise.costs.makespans import StageTimes
-from meshwise.costs.network import Fabric
+from meshwise.costs.evaluate import evaluated
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.makespans import PipelineShape, StageTimes
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, num_layers
-from meshwise.costs.schedules import PipelineShape
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import NETWORKS, Ledger, StepTime
 from meshwise.costs.traffic import Flow, Pass
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.place import Purpose
+from meshwise.sharding.placed import Purpose
 from meshwise.simulation.events import Event, Timeline, run_schedule
 from meshwise.simulation.orders import Task, Work
-
-__all__ = ["STREAMS", "Span", "StepTimeline", "simulate_training_step"]
 
 #: Stream -> what runs on it.
 STREAMS = {

@@ -31,8 +31,6 @@ from meshwise.verbs.bench_operations import (
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.where import Where
 
-__all__ = ["BenchRequest", "bench", "run_bench"]
-
 Progress = Callable[[str], None]
 What = Literal["matmul", "attention", "memory", "collectives", "machine"]
 DType = Literal["bf16", "fp16", "fp32", "fp8", "int8"]

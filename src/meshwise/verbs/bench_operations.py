@@ -9,16 +9,15 @@ from typing import Any
 
 from meshwise.costs.calibration import Calibration, default_calibration
 from meshwise.costs.collectives import collective_time
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.machine import counted_bytes
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.network import make_wire
 from meshwise.dtypes import DType
 from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip, Cluster, load_chip
 from meshwise.hardware.device_kinds import chip_of_device
 from meshwise.runtime.bench import Bench, Sample, attention_sizes, matmul_sizes
 from meshwise.sharding import CollectiveKind
-
-__all__ = ["AttentionHeads", "Expected", "Operation", "attentions", "collectives", "copies", "machine", "matmuls"]
 
 #: Sizes that were asked for; None for the usual ones.
 Sizes = Sequence[tuple[int, ...]] | None

@@ -17,8 +17,6 @@ from meshwise.scoring import read_runs
 from meshwise.scoring.calibrating import Refined, mean_error, refine
 from meshwise.verbs.requests import validated
 
-__all__ = ["CalibrateRequest", "calibrate", "find_refined"]
-
 
 class CalibrateRequest(BaseModel):
     """What `meshwise calibrate` is asked."""

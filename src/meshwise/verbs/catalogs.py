@@ -22,8 +22,6 @@ from meshwise.hardware import chips as all_chips
 from meshwise.hardware.names import reprice
 from meshwise.models import Model, load_model, model_names
 
-__all__ = ["all_models", "chip", "chips", "cluster", "clusters", "model"]
-
 
 def model(name: str | os.PathLike[str]) -> Model:
     """Find a model: a built-in name, a hub name, a path to a config.json, or its folder.

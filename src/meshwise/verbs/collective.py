@@ -9,8 +9,9 @@ from pydantic import BeforeValidator, Field
 
 from meshwise.costs.algorithms import algorithms
 from meshwise.costs.collectives import collective_time
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.network import Fabric, make_wire
+from meshwise.costs.network import make_wire
 from meshwise.costs.rules import distinct_destinations
 from meshwise.costs.wiring import best_wiring, collective_bytes, parse_wiring
 from meshwise.dtypes import DType
@@ -30,8 +31,6 @@ from meshwise.sharding import (
 from meshwise.verbs.pairs import parse_sizes
 from meshwise.verbs.requests import PARAMETERS, mesh_text, validated
 from meshwise.verbs.where import Where
-
-__all__ = ["CollectiveRequest", "collective", "examine_collective"]
 
 
 class CollectiveRequest(Where):

@@ -25,8 +25,6 @@ from meshwise.compiler.targets import Target
 from meshwise.errors import CompilerError, MeshwiseError
 from meshwise.planning import Plan
 
-__all__ = ["compile_apart", "compile_plan"]
-
 #: Seconds between two looks at a compiler at work.
 _PACE = 0.2
 

@@ -19,8 +19,6 @@ from meshwise.sharding.serving_layout import ServingLayout, parse_serving_layout
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.serve import ServeRequest
 
-__all__ = ["EstimateServeRequest", "answer_plan", "estimate_serve", "find_serving_estimate", "write_engines"]
-
 
 class EstimateServeRequest(ServeRequest):
     """What `meshwise estimate serve` is asked."""

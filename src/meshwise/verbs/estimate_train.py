@@ -6,13 +6,11 @@ from collections.abc import Callable
 
 from pydantic import Field
 
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.problem import TrainingProblem
 from meshwise.planning import Planning, estimate_layout
 from meshwise.sharding.layout import parse_layout
 from meshwise.verbs.requests import PARAMETERS, validated
 from meshwise.verbs.train import TrainRequest
-
-__all__ = ["EstimateTrainRequest", "estimate_train", "find_estimate"]
 
 
 class EstimateTrainRequest(TrainRequest):

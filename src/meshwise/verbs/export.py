@@ -13,8 +13,6 @@ from meshwise.planning.serving import ServingPlan
 from meshwise.verbs.plan_file import is_serving_plan, read_saved
 from meshwise.verbs.serving_plan import read_serving_plan
 
-__all__ = ["export", "read_plan", "write_text"]
-
 
 def read_plan(file: str | os.PathLike[str]) -> Plan:
     """Read the plan that `--save` wrote.

@@ -19,8 +19,6 @@ from meshwise.runtime.platforms import load_jax
 from meshwise.verbs.export import read_plan
 from meshwise.verbs.requests import validated
 
-__all__ = ["GenerateRequest", "execute_generation", "generate"]
-
 
 class GenerateRequest(BaseModel):
     """What is to be generated with a plan's layout."""

@@ -25,8 +25,6 @@ from meshwise.runtime.weights import open_weights
 from meshwise.verbs.generate import GenerateRequest
 from meshwise.verbs.plan_devices import chip_of, plan_devices
 
-__all__ = ["generate_as_planned", "least_times"]
-
 
 def generate_as_planned(
     plan: Plan, request: GenerateRequest, *, progress: Callable[[str], None], told: Callable[[str], None]

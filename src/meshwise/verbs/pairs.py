@@ -8,8 +8,6 @@ from typing import Any
 from meshwise.errors import MeshwiseError
 from meshwise.units import parse_count
 
-__all__ = ["parse_sizes"]
-
 #: Larger than any axis of anything; keeps products of several sizes finite.
 _LARGEST = 1e15
 

@@ -12,8 +12,6 @@ from meshwise.planning import Plan
 from meshwise.runtime.devices import find_devices, share_of_machine
 from meshwise.runtime.processes import Processes, join
 
-__all__ = ["chip_of", "plan_devices"]
-
 
 def plan_devices(
     plan: Plan, cpu_devices: int | None, told: Callable[[str], None], processes: Processes | None = None

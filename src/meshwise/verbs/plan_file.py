@@ -12,8 +12,6 @@ from meshwise.errors import ConfigError, MeshwiseError
 from meshwise.models import load_model
 from meshwise.planning.plan import kind_of
 
-__all__ = ["check_save", "is_serving_plan", "is_training_plan", "no_plan_as_model", "read_saved", "write_saved"]
-
 P = TypeVar("P")
 
 

@@ -10,8 +10,6 @@ from meshwise.planning import Planning, Scaling, scale_training
 from meshwise.verbs.plan_train import PlanTrainRequest, find_plans
 from meshwise.verbs.requests import PARAMETERS, validated
 
-__all__ = ["check_asked", "compare_clusters", "compare_train", "find_scaling", "scale_train"]
-
 
 def compare_clusters(
     request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None

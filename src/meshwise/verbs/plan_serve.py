@@ -19,8 +19,6 @@ from meshwise.units import parse_count, parse_duration
 from meshwise.verbs.requests import PARAMETERS, listed, validated
 from meshwise.verbs.serve import ServeRequest
 
-__all__ = ["PlanServeRequest", "find_serving_plans", "plan_serve", "split_precisions"]
-
 
 def _target(value: Any) -> Any:
     """Read `50ms` or `p99:50ms`; numbers are seconds."""

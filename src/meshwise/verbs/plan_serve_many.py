@@ -10,8 +10,6 @@ from meshwise.planning.serving.alternatives import Alternative, ServingAlternati
 from meshwise.verbs.plan_serve import PlanServeRequest, find_serving_plans
 from meshwise.verbs.requests import PARAMETERS, validated
 
-__all__ = ["compare_serve", "find_alternatives"]
-
 
 def find_alternatives(request: PlanServeRequest) -> ServingAlternatives:
     """Plan on each of the clusters that `--on a,b` names, in each of the precisions that `--precision a,b` names.

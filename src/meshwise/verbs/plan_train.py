@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from meshwise.costs.evaluate import TrainingProblem
+from meshwise.costs.problem import TrainingProblem
 from meshwise.errors import LayoutError
 from meshwise.planning import (
     MAX_MEMORY,
@@ -33,9 +33,6 @@ from meshwise.units import (
 )
 from meshwise.verbs.requests import PARAMETERS, listed, validated
 from meshwise.verbs.train import TrainRequest
-
-__all__ = ["PlanTrainRequest", "find_plans", "plan_train"]
-
 
 _Run = Annotated[float, Quantity("time", parse_duration, format_duration, "30d")]
 _Dollars = Annotated[float, Quantity("dollars", parse_money, format_money, "5M$")]

@@ -13,8 +13,6 @@ from pydantic_core import ErrorDetails
 
 from meshwise.errors import MeshwiseError
 
-__all__ = ["PARAMETERS", "format_bound", "listed", "mesh_text", "validated"]
-
 M = TypeVar("M", bound=BaseModel)
 
 #: Field -> Python parameter, where they differ: `on=` is the flag `--on`.

@@ -19,8 +19,6 @@ from meshwise.units import Quantity, format_bandwidth, format_flops_per_s, parse
 from meshwise.verbs.pairs import parse_sizes
 from meshwise.verbs.requests import PARAMETERS, validated
 
-__all__ = ["RooflineRequest", "examine_roofline", "roofline"]
-
 
 class RooflineRequest(BaseModel):
     """What `meshwise roofline` is asked."""

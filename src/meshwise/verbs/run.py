@@ -18,8 +18,6 @@ from meshwise.verbs.export import read_plan
 from meshwise.verbs.requests import validated
 from meshwise.verbs.run_request import RunRequest
 
-__all__ = ["execute", "run_plan"]
-
 
 def run_plan(
     plan: Plan | str | os.PathLike[str],

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from meshwise.errors import MeshwiseError
 from meshwise.runtime.processes import Processes
 
-__all__ = ["DEFAULT_EVERY", "RunRequest"]
-
 #: Steps from one that is saved to the next, unless told.
 DEFAULT_EVERY = 100
 

@@ -16,8 +16,6 @@ from meshwise.scoring.rows import read_text
 from meshwise.scoring.serving import ServedScore, is_serving, score_served, served_runs_of, shipped_served_runs
 from meshwise.verbs.requests import validated
 
-__all__ = ["SHIPPED", "SHIPPED_SERVING", "ScoreRequest", "find_score", "score"]
-
 #: The word for the rows that come with the package, in place of a file.
 SHIPPED = "shipped"
 #: The same of serving.

@@ -18,8 +18,6 @@ from meshwise.models import load_model
 from meshwise.verbs.plan_file import no_plan_as_model
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
 
-__all__ = ["SERVE_FLAGS", "ServeRequest"]
-
 SERVE_FLAGS = WHERE_FLAGS
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from meshwise.planning.serving import ServingPlan
 from meshwise.verbs.plan_file import read_saved, write_saved
 
-__all__ = ["read_serving_plan", "save_serving_plan"]
-
 
 def save_serving_plan(plan: ServingPlan, file: Path) -> None:
     """Write the JSON that reproduces a plan.

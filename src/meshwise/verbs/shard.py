@@ -16,8 +16,6 @@ from meshwise.verbs.pairs import parse_sizes
 from meshwise.verbs.requests import PARAMETERS, mesh_text, validated
 from meshwise.verbs.where import Where
 
-__all__ = ["ShardRequest", "examine_shard", "shard"]
-
 
 class ShardRequest(Where):
     """What `meshwise shard` is asked; a cluster gives times."""

@@ -14,8 +14,6 @@ from meshwise.simulation import StepTimeline, simulate_training_step
 from meshwise.verbs.estimate_train import estimate_train
 from meshwise.verbs.export import read_plan
 
-__all__ = ["simulate_step"]
-
 
 def simulate_step(plan: Plan | str | os.PathLike[str], **job: Any) -> StepTimeline:
     """Place one step of a training plan in time: what `meshwise simulate` answers, as values.

@@ -16,8 +16,6 @@ from meshwise.simulation.serving import ServingSystem
 if TYPE_CHECKING:
     from meshwise.verbs.simulate_serve import SimulateServeRequest
 
-__all__ = ["check_requests", "planned_requests", "planned_system"]
-
 _SCHEDULING = ("policy", "max_batch", "max_step_tokens", "preemption", "watermark", "prefix_cache")
 
 

@@ -34,8 +34,6 @@ from meshwise.verbs.requests import validated
 from meshwise.verbs.serving_plan import read_serving_plan
 from meshwise.verbs.simulate_plan import check_requests, planned_requests, planned_system
 
-__all__ = ["ServedLoad", "SimulateServeRequest", "read_engine_costs", "read_served", "serve_load", "simulate_serve"]
-
 Seconds = Annotated[float, Quantity("seconds", parse_duration, format_time, "200ms")]
 Count = Annotated[int, Quantity("", parse_count, format_count, "10k")]
 

@@ -10,16 +10,14 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from meshwise.costs.evaluate import TrainingProblem
 from meshwise.costs.fitted import find_calibration
+from meshwise.costs.problem import TrainingProblem
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.models.lengths import check_length
 from meshwise.planning import Plan
 from meshwise.verbs.plan_file import no_plan_as_model, write_saved
 from meshwise.verbs.where import WHERE_FLAGS, PricedWhere
-
-__all__ = ["TRAIN_FLAGS", "TrainRequest", "save_plan"]
 
 TRAIN_FLAGS = WHERE_FLAGS
 

@@ -28,8 +28,6 @@ from meshwise.runtime.weights.start import starting_state
 from meshwise.verbs.plan_devices import chip_of, plan_devices
 from meshwise.verbs.run_request import DEFAULT_EVERY, RunRequest
 
-__all__ = ["train_as_planned"]
-
 
 def train_as_planned(
     plan: Plan,

@@ -27,8 +27,6 @@ from meshwise.verbs.compile_worker import compile_apart
 from meshwise.verbs.estimate_train import estimate_train
 from meshwise.verbs.export import read_plan
 
-__all__ = ["Compile", "compare_copy", "verify", "verify_plan"]
-
 Compile = Callable[..., tuple[Compiled, DeviceMesh]]
 
 

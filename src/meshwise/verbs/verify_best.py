@@ -14,8 +14,6 @@ from meshwise.planning import Plan, Planning
 from meshwise.verbs.compile_worker import compile_apart
 from meshwise.verbs.verify import Compile, verify_plan
 
-__all__ = ["Verified", "verify_best"]
-
 
 @dataclass(frozen=True, slots=True)
 class Verified:

@@ -14,8 +14,6 @@ from meshwise.hardware import Cluster, load_cluster_file, parse_cluster
 from meshwise.hardware.names import reprice
 from meshwise.units import Quantity, format_money, parse_money
 
-__all__ = ["WHERE_FLAGS", "PricedWhere", "Where"]
-
 #: Flags of the fields of `Where`, for `request_options`.
 WHERE_FLAGS = {"cluster": "--on", "cluster_file": "--cluster"}
 

@@ -16,8 +16,6 @@ from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.loops import Execution, executions
 from meshwise.compiler.hlo.shapes import MEMORY_SPACES, ArrayShape
 
-__all__ = ["Movement", "movements"]
-
 #: What moves nothing itself: names for arrays, and what runs computations that are counted on their own.
 _NOTHING = frozenset(
     {

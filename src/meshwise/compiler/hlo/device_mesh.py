@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["DeviceMesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceMesh:

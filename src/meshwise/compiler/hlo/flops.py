@@ -15,8 +15,6 @@ from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.loops import Execution, executions
 from meshwise.compiler.hlo.shapes import ArrayShape
 
-__all__ = ["GEMM", "Matmul", "matmuls"]
-
 #: Names of library calls that are matrix products.
 GEMM = re.compile(r"gemm|matmul", re.IGNORECASE)
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')

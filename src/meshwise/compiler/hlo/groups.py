@@ -17,8 +17,6 @@ import numpy as np
 from meshwise.compiler.hlo.instructions import Instruction
 from meshwise.errors import CompilerError
 
-__all__ = ["Groups", "axes_of_groups", "axes_of_pairs", "groups_of", "pairs_of", "parse_groups"]
-
 Groups = tuple[tuple[int, ...], ...]
 
 _LIST = re.compile(r"\{([\d,\s]*)\}")

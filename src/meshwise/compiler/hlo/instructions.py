@@ -12,8 +12,6 @@ from functools import cached_property
 
 from meshwise.compiler.hlo.shapes import Shape
 
-__all__ = ["Computation", "Instruction", "Module"]
-
 _CALLED = re.compile(
     r"\b(?:(?:calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)"
     r"|(?:branch_computations|called_computations|calls)=\{([^}]*)\})"

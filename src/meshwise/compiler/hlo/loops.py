@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.scalars import Value, run_computation, value_of
 
-__all__ = ["Execution", "executions", "trip_count"]
-
 #: More rounds than this are not counted out.
 _MOST = 10_000_000
 

@@ -12,8 +12,6 @@ from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.shapes import parse_shape
 from meshwise.errors import CompilerError
 
-__all__ = ["read_module"]
-
 _MODULE = re.compile(r"HloModule (?P<name>[^\s,]+)(?P<header>.*)")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")

@@ -17,8 +17,6 @@ from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.traffic import Emitted, emitted_collectives
 
-__all__ = ["REWRITES", "Meant", "meant_collectives"]
-
 #: Name of a rewrite -> what XLA did.
 REWRITES = {
     "": "as it is",

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.shapes import ArrayShape
 
-__all__ = ["Value", "run_computation", "value_of"]
-
 #: An integer (truth values too), a tuple of values, or None where it is not known.
 Value = int | tuple["Value", ...] | None
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from meshwise.errors import CompilerError
 
-__all__ = ["MEMORY_SPACES", "ArrayShape", "Shape", "TupleShape", "parse_shape"]
-
 #: Number of a memory space as TPU programs write it -> what it is.
 MEMORY_SPACES = {0: "HBM", 1: "VMEM", 2: "SMEM", 3: "HBM", 4: "SFLAG", 5: "host"}
 

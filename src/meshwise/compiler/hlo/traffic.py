@@ -17,8 +17,6 @@ from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.loops import Execution, executions
 from meshwise.compiler.hlo.shapes import ArrayShape, Shape, TupleShape
 
-__all__ = ["KINDS", "OPCODES", "Emitted", "emitted_collectives"]
-
 #: Kinds of collectives, by the word that `Emitted.kind` has.
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute", "broadcast", "send")
 

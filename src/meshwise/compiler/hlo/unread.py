@@ -13,8 +13,6 @@ from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.loops import Execution, executions, trip_count
 from meshwise.compiler.hlo.traffic import OPCODES
 
-__all__ = ["unread"]
-
 #: Calls of libraries and of the compiler's own that neither multiply nor send.
 _HARMLESS = re.compile(
     r"AllocateBuffer|AssumeGatherIndicesInBound|AsyncCollective(Start|Done)|ConcatBitcast|Sharding|LayoutConstraint"

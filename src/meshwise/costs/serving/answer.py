@@ -13,8 +13,6 @@ from meshwise.costs.estimate import Interval
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["Engine", "Mode", "ServingAnswer", "ServingEstimate", "ServingSetup"]
-
 Mode = Literal["aggregated", "disaggregated"]
 
 

@@ -22,8 +22,6 @@ from meshwise.costs.serving.step import price_step
 from meshwise.costs.serving.wires import fabric_of, layout_wires
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["engine_costs"]
-
 #: Tokens of a step at which everything but attention is priced: powers of two, between which it is a line.
 _TOKENS = tuple(2**k for k in range(16))
 

@@ -22,14 +22,6 @@ from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = [
-    "check_layout",
-    "estimate_serving",
-    "handover_rate",
-    "handover_seconds",
-    "with_wires",
-]
-
 
 def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> None:
     """Refuse a layout that the model or the step cannot have.

@@ -16,8 +16,6 @@ from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import NEVER_PADDED, StepSizes, layer_share, num_layers, step_extents
 from meshwise.sharding.serving_layout import ServingStructure
 
-__all__ = ["CLASSES", "cache_bytes", "reserved_bytes", "step_memory", "weight_bytes"]
-
 #: Class of memory -> what it is.
 CLASSES = {
     "weights": "as stored, embedding and head included",

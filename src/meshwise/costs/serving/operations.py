@@ -14,8 +14,6 @@ from meshwise.costs.serving.room import generate_sizes, prefill_sizes
 from meshwise.costs.serving.sizes import StepSizes, bind_step
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["SlowOperation", "slowest_operations"]
-
 
 @dataclass(frozen=True, slots=True)
 class SlowOperation:

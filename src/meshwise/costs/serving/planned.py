@@ -19,8 +19,6 @@ from meshwise.sharding.serving_layout import ServingStructure
 from meshwise.sharding.strategy import Strategy
 from meshwise.tensors import Attention, Block, CacheUpdate, Elementwise, Fused, Kind, Op, Route, Tensor
 
-__all__ = ["ServedBlock", "heeded", "mixes_positions", "plan_step", "reads_positions", "residual_bytes"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServedBlock:

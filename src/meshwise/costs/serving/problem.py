@@ -18,8 +18,6 @@ from meshwise.jobs import ServingLoad, ServingPrecision, quantised
 from meshwise.models import Model
 from meshwise.tensors import Program
 
-__all__ = ["ServingProblem", "Step", "check_context"]
-
 Step = Literal["prefill", "generate"]
 
 

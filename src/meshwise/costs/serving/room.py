@@ -15,19 +15,6 @@ from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = [
-    "attended_sizes",
-    "engine_memory",
-    "frontier",
-    "generate_sizes",
-    "largest_batch",
-    "longest_context",
-    "mesh_sizes",
-    "prefill_sizes",
-    "prompt_sizes",
-    "room_for_cache",
-]
-
 #: Where the frontier of requests against their length ends.
 _MOST_REQUESTS, _SHORT = 1 << 20, 512
 

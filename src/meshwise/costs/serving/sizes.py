@@ -17,17 +17,6 @@ from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.sharding.serving_layout import ServingStructure
 from meshwise.tensors import Program
 
-__all__ = [
-    "NEVER_PADDED",
-    "StepSizes",
-    "bind_step",
-    "layer_share",
-    "num_layers",
-    "part_of_chunks",
-    "part_of_sequences",
-    "step_extents",
-]
-
 #: Experts that a step touches are an expectation, as their slots are: neither is rounded up to whole ones.
 NEVER_PADDED = ("C", "E")
 

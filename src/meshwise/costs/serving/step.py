@@ -32,17 +32,8 @@ from meshwise.costs.stage_sums import room_beside, split_exposed
 from meshwise.costs.step import StepRates, Wires
 from meshwise.costs.traffic import Flow, Way
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.place import Purpose
+from meshwise.sharding.placed import Purpose
 from meshwise.sharding.serving_layout import ServingStructure
-
-__all__ = [
-    "NETWORKS",
-    "TERMS",
-    "StepCosts",
-    "price_mixed_step",
-    "price_step",
-    "time_step",
-]
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {

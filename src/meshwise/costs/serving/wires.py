@@ -17,8 +17,6 @@ from meshwise.sharding import Mesh
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["engine_wirings", "fabric_of", "layout_wires", "wires_of"]
-
 
 def fabric_of(problem: ServingProblem) -> Fabric:
     """The network as the software of the calibration sees it."""

@@ -11,8 +11,6 @@ from meshwise.handover.serving.choices import ServingChoices
 from meshwise.handover.serving.script import Script
 from meshwise.jobs.traffic import Fixed, Uniform, parse_lengths
 
-__all__ = ["add_measurement", "drawn_alike", "mean_note", "serving_benchmark"]
-
 #: How a measurement is to be read.
 _MEASURED = (
     "'bench' keeps as many requests on their way as the plan has; the first ones come at once and wait for each other, "

@@ -22,8 +22,6 @@ from meshwise.models.spec import LatentAttention
 from meshwise.planning.serving import ServingPlan
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["Pool", "ServingChoices"]
-
 #: Fields that every engine answers for, by an option, a note or a refusal.
 _ANSWERED = {
     "layout": "tensor cache width context expert fsdp stage replicas cache_split sequence_parallel "

@@ -23,8 +23,6 @@ from meshwise.handover.serving.script import Script, command
 from meshwise.sharding.serving_layout import ServingLayout
 from meshwise.units import format_time
 
-__all__ = ["jetstream"]
-
 VERSION = "MaxText's maxengine_server.py at commit 5505348, inference.yml at commit 106ee59"
 
 #: Built-in model -> MaxText's name (`configs/models`).

@@ -8,8 +8,6 @@ from meshwise.costs.serving.wires import fabric_of
 from meshwise.handover.serving.choices import ServingChoices
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["common_notes"]
-
 
 def common_notes(
     choices: ServingChoices, title: str, *, numbered: Sequence[Sequence[str]], mixes: bool, prefix_option: str

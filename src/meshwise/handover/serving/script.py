@@ -15,8 +15,6 @@ from meshwise.handover.serving.choices import ServingChoices
 from meshwise.handover.text import commented
 from meshwise.units import format_time
 
-__all__ = ["Options", "Script", "command", "heredoc", "router_urls", "shell_json"]
-
 #: Flag -> its value as the shell takes it; None for a switch.
 Options = Mapping[str, str | int | float | None]
 

@@ -9,8 +9,6 @@ from meshwise.handover.handed import Refusals
 from meshwise.handover.serving.choices import ServingChoices
 from meshwise.handover.serving.script import Script
 
-__all__ = ["Methods", "format_options", "model_setting"]
-
 #: Formats of published checkpoints that are stored otherwise than their config's dtype, by quantization method.
 _PUBLISHED = {"fp8": (DType.FP8, DType.FP8)}
 

@@ -17,8 +17,6 @@ from meshwise.handover.serving.notes import common_notes
 from meshwise.handover.serving.script import Options, Script, command, router_urls
 from meshwise.handover.serving.settings import Methods, format_options
 
-__all__ = ["sglang"]
-
 VERSION, ROUTER = "0.5.23", "sglang-router 0.3.2"
 
 #: Tokens of a rank that DeepEP exchanges at once with low latency, unless told (`environ.py`).

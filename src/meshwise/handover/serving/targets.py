@@ -14,8 +14,6 @@ from meshwise.handover.serving.tensorrt_llm import tensorrt_llm
 from meshwise.handover.serving.vllm import vllm
 from meshwise.planning.serving import ServingPlan
 
-__all__ = ["SERVING_TARGETS", "hand_over_serving"]
-
 #: Name as `--to` takes it -> the engine's own name, and what writes for it.
 SERVING_TARGETS: Mapping[str, tuple[str, Callable[[ServingChoices, Refusals], Script]]] = {
     "vllm": ("vLLM", vllm),

@@ -19,8 +19,6 @@ from meshwise.handover.serving.notes import common_notes
 from meshwise.handover.serving.script import Options, Script, command, heredoc, router_urls
 from meshwise.handover.serving.settings import Methods, model_setting
 
-__all__ = ["tensorrt_llm"]
-
 VERSION = "1.2 (commands/serve.py at commit 00209af)"
 
 #: Its methods, by formats of weights and of operands; no option names them, as checkpoints do.

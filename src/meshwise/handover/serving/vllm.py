@@ -21,8 +21,6 @@ from meshwise.handover.serving.notes import common_notes
 from meshwise.handover.serving.script import Options, Script, command, router_urls, shell_json
 from meshwise.handover.serving.settings import Methods, format_options
 
-__all__ = ["vllm"]
-
 VERSION, ROUTER = "0.33.0", "vllm-router 0.1.17"
 
 #: Its methods, by formats of weights and of operands.

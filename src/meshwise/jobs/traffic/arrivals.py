@@ -14,8 +14,6 @@ import numpy as np
 from meshwise.errors import MeshwiseError
 from meshwise.units import parse_count, parse_duration
 
-__all__ = ["BLOCK", "Arrivals", "parse_arrivals"]
-
 #: Requests that are drawn at once.
 BLOCK = 4096
 

@@ -15,8 +15,6 @@ import numpy as np
 from meshwise.errors import MeshwiseError
 from meshwise.units import parse_count
 
-__all__ = ["Fixed", "Lengths", "Lognormal", "Uniform", "parse_lengths"]
-
 _EXAMPLES = "1024, uniform:128-2048 or lognormal:1024:0.8:8192 (mean, standard deviation over mean, most)"
 
 

@@ -15,8 +15,6 @@ from meshwise.errors import MeshwiseError
 from meshwise.jobs.traffic.arrivals import BLOCK, Arrivals
 from meshwise.jobs.traffic.lengths import Lengths
 
-__all__ = ["Demand", "DrawnLoad", "Load", "SharedPrefixes"]
-
 
 class Demand(NamedTuple):
     """One request as it arrives.

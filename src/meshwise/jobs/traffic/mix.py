@@ -14,8 +14,6 @@ from meshwise.errors import MeshwiseError
 from meshwise.jobs.traffic.lengths import Lengths
 from meshwise.jobs.traffic.trace import Trace
 
-__all__ = ["LONG", "RequestMix", "mix_lengths", "mix_trace"]
-
 #: Share of the requests that are not longer than what is called long.
 LONG = 0.99
 

@@ -18,8 +18,6 @@ from typing import Any
 from meshwise.errors import ConfigError
 from meshwise.jobs.traffic.load import Demand, Load
 
-__all__ = ["Trace", "read_trace"]
-
 _NEEDED = ("arrival", "prompt", "output")
 _KNOWN = (*_NEEDED, "prefix", "keep_as")
 

@@ -9,8 +9,6 @@ import difflib
 
 from meshwise.errors import ConfigError
 
-__all__ = ["ACTIVATIONS", "ACTIVATION_KEYS", "GATED_ACTIVATIONS", "check_activation"]
-
 #: Spellings of the key.
 ACTIVATION_KEYS = frozenset(
     {"hidden_act", "hidden_activation", "activation_function", "activation_type", "activation", "act_fn"}

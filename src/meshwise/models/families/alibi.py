@@ -14,8 +14,6 @@ from meshwise.models.families.gpt import PlainDecoder
 from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Embedding, Layer, Mlp, Norm
 
-__all__ = ["FAMILIES"]
-
 
 class Bloom(PlainDecoder):
     """Bloom: a norm of the embeddings, positions as biases of the scores."""

@@ -13,8 +13,6 @@ from meshwise.models.families.base import Count, Layers, Size, divide
 from meshwise.models.families.towered import TowerConfig
 from meshwise.models.towers import TowerPart, TowerWeight, attention, convolution, linear, mlp, norm
 
-__all__ = ["Gemma4Audio"]
-
 
 class Gemma4Audio(TowerConfig):
     """Gemma 4's conformer: two feed-forwards around attention and a convolution."""

@@ -18,8 +18,6 @@ from meshwise.models.families.irrelevant import IRRELEVANT
 from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Architecture, Layer
 
-__all__ = ["Count", "FamilyConfig", "Index", "Layers", "Off", "Positions", "Size", "Taps", "Times", "divide"]
-
 #: A width, rank or vocabulary; a number of layers; of heads or experts; of positions; the index of a layer.
 Size = Annotated[int, Field(gt=0, le=10_000_000)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]

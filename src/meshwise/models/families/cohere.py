@@ -10,8 +10,6 @@ from meshwise.models.families.base import Count, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Head, Layer, Norm, QkNorm
 
-__all__ = ["FAMILIES", "Cohere2"]
-
 
 class _Parallel(Decoder):
     """Both branches behind one norm."""

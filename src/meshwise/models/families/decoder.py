@@ -26,8 +26,6 @@ from meshwise.models.spec import (
     group_layers,
 )
 
-__all__ = ["LAYER_NORM", "RMS_NORM", "Decoder", "LayerType", "PatternMixin"]
-
 RMS_NORM = Norm()
 LAYER_NORM = Norm(bias=True)
 

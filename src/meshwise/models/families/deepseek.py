@@ -12,8 +12,6 @@ from meshwise.models.families.base import Count, Index, Positions, Size
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
-__all__ = ["FAMILIES", "DeepseekV3", "Glm4", "Glm4Moe", "LeadingDense"]
-
 
 class LeadingDense(Decoder):
     """The first `first_k_dense_replace` layers are dense, the others mixtures with shared experts."""

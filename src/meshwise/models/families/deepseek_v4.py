@@ -17,8 +17,6 @@ from meshwise.models.families.decoder import Decoder
 from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Compressed, Embedding, Head, Indexer, Layer, Mixture, Streams
 
-__all__ = ["FAMILIES"]
-
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _BY_RATIO = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}
 

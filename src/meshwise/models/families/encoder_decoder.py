@@ -12,8 +12,6 @@ from meshwise.models.families.base import Count, FamilyConfig, Layers, Positions
 from meshwise.models.families.decoder import LAYER_NORM, RMS_NORM
 from meshwise.models.spec import Architecture, Embedding, Encoder, Head, Layer, LayerGroup, Mlp, SelfAttention
 
-__all__ = ["FAMILIES"]
-
 BOTH = (
     "encoder-decoder: a sequence of T tokens is T tokens that the encoder reads and T that the decoder writes; FLOPs "
     "and cache are of both, by each token of one of them"

@@ -16,8 +16,6 @@ from meshwise.models.families.llama import Llama
 from meshwise.models.families.olmo import Olmo2
 from meshwise.models.spec import Mixture, Mlp, Norm, QkNorm
 
-__all__ = ["FAMILIES"]
-
 
 class Arcee(Llama):
     """Arcee's AFM: Llama with a plain feed-forward."""

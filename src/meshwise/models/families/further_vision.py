@@ -20,8 +20,6 @@ from meshwise.models.families.towers_qwen import Glm4vVision, Qwen2Vision, Qwen2
 from meshwise.models.families.vision_towers import ClipVision, SiglipVision
 from meshwise.models.towers import TowerPart, linear, mlp, norm
 
-__all__ = ["FAMILIES"]
-
 Readers = Mapping[str, type[FamilyConfig]]
 Towers = Mapping[str, type[TowerConfig]]
 

@@ -11,8 +11,6 @@ from meshwise.models.families.base import Count, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Layer, QkNorm
 
-__all__ = ["FAMILIES", "Gemma", "Gemma2", "Gemma3Text"]
-
 
 class Gemma(Decoder):
     """Gemma 1."""

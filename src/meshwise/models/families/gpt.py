@@ -13,8 +13,6 @@ from meshwise.models.families.base import Count, Layers, Positions, Size
 from meshwise.models.families.decoder import LAYER_NORM, Decoder
 from meshwise.models.spec import Embedding, Head, Layer, Mlp, Norm
 
-__all__ = ["FAMILIES", "PlainDecoder"]
-
 
 class PlainDecoder(Decoder):
     """What the relatives of GPT-2 share: layer norms, and a plain feed-forward with biases."""

@@ -5,8 +5,6 @@ A key belongs here only when no value of it changes a shape, an operation, or wh
 
 from __future__ import annotations
 
-__all__ = ["IRRELEVANT", "NUMERICS"]
-
 _TOKENS = """
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
 decoder_start_token_id forced_bos_token_id forced_eos_token_id bos_token eos_token pad_token unk_token prefix

@@ -10,8 +10,6 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, PrivateAttr
 
-__all__ = ["Keys"]
-
 #: Keys of which 1 means that a pattern is absent: every layer is alike.
 _STEPS = frozenset({"decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"})
 

@@ -20,8 +20,6 @@ from meshwise.models.families.vision_towers import Qwen3Vision
 from meshwise.models.recurrences import GatedDelta, LightningAttention
 from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
-__all__ = ["FAMILIES"]
-
 _Kind = Literal["linear_attention", "full_attention"]
 
 

@@ -13,8 +13,6 @@ from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Mixture, Mlp
 
-__all__ = ["FAMILIES", "Llama", "Ministral3", "Mistral"]
-
 
 class Llama(Decoder):
     """Llama 1 to 3.3 and models published in its format."""

@@ -15,8 +15,6 @@ from meshwise.models.families.decoder import Decoder
 from meshwise.models.families.keys import Keys
 from meshwise.models.spec import BlockIndexer, LatentAttention, Mixture, Mlp, QkNorm, SelfAttention
 
-__all__ = ["FAMILIES", "MiniMaxM3Text"]
-
 
 class SparseAttention(Keys):
     """The key `sparse_attention_config`."""

@@ -16,8 +16,6 @@ from meshwise.models.families.decoder import LayerType, PatternMixin
 from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Embedding, Head, LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
 
-__all__ = ["FAMILIES", "Gemma4Text", "Step35"]
-
 #: A layer as later files number them: "05".
 LayerNumber = Annotated[str, Field(pattern="^[0-9]{1,5}$")]
 

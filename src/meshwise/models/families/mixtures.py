@@ -15,8 +15,6 @@ from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Head, LatentAttention, Mixture, Mlp, Norm, QkNorm, SelfAttention
 
-__all__ = ["FAMILIES", "Llama4Text"]
-
 
 class DbrxAttention(Keys):
     """DBRX's `attn_config`."""

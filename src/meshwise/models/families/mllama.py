@@ -25,8 +25,6 @@ from meshwise.models.towers import (
     norm,
 )
 
-__all__ = ["FAMILIES"]
-
 #: Rows of the table of tokens for pictures, beyond the vocabulary.
 FURTHER_ROWS = 8
 

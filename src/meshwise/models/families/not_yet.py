@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NOT_YET"]
-
 _STATE_SPACE = "what this family has around its state-space layers is not modelled"
 _LINEAR = "its kind of linear-attention or recurrent layers is not modelled"
 _VISION = "the tower of this family is not modelled"

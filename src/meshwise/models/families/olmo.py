@@ -10,8 +10,6 @@ from meshwise.models.families.base import Count, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Layer, Mixture, Mlp, Norm, QkNorm
 
-__all__ = ["FAMILIES"]
-
 
 class Olmo(Decoder):
     """OLMo 1: layer norms that have no parameters."""

@@ -13,8 +13,6 @@ from meshwise.models.families.decoder import LAYER_NORM, Decoder
 from meshwise.models.families.llama import Mistral
 from meshwise.models.spec import Head, Layer, Mixture, Mlp, Norm, QkNorm
 
-__all__ = ["FAMILIES"]
-
 
 class Phi(Decoder):
     """Phi 1, 1.5 and 2: parallel branches behind one norm, biases everywhere."""

@@ -14,8 +14,6 @@ from meshwise.models.families.base import Count, FamilyConfig, Index, Layers, Po
 from meshwise.models.families.decoder import LAYER_NORM, RMS_NORM
 from meshwise.models.spec import Architecture, Embedding, Head, Layer, Mixture, Mlp, Norm, SelfAttention, group_layers
 
-__all__ = ["FAMILIES", "Dimensions"]
-
 
 class Dimensions(FamilyConfig):
     """Sizes by letter, and switches that say what stands around them. A mixture has `E`, `top_k` and `Fe`."""

@@ -12,8 +12,6 @@ from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Mixture, Mlp, QkNorm
 
-__all__ = ["FAMILIES", "Qwen2", "Qwen3", "Qwen3Moe"]
-
 
 class Qwen2(PatternMixin):
     """Qwen 2 and 2.5."""

@@ -13,8 +13,6 @@ from meshwise.models.families.base import Count, Positions, Size
 from meshwise.models.families.deepseek import DeepseekV3
 from meshwise.models.spec import Indexer, LatentAttention, Mixture, Mlp, SelfAttention
 
-__all__ = ["FAMILIES"]
-
 
 class DeepseekV32(DeepseekV3):
     """DeepSeek-V3.2: DeepSeek-V3 with an indexer in every layer."""

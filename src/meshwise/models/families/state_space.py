@@ -22,8 +22,6 @@ from meshwise.models.spec import (
     group_layers,
 )
 
-__all__ = ["FAMILIES", "STEPS"]
-
 #: Initial values of time steps, and which kernels compute the recurrence.
 STEPS = frozenset({
     "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",

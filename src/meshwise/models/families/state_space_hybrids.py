@@ -28,8 +28,6 @@ from meshwise.models.spec import (
     group_layers,
 )
 
-__all__ = ["FAMILIES"]
-
 
 class _Hybrid(Decoder):
     """Decoders of which some layers mix by a recurrence."""

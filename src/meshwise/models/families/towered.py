@@ -22,8 +22,6 @@ from meshwise.models.families.keys import Keys
 from meshwise.models.spec import Architecture, Layer
 from meshwise.models.towers import Tower, TowerPart
 
-__all__ = ["MEDIA_KEYS", "TowerConfig", "Towered"]
-
 #: Keys beside the two configurations that say how images stand among the tokens: ids, sizes of pictures, switches of
 #: preprocessing.
 MEDIA_KEYS = frozenset({

@@ -15,8 +15,6 @@ from meshwise.models.families.towered import TowerConfig
 from meshwise.models.families.vision_towers import SquareVision, layers, table
 from meshwise.models.towers import TowerPart, TowerWeight, attention, convolution, mlp, norm
 
-__all__ = ["IdeficsVision", "InternVision", "PixtralVision", "StepVision"]
-
 
 class PixtralVision(TowerConfig):
     """Pixtral: gated layers without biases, rotated positions."""

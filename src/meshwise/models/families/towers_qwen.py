@@ -14,8 +14,6 @@ from meshwise.models.families.towered import TowerConfig
 from meshwise.models.families.vision_towers import layers, table
 from meshwise.models.towers import TowerPart, attention, convolution, linear, mlp, norm
 
-__all__ = ["Glm4vVision", "Qwen2Vision", "Qwen25Vision"]
-
 
 class Qwen2Vision(TowerConfig):
     """Qwen2-VL: layer norms and biases, rotated positions."""

@@ -29,8 +29,6 @@ from meshwise.models.families.vision_towers import (
 )
 from meshwise.models.towers import Tower, TowerPart, linear, mlp, norm
 
-__all__ = ["FAMILIES"]
-
 Readers = Mapping[str, type[FamilyConfig]]
 Towers = Mapping[str, type[TowerConfig]]
 

@@ -14,18 +14,6 @@ from meshwise.models.families.keys import Keys
 from meshwise.models.families.towered import TowerConfig
 from meshwise.models.towers import TowerPart, TowerWeight, attention, convolution, linear, mlp, norm
 
-__all__ = [
-    "ClipVision",
-    "Compression",
-    "Gemma4Vision",
-    "KimiVision",
-    "Llama4Vision",
-    "MiniMaxVision",
-    "Qwen3Vision",
-    "SiglipVision",
-    "SquareVision",
-]
-
 
 def layers(width: int, heads: int, hidden: int, repeat: int, *, bias: bool = True, bias_k: bool = True) -> TowerPart:
     """Give the layers of a plain vision transformer: layer norms before each branch, biases, a feed-forward of two."""

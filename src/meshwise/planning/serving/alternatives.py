@@ -17,8 +17,6 @@ from meshwise.planning.serving.planner import ServingPlanning, SimulatedPlan
 from meshwise.planning.serving.ranking import in_order, ties
 from meshwise.planning.serving.wishes import ServingWishes
 
-__all__ = ["Alternative", "ServingAlternatives", "plan_alternatives"]
-
 
 @dataclass(frozen=True, slots=True)
 class Alternative:

@@ -14,8 +14,6 @@ from meshwise.costs.serving.problem import ServingProblem
 from meshwise.planning.serving.ranking import in_order, ties
 from meshwise.planning.serving.wishes import ServingWishes
 
-__all__ = ["keeps_targets", "with_chunks"]
-
 
 def with_chunks(
     problem: ServingProblem,

@@ -16,8 +16,6 @@ from meshwise.costs.serving.answer import Mode, ServingSetup
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.planning.serving.tables import Table
 
-__all__ = ["Pairs", "aggregated", "disaggregated"]
-
 
 @dataclass(frozen=True)
 class Pairs:

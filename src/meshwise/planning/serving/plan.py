@@ -20,8 +20,6 @@ from meshwise.models import Model
 from meshwise.planning.plan import changed, check_kind, saved_cluster
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["SERVING", "ServingPlan"]
-
 #: What the key `kind` of a saved serving plan says; plans of training have no such key.
 SERVING = "serving"
 

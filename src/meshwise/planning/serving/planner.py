@@ -31,16 +31,6 @@ from meshwise.planning.serving.wishes import ServingWishes
 from meshwise.simulation.serving import ServingResult
 from meshwise.units import format_bytes, format_time
 
-__all__ = [
-    "FrontPoint",
-    "ServingPlanning",
-    "ServingSearch",
-    "SimulatedPlan",
-    "batch_grid",
-    "plan_serving",
-    "priced_tables",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:

@@ -13,8 +13,6 @@ import numpy as np
 
 from meshwise.planning.serving.wishes import ServingWishes
 
-__all__ = ["TIE", "best_of", "in_order", "scores", "ties"]
-
 #: Plans whose numbers differ by so large a share of the best are as good.
 TIE = 0.01
 

@@ -15,8 +15,6 @@ from meshwise.planning.serving.tables import Table
 from meshwise.planning.serving.wishes import ServingWishes
 from meshwise.units import format_time
 
-__all__ = ["Neighbour", "neighbours"]
-
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:

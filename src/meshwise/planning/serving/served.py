@@ -10,8 +10,6 @@ from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.simulation.serving import PrefillPool, Scheduling, ServingSystem, Speculation
 
-__all__ = ["served_system"]
-
 
 def served_system(problem: ServingProblem, setup: ServingSetup) -> ServingSystem:
     """Give the engines of a plan, scheduled as the plan assumes.

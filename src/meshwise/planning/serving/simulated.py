@@ -20,8 +20,6 @@ from meshwise.planning.serving.wishes import ServingWishes
 from meshwise.simulation.serving import Aims, ServingResult, find_capacity, simulate_serving
 from meshwise.units import format_time
 
-__all__ = ["plan_simulated"]
-
 #: Capacity over the rate that is asked for: queues need room.
 _ROOM = (1.0, 1.15, 1.3, 1.5, 1.8, 2.2, 3.0)
 

@@ -24,8 +24,6 @@ from meshwise.models.spec import SelfAttention
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingLayout, ServingStructure
 
-__all__ = ["Candidates", "candidates", "divisors", "engine_sizes"]
-
 _AXES: dict[Step, tuple[str, ...]] = {
     "generate": ("tensor", "cache", "width", "expert", "stage"),
     "prefill": ("tensor", "width", "context", "expert", "fsdp", "stage"),

@@ -28,8 +28,6 @@ from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["Table", "make_table"]
-
 
 def _nothing() -> np.ndarray:
     return np.empty((0, 0))

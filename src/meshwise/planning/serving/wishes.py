@@ -9,8 +9,6 @@ from meshwise.costs.serving.answer import Mode
 from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.sharding.serving import SERVING_AXES
 
-__all__ = ["Objective", "ServingWishes"]
-
 Objective = Literal["throughput", "tpot", "ttft"]
 
 

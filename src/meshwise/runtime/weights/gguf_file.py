@@ -14,8 +14,6 @@ from typing import Any
 from meshwise.errors import MeshwiseError, MissingDependencyError
 from meshwise.runtime.weights.stored import Array
 
-__all__ = ["GgufFile"]
-
 
 class GgufFile:
     """Tensors by name.

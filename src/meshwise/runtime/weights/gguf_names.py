@@ -15,8 +15,6 @@ from meshwise.runtime.weights.gguf_file import GgufFile
 from meshwise.runtime.weights.hub_names import hub_names
 from meshwise.runtime.weights.stored import Stored
 
-__all__ = ["gguf_names"]
-
 #: Family -> the architecture's name in GGUF.
 _ARCHITECTURES = {
     "llama": "llama",

@@ -11,8 +11,6 @@ from meshwise.errors import ConfigError
 from meshwise.models import Model
 from meshwise.runtime.weights.stored import Stored
 
-__all__ = ["hub_names"]
-
 #: Name of a weight, in whichever block it is -> where it lies.
 Table = Mapping[str, Stored]
 

@@ -28,8 +28,6 @@ from meshwise.runtime.weights.hub_names import hub_names
 from meshwise.runtime.weights.safetensors_files import SafetensorsFiles
 from meshwise.runtime.weights.stored import Array, Shape, Stored, shape_of
 
-__all__ = ["Weights", "open_weights"]
-
 #: What files hold besides weights: frequencies of rotations and masks, which follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 

@@ -15,8 +15,6 @@ from typing import Any
 from meshwise.errors import ConfigError, MeshwiseError, MissingDependencyError
 from meshwise.runtime.weights.stored import Array
 
-__all__ = ["SafetensorsFiles"]
-
 #: Formats whose numbers are the weights themselves; narrower ones come with scales.
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _INDEX = "model.safetensors.index.json"

@@ -11,8 +11,6 @@ from meshwise.runtime.layer_order import layer_order
 from meshwise.runtime.train import State, TrainStep
 from meshwise.runtime.weights.loading import Weights
 
-__all__ = ["starting_state"]
-
 
 def starting_state(step: TrainStep, published: Weights) -> State:
     """Give the state before the first step: weights and their master copy from the file, moments of zero.

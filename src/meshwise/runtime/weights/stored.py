@@ -14,8 +14,6 @@ import numpy as np
 
 from meshwise.tensors import Block, Einsum, Lookup, Tensor
 
-__all__ = ["Array", "Shape", "Stored", "shape_of"]
-
 #: Any array.
 Array = np.ndarray[Any, Any]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from meshwise.scoring.columns import COLUMNS, Column, Metric
 
-__all__ = ["SERVING_COLUMNS", "SERVING_METRICS"]
-
 #: Columns that mean what they mean of training runs.
 _SHARED = (
     "id", "source", "chip", "run_id", "source_url_or_repo_path", "year", "model", "params_b", "layers", "d_model",

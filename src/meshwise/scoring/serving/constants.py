@@ -14,8 +14,6 @@ from meshwise.dtypes import DType
 from meshwise.hardware import load_chip
 from meshwise.scoring.fitting import Constant
 
-__all__ = ["engine_of", "serving_constants", "start_values"]
-
 _MICRO = "single operations, NVIDIA AIConfigurator database"
 
 #: Engines without CUDA graphs, whose collectives are NCCL's.

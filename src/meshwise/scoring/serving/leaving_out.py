@@ -14,8 +14,6 @@ from meshwise.scoring.leaving_out import LeavingOutRows, row_weights
 from meshwise.scoring.serving.constants import engine_of, serving_constants, start_values
 from meshwise.scoring.serving.prediction import ServedPrediction, expected_under
 
-__all__ = ["RepricedServed", "ServedLeavingOut"]
-
 #: Rows of one model on one chip under one engine that count as so many independent ones at most.
 _ROWS_OF_A_GROUP = 20
 

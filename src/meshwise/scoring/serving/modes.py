@@ -12,8 +12,6 @@ from typing import Literal
 
 from meshwise.errors import MeshwiseError
 
-__all__ = ["ServingMode", "Sharing", "parse_mode"]
-
 #: How weights are shared, where a row says it.
 Sharing = Literal["both ways", "gathered"]
 

@@ -27,8 +27,6 @@ from meshwise.scoring.rates import tokens_per_second
 from meshwise.scoring.serving.reading import ServedRun
 from meshwise.scoring.serving.setup import ServedSetup, set_up_served
 
-__all__ = ["ServedPrediction", "compared", "expected_under", "measured_number", "predict_served"]
-
 #: What of an estimate a row is compared with.
 Compared = Literal["prefill", "step", "steps", "tpot", "ttft", "whole", "memory"]
 

@@ -9,8 +9,6 @@ from meshwise.scoring.rows import Row, RowFormat, UnreadRow, all_read, header_of
 from meshwise.scoring.serving.columns import SERVING_COLUMNS, SERVING_METRICS
 from meshwise.scoring.serving.modes import parse_mode
 
-__all__ = ["ServedRun", "is_serving", "served_runs_of", "shipped_served_runs"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRun(Row):

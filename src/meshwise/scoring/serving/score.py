@@ -15,8 +15,6 @@ from meshwise.scoring.scored import Scored, predict_all
 from meshwise.scoring.serving.prediction import ServedPrediction, predict_served
 from meshwise.scoring.serving.reading import ServedRun
 
-__all__ = ["ServedScore", "score_served"]
-
 
 @dataclass(frozen=True)
 class ServedScore(Scored[ServedPrediction]):

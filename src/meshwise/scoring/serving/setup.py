@@ -23,8 +23,6 @@ from meshwise.scoring.serving.modes import Sharing, parse_mode
 from meshwise.scoring.serving.reading import ServedRun
 from meshwise.sharding.serving_layout import ServingLayout
 
-__all__ = ["ServedSetup", "set_up_served"]
-
 
 @dataclass(frozen=True)
 class ServedSetup:

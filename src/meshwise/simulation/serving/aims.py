@@ -10,8 +10,6 @@ import numpy as np
 from meshwise.errors import MeshwiseError
 from meshwise.simulation.serving.results import ServingResult
 
-__all__ = ["Aim", "Aims"]
-
 
 @dataclass(frozen=True, slots=True)
 class Aim:

@@ -16,8 +16,6 @@ from meshwise.simulation.serving.request import Request
 from meshwise.simulation.serving.routing import ROUTERS
 from meshwise.simulation.serving.system import Autoscaling, PrefillPool, ServingSystem
 
-__all__ = ["Fleet", "Life"]
-
 
 class Life:
     """A replica and when it was there.

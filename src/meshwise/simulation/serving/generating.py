@@ -19,8 +19,6 @@ from meshwise.simulation.serving.pages import FluidPages, Pages
 from meshwise.simulation.serving.request import Request
 from meshwise.simulation.serving.scheduling import Speculation
 
-__all__ = ["Generating"]
-
 #: Numbers of tokens of a prefill whose seconds are remembered.
 _REMEMBERED = 4096
 

@@ -5,8 +5,6 @@ Not here: who gets blocks (`replica`).
 
 from __future__ import annotations
 
-__all__ = ["FluidPages", "Pages"]
-
 
 class Pages:
     """Requests that grow by one token a step: a new block when the last one is full.

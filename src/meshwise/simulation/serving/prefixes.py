@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import heapq
 
-__all__ = ["Node", "PrefixCache"]
-
 Path = tuple[tuple[str, int], ...]
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from meshwise.simulation.serving.replica import Replica
     from meshwise.simulation.serving.request import Request
 
-__all__ = ["COLUMNS", "Activity", "Recorder", "Sample", "Span", "TellingRecorder"]
-
 #: Columns of a request's row.
 COLUMNS = ("index", "arrival", "started", "first", "finished", "prompt", "output", "preemptions")
 

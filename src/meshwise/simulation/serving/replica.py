@@ -23,8 +23,6 @@ from meshwise.simulation.serving.recording import Activity, Recorder
 from meshwise.simulation.serving.request import Request
 from meshwise.simulation.serving.scheduling import Scheduling
 
-__all__ = ["Replica"]
-
 
 class Piece:
     """A request that is prefilled, and how many of its tokens are done."""

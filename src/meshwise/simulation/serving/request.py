@@ -9,8 +9,6 @@ from meshwise.jobs.traffic import Demand
 if TYPE_CHECKING:
     from meshwise.simulation.serving.prefixes import Node
 
-__all__ = ["Request"]
-
 
 class Request:
     """A request and where it stands.

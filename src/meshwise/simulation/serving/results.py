@@ -12,8 +12,6 @@ from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import COLUMNS, Sample, Span
 from meshwise.simulation.serving.system import ServingSystem
 
-__all__ = ["Quantiles", "ReplicaSummary", "ServingResult", "Targets"]
-
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 

@@ -11,8 +11,6 @@ from typing import Protocol
 from meshwise.jobs.traffic import Demand
 from meshwise.simulation.serving.replica import Replica
 
-__all__ = ["ROUTERS", "Router"]
-
 #: Requests that a replica may have more than the least loaded one, and still get those whose prefix it has.
 AFFINITY_SLACK = 16
 

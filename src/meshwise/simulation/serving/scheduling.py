@@ -13,8 +13,6 @@ import numpy as np
 
 from meshwise.errors import MeshwiseError, UnknownNameError
 
-__all__ = ["POLICIES", "PREEMPTIONS", "Scheduling", "Speculation"]
-
 #: Policy -> what it does.
 POLICIES = {
     "prefill-first": "a step takes in waiting prompts, whole, as long as there is room; it generates when none can be",

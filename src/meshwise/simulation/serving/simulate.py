@@ -16,8 +16,6 @@ from meshwise.simulation.serving.recording import Recorder, TellingRecorder
 from meshwise.simulation.serving.results import ServingResult, Targets
 from meshwise.simulation.serving.system import ServingSystem
 
-__all__ = ["Capacity", "find_capacity", "simulate_serving"]
-
 #: Capacity is found to this share of itself.
 _PRECISION = 0.01
 

@@ -13,8 +13,6 @@ from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.simulation.serving.routing import ROUTERS
 from meshwise.simulation.serving.scheduling import Scheduling
 
-__all__ = ["Autoscaling", "PrefillPool", "ServingSystem"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillPool:
