@@ -13,8 +13,8 @@ from meshwise.costs.serving.wires import fabric_of
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
-from meshwise.planning.serving import ServingWishes, plan_serving
-from meshwise.planning.serving.planner import priced_tables
+from meshwise.search.serving import ServingConstraints, plan_serving
+from meshwise.search.serving.planner import priced_tables
 
 CASES = (("llama-3-70b", "h100:64", "fp8"), ("llama-3-70b", "v5e:8x8", "weights=int8,kv=int8"),
          ("deepseek-v3", "h200:64", "fp8"))  # fmt: skip
@@ -26,12 +26,12 @@ def main() -> None:
         cluster = parse_cluster(on)
         load = ServingLoad(prompt=1024, output=256, precision=precision)
         problem = ServingProblem(load_model(model), load, cluster, default_calibration(cluster.chip))
-        wishes = ServingWishes(max_ttft=2.0, max_tpot=0.05)
-        first = plan_serving(problem, wishes=wishes).search
+        constraints = ServingConstraints(max_ttft=2.0, max_tpot=0.05)
+        first = plan_serving(problem, constraints=constraints).search
         began = time.process_time()
-        tables = priced_tables(problem, fabric_of(problem), wishes)
+        tables = priced_tables(problem, fabric_of(problem), constraints)
         priced = time.process_time() - began
-        search = plan_serving(problem, wishes=wishes).search
+        search = plan_serving(problem, constraints=constraints).search
         rows = sum(t.priced for t in tables)
         print(f"{model} on {on}: {rows:,} layouts with batches priced, {rows / priced:,.0f} a CPU-second; "
               f"search {first.cpu_s:.2f} CPU-seconds, again {search.cpu_s:.2f}; {search.pairs:,} pairs")  # fmt: skip

@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py [REQUESTS ...]
 
-Prompts of 1,024 tokens, 256 generated, Poisson arrivals at eight a second, which about 47 generate at once; the best of
+Prompts of 1,024 tokens, 256 generated, Poisson arrivals at eight a second, which about 47 decode at once; the best of
 several runs of smaller loads, because other work only slows. Then policies, many replicas, and a search for capacity.
 """
 

@@ -25,14 +25,14 @@ from meshwise.costs.estimate import estimate_training
 from meshwise.costs.evaluate import evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
+from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
-from meshwise.planning import MAX_MEMORY, SearchResult, SearchSpace, plan_training, search, training_limits
-from meshwise.planning.allocator import keep_freed_memory
-from meshwise.planning.space import WireTable, meshes, placements
+from meshwise.search import MAX_MEMORY, SearchResult, SearchSpace, plan_training, search, training_limits
+from meshwise.search.allocator import keep_freed_memory
+from meshwise.search.space import WireTable, meshes, placements
 from meshwise.sharding.layout import MESH_AXES
 
 ROWS = 1 << 16
@@ -69,12 +69,12 @@ def small_mixture() -> TrainingProblem:
 
 #: Structures whose layouts are evaluated, each with a schedule: without experts, and with them.
 STRUCTURES = (
-    (Structure(1, True, "attention"), "1f1b"),
-    (Structure(2, True, "full", fully_sharded=False, context_method="ring", partial_remat=True), "zb-v"),
+    (LayoutChoices(1, True, "attention"), "1f1b"),
+    (LayoutChoices(2, True, "full", fully_sharded=False, context_method="ring", partial_remat=True), "zb-v"),
 )
 EXPERTS = (
-    (Structure(1, True, "attention", exchanges=True), "dualpipe"),
-    (Structure(2, True, "full", exchanges=True, expert_tensor_parallel=False, partial_remat=True), "1f1b"),
+    (LayoutChoices(1, True, "attention", exchanges=True), "dualpipe"),
+    (LayoutChoices(2, True, "full", exchanges=True, expert_tensor_parallel=False, partial_remat=True), "1f1b"),
 )
 
 
@@ -99,7 +99,7 @@ def random_layouts(p: TrainingProblem, fabric: Fabric, experts: bool) -> tuple[n
     return np.repeat(some, ROWS // 64, axis=0).astype(float), factors
 
 
-def evaluation_rate(p: TrainingProblem, structures: tuple[tuple[Structure, str], ...]) -> float:
+def evaluation_rate(p: TrainingProblem, structures: tuple[tuple[LayoutChoices, str], ...]) -> float:
     """Strategies per CPU-second of the evaluator alone: nothing shared between rows, every wire its own."""
     fabric = Fabric.of(p.cluster, flat_rings=p.calibration.flat_rings)
     mesh, factors = random_layouts(p, fabric, structures[0][0].exchanges)

@@ -12,9 +12,9 @@ import sys
 import time
 from dataclasses import dataclass
 
+from meshwise.commands.verify import verify
 from meshwise.compiler.verification import Verification
-from meshwise.errors import MeshwiseError
-from meshwise.verbs.verify import verify
+from meshwise.core.errors import MeshwiseError
 
 _GIB = 2**30
 

@@ -15,10 +15,10 @@ import click
 
 from meshwise.cli.lazy import LazyGroup
 from meshwise.cli.main import COMMANDS, main
+from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import CALIBRATIONS, Calibration
 from meshwise.costs.memory import MEMORY_CLASSES
 from meshwise.costs.step import TERMS
-from meshwise.dtypes import DType
 from meshwise.hardware import Chip, Fabric, SliceRules, chips, machines, networks
 from meshwise.jobs import OPTIMIZERS, PRECISIONS, Precision
 from meshwise.models import catalog, load_model
@@ -126,9 +126,9 @@ _PLAN = {
 _ENGINE = {
     "layout": "as `--layout` reads it",
     "layout_fields.*": "every axis and choice, and where the axes lie on the network",
-    "batch": "prompts that are prefilled together, or requests that generate at once, on one engine",
+    "batch": "prompts that are prefilled together, or requests that decode at once, on one engine",
     "seconds.*": "lower (data-sheet rates, perfect overlap), expected, upper (no overlap): of all steps of a prefill, "
-    "of one generate step",
+    "of one decode step",
     "terms.*": "exposed seconds by term; they add up to the expected time",
     "hidden_s.*": "seconds of communication that were hidden, by network",
     "resources_s.*": "seconds that each resource is busy at data-sheet rates",
@@ -137,10 +137,10 @@ _ENGINE = {
 }
 
 _SERVING = {
-    "plans[].mode": "aggregated engines prefill and generate in turn, disaggregated ones do one of the two",
+    "plans[].mode": "aggregated engines prefill and decode in turn, disaggregated ones do one of the two",
     "plans[].num_chips": "of all engines",
-    "plans[].batch": "requests that generate at once on one engine",
-    **{f"plans[].{step}.{name}": what for step in ("prefill", "generate") for name, what in _ENGINE.items()},
+    "plans[].batch": "requests that decode at once on one engine",
+    **{f"plans[].{step}.{name}": what for step in ("prefill", "decode") for name, what in _ENGINE.items()},
     "plans[].prefill.chunk_tokens": "tokens of a prompt that are prefilled in one step; null for all",
     "plans[].gathering_s": "mean seconds that a prompt waits for the others that are prefilled with it",
     "plans[].handover_s": "seconds in which a prompt's cache gets to where it is read",
@@ -155,11 +155,11 @@ _SERVING = {
     "plans[].prefill_share": "of the time of aggregated engines, or of the chips of disaggregated ones",
     "plans[].cost_usd_per_million_output_tokens": "all dollars over output tokens; null where no price is known",
     "plans[].cost_usd_per_million_input_tokens": "prefill's share of the dollars over the tokens that it computes",
-    "plans[].memory_bytes.*": "bytes by class on the fullest chip of the engines that generate",
+    "plans[].memory_bytes.*": "bytes by class on the fullest chip of the engines that decode",
     "plans[].hbm_capacity_bytes": "of one chip",
     "plans[].fits": "whether the fullest chips suffice",
     "plans[].largest_batch": "requests of this length that would fit on one engine",
-    "plans[].bound": "the busiest resource of the generate step",
+    "plans[].bound": "the busiest resource of the decode step",
 }
 
 _SERVE = ("llama-3-70b", "--on", "h100:8", "--prompt", "1024", "--output", "256", "--precision", "fp8")
@@ -238,10 +238,10 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "pareto[].ttft_s": "time to first token",
             "pareto[].throughput_tokens_per_s_per_chip": "output tokens",
             "pareto[].mode": "aggregated or disaggregated",
-            "pareto[].batch": "requests that generate at once on one engine",
+            "pareto[].batch": "requests that decode at once on one engine",
             "pareto[].num_chips": "of all engines",
             "pareto[].prefill_layout": "as text",
-            "pareto[].generate_layout": "as text",
+            "pareto[].decode_layout": "as text",
             "search.configurations": "layouts with a place on the network and a batch, of both steps, each priced",
             "search.pairs": "of prefill and generation that were put together",
             "search.cpu_s": "CPU seconds",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 
+from meshwise.core.tensors import Block
 from meshwise.costs.makespans import PipelineShape, PipelineTimes, StageTimes
 from meshwise.costs.schedules import SCHEDULES
 from meshwise.models import load_model
@@ -16,7 +17,6 @@ from meshwise.sharding.place import place_block
 from meshwise.sharding.placed import LocalOp, Transfer
 from meshwise.sharding.remat import FURTHER_POLICIES, REMAT_POLICIES, remat_policy, saved_activations
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, ulysses
-from meshwise.tensors import Block
 
 __all__ = ["strategy_tables"]
 

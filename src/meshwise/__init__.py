@@ -9,39 +9,39 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from meshwise.errors import InfeasibleError, MeshwiseError
+from meshwise.core.errors import InfeasibleError, MeshwiseError
 
 if TYPE_CHECKING:
-    from meshwise.handover import HandedOver
-    from meshwise.planning import Plan, Planning
+    from meshwise.commands.bench import bench
+    from meshwise.commands.calibrate import calibrate
+    from meshwise.commands.catalogs import all_models, chip, chips, cluster, clusters, model
+    from meshwise.commands.collective import collective
+    from meshwise.commands.estimate_serve import estimate_serve
+    from meshwise.commands.estimate_train import estimate_train
+    from meshwise.commands.export import export
+    from meshwise.commands.generate import generate
+    from meshwise.commands.plan_serve import plan_serve
+    from meshwise.commands.plan_serve_many import compare_serve
+    from meshwise.commands.plan_train import plan_train
+    from meshwise.commands.roofline import roofline
+    from meshwise.commands.run import run_plan
+    from meshwise.commands.score import score
+    from meshwise.commands.shard import shard
+    from meshwise.commands.simulate import simulate_step
+    from meshwise.commands.simulate_serve import simulate_serve
+    from meshwise.commands.verify import verify
+    from meshwise.exports import Exported
     from meshwise.scoring import Score
-    from meshwise.verbs.bench import bench
-    from meshwise.verbs.calibrate import calibrate
-    from meshwise.verbs.catalogs import all_models, chip, chips, cluster, clusters, model
-    from meshwise.verbs.collective import collective
-    from meshwise.verbs.estimate_serve import estimate_serve
-    from meshwise.verbs.estimate_train import estimate_train
-    from meshwise.verbs.export import export
-    from meshwise.verbs.generate import generate
-    from meshwise.verbs.plan_serve import plan_serve
-    from meshwise.verbs.plan_serve_many import compare_serve
-    from meshwise.verbs.plan_train import plan_train
-    from meshwise.verbs.roofline import roofline
-    from meshwise.verbs.run import run_plan
-    from meshwise.verbs.score import score
-    from meshwise.verbs.shard import shard
-    from meshwise.verbs.simulate import simulate_step
-    from meshwise.verbs.simulate_serve import simulate_serve
-    from meshwise.verbs.verify import verify
+    from meshwise.search import Plan, PlanResult
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "HandedOver",
+    "Exported",
     "InfeasibleError",
     "MeshwiseError",
     "Plan",
-    "Planning",
+    "PlanResult",
     "Score",
     "__version__",
     "all_models",
@@ -73,19 +73,19 @@ __all__ = [
 
 #: Public name -> the module that it is loaded from.
 _HOMES = {
-    "HandedOver": "meshwise.handover",
-    "run_plan": "meshwise.verbs.run",
-    "simulate_serve": "meshwise.verbs.simulate_serve",
-    "simulate_step": "meshwise.verbs.simulate",
-    "compare_serve": "meshwise.verbs.plan_serve_many",
-    "compare_train": "meshwise.verbs.plan_many",
-    "scale_train": "meshwise.verbs.plan_many",
-    "Plan": "meshwise.planning",
-    "Planning": "meshwise.planning",
+    "Exported": "meshwise.exports",
+    "run_plan": "meshwise.commands.run",
+    "simulate_serve": "meshwise.commands.simulate_serve",
+    "simulate_step": "meshwise.commands.simulate",
+    "compare_serve": "meshwise.commands.plan_serve_many",
+    "compare_train": "meshwise.commands.plan_many",
+    "scale_train": "meshwise.commands.plan_many",
+    "Plan": "meshwise.search",
+    "PlanResult": "meshwise.search",
     "Score": "meshwise.scoring",
-    **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.verbs.catalogs"),
+    **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.commands.catalogs"),
     **{
-        name: f"meshwise.verbs.{name}"
+        name: f"meshwise.commands.{name}"
         for name in (
             "bench",
             "calibrate",

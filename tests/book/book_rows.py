@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.core.dtypes import DType
 from meshwise.costs.fabric import Dimension, Fabric
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import rates_of
-from meshwise.dtypes import DType
 from meshwise.hardware import load_chip
 from meshwise.models import read_config
 
@@ -127,7 +127,7 @@ def torus(chip, *axes):
         for n, a in zip("xyz", axes, strict=False)
     ]
     fabric = Fabric(tuple(dims))
-    return make_wire(fabric, {"X": fabric.sizes}, ("X",))
+    return make_group_link(fabric, {"X": fabric.sizes}, ("X",))
 
 
 def _number(text):

@@ -2,7 +2,7 @@
 
 import math
 
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
 from meshwise.sharding import CollectiveKind, Indices, Mesh, Sharding, alternatives, book_case
 
 NAMES = {

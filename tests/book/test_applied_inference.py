@@ -2,10 +2,10 @@
 
 from book_rows import MATMUL, answered, check
 
+from meshwise.core.dtypes import DType
 from meshwise.costs import budgets
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import critical_size
-from meshwise.dtypes import DType
 from meshwise.hardware import load_chip, networks
 from meshwise.models import load_model
 

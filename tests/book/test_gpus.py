@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from book_rows import MATMUL, answered, catalog, check
 
+from meshwise.core.dtypes import DType
+from meshwise.core.tensors import Tensor
 from meshwise.costs import rules
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import roofline
-from meshwise.dtypes import DType
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.sharding import Mesh
-from meshwise.tensors import Tensor
 
 ADD = parse_operation("fp32[N] + fp32[N] -> fp32[N]")
 
@@ -49,7 +49,7 @@ def h200_over_v5p(row):
 def into_an_adding_switch(row):
     """Every GPU sends it the bytes that an AllReduce takes of its port, none of them twice."""
     node = Fabric.of(parse_cluster(f"h100:{row['N']:.0f}+sharp"))
-    wire = make_wire(node, {"X": (row["N"],)}, ("X",))
+    wire = make_group_link(node, {"X": (row["N"],)}, ("X",))
     return row["N"] * row["B"] * wire.all_reduce * node.dimensions[0].bandwidth_one_way
 
 
@@ -96,7 +96,7 @@ def two_nodes(row, name):
     del row
     fabric = Fabric.of(parse_cluster("h100:16"))
     dims = tuple(d if d.name == name else replace(d, bandwidth_one_way=1e30) for d in fabric.dimensions)
-    return 1 / make_wire(replace(fabric, dimensions=dims), {"X": (8, 2)}, ("X",)).gather
+    return 1 / make_group_link(replace(fabric, dimensions=dims), {"X": (8, 2)}, ("X",)).gather
 
 
 def intra(row):
@@ -111,7 +111,7 @@ def inter(row):
 
 def binding_level(row):
     """The node binds: both together are as slow as NVLink alone."""
-    both = 1 / make_wire(Fabric.of(parse_cluster("h100:16")), {"X": (8, 2)}, ("X",)).gather
+    both = 1 / make_group_link(Fabric.of(parse_cluster("h100:16")), {"X": (8, 2)}, ("X",)).gather
     assert both == pytest.approx(min(intra(row), inter(row)))
     return "node" if intra(row) < inter(row) else "leaf"
 
@@ -213,7 +213,7 @@ def test_collective_bandwidth_of_a_node_and_its_bisection():
 
     With its own bisection of 3.6 TB/s, both ways counted, the same identity gives 900 GB/s, twice what a GPU can send.
     """
-    wire = make_wire(Fabric.of(parse_cluster("h100:8")), {"X": (8,)}, ("X",))
+    wire = make_group_link(Fabric.of(parse_cluster("h100:8")), {"X": (8,)}, ("X",))
     sent_by_one_gpu = (1 - 1 / 8) / wire.gather
     both_ways = into_level("h100:8", "nvlink")
     assert sent_by_one_gpu == pytest.approx(450e9) == pytest.approx(both_ways / 2 * 2 / 8)

@@ -4,15 +4,15 @@ import math
 
 from book_rows import MATMUL, answered, check, decoder, torus
 
+from meshwise.core.dtypes import DType
+from meshwise.core.tensors import Attention, Tensor
 from meshwise.costs import budgets, rules
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import critical_size, roofline
-from meshwise.dtypes import DType
 from meshwise.jobs import ServingLoad
 from meshwise.models import CacheKind, KVCache, load_model
 from meshwise.sharding import CollectiveKind
-from meshwise.tensors import Attention, Tensor
 
 INT8, BF16 = DType.INT8, DType.BF16
 

@@ -5,14 +5,14 @@ import math
 import pytest
 from book_rows import MATMUL, answered, check, torus
 
+from meshwise.core.dtypes import DType
+from meshwise.core.tensors import Tensor
 from meshwise.costs import rules
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import critical_size, rates_of, roofline
-from meshwise.dtypes import DType
 from meshwise.hardware import load_chip
 from meshwise.sharding import CollectiveKind, Mesh, parse_tensor
-from meshwise.tensors import Tensor
 
 WEIGHTS = {2: MATMUL, 1: parse_operation("bf16[B, D] * int8[D, F] -> bf16[B, F]")}
 OWN_WEIGHTS_PER_ROW = parse_operation("int8[B, D] * int8[B, D, F] -> int8[B, F]")

@@ -17,14 +17,14 @@ from sharding_verdicts import (
     verdict,
 )
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError
+from meshwise.costs.axis_mapping import collective_bytes
 from meshwise.costs.collectives import collective_time, latency, wire_time
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import rates_of, roofline
-from meshwise.costs.wiring import collective_bytes
-from meshwise.dtypes import DType
-from meshwise.errors import ShardingError
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind, Mesh, Sharding, alternatives
 
@@ -37,7 +37,7 @@ def on(row, name, factors):
     bandwidth = row.chip().link_bandwidth_one_way
     cluster = cluster.replace(network=replace(cluster.network, link_bandwidth_one_way=bandwidth))
     fabric = Fabric.of(cluster)
-    return lambda *axes: make_wire(fabric, factors, axes)
+    return lambda *axes: make_group_link(fabric, factors, axes)
 
 
 def read_time(row):

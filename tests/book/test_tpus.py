@@ -5,11 +5,11 @@ import math
 import pytest
 from book_rows import answered, check, rows
 
+from meshwise.core.dtypes import DType
 from meshwise.costs import rules
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.costs.operation import parse_operation
-from meshwise.dtypes import DType
 from meshwise.hardware import SliceRules, chips, load_chip, networks, parse_cluster
 
 
@@ -81,7 +81,7 @@ def dcn(name):
 def longest_distance(row):
     """Hops of gathering along a wrapped axis, from the time of a gather without bytes."""
     cluster = parse_cluster(f"v5e:{row['n']}x{row['n']}")
-    wire = make_wire(Fabric.of(cluster), {"X": (row["n"], 1)}, ("X",))
+    wire = make_group_link(Fabric.of(cluster), {"X": (row["n"], 1)}, ("X",))
     return wire.gather_latency / cluster.chip.hop_latency
 
 

@@ -2,8 +2,8 @@
 
 from book_rows import answered, check
 
+from meshwise.core.dtypes import DType
 from meshwise.costs import budgets, rules
-from meshwise.dtypes import DType
 from meshwise.hardware import load_chip, networks
 
 

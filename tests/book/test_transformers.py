@@ -3,11 +3,11 @@
 import pytest
 from book_rows import answered, check, decoder
 
-from meshwise.backward import backward
+from meshwise.core.backward import backward
+from meshwise.core.tensors import Attention, Block, Einsum
 from meshwise.costs import budgets
 from meshwise.costs.operation import parse_operation
 from meshwise.models import load_model
-from meshwise.tensors import Attention, Block, Einsum
 
 PROJECTIONS = ("q", "k", "v", "o")
 GATED_MLP = ("gate", "up", "down")

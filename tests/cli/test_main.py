@@ -11,7 +11,7 @@ import pytest
 from meshwise import __version__
 from meshwise.cli import main as entry
 from meshwise.cli.main import COMMANDS
-from meshwise.errors import InfeasibleError, MissingDependencyError
+from meshwise.core.errors import InfeasibleError, MissingDependencyError
 
 MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshwise.cli.options import request_options
-from meshwise.errors import MeshwiseError, UnitError
-from meshwise.units import Quantity, format_count, parse_count
-from meshwise.verbs.requests import validated
+from meshwise.commands.requests import validated
+from meshwise.core.errors import MeshwiseError, UnitError
+from meshwise.core.units import Quantity, format_count, parse_count
 
 
 class Order(BaseModel):

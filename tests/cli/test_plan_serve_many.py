@@ -34,10 +34,10 @@ def test_without_prices_throughput_decides_and_a_rate_asks_for_the_cheapest_chip
 def test_formats_are_chosen_among_and_what_they_buy_is_said(run):
     told = run(*MODEL, "--on", "h100:1", "--precision", "bf16,fp8;weights=int8,kv=int8", *LOAD, "--json").json
     assert told["plans"][0]["precision"] != "bf16"
-    steps = {f["precision"]: f["plan"]["generate"]["seconds"]["expected"] for f in told["formats"]}
+    steps = {f["precision"]: f["plan"]["decode"]["seconds"]["expected"] for f in told["formats"]}
     assert list(steps) == ["bf16", "fp8", "weights=int8,kv=int8"]
     assert steps["fp8"] < steps["bf16"]
-    assert len({(f["plan"]["generate"]["layout"], f["plan"]["batch"]) for f in told["formats"]}) == 1
+    assert len({(f["plan"]["decode"]["layout"], f["plan"]["batch"]) for f in told["formats"]}) == 1
 
 
 def test_a_format_in_which_the_best_plan_would_not_fit_says_so(run):

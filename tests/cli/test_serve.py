@@ -18,12 +18,12 @@ def test_the_first_line_answers(run):
 
 def test_numbers_hang_together(run):
     (plan,) = run(*ESTIMATE, "--json").json["plans"]
-    for step in ("prefill", "generate"):
+    for step in ("prefill", "decode"):
         engine = plan[step]
         assert math.fsum(engine["terms"].values()) == pytest.approx(engine["seconds"]["expected"], rel=1e-12)
         assert engine["seconds"]["lower"] <= engine["seconds"]["expected"] <= engine["seconds"]["upper"]
     assert plan["tpot_s"] == pytest.approx(
-        plan["generate"]["seconds"]["expected"] + 64 / 255 * plan["prefill"]["seconds"]["expected"]
+        plan["decode"]["seconds"]["expected"] + 64 / 255 * plan["prefill"]["seconds"]["expected"]
     )
     assert plan["throughput_tokens_per_s_per_chip"] * 8 == pytest.approx(plan["throughput_tokens_per_s"])
     memory = plan["memory_bytes"]
@@ -110,7 +110,7 @@ def test_the_best_plan_is_estimated_alike(run):
     assert told["search"]["configurations"] > 1000
     assert best["tpot_s"] <= 0.03
     assert best["ttft_s"] <= 0.5
-    words = ["--layout", best["generate"]["layout"], "--prefill-layout", best["prefill"]["layout"]]
+    words = ["--layout", best["decode"]["layout"], "--prefill-layout", best["prefill"]["layout"]]
     words += ["--mode", best["mode"], "--batch", str(best["batch"]), "--prefill-batch", str(best["prefill"]["batch"])]
     (plan,) = run("estimate", "serve", *SERVE, *words, "--json").json["plans"]
     for name in ("tpot_s", "ttft_s", "throughput_tokens_per_s_per_chip", "memory_bytes"):
@@ -187,7 +187,7 @@ def test_json_has_the_names_that_are_promised(run):
     told = run(*PLAN, "--json").json
     for plan in told["plans"]:
         assert plan["prefill"]["layout"]
-        assert plan["generate"]["layout"]
+        assert plan["decode"]["layout"]
         assert plan["mode"] in ("aggregated", "disaggregated")
         assert plan["batch"] >= 1
         assert plan["bound"] in ("compute", "hbm") or plan["bound"].endswith(" communication")

@@ -5,8 +5,8 @@ import json
 import pytest
 
 import meshwise
-from meshwise.planning.serving import ServingPlan
-from meshwise.verbs.serving_plan import read_serving_plan
+from meshwise.commands.serving_plan import read_serving_plan
+from meshwise.search.serving import ServingPlan
 
 ASKED = ("plan", "serve", "llama-3-8b", "--on", "h100:4", "--prompt", "1024", "--output", "128", "--max-batch", "32")
 
@@ -26,7 +26,7 @@ def test_a_saved_plan_is_estimated_again(saved, run):
     (again,) = run("estimate", "serve", str(file), "--json").json["plans"]
     for name in ("mode", "batch", "ttft_s", "tpot_s", "throughput_tokens_per_s_per_chip", "memory_bytes"):
         assert again[name] == best[name]
-    assert again["generate"]["layout_fields"] == best["generate"]["layout_fields"]
+    assert again["decode"]["layout_fields"] == best["decode"]["layout_fields"]
 
 
 def test_a_saved_plan_is_simulated_with_its_own_load(saved, run):
@@ -40,7 +40,7 @@ def test_a_saved_plan_is_simulated_with_its_own_load(saved, run):
     assert told.json["requests_per_s"] == pytest.approx(float(rate), rel=0.2)
     assert told.json["tpot_s"]["mean"] < 1.1 * best["tpot_s"]
     there = sum(r["replica"] >= 0 for r in told.json["replicas"])
-    assert there * best["generate"]["layout_fields"]["tensor"] <= 4
+    assert there * best["decode"]["layout_fields"]["tensor"] <= 4
 
 
 def test_requests_longer_than_the_model_reads_are_refused_with_its_plan(saved, run, tmp_path):

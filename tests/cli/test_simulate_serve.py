@@ -88,8 +88,8 @@ def test_pictures(run, tmp_path):
     assert svg.read_text().startswith("<?xml")
     events = json.loads(trace.read_text())["traceEvents"]
     steps = [e for e in events if e["ph"] == "X"]
-    assert {e["name"] for e in steps} == {"prefill", "generate"}
-    tokens = sum(e["args"]["generating"] * e["args"]["steps"] for e in steps)
+    assert {e["name"] for e in steps} == {"prefill", "decode"}
+    tokens = sum(e["args"]["decoding"] * e["args"]["steps"] for e in steps)
     assert tokens == 300 * 255
     begun, ended = (sum(e["ph"] == phase for e in events) for phase in "be")
     assert begun == ended == 3 * 300

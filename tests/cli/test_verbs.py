@@ -6,9 +6,9 @@ import math
 import pytest
 
 from meshwise.cli import plan_train
+from meshwise.core.units import format_bytes
 from meshwise.hardware import load_chip
-from meshwise.planning import Plan
-from meshwise.units import format_bytes
+from meshwise.search import Plan
 
 MATMUL = "bf16[B, D] * int8[D, F] -> bf16[B, F]"
 

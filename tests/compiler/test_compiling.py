@@ -11,7 +11,7 @@ from meshwise.compiler.cache import cache_folder, content_key, read_entry, write
 from meshwise.compiler.compiling import Compiled, compile_ahead
 from meshwise.compiler.memory import CompiledMemory, OutOfMemory
 from meshwise.compiler.targets import Target
-from meshwise.errors import CompilerError, MissingDependencyError
+from meshwise.core.errors import CompilerError, MissingDependencyError
 from meshwise.hardware import parse_cluster
 
 MEMORY = CompiledMemory(arguments=100, outputs=60, temporaries=30, aliased=50, code=5, peak=120)

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwise.compiler.reduction import Reduction, reduce_layers, reduction_of
-from meshwise.errors import CompilerError
+from meshwise.core.errors import CompilerError
 from meshwise.models import load_model
 from meshwise.sharding.layout import Layout
 

@@ -7,8 +7,8 @@ import pytest
 
 from meshwise.compiler.placement import device_mesh, place_devices
 from meshwise.compiler.targets import Target
+from meshwise.core.errors import CompilerError
 from meshwise.costs.fabric import Fabric
-from meshwise.errors import CompilerError
 from meshwise.hardware import parse_cluster
 from meshwise.sharding.layout import Layout
 

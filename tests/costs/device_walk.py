@@ -8,9 +8,9 @@ import math
 from collections import Counter, defaultdict
 from itertools import product
 
+from meshwise.core.tensors import Attention, AttentionGradient, Einsum, Kind
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.placed import LocalOp, Transfer
-from meshwise.tensors import Attention, AttentionGradient, Einsum, Kind
 
 
 class Walk:

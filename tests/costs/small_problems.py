@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import SOFTWARE, fitted_calibration
+from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.structure import Structure
 from meshwise.hardware import Torus, TorusAxis, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import read_config
@@ -250,7 +250,7 @@ def case(cluster, calibration, layout, *, precision="bf16", **model):
 
 
 def structure_of(layout):
-    return Structure.of(layout)
+    return LayoutChoices.of(layout)
 
 
 def all_factorings(n, parts):

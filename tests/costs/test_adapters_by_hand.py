@@ -6,9 +6,9 @@ import pytest
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training
+from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.workings import work_out
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

@@ -12,17 +12,17 @@ import pytest
 from device_walk import Walk, local_operations, rule_splits
 from small_problems import tiny, tiny_latent, tiny_mixture
 
+from meshwise.core.tensors import Einsum
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.evaluate import evaluate, evaluate_local, whole_extents
+from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.lower import plan_structure
 from meshwise.costs.network import NO_WIRE
-from meshwise.costs.planned import plan_structure
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import MESH_AXES, Layout
-from meshwise.tensors import Einsum
 
 T = 16
 DENSE = tiny(layers=2, width=32, heads=8, kv_heads=4, hidden=48, vocab=64)
@@ -89,7 +89,7 @@ class Case:
 
     def __init__(self, model, layout):
         self.layout = layout
-        self.structure = Structure.of(layout)
+        self.structure = LayoutChoices.of(layout)
         job = TrainingJob(
             batch_tokens=str(layout.sequences * T), seq_len=str(T), precision="mixed", expert_imbalance=1.0
         )

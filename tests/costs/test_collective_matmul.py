@@ -10,7 +10,7 @@ from meshwise.costs.evaluate import evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.links import Links
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.hardware import parse_cluster
@@ -24,7 +24,7 @@ MB = 1e6
 
 
 def wire(on, *factors):
-    return make_wire(Fabric.of(parse_cluster(on)), {"tensor": factors}, ("tensor",))
+    return make_group_link(Fabric.of(parse_cluster(on)), {"tensor": factors}, ("tensor",))
 
 
 def test_both_ways_round_a_ring_no_schedule_is_faster():

@@ -6,9 +6,9 @@ import pytest
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.evaluate import evaluate, evaluate_local
+from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.network import NO_WIRE
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
@@ -25,7 +25,7 @@ def costs(**layout):
     chosen = Layout(**layout)
     job = TrainingJob(batch_tokens=str(chosen.sequences * T), seq_len=str(T), precision="bf16")
     problem = TrainingProblem(load_model("llama-3-8b"), job, parse_cluster("h100:8"), IDENTITY)
-    structure = Structure.of(chosen)
+    structure = LayoutChoices.of(chosen)
     sizes = {a: float(n) for a, n in chosen.sizes.items()}
     candidates = Candidates(**sizes, micro_batch=1.0, num_microbatches=1.0)
     memory = evaluate(problem, structure, candidates, lambda _: NO_WIRE).memory

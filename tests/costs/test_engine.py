@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.core.errors import ConfigError
 from meshwise.costs.engine import AttentionCosts, EngineCosts, query_key_pairs
-from meshwise.errors import ConfigError
 
 COSTS = EngineCosts(
     overhead_s=1e-3,

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.calibration_file import calibration_text
 from meshwise.costs.engines import ENGINES, find_serving_calibration, serving_calibration
@@ -12,8 +14,6 @@ from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
@@ -33,9 +33,9 @@ def estimated(calibration, *, precision="bf16", batch=8, tensor=1, model="llama-
 def test_what_the_host_adds_is_a_term_of_every_step():
     _, without = estimated(PLAIN)
     _, found = estimated(replace(PLAIN, host_step=2e-3, host_request=1e-5))
-    assert found.generate.terms["host"] == pytest.approx(2e-3 + 8e-5)
+    assert found.decode.terms["host"] == pytest.approx(2e-3 + 8e-5)
     assert found.prefill.terms["host"] == pytest.approx(2e-3 + 1e-5)
-    for a, b in ((found.generate, without.generate), (found.prefill, without.prefill)):
+    for a, b in ((found.decode, without.decode), (found.prefill, without.prefill)):
         assert sum(a.terms.values()) == pytest.approx(a.seconds.expected)
         assert a.seconds.expected == pytest.approx(b.seconds.expected + a.terms["host"])
         assert a.seconds.lower == b.seconds.lower, "no data sheet bounds the host"
@@ -46,25 +46,25 @@ def test_weights_are_read_at_the_share_of_their_format():
     for precision, dtype in (("bf16", DType.BF16), ("weights=int4", DType.INT4), ("weights=int8", DType.INT8)):
         _, whole = estimated(PLAIN, precision=precision, batch=1)
         _, half = estimated(replace(PLAIN, weight_reads=((dtype, 0.5),)), precision=precision, batch=1)
-        ratio = half.generate.terms["matmuls"] / whole.generate.terms["matmuls"]
+        ratio = half.decode.terms["matmuls"] / whole.decode.terms["matmuls"]
         assert 1.8 < ratio <= 2.0 or dtype is not DType.BF16, ratio
         assert ratio > 1.5, "the head stays in 16 bits"
-        assert half.generate.terms["attention"] == whole.generate.terms["attention"]
+        assert half.decode.terms["attention"] == whole.decode.terms["attention"]
 
 
 def test_the_cache_is_read_at_its_own_share_after_a_start():
     _, plain = estimated(PLAIN, prompt=8192, batch=32)
     _, slow = estimated(replace(PLAIN, cache_reads=0.5, cache_start=1e-5), prompt=8192, batch=32)
-    expected = 2 * plain.generate.terms["attention"] + 32 * 1e-5
-    assert slow.generate.terms["attention"] == pytest.approx(expected)
-    assert slow.generate.terms["matmuls"] == plain.generate.terms["matmuls"]
+    expected = 2 * plain.decode.terms["attention"] + 32 * 1e-5
+    assert slow.decode.terms["attention"] == pytest.approx(expected)
+    assert slow.decode.terms["matmuls"] == plain.decode.terms["matmuls"]
 
 
 def test_weights_of_experts_are_read_at_a_share_of_their_own():
     _, plain = estimated(PLAIN, model="mixtral-8x7b", tensor=2, batch=1)
     _, slow = estimated(replace(PLAIN, weight_reads=((DType.BF16, 1.0),), expert_reads=0.5), model="mixtral-8x7b",
                         tensor=2, batch=1)  # fmt: skip
-    more = slow.generate.terms["matmuls"] / plain.generate.terms["matmuls"]
+    more = slow.decode.terms["matmuls"] / plain.decode.terms["matmuls"]
     assert 1.5 < more < 2.0, "most of what a token reads is experts"
 
 
@@ -72,10 +72,10 @@ def test_a_simulation_takes_what_an_estimate_does():
     """A step of the simulated engine is as long as the estimated one, start-ups of attention and the host included."""
     for name in ("vllm", "trtllm-2023"):
         problem, e = estimated(serving_calibration(load_chip("h100-sxm"), name), batch=16)
-        costs = engine_costs(problem, e.setup, "generate")
+        costs = engine_costs(problem, e.setup, "decode")
         context = int(problem.load.mean_context)
         assert costs.overhead_s == ENGINES[name].host_step
-        assert costs.step_seconds([context] * 16) == pytest.approx(e.generate.seconds.expected, rel=0.02)
+        assert costs.step_seconds([context] * 16) == pytest.approx(e.decode.seconds.expected, rel=0.02)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from small_problems import LEARNED, MIXTURE, NODE_LIMITED, cases, tiny, torus
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import LayoutError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration
 from meshwise.costs.estimate import estimate_training, evaluate_layout, model_flops, training_run
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.dtypes import DType
-from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.hardware import chips, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

@@ -6,9 +6,9 @@ import pytest
 
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.evaluate import whole_extents
-from meshwise.costs.planned import plan_structure
+from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.lower import plan_structure
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.structure import Candidates, Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
@@ -25,7 +25,7 @@ def moved(model, block, kinds, **layout):
     chosen = Layout(**layout)
     job = TrainingJob(batch_tokens=str(chosen.sequences * T), seq_len=str(T), precision="bf16", expert_imbalance=1.0)
     problem = TrainingProblem(load_model(model), job, parse_cluster("h100:64"), IDENTITY)
-    structure = Structure.of(chosen)
+    structure = LayoutChoices.of(chosen)
     sizes = {a: float(n) for a, n in chosen.sizes.items()}
     extents = whole_extents(problem, structure, Candidates(**sizes, micro_batch=1.0, num_microbatches=1.0))
     (planned,) = (b for b in plan_structure(problem, structure) if b.placed.block.name == block)
@@ -83,7 +83,7 @@ def test_gates_travel_with_their_tokens():
     """A dispatch starts one collective, not two; so does what brings gradients back."""
     job = TrainingJob(batch_tokens=str(T * 8), seq_len=str(T), precision="bf16")
     problem = TrainingProblem(load_model("mixtral-8x7b"), job, parse_cluster("h100:64"), IDENTITY)
-    blocks = plan_structure(problem, Structure.of(Layout(expert=8, remat="full")))
+    blocks = plan_structure(problem, LayoutChoices.of(Layout(expert=8, remat="full")))
     (planned,) = (b for b in blocks if b.placed.block.name == "layer")
     exchanges = [p for p in planned.flows if p.mesh_axes == ("expert",) and p.kind in EXCHANGE]
     counts = Counter()

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from small_problems import MIXTURE, case, tiny
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration
 from meshwise.costs.estimate import evaluate_layout, layout_candidate
 from meshwise.costs.evaluate import evaluate_local
 from meshwise.costs.fitted import SOFTWARE, find_calibration, fitted_calibration
-from meshwise.dtypes import DType
-from meshwise.errors import UnknownNameError
 from meshwise.hardware import chips, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import Layout

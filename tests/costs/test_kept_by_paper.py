@@ -7,9 +7,9 @@ terms in s^2 are scores, their softmax and its mask, which fused attention never
 import pytest
 
 from meshwise.costs.calibration import IDENTITY
+from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.workings import work_out
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

@@ -11,7 +11,7 @@ import pytest
 from small_problems import torus
 
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_wire, shares_links, twisted_distance
+from meshwise.costs.network import make_group_link, shares_links, twisted_distance
 from meshwise.hardware import parse_cluster
 
 LINK = 9e10
@@ -68,7 +68,7 @@ def test_gathers_on_a_torus_axis_take_the_steps_of_the_closed_form(length, insid
 def wire_on_axis(length, inside, extent, wraps):
     fabric = Fabric.of(torus((length,), wraps=wraps))
     assert fabric.dimensions[0].bandwidth_one_way == LINK
-    return make_wire(fabric, {"tensor": [float(inside)], "fsdp": [float(extent)]}, ("fsdp",))
+    return make_group_link(fabric, {"tensor": [float(inside)], "fsdp": [float(extent)]}, ("fsdp",))
 
 
 def exchange_by_ways(length, inside, extent, wraps):
@@ -149,7 +149,7 @@ def test_a_twisted_torus_exchanges_as_its_shortest_ways_allow(shape, offsets):
     text = "x".join(map(str, shape))
     whole = {"expert": [float(s) for s in shape]}
     for name, bytes_a_link in ((f"v5p:{text}_twisted", load), (f"v5p:{text}", busiest_link(shape, {})[0])):
-        wire = make_wire(Fabric.of(parse_cluster(name)), whole, ("expert",))
+        wire = make_group_link(Fabric.of(parse_cluster(name)), whole, ("expert",))
         assert wire.exchange == pytest.approx(float(bytes_a_link) / LINK / math.prod(shape), rel=1e-12)
 
 
@@ -157,9 +157,9 @@ def test_a_twist_opens_short_rings_that_the_long_axis_does_not_close():
     plain, twisted = (Fabric.of(parse_cluster(n)) for n in ("v5p:4x4x8", "v5p:4x4x8_twisted"))
     line = Fabric.of(torus((4,), wraps=False))
     for extents in ((4, 1, 1), (1, 1, 8), (4, 1, 8), (1, 1, 4), (4, 4, 8)):
-        a, b = (make_wire(f, {"x": [float(e) for e in extents]}, ("x",)) for f in (plain, twisted))
+        a, b = (make_group_link(f, {"x": [float(e) for e in extents]}, ("x",)) for f in (plain, twisted))
         if extents == (4, 1, 1):  # the way round ends four chips further on along z
-            assert b.gather == make_wire(line, {"x": [4.0]}, ("x",)).gather > a.gather
+            assert b.gather == make_group_link(line, {"x": [4.0]}, ("x",)).gather > a.gather
         else:
             assert (a.gather, a.send) == (b.gather, b.send)
         assert (b.exchange < a.exchange) == (extents == (4, 4, 8))
@@ -184,7 +184,7 @@ def test_gathers_level_by_level_receive_what_the_closed_form_says(extents):
     assert all(len(h) == len(chips) for h in held.values())
     cluster = "h100:64" if len(extents) == 2 else "h100:16384@meta-roce"
     fabric = Fabric.of(parse_cluster(cluster))
-    wire = make_wire(fabric, {"x": [float(e) for e in extents]}, ("x",))
+    wire = make_group_link(fabric, {"x": [float(e) for e in extents]}, ("x",))
     seconds = max(
         through[c][level] / len(chips) / d.bandwidth_one_way for c in chips for level, d in enumerate(fabric.dimensions)
     )
@@ -197,13 +197,13 @@ def test_slices_reduce_their_shards_over_the_data_centre_network(num_slices):
     """Scatter in the slice, reduce each chip's shard with its fellows in the other slices, gather in the slice."""
     fabric = Fabric.of(parse_cluster(f"v5p:4x4x4*{num_slices}"))
     dcn = fabric.dimensions[-1].bandwidth_one_way
-    inside = make_wire(fabric, {"data": [4.0, 4.0, 4.0, 1.0]}, ("data",))
-    across = make_wire(fabric, {"data": [4.0, 4.0, 4.0, float(num_slices)]}, ("data",))
+    inside = make_group_link(fabric, {"data": [4.0, 4.0, 4.0, 1.0]}, ("data",))
+    across = make_group_link(fabric, {"data": [4.0, 4.0, 4.0, float(num_slices)]}, ("data",))
     shard = 2 * (1 - 1 / num_slices) / 64 / dcn
     assert across.all_reduce == pytest.approx(max(inside.all_reduce, shard), rel=1e-12)
     assert across.gather_latency == pytest.approx(inside.gather_latency + math.log2(num_slices) * 10e-6)
     # A host sends what its four chips send: the chips of a host share its port alike.
-    host = make_wire(fabric, {"data": [2.0, 2.0, 1.0, float(num_slices)]}, ("data",))
+    host = make_group_link(fabric, {"data": [2.0, 2.0, 1.0, float(num_slices)]}, ("data",))
     assert host.all_reduce == pytest.approx(2 * (1 - 1 / num_slices) / 4 / dcn, rel=1e-12)
 
 
@@ -211,10 +211,12 @@ def test_axes_between_those_of_a_group_make_it_share_their_links():
     """Groups {0, 1, 4, 5} and {2, 3, 6, 7} of a line of eight: half of each array must cross the link 3-4."""
     fabric = Fabric.of(torus((8,), wraps=False))
     factors = {"tensor": [2.0], "context": [2.0], "fsdp": [2.0]}
-    wire = make_wire(fabric, factors, ("tensor", "fsdp"))
+    wire = make_group_link(fabric, factors, ("tensor", "fsdp"))
     assert wire.gather >= 2 * (1 / 2) / LINK * (1 - 1e-12)
     ring = replace(fabric, dimensions=(replace(fabric.dimensions[0], wraps=True),))
-    assert make_wire(ring, factors, ("tensor", "fsdp")).gather == pytest.approx(2 * (1 / 2) / LINK)  # both ways round
+    assert make_group_link(ring, factors, ("tensor", "fsdp")).gather == pytest.approx(
+        2 * (1 / 2) / LINK
+    )  # both ways round
 
 
 def links_of(fabric, factors, axes):

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 import meshwise
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.machine import machine_document
 from meshwise.costs.measured import MeasuredOperation
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError
 from meshwise.hardware.cluster_file import read_cluster
 
 GIB = 2**30

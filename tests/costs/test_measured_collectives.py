@@ -11,7 +11,7 @@ import pytest
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind
 
@@ -31,7 +31,7 @@ def measured():
             cluster, kind, size = parse_cluster(name), CollectiveKind(row["kind"]), float(row["bytes"])
             calibration = default_calibration(cluster.chip)
             fabric = Fabric.of(cluster, flat_rings=calibration.flat_rings)
-            wire = make_wire(fabric, {"x": [float(s) for s in fabric.sizes]}, ("x",))
+            wire = make_group_link(fabric, {"x": [float(s) for s in fabric.sizes]}, ("x",))
             expected = collective_time(kind, size, wire, links=calibration.links)
             found[name, kind.value].append((size, float(row["seconds"]), expected, wire_time(kind, size, wire)))
     return found

@@ -12,12 +12,12 @@ from small_problems import CLUSTERS, clusters, factorings, torus
 from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.links import Links
-from meshwise.costs.network import IN_NETWORK_GAIN, Wire, make_wire
+from meshwise.costs.network import IN_NETWORK_GAIN, GroupLink, make_group_link
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind as Kind
 from meshwise.sharding.layout import MESH_AXES
 
-FIELDS = tuple(f.name for f in fields(Wire))
+FIELDS = tuple(f.name for f in fields(GroupLink))
 GROUPS = [("tensor",), ("context",), ("fsdp",), ("data",), ("stage",), ("context", "fsdp"), ("context", "data", "fsdp")]
 
 
@@ -49,7 +49,7 @@ def test_no_wire_beats_what_must_come_into_a_chip(group):
     extents = extents_of(factors, axes)
     n = math.prod(extents)
     assume(n > 1)
-    wire = make_wire(fabric, factors, axes)
+    wire = make_group_link(fabric, factors, axes)
     assert wire.size == n
     ingress = links_into_a_chip(fabric, extents)
     missing = 1 - 1 / n
@@ -72,7 +72,7 @@ def test_no_wire_beats_the_narrowest_cut(group):
     extents = extents_of(factors, axes)
     n = math.prod(extents)
     assume(n > 1)
-    wire = make_wire(fabric, factors, axes)
+    wire = make_group_link(fabric, factors, axes)
     for i, (dim, extent) in enumerate(zip(fabric.dimensions, extents, strict=True)):
         if extent < 2:
             continue
@@ -93,10 +93,10 @@ def test_no_wire_beats_the_narrowest_cut(group):
 @given(groups())
 def test_floats_and_arrays_agree(group):
     fabric, factors, axes = group
-    alone = make_wire(fabric, {a: [float(f) for f in row] for a, row in factors.items()}, axes)
+    alone = make_group_link(fabric, {a: [float(f) for f in row] for a, row in factors.items()}, axes)
     ones = {a: [1.0] * len(row) for a, row in factors.items()}
     arrays = {a: [np.array([f, o, f], float) for f, o in zip(row, ones[a], strict=True)] for a, row in factors.items()}
-    together = make_wire(fabric, arrays, axes)
+    together = make_group_link(fabric, arrays, axes)
     for name in FIELDS:
         column = np.broadcast_to(getattr(together, name), 3)
         assert column[0] == column[2] == getattr(alone, name), name
@@ -110,7 +110,10 @@ def test_more_bandwidth_never_slows_a_wire(group, i, factor):
     dims = list(fabric.dimensions)
     i %= len(dims)
     dims[i] = replace(dims[i], bandwidth_one_way=dims[i].bandwidth_one_way * factor)
-    before, after = make_wire(fabric, factors, axes), make_wire(replace(fabric, dimensions=tuple(dims)), factors, axes)
+    before, after = (
+        make_group_link(fabric, factors, axes),
+        make_group_link(replace(fabric, dimensions=tuple(dims)), factors, axes),
+    )
     for name in ("gather", "exchange", "send"):
         assert getattr(after, name) <= getattr(before, name) * (1 + 1e-12)
     for kind in Kind:
@@ -121,7 +124,7 @@ def test_more_bandwidth_never_slows_a_wire(group, i, factor):
 @given(groups(), st.sampled_from(list(Kind)), st.floats(1.0, 1e12))
 def test_a_collective_takes_its_hops_or_its_bytes_whichever_is_longer(group, kind, num_bytes):
     fabric, factors, axes = group
-    wire = make_wire(fabric, factors, axes)
+    wire = make_group_link(fabric, factors, axes)
     time = collective_time(kind, num_bytes, wire)
     assert time >= wire_time(kind, num_bytes, wire)
     assert collective_time(kind, 2 * num_bytes, wire) >= time
@@ -133,25 +136,27 @@ def test_rings_and_lines_of_the_book():
     ring, line = Fabric.of(torus((16,))), Fabric.of(torus((16,), wraps=False))
     link = 9e10
     factors = {"tensor": (16,)}
-    assert make_wire(ring, factors, ("tensor",)).gather == pytest.approx(1 / (2 * link), rel=1e-12)
-    assert make_wire(line, factors, ("tensor",)).gather == pytest.approx(15 / 16 / link, rel=1e-12)
-    assert make_wire(ring, factors, ("tensor",)).gather_latency == pytest.approx(8 * 1e-6)
-    assert make_wire(line, factors, ("tensor",)).gather_latency == pytest.approx(15 * 1e-6)
+    assert make_group_link(ring, factors, ("tensor",)).gather == pytest.approx(1 / (2 * link), rel=1e-12)
+    assert make_group_link(line, factors, ("tensor",)).gather == pytest.approx(15 / 16 / link, rel=1e-12)
+    assert make_group_link(ring, factors, ("tensor",)).gather_latency == pytest.approx(8 * 1e-6)
+    assert make_group_link(line, factors, ("tensor",)).gather_latency == pytest.approx(15 * 1e-6)
     # AllToAll: a quarter of the AllGather on a ring, per byte of the whole array: V / (4 N W_both) x N ... = V / (8 W).
-    assert make_wire(ring, factors, ("tensor",)).exchange == pytest.approx(1 / (8 * link), rel=1e-12)
+    assert make_group_link(ring, factors, ("tensor",)).exchange == pytest.approx(1 / (8 * link), rel=1e-12)
 
 
 def test_several_axes_share_the_bytes():
     cube = Fabric.of(parse_cluster("v5p:4x4x4"))
     one, three = {"fsdp": (4, 1, 1)}, {"fsdp": (4, 4, 4)}
-    assert make_wire(cube, three, ("fsdp",)).gather == pytest.approx(make_wire(cube, one, ("fsdp",)).gather / 3)
-    assert make_wire(cube, three, ("fsdp",)).gather_latency == pytest.approx(3 * 2e-6)
+    assert make_group_link(cube, three, ("fsdp",)).gather == pytest.approx(
+        make_group_link(cube, one, ("fsdp",)).gather / 3
+    )
+    assert make_group_link(cube, three, ("fsdp",)).gather_latency == pytest.approx(3 * 2e-6)
 
 
 def test_groups_that_lie_on_one_torus_axis_share_its_links():
     ring = Fabric.of(torus((16,)))
     factors = {"tensor": (4,), "fsdp": (4,)}
-    inner, outer = (make_wire(ring, factors, (a,)) for a in ("tensor", "fsdp"))
+    inner, outer = (make_group_link(ring, factors, (a,)) for a in ("tensor", "fsdp"))
     link = 9e10
     assert inner.gather == pytest.approx(3 / 4 / link)  # four in a row do not close
     # Every fourth chip: closes to a ring of two hops a direction, but four such groups share each link.
@@ -164,14 +169,14 @@ def test_levels_of_switches():
     # Book, GPUs: out of an H100 450 GB/s inside the node, 50 GB/s to the others; the slower level decides.
     fabric = Fabric.of(parse_cluster("h100:32"))
     node, leaf = (d.bandwidth_one_way for d in fabric.dimensions)
-    inside = make_wire(fabric, {"tensor": (8, 1)}, ("tensor",))
-    across = make_wire(fabric, {"tensor": (8, 4)}, ("tensor",))
-    alone = make_wire(fabric, {"tensor": (1, 4)}, ("tensor",))
+    inside = make_group_link(fabric, {"tensor": (8, 1)}, ("tensor",))
+    across = make_group_link(fabric, {"tensor": (8, 4)}, ("tensor",))
+    alone = make_group_link(fabric, {"tensor": (1, 4)}, ("tensor",))
     assert inside.gather == pytest.approx(7 / 8 / node)
     assert across.gather == pytest.approx(max(7 / 8 / node, 3 / 4 / (8 * leaf)))
     assert alone.gather == pytest.approx(3 / 4 / leaf)
     assert across.exchange == pytest.approx(max(31 / 32 / node, (1 - 8 / 32) / leaf) / 32)
-    assert make_wire(fabric, {"stage": (2, 4)}, ("stage",)).send == pytest.approx(1 / leaf)
+    assert make_group_link(fabric, {"stage": (2, 4)}, ("stage",)).send == pytest.approx(1 / leaf)
 
 
 def test_switches_that_add_gain_but_an_array_must_come_out_once():
@@ -185,7 +190,7 @@ def test_switches_that_add_gain_but_an_array_must_come_out_once():
         ((1, 2), 1, 1),
         ((1, 8), 7 / 4, 1.3),
     ):
-        with_sum, without, seen = (make_wire(f, {"data": factors}, ("data",)) for f in (fabric, plain, nccl))
+        with_sum, without, seen = (make_group_link(f, {"data": factors}, ("data",)) for f in (fabric, plain, nccl))
         bounds = [wire_time(Kind.ALL_REDUCE, 1.0, w) for w in (with_sum, without)]
         assert bounds[1] / bounds[0] == pytest.approx(ideal)
         assert seen.tree == pytest.approx(bounds[1] / gain)
@@ -203,9 +208,9 @@ def test_a_flat_ring_carries_what_all_members_lack_across_every_boundary():
     levels, ring = Fabric.of(cluster), Fabric.of(cluster, flat_rings=True)
     factors = {"X": [8.0, 2.0]}
     nic = cluster.network.levels[1].bandwidth_per_chip_one_way
-    assert make_wire(levels, factors, ("X",)).scheduled == make_wire(levels, factors, ("X",)).gather
-    wire = make_wire(ring, factors, ("X",))
+    assert make_group_link(levels, factors, ("X",)).scheduled == make_group_link(levels, factors, ("X",)).gather
+    wire = make_group_link(ring, factors, ("X",))
     assert wire.gather == pytest.approx(max(7 / 8 / 450e9, 1 / 2 / (8 * nic)))  # the bound stays
     assert wire.scheduled == pytest.approx(15 / 16 / (8 * nic))
-    inside = make_wire(ring, {"X": [8.0, 1.0]}, ("X",))
+    inside = make_group_link(ring, {"X": [8.0, 1.0]}, ("X",))
     assert inside.scheduled == inside.gather == pytest.approx(7 / 8 / 450e9)

@@ -11,15 +11,15 @@ from small_problems import REMATS, cases, tiny
 from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.links import Links
+from meshwise.costs.lower import place_structure
 from meshwise.costs.padding import paddings
-from meshwise.costs.planned import place_structure
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.structure import Structure
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.planning import SearchSpace, search, training_limits
-from meshwise.planning.structures import Choices
+from meshwise.search import SearchSpace, search, training_limits
+from meshwise.search.structures import Choices
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.placed import Purpose, Transfer
 
@@ -87,7 +87,7 @@ def test_splitting_the_residual_never_sends_more_but_for_what_it_gathers_again(r
     def sent(sequence_parallel):
         weight = {CollectiveKind.ALL_REDUCE: 2, CollectiveKind.ALL_GATHER: 1, CollectiveKind.REDUCE_SCATTER: 1}
         (layer,) = (
-            b for b in place_structure(model, Structure(1, sequence_parallel, remat)) if b.block.role == "layer"
+            b for b in place_structure(model, LayoutChoices(1, sequence_parallel, remat)) if b.block.role == "layer"
         )
         passes = []
         for items in (layer.forward, layer.backward):

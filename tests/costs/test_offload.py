@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_problems import cases, tiny
 
+from meshwise.core.errors import LayoutError
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import evaluate, offloaded
+from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.workings import work_out
-from meshwise.errors import LayoutError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

@@ -11,14 +11,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from small_problems import case, cases, structure_of
 
+from meshwise.core.dtypes import DType
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_wires
 from meshwise.costs.evaluate import evaluate
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import Candidates
 from meshwise.costs.memory import MEMORY_CLASSES, RESERVE_SHARE
-from meshwise.costs.network import Wire
+from meshwise.costs.network import GroupLink
 from meshwise.costs.step import TERMS
-from meshwise.costs.structure import Candidates
-from meshwise.dtypes import DType
 from meshwise.hardware import Torus, Tree
 from meshwise.sharding.layout import Layout
 
@@ -249,7 +249,7 @@ def test_a_smaller_batch_never_takes_longer(case, factor):
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from([f.name for f in fields(Wire) if f.name != "size"]),
+@given(cases(), st.sampled_from([f.name for f in fields(GroupLink) if f.name != "size"]),
        st.sampled_from([("tensor",), ("context",), ("context", "fsdp"), ("data",), ("stage",)]),
        st.floats(0.0, 1.0))  # fmt: skip
 def test_a_faster_wire_never_slows_a_step(case, field, group, factor):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs import point_to_point
 from meshwise.costs.point_to_point import torus_hops
-from meshwise.errors import MeshwiseError
 
 
 def test_the_books_numbers():

@@ -4,20 +4,20 @@ import math
 
 import pytest
 
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.tensors import Convert, Einsum
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate
+from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.planned import plan_structure
+from meshwise.costs.lower import plan_structure
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
-from meshwise.costs.workings import work_out
-from meshwise.errors import MeshwiseError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
-from meshwise.tensors import Convert, Einsum
 
 T = 4096
 D, F, NH, KH, V, L = 4096, 14336, 4096, 1024, 128256, 32  # LLaMA-3-8B

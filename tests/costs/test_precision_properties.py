@@ -9,12 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_problems import cases
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.compute import check_precision
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import evaluate
+from meshwise.costs.explain import work_out
 from meshwise.costs.memory import MEMORY_CLASSES
-from meshwise.costs.workings import work_out
-from meshwise.errors import MeshwiseError
 from meshwise.jobs import OPTIMIZERS, PRECISIONS
 from meshwise.report.bounds import upper_parts
 

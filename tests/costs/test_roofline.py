@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError, NotationError
+from meshwise.core.tensors import Attention, Tensor
 from meshwise.costs.operation import compute_dtype, parse_operation, write_operation
 from meshwise.costs.roofline import (
     Memory,
@@ -16,10 +19,7 @@ from meshwise.costs.roofline import (
     roofline,
     tile_padding,
 )
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError, NotationError
 from meshwise.hardware import load_chip
-from meshwise.tensors import Attention, Tensor
 
 V5E = Rates(1.97e14, 8.2e11)  # the book, All About Rooflines
 MATMUL = parse_operation("bf16[B, D] * bf16[D, F] -> bf16[B, F]")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.costs.routing import Routing
-from meshwise.errors import MeshwiseError
 from meshwise.hardware import parse_cluster
 
 ROUTINGS = [
@@ -81,7 +81,7 @@ def test_routed_bytes_are_those_of_every_copy_followed(routing, extents):
     mean = sum(followed(routing, extents, chosen) for chosen in sets) / len(sets)
     # By symmetry over experts each chip sends the same in the mean; a token has 1 byte, all slots top_k * n.
     seconds = max(mean[i].mean() / d.bandwidth_one_way for i, d in enumerate(fabric.dimensions))
-    wire = make_wire(fabric, {"expert": [float(e) for e in extents]}, ("expert",), routing=routing)
+    wire = make_group_link(fabric, {"expert": [float(e) for e in extents]}, ("expert",), routing=routing)
     assert wire.routed * routing.top_k * n == pytest.approx(seconds, rel=1e-12)
 
 
@@ -97,18 +97,18 @@ def test_one_copy_for_each_destination_never_costs_more_than_one_for_each_expert
     if math.prod(extents) > routing.experts:
         return
     factors = {"expert": [float(e) for e in extents]}
-    wire = make_wire(fabric, factors, ("expert",), routing=routing)
+    wire = make_group_link(fabric, factors, ("expert",), routing=routing)
     assert 0 <= wire.routed <= wire.exchange * (1 + 1e-12)
     if routing.top_k == 1 and fabric.dimensions[0].torus:
         assert wire.routed == pytest.approx(wire.exchange, rel=1e-12)
     arrays = {"expert": [np.array([1.0, e, e]) for e in extents]}
-    column = make_wire(fabric, arrays, ("expert",), routing=routing).routed
+    column = make_group_link(fabric, arrays, ("expert",), routing=routing).routed
     assert list(column[1:]) == [wire.routed, wire.routed]
     assert column[0] == 0
 
 
 def test_without_a_routing_every_slot_travels():
-    wire = make_wire(Fabric.of(parse_cluster("h100:64")), {"expert": [8.0, 8.0]}, ("expert",))
+    wire = make_group_link(Fabric.of(parse_cluster("h100:64")), {"expert": [8.0, 8.0]}, ("expert",))
     assert wire.routed == wire.exchange
 
 

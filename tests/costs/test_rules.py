@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs import budgets, rules
-from meshwise.errors import MeshwiseError
 
 C = st.floats(1e13, 1e16)
 W = st.floats(1e9, 1e12)

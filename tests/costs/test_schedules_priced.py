@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
+from meshwise.core.errors import LayoutError
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import evaluate, evaluated
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import Candidates
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.memory import pipeline_ends
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import SCHEDULES, find_schedule
 from meshwise.costs.step import Ledger
-from meshwise.costs.structure import Candidates
-from meshwise.errors import LayoutError
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model

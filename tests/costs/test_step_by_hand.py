@@ -4,11 +4,11 @@ import math
 
 import pytest
 
+from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
-from meshwise.dtypes import DType
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model, read_config

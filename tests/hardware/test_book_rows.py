@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
 from meshwise.hardware import SliceRules, load_chip, networks
 
 SAME = [

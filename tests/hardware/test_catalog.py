@@ -8,8 +8,8 @@ from importlib import resources
 
 import pytest
 
-from meshwise.dtypes import DType
-from meshwise.errors import UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import UnknownNameError
 from meshwise.hardware import Chip, Fabric, SliceRules, aliases, chips, load_chip, machines, networks, parse_cluster
 
 NAMES = [

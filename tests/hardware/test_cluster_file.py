@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.dtypes import DType
-from meshwise.errors import ClusterError, ConfigError, MeshwiseError, UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ClusterError, ConfigError, MeshwiseError, UnknownNameError
 from meshwise.hardware import Cluster, Torus, Tree, load_chip, load_cluster_file, parse_cluster
 from meshwise.hardware.cluster_file import read_cluster
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwise.errors import ClusterError, MeshwiseError, UnknownNameError
+from meshwise.core.errors import ClusterError, MeshwiseError, UnknownNameError
 from meshwise.hardware import Torus, Tree, parse_cluster
 
 DESCRIBED = {

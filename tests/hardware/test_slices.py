@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.errors import ClusterError
+from meshwise.core.errors import ClusterError
 from meshwise.hardware import Cluster, SliceRules, Torus, TorusAxis, chips, load_chip, networks, parse_cluster
 
 CUBED = ("v4", "v5p", "tpu7x")

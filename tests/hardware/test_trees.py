@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.errors import ClusterError
+from meshwise.core.errors import ClusterError
 from meshwise.hardware import Fabric, Level, Tree, chips, load_chip, networks, parse_cluster
 from meshwise.hardware.trees import build_tree
 

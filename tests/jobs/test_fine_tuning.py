@@ -3,11 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
-from meshwise.backward import backward
-from meshwise.errors import MeshwiseError, UnknownNameError
+from meshwise.core.backward import backward
+from meshwise.core.errors import MeshwiseError, UnknownNameError
+from meshwise.core.tensors import Einsum, Elementwise, Kind
 from meshwise.jobs import TrainingJob, narrowed, parse_fine_tuning, parse_precision, trainable_parameters, with_adapters
 from meshwise.models import load_model, model_names
-from meshwise.tensors import Einsum, Elementwise, Kind
 
 
 def adapted(model, text):

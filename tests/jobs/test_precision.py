@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError, UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.jobs import PRECISIONS, parse_precision
 
 ROLES = ("weights", "activations", "gradients", "master", "moments", "compute")

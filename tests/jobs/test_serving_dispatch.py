@@ -2,12 +2,12 @@
 
 import pytest
 
+from meshwise.core.tensors import Route
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import SERVING_PRECISIONS, ServingLoad
 from meshwise.models import load_model
-from meshwise.tensors import Route
 
 
 @pytest.mark.parametrize("precision", sorted(SERVING_PRECISIONS))
@@ -16,7 +16,7 @@ def test_tokens_are_dispatched_as_activations_are(precision):
     load = ServingLoad(prompt=1024, output=128, precision=precision)
     calibration = find_serving_calibration("operations", cluster.chip)
     problem = ServingProblem(load_model("mixtral-8x7b"), load, cluster, calibration)
-    for step in ("prefill", "generate"):
+    for step in ("prefill", "decode"):
         routes = [op for b in problem.program(step) for op in b.ops if isinstance(op, Route)]
         assert {op.name.partition(".")[0] for op in routes} == {"dispatch", "combine"}
         for op in routes:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from meshwise.errors import MeshwiseError, UnitError, UnknownNameError
+from meshwise.core.errors import MeshwiseError, UnitError, UnknownNameError
 from meshwise.jobs import OPTIMIZERS, TrainingJob, parse_optimizer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models import load_model, parse_json, read_config
 
 ARCEE = {

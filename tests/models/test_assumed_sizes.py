@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models import load_model, model_names, read_config
 from meshwise.models.families import FAMILIES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
 from meshwise.models import catalog, load_model, model_names, read_config
 
 

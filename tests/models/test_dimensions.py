@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.models import Model, load_model, read_dimensions
 
 LLAMA = "D=8192 F=28672 L=80 N=64 K=8 H=128 V=128256"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models import load_model
 from meshwise.models.numeric_readers import read_numerics
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.kernels import CompressedAttention, IndexScores, Scan, SelectiveScan
+from meshwise.core.kernels import CompressedAttention, IndexScores, Scan, SelectiveScan
+from meshwise.core.tensors import Attention, Block, Einsum, Kind, Program, Tensor
 from meshwise.models import Model, load_model, model_names, read_config
-from meshwise.tensors import Attention, Block, Einsum, Kind, Program, Tensor
 
 every_model = pytest.mark.parametrize("name", model_names())
 

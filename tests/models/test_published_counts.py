@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
 from meshwise.models import Model, load_model
 
 DATA = Path(__file__).parents[1] / "data" / "models"

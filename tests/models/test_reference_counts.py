@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshwise.backward import backward
+from meshwise.core.backward import backward
+from meshwise.core.tensors import Einsum
 from meshwise.models import read_config
 from meshwise.models.families import FAMILIES
-from meshwise.tensors import Einsum
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl"
 CASES: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]

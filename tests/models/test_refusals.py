@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.models import load_model, parse_json, read_config
 from meshwise.models.families import NOT_YET
 

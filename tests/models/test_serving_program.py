@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError
+from meshwise.core.tensors import Kind
 from meshwise.models import load_model
 from meshwise.models.catalog import model_names
-from meshwise.tensors import Kind
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "kv_cache.csv"
 ROWS = list(csv.DictReader(FILE.read_text(encoding="utf-8").splitlines()))
@@ -38,7 +38,7 @@ def elements(program, *, positions, fixed=False):
 
 
 @pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("step", ["prefill", "generate"])
+@pytest.mark.parametrize("step", ["prefill", "decode"])
 def test_every_model_has_its_weights_in_every_step(name, step):
     model = load_model(name)
     for spread in (False, True):
@@ -50,7 +50,7 @@ def test_a_token_leaves_in_the_caches_what_is_published(row):
     model = load_model(row["name"])
     published = int(row["bytes_per_token_all_if_no_window_bf16"])
     keys_of_indexers = model.kv_cache.index_bytes_per_token(DType.BF16)
-    for step in ("prefill", "generate"):
+    for step in ("prefill", "decode"):
         program = model.serving_program(step)
         assert 2 * elements(program, positions=1) == published + keys_of_indexers
         states = int(row["ssm_state_elems_per_seq"]) + int(row["conv_state_elems_per_seq"])
@@ -73,19 +73,19 @@ def test_a_whole_prompt_takes_the_flops_of_a_forward_pass(name):
 def test_latents_absorbed_multiply_by_the_same_matrices():
     """Per head: q w_k and o w_v instead of expanding keys and values, and products as wide as the latent."""
     model = load_model("deepseek-v3")
-    prefill, generate = model.serving_program("prefill"), model.serving_program("generate")
-    sizes = generate.bind(batch=1, queries=1, keys=1000)
+    prefill, decode = model.serving_program("prefill"), model.serving_program("decode")
+    sizes = decode.bind(batch=1, queries=1, keys=1000)
     heads, rank, rope, nope, width = 128, 512, 64, 128, 128
-    block = next(b for b in generate if b.role == "layer")
+    block = next(b for b in decode if b.role == "layer")
     attention = next(op for op in block.ops if op.name == "attention")
     assert attention.flops(sizes) == 2 * heads * (2 * rank + rope) * 1000
     absorbed = sum(op.flops(sizes) for op in block.ops if op.name.endswith("_absorb"))
     assert absorbed == 2 * heads * rank * (nope + width)
-    assert {t.name for _, t in caches(prefill)} == {t.name for _, t in caches(generate)}
+    assert {t.name for _, t in caches(prefill)} == {t.name for _, t in caches(decode)}
 
 
 def test_encoder_decoders_are_refused():
     encoders = [name for name in model_names() if load_model(name).spec.encoder is not None]
     for name in encoders:
         with pytest.raises(ConfigError, match="encoder-decoders cannot be served yet"):
-            load_model(name).serving_program("generate")
+            load_model(name).serving_program("decode")

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError
+from meshwise.core.tensors import Attention, Fused
 from meshwise.models import load_model, model_names, parse_json, read_config
-from meshwise.tensors import Attention, Fused
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl"
 SMALL: list[dict[str, Any]] = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError
 from meshwise.models import load_model, read_config
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_towers.jsonl"

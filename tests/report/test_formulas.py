@@ -9,18 +9,18 @@ import pytest
 from rich.console import Console
 
 from meshwise.costs.calibration import IDENTITY, default_calibration
+from meshwise.costs.explain import collectives_of, work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.padding import paddings
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.workings import collectives_of, work_out
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
-from meshwise.planning import Plan, Planning, SearchResult
 from meshwise.report.bounds import explain_lower, explain_upper, upper_parts
 from meshwise.report.formulas import explain_time, leg_formula
 from meshwise.report.memory import explain_memory, padding_words
 from meshwise.report.plan import estimate_report
+from meshwise.search import Plan, PlanResult, SearchResult
 from meshwise.sharding.layout import MESH_AXES, Layout
 
 #: Three digits are printed of each number; a product of three is good to this.
@@ -185,7 +185,7 @@ def test_exposed_shares_follow_from_what_covers_them():
 
 
 def told(row: Plan, *, explain: bool):
-    found = Planning(plans=(row,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 1, 0, 1.0, 0.0))
+    found = PlanResult(plans=(row,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 1, 0, 1.0, 0.0))
     return estimate_report(found, {}).envelope(explain=explain)
 
 
@@ -217,7 +217,9 @@ def test_json_has_the_collectives_of_every_plan_and_workings_on_demand(any_plan)
 
 def test_tables_fit_80_columns_and_name_operations_and_moves(any_plan):
     console = Console(file=io.StringIO(), width=80, markup=False, highlight=False, color_system=None)
-    found = Planning(plans=(any_plan,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 1, 0, 1.0, 0.0))
+    found = PlanResult(
+        plans=(any_plan,), reasons=("so",), rejected=(), search=SearchResult((), (), 1, 1, 1, 0, 1.0, 0.0)
+    )
     console.print(estimate_report(found, {}).renderable(explain=True))
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from meshwise.core.units import format_count, format_money
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.calibration_file import calibration_text
 from meshwise.costs.fabric import Fabric
@@ -15,10 +16,9 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
-from meshwise.planning import Found, Plan, Planning, Rival, SearchResult
 from meshwise.report.plan import estimate_report, plan_report
+from meshwise.search import Baseline, Found, Plan, PlanResult, SearchResult
 from meshwise.sharding.layout import Layout
-from meshwise.units import format_count, format_money
 
 REASON = "468 tokens per chip is under the 850 this network needs"
 
@@ -43,14 +43,17 @@ def shown(report, *, explain: bool = False) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def planning(plans) -> Planning:
+def planning(plans) -> PlanResult:
     found = tuple(
         Found(p.layout, p.fabric, 1.0, p.estimate.step_time.expected / p.estimate.tokens, p.estimate.memory["total"])
         for p in plans
     )
     search = SearchResult(found, found, 123456, 65432, 234567, 1000, 1e9, 0.61)
-    rivals = (Rival("FSDP alone", REASON, 1.5, 2e10, True), Rival("nothing", "cannot run", float("inf"), 9e99, False))
-    return Planning(plans=tuple(plans), reasons=("it has enough tokens per chip",), rejected=rivals, search=search)
+    baselines = (
+        Baseline("FSDP alone", REASON, 1.5, 2e10, True),
+        Baseline("nothing", "cannot run", float("inf"), 9e99, False),
+    )
+    return PlanResult(plans=tuple(plans), reasons=("it has enough tokens per chip",), rejected=baselines, search=search)
 
 
 def planned(plans):

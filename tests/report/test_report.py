@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from meshwise.explanation import Explanation
+from meshwise.core.explanation import Explanation
 from meshwise.report import SCHEMA_VERSION, Report
 from meshwise.report.chart import Chart
 from meshwise.report.table import facts, table
@@ -53,7 +53,7 @@ def test_the_answer_comes_first_then_body_assumptions_limits_and_next_steps():
 
 def test_explain_shows_formula_substitution_result_and_source():
     text = shown(WHOLE.renderable(explain=True))
-    assert "Workings:\n  value\n    = a + b\n    = 40 + 2\n    = 42 s\n    source: the book\n" in text
+    assert "Breakdown:\n  value\n    = a + b\n    = 40 + 2\n    = 42 s\n    source: the book\n" in text
 
 
 def test_the_envelope():

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from steps import alone, dense, loss_and_gradients, make, worst
 
-from meshwise.costs.structure import Structure
-from meshwise.errors import LayoutError
-from meshwise.planning.space import Limits, meshes
+from meshwise.core.errors import LayoutError
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.search.space import Limits, meshes
 from meshwise.sharding.layout import COLLECTIVE_MATMULS, MESH_AXES, Layout
 
 #: Sizes that every mesh of 8 divides, so that few draws are refused.
@@ -57,5 +57,5 @@ def test_any_plan_gives_the_gradients_of_one_device(plan):
     expected_loss, expected = alone(model, layout.sequences)
     loss, found = loss_and_gradients(step)
     assert np.isfinite(loss)
-    assert loss == pytest.approx(expected_loss, rel=1e-5), Structure.of(layout)
+    assert loss == pytest.approx(expected_loss, rel=1e-5), LayoutChoices.of(layout)
     assert worst(found, expected) < 1e-5

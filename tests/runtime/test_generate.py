@@ -6,8 +6,8 @@ import pytest
 from steps import configured, dense
 from test_models import MODELS
 
-from meshwise.dtypes import DType
-from meshwise.errors import LayoutError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import LayoutError
 from meshwise.runtime import generator
 from meshwise.sharding.layout import Layout
 

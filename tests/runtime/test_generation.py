@@ -13,15 +13,15 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import meshwise
 from meshwise.cli.main import main
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError
+from meshwise.commands.generate_run import least_times
+from meshwise.commands.run_request import RunRequest
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError
 from meshwise.hardware import load_chip
 from meshwise.runtime.data import SyntheticTokens
 from meshwise.runtime.weights import open_weights
 from meshwise.runtime.weights.start import starting_state
 from meshwise.sharding.layout import Layout
-from meshwise.verbs.generate_run import least_times
-from meshwise.verbs.run_request import RunRequest
 
 GOLDEN = Golden.of("llama")
 WORDS = {f"w{i}": i for i in range(96)}

@@ -7,8 +7,8 @@ from gguf_writing import WRITTEN, write_gguf
 from golden import Golden
 from safetensors.numpy import save_file
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError, MeshwiseError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.runtime import generator
 from meshwise.runtime.weights import open_weights
 from meshwise.sharding.layout import Layout

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwise.core.tensors import Elementwise, Kind, Tensor
 from meshwise.runtime.ops import elementwise
-from meshwise.tensors import Elementwise, Kind, Tensor
 
 LOSS = Elementwise(
     name="loss",

@@ -6,7 +6,7 @@ from jax.extend.core import jaxprs_in_params
 from steps import alone, configured, dense, loss_and_gradients, make, worst
 from test_models import MODELS
 
-from meshwise.errors import LayoutError
+from meshwise.core.errors import LayoutError
 from meshwise.sharding.layout import Layout
 
 FOUR = "D=32 F=64 L=4 N=4 K=2 H=8 V=64"

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from steps import alone, dense, loss_and_gradients, make, worst
 
-from meshwise.errors import LayoutError
+from meshwise.core.errors import LayoutError
 from meshwise.runtime import ragged, refusals
 from meshwise.sharding.layout import Layout
 

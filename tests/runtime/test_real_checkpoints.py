@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from golden import DATA, Golden
 
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
 from meshwise.runtime import generator
 from meshwise.runtime.weights import open_weights
 from meshwise.sharding.layout import Layout

@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import meshwise
-from meshwise.errors import (
+from meshwise.core.errors import (
     ClusterError,
     ConfigError,
     InfeasibleError,
@@ -24,11 +24,11 @@ from meshwise.errors import (
     MeshwiseError,
     MissingDependencyError,
 )
+from meshwise.core.units import format_bytes
 from meshwise.runtime import loop, train_step
 from meshwise.runtime.data import SyntheticTokens, read_text
 from meshwise.runtime.devices import share_of_machine
 from meshwise.runtime.optimizer import Hyperparameters
-from meshwise.units import format_bytes
 
 TINY = "D=8 F=16 L=2 N=2 K=2 H=4 V=32"
 TOKENS, LENGTH = 64, 8

@@ -10,8 +10,8 @@ import pytest
 from golden import NAMES, Golden
 from safetensors.numpy import save_file
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError, MeshwiseError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.models.numeric_readers import read_numerics
 from meshwise.runtime import generator
 from meshwise.runtime.weights import open_weights

@@ -80,7 +80,7 @@ def test_every_constant_puts_what_it_reads():
 
 
 def default_formats():
-    from meshwise.dtypes import DType  # noqa: PLC0415
+    from meshwise.core.dtypes import DType  # noqa: PLC0415
 
     return DType.FP8, DType.FP4
 

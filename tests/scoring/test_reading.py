@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.scoring import COLUMNS, METRICS, UnreadRow, runs_of, score_runs, shipped_runs
 
 HEADER = "id,chip,model,n_chips,global_batch_seqs,seq_len,measured_metric,measured_value,unit"

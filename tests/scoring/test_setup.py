@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.scoring import MeasuredRun, Refusal, predict, shipped_runs
 from meshwise.scoring.conventions import convention_flops, measured_bytes, measured_seconds
 from meshwise.scoring.machines import cluster_of, node_bandwidth

@@ -13,8 +13,8 @@ from parts import EPSILON, Axes, Part, mask, padded, sigmoid, spread, sum_to
 from recurrences import kernel
 from streams import STREAMS, compressed_attention, compressed_attention_gradient
 
-from meshwise.kernels import CompressedAttention, IndexScores
-from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Fused, Lookup, Op, Route
+from meshwise.core.kernels import CompressedAttention, IndexScores
+from meshwise.core.tensors import Attention, Block, Convert, Einsum, Elementwise, Fused, Lookup, Op, Route
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.tensors import Attention
+from meshwise.core.tensors import Attention
 
 Axes = tuple[str, ...]
 EPSILON = 1e-3

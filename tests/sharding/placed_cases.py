@@ -18,12 +18,12 @@ from formulas import Routing
 from programs import Arrays, Microbatch, Results, Step
 from tiny_models import Shape, fixed_routing, random_values, tiny_block
 
+from meshwise.core.tensors import Block
 from meshwise.sharding import Mesh
 from meshwise.sharding.place import place_block
 from meshwise.sharding.placed import PlacedBlock
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, ulysses
-from meshwise.tensors import Block
 
 MAX_DEVICES = 16
 

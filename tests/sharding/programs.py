@@ -14,10 +14,10 @@ from devices import Devices, all_coordinates, apply, collect, distribute, part_o
 from formulas import Formulas, Part, Routing, attention_gradient
 from recurrences import kernel_gradients
 
+from meshwise.core.tensors import Attention, AttentionGradient, Fused, FusedGradient, Kind, Tensor
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.strategy import Strategy
-from meshwise.tensors import Attention, AttentionGradient, Fused, FusedGradient, Kind, Tensor
 
 Arrays = Mapping[str, np.ndarray]
 LEARNING_RATE = 0.1

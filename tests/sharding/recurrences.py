@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwise.kernels import Scan, SelectiveScan, ShortConvolution
-from meshwise.tensors import Fused
+from meshwise.core.kernels import Scan, SelectiveScan, ShortConvolution
+from meshwise.core.tensors import Fused
 
 Arrays = Sequence[np.ndarray]
 

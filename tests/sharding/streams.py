@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from parts import Part, mask, padded, sigmoid, spread, sum_to
 
-from meshwise.kernels import CompressedAttention
-from meshwise.tensors import Op
+from meshwise.core.kernels import CompressedAttention
+from meshwise.core.tensors import Op
 
 Parts = Sequence[Part]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.errors import LayoutError, MeshwiseError, UnknownNameError
+from meshwise.core.errors import LayoutError, MeshwiseError, UnknownNameError
 from meshwise.sharding.layout import (
     COLLECTIVE_MATMULS,
     CONTEXT_METHODS,

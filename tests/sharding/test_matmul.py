@@ -9,8 +9,8 @@ from devices import apply_all, distribute, global_einsum, holds, local_einsum, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.dtypes import DType
-from meshwise.errors import ShardingError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError
 from meshwise.sharding import (
     Indices,
     MatmulPlacement,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwise.dtypes import DType
-from meshwise.errors import ShardingError, UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError, UnknownNameError
 from meshwise.sharding import Mesh, Sharding
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.dtypes import DType
-from meshwise.errors import NotationError, ShardingError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import NotationError, ShardingError
 from meshwise.sharding import Expression, Mesh, ShardedTensor, Sharding, parse_expression, parse_mesh, parse_tensor
 
 MESH = Mesh.of(X=4, Y=8, data=2, tensor=4)

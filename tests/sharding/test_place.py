@@ -21,12 +21,12 @@ from placed_cases import AXES, EXPERTS_OF_TENSOR, Case, make_case, random_case
 from programs import Arrays, Results, differences
 from tiny_models import BLOCKS, LAYERS, MIXTURES
 
+from meshwise.core.tensors import Attention, Block, Einsum, Fused, Kind, Op, Tensor
 from meshwise.models import load_model, model_names
 from meshwise.sharding.place import place_block
 from meshwise.sharding.placed import LocalOp, PlacedBlock, Transfer
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, training_strategy, ulysses
-from meshwise.tensors import Attention, Block, Einsum, Fused, Kind, Op, Tensor
 
 CASES_PER_BLOCK = 5
 TWO_OF_EACH = dict.fromkeys(AXES, 2)

@@ -9,9 +9,9 @@ from placed_cases import random_case
 from programs import differences
 from tiny_models import BLOCKS, LAYERS, MIXTURES
 
+from meshwise.core.tensors import Kind, Program
 from meshwise.jobs import narrowed, parse_fine_tuning, parse_precision, with_adapters
 from meshwise.sharding.placed import LocalOp, Transfer
-from meshwise.tensors import Kind, Program
 
 SEEDS = 4
 

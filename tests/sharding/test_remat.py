@@ -7,13 +7,13 @@ import random
 import pytest
 from tiny_models import BLOCKS, Shape, tiny_block
 
-from meshwise.backward import backward
-from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.core.backward import backward
+from meshwise.core.errors import LayoutError, UnknownNameError
+from meshwise.core.kernels import Scan, SelectiveScan
+from meshwise.core.tensors import Attention, Block, Einsum, Kind, Program
 from meshwise.jobs import narrowed, parse_precision
-from meshwise.kernels import Scan, SelectiveScan
 from meshwise.models import load_model
 from meshwise.sharding.remat import REMAT_POLICIES, Saved, check_remat, remat_policy, saved_activations
-from meshwise.tensors import Attention, Block, Einsum, Kind, Program
 
 POLICIES = ["none", "matmuls", "attention", "full"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.core.errors import LayoutError, UnknownNameError
 from meshwise.sharding.layout import Layout, parse_layout
 from meshwise.sharding.remat_names import RematRequest, parse_remat
 

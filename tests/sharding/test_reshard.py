@@ -10,8 +10,8 @@ from devices import apply, apply_all, distribute, holds, random_array, random_sh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.dtypes import DType
-from meshwise.errors import ShardingError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError
 from meshwise.sharding import Collective, CollectiveKind, Mesh, Sharding, reshard
 from meshwise.sharding.reshard import nearest, nominal_bytes_sent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.core.errors import LayoutError, UnknownNameError
 from meshwise.models import load_model
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import place_forward
@@ -38,7 +38,7 @@ def sent(placed, *axes):
 
 
 def test_tensor_parallelism_reduces_twice_a_layer():
-    assert sent(layer("llama-3-70b", "generate"), "tensor") == [("AR", "o", "t"), ("AR", "down", "t")]
+    assert sent(layer("llama-3-70b", "decode"), "tensor") == [("AR", "o", "t"), ("AR", "down", "t")]
     prefill = layer("llama-3-70b", "prefill", residual="positions")
     assert sent(prefill, "tensor") == [
         ("AG", "x.attn", "t"), ("RS", "o", "t"), ("AG", "x.mlp", "t"), ("RS", "down", "t"),
@@ -47,7 +47,7 @@ def test_tensor_parallelism_reduces_twice_a_layer():
 
 def test_a_cache_split_by_sequences_takes_two_exchanges():
     """Book, Inference: AllToAll of queries to where their sequences are, and back."""
-    placed = layer("llama-3-70b", "generate", cache_split="batch")
+    placed = layer("llama-3-70b", "decode", cache_split="batch")
     moved = sent(placed, "cache")
     assert [(kind, name) for kind, name, _ in moved if kind == "A2A"] == [("A2A", "q.rope"), ("A2A", "attention")]
     assert not [m for m in moved if m[0] == "send"]
@@ -56,7 +56,7 @@ def test_a_cache_split_by_sequences_takes_two_exchanges():
 
 
 def test_a_cache_split_by_positions_adds_up_partial_sums():
-    placed = layer("llama-3-70b", "generate", cache_split="sequence")
+    placed = layer("llama-3-70b", "decode", cache_split="sequence")
     moved = [m for m in sent(placed, "cache") if m[1] in ("q.rope", "attention")]
     assert moved == [("AG", "q.rope", "c"), ("RS", "attention", "c")]
     assert "cache" in placed.caches[0].sharding.splits[1]
@@ -64,7 +64,7 @@ def test_a_cache_split_by_positions_adds_up_partial_sums():
 
 def test_two_dimensions_of_weights_are_those_of_the_paper():
     """Pope et al. 2022, figure 2: gather E over yz, scatter F over x, gather F over x, scatter E over yz."""
-    placed = layer("llama-3-70b", "generate", cache_split="batch", wide=True, residual="width")
+    placed = layer("llama-3-70b", "decode", cache_split="batch", wide=True, residual="width")
     feed_forward = [m for m in sent(placed, "cache", "width") if m[1] in ("x.mlp", "gate", "up", "act", "down")]
     assert feed_forward == [
         ("AG", "x.mlp", "c"), ("RS", "gate", "w"), ("RS", "up", "w"), ("AG", "act", "w"), ("RS", "down", "c"),
@@ -82,7 +82,7 @@ def test_gathered_weights_move_and_activations_do_not():
 
 
 def test_experts_exchange_tokens_and_attention_nothing():
-    placed = layer("mixtral-8x7b", "generate", experts=("E", "C"))
+    placed = layer("mixtral-8x7b", "decode", experts=("E", "C"))
     assert [(k, n) for k, n, _ in sent(placed, "expert")] == [
         ("A2A", "slots"),
         ("A2A", "slot_gates"),
@@ -97,7 +97,7 @@ def test_context_gathers_keys_and_values_of_prompts_alone():
 
 
 def test_latents_of_attention_are_on_every_device_of_the_tensor_axis():
-    placed = layer("deepseek-v3", "generate")
+    placed = layer("deepseek-v3", "decode")
     assert all("tensor" not in axes for h in placed.caches for axes in h.sharding.splits)
 
 
@@ -106,7 +106,7 @@ def test_latents_of_attention_are_on_every_device_of_the_tensor_axis():
 @pytest.mark.parametrize("wide", [False, True])
 def test_splits_of_one_index_agree_in_every_operation(model, split, wide):
     """What an operation reads is split as its index space is; no mesh axis splits two indices."""
-    for step in ("prefill", "generate"):
+    for step in ("prefill", "decode"):
         program = load_model(model).serving_program(step, spread_norms=wide)
         strategy = serving_strategy(cache_split=split, wide=wide, residual="width" if wide else "whole")
         for block in program:

@@ -1,11 +1,11 @@
 """Attention whose keys have the queries' own heads (latent attention): tensor parallelism splits the heads."""
 
+from meshwise.core.tensors import Attention
 from meshwise.models import load_model
 from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.place import place_block
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.strategy import training_strategy
-from meshwise.tensors import Attention
 
 
 def test_latent_attention_is_split_by_heads_and_moves_nothing_itself():

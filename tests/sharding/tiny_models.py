@@ -16,6 +16,7 @@ from devices import all_coordinates, part_of
 from formulas import Routing
 from programs import Arrays, Microbatch
 
+from meshwise.core.tensors import Block, Kind, Route, Tensor
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.recurrences import GatedDelta, LightningAttention, SelectiveStateSpace, StateSpace
 from meshwise.models.spec import (
@@ -38,7 +39,6 @@ from meshwise.models.spec import (
 from meshwise.sharding import Mesh
 from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.strategy import Strategy
-from meshwise.tensors import Block, Kind, Route, Tensor
 
 #: Tokens of one device where there are no experts: a cut of the batch by a cut of the positions, 2 each.
 TOKENS_OF_A_DEVICE = 4

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwise.core.errors import LayoutError, UnknownNameError
 from meshwise.costs.makespans import PipelineShape, PipelineTimes, StageTimes
 from meshwise.costs.schedules import SCHEDULES, find_schedule
-from meshwise.errors import LayoutError, UnknownNameError
 from meshwise.simulation import Task, run_schedule, work_orders
 
 ONE = StageTimes(1.0, 1.0, 1.0)

@@ -9,11 +9,11 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options, say
 from meshwise.cli.progress import Progress
+from meshwise.commands.bench import BenchRequest, run_bench
+from meshwise.commands.where import WHERE_FLAGS
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.measured import check_new, write_new, write_rows
-from meshwise.errors import MeshwiseError
 from meshwise.report.bench import bench_report
-from meshwise.verbs.bench import BenchRequest, run_bench
-from meshwise.verbs.where import WHERE_FLAGS
 
 
 @click.command()

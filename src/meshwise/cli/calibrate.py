@@ -7,8 +7,8 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
+from meshwise.commands.calibrate import CalibrateRequest, find_refined
 from meshwise.report.calibrate import calibrate_report
-from meshwise.verbs.calibrate import CalibrateRequest, find_refined
 
 
 @click.command()

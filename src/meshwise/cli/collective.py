@@ -6,9 +6,9 @@ import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
+from meshwise.commands.collective import CollectiveRequest, examine_collective
+from meshwise.commands.where import WHERE_FLAGS
 from meshwise.report.collective import collective_report
-from meshwise.verbs.collective import CollectiveRequest, examine_collective
-from meshwise.verbs.where import WHERE_FLAGS
 
 
 @click.command()

@@ -9,14 +9,14 @@ import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
+from meshwise.commands.estimate_serve import EstimateServeRequest, answer_plan, find_serving_estimate, write_engines
+from meshwise.commands.plan_file import check_save
+from meshwise.commands.serve import SERVE_FLAGS
+from meshwise.commands.serving_plan import read_serving_plan, save_serving_plan
+from meshwise.core.errors import InfeasibleError
 from meshwise.costs.serving.answer import ServingAnswer
-from meshwise.errors import InfeasibleError
-from meshwise.planning.serving import ServingPlan
 from meshwise.report.serve import estimate_serve_report
-from meshwise.verbs.estimate_serve import EstimateServeRequest, answer_plan, find_serving_estimate, write_engines
-from meshwise.verbs.plan_file import check_save
-from meshwise.verbs.serve import SERVE_FLAGS
-from meshwise.verbs.serving_plan import read_serving_plan, save_serving_plan
+from meshwise.search.serving import ServingPlan
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -60,7 +60,7 @@ def serve(
     else:
         answer, inputs = _estimated(request)
     output.show(estimate_serve_report(answer, inputs))
-    write_engines(answer.problem, answer.estimate, {"generate": engine, "prefill": prefill_engine})
+    write_engines(answer.problem, answer.estimate, {"decode": engine, "prefill": prefill_engine})
     if save is not None:
         save_serving_plan(ServingPlan(answer.problem, answer.estimate), save)
     if not answer.estimate.fits:

@@ -9,10 +9,10 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
-from meshwise.errors import InfeasibleError
+from meshwise.commands.estimate_train import EstimateTrainRequest, find_estimate
+from meshwise.commands.train import TRAIN_FLAGS, save_plan
+from meshwise.core.errors import InfeasibleError
 from meshwise.report.plan import estimate_report
-from meshwise.verbs.estimate_train import EstimateTrainRequest, find_estimate
-from meshwise.verbs.train import TRAIN_FLAGS, save_plan
 
 
 @click.command()

@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 
 from meshwise.cli.output import Output, output_options
-from meshwise.handover import SERVING_TARGETS, TARGETS
-from meshwise.report.handover import handover_report
-from meshwise.verbs.export import export as export_plan
-from meshwise.verbs.export import write_text
+from meshwise.commands.export import export as export_plan
+from meshwise.commands.export import write_text
+from meshwise.exports import SERVING_TARGETS, TARGETS
+from meshwise.report.exported import handover_report
 
 
 @click.command()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import click
 
-from meshwise.errors import UnknownNameError
+from meshwise.core.errors import UnknownNameError
 
 
 @dataclass(frozen=True, slots=True)

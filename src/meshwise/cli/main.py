@@ -19,7 +19,7 @@ import click
 
 from meshwise import __version__
 from meshwise.cli.lazy import LazyCommand, LazyGroup
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 
 COMMANDS = {
     "plan": LazyCommand("meshwise.cli.plan:plan", "Find the best plans, and say why others lose."),

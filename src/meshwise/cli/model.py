@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
+from meshwise.core.units import Quantity, format_count, parse_count
 from meshwise.models import load_model
 from meshwise.models.lengths import check_length
 from meshwise.report.model import model_report
-from meshwise.units import Quantity, format_count, parse_count
 
 #: Where FLOPs are counted unless told otherwise; shorter for models that cannot read so far.
 DEFAULT_SEQ_LEN = 4096

@@ -1,6 +1,6 @@
 """A pydantic model's fields as click options, so that a parameter is declared once: on its field.
 
-Unit, bounds, default and help are the field's; text goes to its own parser (`meshwise.units.Quantity`), and errors
+Unit, bounds, default and help are the field's; text goes to its own parser (`meshwise.core.units.Quantity`), and errors
 come back with the flag as typed.
 Not here: which requests there are (each verb's file, `jobs`).
 """
@@ -20,8 +20,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from meshwise.units import Quantity
-from meshwise.verbs.requests import format_bound, validated
+from meshwise.commands.requests import format_bound, validated
+from meshwise.core.units import Quantity
 
 
 def request_options(

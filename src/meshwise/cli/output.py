@@ -19,7 +19,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.report import Report
 
 #: Columns when nobody looks at a terminal.

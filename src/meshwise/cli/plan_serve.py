@@ -9,15 +9,15 @@ import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options, write_picture
-from meshwise.planning.serving import ServingPlan
+from meshwise.commands.estimate_serve import write_engines
+from meshwise.commands.plan_file import check_save
+from meshwise.commands.plan_serve import PlanServeRequest, find_serving_plans
+from meshwise.commands.plan_serve_many import find_alternatives
+from meshwise.commands.serve import SERVE_FLAGS
+from meshwise.commands.serving_plan import save_serving_plan
 from meshwise.report.plan_serve import plan_serve_report, plan_serve_svg
 from meshwise.report.serve_alternatives import alternatives_report, alternatives_svg
-from meshwise.verbs.estimate_serve import write_engines
-from meshwise.verbs.plan_file import check_save
-from meshwise.verbs.plan_serve import PlanServeRequest, find_serving_plans
-from meshwise.verbs.plan_serve_many import find_alternatives
-from meshwise.verbs.serve import SERVE_FLAGS
-from meshwise.verbs.serving_plan import save_serving_plan
+from meshwise.search.serving import ServingPlan
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -63,7 +63,7 @@ def serve(
         best = ServingPlan(problem, planning.plans[0])
         inputs = {**request.echo_serving(problem), **request.echo_search()}
         report, picture = plan_serve_report(planning, inputs), partial(plan_serve_svg, planning)
-    write_engines(best.problem, best.estimate, {"generate": engine, "prefill": prefill_engine})
+    write_engines(best.problem, best.estimate, {"decode": engine, "prefill": prefill_engine})
     if svg is not None:
         write_picture(svg, picture())
     output.show(report)

@@ -12,16 +12,16 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options, write_picture
 from meshwise.cli.progress import Progress
-from meshwise.errors import InfeasibleError, MeshwiseError
+from meshwise.commands.plan_file import check_save
+from meshwise.commands.plan_many import check_asked, compare_clusters, find_scaling
+from meshwise.commands.plan_train import PlanTrainRequest, find_plans
+from meshwise.commands.train import TRAIN_FLAGS, save_plan
+from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.report.plan import plan_report
 from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
-from meshwise.verbs.plan_file import check_save
-from meshwise.verbs.plan_many import check_asked, compare_clusters, find_scaling
-from meshwise.verbs.plan_train import PlanTrainRequest, find_plans
-from meshwise.verbs.train import TRAIN_FLAGS, save_plan
 
 if TYPE_CHECKING:
-    from meshwise.verbs.verify_best import Verified
+    from meshwise.commands.verify_best import Verified
 
 
 @click.command()
@@ -88,7 +88,7 @@ def train(
             inputs = {**request.echo_training(problem), **request.echo_search(planning.memory_share)}
             verified: tuple[Verified, ...] = ()
             if verify is not None:  # what reads compiled programs is loaded where it is asked for
-                from meshwise.verbs.verify_best import verify_best  # noqa: PLC0415
+                from meshwise.commands.verify_best import verify_best  # noqa: PLC0415
 
                 planning, verified = verify_best(planning, verify, progress=progress)
             report = plan_report(planning, {**inputs, "verify": verify})

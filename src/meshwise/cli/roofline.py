@@ -9,9 +9,9 @@ import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
-from meshwise.errors import MeshwiseError
+from meshwise.commands.roofline import RooflineRequest, examine_roofline
+from meshwise.core.errors import MeshwiseError
 from meshwise.report.roofline import RooflineCase, roofline_report, roofline_svg
-from meshwise.verbs.roofline import RooflineRequest, examine_roofline
 
 
 @click.command()

@@ -9,16 +9,16 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options, say, stdout_for_the_answer
 from meshwise.cli.progress import Progress
-from meshwise.planning import Plan
+from meshwise.commands.estimate_train import EstimateTrainRequest, find_estimate
+from meshwise.commands.export import read_plan
+from meshwise.commands.generate import GenerateRequest, execute_generation
+from meshwise.commands.run import execute
+from meshwise.commands.run_request import RunRequest
+from meshwise.commands.train import TRAIN_FLAGS
 from meshwise.report.generate import generate_report
 from meshwise.report.report import Report
 from meshwise.report.run import run_report
-from meshwise.verbs.estimate_train import EstimateTrainRequest, find_estimate
-from meshwise.verbs.export import read_plan
-from meshwise.verbs.generate import GenerateRequest, execute_generation
-from meshwise.verbs.run import execute
-from meshwise.verbs.run_request import RunRequest
-from meshwise.verbs.train import TRAIN_FLAGS
+from meshwise.search import Plan
 
 
 @click.command()

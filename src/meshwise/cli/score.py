@@ -9,12 +9,12 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
-from meshwise.errors import MeshwiseError
+from meshwise.commands.score import ScoreRequest, find_score
+from meshwise.core.errors import MeshwiseError
 from meshwise.report.score import score_report
 from meshwise.report.score_serving import served_report
 from meshwise.report.scored import scored_svg
 from meshwise.scoring import Score
-from meshwise.verbs.score import ScoreRequest, find_score
 
 
 @click.command()

@@ -6,9 +6,9 @@ import click
 
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
+from meshwise.commands.shard import ShardRequest, examine_shard
+from meshwise.commands.where import WHERE_FLAGS
 from meshwise.report.shard import shard_report
-from meshwise.verbs.shard import ShardRequest, examine_shard
-from meshwise.verbs.where import WHERE_FLAGS
 
 
 @click.command()

@@ -9,9 +9,9 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import terminal_progress
-from meshwise.errors import MeshwiseError
+from meshwise.commands.simulate_serve import SimulateServeRequest, read_served, serve_load
+from meshwise.core.errors import MeshwiseError
 from meshwise.report.serving import serving_report, serving_svg, serving_trace
-from meshwise.verbs.simulate_serve import SimulateServeRequest, read_served, serve_load
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 

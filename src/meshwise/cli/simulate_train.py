@@ -10,13 +10,13 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
-from meshwise.errors import InfeasibleError, MeshwiseError
-from meshwise.planning import Plan
+from meshwise.commands.estimate_train import EstimateTrainRequest, find_estimate
+from meshwise.commands.export import read_plan
+from meshwise.commands.simulate import simulate_step
+from meshwise.commands.train import TRAIN_FLAGS
+from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.report.timeline import timeline_report, timeline_svg, timeline_trace
-from meshwise.verbs.estimate_train import EstimateTrainRequest, find_estimate
-from meshwise.verbs.export import read_plan
-from meshwise.verbs.simulate import simulate_step
-from meshwise.verbs.train import TRAIN_FLAGS
+from meshwise.search import Plan
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 

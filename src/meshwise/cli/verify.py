@@ -9,13 +9,13 @@ import click
 from meshwise.cli.options import request_options
 from meshwise.cli.output import Output, output_options
 from meshwise.cli.progress import Progress
-from meshwise.errors import InfeasibleError
-from meshwise.planning import Plan
+from meshwise.commands.estimate_train import EstimateTrainRequest, find_estimate
+from meshwise.commands.export import read_plan
+from meshwise.commands.train import TRAIN_FLAGS
+from meshwise.commands.verify import verify_plan
+from meshwise.core.errors import InfeasibleError
 from meshwise.report.verify import verification_report
-from meshwise.verbs.estimate_train import EstimateTrainRequest, find_estimate
-from meshwise.verbs.export import read_plan
-from meshwise.verbs.train import TRAIN_FLAGS
-from meshwise.verbs.verify import verify_plan
+from meshwise.search import Plan
 
 
 @click.command()

@@ -18,7 +18,7 @@ from meshwise.compiler.hlo.instructions import Module
 from meshwise.compiler.hlo.reader import read_module
 from meshwise.compiler.memory import CompiledMemory, OutOfMemory
 from meshwise.compiler.targets import Target
-from meshwise.errors import CompilerError
+from meshwise.core.errors import CompilerError
 
 
 class Lowered(Protocol):

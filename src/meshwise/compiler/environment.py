@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.compiler.targets import Target
-from meshwise.errors import MissingDependencyError
+from meshwise.core.errors import MissingDependencyError
 
 _LIBRARIES = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda12"}
 _PACKAGES = {

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from meshwise.compiler.rounds import Rounds
+from meshwise.core.tensors import Attention
+from meshwise.costs.breakdown import Breakdown
 from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import Holding
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.costs.traffic import Flow, Pass
-from meshwise.costs.worked import Workings
-from meshwise.costs.workings import work_out
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Purpose
-from meshwise.tensors import Attention
 
 #: Names of a block and of an operation in it.
 Operation = tuple[str, str]
@@ -119,7 +119,7 @@ def expect(problem: TrainingProblem, fabric: Fabric, layout: Layout, memory: Map
     )
 
 
-def _moved(workings: Workings) -> dict[str, float]:
+def _moved(workings: Breakdown) -> dict[str, float]:
     """Bytes between HBM and compute, by block."""
     found = {b.name: sum(o.num_bytes for o in b.operations) * b.copies * b.num_microbatches for b in workings.blocks}
     return {**found, "": workings.optimizer_bytes}
@@ -220,7 +220,7 @@ class _Flops:
     more: Mapping[Operation, Mapping[str, float]]
 
 
-def _flops(workings: Workings, rounds: Rounds | None) -> _Flops:
+def _flops(workings: Breakdown, rounds: Rounds | None) -> _Flops:
     """Add up by the operation of the forward pass that they belong to: its backward halves are named after it."""
     planned: dict[Operation, float] = defaultdict(float)
     forward: dict[Operation, float] = defaultdict(float)

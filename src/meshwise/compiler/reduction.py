@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.errors import CompilerError, ConfigError
+from meshwise.core.errors import CompilerError, ConfigError
 from meshwise.models import Model
 from meshwise.sharding.layout import Layout
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.compiler.gpu_description import describe_gpu, known_gpus
+from meshwise.core.errors import CompilerError
 from meshwise.costs.fabric import Dimension, Fabric
-from meshwise.errors import CompilerError
 from meshwise.hardware import Chip, Cluster, Torus
 
 #: TPUs whose devices are chips, so that a mesh of chips is a mesh of devices, and whose programs the compiler prints.

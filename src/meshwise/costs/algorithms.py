@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshwise.costs.collectives import schedules
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.links import Links
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.sharding import CollectiveKind
 
 _GATHERS = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
@@ -63,12 +63,12 @@ def algorithms(
     Args:
         kind, num_bytes: the collective, as in `collectives.wire_time`.
         fabric: the network, as the software sees it.
-        factors, axes: the group, as in `network.make_wire`.
+        factors, axes: the group, as in `network.make_group_link`.
         links: what the software achieves.
     """
     found: dict[str, Algorithm] = {}
     for view in (fabric, *_others(fabric)):
-        wire = make_wire(view, factors, axes)
+        wire = make_group_link(view, factors, axes)
         for name, (per_byte, hops) in zip(offered(kind, view), schedules(kind, wire), strict=True):
             transfer = float(num_bytes * per_byte)
             seconds = float(links.seconds(float(hops), transfer, wire.size > 1))

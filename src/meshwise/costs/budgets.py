@@ -188,7 +188,7 @@ def max_decode_batch(
 
 @positive_arguments
 def ended_per_step(batch: float, outputs: float) -> float:
-    """Sequences that end in one generate step of a full batch, and are replaced: B / G.
+    """Sequences that end in one decode step of a full batch, and are replaced: B / G.
 
     Times prompt + output, it is how many cached tokens are given up in a step.
 
@@ -202,12 +202,12 @@ def ended_per_step(batch: float, outputs: float) -> float:
 
 @positive_arguments
 def prefill_engines_for_one(prefill_time: float, step_time: float, batch: float, outputs: float) -> float:
-    """Engines that prefill for one that generates, so that neither waits: B t_prefill / (G t_step).
+    """Engines that prefill for one that decodes, so that neither waits: B t_prefill / (G t_step).
 
     Args:
         prefill_time: seconds of one prompt.
-        step_time: seconds of one generate step.
-        batch: sequences that generate at once.
+        step_time: seconds of one decode step.
+        batch: sequences that decode at once.
         outputs: tokens of each.
 
     Source: book, Applied Inference, "prefill".

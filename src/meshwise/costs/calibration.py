@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from meshwise.core.dtypes import DType
 from meshwise.costs.links import IDEAL_LINKS, Links
-from meshwise.dtypes import DType
 from meshwise.hardware import Chip
 
 

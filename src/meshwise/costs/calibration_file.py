@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError
 
 #: What `schema` says in such a file.
 SCHEMA = "meshwise-calibration-1"

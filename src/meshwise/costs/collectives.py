@@ -1,7 +1,7 @@
 """Time of a collective: by the fastest algorithm there is, or by the fastest that the software offers.
 
-All times are of the array's bytes as the book counts them; `Wire` holds what the network contributes, `Links` what the
-software achieves of it. Not here: which collectives a plan needs.
+All times are of the array's bytes as the book counts them; `GroupLink` holds what the network contributes, `Links` what
+the software achieves of it. Not here: which collectives a plan needs.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 from meshwise.costs.arithmetic import floor, maximum, minimum
 from meshwise.costs.links import IDEAL_LINKS, Links
-from meshwise.costs.network import Wire
+from meshwise.costs.network import GroupLink
 from meshwise.sharding import CollectiveKind
 
 
-def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
+def wire_time(kind: CollectiveKind, num_bytes: Any, wire: GroupLink) -> Any:
     """Seconds by bandwidth alone: what no schedule on this wire can beat by more than its hops allow.
 
     Args:
@@ -29,7 +29,7 @@ def wire_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
     return num_bytes * wire_rate(kind, wire)
 
 
-def wire_rate(kind: CollectiveKind, wire: Wire) -> Any:
+def wire_rate(kind: CollectiveKind, wire: GroupLink) -> Any:
     """The same, for a byte."""
     match kind:
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
@@ -44,7 +44,7 @@ def wire_rate(kind: CollectiveKind, wire: Wire) -> Any:
             return 0.0
 
 
-def schedules(kind: CollectiveKind, wire: Wire) -> tuple[tuple[Any, Any], ...]:
+def schedules(kind: CollectiveKind, wire: GroupLink) -> tuple[tuple[Any, Any], ...]:
     """Give the algorithms that the software offers: (seconds per byte at full bandwidth, seconds of hops) of each.
 
     One, but for AllReduces: a ring (ReduceScatter and AllGather), or trees and switches that add.
@@ -65,19 +65,19 @@ def schedules(kind: CollectiveKind, wire: Wire) -> tuple[tuple[Any, Any], ...]:
             return ((0.0, 0.0),)
 
 
-def scheduled_time(kind: CollectiveKind, num_bytes: Any, wire: Wire) -> Any:
+def scheduled_time(kind: CollectiveKind, num_bytes: Any, wire: GroupLink) -> Any:
     """Seconds by bandwidth of the schedules that are really run; arguments as in `wire_time`, which none beats."""
     first, *others = (num_bytes * per_byte for per_byte, _ in schedules(kind, wire))
     return minimum(first, others[0]) if others else first
 
 
-def latency(kind: CollectiveKind, wire: Wire) -> Any:
+def latency(kind: CollectiveKind, wire: GroupLink) -> Any:
     """Seconds of hops that the collective takes however few its bytes."""
     first, *others = (hops for _, hops in schedules(kind, wire))
     return minimum(first, others[0]) if others else first
 
 
-def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, links: Links = IDEAL_LINKS) -> Any:
+def collective_time(kind: CollectiveKind, num_bytes: Any, wire: GroupLink, *, links: Links = IDEAL_LINKS) -> Any:
     """Expected seconds: of the algorithms that the software offers, the fastest for so many bytes.
 
     On ideal links hops of at least their latency each, or the bytes through the links, whichever is longer (book,
@@ -86,7 +86,7 @@ def collective_time(kind: CollectiveKind, num_bytes: Any, wire: Wire, *, links: 
     return fastest(starts(kind, wire, links), num_bytes, links)
 
 
-def starts(kind: CollectiveKind, wire: Wire, links: Links) -> tuple[tuple[Any, Any], ...]:
+def starts(kind: CollectiveKind, wire: GroupLink, links: Links) -> tuple[tuple[Any, Any], ...]:
     """The algorithms of `schedules`, each with its seconds per byte and those it takes however few; none of a slice."""
     if kind is CollectiveKind.SLICE:
         return ()
@@ -103,7 +103,7 @@ def fastest(algorithms: tuple[tuple[Any, Any], ...], num_bytes: Any, links: Link
     return num_bytes * 0.0 if seconds is None else seconds
 
 
-def ring_time(num_bytes: Any, wire: Wire, *, both_ways: bool, links: Links = IDEAL_LINKS) -> Any:
+def ring_time(num_bytes: Any, wire: GroupLink, *, both_ways: bool, links: Links = IDEAL_LINKS) -> Any:
     """Expected seconds of an AllGather or ReduceScatter in pieces that a program sends round a ring of the group.
 
     One way round n - 1 sends of a shard each, through one link of a chip in one direction. Both ways half as many

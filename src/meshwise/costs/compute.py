@@ -11,6 +11,21 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.tensors import (
+    Attention,
+    AttentionGradient,
+    Convert,
+    Einsum,
+    Elementwise,
+    Fused,
+    FusedGradient,
+    Kind,
+    Lookup,
+    Op,
+    Route,
+)
 from meshwise.costs.arithmetic import maximum
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import (
@@ -25,24 +40,9 @@ from meshwise.costs.extents import (
     volume_key,
     weighted_sum,
 )
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import Precision
 from meshwise.sharding.placed import LocalOp, PlacedBlock
-from meshwise.tensors import (
-    Attention,
-    AttentionGradient,
-    Convert,
-    Einsum,
-    Elementwise,
-    Fused,
-    FusedGradient,
-    Kind,
-    Lookup,
-    Op,
-    Route,
-)
 
 
 @dataclass(frozen=True, slots=True)

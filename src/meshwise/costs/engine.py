@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 
 
 def query_key_pairs(past: int, new: int, window: int | None = None) -> int:
     """Count the keys that `new` queries see in all: each sees what came before it and itself, `window` at most.
 
-    The same sum is what `new` consecutive generate steps of one request read, whose cache holds `past` tokens before.
+    The same sum is what `new` consecutive decode steps of one request read, whose cache holds `past` tokens before.
 
     >>> query_key_pairs(0, 4), query_key_pairs(10, 2), query_key_pairs(0, 4, window=2)
     (10, 23, 7)
@@ -36,7 +36,7 @@ class AttentionCosts:
     """What one kind of layers takes to attend, all its layers together.
 
     Args:
-        seconds_per_cached_token: of a generate step, for each token that a request attends to (reading its cache).
+        seconds_per_cached_token: of a decode step, for each token that a request attends to (reading its cache).
         seconds_per_pair: of a prefill, for each pair of a query and a key.
         window: tokens that a query sees at most; None: all.
     """
@@ -57,15 +57,15 @@ class AttentionCosts:
 class EngineCosts:
     """Seconds of an engine's steps, and the size of its cache.
 
-    A step in which B requests generate one token each, and some prompts are prefilled by a chunk each, takes
+    A step in which B requests decode one token each, and some prompts are prefilled by a chunk each, takes
 
         overhead_s + per_request_s * B + tokens_seconds(all its tokens)
-        + for each kind of layers: seconds_per_cached_token * sum over generating requests of min(context, window)
+        + for each kind of layers: seconds_per_cached_token * sum over decoding requests of min(context, window)
                                    + seconds_per_pair * pairs of a query and a key in the chunks
 
     Args:
         overhead_s: of every step: host, launches, sampling.
-        per_request_s: for each generating request.
+        per_request_s: for each decoding request.
         token_seconds: (tokens, seconds) of what depends only on how many tokens a step has: weights read, matmuls,
             collectives. Piecewise linear between; before the first point level, beyond the last going on as its last
             piece does. Neither falls.
@@ -132,7 +132,7 @@ class EngineCosts:
         """Seconds of one step.
 
         Args:
-            contexts: of each generating request the tokens it attends to, the one it feeds included.
+            contexts: of each decoding request the tokens it attends to, the one it feeds included.
             chunks: of each prompt (tokens cached before, tokens of this chunk).
 
         >>> costs = EngineCosts(0.001, ((1, 0.01), (512, 0.02)), 100, (AttentionCosts(1e-6, 1e-9),))
@@ -153,7 +153,7 @@ class EngineCosts:
         return kind.seconds_per_pair * sum(query_key_pairs(past, new, kind.window) for past, new in chunks)
 
     def run_seconds(self, contexts: Sequence[int], steps: int) -> float:
-        """Seconds of consecutive generate steps of the same requests: their `step_seconds`, added up in closed form.
+        """Seconds of consecutive decode steps of the same requests: their `step_seconds`, added up in closed form.
 
         Args:
             contexts: of each request the tokens it attends to in the first of the steps; one more in each later one.

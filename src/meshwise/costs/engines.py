@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
 from meshwise.costs.calibration_file import is_file_name
 from meshwise.costs.fitted import find_calibration
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.hardware import Chip
 
 #: Seconds between the operations of a step: replayed as a CUDA graph, and launched one by one from C++.
@@ -48,8 +48,8 @@ class ServingEngine:
 ENGINES = {
     e.name: e
     for e in (
-        ServingEngine("vllm", "vLLM, generating by CUDA graphs", 0.42e-3, 36e-6, _GRAPH, _ONE_SHOT, 138),
-        ServingEngine("sglang", "SGLang, generating by CUDA graphs", 0.27e-3, 16e-6, _GRAPH, _ONE_SHOT, 89),
+        ServingEngine("vllm", "vLLM, decoding by CUDA graphs", 0.42e-3, 36e-6, _GRAPH, _ONE_SHOT, 138),
+        ServingEngine("sglang", "SGLang, decoding by CUDA graphs", 0.27e-3, 16e-6, _GRAPH, _ONE_SHOT, 89),
         ServingEngine("trtllm", "TensorRT-LLM 1.0 and later", 0.11e-3, 8.2e-6, _GRAPH, _ONE_SHOT, 256),
         ServingEngine("trtllm-2023", "TensorRT-LLM 0.5 to 0.9", 0.15e-3, 10.7e-6, _LAUNCHED, _NCCL, 113),
         ServingEngine("fastertransformer", "FasterTransformer 5", 0.18e-3, 59e-6, _LAUNCHED, _NCCL, 163),

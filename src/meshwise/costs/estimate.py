@@ -9,20 +9,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwise.core.errors import LayoutError
+from meshwise.core.tensors import Attention, Einsum, Fused
 from meshwise.costs.evaluate import Costs, evaluate
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.lower import plan_structure
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline, num_layers
-from meshwise.costs.planned import plan_structure
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
-from meshwise.costs.structure import Candidates, Structure
-from meshwise.errors import LayoutError
 from meshwise.models import Model
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.remat import check_remat
-from meshwise.tensors import Attention, Einsum, Fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,9 @@ def tuned_flops(problem: TrainingProblem, tokens: float) -> tuple[float, float, 
     return frozen, trained, attention
 
 
-def _recompute_flops(problem: TrainingProblem, structure: Structure, candidates: Candidates, sequences: float) -> float:
+def _recompute_flops(
+    problem: TrainingProblem, structure: LayoutChoices, candidates: Candidates, sequences: float
+) -> float:
     sizes = problem.train_program().bind(batch=sequences, queries=problem.job.seq_len)
     total = 0.0
     for planned in plan_structure(problem, structure):
@@ -161,7 +163,7 @@ def _recompute_flops(problem: TrainingProblem, structure: Structure, candidates:
 
 
 def layout_factors(fabric: Fabric, layout: Layout) -> dict[str, list[float]]:
-    """Extents of each mesh axis on the dimensions of the network, as `make_wire` takes them."""
+    """Extents of each mesh axis on the dimensions of the network, as `make_group_link` takes them."""
     assert layout.wires is not None, "the search fills in the wires"
     extents = dict(layout.wires)
     dims = len(fabric.dimensions)
@@ -173,7 +175,7 @@ def layout_wires(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Pl
     return PlacedWires(fabric, layout_factors(fabric, layout), problem.routing)
 
 
-def layout_candidate(model: Model, layout: Layout) -> tuple[Structure, Candidates]:
+def layout_candidate(model: Model, layout: Layout) -> tuple[LayoutChoices, Candidates]:
     """Give a layout as the evaluator takes it: its structure and its sizes.
 
     Raises:
@@ -198,7 +200,7 @@ def layout_candidate(model: Model, layout: Layout) -> tuple[Structure, Candidate
         remat_share=1.0 if layout.remat_layers is None else layout.remat_layers / layers,
         offload_share=1.0 if layout.offload_layers is None else layout.offload_layers / layers,
     )
-    return Structure.of(layout), candidates
+    return LayoutChoices.of(layout), candidates
 
 
 def check_pipeline(layers: int, layout: Layout) -> None:
@@ -224,7 +226,7 @@ def evaluate_layout(problem: TrainingProblem, fabric: Fabric, layout: Layout, le
     return evaluate(problem, structure, candidates, layout_wires(problem, fabric, layout), ledger=ledger)
 
 
-def _checked_candidate(problem: TrainingProblem, layout: Layout) -> tuple[Structure, Candidates]:
+def _checked_candidate(problem: TrainingProblem, layout: Layout) -> tuple[LayoutChoices, Candidates]:
     check_offload(problem.cluster.chip, layout.offload)
     return layout_candidate(problem.model, layout)
 

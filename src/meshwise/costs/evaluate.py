@@ -11,25 +11,25 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from meshwise.core.tensors import Tensor
 from meshwise.costs.arithmetic import is_one, maximum, where
-from meshwise.costs.assembly import StepParts, step_time
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, held_bytes
+from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
+from meshwise.costs.lower import LocalBlock, LoweredBlock, plan_structure
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
-from meshwise.costs.network import Wire
+from meshwise.costs.network import GroupLink
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
+from meshwise.costs.overlap import role_sums
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of
-from meshwise.costs.planned import LocalBlock, PlannedBlock, plan_structure
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.stage_sums import role_sums
 from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime
-from meshwise.costs.structure import Candidates, LocalSizes, Structure
+from meshwise.costs.step_time import StepParts, step_time
 from meshwise.costs.traffic import Flow
 from meshwise.costs.update import UpdatePlan
 from meshwise.models import Model
 from meshwise.sharding.placed import Held, Purpose
-from meshwise.tensors import Tensor
 
 #: Purposes of what moves for the activations of a microbatch.
 _OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)
@@ -53,7 +53,7 @@ class Costs:
 
 
 def evaluate_local(
-    problem: TrainingProblem, structure: Structure, sizes: LocalSizes, known: Sequence[LocalBlock] | None = None
+    problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, known: Sequence[LocalBlock] | None = None
 ) -> tuple[LocalBlock, ...]:
     """Price what one device does on its own: operations, activations, and the bytes of most collectives.
 
@@ -70,9 +70,9 @@ def evaluate_local(
 
 def _evaluate_local(
     problem: TrainingProblem,
-    structure: Structure,
+    structure: LayoutChoices,
     sizes: LocalSizes,
-    planned: tuple[PlannedBlock, ...],
+    planned: tuple[LoweredBlock, ...],
     known: Sequence[LocalBlock] | None = None,
 ) -> tuple[LocalBlock, ...]:
     extents = local_extents(problem, structure, sizes)
@@ -88,13 +88,13 @@ def _evaluate_local(
     )
 
 
-def repeats_whole(problem: TrainingProblem, structure: Structure) -> bool:
+def repeats_whole(problem: TrainingProblem, structure: LayoutChoices) -> bool:
     """Whether layers that are recomputed are repeated to their end."""
     return problem.calibration.repeats_whole and structure.remat == "full"
 
 
 def _passes(
-    problem: TrainingProblem, structure: Structure, b: PlannedBlock, prices: OperationPrices
+    problem: TrainingProblem, structure: LayoutChoices, b: LoweredBlock, prices: OperationPrices
 ) -> dict[str, PassCompute]:
     """Price the passes of a block; where the software repeats a whole layer, that is what recomputation takes."""
     passes = {name: prices.pass_compute(works, b.alike[name]) for name, works in b.works.items()}
@@ -110,30 +110,30 @@ def _passes(
 
 
 def evaluate_local_memory(
-    problem: TrainingProblem, structure: Structure, sizes: LocalSizes
-) -> tuple[tuple[PlannedBlock, LocalMemory], ...]:
+    problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes
+) -> tuple[tuple[LoweredBlock, LocalMemory], ...]:
     """Evaluate the activations of each block alone; arguments as in `evaluate_local`."""
     extents = local_extents(problem, structure, sizes)
     return tuple((b, _local_memory(problem, b, extents)) for b in plan_structure(problem, structure))
 
 
-def _local_memory(problem: TrainingProblem, b: PlannedBlock, extents: Extents) -> LocalMemory:
+def _local_memory(problem: TrainingProblem, b: LoweredBlock, extents: Extents) -> LocalMemory:
     bucketed = problem.bucketed and b.placed.block.role == "layer"
     return local_memory(b.memory, extents, problem.calibration, bucketed=bucketed)
 
 
-def local_extents(problem: TrainingProblem, structure: Structure, sizes: LocalSizes) -> Extents:
+def local_extents(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes) -> Extents:
     """Lengths of one microbatch on one device, where no weight is split over data and fsdp."""
     bound = _bound(problem, structure, sizes, sizes.micro_batch * sizes.expert)
     return Extents(bound, {"data": 1.0, "fsdp": 1.0, **sizes.mesh})
 
 
-def whole_extents(problem: TrainingProblem, structure: Structure, c: Candidates) -> Extents:
+def whole_extents(problem: TrainingProblem, structure: LayoutChoices, c: Candidates) -> Extents:
     """Lengths on the whole mesh: B is the sequences of one microbatch over all devices."""
     return Extents(_bound(problem, structure, c.local, c.micro_batch * c.replicas), c.mesh)
 
 
-def _bound(problem: TrainingProblem, structure: Structure, sizes: LocalSizes, sequences: Any) -> dict[str, Any]:
+def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, sequences: Any) -> dict[str, Any]:
     """Sizes of all axes for so many sequences; slots of experts are those of the busiest device."""
     program = problem.train_program()
     bound = program.bind(batch=sequences, queries=problem.job.seq_len)
@@ -149,9 +149,9 @@ def _bound(problem: TrainingProblem, structure: Structure, sizes: LocalSizes, se
 
 def evaluate(
     problem: TrainingProblem,
-    structure: Structure,
+    structure: LayoutChoices,
     candidates: Candidates,
-    wires: Callable[[tuple[str, ...]], Wire],
+    wires: Callable[[tuple[str, ...]], GroupLink],
     local: tuple[LocalBlock, ...] | None = None,
     *,
     ledger: Ledger | None = None,
@@ -183,9 +183,9 @@ class Evaluated:
     """
 
     problem: TrainingProblem
-    structure: Structure
+    structure: LayoutChoices
     offload_share: Any
-    blocks: tuple[tuple[PlannedBlock, Part, LocalBlock], ...]
+    blocks: tuple[tuple[LoweredBlock, Part, LocalBlock], ...]
     extents: Extents
     step: StepParts | None = None
     ledger: Ledger | None = None
@@ -272,9 +272,9 @@ class Evaluated:
 
 def evaluated(
     problem: TrainingProblem,
-    structure: Structure,
+    structure: LayoutChoices,
     candidates: Candidates,
-    wires: Callable[[tuple[str, ...]], Wire],
+    wires: Callable[[tuple[str, ...]], GroupLink],
     local: tuple[LocalBlock, ...] | None = None,
     *,
     ledger: Ledger | None = None,
@@ -299,7 +299,9 @@ def evaluated(
     return Evaluated(problem, structure, c.offload_share, blocks, extents, step, ledger)
 
 
-def rates_of(problem: TrainingProblem, structure: Structure, wires: Callable[[tuple[str, ...]], Wire]) -> StepRates:
+def rates_of(
+    problem: TrainingProblem, structure: LayoutChoices, wires: Callable[[tuple[str, ...]], GroupLink]
+) -> StepRates:
     """Give the rates of one evaluation; arguments as in `evaluate`."""
     both_ways = structure.collective_matmul == "bidirectional"
     return StepRates(problem.cluster.chip, problem.calibration, wires, both_ways=both_ways)
@@ -329,8 +331,8 @@ def offloaded(costs: Costs, which: Iterable[str], share: Any = 1.0, *, ledger: L
 
 def evaluate_activations(
     problem: TrainingProblem,
-    structure: Structure,
-    wires: Callable[[tuple[str, ...]], Wire],
+    structure: LayoutChoices,
+    wires: Callable[[tuple[str, ...]], GroupLink],
     local: tuple[LocalBlock, ...],
 ) -> StepParts:
     """Sums of a step whose weights, gradients, optimizer and sends take no time: their makespan bounds the expected.
@@ -352,7 +354,7 @@ def evaluate_activations(
 
 
 def evaluate_memory(
-    problem: TrainingProblem, structure: Structure, candidates: Candidates, local: tuple[LocalBlock, ...]
+    problem: TrainingProblem, structure: LayoutChoices, candidates: Candidates, local: tuple[LocalBlock, ...]
 ) -> Evaluated:
     """Evaluate the memory alone, which needs no wires. Args: as in `evaluate`."""
     extents = whole_extents(problem, structure, candidates)
@@ -361,7 +363,7 @@ def evaluate_memory(
     return Evaluated(problem, structure, candidates.offload_share, blocks, extents)
 
 
-def _activation_flows(planned: PlannedBlock, local: LocalBlock) -> tuple[Flow, ...]:
+def _activation_flows(planned: LoweredBlock, local: LocalBlock) -> tuple[Flow, ...]:
     """What moves activations. Gradients of learned positions are summed over replicas, too: no bound counts them."""
     moving = [
         i
@@ -371,7 +373,7 @@ def _activation_flows(planned: PlannedBlock, local: LocalBlock) -> tuple[Flow, .
     return tuple(planned.flows[i].sized(local.flows[i]) for i in moving)
 
 
-def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: Extents, *, noted: bool) -> BlockTime:
+def _block_time(planned: LoweredBlock, part: Part, local: LocalBlock, extents: Extents, *, noted: bool) -> BlockTime:
     """Price one block; what would be sent within groups of one device takes no time, and is left out unless `noted`."""
     known = local.flows
     flows = tuple(
@@ -382,14 +384,14 @@ def _block_time(planned: PlannedBlock, part: Part, local: LocalBlock, extents: E
     return BlockTime(part, **local.passes, flows=flows)
 
 
-def _between_stages(model: Model, structure: Structure) -> tuple[Held, ...]:
+def _between_stages(model: Model, structure: LayoutChoices) -> tuple[Held, ...]:
     """What stages send each other: the residual stream, and what layers read besides it."""
     further = (Held(t, structure.strategy.home(t.axes)) for t in model.passed_along)
     return (_residual(structure, model.residual_axes), *further)
 
 
 @cache
-def _residual(structure: Structure, axes: tuple[str, ...]) -> Held:
+def _residual(structure: LayoutChoices, axes: tuple[str, ...]) -> Held:
     """The residual stream as it stands between blocks."""
     x = Tensor("x", axes)
     return Held(x, structure.strategy.home(x.axes))

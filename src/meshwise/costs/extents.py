@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from meshwise.core.dtypes import DType
+from meshwise.core.tensors import Kind, Tensor
 from meshwise.costs.arithmetic import ceil
-from meshwise.dtypes import DType
 from meshwise.jobs import Precision
 from meshwise.sharding.placed import Held
-from meshwise.tensors import Kind, Tensor
 
 #: The mesh axes that split an axis, major to minor.
 Split = tuple[str, ...]

@@ -54,7 +54,7 @@ class Fabric:
 
         Args:
             cluster: chips and their network.
-            flat_rings: whether the software is NCCL or its like; see `Wire.scheduled`. It lets switches of the
+            flat_rings: whether the software is NCCL or its like; see `GroupLink.scheduled`. It lets switches of the
                 innermost level add where they can (NVLS), asked for or not.
         """
         net = cluster.network

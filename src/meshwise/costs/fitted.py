@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, Calibration, default_calibration
 from meshwise.costs.calibration_file import is_file_name, read_calibration_file
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.hardware import Chip, load_chip
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import format_bandwidth, format_flops_per_s, format_time
 from meshwise.costs.collectives import wire_time
 from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.costs.measured import MeasuredOperation
-from meshwise.costs.network import make_wire
-from meshwise.errors import MeshwiseError
+from meshwise.costs.network import make_group_link
 from meshwise.models.operations import ACT_FLOPS
 from meshwise.sharding import CollectiveKind
-from meshwise.units import format_bandwidth, format_flops_per_s, format_time
 
 #: Sides of a product from which on its rate is that of large ones.
 _LARGE = 256
@@ -104,7 +104,7 @@ def _links(rows: Iterable[MeasuredOperation], num_devices: int) -> tuple[float, 
     The smallest of a kind is all latency, and what the largest takes beyond that is bytes.
     """
     fabric = Fabric((Dimension("memory", num_devices, False, False, 1.0, 0.0),), False)
-    wire = make_wire(fabric, {"x": [float(num_devices)]}, ("x",))
+    wire = make_group_link(fabric, {"x": [float(num_devices)]}, ("x",))
     latencies, bandwidths = [], []
     measured = _of(rows, "collective")
     for op in sorted({r.op for r in measured}):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwise.core.tensors import Block
 from meshwise.costs.arithmetic import is_zero, maximum, some, where
 from meshwise.costs.calibration import IDENTITY, Calibration
 from meshwise.costs.extents import Extents
 from meshwise.costs.memory_plan import MemoryPlan, Moment
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of, uneven
 from meshwise.jobs import Precision
-from meshwise.tensors import Block
 
 #: Class -> what it holds.
 MEMORY_CLASSES = {

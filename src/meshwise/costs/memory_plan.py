@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from meshwise.core.tensors import Attention, Convert, Elementwise, Kind
 from meshwise.costs.extents import WeightedSum, element_bytes, held_bytes, held_key, volume_key, weighted_sum
 from meshwise.costs.update import moment_bytes, weight_bytes
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
-from meshwise.tensors import Attention, Convert, Elementwise, Kind
 
 #: Activations, and unreduced gradients, that are held at once.
 Moment = tuple[WeightedSum, WeightedSum]

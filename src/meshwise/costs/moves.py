@@ -12,11 +12,11 @@ from typing import Any
 
 from meshwise.costs.evaluate import rates_of
 from meshwise.costs.extents import Extents
-from meshwise.costs.network import Wire
-from meshwise.costs.planned import plan_structure
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.costs.lower import plan_structure
+from meshwise.costs.network import GroupLink
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import StepRates
-from meshwise.costs.structure import Structure
 from meshwise.costs.traffic import FlowPlan, Pass
 from meshwise.sharding.placed import Purpose
 
@@ -50,7 +50,7 @@ class Moves:
             self.renewed = self.renewed + seconds
 
 
-def moving_least(structure: Structure) -> Structure:
+def moving_least(structure: LayoutChoices) -> LayoutChoices:
     """The structure that moves least of all that differ from `structure` in their remat policy; the same for many.
 
     What gradients need is needed whatever is computed again, so that is the one which computes nothing again. How
@@ -61,9 +61,9 @@ def moving_least(structure: Structure) -> Structure:
 
 def evaluate_moves(
     problem: TrainingProblem,
-    structure: Structure,
+    structure: LayoutChoices,
     mesh: Mapping[str, Any],
-    wires: Callable[[tuple[str, ...]], Wire],
+    wires: Callable[[tuple[str, ...]], GroupLink],
 ) -> dict[str, Moves]:
     """Price what moves, by role.
 

@@ -25,7 +25,7 @@ _NO_RATE = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class GroupLink:
     """What a group of chips along some mesh axes can do. Numbers, or arrays with one entry per candidate.
 
     Args:
@@ -62,18 +62,18 @@ class Wire:
     tree_latency: Any
     routed: Any
 
-    def carrying(self, *, routed: bool) -> Wire:
+    def carrying(self, *, routed: bool) -> GroupLink:
         """The wire as an AllToAll finds it: with `routed` one that sends a token once to each of its destinations."""
         return replace(self, exchange=self.routed) if routed else self
 
 
 #: A wire that takes no time.
-NO_WIRE = Wire(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_WIRE = GroupLink(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def make_wire(
+def make_group_link(
     fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...], *, routing: Routing | None = None
-) -> Wire:
+) -> GroupLink:
     """Price the group of chips along mesh `axes`.
 
     On a torus axis of length s, a group of extent F whose members are `stride` apart forms a ring when it spans the
@@ -89,7 +89,7 @@ def make_wire(
         factors: mesh axis -> its extent on each dimension; axes in the order in which they nest on a torus axis,
             inner first.
         axes: the mesh axes of the group.
-        routing: of a mixture whose experts are spread over the group, for `Wire.routed`.
+        routing: of a mixture whose experts are spread over the group, for `GroupLink.routed`.
 
     Returns: the wire; arrays where a factor is an array.
     """
@@ -135,7 +135,7 @@ def _span(members: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     return extent, stride
 
 
-def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
+def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> GroupLink:
     if all(is_one(extent) for extent, _ in spans):
         return NO_WIRE
     ring = _TorusSums(_twist_of(fabric, spans))
@@ -164,7 +164,7 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> Wire:
         gather, all_reduce = maximum(torus_gather, tree.gather), maximum(all_reduce, tree.all_reduce)
         gather_latency, exchange = gather_latency + tree.latency, maximum(exchange, tree.exchange)
     flat = fabric.flat_rings
-    return Wire(
+    return GroupLink(
         size=size,
         gather=gather,
         gather_latency=gather_latency,
@@ -257,7 +257,7 @@ def shares_links(
 
     Args:
         fabric: the network.
-        factors: as in `make_wire`.
+        factors: as in `make_group_link`.
         one, other: mesh axes of the two groups.
 
     Returns: whether; an array where a factor is one.
@@ -289,7 +289,7 @@ class PlacedWires:
 
     Args:
         fabric: the network.
-        factors: as in `make_wire`.
+        factors: as in `make_group_link`.
         routing: of a mixture, for groups that hold its experts.
     """
 
@@ -299,10 +299,10 @@ class PlacedWires:
         self.routing = routing
         self._nested: _Nested = _nested(fabric, factors)
         self._spans: dict[tuple[str, ...], _Spans] = {}
-        self._made: dict[tuple[str, ...], Wire] = {}  # by axes in any order, as they are asked for
+        self._made: dict[tuple[str, ...], GroupLink] = {}  # by axes in any order, as they are asked for
         self._shared: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
 
-    def __call__(self, axes: tuple[str, ...]) -> Wire:
+    def __call__(self, axes: tuple[str, ...]) -> GroupLink:
         """Look up the wire of the group along `axes`, in any order."""
         if axes not in self._made:
             key = tuple(sorted(axes))
@@ -351,7 +351,7 @@ class _Twist:
 
 
 class _TreeSums:
-    """Sums over the levels of switches of one group; `nccl`: the schedules of `Wire.tree`, too.
+    """Sums over the levels of switches of one group; `nccl`: the schedules of `GroupLink.tree`, too.
 
     Args:
         own: whether the innermost level has ports of its own (NVLink), so that what goes further does not cross it;

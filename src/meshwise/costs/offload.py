@@ -22,15 +22,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwise.core.errors import LayoutError
+from meshwise.core.tensors import Block
 from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.memory import Holding, LayerMemory, StageMemory, fullest
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.step import TERMS, HostMove, Ledger, StepTime
 from meshwise.costs.traffic import Pass
-from meshwise.errors import LayoutError
 from meshwise.hardware import Chip
-from meshwise.tensors import Block
 
 #: Part of the layout's `offload` -> classes of memory that leave the chip.
 HOST_CLASSES = {

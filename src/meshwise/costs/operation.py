@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwise.dtypes import DType, parse_dtype
-from meshwise.errors import NotationError, UnknownNameError
-from meshwise.tensors import Einsum, Elementwise, Op, Tensor
+from meshwise.core.dtypes import DType, parse_dtype
+from meshwise.core.errors import NotationError, UnknownNameError
+from meshwise.core.tensors import Einsum, Elementwise, Op, Tensor
 
 _TOKEN = re.compile(r"\s*(?:(->|→)|([A-Za-z_][A-Za-z0-9_]*)|(.))")
 _EXAMPLE = "bf16[B, D] * int8[D, F] -> bf16[B, F]"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from meshwise.costs.estimate import layout_candidate
 from meshwise.costs.evaluate import whole_extents
 from meshwise.costs.extents import NEVER_PADDED
-from meshwise.costs.planned import place_structure
+from meshwise.costs.lower import place_structure
 from meshwise.costs.problem import TrainingProblem
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock

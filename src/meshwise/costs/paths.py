@@ -1,6 +1,8 @@
 """How the bytes of a collective go: which part of the network they cross, and what each part would take alone.
 
-For workings: every number is `make_wire`'s, of the same network with its other parts infinitely fast. Not here: bytes.
+For explanations: every number is `make_group_link`'s, of the same network with its other parts infinitely fast.
+
+Not here: bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from meshwise.costs.algorithms import offered
 from meshwise.costs.collectives import scheduled_time, schedules
 from meshwise.costs.estimate import layout_factors
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_wire
+from meshwise.costs.network import make_group_link
 from meshwise.costs.routing import Routing
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
@@ -148,7 +150,7 @@ def _alone(
 ) -> float:
     """Price a byte with every dimension but `part` infinitely fast."""
     dims = tuple(d if i in part else replace(d, bandwidth_one_way=_AT_ONCE) for i, d in enumerate(fabric.dimensions))
-    wire = make_wire(replace(fabric, dimensions=dims), factors, axes, routing=routing)
+    wire = make_group_link(replace(fabric, dimensions=dims), factors, axes, routing=routing)
     return float(schedules(kind, wire.carrying(routed=routing is not None))[algorithm][0])
 
 
@@ -162,5 +164,5 @@ def _lane(
         long = [n for n, d in enumerate(fabric.dimensions) if d.torus and not d.twisted]
         whole = all(math.prod(factors[a][n] for a in axes) == fabric.dimensions[n].size for n in long)
         dim = replace(dim, twisted=False, wraps=whole)
-    wire = make_wire(Fabric((dim,)), {a: [f[i]] for a, f in factors.items()}, axes)
+    wire = make_group_link(Fabric((dim,)), {a: [f[i]] for a, f in factors.items()}, axes)
     return float(scheduled_time(simple, 1.0, wire))

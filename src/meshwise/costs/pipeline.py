@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwise.core.tensors import Block
 from meshwise.costs.arithmetic import ceil, some, take, where
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.schedules import Schedule, find_schedule
-from meshwise.tensors import Block
 
 #: Role of a block -> share of its copies.
 Shares = Mapping[str, Any]

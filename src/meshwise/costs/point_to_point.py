@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.rules import positive_arguments
-from meshwise.errors import MeshwiseError
 
 
 def torus_hops(shape: Sequence[int], wraps: Sequence[bool], source: Sequence[int], target: Sequence[int]) -> int:

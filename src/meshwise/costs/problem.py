@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from meshwise.core.tensors import Program
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster
 from meshwise.jobs import FineTuning, Precision, TrainingJob, narrowed, with_adapters
 from meshwise.models import Model
-from meshwise.tensors import Program
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError
+from meshwise.costs.axis_mapping import AxisMapping, best_wiring, collective_bytes, parse_wiring
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_wire
-from meshwise.costs.wiring import Wiring, best_wiring, collective_bytes, parse_wiring
-from meshwise.dtypes import DType
-from meshwise.errors import ShardingError
+from meshwise.costs.network import make_group_link
 from meshwise.hardware import Cluster
 from meshwise.sharding import (
     Collective,
@@ -92,7 +92,7 @@ class Product:
     mesh: Mesh | None
     ways: tuple[PricedWay, ...]
     fabric: Fabric | None
-    wiring: Wiring | None
+    wiring: AxisMapping | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,9 @@ class _Setting:
     dtype: DType
     cluster: Cluster | None
 
-    def step(self, tensor: ShardedTensor, collective: Collective, wires: tuple[Fabric, Wiring] | None) -> PricedStep:
+    def step(
+        self, tensor: ShardedTensor, collective: Collective, wires: tuple[Fabric, AxisMapping] | None
+    ) -> PricedStep:
         if self.mesh is None or not all(isinstance(a, int) or a in self.sizes for a in tensor.axes):
             return PricedStep(tensor, collective, None, None, None)
         shape, dtype = tensor.shape(self.sizes), tensor.dtype or self.dtype
@@ -113,15 +115,15 @@ class _Setting:
         sent = collective.bytes_sent(shape, self.mesh, dtype)
         if wires is None:
             return PricedStep(tensor, collective, num_bytes, sent, None)
-        time = collective_time(collective.kind, num_bytes, make_wire(*wires, collective.mesh_axes))
+        time = collective_time(collective.kind, num_bytes, make_group_link(*wires, collective.mesh_axes))
         return PricedStep(tensor, collective, num_bytes, sent, float(time))
 
-    def reshard(self, wires: tuple[Fabric, Wiring] | None) -> PricedWay:
+    def reshard(self, wires: tuple[Fabric, AxisMapping] | None) -> PricedWay:
         source, target = self.expression.inputs[0], self.expression.output
         steps = tuple(self.step(source, c, wires) for c in reshard(source.sharding, target.sharding) if c.moves_data)
         return PricedWay(None, steps, 0.0, None if wires is None else 0.0, None)
 
-    def way(self, placement: MatmulPlacement, wires: tuple[Fabric, Wiring] | None) -> PricedWay:
+    def way(self, placement: MatmulPlacement, wires: tuple[Fabric, AxisMapping] | None) -> PricedWay:
         tensors = [*self.expression.inputs, self.expression.output]
         groups = [*placement.input_steps, placement.output_steps]
         steps = tuple(
@@ -181,14 +183,14 @@ def price_product(
         raise ShardingError(f"a time on {cluster.name} needs {needed}")
     fabric = Fabric.of(cluster)
 
-    def seconds(wiring: Wiring) -> float:
+    def seconds(wiring: AxisMapping) -> float:
         return min(way.time or 0.0 for way in _ways(setting, (fabric, wiring)))
 
     wiring = parse_wiring(wires, mesh, fabric) if wires else best_wiring(mesh, fabric, seconds)
     return Product(expression, mesh, _ways(setting, (fabric, wiring)), fabric, wiring)
 
 
-def _ways(setting: _Setting, wires: tuple[Fabric, Wiring] | None) -> tuple[PricedWay, ...]:
+def _ways(setting: _Setting, wires: tuple[Fabric, AxisMapping] | None) -> tuple[PricedWay, ...]:
     """Price every way, best first; equals stay in the order of `sharding.alternatives`."""
     expression = setting.expression
     if expression.is_reshard:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.tensors import Einsum, Elementwise, Op
 from meshwise.costs.operation import compute_dtype
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
-from meshwise.tensors import Einsum, Elementwise, Op
 
 
 class Memory(StrEnum):

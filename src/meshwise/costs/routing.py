@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 
 
 @dataclass(frozen=True, slots=True)

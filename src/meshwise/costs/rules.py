@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from meshwise.core.errors import UnknownNameError
 from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.makespans import (
     PipelineShape,
@@ -22,7 +23,6 @@ from meshwise.costs.makespans import (
     zb_h1,
     zb_v,
 )
-from meshwise.errors import UnknownNameError
 
 #: Sizes of a pipeline -> a number, or whether something holds.
 Count = Callable[[PipelineShape], Any]
@@ -131,6 +131,7 @@ class Schedule:
     def idle(self, shape: PipelineShape, times: PipelineTimes) -> Any:
         """Seconds that the busiest device waits in a step: the bubble.
 
+        >>> from meshwise.costs.makespans import StageTimes
         >>> t = StageTimes(1.0, 1.0, 1.0)
         >>> [find_schedule(n).idle(PipelineShape(4, 8), PipelineTimes(t, t, t)) for n in ("1f1b", "zb-h1")]
         [9.0, 3.0]

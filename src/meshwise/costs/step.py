@@ -32,16 +32,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from meshwise.core.tensors import Block
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import fastest, ring_time, starts, wire_rate
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import Holding
-from meshwise.costs.network import PlacedWires, Wire
+from meshwise.costs.network import GroupLink, PlacedWires
 from meshwise.costs.pipeline import Part, Pipeline
 from meshwise.costs.traffic import Flow, Pass, Way
 from meshwise.hardware import Chip
-from meshwise.tensors import Block
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
@@ -59,7 +59,7 @@ TERMS = {
     "offload": "exposed streams between the chip and its host, of what lives in the host's memory",
 }
 
-Wires = Callable[[tuple[str, ...]], Wire]
+Wires = Callable[[tuple[str, ...]], GroupLink]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class _OfferedWay(NamedTuple):
     """What is known of a way before its bytes: seconds per byte that none beats, the wire, its algorithms."""
 
     bound: Any
-    wire: Wire
+    wire: GroupLink
     algorithms: tuple[tuple[Any, Any], ...]
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from meshwise.core.tensors import Kind
 from meshwise.costs.extents import Extents, Split, WeightedSum, element_bytes, the_same, volume_key, weighted_sum
 from meshwise.costs.update import update_transfers
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
 from meshwise.sharding.placed import LocalOp, PlacedBlock, Purpose, Transfer
-from meshwise.tensors import Kind
 
 
 class Pass(StrEnum):

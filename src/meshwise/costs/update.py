@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from meshwise.core.dtypes import DType
+from meshwise.core.tensors import Block, Einsum, Kind, Lookup, Tensor
 from meshwise.costs.extents import (
     Extents,
     Split,
@@ -20,11 +22,9 @@ from meshwise.costs.extents import (
     volume_key,
     weighted_sum,
 )
-from meshwise.dtypes import DType
 from meshwise.jobs import Optimizer, Precision, newton_schulz_flops
 from meshwise.sharding import Collective, CollectiveKind, Sharding
 from meshwise.sharding.placed import Held, PlacedBlock, Purpose, Transfer
-from meshwise.tensors import Block, Einsum, Kind, Lookup, Tensor
 
 #: Muon's matrices travel and are multiplied in bf16 (Liu et al. 2025, Moonlight, algorithm 1).
 _MUON_FORMAT = DType.BF16

@@ -13,7 +13,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from meshwise.errors import UnknownNameError
+from meshwise.core.errors import UnknownNameError
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.schema import ChipRow, FabricRow, MachineRow, SliceRulesRow, SourceRow, find_source, validate
 from meshwise.hardware.slices import SliceRules

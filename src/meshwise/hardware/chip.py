@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwise.dtypes import DType
-from meshwise.errors import ClusterError, UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ClusterError, UnknownNameError
 from meshwise.hardware.network import Level
 
 # What a matmul unit does with operands that it has no rate for: it widens them. Only conversions that lose nothing.

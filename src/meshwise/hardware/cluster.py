@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.errors import ClusterError
+from meshwise.core.errors import ClusterError
 from meshwise.hardware.chip import Chip
 from meshwise.hardware.network import Torus, Tree
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from meshwise.errors import ClusterError, ConfigError
+from meshwise.core.errors import ClusterError, ConfigError
 from meshwise.hardware.catalog import chip_row, load_chip, networks, resolve_chip_name, source_rows
 from meshwise.hardware.chip import Chip
 from meshwise.hardware.cluster import Cluster
@@ -202,7 +202,7 @@ def _slices(row: _ClusterRow, name: str, chip: Chip, rules: SliceRules) -> Clust
 
 
 def _described(row: _ClusterRow, name: str, chip: Chip, network: _NetworkRow) -> Cluster:
-    """Wire the network that the file describes level by level or axis by axis."""
+    """GroupLink the network that the file describes level by level or axis by axis."""
     if bool(network.levels) == bool(network.axes):
         raise ClusterError("network: expected either levels (a tree) or axes (a torus)")
     if network.axes:

@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from meshwise.errors import ClusterError, UnknownNameError
+from meshwise.core.errors import ClusterError, UnknownNameError
 from meshwise.hardware.catalog import aliases, chips, fabric_aliases, machines, networks
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.cluster import Cluster

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshwise.errors import ClusterError
+from meshwise.core.errors import ClusterError
 
 
 def can_twist(shape: tuple[int, ...]) -> bool:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError, UnknownNameError
+from meshwise.core.units import parse_bandwidth, parse_bytes, parse_duration, parse_flops_per_s
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.network import Level
 from meshwise.hardware.slices import SliceRules
 from meshwise.hardware.trees import Fabric, FabricLevel
-from meshwise.units import parse_bandwidth, parse_bytes, parse_duration, parse_flops_per_s
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

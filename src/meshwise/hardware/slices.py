@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwise.errors import ClusterError
+from meshwise.core.errors import ClusterError
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.network import Torus, TorusAxis, can_twist
 
@@ -46,7 +46,7 @@ class SliceRules:
         return math.prod(self.largest)
 
     def torus(self, shape: tuple[int, ...], chip: Chip, *, twisted: bool = False) -> Torus:
-        """Wire a slice of `shape`, with the wraparounds that it has; `twisted` where it was asked for.
+        """GroupLink a slice of `shape`, with the wraparounds that it has; `twisted` where it was asked for.
 
         Raises:
             ClusterError: for a shape that the generation does not have, or cannot twist.

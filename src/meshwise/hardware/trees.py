@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from meshwise.errors import ClusterError
+from meshwise.core.errors import ClusterError
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.network import Level, Tree
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.tensors import Block, Convert, Einsum, Elementwise, Kind, Op, Program, Tensor
 from meshwise.jobs.fine_tuning import FineTuning
 from meshwise.jobs.narrowing import is_projection
-from meshwise.tensors import Block, Convert, Einsum, Elementwise, Kind, Op, Program, Tensor
 
 #: The axis of an adapter's rank.
 RANK = "Ra"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError, UnknownNameError
-from meshwise.tensors import Format
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError, UnknownNameError
+from meshwise.core.tensors import Format
 
 #: Method -> what it is.
 METHODS = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwise.core.tensors import Block, Einsum, Format, Kind, Op, Program, Route, Tensor, convert
 from meshwise.jobs.precision import Precision, Recipe
-from meshwise.tensors import Block, Einsum, Format, Kind, Op, Program, Route, Tensor, convert
 
 
 def narrowed(program: Program, precision: Precision) -> Program:

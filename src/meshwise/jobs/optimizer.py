@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.errors import UnknownNameError
+from meshwise.core.errors import UnknownNameError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwise.dtypes import DType, parse_dtype
-from meshwise.errors import MeshwiseError, UnknownNameError
-from meshwise.tensors import Format
+from meshwise.core.dtypes import DType, parse_dtype
+from meshwise.core.errors import MeshwiseError, UnknownNameError
+from meshwise.core.tensors import Format
 
 
 @dataclass(frozen=True, slots=True)

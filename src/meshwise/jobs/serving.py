@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 from meshwise.jobs.serving_precision import SERVING_PRECISIONS, ServingPrecision, parse_serving_precision
 from meshwise.jobs.traffic.mix import RequestMix
-from meshwise.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 
 _Length = Annotated[float, Quantity("tokens", parse_count, format_count, "1024")]
 _Share = Annotated[float, Quantity("share", parse_fraction, format_percent, "10%")]
@@ -137,7 +137,7 @@ class ServingLoad(ServingConditions):
 
     @property
     def mean_context(self) -> float:
-        """Tokens that a generate step attends to, the new one included, on average over a request's steps.
+        """Tokens that a decode step attends to, the new one included, on average over a request's steps.
 
         The first token comes with prefill: steps attend to prompt + 1 ... prompt + output - 1 tokens. Of requests of
         different lengths, those with many steps count as often.
@@ -148,7 +148,7 @@ class ServingLoad(ServingConditions):
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a request gains in one generate step: the accepted ones and one more.
+        """Tokens that a request gains in one decode step: the accepted ones and one more.
 
         Each of d proposals is accepted with chance a if all before it were: (1 - a^(d+1)) / (1 - a). Source: Leviathan
         et al. 2023, equation 1.
@@ -158,5 +158,5 @@ class ServingLoad(ServingConditions):
 
     @property
     def positions_per_step(self) -> float:
-        """Positions that a generate step computes for each request: the proposals and one more."""
+        """Positions that a decode step computes for each request: the proposals and one more."""
         return self.draft_tokens + 1.0

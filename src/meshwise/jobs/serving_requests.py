@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.jobs.serving import ServingLoad
 from meshwise.jobs.traffic.arrivals import Arrivals
 from meshwise.jobs.traffic.lengths import Fixed, Lengths, Uniform, parse_lengths

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 from meshwise.jobs.fine_tuning import FineTuning, parse_fine_tuning
 from meshwise.jobs.optimizer import OPTIMIZERS, Optimizer, parse_optimizer
 from meshwise.jobs.precision import PRECISIONS, Precision, parse_precision
-from meshwise.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 
 _Batch = Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")]
 _Length = Annotated[float, Quantity("tokens", parse_count, format_count, "4096")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshwise.core.tensors import Block, Kind, Op, Program, Tensor
 from meshwise.models.cached import CachedOps, attend_to_cached_latents
 from meshwise.models.compressed import (
     collapse_streams,
@@ -47,7 +48,6 @@ from meshwise.models.spec import (
     Streams,
 )
 from meshwise.models.towers import Tower
-from meshwise.tensors import Block, Kind, Op, Program, Tensor
 
 
 def _self_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from meshwise.dtypes import DType
-from meshwise.kernels import (
+from meshwise.core.dtypes import DType
+from meshwise.core.kernels import (
     AbsorbedAttention,
     CompressedAttention,
     Scan,
@@ -17,9 +17,9 @@ from meshwise.kernels import (
     ShortConvolution,
     SparseAttention,
 )
+from meshwise.core.tensors import Attention, CacheUpdate, Fused, Kind, Op, Tensor
 from meshwise.models.operations import NORM_FLOPS, ROPE_FLOPS, TOKENS, Axes, Ops, by_key, weight
 from meshwise.models.spec import LatentAttention, Norm
-from meshwise.tensors import Attention, CacheUpdate, Fused, Kind, Op, Tensor
 
 #: States of recurrences are kept in fp32, as vLLM and SGLang keep them unless told otherwise.
 _STATE_FORMAT = DType.FP32

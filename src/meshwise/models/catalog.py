@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.models.dimensions import DIMENSION_SUFFIXES, looks_like_dimensions, read_dimensions
 from meshwise.models.gguf_metadata import config_of_gguf
 from meshwise.models.model import Model, Source

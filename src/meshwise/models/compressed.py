@@ -6,11 +6,11 @@ one key that is a value too `H`, what is made to compress `Hc`; streams `M`. Not
 
 from __future__ import annotations
 
-from meshwise.kernels import CompressedAttention
+from meshwise.core.kernels import CompressedAttention
+from meshwise.core.tensors import Tensor
 from meshwise.models.indexing import choose_keys
 from meshwise.models.operations import ACT_FLOPS, ROPE_FLOPS, SOFTMAX_FLOPS, TOKENS, Axes, Ops, by_key, weight
 from meshwise.models.spec import Compressed, Norm
-from meshwise.tensors import Tensor
 
 _SINKHORN_FLOPS = 4.0  # an iteration divides by sums of rows, then of columns
 

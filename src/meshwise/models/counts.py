@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwise.dtypes import DType
-from meshwise.tensors import Program, Tensor
+from meshwise.core.dtypes import DType
+from meshwise.core.tensors import Program, Tensor
 
 #: The part that is a table of which a token reads one row for each layer; large beside the layers, and no work.
 LAYER_EMBEDDING = "layer embedding"

@@ -5,9 +5,9 @@ Not here: what all layers share (`build`).
 
 from __future__ import annotations
 
+from meshwise.core.tensors import Block, Tensor
 from meshwise.models.operations import TOKENS, Axes, Ops, weight
 from meshwise.models.spec import Encoder, Layer, SelfAttention
-from meshwise.tensors import Block, Tensor
 
 
 def cross_attention(spec: SelfAttention, x: Tensor, axes: Axes, ops: Ops) -> Tensor:

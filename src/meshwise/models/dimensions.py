@@ -10,7 +10,7 @@ import re
 import tomllib
 from typing import Any
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.plain import Dimensions
 from meshwise.models.model import Model, Source
 from meshwise.models.reading import read_config

@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from meshwise.errors import ConfigError, MissingDependencyError
+from meshwise.core.errors import ConfigError, MissingDependencyError
 
 #: Architecture -> family, and what its files do not say: the same for all of its published models.
 _FAMILIES: dict[str, dict[str, Any]] = {

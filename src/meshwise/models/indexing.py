@@ -5,11 +5,11 @@ Axes: the indexer's heads `Ni` of width `Hi`, the chosen keys `Kt`. Not here: th
 
 from __future__ import annotations
 
-from meshwise.dtypes import DType
-from meshwise.kernels import IndexScores, SparseAttention
+from meshwise.core.dtypes import DType
+from meshwise.core.kernels import IndexScores, SparseAttention
+from meshwise.core.tensors import Tensor
 from meshwise.models.operations import ROPE_FLOPS, TOKENS, Axes, Ops, by_key, weight
 from meshwise.models.spec import BlockIndexer, Indexer, Norm
-from meshwise.tensors import Tensor
 
 
 def index_keys(spec: Indexer, x: Tensor, low: Tensor, axes: Axes, ops: Ops) -> Tensor:

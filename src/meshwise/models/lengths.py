@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwise.errors import LayoutError
+from meshwise.core.errors import LayoutError
 from meshwise.models.model import Model
 
 
@@ -14,7 +14,7 @@ def check_length(model: Model, seq_len: float) -> None:
     >>> check_length(meshwise.model("gpt2"), 1025)
     Traceback (most recent call last):
     ...
-    meshwise.errors.LayoutError: seq_len: gpt2 has learned positions for 1,024 tokens, found 1,025; use 1,024 or less
+    meshwise.core.errors.LayoutError: seq_len: gpt2 has learned positions for 1,024 tokens, found 1,025; ...
 
     Raises:
         LayoutError: with the longest length that it can read.

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError
-from meshwise.kernels import Scan
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError
+from meshwise.core.kernels import Scan
+from meshwise.core.tensors import Attention, Program, Tensor
 from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
 from meshwise.models.serving import build_serving
 from meshwise.models.spec import Architecture, Compressed, LayerGroup, Mixture
-from meshwise.tensors import Attention, Program, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +138,11 @@ class Model:
         """Give the forward pass of a training step: blocks "embed", layer groups in order, "head" with the loss."""
         return self._train
 
-    def serving_program(self, step: Literal["prefill", "generate"], *, spread_norms: bool = False) -> Program:
+    def serving_program(self, step: Literal["prefill", "decode"], *, spread_norms: bool = False) -> Program:
         """Give a step of serving: new positions T that attend to S cached ones, themselves among these.
 
         Args:
-            step: in "prefill" latents are expanded to the keys and values of all positions; to "generate" is to attend
+            step: in "prefill" latents are expanded to the keys and values of all positions; to "decode" is to attend
                 to latents as they are cached. For attention without latents both are the same.
             spread_norms: norms over the residual width are two operations, for layouts that split it.
 
@@ -157,7 +157,7 @@ class Model:
         known: dict[tuple[str, bool], Program] = self._serving
         if (step, spread_norms) not in known:
             known[step, spread_norms] = build_serving(
-                self.spec, name=step, absorbs=step == "generate", spread_norms=spread_norms
+                self.spec, name=step, absorbs=step == "decode", spread_norms=spread_norms
             )
         return known[step, spread_norms]
 

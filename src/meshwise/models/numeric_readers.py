@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families import FAMILIES
 from meshwise.models.families.activations import ACTIVATION_KEYS
 from meshwise.models.families.decoder import Decoder

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshwise.core.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 from meshwise.models.spec import Norm
-from meshwise.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 
 #: Vector FLOPs per element, from counting the operations of each formula; they matter for rooflines only.
 NORM_FLOPS, ROPE_FLOPS, ACT_FLOPS, SOFTMAX_FLOPS, LOSS_FLOPS = 4.0, 3.0, 5.0, 5.0, 5.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families import FAMILIES, NOT_YET, FamilyConfig
 from meshwise.models.model import Model, Source
 from meshwise.models.spec import Architecture, Mixture

@@ -6,11 +6,11 @@ Axes: heads `Nr` of width `Hr`, groups `Kr` that share keys and queries of width
 
 from __future__ import annotations
 
-from meshwise.kernels import Scan, SelectiveScan, ShortConvolution
+from meshwise.core.kernels import Scan, SelectiveScan, ShortConvolution
+from meshwise.core.tensors import Tensor
 from meshwise.models.operations import ACT_FLOPS, NORM_FLOPS, TOKENS, Axes, Ops, weight
 from meshwise.models.recurrences import GatedDelta, LightningAttention, Recurrence, SelectiveStateSpace, StateSpace
 from meshwise.models.spec import Norm
-from meshwise.tensors import Tensor
 
 
 def build_recurrence(spec: Recurrence, x: Tensor, axes: Axes, ops: Ops) -> Tensor:

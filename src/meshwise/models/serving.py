@@ -5,12 +5,12 @@ Not here: how layers are made (`build`), and what reads caches (`cached`).
 
 from __future__ import annotations
 
+from meshwise.core.tensors import Block, Kind, Program, Tensor
 from meshwise.models.build import embed_block, layer_block, logits_of, tower_blocks
 from meshwise.models.cached import CachedOps
 from meshwise.models.compressed import stream_axes
 from meshwise.models.operations import SOFTMAX_FLOPS, Axes, Ops
 from meshwise.models.spec import Architecture, Head
-from meshwise.tensors import Block, Kind, Program, Tensor
 
 
 def _sampling_head(spec: Head, axes: Axes, ops: Ops) -> Block:

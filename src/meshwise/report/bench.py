@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwise.core.units import format_bandwidth, format_flops_per_s, format_time
 from meshwise.costs.measured import MeasuredOperation
 from meshwise.report.report import Report
 from meshwise.report.table import table
-from meshwise.units import format_bandwidth, format_flops_per_s, format_time
 
 
 @dataclass(frozen=True, slots=True)

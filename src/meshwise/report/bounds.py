@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_bandwidth, format_bytes, format_flops, format_time
+from meshwise.costs.breakdown import Breakdown, HostBreakdown
 from meshwise.costs.traffic import Pass
-from meshwise.costs.worked import HostWorking, Workings
-from meshwise.explanation import Explanation
 from meshwise.report.formats import peak_fields, peak_words
 from meshwise.report.sources import ROOFLINES, SHARDED, number, sourced
-from meshwise.units import format_bandwidth, format_bytes, format_flops, format_time
 
 
-def explain_lower(w: Workings, resources: Mapping[str, float]) -> tuple[Explanation, ...]:
+def explain_lower(w: Breakdown, resources: Mapping[str, float]) -> tuple[Explanation, ...]:
     """Explain how long each resource is busy at data-sheet rates; the bound from below is the longest.
 
     Args:
@@ -31,13 +31,13 @@ def explain_lower(w: Workings, resources: Mapping[str, float]) -> tuple[Explanat
     )
 
 
-def _rounds(w: Workings, last: str, other: str) -> str:
+def _rounds(w: Breakdown, last: str, other: str) -> str:
     """Write what all microbatches of the busiest stage and those that fill and drain the pipeline add up to."""
     idle = max(b.waited_for for b in w.blocks)
     return f"{w.layout.num_microbatches} x {last}" + (f" + {number(idle)} x {other}" if idle else "")
 
 
-def _busy_compute(w: Workings, seconds: float) -> Explanation:
+def _busy_compute(w: Breakdown, seconds: float) -> Explanation:
     formats = w.problem.job.formats
     if formats.compute != formats.other_compute:
         return _busy_two_rates(w, seconds)
@@ -55,7 +55,7 @@ def _busy_compute(w: Workings, seconds: float) -> Explanation:
     )
 
 
-def _busy_two_rates(w: Workings, seconds: float) -> Explanation:
+def _busy_two_rates(w: Breakdown, seconds: float) -> Explanation:
     """Where some matmuls run in a narrow format: seconds of each at its own rate."""
     formats = w.problem.job.formats
     last = sum(b.copies * float(p.busy) for b in w.blocks for p in b.passes.values())
@@ -71,7 +71,7 @@ def _busy_two_rates(w: Workings, seconds: float) -> Explanation:
     )
 
 
-def _busy_hbm(w: Workings, seconds: float) -> Explanation:
+def _busy_hbm(w: Breakdown, seconds: float) -> Explanation:
     last = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values())
     other = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values() if b.waited_for)
     return Explanation(
@@ -85,7 +85,7 @@ def _busy_hbm(w: Workings, seconds: float) -> Explanation:
     )
 
 
-def _busy_host(w: Workings, seconds: float) -> Explanation:
+def _busy_host(w: Breakdown, seconds: float) -> Explanation:
     out, into = (sum(s.count_per_step * num_bytes(s) for s in w.host) for num_bytes in (_out, _in))
     return Explanation(
         "busy: host link",
@@ -96,15 +96,15 @@ def _busy_host(w: Workings, seconds: float) -> Explanation:
     )
 
 
-def _out(stream: HostWorking) -> float:
+def _out(stream: HostBreakdown) -> float:
     return stream.bytes_out
 
 
-def _in(stream: HostWorking) -> float:
+def _in(stream: HostBreakdown) -> float:
     return stream.bytes_in
 
 
-def _busy_network(w: Workings, name: str, seconds: float) -> Explanation:
+def _busy_network(w: Breakdown, name: str, seconds: float) -> Explanation:
     """Every collective of the term by its bytes alone; what is in a microbatch, for idling rounds, too."""
     counts: dict[str, float] = {}
     for c in (c for c in w.collectives if c.term == name):
@@ -119,7 +119,7 @@ def _busy_network(w: Workings, name: str, seconds: float) -> Explanation:
     )
 
 
-def explain_upper(w: Workings, seconds: float) -> Explanation:
+def explain_upper(w: Breakdown, seconds: float) -> Explanation:
     """Explain the bound from above: what the same work takes with nothing hidden.
 
     Args:
@@ -136,7 +136,7 @@ def explain_upper(w: Workings, seconds: float) -> Explanation:
     )
 
 
-def upper_parts(w: Workings) -> dict[str, float]:
+def upper_parts(w: Breakdown) -> dict[str, float]:
     """Add up, nothing hidden: FLOPs and bytes of every operation, every collective, idling, sends, the update."""
     passes = [b.copies * float(p.serial_seconds) for b in w.blocks for p in b.passes.values()]
     moves = [c.count_per_pass * c.copies * c.seconds for c in w.collectives if c.when is not Pass.STEP]

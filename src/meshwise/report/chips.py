@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
+from meshwise.core.units import format_bandwidth, format_bytes, format_flops_per_s, format_time
 from meshwise.hardware import Chip, Source
 from meshwise.report.report import Report
 from meshwise.report.table import facts, table
 from meshwise.report.words import counted
-from meshwise.units import format_bandwidth, format_bytes, format_flops_per_s, format_time
 
 _NOT_MODELLED = ("what a chip reaches in practice: these are data-sheet rates, dense (never the 2:4-sparse figure)",)
 

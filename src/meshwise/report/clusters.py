@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.text import Text
 
+from meshwise.core.units import format_bandwidth, format_bytes, format_flops_per_s, format_money, format_time
 from meshwise.hardware import Cluster, Fabric, Machine, SliceRules, Torus, TorusAxis
 from meshwise.report.chips import chip_data
 from meshwise.report.report import Report
 from meshwise.report.table import facts, table
 from meshwise.report.words import counted
-from meshwise.units import format_bandwidth, format_bytes, format_flops_per_s, format_money, format_time
 
 #: How clusters are written, by example.
 FORMS = (

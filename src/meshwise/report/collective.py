@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_bandwidth, format_bytes, format_percent, format_time
 from meshwise.costs.algorithms import Algorithm, fastest
+from meshwise.costs.axis_mapping import AxisMapping
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import Wire
-from meshwise.costs.wiring import Wiring
-from meshwise.explanation import Explanation
+from meshwise.costs.network import GroupLink
 from meshwise.hardware import Cluster
 from meshwise.report.report import Report
 from meshwise.report.table import facts
 from meshwise.report.words import counted
 from meshwise.sharding import CollectiveKind, Mesh
-from meshwise.units import format_bandwidth, format_bytes, format_percent, format_time
 
 _BOOK = "the book, Sharded Matrices and How to Multiply Them"
 _BYTES_OF = {
@@ -51,8 +51,8 @@ class CollectiveCase:
     copies: float
     cluster: Cluster
     fabric: Fabric
-    wiring: Wiring
-    wire: Wire
+    wiring: AxisMapping
+    wire: GroupLink
     calibration: Calibration
     algorithms: tuple[Algorithm, ...]
 
@@ -101,7 +101,7 @@ class CollectiveCase:
         return self.algbw * share
 
 
-def wiring_words(wiring: Wiring, fabric: Fabric) -> str:
+def wiring_words(wiring: AxisMapping, fabric: Fabric) -> str:
     """Say where each mesh axis lies, outermost first: "X on y 16, Y on x 4 x y 4"."""
     return ", ".join(
         f"{axis} on "

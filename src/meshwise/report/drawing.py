@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from meshwise.errors import MissingDependencyError
+from meshwise.core.errors import MissingDependencyError
 
 
 def new_figure(width: float, height: float) -> Any:

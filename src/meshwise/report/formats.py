@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from meshwise.explanation import Explanation
+from meshwise.core.explanation import Explanation
+from meshwise.core.tensors import Format
+from meshwise.core.units import format_flops_per_s
 from meshwise.hardware import Chip
 from meshwise.jobs import Optimizer, Precision, TrainingJob
 from meshwise.report.words import counted
-from meshwise.tensors import Format
-from meshwise.units import format_flops_per_s
 
 _RECIPES = (
     "Micikevicius et al. 2018 (mixed precision) and 2022 (fp8); DeepSeek-V3, section 3.3; OCP Microscaling 1.0; "

@@ -1,6 +1,6 @@
 """The workings of a training step's expected time: formula, substitution, result, source of every term and collective.
 
-Not here: the numbers (`costs.workings`), bounds (`bounds`), memory (`memory`).
+Not here: the numbers (`costs.explain`), bounds (`bounds`), memory (`memory`).
 """
 
 from __future__ import annotations
@@ -9,24 +9,31 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import (
+    format_bandwidth,
+    format_bytes,
+    format_flops,
+    format_flops_per_s,
+    format_percent,
+    format_time,
+)
+from meshwise.costs.breakdown import BlockBreakdown, Breakdown, CollectiveBreakdown
 from meshwise.costs.links import Links
 from meshwise.costs.paths import Leg, Path
 from meshwise.costs.routing import Routing
 from meshwise.costs.traffic import Pass
-from meshwise.costs.worked import BlockWorking, CollectiveWorking, Workings
-from meshwise.explanation import Explanation
 from meshwise.hardware import Cluster
 from meshwise.report.formats import peak_fields, peak_words
 from meshwise.report.sources import GPUS, HOST, OVERLAP, ROOFLINES, RULE, SHARDED, number, sourced
 from meshwise.report.words import counted
 from meshwise.sharding import CollectiveKind
-from meshwise.units import format_bandwidth, format_bytes, format_flops, format_flops_per_s, format_percent, format_time
 
 #: Relative difference below which two ways to write a number are the same.
 _EXACT = 1e-9
 
 
-def explain_time(w: Workings, terms: Mapping[str, float]) -> tuple[Explanation, ...]:
+def explain_time(w: Breakdown, terms: Mapping[str, float]) -> tuple[Explanation, ...]:
     """Explain every term that takes time, then the collectives, then what hides them.
 
     Args:
@@ -74,14 +81,14 @@ def _routed_formula(leg: Leg, path: Path, routing: Routing) -> str:
     return f"{slots} / ({path.size} x {format_bandwidth(leg.bandwidth_one_way)})"
 
 
-def _term(w: Workings, name: str, seconds: float) -> Explanation:
+def _term(w: Breakdown, name: str, seconds: float) -> Explanation:
     if name in ("forward", "backward", "recompute"):
         return _compute(w, name, seconds)
     special = {"pipeline_bubble": _bubble, "pipeline_send": _send, "optimizer": _optimizer, "offload": _offload}
     return special[name](w, seconds) if name in special else _exposed(w, name, seconds)
 
 
-def _compute(w: Workings, name: str, seconds: float) -> Explanation:
+def _compute(w: Breakdown, name: str, seconds: float) -> Explanation:
     job, calibration = w.problem.job, w.problem.calibration
     chip = w.problem.cluster.chip
     runs = [b for b in w.blocks if b.seconds(name)]
@@ -101,7 +108,7 @@ def _compute(w: Workings, name: str, seconds: float) -> Explanation:
     )
 
 
-def _run(block: BlockWorking, name: str) -> str:
+def _run(block: BlockBreakdown, name: str) -> str:
     one = block.passes[name]
     copies = f"{number(block.copies)} {block.name} x {block.num_microbatches} microbatch"
     plural = "es" if block.num_microbatches > 1 else ""
@@ -111,7 +118,7 @@ def _run(block: BlockWorking, name: str) -> str:
     )
 
 
-def _exposed(w: Workings, name: str, seconds: float) -> Explanation:
+def _exposed(w: Breakdown, name: str, seconds: float) -> Explanation:
     rows = [c for c in w.collectives if c.term == name and c.exposed]
     counts: dict[tuple[str, str], float] = {}  # equal ones together, as printed
     for c in rows:
@@ -128,10 +135,10 @@ def _exposed(w: Workings, name: str, seconds: float) -> Explanation:
     )
 
 
-def _collectives(w: Workings) -> Iterator[Explanation]:
+def _collectives(w: Breakdown) -> Iterator[Explanation]:
     """Explain the seconds of each kind of collective over each mesh axis, with what it carries."""
 
-    def key(c: CollectiveWorking) -> tuple[str, tuple[str, ...], str]:
+    def key(c: CollectiveBreakdown) -> tuple[str, tuple[str, ...], str]:
         return (c.kind.value, c.mesh_axes, c.path.algorithm)
 
     links = w.problem.calibration.links
@@ -152,7 +159,7 @@ def _collectives(w: Workings) -> Iterator[Explanation]:
         )
 
 
-def _carried(c: CollectiveWorking) -> str:
+def _carried(c: CollectiveBreakdown) -> str:
     bound = " (latency)" if c.latency_binds else ""
     return f"{format_bytes(c.num_bytes)}: {format_time(c.seconds)}{bound}"
 
@@ -203,10 +210,10 @@ def _wire_source(cluster: Cluster, path: Path) -> str:
     return "; ".join(parts)
 
 
-def _hidings(w: Workings) -> Iterator[Explanation]:
+def _hidings(w: Breakdown) -> Iterator[Explanation]:
     """Explain how far compute hides the collectives that it may hide."""
 
-    def key(c: CollectiveWorking) -> tuple[str, str, int, str, float]:
+    def key(c: CollectiveBreakdown) -> tuple[str, str, int, str, float]:
         once = c.when is Pass.STEP  # all blocks together
         return (c.when.value, "all blocks" if once else c.block, c.rule, c.purpose.value if once else "", c.cover)
 
@@ -227,7 +234,7 @@ def _hidings(w: Workings) -> Iterator[Explanation]:
         )
 
 
-def _by_schedule(w: Workings) -> Iterator[Explanation]:
+def _by_schedule(w: Breakdown) -> Iterator[Explanation]:
     """Explain what a schedule that runs two passes together hides of the collectives of microbatches."""
     rows = [c for c in w.collectives if c.hidden_by_schedule]
     if not rows:
@@ -248,7 +255,7 @@ def _by_schedule(w: Workings) -> Iterator[Explanation]:
     )
 
 
-def _bubble(w: Workings, seconds: float) -> Explanation:
+def _bubble(w: Breakdown, seconds: float) -> Explanation:
     schedule, shape, times = w.pipeline.schedule, w.pipeline.shape, w.times
     chunks = {"first": times.first, "middle": times.middle, "last": times.last}
     if w.pipeline.num_chunks <= 2:
@@ -268,7 +275,7 @@ def _bubble(w: Workings, seconds: float) -> Explanation:
     )
 
 
-def _send(w: Workings, seconds: float) -> Explanation:
+def _send(w: Breakdown, seconds: float) -> Explanation:
     late = w.problem.calibration.late_sends
     formula = "2 directions x sends on a microbatch's way x seconds of one send of a stage's output"
     substitution = f"2 x {number(w.pipeline.schedule.hops(w.pipeline.shape))}"
@@ -288,7 +295,7 @@ def _send(w: Workings, seconds: float) -> Explanation:
     )
 
 
-def _optimizer(w: Workings, seconds: float) -> Explanation:
+def _optimizer(w: Breakdown, seconds: float) -> Explanation:
     chip, calibration = w.problem.cluster.chip, w.problem.calibration
     kind, formats = w.problem.job.optimizer_kind, w.problem.job.formats
     formula = (
@@ -315,7 +322,7 @@ def _optimizer(w: Workings, seconds: float) -> Explanation:
     return Explanation("optimizer", formula, substitution, format_time(seconds), source)
 
 
-def _offload(w: Workings, seconds: float) -> Explanation:
+def _offload(w: Breakdown, seconds: float) -> Explanation:
     parts = [f"{number(s.count_per_step)} x {format_time(s.exposed)}" for s in w.host if s.exposed]
     return Explanation(
         "offload",
@@ -326,7 +333,7 @@ def _offload(w: Workings, seconds: float) -> Explanation:
     )
 
 
-def _streams(w: Workings) -> Iterator[Explanation]:
+def _streams(w: Breakdown) -> Iterator[Explanation]:
     """Explain the seconds of each stream between chip and host, and what hides them."""
     chip, efficiency = w.problem.cluster.chip, w.problem.calibration.link_efficiency
     rate = f"({format_bandwidth(chip.host_link_bandwidth)} x {format_percent(efficiency)})"

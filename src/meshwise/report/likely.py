@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.spread import SPREADS, doubts_of, likely_interval, relative_spread, spread_parts
-from meshwise.explanation import Explanation
-from meshwise.planning import Plan
 from meshwise.report.table import noted_table
-from meshwise.units import format_time
+from meshwise.search import Plan
 
 _MICRO = "matmuls of K = 1,024 to 16,384 and causal attention over 512 to 16,384 keys, NVIDIA AIConfigurator database"
 _DAO = "Dao 2023, FlashAttention-2, figures 4 to 7, which show its predecessor, too"

@@ -1,6 +1,6 @@
 """The workings of a training estimate's memory, and what a layout does not divide, in words.
 
-Not here: the numbers (`costs.workings`, `costs.padding`).
+Not here: the numbers (`costs.explain`, `costs.padding`).
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_bytes, format_count, format_percent
+from meshwise.costs.breakdown import Breakdown, ClassBreakdown
 from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.padding import Padding
-from meshwise.costs.worked import ClassWorking, Workings
-from meshwise.explanation import Explanation
 from meshwise.report.formats import state_words
 from meshwise.report.sources import HOST, REMAT, SHARDED, STATE, number, sourced
-from meshwise.units import format_bytes, format_count, format_percent
 
 #: One block is at work at a time, and holds these classes.
 _AT_WORK = "of the block that needs most while at work"
@@ -41,7 +41,7 @@ _CLASSES = {
 }
 
 
-def explain_memory(w: Workings, memory: Mapping[str, float], paddings: Sequence[Padding]) -> tuple[Explanation, ...]:
+def explain_memory(w: Breakdown, memory: Mapping[str, float], paddings: Sequence[Padding]) -> tuple[Explanation, ...]:
     """Explain every class of memory that holds anything.
 
     Args:
@@ -57,7 +57,7 @@ def explain_memory(w: Workings, memory: Mapping[str, float], paddings: Sequence[
     )
 
 
-def _class(w: Workings, one: ClassWorking, num_bytes: float, paddings: Sequence[Padding]) -> Explanation:
+def _class(w: Breakdown, one: ClassBreakdown, num_bytes: float, paddings: Sequence[Padding]) -> Explanation:
     formula, source = _CLASSES[one.name]
     parts = [f"{number(h.copies)} {h.block} x {format_bytes(h.num_bytes)}" for h in one.holdings]
     text = " + ".join(parts)
@@ -73,7 +73,7 @@ def _class(w: Workings, one: ClassWorking, num_bytes: float, paddings: Sequence[
     return Explanation(one.name.replace("_", " "), formula, text, format_bytes(num_bytes), source)
 
 
-def _shares(w: Workings) -> str:
+def _shares(w: Breakdown) -> str:
     """Say over how many ways the weights of each block are shared out."""
     return "; ".join(
         f"one {s.block}: {format_count(s.elements)} x {s.bytes_each:.4g} bytes / {number(round(s.ways, 1))} ways"
@@ -81,7 +81,7 @@ def _shares(w: Workings) -> str:
     )
 
 
-def _kept(w: Workings, one: ClassWorking) -> str:
+def _kept(w: Breakdown, one: ClassBreakdown) -> str:
     """List what one copy of each block keeps."""
     return "; ".join(
         f"one {block} keeps " + ", ".join(f"{name} {format_bytes(size)}" for name, size in w.kept[block])
@@ -89,7 +89,7 @@ def _kept(w: Workings, one: ClassWorking) -> str:
     )
 
 
-def _reserve(w: Workings, num_bytes: float) -> Explanation:
+def _reserve(w: Breakdown, num_bytes: float) -> Explanation:
     chip = w.problem.cluster.chip
     field = "hbm_reported" if chip.hbm_reported else "hbm_capacity"
     return Explanation(

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshwise.dtypes import DType
-from meshwise.explanation import Explanation
+from meshwise.core.dtypes import DType
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_bytes, format_count, format_flops, format_percent
 from meshwise.models import Model
 from meshwise.report.report import Report
 from meshwise.report.table import facts, table
 from meshwise.report.words import length_words
-from meshwise.units import format_bytes, format_count, format_flops, format_percent
 
 
 def models_report(models: Iterable[Model], inputs: Mapping[str, Any]) -> Report:

@@ -12,22 +12,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.costs.estimate import Interval
-from meshwise.costs.padding import paddings
-from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.workings import collectives_of
-from meshwise.jobs import trainable_parameters
-from meshwise.planning import MAX_MEMORY, Found, Plan, Planning, Rival
-from meshwise.report.layouts import choice_words, layout_words
-from meshwise.report.likely import likely_data, likely_words
-from meshwise.report.memory import padding_words, stage_words
-from meshwise.report.plan_details import plan_details
-from meshwise.report.report import Report, listed
-from meshwise.report.sensitivity import sensitivity_data, sensitivity_table
-from meshwise.report.table import table
-from meshwise.report.words import counted, length_words
-from meshwise.report.workings import collective_data, padding_data
-from meshwise.units import (
+from meshwise.core.units import (
     format_bytes,
     format_count,
     format_duration,
@@ -36,9 +21,24 @@ from meshwise.units import (
     format_percent,
     format_time,
 )
+from meshwise.costs.estimate import Interval
+from meshwise.costs.explain import collectives_of
+from meshwise.costs.padding import paddings
+from meshwise.costs.problem import TrainingProblem
+from meshwise.jobs import trainable_parameters
+from meshwise.report.breakdown import collective_data, padding_data
+from meshwise.report.layouts import choice_words, layout_words
+from meshwise.report.likely import likely_data, likely_words
+from meshwise.report.memory import padding_words, stage_words
+from meshwise.report.plan_details import plan_details
+from meshwise.report.report import Report, listed
+from meshwise.report.sensitivity import sensitivity_data, sensitivity_table
+from meshwise.report.table import table
+from meshwise.report.words import counted, length_words
+from meshwise.search import MAX_MEMORY, Baseline, Found, Plan, PlanResult
 
 
-def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
+def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
     """Say which layout is best and why the others lose.
 
     Args:
@@ -68,7 +68,7 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
         data={
             "plans": [plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
-            "rejected": [_rival_data(rival) for rival in planning.rejected],
+            "rejected": [_rival_data(baseline) for baseline in planning.rejected],
             **({"sensitivity": sensitivity_data(planning.sensitivity)} if planning.sensitivity else {}),
             "pareto_front": [_found_data(found) for found in search.front],
             "search": {
@@ -90,12 +90,12 @@ def plan_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
             _offload_words(planning),
         ),
         not_modelled=_NOT_MODELLED,
-        next_steps=_next_steps(best, front=planning.wishes.front),
+        next_steps=_next_steps(best, front=planning.constraints.front),
         details=lambda: plan_details(best),
     )
 
 
-def estimate_report(planning: Planning, inputs: Mapping[str, Any]) -> Report:
+def estimate_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
     """Say what one layout would do; arguments as in `plan_report`."""
     plan = planning.plans[0]
     fits = "" if plan.estimate.fits else "does not fit in memory: "
@@ -184,7 +184,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _interrupted(planning: Planning) -> str:
+def _interrupted(planning: PlanResult) -> str:
     """Say what an interrupted search did not look at."""
     search = planning.search
     return (
@@ -204,7 +204,7 @@ def _price(plan: Plan) -> tuple[str, ...]:
     return (f"{format_money(cluster.price_per_chip_hour)} a chip-hour{by}",)
 
 
-def _headroom(planning: Planning) -> str:
+def _headroom(planning: PlanResult) -> str:
     """Say how full plans may fill a chip."""
     share = format_percent(planning.memory_share)
     if planning.memory_asked:
@@ -215,9 +215,9 @@ def _headroom(planning: Planning) -> str:
     return f"plans fill at most {share} of the HBM (--max-memory), because activations are known to about 15 %"
 
 
-def _offload_words(planning: Planning) -> str:
+def _offload_words(planning: PlanResult) -> str:
     """Say whether plans that offload were looked at."""
-    if planning.wishes.offload or "offload" in planning.wishes.fixed:
+    if planning.constraints.offload or "offload" in planning.constraints.fixed:
         return "plans that keep a part in the host's memory were looked at, too (--offload)"
     if planning.plans[0].layout.offload:
         return "without keeping a part in the host's memory nothing fits"
@@ -246,13 +246,13 @@ def _next_of_one(plan: Plan) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def _rival_data(rival: Rival) -> dict[str, Any]:
+def _rival_data(baseline: Baseline) -> dict[str, Any]:
     return {
-        "name": rival.name,
-        "reason": rival.reason,
-        "slowdown": rival.slowdown if math.isfinite(rival.slowdown) else None,
-        "memory_bytes": rival.memory_bytes,
-        "fits": rival.fits,
+        "name": baseline.name,
+        "reason": baseline.reason,
+        "slowdown": baseline.slowdown if math.isfinite(baseline.slowdown) else None,
+        "memory_bytes": baseline.memory_bytes,
+        "fits": baseline.fits,
     }
 
 

@@ -5,20 +5,20 @@ Not here: terms, bounds and memory in words (`formulas`, `bounds`, `memory`).
 
 from __future__ import annotations
 
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_bytes, format_flops, format_money, format_percent, format_time
+from meshwise.costs.breakdown import Breakdown
 from meshwise.costs.estimate import tuned_flops
+from meshwise.costs.explain import work_out
 from meshwise.costs.padding import paddings
-from meshwise.costs.worked import Workings
-from meshwise.costs.workings import work_out
-from meshwise.explanation import Explanation
-from meshwise.planning import Plan
 from meshwise.report.bounds import explain_lower, explain_upper
+from meshwise.report.breakdown import workings_data, workings_tables
 from meshwise.report.formats import explain_formats
 from meshwise.report.formulas import explain_time
 from meshwise.report.likely import constants_data, constants_table, explain_likely
 from meshwise.report.memory import explain_memory
 from meshwise.report.report import Details
-from meshwise.report.workings import workings_data, workings_tables
-from meshwise.units import format_bytes, format_flops, format_money, format_percent, format_time
+from meshwise.search import Plan
 
 
 def plan_details(plan: Plan) -> Details:
@@ -34,7 +34,7 @@ def plan_details(plan: Plan) -> Details:
 _RULE = "rule of the expected time, meshwise.costs.step; the book, Training"
 
 
-def _explanations(row: Plan, workings: Workings) -> tuple[Explanation, ...]:
+def _explanations(row: Plan, workings: Breakdown) -> tuple[Explanation, ...]:
     """Show how the headline numbers of a plan come about."""
     e, time = row.estimate, row.estimate.step_time
     exposed = {name: seconds for name, seconds in e.terms.items() if seconds}

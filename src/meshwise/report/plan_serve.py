@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from meshwise.core.units import format_money, format_time
 from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.planning.serving import ServingPlanning
-from meshwise.planning.serving.planner import FrontPoint, SimulatedPlan
 from meshwise.report.chart import Chart
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve import (
@@ -27,18 +26,19 @@ from meshwise.report.serve import (
     subject,
     term_table,
 )
-from meshwise.report.serve_workings import serve_workings
+from meshwise.report.serve_breakdown import serve_workings
 from meshwise.report.serving_front import front_svg
 from meshwise.report.table import noted_table, table
 from meshwise.report.words import counted
+from meshwise.search.serving import ServingPlanResult
+from meshwise.search.serving.planner import FrontPoint, SimulatedPlan
 from meshwise.simulation.serving import Quantiles
-from meshwise.units import format_money, format_time
 
 #: Rows of the front that a terminal shows.
 _SHOWN = 8
 
 
-def plan_serve_report(planning: ServingPlanning, inputs: Mapping[str, Any]) -> Report:
+def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) -> Report:
     """Say which plan is best and why the others lose.
 
     Args:
@@ -75,13 +75,13 @@ def plan_serve_report(planning: ServingPlanning, inputs: Mapping[str, Any]) -> R
     )
 
 
-def _ranking(planning: ServingPlanning) -> RenderableType:
+def _ranking(planning: ServingPlanResult) -> RenderableType:
     columns = ["", ">tokens/s/chip", ">TPOT", ">TTFT", ">chips", ">batch", ">$/M out", ">GiB"]
     rows = []
     for number, e in enumerate(planning.plans, 1):
         setup, dollars = e.setup, e.usd_per_million_output_tokens
         one = setup.one_layout
-        layouts = f"{setup.generate}" if one else f"prefill {setup.prefill}; generate {setup.generate}"
+        layouts = f"{setup.decode}" if one else f"prefill {setup.prefill}; decode {setup.decode}"
         cells = (
             str(number),
             f"{e.throughput_per_chip:,.1f}",
@@ -90,7 +90,7 @@ def _ranking(planning: ServingPlanning) -> RenderableType:
             f"{setup.num_chips:,}",
             f"{setup.batch:,}",
             "-" if dollars is None else format_money(dollars),
-            f"{max(x.memory['total'] for x in (e.prefill, e.generate)) / 2**30:.1f}",
+            f"{max(x.memory['total'] for x in (e.prefill, e.decode)) / 2**30:.1f}",
         )
         prompts = f"; {setup.prefill_batch} prompts together" if setup.prefill_batch > 1 else ""
         prompts += f"; prompts in chunks of {setup.chunk:,}" if setup.chunk is not None else ""
@@ -107,11 +107,11 @@ def _front(front: tuple[FrontPoint, ...]) -> RenderableType:
             f"{p.tokens:,.1f}",
             format_time(p.ttft),
             f"{p.batch:,}",
-            p.generate.replace(",", ", ") + (" (apart)" if p.mode == "disaggregated" else ""),
+            p.decode.replace(",", ", ") + (" (apart)" if p.mode == "disaggregated" else ""),
         )
         for p in (front[i] for i in shown)
     ]
-    return table([">TPOT", ">tokens/s/chip", ">TTFT", ">batch", "generate"], rows, title="Latency against throughput")
+    return table([">TPOT", ">tokens/s/chip", ">TTFT", ">batch", "decode"], rows, title="Latency against throughput")
 
 
 def _drawn(front: tuple[FrontPoint, ...]) -> str:
@@ -127,12 +127,12 @@ def _drawn(front: tuple[FrontPoint, ...]) -> str:
     return "\n".join(("tokens/s/chip over TPOT", *lines))
 
 
-def front_data(planning: ServingPlanning) -> tuple[dict[str, Any], ...]:
+def front_data(planning: ServingPlanResult) -> tuple[dict[str, Any], ...]:
     """Give the front of latency and throughput as JSON values."""
     return tuple(_point(p) for p in planning.pareto)
 
 
-def plan_serve_svg(planning: ServingPlanning) -> str:
+def plan_serve_svg(planning: ServingPlanResult) -> str:
     """Draw the front of latency and throughput.
 
     Raises:
@@ -143,13 +143,13 @@ def plan_serve_svg(planning: ServingPlanning) -> str:
     return front_svg({"": planning.pareto}, planning.plans[0], title)
 
 
-def plan_data(planning: ServingPlanning, e: ServingEstimate) -> dict[str, Any]:
+def plan_data(planning: ServingPlanResult, e: ServingEstimate) -> dict[str, Any]:
     """Give a plan as JSON values, with the requests that it was sent where targets are percentiles."""
     sent = _sent(planning, e)
     return serving_data(e) | ({} if sent is None else {"simulated": _simulated_data(sent)})
 
 
-def _sent(planning: ServingPlanning, e: ServingEstimate) -> SimulatedPlan | None:
+def _sent(planning: ServingPlanResult, e: ServingEstimate) -> SimulatedPlan | None:
     return next((p for p in planning.simulated if p.estimate is e), None)
 
 
@@ -168,7 +168,7 @@ def _simulated_data(p: SimulatedPlan) -> dict[str, Any]:
     }
 
 
-def simulated_words(planning: ServingPlanning, e: ServingEstimate) -> str:
+def simulated_words(planning: ServingPlanResult, e: ServingEstimate) -> str:
     """Say what a plan did with the requests that it was sent; "" where there were none."""
     sent = _sent(planning, e)
     if sent is None:
@@ -179,7 +179,7 @@ def simulated_words(planning: ServingPlanning, e: ServingEstimate) -> str:
     return f"; simulated at {sent.rate:.4g} requests/s: {first}{later}, {sent.tokens_per_chip:,.1f} tokens/s per chip"
 
 
-def simulated_assumed(planning: ServingPlanning) -> tuple[str, ...]:
+def simulated_assumed(planning: ServingPlanResult) -> tuple[str, ...]:
     """Say how percentiles came about."""
     if not planning.simulated:
         return ()
@@ -213,13 +213,13 @@ def _point(p: FrontPoint) -> dict[str, Any]:
         "batch": p.batch,
         "num_chips": p.num_chips,
         "prefill_layout": p.prefill,
-        "generate_layout": p.generate,
+        "decode_layout": p.decode,
     }
 
 
 def _next(best: ServingEstimate) -> tuple[str, ...]:
     setup = best.setup
-    words = f"--layout {setup.generate} --batch {setup.batch}"
+    words = f"--layout {setup.decode} --batch {setup.batch}"
     if not (setup.one_layout):
         words += f" --prefill-layout {setup.prefill}"
     if setup.mode == "disaggregated":

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from meshwise.explanation import Explanation
+from meshwise.core.explanation import Explanation
 
 #: Of the JSON envelope: changes when a field changes its meaning or goes away, not when one is added.
 SCHEMA_VERSION = "1"
@@ -127,7 +127,7 @@ class _Hanging:
 
 def _workings(explanations: tuple[Explanation, ...]) -> list[RenderableType]:
     """Each number with formula, substitution, result and source."""
-    parts: list[RenderableType] = [Text(), Text("Workings:", style="bold")]
+    parts: list[RenderableType] = [Text(), Text("Breakdown:", style="bold")]
     for e in explanations:
         parts.append(Padding(Text(e.name, style="bold"), (0, 0, 0, 2)))
         parts += [_hanging("  = ", part) for part in (e.formula, e.substitution, e.result) if part]

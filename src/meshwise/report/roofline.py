@@ -9,15 +9,9 @@ from typing import Any
 
 from rich.text import Text
 
-from meshwise.costs.operation import write_operation
-from meshwise.costs.roofline import Memory, Rates, Roofline
-from meshwise.explanation import Explanation
-from meshwise.report.chart import Chart
-from meshwise.report.drawing import new_figure, svg_of
-from meshwise.report.report import Report
-from meshwise.report.table import facts
-from meshwise.tensors import Op
-from meshwise.units import (
+from meshwise.core.explanation import Explanation
+from meshwise.core.tensors import Op
+from meshwise.core.units import (
     format_bandwidth,
     format_bytes,
     format_flops,
@@ -25,6 +19,12 @@ from meshwise.units import (
     format_percent,
     format_time,
 )
+from meshwise.costs.operation import write_operation
+from meshwise.costs.roofline import Memory, Rates, Roofline
+from meshwise.report.chart import Chart
+from meshwise.report.drawing import new_figure, svg_of
+from meshwise.report.report import Report
+from meshwise.report.table import facts
 
 _MEMORY_WORDS = {Memory.HBM: "HBM", Memory.VMEM: "on-chip memory", Memory.HOST: "host memory"}
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.planning import Plan
+from meshwise.core.units import format_bytes, format_count, format_percent, format_time
 from meshwise.report.report import Report
 from meshwise.report.table import table
-from meshwise.units import format_bytes, format_count, format_percent, format_time
+from meshwise.search import Plan
 
 
 @dataclass(frozen=True, slots=True)

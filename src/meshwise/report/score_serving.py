@@ -51,7 +51,7 @@ def served_report(score: ServedScore, inputs: Mapping[str, Any], *, worst: int =
 
 def _words(p: ServedPrediction) -> str:
     setup = p.estimate.setup
-    return f"{p.compared}, {setup.generate}, batch {setup.batch}"
+    return f"{p.compared}, {setup.decode}, batch {setup.batch}"
 
 
 def _data(score: ServedScore) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _row(p: ServedPrediction) -> dict[str, Any]:
         "low_80": None if p.likely is None else p.likely.low,
         "high_80": None if p.likely is None else p.likely.high,
         "calibration": p.setup.problem.calibration.name,
-        "layout": str(setup.generate),
+        "layout": str(setup.decode),
         "batch": setup.batch,
         "precision": p.setup.problem.load.precision,
         "fits": p.estimate.fits,

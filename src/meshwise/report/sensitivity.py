@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from meshwise.planning import Plan, Sensitivity
 from meshwise.report.layouts import layout_words
 from meshwise.report.table import table
+from meshwise.search import Plan, Sensitivity
 
 
 def sensitivity_table(found: Sequence[Sensitivity]) -> RenderableType:

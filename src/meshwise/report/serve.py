@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from meshwise.core.units import format_bytes, format_money, format_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.serving.answer import Engine, ServingAnswer, ServingEstimate, ServingSetup
@@ -18,10 +19,9 @@ from meshwise.costs.serving.memory import CLASSES
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.step import TERMS
 from meshwise.report.report import Details, Report, listed
-from meshwise.report.serve_workings import serve_workings
+from meshwise.report.serve_breakdown import serve_workings
 from meshwise.report.table import table
 from meshwise.report.words import counted
-from meshwise.units import format_bytes, format_money, format_time
 
 NOT_MODELLED = (
     "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate serve' has arrivals",
@@ -72,9 +72,9 @@ def subject(problem: ServingProblem, setup: ServingSetup) -> str:
     requests = f"{load.prompt:,.0f} tokens in, {load.output:,.0f} out{mean}, {setup.batch:,} at once on each engine"
     lines = [f"{problem.model.name} on {setup.num_chips:,} x {problem.cluster.chip.title}, {requests}"]
     if setup.one_layout:
-        lines.append(f"layout: {_spaced(setup.generate)}")
+        lines.append(f"layout: {_spaced(setup.decode)}")
     else:
-        lines += [f"prefill: {_spaced(setup.prefill)}", f"generate: {_spaced(setup.generate)}"]
+        lines += [f"prefill: {_spaced(setup.prefill)}", f"decode: {_spaced(setup.decode)}"]
     return "\n".join(lines)
 
 
@@ -92,7 +92,7 @@ def latency_table(e: ServingEstimate) -> RenderableType:
         row("TTFT", e.ttft),
         row("TPOT", e.tpot),
         row("prefill", e.prefill.seconds),
-        row("generate step", e.generate.seconds),
+        row("decode step", e.decode.seconds),
     ]
     return table(["", ">lower", ">expected", ">upper"], rows)
 
@@ -101,12 +101,12 @@ def term_table(e: ServingEstimate) -> RenderableType:
     """Lay out where the time of both steps goes."""
     rows = []
     for name in TERMS:
-        seconds = [engine.terms[name] for engine in (e.prefill, e.generate)]
-        hidden = [engine.hidden.get(name, 0.0) for engine in (e.prefill, e.generate)]
+        seconds = [engine.terms[name] for engine in (e.prefill, e.decode)]
+        hidden = [engine.hidden.get(name, 0.0) for engine in (e.prefill, e.decode)]
         if any(seconds) or any(hidden):
             rows.append((name, *(_term(s, h) for s, h in zip(seconds, hidden, strict=True)), TERMS[name]))
-    rows.append(("bound", e.prefill.bound, e.generate.bound, "the resource that is busiest at data-sheet rates"))
-    return table(["term", ">!prefill", ">!generate", "what"], rows)
+    rows.append(("bound", e.prefill.bound, e.decode.bound, "the resource that is busiest at data-sheet rates"))
+    return table(["term", ">!prefill", ">!decode", "what"], rows)
 
 
 def _term(seconds: float, hidden: float) -> str:
@@ -117,8 +117,8 @@ def _term(seconds: float, hidden: float) -> str:
 def memory_table(e: ServingEstimate) -> RenderableType:
     """Lay out the memory of the fullest chips by class."""
     disaggregated = e.setup.mode == "disaggregated"
-    engines = (e.prefill, e.generate) if disaggregated else (e.generate,)
-    columns = [">prefill", ">generate"] if disaggregated else [">bytes"]
+    engines = (e.prefill, e.decode) if disaggregated else (e.decode,)
+    columns = [">prefill", ">decode"] if disaggregated else [">bytes"]
     rows = [
         (name, *(format_bytes(engine.memory[name]) for engine in engines), what)
         for name, what in CLASSES.items()
@@ -143,11 +143,11 @@ def _frontier_data(answer: ServingAnswer) -> list[dict[str, int]]:
 def definitions(setup: ServingSetup) -> tuple[str, ...]:
     """Say what TTFT and TPOT mean here."""
     if setup.mode == "aggregated":
-        waits = "half of the generate step that is running, and the prefill of its prompt"
-        between = "a generate step, and its share of the prefills that come between"
+        waits = "half of the decode step that is running, and the prefill of its prompt"
+        between = "a decode step, and its share of the prefills that come between"
     else:
-        waits = "the prefill of its prompt, and sending its cache to an engine that generates"
-        between = "a generate step"
+        waits = "the prefill of its prompt, and sending its cache to an engine that decodes"
+        between = "a decode step"
     if setup.prefill_batch > 1:
         waits += f"; and the wait for the others of {setup.prefill_batch} prompts that are prefilled together"
     return (
@@ -189,7 +189,7 @@ def _lengths(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
     memory = f"memory for {kept:,.0f} tokens of each request at its end, in blocks of {load.block_tokens}"
     return (
         f"{mix.words}; engines always full: a new request takes the place of each that ends",
-        f"latencies are means over requests: a generate step reads {read}; a prefill computes {attended}",
+        f"latencies are means over requests: a decode step reads {read}; a prefill computes {attended}",
         "layers with a window, and prefills that wait for their weights, are priced at the mean length",
         f"{memory}: {setup.batch:,} together need more once in 100 times; the longest has {mix.longest:,}",
     )
@@ -247,7 +247,7 @@ def serving_data(e: ServingEstimate) -> dict[str, Any]:
             "batch": setup.prefill_batch,
             "chunk_tokens": setup.chunk,
         },
-        "generate": {**_engine_data(e.generate, setup.generate), "batch": setup.batch},
+        "decode": {**_engine_data(e.decode, setup.decode), "batch": setup.batch},
         "handover_s": e.handover_s,
         "gathering_s": e.gathering_s,
         "ttft_s": e.ttft.expected,

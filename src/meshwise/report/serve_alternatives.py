@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwise.core.units import format_money, format_time
 from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.planning.serving import ServingPlanning
-from meshwise.planning.serving.alternatives import Alternative, ServingAlternatives
 from meshwise.report.plan_serve import front_data, plan_data, simulated_assumed, simulated_words
 from meshwise.report.report import Report, listed
 from meshwise.report.serve import NOT_MODELLED, assumed, definitions, serving_data, serving_words, subject
 from meshwise.report.serving_front import front_svg
 from meshwise.report.table import noted_table, table
-from meshwise.units import format_money, format_time
+from meshwise.search.serving import ServingPlanResult
+from meshwise.search.serving.alternatives import Alternative, ServingAlternatives
 
 
 def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -> Report:
@@ -80,8 +80,8 @@ def alternatives_svg(found: ServingAlternatives) -> str:
     return front_svg(fronts, best.estimate, f"{best.problem.model.name}; the plan: {which}")
 
 
-def _planned(found: ServingAlternatives) -> dict[Alternative, ServingPlanning]:
-    return {name: p for name, p in found.found.items() if isinstance(p, ServingPlanning)}
+def _planned(found: ServingAlternatives) -> dict[Alternative, ServingPlanResult]:
+    return {name: p for name, p in found.found.items() if isinstance(p, ServingPlanResult)}
 
 
 def _named(which: Alternative) -> dict[str, str]:
@@ -108,7 +108,7 @@ def _ranking(found: ServingAlternatives) -> RenderableType:
     rows = []
     for number, (which, plan) in enumerate(found.ranked, 1):
         setup = plan.setup
-        layouts = f"{setup.generate}" if setup.one_layout else f"prefill {setup.prefill}; generate {setup.generate}"
+        layouts = f"{setup.decode}" if setup.one_layout else f"prefill {setup.prefill}; decode {setup.decode}"
         words = f"{which}: {setup.mode}: {layouts.replace(',', ', ')}"
         words += simulated_words(_planned(found)[which], plan.estimate)
         rows.append((_cells(str(number), plan.estimate), words))
@@ -128,7 +128,7 @@ def _formats(formats: Mapping[str, ServingEstimate | None], which: Alternative) 
             rows.append((name, *("-" for _ in columns[1:])))
             continue
         gib = (f"{e.memory[part] / 2**30:.1f} GiB" for part in ("weights", "kv_cache"))
-        latencies = (format_time(t.expected) for t in (e.generate.seconds, e.tpot))
+        latencies = (format_time(t.expected) for t in (e.decode.seconds, e.tpot))
         rows.append(
             (
                 name if e.fits else f"{name}, does not fit",

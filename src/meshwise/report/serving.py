@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from meshwise.explanation import Explanation
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_money, format_percent, format_time
 from meshwise.jobs.traffic import Load
 from meshwise.report.drawing import new_figure, svg_of
 from meshwise.report.report import Report
 from meshwise.report.table import table
 from meshwise.report.words import counted
 from meshwise.simulation.serving import POLICIES, Capacity, Quantiles, ReplicaSummary, Sample, ServingResult, Targets
-from meshwise.units import format_money, format_percent, format_time
 
 #: Replicas that the terminal shows.
 _SHOWN = 12
@@ -129,7 +129,7 @@ def _replica(r: ReplicaSummary) -> dict[str, Any]:
         "kv_share": r.kv_share,
         "kv_peak_share": r.kv_peak_share,
         "mean_batch": r.mean_batch,
-        "generate_steps": r.generate_steps,
+        "decode_steps": r.decode_steps,
         "prefilled_tokens": r.prefilled,
         "prefix_hit_tokens": r.hit_tokens,
         "preemptions": r.preemptions,
@@ -228,7 +228,7 @@ def serving_trace(result: ServingResult) -> str:
         name = f"replica {replica.number}" if replica.number >= 0 else f"prefill replica {-1 - replica.number}"
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
         for span in (s for s in result.spans if s.replica == replica.number):
-            args = {"generating": span.generating, "steps": span.steps, "prompt_tokens": span.tokens}
+            args = {"decoding": span.decoding, "steps": span.steps, "prompt_tokens": span.tokens}
             times = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
             events.append({"ph": "X", "name": span.kind, "cat": "step", "pid": pid, "tid": 0, **times, "args": args})
         for sample in replica.samples:
@@ -241,7 +241,7 @@ def serving_trace(result: ServingResult) -> str:
     for index, *moments in np.stack(columns, axis=1).tolist():
         if moments[-1] > end:
             continue
-        for name, (start, stop) in zip(("queued", "prefill", "generate"), pairwise(moments), strict=True):
+        for name, (start, stop) in zip(("queued", "prefill", "decode"), pairwise(moments), strict=True):
             common: dict[str, Any] = {"cat": "request", "name": name, "id": int(index), "pid": 0, "tid": 0}
             events.append({**common, "ph": "b", "ts": start * 1e6})
             events.append({**common, "ph": "e", "ts": stop * 1e6})
@@ -266,7 +266,7 @@ def serving_svg(result: ServingResult) -> str:
     for replica in result.replicas[:_SHOWN]:
         times = np.array([s.time for s in replica.samples])
         name = f"replica {replica.number}" if replica.number >= 0 else f"prefill {-1 - replica.number}"
-        (line,) = requests.plot(times, [s.generating for s in replica.samples], label=f"{name}: generating")
+        (line,) = requests.plot(times, [s.decoding for s in replica.samples], label=f"{name}: decoding")
         requests.plot(times, [s.waiting for s in replica.samples], ":", color=line.get_color())
         cache.plot(times, [s.kv_share for s in replica.samples], color=line.get_color(), label=name)
     requests.set_ylabel("requests (dotted: waiting)")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.planning.serving.planner import FrontPoint
 from meshwise.report.drawing import new_figure, svg_of
+from meshwise.search.serving.planner import FrontPoint
 
 
 def front_svg(fronts: Mapping[str, Sequence[FrontPoint]], best: ServingEstimate, title: str) -> str:
     """Draw output tokens per second and chip against time per output token, a line for each front.
 
     Args:
-        fronts: name -> its points, least time first; filled where engines prefill and generate, hollow where apart.
+        fronts: name -> its points, least time first; filled where engines prefill and decode, hollow where apart.
         best: the plan that was chosen.
         title: above the picture.
 

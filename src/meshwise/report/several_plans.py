@@ -12,24 +12,24 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.planning import Plan, Planning, Scaling
+from meshwise.core.units import format_count, format_duration, format_money, format_percent, format_time
 from meshwise.report.layouts import layout_words
 from meshwise.report.pictures import terminal_chart, write_svg
 from meshwise.report.plan import plan_data
 from meshwise.report.report import Report, listed
 from meshwise.report.table import table
 from meshwise.report.words import counted
-from meshwise.units import format_count, format_duration, format_money, format_percent, format_time
+from meshwise.search import Plan, PlanResult, Scaling
 
 
-def comparison_report(found: Mapping[str, Planning | str], inputs: Mapping[str, Any]) -> Report:
+def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str, Any]) -> Report:
     """Compare clusters.
 
     Args:
         found: cluster -> its plans, or why there is none.
         inputs: what was asked.
     """
-    plans = {name: p.plans[0] for name, p in found.items() if isinstance(p, Planning)}
+    plans = {name: p.plans[0] for name, p in found.items() if isinstance(p, PlanResult)}
     without = {name: p for name, p in found.items() if isinstance(p, str)}
     run = all(p.training is not None for p in plans.values())
     fastest = min(plans, key=lambda n: 1 / plans[n].estimate.tokens_per_s)
@@ -71,7 +71,7 @@ def comparison_report(found: Mapping[str, Planning | str], inputs: Mapping[str, 
             "clusters": [
                 {
                     "cluster": name,
-                    "plan": plan_data(p.plans[0]) if isinstance(p, Planning) else None,
+                    "plan": plan_data(p.plans[0]) if isinstance(p, PlanResult) else None,
                     "reason": p if isinstance(p, str) else None,
                 }
                 for name, p in found.items()
@@ -116,9 +116,9 @@ def _cost_against_time(plans: Mapping[str, Plan]) -> tuple[list[tuple[float, flo
     return points, (f"time of {of}", f"{'dollars' if dollars else 'chip-hours'} of {of}")
 
 
-def comparison_svg(found: Mapping[str, Planning | str]) -> str:
+def comparison_svg(found: Mapping[str, PlanResult | str]) -> str:
     """Draw cost against time, a point a cluster."""
-    plans = {name: p.plans[0] for name, p in found.items() if isinstance(p, Planning)}
+    plans = {name: p.plans[0] for name, p in found.items() if isinstance(p, PlanResult)}
     points, (x_title, y_title) = _cost_against_time(plans)
     return write_svg([(x / 86400, y) for x, y in points], list(plans), f"{x_title}, days", y_title)
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_bytes, format_flops, format_time
 from meshwise.costs.product import PricedStep, PricedWay, Product
-from meshwise.explanation import Explanation
 from meshwise.hardware import Cluster
 from meshwise.report.collective import wiring_words
 from meshwise.report.report import Report
 from meshwise.report.table import table
 from meshwise.sharding import Indices, book_case
-from meshwise.units import format_bytes, format_flops, format_time
 
 #: Ways that the table shows; JSON has all.
 _WAYS_SHOWN = 6

@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.text import Text
 
-from meshwise.explanation import Explanation
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_percent, format_time
 from meshwise.report.drawing import new_figure, svg_of
 from meshwise.report.report import Details, Report
 from meshwise.report.table import table
 from meshwise.report.words import counted
 from meshwise.simulation import STREAMS, Span, StepTimeline
-from meshwise.units import format_percent, format_time
 
 #: Stages that the terminal shows: of more, the first and the last ones.
 _SHOWN = 16

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
 from meshwise.compiler.verification import CompiledCopy, Verification
+from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
 from meshwise.report.report import Report, listed
 from meshwise.report.table import noted_table
 from meshwise.report.words import counted
-from meshwise.units import format_bytes, format_flops, format_percent, format_time
 
 #: Of a line through two copies.
 _PEAKS = (

@@ -1,4 +1,4 @@
-"""Small matters of grammar that several reports share. Not here: units (`meshwise.units`)."""
+"""Small matters of grammar that several reports share. Not here: units (`meshwise.core.units`)."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from meshwise.core.tensors import Attention
 from meshwise.runtime.attention import Masks, attend
 from meshwise.runtime.local import part_index
 from meshwise.runtime.ring import Ring, ring_attend
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
-from meshwise.tensors import Attention
 
 
 def attend_placed(

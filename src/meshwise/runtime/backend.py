@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwise.errors import LayoutError, MissingDependencyError
+from meshwise.core.errors import LayoutError, MissingDependencyError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

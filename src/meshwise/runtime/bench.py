@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.runtime.backend import make_mesh
 from meshwise.runtime.devices import find_devices, software_of
 from meshwise.sharding import CollectiveKind

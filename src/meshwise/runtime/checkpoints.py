@@ -21,11 +21,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from meshwise.errors import ConfigError, MeshwiseError, MissingDependencyError
+from meshwise.core.errors import ConfigError, MeshwiseError, MissingDependencyError
+from meshwise.core.units import format_bytes
 from meshwise.runtime.layer_order import layer_order, rearranged
 from meshwise.runtime.processes import agree, first_process, on_first
 from meshwise.runtime.train import State, TrainStep
-from meshwise.units import format_bytes
 
 _VERSION = "1"
 _STEP = re.compile(r"step-(\d{8})")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.runtime.tokenizer import read_bytes, read_tokenizer
 
 #: Share of synthetic tokens that do not follow from the one before.

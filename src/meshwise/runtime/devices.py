@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.runtime.platforms import load_jax, looking_for_devices
 
 

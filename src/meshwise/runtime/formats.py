@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
 
 #: Formats in which arrays are held and multiplied here.
 HELD: dict[DType, Any] = {DType.FP32: jnp.float32, DType.BF16: jnp.bfloat16}

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwise.core.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 from meshwise.runtime.attention import Masks
 from meshwise.runtime.attention_placed import attend_placed
 from meshwise.runtime.lookup import look_up
@@ -27,7 +28,6 @@ from meshwise.runtime.watched import Watched, plain
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
 from meshwise.sharding.iteration import iteration_space
-from meshwise.tensors import Attention, Block, Einsum, Elementwise, Kind, Lookup, Op, Route, Tensor
 
 #: Keys and values of earlier positions, where a block is given them.
 _CACHED = ("cache.k", "cache.v")

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwise.costs.structure import Structure
-from meshwise.dtypes import DType
-from meshwise.errors import LayoutError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import LayoutError
+from meshwise.core.tensors import Attention
+from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.models import Model
 from meshwise.models.numeric_readers import read_numerics
 from meshwise.runtime.backend import make_mesh, one_at_a_time
@@ -31,7 +32,6 @@ from meshwise.runtime.weights import Weights
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
-from meshwise.tensors import Attention
 
 #: Run -> "k" and "v" -> [layers, sequences, positions, heads, width].
 Cache = dict[str, dict[str, Any]]
@@ -223,7 +223,7 @@ def generator(
     numerics = read_numerics(model)
     mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
     whole = layout.replace(sequence_parallel=False, expert_tensor_parallel=True)
-    placement = Placement(mesh, Structure.of(whole).strategy)
+    placement = Placement(mesh, LayoutChoices.of(whole).strategy)
     program = model.train_program()
     check_even(program, placement, program.bind(batch=sequences, queries=1, keys=length))
     stack = Stack(program, numerics, plan_segments(numerics.order), placement, remat_policy("none"), dtype_of(dtype))

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwise.core.tensors import Block, Program
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.forward import run_block
 from meshwise.runtime.ops import Surroundings
@@ -19,7 +20,6 @@ from meshwise.runtime.params import Tree
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.stacks import Run, Segment
 from meshwise.sharding.remat import RematPolicy, remat_policy
-from meshwise.tensors import Block, Program
 
 Arrays = Mapping[str, jax.Array]
 

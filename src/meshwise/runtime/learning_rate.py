@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from meshwise.units import format_count
+from meshwise.core.units import format_count
 
 
 @dataclass(frozen=True, slots=True)

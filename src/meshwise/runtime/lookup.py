@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwise.core.tensors import Lookup
 from meshwise.runtime.local import complete, part_index
 from meshwise.runtime.products import others, spread, spread_spec
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
-from meshwise.tensors import Lookup
 
 
 def look_up(

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import jax
 
-from meshwise.errors import InfeasibleError, MeshwiseError
+from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.runtime.backend import one_at_a_time
 from meshwise.runtime.data import TokenSource
 from meshwise.runtime.devices import machine_memory

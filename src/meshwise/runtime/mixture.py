@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwise.core.tensors import Einsum, Elementwise, Kind, Op, Route, Tensor
 from meshwise.runtime.local import complete
 from meshwise.runtime.named import named_einsum
 from meshwise.runtime.ops import Surroundings, elementwise
@@ -23,7 +24,6 @@ from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import plain
 from meshwise.sharding import Sharding
 from meshwise.sharding.iteration import iteration_space
-from meshwise.tensors import Einsum, Elementwise, Kind, Op, Route, Tensor
 
 Arrays = Mapping[str, jax.Array]
 

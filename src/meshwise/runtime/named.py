@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from meshwise.core.tensors import Einsum
 from meshwise.runtime.watched import Watched, product
-from meshwise.tensors import Einsum
 
 
 def subscripts(op: Einsum) -> tuple[str, str, str]:

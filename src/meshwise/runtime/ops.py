@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwise.core.tensors import Elementwise
 from meshwise.models.numerics import Numerics, Rotary
 from meshwise.runtime.named import align
 from meshwise.runtime.rotary import rotate
-from meshwise.tensors import Elementwise
 
 Arrays = Sequence[jax.Array]
 

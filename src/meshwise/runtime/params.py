@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwise.core.tensors import Block, Einsum, Kind, Lookup, Program, Tensor
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.stacks import Segment
 from meshwise.sharding import Sharding
-from meshwise.tensors import Block, Einsum, Kind, Lookup, Program, Tensor
 
 #: Key of a run or block -> name of a weight -> what is held for it.
 Tree = dict[str, dict[str, Any]]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwise.errors import LayoutError
+from meshwise.core.errors import LayoutError
 from meshwise.runtime.formats import added_up
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree

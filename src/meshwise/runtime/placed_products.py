@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwise.core.tensors import Einsum, Tensor
 from meshwise.runtime.circle import Circle
 from meshwise.runtime.equations import Equation
 from meshwise.runtime.gather_matmul import gathered_products
@@ -25,7 +26,6 @@ from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form
 from meshwise.sharding.iteration import iteration_space
-from meshwise.tensors import Einsum, Tensor
 
 Arrays = tuple[jax.Array, ...]
 

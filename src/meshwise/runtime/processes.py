@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.runtime.platforms import load_jax
 
 #: Seconds to wait for the other processes to start.

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshwise.core.tensors import Einsum, Kind
 from meshwise.runtime.local import complete
 from meshwise.runtime.named import named_einsum, subscripts
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
-from meshwise.tensors import Einsum, Kind
 
 #: Mesh axes along which devices hold weights of their own.
 _STAGES = frozenset({"stage"})

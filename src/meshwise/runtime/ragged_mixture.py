@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwise.core.tensors import Einsum, Kind, Op, Route
 from meshwise.runtime.mixture import Experts
 from meshwise.runtime.ragged import RaggedExchange, by_group, grouped_product
 from meshwise.runtime.watched import plain
-from meshwise.tensors import Einsum, Kind, Op, Route
 
 Arrays = Mapping[str, jax.Array]
 

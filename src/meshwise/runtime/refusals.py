@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from meshwise.errors import ConfigError, LayoutError, MeshwiseError
+from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
+from meshwise.core.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.runtime.formats import HELD
@@ -19,7 +20,6 @@ from meshwise.sharding import Sharding
 from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import check_remat
-from meshwise.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
 
 
 def check_model(model: Model) -> None:

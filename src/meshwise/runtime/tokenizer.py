@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from meshwise.errors import MeshwiseError, MissingDependencyError
+from meshwise.core.errors import MeshwiseError, MissingDependencyError
 
 
 def read_tokenizer(file: Path) -> tuple[Any, bytes]:

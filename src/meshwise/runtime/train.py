@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwise.costs.structure import Structure
+from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.models.numeric_readers import read_numerics
@@ -215,7 +215,7 @@ def train_step(
     numerics = read_numerics(model)
     mesh = make_mesh({a: layout.sizes[a] for a in layout.used_axes} or {"data": 1}, devices)
     at_once = layout.num_microbatches == 1 and layout.stage == 1
-    placement = Placement(mesh, Structure.of(layout).strategy, reduces="optimizer" if at_once else "gradients")
+    placement = Placement(mesh, LayoutChoices.of(layout).strategy, reduces="optimizer" if at_once else "gradients")
     program = model.train_program()
     sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=job.seq_len)
     check_even(program, placement, sizes)

@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration, default_calibration
-from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.scoring.constants import all_constants
 from meshwise.scoring.fitting import Constant, Fit, Repriced, Sensitivities, fit, sensitivities

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import CALIBRATIONS, Calibration
-from meshwise.dtypes import DType
 from meshwise.scoring.fitting import Constant
 
 _MICRO = "single operations, NVIDIA AIConfigurator database"

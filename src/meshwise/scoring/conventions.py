@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.tensors import Attention, Fused
 from meshwise.models import Model
 from meshwise.scoring.rates import tokens_per_second
 from meshwise.scoring.reading import MeasuredRun
-from meshwise.tensors import Attention, Fused
 
 _BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
 

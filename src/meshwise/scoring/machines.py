@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.hardware import Chip, Cluster, Fabric, load_chip, parse_cluster
 from meshwise.hardware.chip import Source
 from meshwise.hardware.network import Level

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from meshwise.core.units import format_bytes
 from meshwise.costs.spread import Likely
 from meshwise.hardware import Cluster
 from meshwise.models import Model
 from meshwise.scoring.models import family_of
 from meshwise.scoring.rows import Row, UnreadRow
-from meshwise.units import format_bytes
 
 R_co = TypeVar("R_co", bound=Row | UnreadRow, covariant=True)
 

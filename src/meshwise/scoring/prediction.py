@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.estimate import Estimate
 from meshwise.costs.spread import doubts_of, likely_interval
-from meshwise.errors import MeshwiseError
-from meshwise.planning import estimate_layout
 from meshwise.scoring.conventions import measured_bytes, measured_seconds
 from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
 from meshwise.scoring.reading import MeasuredRun
 from meshwise.scoring.setup import Setup, set_up
+from meshwise.search import estimate_layout
 from meshwise.sharding.layout import Layout
 
 #: Metric of memory -> the classes of an estimate that it measures; None for all of them.

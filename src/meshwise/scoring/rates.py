@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.scoring.rows import Row
 
 _UNIT = re.compile(r"tok(?:en)?s?(?:/s(?:ec|econd)?| (?:per|a) second)((?:/| per )[a-z]+)?(?=$|[\s(,;])")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.scoring.columns import COLUMNS, METRICS
 from meshwise.scoring.rows import Row, RowFormat, UnreadRow, header_of, read_text, rows_of
 

@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import Model

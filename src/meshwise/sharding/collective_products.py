@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
+from meshwise.core.tensors import Block, Einsum, Elementwise, Kind, Op, Route, Tensor
 from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.mesh import Sharding
 from meshwise.sharding.strategy import Strategy
-from meshwise.tensors import Block, Einsum, Elementwise, Kind, Op, Route, Tensor
 
 #: Mesh axis whose collectives stand beside products.
 AXIS = "tensor"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwise.dtypes import DType
+from meshwise.core.dtypes import DType
 from meshwise.sharding.mesh import Mesh, Sharding
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from meshwise.dtypes import DType
-from meshwise.errors import ShardingError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError
 from meshwise.sharding.mesh import Mesh, Sharding
 
 #: Unicode subscript -> mesh axis. There is no subscript Y (the Greek gamma stands in, as people write it) and no Z.

@@ -5,8 +5,17 @@ Not here: collectives between operations (`place`).
 
 from __future__ import annotations
 
+from meshwise.core.tensors import (
+    Attention,
+    AttentionGradient,
+    CacheUpdate,
+    Elementwise,
+    Fused,
+    FusedGradient,
+    Op,
+    Route,
+)
 from meshwise.sharding.strategy import Strategy
-from meshwise.tensors import Attention, AttentionGradient, CacheUpdate, Elementwise, Fused, FusedGradient, Op, Route
 
 
 def iteration_space(strategy: Strategy, op: Op) -> dict[str, tuple[str, ...]]:  # noqa: PLR0911 -- a rule a kind

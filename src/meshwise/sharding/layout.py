@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.core.errors import LayoutError, UnknownNameError
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.remat_names import RematRequest, parse_remat
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, product
 
-from meshwise.dtypes import DType
-from meshwise.errors import ShardingError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError
 from meshwise.sharding.collectives import Collective
 from meshwise.sharding.expression import Expression
 from meshwise.sharding.mesh import Mesh, Sharding

@@ -1,6 +1,6 @@
 """Meshes and shardings: which mesh axes split which dimension of a tensor, and over which it is still to be summed.
 
-Structure and counting only. Not here: text (`notation`), moving data (`reshard`), bandwidths (the `costs` layer).
+LayoutChoices and counting only. Not here: text (`notation`), moving data (`reshard`), bandwidths (the `costs` layer).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwise.dtypes import DType
-from meshwise.errors import ShardingError, UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError, UnknownNameError
 
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 

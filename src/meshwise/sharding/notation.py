@@ -23,11 +23,11 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-from meshwise.dtypes import DType, parse_dtype
-from meshwise.errors import NotationError, UnknownNameError
+from meshwise.core.dtypes import DType, parse_dtype
+from meshwise.core.errors import NotationError, UnknownNameError
+from meshwise.core.units import parse_count
 from meshwise.sharding.expression import SUBSCRIPTS, Expression, ShardedTensor
 from meshwise.sharding.mesh import Mesh, Sharding
-from meshwise.units import parse_count
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*")
@@ -52,7 +52,7 @@ def parse_tensor(text: str, mesh: Mesh | None = None) -> ShardedTensor:
     >>> parse_tensor("A[I_X, J_X]")
     Traceback (most recent call last):
     ...
-    meshwise.errors.NotationError: mesh axis X is used twice in one tensor; it can split one dimension only
+    meshwise.core.errors.NotationError: mesh axis X is used twice in one tensor; it can split one dimension only
         A[I_X, J_X]
                  ^
 

@@ -9,16 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from meshwise.backward import backward
-from meshwise.sharding.collective_products import AXIS, moves_beside_products, split_by_rows
-from meshwise.sharding.collectives import CollectiveKind
-from meshwise.sharding.iteration import iteration_space
-from meshwise.sharding.mesh import Sharding
-from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
-from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
-from meshwise.sharding.reshard import nearest, reshard
-from meshwise.sharding.strategy import Strategy
-from meshwise.tensors import (
+from meshwise.core.backward import backward
+from meshwise.core.tensors import (
     Attention,
     AttentionGradient,
     Block,
@@ -29,6 +21,14 @@ from meshwise.tensors import (
     Route,
     Tensor,
 )
+from meshwise.sharding.collective_products import AXIS, moves_beside_products, split_by_rows
+from meshwise.sharding.collectives import CollectiveKind
+from meshwise.sharding.iteration import iteration_space
+from meshwise.sharding.mesh import Sharding
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
+from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
+from meshwise.sharding.reshard import nearest, reshard
+from meshwise.sharding.strategy import Strategy
 
 
 class _Placer:

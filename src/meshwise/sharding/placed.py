@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshwise.core.tensors import Block, Op, Tensor
 from meshwise.sharding.collectives import Collective
 from meshwise.sharding.mesh import Sharding
-from meshwise.tensors import Block, Op, Tensor
 
 
 class Purpose(StrEnum):

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from meshwise.backward import backward
-from meshwise.errors import LayoutError, UnknownNameError
-from meshwise.kernels import Scan, SelectiveScan
-from meshwise.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Op, Tensor
+from meshwise.core.backward import backward
+from meshwise.core.errors import LayoutError, UnknownNameError
+from meshwise.core.kernels import Scan, SelectiveScan
+from meshwise.core.tensors import Attention, Block, Convert, Einsum, Elementwise, Kind, Op, Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from meshwise.errors import LayoutError
+from meshwise.core.errors import LayoutError
 from meshwise.sharding.remat import remat_policy
 
 #: Other spelling -> policy. The first are those of `jax.checkpoint_policies`, the last Megatron-LM's.

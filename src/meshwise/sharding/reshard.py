@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import combinations, count
 
-from meshwise.errors import ShardingError
+from meshwise.core.errors import ShardingError
 from meshwise.sharding.collectives import Collective, CollectiveKind
 from meshwise.sharding.mesh import Sharding
 

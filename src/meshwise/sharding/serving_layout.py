@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.errors import LayoutError, UnknownNameError
+from meshwise.core.errors import LayoutError, UnknownNameError
 from meshwise.sharding.layout import CONTEXT_METHODS, layout_fields, layout_json
 from meshwise.sharding.serving import CACHE_SPLITS, SERVING_AXES, serving_strategy
 from meshwise.sharding.strategy import Strategy
@@ -33,7 +33,7 @@ _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "of
 
 
 @dataclass(frozen=True, slots=True)
-class ServingStructure:
+class ServingLayoutChoices:
     """The choices of a serving layout that are no sizes. Placing depends on nothing else.
 
     Args:
@@ -150,10 +150,10 @@ class ServingLayout:
         return self.tensor * self.cache * self.width * self.fsdp
 
     @property
-    def structure(self) -> ServingStructure:
+    def structure(self) -> ServingLayoutChoices:
         """The choices that are no sizes; those that mean nothing on this mesh as if they had not been made."""
         ways = self.tensor * self.cache
-        return ServingStructure(
+        return ServingLayoutChoices(
             cache_split=self.cache_split if self.cache * self.width > 1 else "heads",
             sequence_parallel=self.sequence_parallel and ways > 1,
             expert_tensor_parallel=self.expert_tensor_parallel or ways * self.expert == 1,

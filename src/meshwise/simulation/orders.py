@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshwise.core.errors import LayoutError
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.schedules import find_schedule
-from meshwise.errors import LayoutError
 
 
 class Task(StrEnum):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.hlo.groups import axes_of_groups, axes_of_pairs, parse_groups
-from meshwise.errors import CompilerError
+from meshwise.core.errors import CompilerError
 
 
 @pytest.mark.parametrize(

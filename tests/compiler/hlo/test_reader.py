@@ -8,7 +8,7 @@ import pytest
 
 from meshwise.compiler.hlo.reader import read_module
 from meshwise.compiler.hlo.shapes import ArrayShape, TupleShape, parse_shape
-from meshwise.errors import CompilerError
+from meshwise.core.errors import CompilerError
 
 DATA = Path(__file__).parents[2] / "data" / "compiled"
 PROGRAMS = sorted(p.name.removesuffix(".hlo.gz") for p in DATA.glob("*.hlo.gz"))

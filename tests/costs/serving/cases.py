@@ -37,9 +37,9 @@ def step(given, name, layout, batch, queries, keys):  # noqa: PLR0917 -- sizes a
 
 def setup(given, layout, batch, prefill=None, mode="aggregated", **more):
     chips = given.cluster.num_chips
-    generate = parse_serving_layout(layout, num_chips=chips)
-    into = generate if prefill is None else parse_serving_layout(prefill, num_chips=chips)
-    return ServingSetup(mode, into, generate, batch, **more)
+    decode = parse_serving_layout(layout, num_chips=chips)
+    into = decode if prefill is None else parse_serving_layout(prefill, num_chips=chips)
+    return ServingSetup(mode, into, decode, batch, **more)
 
 
 def estimate(given, layout, batch, prefill=None, mode="aggregated", **more):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from cases import estimate, problem, setup, step
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ClusterError, LayoutError
+from meshwise.costs.serving.capacity import frontier, largest_batch, longest_context
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.room import frontier, largest_batch, longest_context
-from meshwise.dtypes import DType
-from meshwise.errors import ClusterError, LayoutError
 
 
 def test_time_per_token_is_a_step_and_its_share_of_prefills():
     given = problem("llama-3-70b", precision="fp8")
     e = estimate(given, "tensor=8", 64)
-    decode = step(given, "generate", "tensor=8", 64, 1, 1024 + 128).expected
+    decode = step(given, "decode", "tensor=8", 64, 1, 1024 + 128).expected
     prefill = step(given, "prefill", "tensor=8", 1, 1024, 1024).expected
     assert e.tpot.expected == pytest.approx(decode + 64 / 255 * prefill, rel=1e-12)
     assert e.ttft.expected == pytest.approx(prefill + decode / 2, rel=1e-12)
@@ -32,7 +32,7 @@ def test_engines_apart_wait_for_the_slower_kind():
     given = problem("llama-3-70b", "h100:32", precision="fp8")
     e = estimate(given, "tensor=8,replicas=3", 64, "tensor=8", "disaggregated")
     prefill = step(given, "prefill", "tensor=8", 1, 1024, 1024).expected
-    decode = step(given, "generate", "tensor=8", 64, 1, 1152).expected
+    decode = step(given, "decode", "tensor=8", 64, 1, 1152).expected
     assert e.tpot.expected == pytest.approx(decode, rel=1e-9)
     assert e.requests_per_s == pytest.approx(min(1 / prefill, 3 * 64 / (255 * decode)), rel=1e-9)
     assert e.handover_s > 0
@@ -97,9 +97,9 @@ def test_the_largest_batch_and_the_longest_context_just_fit(layout):
 def test_what_a_simulation_is_told_is_what_steps_take():
     given = problem("gemma-3-27b-it", prompt=2048)
     one = setup(given, "tensor=8", 32)
-    engine = engine_costs(given, one, "generate")
+    engine = engine_costs(given, one, "decode")
     for batch, context in ((32, 1500), (32, 4096), (8, 900)):
-        took = step(given, "generate", "tensor=8", batch, 1, context).expected
+        took = step(given, "decode", "tensor=8", batch, 1, context).expected
         assert engine.step_seconds([context] * batch) == pytest.approx(took, rel=0.05)
     prompt = step(given, "prefill", "tensor=8", 1, 2048, 2048).expected
     assert engine.step_seconds(chunks=[(0, 2048)]) == pytest.approx(prompt, rel=0.1)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from cases import problem
 
-from meshwise.costs.serving.planned import heeded
+from meshwise.costs.serving.lower import heeded
 from meshwise.sharding.place import place_forward
 from meshwise.sharding.serving import CACHE_SPLITS, serving_strategy
 
@@ -22,7 +22,7 @@ STANDS = [
 def test_rules_that_mean_nothing_to_a_block_place_it_alike(model):
     given = problem(model, "h100:8")
     left_out = 0
-    every = itertools.product(("prefill", "generate"), CACHE_SPLITS, (True, False), STANDS)
+    every = itertools.product(("prefill", "decode"), CACHE_SPLITS, (True, False), STANDS)
     for step, split, ring, stands in every:
         strategy = serving_strategy(cache_split=split, ring=ring, **stands)
         for block in given.program(step, wide=stands["wide"]):

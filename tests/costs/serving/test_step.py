@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from cases import problem, step
 
+from meshwise.core.dtypes import DType
 from meshwise.costs.network import NO_WIRE
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import COMPUTE_TERMS, price_mixed_step, price_step
-from meshwise.dtypes import DType
 from meshwise.sharding.serving import SERVING_AXES
-from meshwise.sharding.serving_layout import ServingStructure
+from meshwise.sharding.serving_layout import ServingLayoutChoices
 
 LAYOUTS = (
     "tensor=8",
@@ -28,7 +28,7 @@ def alone(given, name, batch, queries, keys, **mesh):
     """A step without networks, on as many chips."""
     whole = {**dict.fromkeys(SERVING_AXES, 1.0), **mesh}
     sizes = StepSizes(batch, queries, keys, whole)
-    return price_step(given, name, ServingStructure(), sizes, lambda _: NO_WIRE)
+    return price_step(given, name, ServingLayoutChoices(), sizes, lambda _: NO_WIRE)
 
 
 def test_a_generate_step_reads_weights_and_cache_once():
@@ -39,7 +39,7 @@ def test_a_generate_step_reads_weights_and_cache_once():
     for batch in (1.0, 8.0, 32.0):
         cache = batch * model.kv_cache.bytes_per_sequence(2048, DType.BF16)
         floor = (2 * read + cache) / chip.hbm_bandwidth
-        costs = alone(given, "generate", batch, 1.0, 2048.0)
+        costs = alone(given, "decode", batch, 1.0, 2048.0)
         assert floor <= costs.lower <= 1.02 * floor  # activations are small
         assert floor <= costs.expected <= 1.05 * floor
 
@@ -64,14 +64,14 @@ def test_a_cached_prefix_costs_no_products():
 
 def test_windows_are_read_no_further():
     given = problem("mistral-7b-v0.1", "v5p:1", ideal=True)
-    near, far = (alone(given, "generate", 16.0, 1.0, keys).terms["attention"] for keys in (4096.0, 32768.0))
+    near, far = (alone(given, "decode", 16.0, 1.0, keys).terms["attention"] for keys in (4096.0, 32768.0))
     assert far == pytest.approx(near, rel=1e-9)
-    assert alone(given, "generate", 16.0, 1.0, 2048.0).terms["attention"] < 0.6 * near
+    assert alone(given, "decode", 16.0, 1.0, 2048.0).terms["attention"] < 0.6 * near
 
 
 def test_states_are_read_and_written_however_long_the_sequence():
     given = problem("mamba2-2.7b", "v5p:1", ideal=True)
-    short, long = (alone(given, "generate", 16.0, 1.0, keys) for keys in (128.0, 65536.0))
+    short, long = (alone(given, "decode", 16.0, 1.0, keys) for keys in (128.0, 65536.0))
     assert short.expected == long.expected
     states = 16 * 2 * given.model.kv_cache.state_bytes(DType.FP32, DType.BF16)
     assert short.terms["attention"] >= states / given.cluster.chip.hbm_bandwidth
@@ -82,11 +82,11 @@ def test_few_tokens_touch_few_experts():
     bandwidth = given.cluster.chip.hbm_bandwidth
     experts = 2 * given.model.parameters.by_part["experts"] / bandwidth
     others = 2 * (given.model.parameters.active - given.model.parameters.by_part["experts"] / 4) / bandwidth
-    one = alone(given, "generate", 1.0, 1.0, 128.0).terms["matmuls"]
+    one = alone(given, "decode", 1.0, 1.0, 128.0).terms["matmuls"]
     assert one == pytest.approx(experts * 2 / 8 + others, rel=0.02)  # 2 of 8
-    two = alone(given, "generate", 2.0, 1.0, 128.0).terms["matmuls"]
+    two = alone(given, "decode", 2.0, 1.0, 128.0).terms["matmuls"]
     assert two == pytest.approx(experts * (1 - 0.75**2) + others, rel=0.02)
-    assert alone(given, "generate", 64.0, 1.0, 128.0).terms["matmuls"] >= experts + 0.9 * others
+    assert alone(given, "decode", 64.0, 1.0, 128.0).terms["matmuls"] >= experts + 0.9 * others
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_weights_are_read_in_their_format(precision, bits):
     p = given.model.parameters.by_part
     layers = p["attention"] + p["mlp"]
     read = (layers * bits / 8 + 2 * p["head"]) / given.cluster.chip.hbm_bandwidth
-    assert alone(given, "generate", 1.0, 1.0, 128.0).terms["matmuls"] == pytest.approx(read, rel=0.01)
+    assert alone(given, "decode", 1.0, 1.0, 128.0).terms["matmuls"] == pytest.approx(read, rel=0.01)
 
 
 def test_narrow_operands_compute_twice_as_fast_and_narrow_weights_do_not():
@@ -110,7 +110,7 @@ def test_narrow_operands_compute_twice_as_fast_and_narrow_weights_do_not():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "queries"), [("generate", 1), ("prefill", 512)])
+@pytest.mark.parametrize(("name", "queries"), [("decode", 1), ("prefill", 512)])
 def test_terms_add_up_and_bounds_hold(layout, name, queries):
     given = problem()
     costs = step(given, name, layout, 16, queries, 1024)
@@ -124,9 +124,9 @@ def test_terms_add_up_and_bounds_hold(layout, name, queries):
 def test_more_requests_or_longer_ones_never_take_less(model):
     given = problem(model, "h100:8")
     for layout in ("tensor=8", "tensor=4,cache=2,cache_split=batch"):
-        by_batch = [step(given, "generate", layout, b, 1, 1024).expected for b in (1, 2, 3, 8, 9, 64, 200, 1024)]
+        by_batch = [step(given, "decode", layout, b, 1, 1024).expected for b in (1, 2, 3, 8, 9, 64, 200, 1024)]
         assert by_batch == sorted(by_batch)
-        by_length = [step(given, "generate", layout, 8, 1, s).expected for s in (16, 100, 1000, 10000)]
+        by_length = [step(given, "decode", layout, 8, 1, s).expected for s in (16, 100, 1000, 10000)]
         assert by_length == sorted(by_length)
 
 
@@ -134,8 +134,10 @@ def test_arrays_give_what_floats_give():
     given = problem("deepseek-v3", "h100:8")
     batches = np.array([1.0, 7.0, 64.0, 512.0])
     mesh = {**dict.fromkeys(SERVING_AXES, 1.0), "tensor": 4.0, "expert": 2.0}
-    for name in ("generate", "prefill"):
-        together = price_step(given, name, ServingStructure(), StepSizes(batches, 4.0, 4096.0, mesh), lambda _: NO_WIRE)
+    for name in ("decode", "prefill"):
+        together = price_step(
+            given, name, ServingLayoutChoices(), StepSizes(batches, 4.0, 4096.0, mesh), lambda _: NO_WIRE
+        )
         for i, batch in enumerate(batches):
             one = alone(given, name, float(batch), 4.0, 4096.0, tensor=4.0, expert=2.0)
             assert together.expected[i] == pytest.approx(one.expected, rel=1e-12)
@@ -143,24 +145,24 @@ def test_arrays_give_what_floats_give():
 
 def test_stages_hold_parts_of_the_batch_and_wait_for_the_longest():
     given = problem(ideal=True)
-    one = step(given, "generate", "tensor=4", 64, 1, 1024)
-    two = step(given, "generate", "tensor=4,stage=2", 64, 1, 1024)
-    halves = step(given, "generate", "tensor=4", 32, 1, 1024)
+    one = step(given, "decode", "tensor=4", 64, 1, 1024)
+    two = step(given, "decode", "tensor=4,stage=2", 64, 1, 1024)
+    halves = step(given, "decode", "tensor=4", 32, 1, 1024)
     assert one.expected / 2 < two.expected < one.expected  # each part of the batch reads the weights
     assert two.expected == pytest.approx(halves.expected, rel=0.15)
-    assert step(given, "generate", "tensor=4,stage=2", 1, 1, 1024).expected == pytest.approx(
-        step(given, "generate", "tensor=4", 1, 1, 1024).expected, rel=0.01
+    assert step(given, "decode", "tensor=4,stage=2", 1, 1, 1024).expected == pytest.approx(
+        step(given, "decode", "tensor=4", 1, 1, 1024).expected, rel=0.01
     )
 
 
 def test_a_mixed_step_reads_weights_once():
     given = problem(ideal=True)
     mesh = dict.fromkeys(SERVING_AXES, 1.0)
-    generate, chunk = StepSizes(32.0, 1.0, 1024.0, mesh), StepSizes(1.0, 256.0, 512.0, mesh)
-    structure = ServingStructure()
-    mixed = price_mixed_step(given, structure, chunk, generate, lambda _: NO_WIRE)
+    decode, chunk = StepSizes(32.0, 1.0, 1024.0, mesh), StepSizes(1.0, 256.0, 512.0, mesh)
+    structure = ServingLayoutChoices()
+    mixed = price_mixed_step(given, structure, chunk, decode, lambda _: NO_WIRE)
     apart = [
-        price_step(given, "generate", structure, generate, lambda _: NO_WIRE),
+        price_step(given, "decode", structure, decode, lambda _: NO_WIRE),
         price_step(given, "prefill", structure, chunk, lambda _: NO_WIRE),
     ]
     assert mixed.terms["attention"] == pytest.approx(sum(c.terms["attention"] for c in apart), rel=1e-12)
@@ -173,11 +175,11 @@ def test_a_mixed_step_reads_weights_once():
 def test_a_mixed_step_is_bounded_by_data_sheets_whatever_is_achieved(model, stages):
     """Its FLOPs, its bytes and its lower bound are those of both parts' attention and of all tokens' products."""
     mesh = {**dict.fromkeys(SERVING_AXES, 1.0), "stage": float(stages)}
-    generate, chunk = StepSizes(32.0, 1.0, 4096.0, mesh), StepSizes(1.0, 512.0, 2048.0, mesh)
+    decode, chunk = StepSizes(32.0, 1.0, 4096.0, mesh), StepSizes(1.0, 512.0, 2048.0, mesh)
     mixed = []
     for ideal in (True, False):
         given = problem(model, ideal=ideal)
-        mixed.append(price_mixed_step(given, ServingStructure(), chunk, generate, lambda _: NO_WIRE))
+        mixed.append(price_mixed_step(given, ServingLayoutChoices(), chunk, decode, lambda _: NO_WIRE))
     ideal, achieved = mixed
     peak, bandwidth = given.cluster.chip.flops_per_s[DType.BF16], given.cluster.chip.hbm_bandwidth
     assert achieved.lower == pytest.approx(ideal.lower, rel=1e-12)
@@ -190,8 +192,8 @@ def test_a_mixed_step_s_flops_are_counted_once():
     """Products of 32 + 256 tokens, four FLOPs a pair of query and key, causal within the chunk."""
     given = problem(ideal=True)
     mesh = dict.fromkeys(SERVING_AXES, 1.0)
-    generate, chunk = StepSizes(32.0, 1.0, 1024.0, mesh), StepSizes(1.0, 256.0, 512.0, mesh)
-    mixed = price_mixed_step(given, ServingStructure(), chunk, generate, lambda _: NO_WIRE)
+    decode, chunk = StepSizes(32.0, 1.0, 1024.0, mesh), StepSizes(1.0, 256.0, 512.0, mesh)
+    mixed = price_mixed_step(given, ServingLayoutChoices(), chunk, decode, lambda _: NO_WIRE)
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     pairs = 32 * 1024 + sum(257 + i for i in range(256))
     hand = 2 * 288 * 32 * layer + 2 * 33 * 4096 * 128256 + 32 * 4 * 4096 * pairs
@@ -200,12 +202,12 @@ def test_a_mixed_step_s_flops_are_counted_once():
 
 def test_a_pipeline_shares_out_a_chunk_s_attention():
     """One chunk through four stages: each part has a fourth of its tokens, and of its pairs."""
-    structure = ServingStructure()
-    generate, chunk = StepSizes(32.0, 1.0, 64.0, {}), StepSizes(1.0, 1024.0, 4096.0, {})
+    structure = ServingLayoutChoices()
+    decode, chunk = StepSizes(32.0, 1.0, 64.0, {}), StepSizes(1.0, 1024.0, 4096.0, {})
 
     def attention(stages):
         mesh = {**dict.fromkeys(SERVING_AXES, 1.0), "stage": stages}
-        both = [StepSizes(s.sequences, s.queries, s.keys, mesh) for s in (chunk, generate)]
+        both = [StepSizes(s.sequences, s.queries, s.keys, mesh) for s in (chunk, decode)]
         return price_mixed_step(problem(ideal=True), structure, *both, lambda _: NO_WIRE)
 
     one, four = attention(1.0), attention(4.0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, mix_trace, parse_lengths, read_trace
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.jobs.traffic import (
     Arrivals,
     DrawnLoad,

@@ -7,7 +7,7 @@ import pytest
 
 import meshwise
 from meshwise.cli.main import main
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.scoring import Refusal, read_runs
 from meshwise.scoring.serving import (
     SERVING_COLUMNS,
@@ -52,7 +52,7 @@ def predicted(**changes):
 def test_tpot_of_continuous_batching_is_the_batching_algebra():
     """TPOT = t_decode + batch / (output - 1) x t_prefill."""
     e = estimate()
-    by_hand = e.generate.seconds.expected + 8 / 128 * e.prefill.interval
+    by_hand = e.decode.seconds.expected + 8 / 128 * e.prefill.interval
     found = predicted()
     assert found.measured == pytest.approx(0.010)
     assert found.expected == pytest.approx(by_hand) == pytest.approx(e.tpot.expected)
@@ -61,7 +61,7 @@ def test_tpot_of_continuous_batching_is_the_batching_algebra():
 
 def test_a_static_batch_is_prefilled_together_and_generates_without_interruption():
     e = estimate(prefill_batch=8)
-    first, step = e.prefill.seconds.expected, e.generate.seconds.expected
+    first, step = e.prefill.seconds.expected, e.decode.seconds.expected
     whole = first + 128 * step
     assert predicted(**STATIC, measured_metric="end_to_end_latency", unit="s", measured_value="2").expected == (
         pytest.approx(whole)
@@ -136,9 +136,9 @@ def test_modes_say_when_requests_start(mode, concurrency, static):
 
 def test_a_mode_says_how_weights_are_shared_on_any_chip():
     layouts = set_up_served(row(serving_mode="static batch, 2D weight-stationary"), "operations").candidates
-    assert {x.generate.width for x in layouts} == {1, 2}
+    assert {x.decode.width for x in layouts} == {1, 2}
     (gathered, tensor) = set_up_served(row(serving_mode="weight-gathered"), "operations").candidates[::-1]
-    assert (gathered.generate.fsdp, tensor.generate.tensor) == (2, 2)
+    assert (gathered.decode.fsdp, tensor.decode.tensor) == (2, 2)
 
 
 def test_an_engine_that_is_not_known_is_said_to_be_taken_as_another():

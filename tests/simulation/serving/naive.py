@@ -85,7 +85,7 @@ class Naive:
         if (policy == "prefill-first" or self.filling) and self.prefill():
             return True
         self.filling = False
-        return self.generate()
+        return self.decode()
 
     def admit(self, most=None):
         if not self.waiting or (self.ready and self.ready[0].index < self.waiting[0].index):
@@ -110,7 +110,7 @@ class Naive:
         self.work([], [(r, r.target) for r in self.prefilling])
         return True
 
-    def generate(self):
+    def decode(self):
         if not self.running:
             return False
         while self.used() + self.growth() > self.costs.kv_blocks:
@@ -120,7 +120,7 @@ class Naive:
 
     def chunked(self):
         if not self.prefilling and not self.waiting:
-            return self.generate()
+            return self.decode()
         while self.used() + self.growth() > self.costs.kv_blocks:
             self.preempt()
         left = self.scheduling.max_step_tokens - len(self.running)
@@ -154,13 +154,13 @@ class Naive:
 
     # one step
 
-    def work(self, generating, chunks):
+    def work(self, decoding, chunks):
         self.used()
-        contexts = [r.cached + 1 for r in generating]
+        contexts = [r.cached + 1 for r in decoding]
         self.time += self.moving + self.costs.step_seconds(contexts, [(r.cached, new) for r, new in chunks])
         self.moving = 0.0
         self.steps += 1
-        for request in generating:
+        for request in decoding:
             request.cached += 1
             request.produced += 1
             if request.produced == request.output:

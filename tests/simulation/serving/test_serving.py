@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.costs.engine import AttentionCosts, EngineCosts
-from meshwise.errors import InfeasibleError, MeshwiseError
 from meshwise.jobs.traffic import Demand, DrawnLoad, SharedPrefixes, Trace, parse_arrivals, parse_lengths
 from meshwise.simulation.serving import (
     POLICIES,
@@ -44,7 +44,7 @@ def load(count, rate, prompt="1024", output="256", arrivals="poisson", **more):
 
 @pytest.mark.parametrize("busy", [0.3, 0.6, 0.85])
 def test_one_by_one_it_is_the_queue_m_d_1(busy):
-    """Prompts of one length, one at a time, nothing to generate: Pollaczek-Khinchine with constant service."""
+    """Prompts of one length, one at a time, nothing to decode: Pollaczek-Khinchine with constant service."""
     service = COSTS.step_seconds(chunks=[(0, 1024)])
     system = ServingSystem(COSTS, scheduling=Scheduling(max_batch=1))
     result = simulate_serving(system, load(40_000, busy / service, output="1", seed=3))
@@ -65,7 +65,7 @@ def test_a_batch_that_starts_at_once_takes_what_the_closed_form_says():
 
 @pytest.mark.parametrize("rate", [2.0, 6.0])
 def test_constant_load_is_the_fixed_point_of_interleaved_prefills(rate):
-    """Requests come evenly: B generate; prefills between take rate * t_prefill of all time, and stretch each step.
+    """Requests come evenly: B decode; prefills between take rate * t_prefill of all time, and stretch each step.
 
     B = rate * outputs * TPOT and TPOT = t_generate(B) / (1 - rate * t_prefill), which is
     TPOT = t_generate + (B / outputs) * t_prefill.
@@ -116,7 +116,7 @@ def test_nothing_is_lost(routing, scheduling, separate):
     fleet.run(asked)
     replicas = [life.replica for life in fleet.lives] + fleet.prefill
     for replica in replicas:
-        assert (replica.outstanding, replica.generating.count) == (0, 0)
+        assert (replica.outstanding, replica.decoding.count) == (0, 0)
         assert not [*replica.waiting, *replica.ready, *replica.prefilling]
         replica.clock = math.inf
         replica._drop_sent()
@@ -162,7 +162,7 @@ def test_a_seed_decides_everything():
 
 
 def test_policies_trade_first_tokens_for_later_ones():
-    """Prefill-first stops those that generate; chunks bound how long; decode-first makes newcomers wait."""
+    """Prefill-first stops those that decode; chunks bound how long; decode-first makes newcomers wait."""
     found = {
         policy: simulate_serving(
             ServingSystem(COSTS, scheduling=Scheduling(policy, 128, 512)), load(3000, 6.0, "lognormal:1024:1:8192")
@@ -231,12 +231,12 @@ def test_separate_pools_keep_prefills_out_of_the_way():
     assert np.quantile(apart.tpot_s, 0.99) < np.quantile(together.tpot_s, 0.99)
     assert apart.transferred_tokens == 2000 * 1024
     assert apart.replicas[1].number == -1
-    assert apart.replicas[1].generate_steps == apart.replicas[0].prefilled == 0
+    assert apart.replicas[1].decode_steps == apart.replicas[0].prefilled == 0
     assert apart.chip_seconds == pytest.approx(16 * apart.end)
 
 
 def test_sending_the_cache_takes_its_time():
-    """One request: prefill, transfer, generate, one after the other."""
+    """One request: prefill, transfer, decode, one after the other."""
     slow = COSTS.replace(transfer_bytes_per_s=1e9, transfer_startup_s=0.01)
     system = ServingSystem(COSTS, 1, prefill=PrefillPool(slow, 1))
     result = simulate_serving(system, Trace((Demand(0.0, 1024, 11), Demand(0.0, 1024, 1)), "two"))
@@ -360,7 +360,7 @@ def test_a_capacity_that_cannot_be_says_what_could():
         ),
         (
             lambda: ServingSystem(COSTS, prefill=PrefillPool(COSTS, 1, Scheduling(speculation=Speculation(0.5, 1)))),
-            "prefill replicas generate nothing",
+            "prefill replicas decode nothing",
         ),
         (lambda: Targets(ttft_s=0), "more than 0 seconds"),
         (lambda: Targets(share=0), "a share of requests"),
@@ -375,6 +375,6 @@ def test_time_is_linear_in_requests_and_samples_are_bounded():
     counts = (2_000, 8_000)
     results = [simulate_serving(ServingSystem(COSTS), load(count, 6.0)) for count in counts]
     assert all(len(r.replicas[0].samples) <= 512 for r in results)
-    steps = [r.replicas[0].generate_steps for r in results]
+    steps = [r.replicas[0].decode_steps for r in results]
     assert steps[1] / steps[0] == pytest.approx(4, rel=0.1)
     assert math.isfinite(results[0].cpu_s)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from meshwise.compiler.hlo.instructions import Instruction
-from meshwise.errors import CompilerError
+from meshwise.core.errors import CompilerError
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -10,7 +10,7 @@ import re
 
 from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
 from meshwise.compiler.hlo.shapes import parse_shape
-from meshwise.errors import CompilerError
+from meshwise.core.errors import CompilerError
 
 _MODULE = re.compile(r"HloModule (?P<name>[^\s,]+)(?P<header>.*)")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")

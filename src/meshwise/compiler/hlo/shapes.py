@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwise.errors import CompilerError
+from meshwise.core.errors import CompilerError
 
 #: Number of a memory space as TPU programs write it -> what it is.
 MEMORY_SPACES = {0: "HBM", 1: "VMEM", 2: "SMEM", 3: "HBM", 4: "SFLAG", 5: "host"}

@@ -21,16 +21,16 @@ class ServingSetup:
     """A whole serving plan: which layout does what, on how many requests.
 
     Args:
-        mode: "aggregated" engines prefill and generate in turn; "disaggregated" ones do one of the two.
-        prefill, generate: layouts; aggregated, both are of the same chips.
-        batch: requests that one generating engine works on at once.
+        mode: "aggregated" engines prefill and decode in turn; "disaggregated" ones do one of the two.
+        prefill, decode: layouts; aggregated, both are of the same chips.
+        batch: requests that one decoding engine works on at once.
         prefill_batch: prompts that are prefilled together.
         chunk: tokens of a prompt that are prefilled in one step; None for all.
     """
 
     mode: Mode
     prefill: ServingLayout
-    generate: ServingLayout
+    decode: ServingLayout
     batch: int
     prefill_batch: int = 1
     chunk: int | None = None
@@ -38,15 +38,15 @@ class ServingSetup:
     @property
     def one_layout(self) -> bool:
         """Whether prefill leaves its cache where generation reads it, on the same chips."""
-        prefill, generate = (x.replace(wires=None, sequence_parallel=False) for x in (self.prefill, self.generate))
-        return self.mode == "aggregated" and prefill == generate
+        prefill, decode = (x.replace(wires=None, sequence_parallel=False) for x in (self.prefill, self.decode))
+        return self.mode == "aggregated" and prefill == decode
 
     @property
     def num_chips(self) -> int:
         """Chips of all engines."""
         if self.mode == "aggregated":
-            return self.generate.num_chips
-        return self.prefill.num_chips + self.generate.num_chips
+            return self.decode.num_chips
+        return self.prefill.num_chips + self.decode.num_chips
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ class ServingEstimate:
     Args:
         setup: layouts with wires, batches.
         prefill: all steps of the prompts that are prefilled together.
-        generate: one generate step of all requests of an engine.
+        decode: one decode step of all requests of an engine.
         handover_s: seconds in which a prompt's cache gets to where it is read.
         gathering_s: mean seconds that a prompt waits for the others that are prefilled with it.
         ttft, tpot: seconds; see `estimate_serving`.
         requests_per_s: of all engines.
         output_tokens_per_s: of all engines.
         prefill_share: of the time of aggregated engines; of disaggregated ones of the chips.
-        largest_batch: of one generating engine, by memory; None where it was not asked for.
+        largest_batch: of one decoding engine, by memory; None where it was not asked for.
         hbm_capacity: bytes of one chip that may be used, the reserve included.
         usd_per_chip_hour: None where no price is known.
         output: tokens that a request gets.
@@ -101,7 +101,7 @@ class ServingEstimate:
 
     setup: ServingSetup
     prefill: Engine
-    generate: Engine
+    decode: Engine
     handover_s: float
     gathering_s: float
     ttft: Interval
@@ -117,18 +117,18 @@ class ServingEstimate:
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Bytes by class on the fullest chip of the engines that generate (and prefill, where aggregated)."""
-        return self.generate.memory
+        """Bytes by class on the fullest chip of the engines that decode (and prefill, where aggregated)."""
+        return self.decode.memory
 
     @property
     def fits(self) -> bool:
         """Whether the fullest chips of both kinds of engines suffice."""
-        return max(e.memory["total"] for e in (self.prefill, self.generate)) <= self.hbm_capacity
+        return max(e.memory["total"] for e in (self.prefill, self.decode)) <= self.hbm_capacity
 
     @property
     def bound(self) -> str:
-        """What binds the generate step."""
-        return self.generate.bound
+        """What binds the decode step."""
+        return self.decode.bound
 
     @property
     def throughput_per_chip(self) -> float:

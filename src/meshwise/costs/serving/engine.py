@@ -12,11 +12,11 @@ from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.capacity import decode_sizes, prefill_sizes, room_for_cache
 from meshwise.costs.serving.estimate import handover_rate, with_wires
+from meshwise.costs.serving.lower import plan_step
 from meshwise.costs.serving.memory import cache_bytes
-from meshwise.costs.serving.planned import plan_step
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.room import generate_sizes, prefill_sizes, room_for_cache
 from meshwise.costs.serving.sizes import StepSizes, bind_step
 from meshwise.costs.serving.step import price_step
 from meshwise.costs.serving.wires import fabric_of, layout_wires
@@ -30,7 +30,7 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
     """Give the costs of an engine that does a step (both, where aggregated).
 
     What depends on tokens alone is priced at powers of two. Attention is a slope for each kind of layers: seconds per
-    cached token of a generate step at the setup's batch, and per pair of query and key of a whole prompt.
+    cached token of a decode step at the setup's batch, and per pair of query and key of a whole prompt.
 
     Args:
         problem: model, load, cluster, calibration.
@@ -69,7 +69,7 @@ def _token_seconds(
 ) -> Iterable[tuple[int, float]]:
     """Seconds of everything but the host and attention, by tokens of a step; attention's start-ups are among them.
 
-    Steps of more tokens than generate together are those of prefill: as many whole prompts as that makes.
+    Steps of more tokens than decode together are those of prefill: as many whole prompts as that makes.
     """
     generated = setup.batch * problem.load.positions_per_step
     most = 0.0
@@ -99,16 +99,16 @@ def _started(problem: ServingProblem, layout: ServingLayout, step: Step) -> floa
 
 def _attention(problem: ServingProblem, setup: ServingSetup) -> Iterable[AttentionCosts]:
     """One entry for each span that layers read of a cache."""
-    generating = generate_sizes(problem, setup)
+    decoding = decode_sizes(problem, setup)
     whole = prefill_sizes(problem, setup)[-1]
-    spans = sorted({*_spans(problem, setup, "generate"), *_spans(problem, setup, "prefill")}, key=lambda s: s or 0)
+    spans = sorted({*_spans(problem, setup, "decode"), *_spans(problem, setup, "prefill")}, key=lambda s: s or 0)
     for span in spans:
         # Both ends of the slope are within the window; each request reads so many tokens.
         near, far = (64.0, 128.0) if span is not None and span < 2048 else (1024.0, 2048.0)
-        slope = _seconds(problem, setup, "generate", span, _with_keys(generating, far)) - _seconds(
-            problem, setup, "generate", span, _with_keys(generating, near)
+        slope = _seconds(problem, setup, "decode", span, _with_keys(decoding, far)) - _seconds(
+            problem, setup, "decode", span, _with_keys(decoding, near)
         )
-        read = generating.sequences * (far - near)
+        read = decoding.sequences * (far - near)
         queries = float(whole.queries)
         pairs = float(whole.sequences) * _pairs(queries, float(whole.keys), span)
         prefill = _seconds(problem, setup, "prefill", span, whole)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from meshwise.core.errors import ClusterError, LayoutError
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
+from meshwise.costs.serving.capacity import attended_sizes, decode_sizes, engine_memory, largest_batch, prefill_sizes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.room import attended_sizes, engine_memory, generate_sizes, largest_batch, prefill_sizes
 from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
 from meshwise.costs.serving.wires import engine_wirings, fabric_of, layout_wires, wires_of
-from meshwise.errors import ClusterError, LayoutError
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingLayout
@@ -40,9 +40,9 @@ def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> 
             f"layout: expert={layout.expert} splits experts, {problem.model.name} {has}; for engines that work apart "
             f"write replicas={layout.expert}"
         )
-    if step == "generate" and layout.context > 1:
+    if step == "decode" and layout.context > 1:
         raise LayoutError(
-            f"layout: context={layout.context} splits the positions of a prompt, and a generate step has one; write "
+            f"layout: context={layout.context} splits the positions of a prompt, and a decode step has one; write "
             f"cache={layout.context},cache_split=sequence, and give the layout with context as that of prefill"
         )
 
@@ -56,15 +56,15 @@ def _prefill_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup)
 
 def _mixed_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> list[StepCosts]:
     """Steps in which chunks of prompts go along with what is generated."""
-    wires, structure = layout_wires(problem, fabric, setup.generate), setup.generate.structure
-    along = generate_sizes(problem, setup)
+    wires, structure = layout_wires(problem, fabric, setup.decode), setup.decode.structure
+    along = decode_sizes(problem, setup)
     each = zip(prefill_sizes(problem, setup), attended_sizes(problem, setup), strict=True)
     return [price_mixed_step(problem, structure, sizes, along, wires, attending) for sizes, attending in each]
 
 
-def _generate_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> StepCosts:
-    wires = layout_wires(problem, fabric, setup.generate)
-    return price_step(problem, "generate", setup.generate.structure, generate_sizes(problem, setup), wires)
+def _decode_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> StepCosts:
+    wires = layout_wires(problem, fabric, setup.decode)
+    return price_step(problem, "decode", setup.decode.structure, decode_sizes(problem, setup), wires)
 
 
 def with_wires(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> ServingSetup:
@@ -76,10 +76,10 @@ def with_wires(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> 
     prefill = setup.prefill
     if prefill.wires is None:
         prefill = _fastest(problem, fabric, setup, "prefill")
-    generate = setup.generate
-    if generate.wires is None:
-        generate = _fastest(problem, fabric, setup, "generate")
-    return ServingSetup(setup.mode, prefill, generate, setup.batch, setup.prefill_batch, setup.chunk)
+    decode = setup.decode
+    if decode.wires is None:
+        decode = _fastest(problem, fabric, setup, "decode")
+    return ServingSetup(setup.mode, prefill, decode, setup.batch, setup.prefill_batch, setup.chunk)
 
 
 def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step) -> ServingLayout:
@@ -87,7 +87,7 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
     best: tuple[float, ServingLayout] | None = None
     for wiring in engine_wirings(layout.sizes, fabric):
         wires = wires_of(problem, fabric, wiring)
-        all_sizes = prefill_sizes(problem, setup)[-1:] if step == "prefill" else [generate_sizes(problem, setup)]
+        all_sizes = prefill_sizes(problem, setup)[-1:] if step == "prefill" else [decode_sizes(problem, setup)]
         seconds = sum(price_step(problem, step, layout.structure, s, wires).expected for s in all_sizes)
         if best is None or seconds < best[0]:
             best = seconds, layout.replace(wires=tuple(wiring.items()))
@@ -110,18 +110,18 @@ def estimate_serving(
 ) -> ServingEstimate:
     """Estimate one setup under a load that keeps it full.
 
-    With t_p seconds to prefill the prompts that are prefilled together (p of them), t_g seconds of a generate step of
+    With t_p seconds to prefill the prompts that are prefilled together (p of them), t_g seconds of a decode step of
     B requests, and O output tokens of which the first comes with prefill:
 
     - TTFT, from a request's arrival to its first token, without queueing: t_p, the cache's handover, on aggregated
-      engines half a generate step, which is running when the request arrives, and where p > 1 the wait for the others:
+      engines half a decode step, which is running when the request arrives, and where p > 1 the wait for the others:
       (p - 1) / 2 times the mean gap between the requests of an engine that is full.
     - TPOT, time per output token after the first, averaged over a request: t_g over the tokens that a step gives (one
       without speculation), and on aggregated engines the prefills that come between: B / (O - 1) of them in a step.
     - With chunks, aggregated engines prefill in mixed steps: a chunk in the same step as what is generated, whose
-      weights are read once. Then t_p is what these steps take longer than generate steps, and TTFT all of them. A step
+      weights are read once. Then t_p is what these steps take longer than decode steps, and TTFT all of them. A step
       takes one chunk along: where that is too few for the requests that end, engines prefill all the time, and fewer
-      than B requests generate.
+      than B requests decode.
     - Requests per second: one engine spends t_p / p on each prompt and t_g (O - 1) / B on each output.
 
     Where lengths differ, these are means: t_g reads the mean context of a step (exact, because reading a cache takes
@@ -141,25 +141,25 @@ def estimate_serving(
     """
     fabric = fabric or fabric_of(problem)
     check_layout(problem, setup.prefill, "prefill")
-    check_layout(problem, setup.generate, "generate")
+    check_layout(problem, setup.decode, "decode")
     _check_mode(setup)
     setup = with_wires(problem, fabric, setup)
-    generating = _generate_costs(problem, fabric, setup)
-    generate = _engine([generating], known.generate.memory if known else engine_memory(problem, setup, "generate"))
+    decode_costs = _decode_costs(problem, fabric, setup)
+    decode = _engine([decode_costs], known.decode.memory if known else engine_memory(problem, setup, "decode"))
     mixed = setup.mode == "aggregated" and setup.chunk is not None
     steps = (_mixed_costs if mixed else _prefill_costs)(problem, fabric, setup)
     prefill = _engine(steps, known.prefill.memory if known else engine_memory(problem, setup, "prefill"))
     handover = handover_seconds(problem, fabric, setup)
     load, b, p = problem.load, setup.batch, setup.prefill_batch
     further = load.output - 1
-    per_prompt = (prefill.interval - (len(steps) * generate.interval if mixed else 0.0)) / p
+    per_prompt = (prefill.interval - (len(steps) * decode.interval if mixed else 0.0)) / p
     gained = load.tokens_per_step
     aggregated = setup.mode == "aggregated"
     along = per_prompt * b / further if aggregated and further else 0.0
     crowd = min(b * len(steps) * gained / (p * further), 1.0) if mixed and further else 0.0
 
     def per_token(which: str) -> float:
-        step: float = getattr(generate.seconds, which)
+        step: float = getattr(decode.seconds, which)
         share: float = getattr(prefill.seconds, which) / prefill.seconds.expected
         if mixed:  # `crowd` of all steps take a chunk along: one each, however many wait
             return ((1 - crowd) * step + crowd * prefill.interval / len(steps) * share) / gained
@@ -167,27 +167,27 @@ def estimate_serving(
 
     tpot = Interval(per_token("lower"), per_token("expected"), per_token("upper"))
     running = 0.5 if aggregated else 0.0
-    decoding = generate.seconds.expected * further / gained / b
+    decoding = decode.seconds.expected * further / gained / b
     each = per_prompt + decoding
     if mixed:
         each = max(each, prefill.interval / p)
     gathering = (p - 1) / 2 * (each if aggregated else per_prompt)
     ttft = Interval(
         prefill.seconds.lower,
-        prefill.seconds.expected + handover + gathering + running * generate.seconds.expected,
-        prefill.seconds.upper + handover + 2 * gathering + running * 2 * generate.seconds.upper,
+        prefill.seconds.expected + handover + gathering + running * decode.seconds.expected,
+        prefill.seconds.upper + handover + 2 * gathering + running * 2 * decode.seconds.upper,
     )
     if aggregated:
-        rate = setup.generate.replicas / each
+        rate = setup.decode.replicas / each
         share = per_prompt / each
     else:
-        into, out = setup.prefill.replicas / per_prompt, setup.generate.replicas / decoding if decoding else math.inf
+        into, out = setup.prefill.replicas / per_prompt, setup.decode.replicas / decoding if decoding else math.inf
         rate = min(into, out)
         share = setup.prefill.num_chips / setup.num_chips
     return ServingEstimate(
         setup=setup,
         prefill=prefill,
-        generate=generate,
+        decode=decode,
         handover_s=handover,
         gathering_s=gathering,
         ttft=ttft,
@@ -204,8 +204,8 @@ def estimate_serving(
 
 
 def _check_mode(setup: ServingSetup) -> None:
-    prefill, generate = setup.prefill, setup.generate
-    slots = setup.batch * (generate.replicas if setup.mode == "disaggregated" else 1)
+    prefill, decode = setup.prefill, setup.decode
+    slots = setup.batch * (decode.replicas if setup.mode == "disaggregated" else 1)
     if setup.prefill_batch > slots:
         # those without a slot would wait between their first token and the second, which no latency here has in it
         raise LayoutError(
@@ -214,27 +214,27 @@ def _check_mode(setup: ServingSetup) -> None:
         )
     if setup.mode == "disaggregated":
         return
-    if setup.chunk is not None and prefill.replace(wires=None) != generate.replace(wires=None):
+    if setup.chunk is not None and prefill.replace(wires=None) != decode.replace(wires=None):
         raise LayoutError(
             f"layout: a chunk of a prompt goes along with what is generated, in one layout, found {prefill} and "
-            f"{generate}; leave out chunk, or the layout of prefill"
+            f"{decode}; leave out chunk, or the layout of prefill"
         )
-    if prefill.num_chips != generate.num_chips or prefill.replicas != generate.replicas:
+    if prefill.num_chips != decode.num_chips or prefill.replicas != decode.replicas:
         raise LayoutError(
-            f"layout: engines that prefill and generate in turn use the same chips for both, found {prefill} "
-            f"({prefill.engine_chips} chips an engine) and {generate} ({generate.engine_chips}); use layouts of as "
+            f"layout: engines that prefill and decode in turn use the same chips for both, found {prefill} "
+            f"({prefill.engine_chips} chips an engine) and {decode} ({decode.engine_chips}); use layouts of as "
             "many chips, or --mode disaggregated"
         )
-    if (prefill.weight_ways, prefill.expert, prefill.stage) != (generate.weight_ways, generate.expert, generate.stage):
+    if (prefill.weight_ways, prefill.expert, prefill.stage) != (decode.weight_ways, decode.expert, decode.stage):
         raise LayoutError(
-            f"layout: {prefill} stores weights in {prefill.weight_ways} parts, {generate} in {generate.weight_ways}; "
+            f"layout: {prefill} stores weights in {prefill.weight_ways} parts, {decode} in {decode.weight_ways}; "
             "engines that do both have one copy: use layouts whose tensor x cache x width x fsdp, expert and stage are "
             "the same, or --mode disaggregated"
         )
 
 
 def _engine(steps: list[StepCosts], memory: Mapping[str, float]) -> Engine:
-    """Put the steps of one prefill, or one generate step, together."""
+    """Put the steps of one prefill, or one decode step, together."""
 
     def total(name: str) -> float:
         return float(sum(getattr(s, name) for s in steps))
@@ -280,5 +280,5 @@ def handover_rate(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) 
     """Bytes per second between two engines, all chips of the smaller one sending at once, and seconds to begin."""
     links = problem.calibration.in_steps.links
     slowest = min(d.bandwidth_one_way for d in fabric.dimensions)
-    chips = min(setup.prefill.engine_chips, setup.generate.engine_chips)
+    chips = min(setup.prefill.engine_chips, setup.decode.engine_chips)
     return chips * slowest * links.efficiency, links.startup

@@ -11,10 +11,10 @@ from typing import Any
 
 from meshwise.costs.arithmetic import ceil, maximum, minimum, where
 from meshwise.costs.extents import Extents
-from meshwise.costs.serving.planned import ServedBlock, plan_step, residual_bytes
+from meshwise.costs.serving.lower import LoweredServingBlock, plan_step, residual_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import NEVER_PADDED, StepSizes, layer_share, num_layers, step_extents
-from meshwise.sharding.serving_layout import ServingStructure
+from meshwise.sharding.serving_layout import ServingLayoutChoices
 
 #: Class of memory -> what it is.
 CLASSES = {
@@ -26,7 +26,9 @@ CLASSES = {
 }
 
 
-def _stage_total(blocks: Sequence[ServedBlock], amount: Callable[[ServedBlock], Any], stages: Any) -> Any:
+def _stage_total(
+    blocks: Sequence[LoweredServingBlock], amount: Callable[[LoweredServingBlock], Any], stages: Any
+) -> Any:
     """What the fullest stage has of something: its share of the layers, and the embedding or the head."""
     roles: dict[str, Any] = dict.fromkeys(("embed", "layer", "head"), 0.0)
     for b in blocks:
@@ -35,7 +37,7 @@ def _stage_total(blocks: Sequence[ServedBlock], amount: Callable[[ServedBlock], 
     return roles["layer"] * layer_share(num_layers(blocks), stages) + ends
 
 
-def weight_bytes(problem: ServingProblem, step: Step, structure: ServingStructure, mesh: Mapping[str, Any]) -> Any:
+def weight_bytes(problem: ServingProblem, step: Step, structure: ServingLayoutChoices, mesh: Mapping[str, Any]) -> Any:
     """Bytes of the weights that the fullest chip stores (float or array)."""
     blocks = plan_step(problem, step, structure)
     program = problem.program(step, wide=structure.wide)
@@ -46,7 +48,7 @@ def weight_bytes(problem: ServingProblem, step: Step, structure: ServingStructur
 def cache_bytes(  # noqa: PLR0917 -- the step, then what it holds
     problem: ServingProblem,
     step: Step,
-    structure: ServingStructure,
+    structure: ServingLayoutChoices,
     mesh: Mapping[str, Any],
     requests: Any,
     tokens: Any,
@@ -65,7 +67,7 @@ def cache_bytes(  # noqa: PLR0917 -- the step, then what it holds
     return _stage_total(blocks, lambda b: extents.weighted(b.caches), mesh["stage"])
 
 
-def _cache_axes(block: ServedBlock) -> set[str]:
+def _cache_axes(block: LoweredServingBlock) -> set[str]:
     return {a for h in block.placed.caches for a in h.tensor.axes if a.startswith("S.")}
 
 
@@ -80,7 +82,7 @@ def _kept(axis: str, keys: Any, block: float) -> Any:
 def step_memory(
     problem: ServingProblem,
     step: Step,
-    structure: ServingStructure,
+    structure: ServingLayoutChoices,
     sizes: StepSizes,
     extents: Extents | None = None,
 ) -> tuple[Any, Any]:

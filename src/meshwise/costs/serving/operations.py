@@ -8,9 +8,9 @@ from meshwise.costs.arithmetic import ceil
 from meshwise.costs.compute import operation_compute
 from meshwise.costs.extents import Extents
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.planned import plan_step
+from meshwise.costs.serving.capacity import decode_sizes, prefill_sizes
+from meshwise.costs.serving.lower import plan_step
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.room import generate_sizes, prefill_sizes
 from meshwise.costs.serving.sizes import StepSizes, bind_step
 from meshwise.sharding.serving_layout import ServingLayout
 
@@ -41,7 +41,7 @@ def slowest_operations(
 ) -> tuple[SlowOperation, ...]:
     """Find those that take most in all copies together; of a prefill in chunks, in its last chunk."""
     layout: ServingLayout = getattr(setup, step)
-    sizes = prefill_sizes(problem, setup)[-1] if step == "prefill" else generate_sizes(problem, setup)
+    sizes = prefill_sizes(problem, setup)[-1] if step == "prefill" else decode_sizes(problem, setup)
     structure = layout.structure
     part = StepSizes(ceil(sizes.sequences / layout.stage), sizes.queries, sizes.keys, sizes.mesh, sizes.last)
     program = problem.program(step, wide=structure.wide)

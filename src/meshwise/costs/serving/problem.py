@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from meshwise.core.errors import LayoutError
+from meshwise.core.tensors import Program
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates
 from meshwise.costs.routing import Routing
-from meshwise.errors import LayoutError
 from meshwise.hardware import Cluster
 from meshwise.jobs import ServingLoad, ServingPrecision, quantised
 from meshwise.models import Model
-from meshwise.tensors import Program
 
-Step = Literal["prefill", "generate"]
+Step = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)

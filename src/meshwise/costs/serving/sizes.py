@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwise.core.tensors import Program
 from meshwise.costs.arithmetic import ceil, maximum, minimum
 from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents
-from meshwise.costs.serving.planned import ServedBlock
+from meshwise.costs.serving.lower import LoweredServingBlock
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.sharding.serving_layout import ServingStructure
-from meshwise.tensors import Program
+from meshwise.sharding.serving_layout import ServingLayoutChoices
 
 #: Experts that a step touches are an expectation, as their slots are: neither is rounded up to whole ones.
 NEVER_PADDED = ("C", "E")
@@ -55,7 +55,7 @@ def part_of_chunks(sizes: StepSizes) -> StepSizes:
     return replace(part, queries=queries, keys=sizes.keys - (sizes.queries - queries) / 2)
 
 
-def num_layers(blocks: Sequence[ServedBlock]) -> int:
+def num_layers(blocks: Sequence[LoweredServingBlock]) -> int:
     """Layers that the stages of a pipeline share out."""
     return sum(b.placed.block.repeat for b in blocks if b.role == "layer")
 
@@ -66,7 +66,7 @@ def layer_share(layers: int, stages: Any) -> Any:
 
 
 def bind_step(
-    problem: ServingProblem, program: Program, sizes: StepSizes, structure: ServingStructure
+    problem: ServingProblem, program: Program, sizes: StepSizes, structure: ServingLayoutChoices
 ) -> dict[str, Any]:
     """Sizes of all axes of a step.
 
@@ -91,7 +91,7 @@ def bind_step(
     return bound
 
 
-def step_extents(problem: ServingProblem, step: Step, structure: ServingStructure, sizes: StepSizes) -> Extents:
+def step_extents(problem: ServingProblem, step: Step, structure: ServingLayoutChoices, sizes: StepSizes) -> Extents:
     """Give the local lengths of what goes through a pipeline at once, of a whole step's `sizes`."""
     part = part_of_sequences(sizes)
     program = problem.program(step, wide=structure.wide)

@@ -17,7 +17,8 @@ import numpy as np
 from meshwise.costs.arithmetic import maximum, minimum, where
 from meshwise.costs.compute import OpCompute, OpWork, operation_compute, price_key
 from meshwise.costs.extents import Extents
-from meshwise.costs.serving.planned import ServedBlock, plan_step, reads_positions, residual_bytes
+from meshwise.costs.overlap import room_beside, split_exposed
+from meshwise.costs.serving.lower import LoweredServingBlock, plan_step, reads_positions, residual_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import (
     NEVER_PADDED,
@@ -28,12 +29,11 @@ from meshwise.costs.serving.sizes import (
     part_of_chunks,
     part_of_sequences,
 )
-from meshwise.costs.stage_sums import room_beside, split_exposed
 from meshwise.costs.step import StepRates, Wires
 from meshwise.costs.traffic import Flow, Way
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.placed import Purpose
-from meshwise.sharding.serving_layout import ServingStructure
+from meshwise.sharding.serving_layout import ServingLayoutChoices
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {
@@ -123,7 +123,7 @@ class _Places:
 def price_step(  # noqa: PLR0917 -- what is asked, then where
     problem: ServingProblem,
     step: Step,
-    structure: ServingStructure,
+    structure: ServingLayoutChoices,
     sizes: StepSizes,
     wires: Wires,
     attending: StepSizes | None = None,
@@ -132,7 +132,7 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
 
     Args:
         problem: model, load, cluster, calibration.
-        step: "prefill" or "generate".
+        step: "prefill" or "decode".
         structure: the choices that are no sizes.
         sizes: floats or arrays.
         wires: mesh axes -> wire of the group along them, of the same shape.
@@ -152,7 +152,7 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
 def time_step(  # noqa: PLR0917 -- as `price_step`, and where
     problem: ServingProblem,
     step: Step,
-    structure: ServingStructure,
+    structure: ServingLayoutChoices,
     sizes: StepSizes,
     wires: Wires,
     places: np.ndarray,
@@ -186,7 +186,7 @@ class _Adding:
     """
 
     def __init__(
-        self, problem: ServingProblem, structure: ServingStructure, wires: Wires, places: np.ndarray | None = None
+        self, problem: ServingProblem, structure: ServingLayoutChoices, wires: Wires, places: np.ndarray | None = None
     ) -> None:
         self.problem, self.structure = problem, structure
         self.places, self.whole = _Places(places), places is None
@@ -259,7 +259,7 @@ class _Adding:
         num_bytes = self.places(boundary)
         return self.rates.seconds(num_bytes, Way.of(CollectiveKind.PERMUTE, ("stage",), Purpose.ACTIVATIONS))[0]
 
-    def _blocks(self, step: Step) -> tuple[ServedBlock, ...]:
+    def _blocks(self, step: Step) -> tuple[LoweredServingBlock, ...]:
         return plan_step(self.problem, step, self.structure)
 
     def know(self, step: Step, part: StepSizes, extents: Extents) -> None:
@@ -276,7 +276,7 @@ class _Adding:
 
     def _add_works(
         self,
-        block: ServedBlock,
+        block: LoweredServingBlock,
         works: tuple[tuple[str, OpWork], ...],
         both: tuple[Extents, Extents],
         known: dict[int, OpCompute],
@@ -310,7 +310,7 @@ class _Adding:
                 sums.resources["hbm"] = sums.resources["hbm"] + count * one.num_bytes / self.rates.chip.hbm_bandwidth
         return busy, attending
 
-    def _add_flows(self, block: ServedBlock, extents: Extents, covers: tuple[Any, Any]) -> None:
+    def _add_flows(self, block: LoweredServingBlock, extents: Extents, covers: tuple[Any, Any]) -> None:
         """Add what all copies of a block send: exposed activations, and what sticks out of gathered weights.
 
         `covers`: seconds of one copy's operations, and of attention among them.
@@ -358,27 +358,27 @@ def _host_seconds(problem: ServingProblem, sequences: Any, schedulers: Any) -> A
 
 def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     problem: ServingProblem,
-    structure: ServingStructure,
+    structure: ServingLayoutChoices,
     prefill: StepSizes,
-    generate: StepSizes,
+    decode: StepSizes,
     wires: Wires,
     attending: StepSizes | None = None,
 ) -> StepCosts:
-    """Time of a step in which chunks of prompts go along with requests that generate.
+    """Time of a step in which chunks of prompts go along with requests that decode.
 
     Everything but attention handles all tokens alike, so that weights are read once: it is priced as so many requests
     with one token each. Attention is each part's own. Args: as in `price_step`, with the sizes of both
     parts; `attending` is of the prompts.
     """
-    tokens = prefill.sequences * prefill.queries + generate.sequences * generate.queries
-    ended = prefill.sequences + generate.sequences * generate.last
-    together, ending = (StepSizes(n, 1.0, 1.0, generate.mesh) for n in (tokens, ended))
+    tokens = prefill.sequences * prefill.queries + decode.sequences * decode.queries
+    ended = prefill.sequences + decode.sequences * decode.last
+    together, ending = (StepSizes(n, 1.0, 1.0, decode.mesh) for n in (tokens, ended))
     adding = _Adding(problem, structure, wires)
-    adding.add_all_but_attention("generate", part_of_sequences(together), part_of_sequences(ending))
+    adding.add_all_but_attention("decode", part_of_sequences(together), part_of_sequences(ending))
     adding.add_attention("prefill", part_of_chunks(prefill), attending and part_of_chunks(attending))
-    adding.add_attention("generate", part_of_sequences(generate))
-    out = adding.assembled("generate", together, part_of_sequences(together))
-    _add_host(out, problem, prefill.sequences + generate.sequences, generate.mesh)
+    adding.add_attention("decode", part_of_sequences(decode))
+    out = adding.assembled("decode", together, part_of_sequences(together))
+    _add_host(out, problem, prefill.sequences + decode.sequences, decode.mesh)
     return out
 
 

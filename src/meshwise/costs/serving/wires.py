@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from meshwise.core.errors import ClusterError
+from meshwise.costs.axis_mapping import AxisMapping, wirings
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.serving.problem import ServingProblem
-from meshwise.costs.wiring import Wiring, wirings
-from meshwise.errors import ClusterError
 from meshwise.sharding import Mesh
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingLayout
@@ -23,13 +23,13 @@ def fabric_of(problem: ServingProblem) -> Fabric:
     return Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
 
 
-def engine_wirings(sizes: dict[str, int], fabric: Fabric) -> Iterator[Wiring]:
+def engine_wirings(sizes: dict[str, int], fabric: Fabric) -> Iterator[AxisMapping]:
     """Every way to lay an engine's axes on the network; engines that work apart take what is left."""
     used = [(a, sizes[a]) for a in reversed(SERVING_AXES) if sizes[a] > 1]
     yield from wirings(Mesh(tuple(used)), fabric) if used else iter([{}])
 
 
-def wires_of(problem: ServingProblem, fabric: Fabric, wiring: Wiring) -> PlacedWires:
+def wires_of(problem: ServingProblem, fabric: Fabric, wiring: AxisMapping) -> PlacedWires:
     """Mesh axes -> wire."""
     dims = len(fabric.dimensions)
     factors = {a: [float(e) for e in wiring.get(a, (1,) * dims)] for a in SERVING_AXES}

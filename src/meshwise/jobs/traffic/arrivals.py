@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError
-from meshwise.units import parse_count, parse_duration
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import parse_count, parse_duration
 
 #: Requests that are drawn at once.
 BLOCK = 4096

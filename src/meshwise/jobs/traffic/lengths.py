@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError
-from meshwise.units import parse_count
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import parse_count
 
 _EXAMPLES = "1024, uniform:128-2048 or lognormal:1024:0.8:8192 (mean, standard deviation over mean, most)"
 

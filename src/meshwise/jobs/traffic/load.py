@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.jobs.traffic.arrivals import BLOCK, Arrivals
 from meshwise.jobs.traffic.lengths import Lengths
 
@@ -22,7 +22,7 @@ class Demand(NamedTuple):
     Args:
         arrival: seconds.
         prompt: tokens, those of the prefix included.
-        output: tokens to generate, at least 1.
+        output: tokens to decode, at least 1.
         prefix: (name, tokens) of the parts that the prompt begins with and that others may share.
         keep_as: the name under which a later prompt may go on from this prompt and its output.
     """

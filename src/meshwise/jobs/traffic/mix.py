@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.jobs.traffic.lengths import Lengths
 from meshwise.jobs.traffic.trace import Trace
 
@@ -25,14 +25,14 @@ _PROMPTS, _OUTPUTS, _END = 256, 1024, 1 / 16
 class RequestMix:
     """Requests of different lengths, summed up.
 
-    "Of a step" is an average over generate steps: a request counts as often as it has them, output - 1 times.
+    "Of a step" is an average over decode steps: a request counts as often as it has them, output - 1 times.
 
     Args:
         words: where they come from.
         prompt, output: how lengths are drawn, as users write it; None where they were recorded together.
         mean_prompt, mean_output: tokens.
         mean_square_prompt: tokens squared.
-        mean_context: tokens that a generate step attends to, the new one included.
+        mean_context: tokens that a decode step attends to, the new one included.
         shortest_prompt, longest: tokens of a prompt; of prompt and output together.
         mean_kept, long_kept: prompt and output together of a request of a step: the mean, and what `LONG` of them are
             not above.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.jobs.traffic.load import Demand, Load
 
 _NEEDED = ("arrival", "prompt", "output")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 
 #: Spellings of the key.
 ACTIVATION_KEYS = frozenset(

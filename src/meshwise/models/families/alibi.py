@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, Layers, Off, Positions, Size
 from meshwise.models.families.gpt import PlainDecoder
 from meshwise.models.families.keys import Keys

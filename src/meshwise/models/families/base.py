@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from meshwise.dtypes import DType, parse_dtype
-from meshwise.errors import ConfigError, UnknownNameError
+from meshwise.core.dtypes import DType, parse_dtype
+from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.models.families.activations import ACTIVATION_KEYS, check_activation
 from meshwise.models.families.irrelevant import IRRELEVANT
 from meshwise.models.families.keys import Keys

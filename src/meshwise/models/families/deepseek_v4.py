@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, Index, Off, Positions, Size, divide
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.families.keys import Keys

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.activations import check_activation
 from meshwise.models.families.base import Count, FamilyConfig, Layers, Positions, Size, divide
 from meshwise.models.families.decoder import LAYER_NORM, RMS_NORM

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, Layers, Positions, Size
 from meshwise.models.families.decoder import LAYER_NORM, Decoder
 from meshwise.models.spec import Embedding, Head, Layer, Mlp, Norm

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, FamilyConfig, Index, Off, Positions, Size, Taps, divide
 from meshwise.models.families.decoder import Decoder
 from meshwise.models.families.towered import TowerConfig, Towered

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import AliasChoices, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.spec import Embedding, Head, Mixture, Mlp

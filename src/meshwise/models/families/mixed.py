@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, Index, Positions, Size, divide
 from meshwise.models.families.decoder import LayerType, PatternMixin
 from meshwise.models.families.keys import Keys

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.activations import check_activation
 from meshwise.models.families.base import Count, Index, Layers, Positions, Size, divide
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, FamilyConfig, Index, Layers, Positions, Size
 from meshwise.models.families.llama import Llama
 from meshwise.models.families.towered import MEDIA_KEYS, TowerConfig, Towered

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, FamilyConfig, Index, Layers, Positions, Size, divide
 from meshwise.models.families.decoder import LAYER_NORM, RMS_NORM
 from meshwise.models.spec import Architecture, Embedding, Head, Layer, Mixture, Mlp, Norm, SelfAttention, group_layers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, Positions, Size
 from meshwise.models.families.deepseek import DeepseekV3
 from meshwise.models.spec import Indexer, LatentAttention, Mixture, Mlp, SelfAttention

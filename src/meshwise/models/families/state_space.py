@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, FamilyConfig, Layers, Size, Taps, Times, divide
 from meshwise.models.families.keys import Keys
 from meshwise.models.recurrences import SelectiveStateSpace, StateSpace

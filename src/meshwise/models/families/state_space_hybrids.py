@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.activations import check_activation
 from meshwise.models.families.base import Count, Index, Off, Positions, Size, Taps, Times, divide
 from meshwise.models.families.decoder import Decoder

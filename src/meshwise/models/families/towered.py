@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
-from meshwise.dtypes import DType
-from meshwise.errors import ConfigError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.activations import ACTIVATION_KEYS, check_activation
 from meshwise.models.families.base import FamilyConfig
 from meshwise.models.families.irrelevant import IRRELEVANT

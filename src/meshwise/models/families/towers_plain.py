@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.base import Count, Layers, Size
 from meshwise.models.families.towered import TowerConfig
 from meshwise.models.families.vision_towers import SquareVision, layers, table

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models.families.audio_towers import Gemma4Audio
 from meshwise.models.families.base import Count, FamilyConfig, Size
 from meshwise.models.families.deepseek import DeepseekV3

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwise.errors import MeshwiseError, MissingDependencyError
+from meshwise.core.errors import MeshwiseError, MissingDependencyError
 from meshwise.runtime.weights.stored import Array
 
 

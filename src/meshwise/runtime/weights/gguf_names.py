@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwise.errors import ConfigError
+from meshwise.core.errors import ConfigError
 from meshwise.models import Model
 from meshwise.runtime.weights.gguf_file import GgufFile
 from meshwise.runtime.weights.hub_names import hub_names

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from meshwise.errors import ConfigError, MeshwiseError
+from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.models import Model
 from meshwise.models.numeric_readers import read_numerics
 from meshwise.runtime.layer_order import Order

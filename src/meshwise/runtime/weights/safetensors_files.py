@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwise.errors import ConfigError, MeshwiseError, MissingDependencyError
+from meshwise.core.errors import ConfigError, MeshwiseError, MissingDependencyError
 from meshwise.runtime.weights.stored import Array
 
 #: Formats whose numbers are the weights themselves; narrower ones come with scales.

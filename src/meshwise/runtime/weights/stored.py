@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwise.tensors import Block, Einsum, Lookup, Tensor
+from meshwise.core.tensors import Block, Einsum, Lookup, Tensor
 
 #: Any array.
 Array = np.ndarray[Any, Any]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.engines import ENGINES, serving_calibration
-from meshwise.dtypes import DType
 from meshwise.hardware import load_chip
 from meshwise.scoring.fitting import Constant
 

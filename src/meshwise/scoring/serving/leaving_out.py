@@ -48,7 +48,7 @@ class RepricedServed(RepricedRow):
         """Whether the constant is one of its calibration's, and its model and layout have what it is of."""
         problem, name = self.prediction.setup.problem, constant.name
         weights = problem.load.formats.weights.value
-        if name.startswith(("startup", "links")) and self.prediction.estimate.setup.generate.engine_chips == 1:
+        if name.startswith(("startup", "links")) and self.prediction.estimate.setup.decode.engine_chips == 1:
             return False
         if name == "experts" and not problem.model.mixtures:
             return False

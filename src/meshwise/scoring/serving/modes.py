@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 
 #: How weights are shared, where a row says it.
 Sharing = Literal["both ways", "gathered"]

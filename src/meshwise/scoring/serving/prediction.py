@@ -9,19 +9,19 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.links import IDEAL_LINKS
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.serving.capacity import engine_memory, largest_batch
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import cache_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.room import engine_memory, largest_batch
 from meshwise.costs.serving.wires import fabric_of
 from meshwise.costs.spread import Likely, doubts_of, likely_interval
-from meshwise.dtypes import DType
-from meshwise.errors import MeshwiseError
 from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
 from meshwise.scoring.rates import tokens_per_second
 from meshwise.scoring.serving.reading import ServedRun
@@ -71,8 +71,8 @@ class ServedPrediction(Predicted[ServedSetup]):
 
     @property
     def terms(self) -> dict[str, float]:
-        """Seconds of the steps that were compared, by term: of a prefill, or of a generate step."""
-        engine = self.estimate.prefill if self.compared in ("prefill", "ttft") else self.estimate.generate
+        """Seconds of the steps that were compared, by term: of a prefill, or of a decode step."""
+        engine = self.estimate.prefill if self.compared in ("prefill", "ttft") else self.estimate.decode
         return dict(engine.terms)
 
     @property
@@ -87,7 +87,7 @@ def predict_served(run: ServedRun, calibration: str = "fitted") -> ServedPredict
     try:
         what = compared(run)
         setup = set_up_served(run, calibration)
-        measured = measured_number(run, setup.candidates[0].generate.replicas)
+        measured = measured_number(run, setup.candidates[0].decode.replicas)
         estimate, found = _fastest(setup, what)
     except MeshwiseError as error:
         return Refusal(run, str(error))
@@ -110,7 +110,7 @@ def predict_served(run: ServedRun, calibration: str = "fitted") -> ServedPredict
 
 #: What a row of continuous batching may have done that it does not say.
 _NOT_APART = (
-    "prompts were computed within steps that generate, or not all of them (cached prefixes): the row says neither"
+    "prompts were computed within steps that decode, or not all of them (cached prefixes): the row says neither"
 )
 
 
@@ -140,7 +140,7 @@ def _impossible(setup: ServedSetup, e: ServingEstimate, what: Compared, measured
 
 def _too_fast(measured: float, lower: float, what: Compared, e: ServingEstimate) -> str:
     """Why a row cannot be what was read into it: a time below what data sheets allow."""
-    if what == "tpot" and measured >= e.generate.seconds.lower * 0.98:
+    if what == "tpot" and measured >= e.decode.seconds.lower * 0.98:
         return (
             f"{measured:.4g} s is faster than prompts and outputs take one after the other at the rates of the chips' "
             f"data sheets: {lower:.4g} s ({e.bound}); {_NOT_APART}"
@@ -155,7 +155,7 @@ def _likely(problem: ServingProblem, e: ServingEstimate, what: Compared, found: 
     """The 80 % interval; None under a calibration that was not compared with measured steps."""
     if problem.calibration.doubts is None:
         return None
-    engine = e.prefill if what in ("prefill", "ttft") else e.generate
+    engine = e.prefill if what in ("prefill", "ttft") else e.decode
     causes = doubts_of(problem.calibration, problem.model)
     return likely_interval(found.expected, found.lower, engine.terms, causes)
 
@@ -255,7 +255,7 @@ def _at_best_rates(setup: ServedSetup, layouts: ServingSetup) -> float:
     problem = replace(setup.problem, calibration=_BEST)
     e = estimate_serving(problem, layouts, fabric_of(problem), count=False)
     between = layouts.batch / max(e.output - 1, 1) / layouts.prefill_batch
-    prompts, tokens = ({t: x.terms[t] for t in ("matmuls", "attention", "tensor")} for x in (e.prefill, e.generate))
+    prompts, tokens = ({t: x.terms[t] for t in ("matmuls", "attention", "tensor")} for x in (e.prefill, e.decode))
     alone = between * sum(prompts.values()) + tokens["attention"]
     return max(alone, sum(tokens.values()))
 
@@ -270,10 +270,10 @@ def expected_under(setup: ServedSetup, known: ServingEstimate, what: Compared) -
 def _expected(setup: ServedSetup, e: ServingEstimate, what: Compared) -> Interval:
     """Seconds (or bytes) of what a row measures.
 
-    Static batches: all prompts are prefilled together, and output - 1 generate steps follow. Continuous batching: the
-    closed forms of `estimate_serving`, in which prompts are prefilled between generate steps.
+    Static batches: all prompts are prefilled together, and output - 1 decode steps follow. Continuous batching: the
+    closed forms of `estimate_serving`, in which prompts are prefilled between decode steps.
     """
-    prefill, step, further = e.prefill.seconds, e.generate.seconds, e.output - 1
+    prefill, step, further = e.prefill.seconds, e.decode.seconds, e.output - 1
     if what == "memory":
         held = _held(setup.problem, setup.run, e)
         return Interval(held, held, held)
@@ -310,12 +310,12 @@ def _memory(problem: ServingProblem, run: ServedRun, e: ServingEstimate) -> dict
     """
     steps = run.steps
     if run.is_static and steps in ("prefill", "decode"):
-        step: Step = "prefill" if steps == "prefill" else "generate"
+        step: Step = "prefill" if steps == "prefill" else "decode"
         return dict(engine_memory(problem, replace(e.setup, mode="disaggregated"), step))
-    memory = dict(e.generate.memory)
+    memory = dict(e.decode.memory)
     if not run.is_static:
         return memory
-    layout = e.setup.generate
+    layout = e.setup.decode
     mesh = {axis: float(size) for axis, size in layout.sizes.items()}
-    once = cache_bytes(problem, "generate", layout.structure, mesh, float(e.setup.batch), problem.load.longest)
+    once = cache_bytes(problem, "decode", layout.structure, mesh, float(e.setup.batch), problem.load.longest)
     return memory | {"kv_cache": float(once), "total": memory["total"] - memory["kv_cache"] + float(once)}

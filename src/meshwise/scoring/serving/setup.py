@@ -9,11 +9,11 @@ import itertools
 import re
 from dataclasses import dataclass
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.engines import find_serving_calibration, serving_calibration
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.problem import ServingProblem
-from meshwise.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
@@ -63,7 +63,7 @@ def set_up_served(run: ServedRun, calibration: str) -> ServedSetup:
     _check_dies(run, cluster.chip)
     prompt, output, of_lengths = _lengths(run)
     load = ServingLoad(prompt=prompt, output=output, precision=precision, reserve=0.0)
-    model.serving_program("generate")  # refuses what cannot be served
+    model.serving_program("decode")  # refuses what cannot be served
     problem = ServingProblem(model, load, cluster, _calibration(run, calibration, cluster.chip))
     batch = _batch(run, layouts[0].replicas)
     together = batch if run.is_static else _prompts_together(batch, load)
@@ -127,7 +127,7 @@ def _lengths(run: ServedRun) -> tuple[int, int, tuple[str, ...]]:
 
 
 def _prompts_together(batch: int, load: ServingLoad) -> int:
-    """Prompts that come while one step generates, which engines prefill together as far as a step's tokens allow."""
+    """Prompts that come while one step decodes, which engines prefill together as far as a step's tokens allow."""
     coming = batch // max(load.output - 1, 1)
     return int(max(min(coming, _STEP_TOKENS // load.prompt), 1))
 

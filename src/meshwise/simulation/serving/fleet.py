@@ -1,4 +1,4 @@
-"""Replicas that share a load: requests are routed, caches are sent where others generate, replicas come and go.
+"""Replicas that share a load: requests are routed, caches are sent where others decode, replicas come and go.
 
 Each replica runs on its own to the next time at which something from outside reaches it. Not here: what a replica does
 (`replica`).
@@ -43,7 +43,7 @@ class Fleet:
         seed: of what replicas draw.
 
     Attributes:
-        lives: of those that generate, all there ever were.
+        lives: of those that decode, all there ever were.
         prefill: those that only prefill.
         refused: requests that do not fit in a replica's cache.
         transferred: tokens whose cache was sent.
@@ -114,7 +114,7 @@ class Fleet:
         return Replica(-1 - number, costs, pool.scheduling, self.recorder, hand_over=send)
 
     def _deliver(self, time: float) -> None:
-        """Bring what has been sent up to `time` to those that generate."""
+        """Bring what has been sent up to `time` to those that decode."""
         for replica in self.prefill:
             replica.run_until(time)
         arriving = self._arriving

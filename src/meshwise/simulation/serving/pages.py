@@ -9,7 +9,7 @@ from __future__ import annotations
 class Pages:
     """Requests that grow by one token a step: a new block when the last one is full.
 
-    A request at offset o holds o + S - 1 tokens before generate step S, and needs a block for this step where that is a
+    A request at offset o holds o + S - 1 tokens before decode step S, and needs a block for this step where that is a
     multiple of the block size. How many do in any step follows from how many offsets leave which remainder.
 
     Args:

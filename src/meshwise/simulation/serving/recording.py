@@ -31,24 +31,24 @@ class Sample(NamedTuple):
     Args:
         time: seconds.
         kv_share: share of the cache's blocks that requests use.
-        generating, waiting: requests.
+        decoding, waiting: requests.
     """
 
     time: float
     kv_share: float
-    generating: int
+    decoding: int
     waiting: int
 
 
 class Span(NamedTuple):
-    """A step, or a run of generate steps.
+    """A step, or a run of decode steps.
 
     Args:
         replica: its number.
         start, end: seconds.
-        kind: generate, prefill, mixed.
-        generating: requests that generate.
-        steps: generate steps.
+        kind: decode, prefill, mixed.
+        decoding: requests that decode.
+        steps: decode steps.
         tokens: of prompts.
     """
 
@@ -56,7 +56,7 @@ class Span(NamedTuple):
     start: float
     end: float
     kind: str
-    generating: int
+    decoding: int
     steps: int
     tokens: int
 
@@ -69,7 +69,7 @@ class Activity:
         busy_s: seconds in steps, and in moving the cache.
         kv_block_s: blocks that requests used, times seconds; taken to grow evenly in a run.
         kv_peak_blocks: most blocks that were in use at once.
-        generate_steps, generated, prefilled: steps; tokens times steps of requests; tokens of prompts.
+        decode_steps, generated, prefilled: steps; tokens times steps of requests; tokens of prompts.
         hit_tokens: of prompts that the prefix cache had.
         preemptions: how often a request gave way.
         samples: of the replica at the ends of steps.
@@ -79,7 +79,7 @@ class Activity:
     busy_s: float = 0.0
     kv_block_s: float = 0.0
     kv_peak_blocks: float = 0.0
-    generate_steps: int = 0
+    decode_steps: int = 0
     generated: int = 0
     prefilled: int = 0
     hit_tokens: int = 0
@@ -116,21 +116,21 @@ class Recorder:
             )
         )
 
-    def did(self, replica: Replica, start: float, kind: str, *, generating: int, steps: int, tokens: int) -> None:
+    def did(self, replica: Replica, start: float, kind: str, *, decoding: int, steps: int, tokens: int) -> None:
         """A step, or a run, is over."""
         activity, end = replica.activity, replica.clock
         activity.busy_s += end - start
         activity.kv_block_s += (replica.in_use_begun + replica.in_use_ended) / 2 * (end - start)
         if replica.in_use_ended > activity.kv_peak_blocks:  # noqa: PLR1730  (called for every step: quicker)
             activity.kv_peak_blocks = replica.in_use_ended
-        activity.generate_steps += steps
-        activity.generated += generating * steps
+        activity.decode_steps += steps
+        activity.generated += decoding * steps
         activity.prefilled += tokens
         if end >= activity.next_sample:
             _sample(replica, activity, end)
         if self._spans_left:
             self._spans_left -= 1
-            self.spans.append(Span(replica.number, start, end, kind, generating, steps, tokens))
+            self.spans.append(Span(replica.number, start, end, kind, decoding, steps, tokens))
 
 
 class TellingRecorder(Recorder):
@@ -157,7 +157,7 @@ class TellingRecorder(Recorder):
 def _sample(replica: Replica, activity: Activity, time: float) -> None:
     queued = len(replica.waiting) + len(replica.ready)
     share = replica.in_use_ended / replica.costs.kv_blocks
-    activity.samples.append(Sample(time, share, replica.generating.count, queued))
+    activity.samples.append(Sample(time, share, replica.decoding.count, queued))
     activity.next_sample = time + activity.interval
     if len(activity.samples) >= _SAMPLES:
         del activity.samples[::2]

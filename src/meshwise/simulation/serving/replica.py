@@ -1,10 +1,10 @@
 """One replica of an engine: continuous batching over a paged cache, from event to event.
 
-A replica is always at the end of what it does next: `clock` is when the running step, or run of generate steps, is
+A replica is always at the end of what it does next: `clock` is when the running step, or run of decode steps, is
 over, and `_settle` what happens then. A run goes on to the next finish, or until blocks run out; a request that arrives
 meanwhile and could be taken in cuts it at the end of the step that is running.
 
-Not here: which requests come to this replica (`fleet`), and sums over steps (`generating`).
+Not here: which requests come to this replica (`fleet`), and sums over steps (`decoding`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from meshwise.costs.engine import EngineCosts, query_key_pairs
-from meshwise.simulation.serving.generating import Generating
+from meshwise.simulation.serving.decoding import Decoding
 from meshwise.simulation.serving.prefixes import PrefixCache
 from meshwise.simulation.serving.recording import Activity, Recorder
 from meshwise.simulation.serving.request import Request
@@ -43,7 +43,7 @@ class Replica:
         scheduling: what its scheduler is told.
         recorder: is told of requests that are done, and of what was done when.
         seed: of what speculation draws.
-        hand_over: takes requests that are prefilled, and the time, where others generate; it gives the time at which
+        hand_over: takes requests that are prefilled, and the time, where others decode; it gives the time at which
             their cache has been sent, and may be dropped here.
         begins: when it is there, seconds.
 
@@ -67,8 +67,8 @@ class Replica:
         self.number, self.costs, self.scheduling, self.recorder = number, costs, scheduling, recorder
         self.clock = self.begins = begins
         self.outstanding = 0
-        self.generating = Generating(costs, scheduling.speculation)
-        self.pages = self.generating.pages
+        self.decoding = Decoding(costs, scheduling.speculation)
+        self.pages = self.decoding.pages
         self.waiting: deque[Request] = deque()
         self.ready: deque[Request] = deque()  # their cache is elsewhere: swapped out, or sent by another replica
         self.prefilling: deque[Piece] = deque()
@@ -120,16 +120,16 @@ class Replica:
         queue = self.ready if request.produced else self.waiting
         queue.append(request)
         if self._running and self._could_join():
-            steps = self.generating.steps_until(time, self._run_begun, self._run_steps)
+            steps = self.decoding.steps_until(time, self._run_begun, self._run_steps)
             if steps < self._run_steps:
                 self._run_steps = steps
-                self.clock = self._run_begun + self.generating.seconds(steps)
+                self.clock = self._run_begun + self.decoding.seconds(steps)
 
     def _could_join(self) -> bool:
         """Whether one more request may be taken in before one is done; its blocks aside."""
         return (
             self._joins_runs
-            and self.generating.count < self.scheduling.max_batch
+            and self.decoding.count < self.scheduling.max_batch
             and len(self.ready) + len(self.waiting) == 1
         )
 
@@ -144,7 +144,7 @@ class Replica:
         """Begin what comes next, if there is anything."""
         if self._sent:
             self._drop_sent()
-        elif not self.generating.count and not self.prefilling:
+        elif not self.decoding.count and not self.prefilling:
             self.used = 0  # no rounding is carried on
         if self.ready:
             self._resume()
@@ -154,16 +154,16 @@ class Replica:
         return self._begin_prefill() or self._begin_run()
 
     def _start_decode_first(self) -> bool:
-        self._filling = (self._filling or not self.generating.count) and self._begin_prefill()
+        self._filling = (self._filling or not self.decoding.count) and self._begin_prefill()
         return self._filling or self._begin_run()
 
     def _start_chunked(self) -> bool:
-        generating = self.generating
+        decoding = self.decoding
         if not self.prefilling and not self.waiting:
             return self._begin_run()
-        while self._next_blocks() > self._available() and (self.prefilling or generating.count > 1):
+        while self._next_blocks() > self._available() and (self.prefilling or decoding.count > 1):
             self._preempt()
-        budget = self.scheduling.max_step_tokens - generating.count * self.scheduling.tokens_each
+        budget = self.scheduling.max_step_tokens - decoding.count * self.scheduling.tokens_each
         chunks: list[tuple[Piece, int]] = []
         for piece in self.prefilling:
             if budget:
@@ -175,7 +175,7 @@ class Replica:
         if not chunks:
             return self._begin_run()
         tokens = sum(new for _, new in chunks)
-        seconds = generating.step_seconds_of(generating.count, tokens) + generating.attention_seconds()
+        seconds = decoding.step_seconds_of(decoding.count, tokens) + decoding.attention_seconds()
         self._occupy(seconds + self._take(chunks), self._settle_mixed)
         return True
 
@@ -189,7 +189,7 @@ class Replica:
             chunks.append((piece, piece.tokens - piece.done))
             budget -= chunks[-1][1]
             piece = self._admit(budget) if budget > 0 and self.waiting else None
-        seconds = self.generating.prefill_seconds(self.scheduling.max_step_tokens - budget)
+        seconds = self.decoding.prefill_seconds(self.scheduling.max_step_tokens - budget)
         self._occupy(seconds + self._take(chunks), self._settle_prefill)
         return True
 
@@ -205,22 +205,22 @@ class Replica:
         return seconds
 
     def _begin_run(self) -> bool:
-        """Begin generate steps, up to the next finish; False if nothing generates and nothing is to wait for."""
-        generating = self.generating
-        if not generating.count:
+        """Begin decode steps, up to the next finish; False if nothing decodes and nothing is to wait for."""
+        decoding = self.decoding
+        if not decoding.count:
             if self._sent and self.waiting:
                 self._occupy(self._sent[0][0] - self.clock, self._settle_nothing)
                 return True
             assert not self.outstanding, "a request that fits alone was not taken in"
             return False
-        steps = generating.longest_run(self._available())
+        steps = decoding.longest_run(self._available())
         while not steps:
             self._preempt()
-            steps = min(generating.longest_run(self._available()), 1)  # then there may be room for who gave way
+            steps = min(decoding.longest_run(self._available()), 1)  # then there may be room for who gave way
         self._run_steps = steps
         self._run_begun = self.clock + self._moving
         self._running = True
-        self._occupy(generating.seconds(steps), self._settle_run)
+        self._occupy(decoding.seconds(steps), self._settle_run)
         return True
 
     def _occupy(self, seconds: float, settle: Callable[[], None]) -> None:
@@ -235,21 +235,21 @@ class Replica:
 
     def _settle_run(self) -> None:
         self._running = False
-        count = self.generating.count
+        count = self.decoding.count
         self._advance(self._run_steps)
-        self.recorder.did(self, self._begun, "generate", generating=count, steps=self._run_steps, tokens=0)
+        self.recorder.did(self, self._begun, "decode", decoding=count, steps=self._run_steps, tokens=0)
 
     def _settle_prefill(self) -> None:
         tokens = self._prefill_chunks()
-        self.recorder.did(self, self._begun, "prefill", generating=0, steps=0, tokens=tokens)
+        self.recorder.did(self, self._begun, "prefill", decoding=0, steps=0, tokens=tokens)
 
     def _settle_mixed(self) -> None:
-        count = self.generating.count
+        count = self.decoding.count
         if count:
             self._advance(1)
         tokens = self._prefill_chunks()
         kind = "mixed" if count else "prefill"
-        self.recorder.did(self, self._begun, kind, generating=count, steps=1 if count else 0, tokens=tokens)
+        self.recorder.did(self, self._begun, kind, decoding=count, steps=1 if count else 0, tokens=tokens)
 
     def _prefill_chunks(self) -> int:
         """The pieces of the running step are in the cache; give their tokens."""
@@ -266,13 +266,13 @@ class Replica:
         """Time has passed; blocks were sent."""
 
     def _advance(self, steps: int) -> None:
-        """All that generate have done `steps` steps."""
-        generating = self.generating
-        self.used += generating.advance(steps)
+        """All that decode have done `steps` steps."""
+        decoding = self.decoding
+        self.used += decoding.advance(steps)
         self.in_use_ended = self.in_use
-        for request in generating.finished():
-            tokens = generating.tokens(request)
-            generating.leave(request)
+        for request in decoding.finished():
+            tokens = decoding.tokens(request)
+            decoding.leave(request)
             self._leave(request, tokens)
         if self.cache is not None:
             self._evict()
@@ -296,11 +296,11 @@ class Replica:
             self._join(request, tokens)
 
     def _join(self, request: Request, tokens: float) -> None:
-        """Let a request generate."""
+        """Let a request decode."""
         steps = request.output - request.produced
         if self.scheduling.speculation is not None:
             steps = self.scheduling.speculation.steps(self._random, steps)
-        self.generating.join(request, tokens, steps)
+        self.decoding.join(request, tokens, steps)
 
     def _leave(self, request: Request, tokens: float) -> None:
         """A request is done."""
@@ -331,9 +331,9 @@ class Replica:
             self.cache.evict(math.ceil(over))
 
     def _next_blocks(self) -> float:
-        """Blocks that those that generate need for their next step."""
-        generating = self.generating
-        return self.pages.grown(generating.count, generating.steps, 1)
+        """Blocks that those that decode need for their next step."""
+        decoding = self.decoding
+        return self.pages.grown(decoding.count, decoding.steps, 1)
 
     def _spare(self, running: int) -> float:
         """Blocks that must stay free when a request is taken in."""
@@ -345,7 +345,7 @@ class Replica:
         Args:
             most: tokens that its prefill may have.
         """
-        running = self.generating.count + len(self.prefilling)
+        running = self.decoding.count + len(self.prefilling)
         if not self.waiting or running >= self.scheduling.max_batch:
             return None
         request = self.waiting[0]
@@ -405,13 +405,13 @@ class Replica:
             self.used -= self._unshare(request, request.prompt + request.produced)
             self.waiting.appendleft(request)
         else:
-            generating = self.generating
-            assert generating.count > 1, "a request that fits alone was to give way"
-            request = generating.last_joined()
-            tokens = generating.tokens(request)
+            decoding = self.decoding
+            assert decoding.count > 1, "a request that fits alone was to give way"
+            request = decoding.last_joined()
+            tokens = decoding.tokens(request)
             remaining, steps = request.output - request.produced, request.last - request.joined
-            request.produced += min((generating.steps - request.joined) * remaining // steps, remaining - 1)
-            generating.leave(request)
+            request.produced += min((decoding.steps - request.joined) * remaining // steps, remaining - 1)
+            decoding.leave(request)
             self.used -= self._unshare(request, tokens)
             if self._swaps:
                 request.cached = tokens
@@ -427,7 +427,7 @@ class Replica:
             request = self.ready[0]
             tokens = request.cached or request.prompt
             room = self.pages.held(tokens + 1)  # type: ignore[arg-type]
-            running = self.generating.count + len(self.prefilling)
+            running = self.decoding.count + len(self.prefilling)
             if running >= self.scheduling.max_batch or room + self._spare(running) > self._available():
                 return
             self.ready.popleft()

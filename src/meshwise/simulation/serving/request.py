@@ -20,11 +20,11 @@ class Request:
         prefix, keep_as: as in `Demand`.
         started: when a step first worked on it; before, below 0.
         first: when its first token came.
-        produced: tokens of its output when it was last taken in or joined those that generate.
+        produced: tokens of its output when it was last taken in or joined those that decode.
         cached: tokens of it that the cache held then.
-        joined, last: of the replica's generate steps, those before which it began and after which it is done.
-        serial: number of its joining; 0 while it does not generate.
-        offset: what `Generating` adds to the number of steps to have the tokens it attends to.
+        joined, last: of the replica's decode steps, those before which it began and after which it is done.
+        serial: number of its joining; 0 while it does not decode.
+        offset: what `Decoding` adds to the number of steps to have the tokens it attends to.
         node: end of what it shares of the prefix cache.
         shared: blocks up to there.
         preemptions: how often it gave way.

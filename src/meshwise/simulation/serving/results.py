@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import COLUMNS, Sample, Span
 from meshwise.simulation.serving.system import ServingSystem
@@ -87,7 +87,7 @@ class ReplicaSummary:
         busy_s: seconds in steps and in moving the cache.
         kv_share: mean share of its cache in use while it was there.
         kv_peak_share: the most.
-        generate_steps, generated, prefilled, hit_tokens, preemptions: as in `Activity`.
+        decode_steps, generated, prefilled, hit_tokens, preemptions: as in `Activity`.
         samples: over time.
     """
 
@@ -96,7 +96,7 @@ class ReplicaSummary:
     busy_s: float
     kv_share: float
     kv_peak_share: float
-    generate_steps: int
+    decode_steps: int
     generated: int
     prefilled: int
     hit_tokens: int
@@ -105,8 +105,8 @@ class ReplicaSummary:
 
     @property
     def mean_batch(self) -> float:
-        """Requests that a generate step has."""
-        return self.generated / self.generate_steps if self.generate_steps else 0.0
+        """Requests that a decode step has."""
+        return self.generated / self.decode_steps if self.decode_steps else 0.0
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _summary(replica: Any, seconds: float) -> ReplicaSummary:
         busy_s=activity.busy_s,
         kv_share=activity.kv_block_s / (blocks * seconds) if seconds else 0.0,
         kv_peak_share=activity.kv_peak_blocks / blocks,
-        generate_steps=activity.generate_steps,
+        decode_steps=activity.decode_steps,
         generated=activity.generated,
         prefilled=activity.prefilled,
         hit_tokens=activity.hit_tokens,

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.errors import MeshwiseError, UnknownNameError
+from meshwise.core.errors import MeshwiseError, UnknownNameError
 
 #: Policy -> what it does.
 POLICIES = {
-    "prefill-first": "a step takes in waiting prompts, whole, as long as there is room; it generates when none can be",
-    "decode-first": "prompts are taken in when nothing generates any more: one batch after the other",
-    "chunked": "every step generates, and fills up its tokens with pieces of prompts",
+    "prefill-first": "a step takes in waiting prompts, whole, as long as there is room; it decodes when none can be",
+    "decode-first": "prompts are taken in when nothing decodes any more: one batch after the other",
+    "chunked": "every step decodes, and fills up its tokens with pieces of prompts",
 }
 
 #: Preemption -> what becomes of the cache of the request that gives way, the one taken in last.
@@ -85,7 +85,7 @@ class Scheduling:
         max_batch: requests that a replica works on at once.
         max_step_tokens: tokens of a step; a prompt that is longer goes alone where prompts are taken in whole.
         preemption: one of `PREEMPTIONS`.
-        watermark: share of the cache's blocks that stay free when a request is taken in, for those that generate.
+        watermark: share of the cache's blocks that stay free when a request is taken in, for those that decode.
         prefix_cache: whether beginnings of prompts stay in the cache for later ones, least recently used go first.
         speculation: None: every step gives each request one token.
     """
@@ -111,14 +111,14 @@ class Scheduling:
         needed = self.max_batch * self.tokens_each
         if self.policy == "chunked" and self.max_step_tokens <= needed:
             raise MeshwiseError(
-                f"max step tokens: {self.max_batch} requests that generate need {needed} tokens of a step, found "
+                f"max step tokens: {self.max_batch} requests that decode need {needed} tokens of a step, found "
                 f"{self.max_step_tokens}, which leaves none for prompts; give at least {needed + 1}, or a smaller max "
                 "batch"
             )
 
     @property
     def tokens_each(self) -> int:
-        """Tokens of a step for each request that generates: one, and its draft."""
+        """Tokens of a step for each request that decodes: one, and its draft."""
         return 1 if self.speculation is None else 1 + self.speculation.draft_tokens
 
     def replace(self, **changes: Any) -> Scheduling:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from meshwise.errors import InfeasibleError, MeshwiseError
+from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.jobs.traffic import Load
-from meshwise.simulation.serving.aims import Aims
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import Recorder, TellingRecorder
 from meshwise.simulation.serving.results import ServingResult, Targets
+from meshwise.simulation.serving.slo import Aims
 from meshwise.simulation.serving.system import ServingSystem
 
 #: Capacity is found to this share of itself.

@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.engine import EngineCosts
-from meshwise.errors import MeshwiseError, UnknownNameError
 from meshwise.simulation.serving.routing import ROUTERS
 from meshwise.simulation.serving.scheduling import Scheduling
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPool:
-    """Replicas that only prefill, and send the cache to those that generate.
+    """Replicas that only prefill, and send the cache to those that decode.
 
     Args:
         costs: of their steps; `transfer_bytes_per_s` is what one of them sends at.
@@ -104,7 +104,7 @@ class ServingSystem:
             )
         speculation = None if self.prefill is None else self.prefill.scheduling.speculation
         if speculation is not None:
-            raise MeshwiseError("prefill replicas generate nothing: leave their speculation out")
+            raise MeshwiseError("prefill replicas decode nothing: leave their speculation out")
 
     @property
     def num_chips(self) -> int:

@@ -1,0 +1,220 @@
+"""`collective`: the request, and one collective on a cluster. Not here: flags (`cli`) and words (`report`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from meshwise.commands.pairs import parse_sizes
+from meshwise.commands.requests import PARAMETERS, mesh_text, validated
+from meshwise.commands.where import Where
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ShardingError
+from meshwise.costs.algorithms import algorithms
+from meshwise.costs.axis_mapping import best_wiring, collective_bytes, parse_wiring
+from meshwise.costs.collectives import collective_time
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.fitted import find_calibration
+from meshwise.costs.network import make_group_link
+from meshwise.costs.rules import distinct_destinations
+from meshwise.report.collective import CollectiveCase
+from meshwise.sharding import (
+    Collective,
+    CollectiveKind,
+    Mesh,
+    ShardedTensor,
+    Sharding,
+    parse_expression,
+    parse_mesh,
+    parse_tensor,
+    reshard,
+)
+
+
+class CollectiveRequest(Where):
+    """What `meshwise collective` is asked."""
+
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"] = Field(
+        description="The collective."
+    )
+    array: str = Field(description="The array, 'bf16[1024, 4096_X]', or before and after: 'A[I_X, J] -> A[I, J_X]'.")
+    mesh: str = Field(description="Mesh axes, X=4,Y=8, the last one innermost.", json_schema_extra={"metavar": "AXES"})
+    over: str | None = Field(
+        default=None,
+        description="Mesh axes of the group, X or X,Y; by default those that the array names, else all.",
+        json_schema_extra={"metavar": "AXES"},
+    )
+    sizes: Annotated[dict[str, int], BeforeValidator(parse_sizes)] = Field(
+        default={}, description="Sizes of named axes, I=1024.", json_schema_extra={"metavar": "AXIS=SIZE"}
+    )
+    wires: str | None = Field(
+        default=None,
+        description="Where mesh axes lie: extents on the network's dimensions, X=8x2; one axis each by default.",
+        json_schema_extra={"metavar": "WIRES"},
+    )
+    dtype: DType = Field(default=DType.BF16, description="Format of an array written without one.")
+    choices: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Ragged all-to-all: each row goes to this many members drawn at random (experts of a token), "
+        "one copy to each distinct one.",
+    )
+    calibration: str = Field(
+        default="none",
+        description="Achieved rates and algorithms: none (data-sheet rates, the best schedule), operations (the "
+        "chip's own software), or a family by name.",
+    )
+
+
+def collective(
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"],
+    array: str,
+    *,
+    mesh: str | Mapping[str, int],
+    on: str | None = None,
+    over: str | None = None,
+    sizes: str | Mapping[str, int] | None = None,
+    cluster: str | None = None,
+    wires: str | None = None,
+    dtype: str = "bf16",
+    choices: float | None = None,
+    calibration: str = "none",
+) -> CollectiveCase:
+    """Time one collective on a cluster: what `meshwise collective` answers, as values.
+
+    >>> import meshwise
+    >>> case = meshwise.collective("all-gather", "bf16[1024, 4096_X]", mesh="X=16", on="v5e:16x16")
+    >>> case.num_bytes, case.mesh_axes
+    (8388608.0, ('X',))
+
+    Args:
+        kind: the collective.
+        array: with its sharding: before an all-gather, after a reduce-scatter; with an arrow, before and after.
+        mesh: mesh axes, "X=4,Y=8" or a mapping, the last one innermost.
+        on: the cluster.
+        over: mesh axes of the group; by default those that the array names, else all.
+        sizes: of named axes.
+        cluster: a TOML file with own numbers, instead of `on`.
+        wires: where mesh axes lie on the network, "X=8x2".
+        dtype: of an array written without one.
+        choices: ragged all-to-all: members that each row goes to, drawn at random.
+        calibration: achieved rates and algorithms: "none", "operations", or a family by name.
+
+    Raises:
+        MeshwiseError: an argument that cannot be understood.
+    """
+    given = {
+        "kind": kind,
+        "array": array,
+        "mesh": mesh_text(mesh),
+        "cluster": on,
+        "over": over,
+        "sizes": {} if sizes is None else sizes,
+        "cluster_file": cluster,
+        "wires": wires,
+        "dtype": dtype,
+        "choices": choices,
+        "calibration": calibration,
+    }
+    return examine_collective(validated(CollectiveRequest, given, PARAMETERS))
+
+
+def examine_collective(request: CollectiveRequest) -> CollectiveCase:
+    """Compute everything that the report shows.
+
+    Raises:
+        NotationError, ShardingError, UnknownNameError, ClusterError: what was asked does not parse or cannot be.
+    """
+    mesh = parse_mesh(request.mesh)
+    cluster = request.must_find()
+    calibration = find_calibration(request.calibration, cluster.chip)
+    links = calibration.links
+    fabric = Fabric.of(cluster, flat_rings=calibration.flat_rings)
+    tensor, step = _step(request, mesh)
+    copies = _copies(request, step, mesh)
+    num_bytes = copies * collective_bytes(step, tensor.shape(request.sizes), mesh, tensor.dtype or request.dtype)
+
+    def seconds(wiring: Mapping[str, Any]) -> float:
+        return float(
+            collective_time(step.kind, num_bytes, make_group_link(fabric, wiring, step.mesh_axes), links=links)
+        )
+
+    wiring = parse_wiring(request.wires, mesh, fabric) if request.wires else best_wiring(mesh, fabric, seconds)
+    return CollectiveCase(
+        kind=step.kind,
+        text=request.array,
+        mesh=mesh,
+        mesh_axes=step.mesh_axes,
+        num_bytes=num_bytes,
+        copies=copies,
+        cluster=cluster,
+        fabric=fabric,
+        wiring=wiring,
+        wire=make_group_link(fabric, wiring, step.mesh_axes),
+        calibration=calibration,
+        algorithms=algorithms(step.kind, num_bytes, fabric, wiring, step.mesh_axes, links=links),
+    )
+
+
+def _copies(request: CollectiveRequest, step: Collective, mesh: Mesh) -> float:
+    """Copies of each row that travel: one, or the distinct members among `choices` random ones."""
+    if request.choices is None:
+        return 1.0
+    if step.kind is not CollectiveKind.ALL_TO_ALL:
+        raise ShardingError(f"choices: only an all-to-all is ragged, found {step.kind.value}")
+    return distinct_destinations(request.choices, step.group_size(mesh))
+
+
+def _step(request: CollectiveRequest, mesh: Mesh) -> tuple[ShardedTensor, Collective]:
+    """Find the array and the collective that was meant."""
+    kind = CollectiveKind(request.kind)
+    if "->" in request.array or "→" in request.array:
+        return _between(kind, request.array, mesh)
+    tensor = parse_tensor(request.array, mesh)
+    held = tensor.sharding
+    named = tuple(a for split in held.splits for a in split) or tuple(sorted(held.unreduced)) or mesh.names
+    over = tuple(a.strip() for a in request.over.split(",")) if request.over else named
+    mesh.size(*over)
+    whole = Sharding(tuple(tuple(a for a in split if a not in over) for split in held.splits))
+    pending = whole.replace(unreduced=frozenset(over))
+    match kind:
+        case CollectiveKind.ALL_GATHER:
+            _must_split(held, over, kind)
+            return tensor, Collective(kind, over, held, whole)
+        case CollectiveKind.REDUCE_SCATTER:
+            _must_split(held, over, kind)
+            return tensor, Collective(kind, over, pending, held)
+        case CollectiveKind.ALL_REDUCE:
+            kept = held.replace(unreduced=frozenset(over) | held.unreduced)
+            return tensor, Collective(kind, over, kept, held.replace(unreduced=held.unreduced - set(over)))
+        case CollectiveKind.PERMUTE:
+            return tensor, Collective(kind, over, held, held)
+        case _:
+            _must_split(held, over, kind)
+            return tensor, Collective(kind, over, held, held)
+
+
+def _must_split(held: Sharding, over: tuple[str, ...], kind: CollectiveKind) -> None:
+    split = {a for dimension in held.splits for a in dimension}
+    missing = [a for a in over if a not in split]
+    if missing:
+        raise ShardingError(
+            f"{kind.value}: expected an array that is split over {', '.join(missing)}, "
+            f"such as 'bf16[1024, 4096_{missing[0]}]'"
+        )
+
+
+def _between(kind: CollectiveKind, text: str, mesh: Mesh) -> tuple[ShardedTensor, Collective]:
+    """Read before and after, and check that one collective of this kind leads from one to the other."""
+    expression = parse_expression(text, mesh)
+    if not expression.is_reshard:
+        raise ShardingError(f"{text}: expected one array before and the same axes after")
+    source, target = expression.inputs[0].sharding, expression.output.sharding
+    steps = [s for s in reshard(source, target) if s.moves_data]
+    if [s.kind for s in steps] != [kind]:
+        found = ", then ".join(s.kind.value for s in steps) or "nothing that moves data"
+        raise ShardingError(f"{text}: this is not one {kind.value} but {found}")
+    return expression.inputs[0], steps[0]

@@ -1,0 +1,236 @@
+"""What an estimate's numbers are sums of: operations, collectives, holdings of memory, padding. Values for `--explain`.
+
+Made by evaluating a complete layout once more with the estimate's own code, its entries kept: nothing has a second
+formula. Not here: words and units (`formulas`), tables (`report`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from meshwise.core.tensors import Block
+from meshwise.costs.breakdown import (
+    BlockBreakdown,
+    Breakdown,
+    ClassBreakdown,
+    CollectiveBreakdown,
+    HoldingBreakdown,
+    HostBreakdown,
+    OperationBreakdown,
+    StateBreakdown,
+    notation,
+)
+from meshwise.costs.collectives import schedules, wire_time
+from meshwise.costs.compute import ComputeRates, filling, operation_compute
+from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
+from meshwise.costs.evaluate import local_extents, repeats_whole, whole_extents
+from meshwise.costs.extents import Extents, held_bytes, held_key
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.lower import LoweredBlock, plan_structure
+from meshwise.costs.memory import RESERVE_SHARE
+from meshwise.costs.paths import Path, paths
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.step import Ledger
+from meshwise.costs.traffic import Pass
+from meshwise.sharding import CollectiveKind
+from meshwise.sharding.layout import Layout
+from meshwise.sharding.placed import LocalOp
+
+
+def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakdown:
+    """Evaluate a complete layout once more, keeping every entry.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        fabric: the network, or the part of it that the layout uses.
+        layout: with wires.
+    """
+    ledger = Ledger()
+    evaluate_layout(problem, fabric, layout, ledger)
+    assert ledger.pipeline is not None
+    assert ledger.times is not None
+    structure, candidate = layout_candidate(problem.model, layout)
+    planned = plan_structure(problem, structure)
+    local = local_extents(problem, structure, candidate.local)
+    rates = problem.compute_rates
+    whole = whole_extents(problem, structure, candidate)
+    used = frozenset(layout.used_axes)
+    return Breakdown(
+        problem=problem,
+        layout=layout,
+        blocks=tuple(
+            BlockBreakdown(
+                block.block.name,
+                float(copies),
+                layout.num_microbatches,
+                _waited_for(block.block, ledger),
+                {"forward": block.forward, "recompute": block.recompute, "backward": block.backward + block.weights},
+                tuple(_operations(p, local, rates, used, whole=repeats_whole(problem, structure))),
+            )
+            for p, (block, copies) in zip(planned, ledger.blocks, strict=True)
+        ),
+        collectives=tuple(_collectives(ledger, problem, fabric, layout)),
+        pipeline=ledger.pipeline,
+        times=ledger.times,
+        nothing_hidden=float(ledger.nothing_hidden),
+        send=float(ledger.send),
+        boundary_bytes=float(ledger.boundary_bytes),
+        copied=float(ledger.copied),
+        copied_bytes=float(ledger.copied_bytes),
+        optimizer_bytes=float(ledger.optimizer_bytes),
+        optimizer_matmul=float(ledger.optimizer_matmul),
+        memory=_memory(ledger),
+        reserve_share=RESERVE_SHARE,
+        states=tuple(_states(planned, whole)),
+        host=tuple(_streams(ledger)),
+        kept={p.placed.block.name: _kept(p, problem, local, used) for p in planned},
+        rates=rates,
+    )
+
+
+def collectives_of(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> tuple[CollectiveBreakdown, ...]:
+    """Find the collectives alone, as `work_out` does."""
+    ledger = Ledger()
+    evaluate_layout(problem, fabric, layout, ledger)
+    return tuple(_collectives(ledger, problem, fabric, layout))
+
+
+def _operations(
+    planned: LoweredBlock, extents: Extents, rates: ComputeRates, used: frozenset[str], *, whole: bool
+) -> Iterator[OperationBreakdown]:
+    """List the operations of a block; `whole` where a layer that is recomputed is repeated to its end."""
+    for when, needed in planned.works.items():
+        repeated = whole and when == "recompute" and bool(needed)
+        for work in planned.works["forward"] if repeated else needed:
+            one = operation_compute(work, extents, rates)
+            counts = not repeated or work.placed.op.name in planned.placed.recomputed  # bounds count what is needed
+            real = one.flops * (rates.matmul if work.narrow else rates.other_matmul)
+            if work.tiles is not None:
+                real = real * filling(work.tiles, one.flops, extents, rates)
+            yield OperationBreakdown(
+                when="backward" if when == "weights" else when,
+                name=work.placed.op.name,
+                signature=_signature(work.placed, used),
+                flops=float(one.flops) if counts else 0.0,
+                num_bytes=float(one.num_bytes),
+                compute=float(one.compute),
+                memory=float(one.memory),
+                tile_waste=float(one.compute / real) if work.matmul is not None else 1.0,
+                seconds=float(one.seconds),
+            )
+
+
+def _signature(item: LocalOp, used: frozenset[str]) -> str:
+    """Write an operation as an einsum of its inputs."""
+    inputs = " * ".join(notation(h.tensor, h.sharding, used) for h in item.inputs)
+    return f"{inputs} -> {notation(item.output.tensor, item.output.sharding, used)}"
+
+
+def _waited_for(block: Block, ledger: Ledger) -> float:
+    """Runs of a block that fill and drain the pipeline: of layers, since most stages have no head."""
+    return float(ledger.waits) if block.role == "layer" else 0.0
+
+
+def _collectives(
+    ledger: Ledger, problem: TrainingProblem, fabric: Fabric, layout: Layout
+) -> Iterator[CollectiveBreakdown]:
+    """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
+    wires, links = layout_wires(problem, fabric, layout), problem.calibration.links
+    entries = [(h, flow, float(seconds)) for h in ledger.hidings if h.count for flow, seconds in h.flows if seconds > 0]
+    order = list(Pass)
+    used = frozenset(layout.used_axes)
+    found: dict[tuple[CollectiveKind, tuple[str, ...], int, bool], Path] = {}
+    for h, flow, seconds in sorted(entries, key=lambda e: order.index(e[0].when)):
+        once = flow.routed and problem.calibration.distinct_dispatch
+        ways = schedules(flow.kind, wires(flow.mesh_axes).carrying(routed=once))
+        times = [float(links.seconds(hops, flow.num_bytes * per_byte, True)) for per_byte, hops in ways]
+        algorithm = times.index(min(times))
+        key = (flow.kind, flow.mesh_axes, algorithm, once)
+        if key not in found:
+            routing = problem.routing if once else None
+            found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes, algorithm=algorithm, routing=routing)
+        term = flow.term
+        exchanges = term == "expert" and flow.when is not Pass.STEP
+        behind = float(ledger.hidden_by_schedule) if exchanges else 0.0
+        each, latency = seconds / flow.count, links.startup + float(ways[algorithm][1])
+        yield CollectiveBreakdown(
+            block=h.block.name,
+            when=flow.when,
+            purpose=flow.purpose,
+            kind=flow.kind,
+            mesh_axes=tuple(a for a in flow.mesh_axes if a in used),
+            term=term,
+            tensors=tuple(dict.fromkeys(t.tensor.name for t in flow.transfers)),
+            transfers=flow.transfers,
+            used=used,
+            num_bytes=float(flow.num_bytes),
+            count_per_pass=flow.count,
+            copies=float(h.count),
+            runs=1 if flow.when is Pass.STEP else layout.num_microbatches,
+            waited_for=0.0 if flow.when is Pass.STEP else _waited_for(h.block, ledger),
+            seconds=each,
+            latency=latency,
+            latency_binds=latency >= (each if links.overlapped else each / 2),
+            path=found[key],
+            bound=float(wire_time(flow.kind, flow.num_bytes, wires(flow.mesh_axes).carrying(routed=flow.routed))),
+            rule=h.rule,
+            cover=float(h.cover),
+            hidden_by_schedule=behind,
+            exposed_share=float(h.exposed_share) * (1 - behind),
+        )
+
+
+def _memory(ledger: Ledger) -> tuple[ClassBreakdown, ...]:
+    names = dict.fromkeys(h.name for h in ledger.holdings)
+    classes = (
+        ClassBreakdown(
+            name,
+            tuple(
+                HoldingBreakdown(h.block.name, float(h.copies), float(h.num_bytes))
+                for h in ledger.holdings
+                if h.name == name and h.copies * h.num_bytes
+            ),
+        )
+        for name in names
+    )
+    return tuple(c for c in classes if c.holdings)
+
+
+def _streams(ledger: Ledger) -> Iterator[HostBreakdown]:
+    for move in ledger.host:
+        if move.copies * (move.bytes_out + move.bytes_in):
+            yield HostBreakdown(
+                block=move.block.name if move.block else "",
+                when=move.when,
+                copies=float(move.copies),
+                runs=1 if move.when is Pass.STEP else float(ledger.rounds),
+                bytes_out=float(move.bytes_out),
+                bytes_in=float(move.bytes_in),
+                seconds=float(move.seconds),
+                cover=float(move.cover),
+                exposed=float(move.exposed),
+            )
+
+
+def _states(planned: Sequence[LoweredBlock], extents: Extents) -> Iterator[StateBreakdown]:
+    for p in planned:
+        held = p.placed.weights
+        elements = sum(math.prod(extents.sizes[a] for a in h.tensor.axes) for h in held)
+        stored = sum(extents.volume(held_key(h)) for h in held)
+        if held:
+            num_bytes = float(extents.weighted(p.memory.parameters))
+            yield StateBreakdown(p.placed.block.name, float(elements), float(stored), num_bytes / float(stored))
+
+
+def _kept(
+    planned: LoweredBlock, problem: TrainingProblem, extents: Extents, used: frozenset[str]
+) -> tuple[tuple[str, float], ...]:
+    """List what one copy keeps for its backward pass, the largest first."""
+    formats = problem.job.formats
+
+    rows = [
+        (notation(h.tensor, h.sharding, used), float(extents.weighted(held_bytes((h,), formats))))
+        for h in planned.placed.kept
+    ]
+    return tuple(sorted(rows, key=lambda row: -row[1]))

@@ -1,0 +1,281 @@
+"""Put the time of a step together from sums over roles, for any pipeline schedule: cheap arithmetic.
+
+Not here: the sums (`stage_sums`), which are worked out once for all schedules, or the rule that they follow (`step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwise.costs.arithmetic import is_zero, maximum, minimum, where
+from meshwise.costs.collectives import collective_time
+from meshwise.costs.makespans import PipelineTimes, StageTimes
+from meshwise.costs.overlap import OnceSums, RoleSums, split_exposed
+from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, device_shares
+from meshwise.costs.step import NETWORKS, TERMS, Ledger, StepRates, StepTime
+from meshwise.costs.traffic import Pass
+from meshwise.sharding import CollectiveKind
+from meshwise.sharding.placed import Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What does not depend on the schedule.
+
+    Args:
+        sums: of one microbatch, by role; once: of a step, by role.
+        layers: of the model.
+        rates: chip, calibration, wires.
+        boundary_bytes: what one chip sends to the next stage per microbatch and direction.
+        senders: chips that hold the same of it and send a part each.
+    """
+
+    sums: Mapping[str, RoleSums]
+    once: Mapping[str, OnceSums]
+    layers: int
+    rates: StepRates
+    boundary_bytes: Any
+    senders: Any = 1.0
+
+
+def passes_makespan(parts: StepParts, pipeline: Pipeline) -> Any:
+    """Seconds of a step of the passes of its microbatches alone: no update, no sends, nothing that happens once."""
+    times = _times(parts, pipeline, chunk_shares(parts.layers, pipeline))
+    return pipeline.schedule.makespan(pipeline.shape, times)
+
+
+def step_time(
+    parts: StepParts,
+    pipeline: Pipeline,
+    *,
+    optimizer_bytes: Any,
+    optimizer_matmul: Any = 0.0,
+    copied_bytes: Any = 0.0,
+    ledger: Ledger | None = None,
+) -> StepTime:
+    """Put the time of a step together.
+
+    Args:
+        parts: the sums.
+        pipeline: schedule and sizes (1 stage: gradient accumulation).
+        optimizer_bytes: HBM traffic of the optimizer on one chip.
+        optimizer_matmul: seconds of its matmuls at the data-sheet rate.
+        copied_bytes: gradients that one chip tells the one with a copy of its stages, once a step.
+        ledger: to be filled, for workings.
+
+    The busiest device's work is what the terms say; `pipeline_bubble` is what it waits for. See `makespans`.
+    """
+    rates, schedule, shape = parts.rates, pipeline.schedule, pipeline.shape
+    microbatches = shape.num_microbatches
+    shares = chunk_shares(parts.layers, pipeline)
+    times = _times(parts, pipeline, shares)
+    works = schedule.works(shape, times)
+    stored, saved = _busiest(pipeline, device_shares(parts.layers, pipeline), times, works)
+    worked = {role: share * pipeline.work_share for role, share in stored.items()}
+    micro = RoleSums.mixed(parts.sums, worked)
+    send = _send(parts)
+    optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
+    exposed, hidden, bounds, serial = _once(parts, micro, stored, ledger)
+    terms = {name: microbatches * seconds for name, seconds in micro.terms.items()}
+    pairs = pipeline.paired_passes(beside=rates.calibration.beside_exchanges)
+    hidden_share = minimum(pairs * saved / maximum(terms["expert"], 1e-30), 1.0)
+    hidden["expert"] = hidden["expert"] + terms["expert"] * hidden_share
+    terms["expert"] = terms["expert"] * (1 - hidden_share)
+    for n in NETWORKS:
+        hidden[n] = hidden[n] + microbatches * micro.hidden[n]
+        terms[n] = terms[n] + exposed[n]
+    terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
+    copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
+    terms["pipeline_send"] = pipeline.waited_sends(rates.calibration.late_sends) * send + copied
+    terms["offload"] = 0.0
+    terms["optimizer"] = (
+        optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
+    )
+    waits = schedule.waits(shape) * _least(pipeline, shares)
+    others = parts.sums["layer"]
+    resources = {
+        n: microbatches * micro.resources[n] + waits * others.resources[n] + bounds.get(n, 0.0) for n in micro.resources
+    }
+    resources["compute"] = microbatches * micro.busy + waits * others.busy + optimizer_matmul
+    resources["hbm"] = resources["hbm"] + optimizer
+    sent = send * max(rates.calibration.late_sends, 1) * (shape.stages > 1)
+    slowest = PipelineTimes(*(_serial_times(parts.sums, of, sent) for of in shares))
+    nothing_hidden = schedule.makespan(shape, slowest)
+    if ledger is not None:
+        _write(ledger, stored, worked)
+        ledger.pipeline, ledger.times, ledger.send = pipeline, times, send
+        ledger.nothing_hidden, ledger.hidden_by_schedule = nothing_hidden, hidden_share
+        ledger.waits = waits / maximum(worked["layer"], 1e-30)
+        ledger.boundary_bytes, ledger.optimizer_bytes = parts.boundary_bytes, optimizer_bytes
+        ledger.copied, ledger.copied_bytes = copied, copied_bytes
+        ledger.optimizer_matmul = optimizer_matmul
+    lower: Any = 0.0
+    for seconds in resources.values():
+        lower = maximum(lower, seconds)
+    return StepTime(
+        terms={name: terms[name] for name in TERMS},
+        hidden=hidden,
+        lower=lower,
+        expected=sum(terms[name] for name in TERMS),
+        upper=nothing_hidden + serial + copied + terms["optimizer"],
+        resources=resources,
+        flops=microbatches * micro.flops,
+    )
+
+
+def _times(parts: StepParts, pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> PipelineTimes:
+    calibration, shape = parts.rates.calibration, pipeline.shape
+    if calibration.beside_exchanges and pipeline.schedule.chunks is None:
+        share = pipeline.paired_passes(beside=True) / (shape.num_microbatches * shape.virtual_stages)
+        return PipelineTimes(*(_beside(parts.sums, own, calibration.interference, share) for own in chunks))
+    cores = calibration.exchange_cores if pipeline.schedule.overlaps else None
+    return PipelineTimes(*(_stage_times(parts.sums, shares, cores) for shares in chunks))
+
+
+def _busiest(
+    pipeline: Pipeline, devices: tuple[Shares, Shares, Shares], times: PipelineTimes, works: tuple[Any, Any, Any]
+) -> tuple[Shares, Any]:
+    """What the busiest device stores of each role, and the seconds that a pair of its passes saves run together."""
+    first, middle, last = devices
+    at_first, between = works[0] > works[2], works[1] > maximum(works[0], works[2])
+    ends = {role: where(at_first, first[role], last[role]) for role in first}
+    stored = {role: where(between, middle[role], ends[role]) for role in first}
+    if pipeline.schedule.chunks is None:  # an end and middle chunks on one device
+        own, count = where(at_first, times.first.saved, times.last.saved), pipeline.shape.virtual_stages
+        return stored, where(between, times.middle.saved, (own + (count - 1) * times.middle.saved) / count)
+    return stored, where(between, times.middle.saved, times.ends.saved)
+
+
+def _once(
+    parts: StepParts, micro: RoleSums, stored: Shares, ledger: Ledger | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]:
+    """What happens once a step: reductions behind the last backward pass, new weights behind the next forward pass.
+
+    They hide behind what compute of one microbatch covers nothing else yet, less one layer.
+
+    Returns: exposed and hidden seconds by term, bounds by term, seconds of all.
+    """
+    layers = maximum(parts.layers * stored["layer"], 1.0)
+    exposed: dict[str, Any] = dict.fromkeys(NETWORKS, 0.0)
+    hidden: dict[str, Any] = dict.fromkeys(NETWORKS, 0.0)
+    bounds: dict[str, Any] = {}
+    serial: Any = 0.0
+    for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS):
+        by_term: dict[str, Any] = {}
+        for role, own in parts.once.items():
+            for (why, term), seconds in own.seconds.items():
+                if why is purpose:
+                    by_term[term] = by_term.get(term, 0.0) + stored[role] * seconds
+        together: Any = sum(by_term.values())
+        calibration = parts.rates.calibration
+        cover = 0.0 if calibration.late_exchange else micro.cover[purpose] * (1 - 1 / layers)
+        _, share = split_exposed(together, cover, calibration.interference)
+        for term, seconds in by_term.items():
+            exposed[term] = exposed[term] + seconds * share
+            hidden[term] = hidden[term] + seconds * (1 - share)
+        serial = serial + together
+        if ledger is not None:
+            ledger.hidings = [
+                replace(h, cover=cover, exposed_share=share)
+                if h.when is Pass.STEP and h.flows[0][0].purpose is purpose
+                else h
+                for h in ledger.hidings
+            ]
+    for role, own in parts.once.items():
+        for term, seconds in own.bounds.items():
+            bounds[term] = bounds.get(term, 0.0) + stored[role] * seconds
+    return exposed, hidden, bounds, serial
+
+
+def _write(ledger: Ledger, stored: Shares, worked: Shares) -> None:
+    """Turn what all copies of a block do into what the busiest device does."""
+    ledger.blocks = [(b, count * worked[b.block.role]) for b, count in ledger.blocks]
+    ledger.hidings = [
+        replace(h, count=h.count * (stored if h.when is Pass.STEP else worked)[h.block.role]) for h in ledger.hidings
+    ]
+
+
+def _least(pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> Any:
+    """Share of the layers in the chunk that has fewest: the others are waited for at least as long."""
+    first, middle, last = (shares["layer"] for shares in chunks)
+    least = minimum(first, last)
+    return where(pipeline.num_chunks > 2, minimum(least, middle), least)
+
+
+def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, cores: float | None) -> StageTimes:
+    """The passes of a chunk. `cores`: share of the compute units set aside for hidden exchanges; None hides none."""
+    passes = _shared_passes(sums, shares, "passes")
+    if cores is None:
+        return StageTimes(**passes)
+    computes = _shared(sums, shares, "terms", "forward"), _shared(sums, shares, "terms", "backward", "recompute")
+    forward, backward = (_shared(sums, shares, "exchanged", name) for name in ("forward", "backward"))
+    # Each exchanges tokens while the other computes; the backward pass also while its own gradients of weights, which
+    # nothing waits for, are computed. Neither hides behind the same arithmetic twice.
+    free = computes[0] + minimum(passes["weights"], computes[1])
+    hidden = minimum(minimum(forward, computes[1]) + minimum(backward, free), computes[0] + computes[1])
+    # While a pair runs, its arithmetic does without the compute units that are set aside.
+    longer = (computes[0] + computes[1]) * (cores / (1 - cores))
+    return StageTimes(**passes, saved=maximum(hidden - longer, 0.0))
+
+
+def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, paired: Any) -> StageTimes:
+    """The passes of a chunk, of which the share `paired` exchanges tokens while another's passes compute.
+
+    What a pair saves is taken from both of its passes, by their exchanges.
+    """
+    passes = _shared_passes(sums, shares, "passes")
+    computes = _shared(sums, shares, "terms", "forward"), _shared(sums, shares, "terms", "backward", "recompute")
+    exchanges = {name: _shared(sums, shares, "exchanged", name) for name in ("forward", "backward")}
+    hidden = {
+        "forward": minimum(exchanges["forward"], computes[1]),
+        "backward": minimum(exchanges["backward"], computes[0]),
+    }
+    saved: Any = 0.0
+    for name, seconds in hidden.items():
+        won = seconds * (1 - interference)
+        passes[name] = passes[name] - won * paired
+        saved = saved + won
+    return StageTimes(**passes, saved=saved)
+
+
+def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Any) -> StageTimes:
+    """Passes with nothing overlapped; a send after each that has one."""
+    passes = _shared_passes(sums, shares, "serial")
+    return StageTimes(passes["forward"] + send, passes["backward"] + send, passes["weights"])
+
+
+def _shared_passes(sums: Mapping[str, RoleSums], shares: Shares, what: str) -> dict[str, Any]:
+    """Seconds of the passes of a chunk."""
+    totals: dict[str, Any] = {"forward": 0.0, "backward": 0.0, "weights": 0.0}
+    for role, own in sums.items():
+        share = shares[role]
+        if not is_zero(share):
+            for name, seconds in getattr(own, what).items():
+                totals[name] = totals[name] + share * seconds
+    return totals
+
+
+def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str) -> Any:
+    total: Any = 0.0
+    for role, own in sums.items():
+        if not is_zero(shares[role]):
+            for name in names:
+                total = total + shares[role] * getattr(own, what)[name]
+    return total
+
+
+def _send(parts: StepParts) -> Any:
+    """Seconds of one send between neighbouring stages."""
+    if isinstance(parts.senders, float) and parts.senders == 1:
+        return _send_of(parts, parts.boundary_bytes)
+    links, wire = parts.rates.calibration.links, parts.rates.wires(("tensor",))
+    gathered = collective_time(CollectiveKind.ALL_GATHER, parts.boundary_bytes, wire, links=links)
+    return _send_of(parts, parts.boundary_bytes / parts.senders) + where(parts.senders > 1, gathered, 0.0)
+
+
+def _send_of(parts: StepParts, num_bytes: Any) -> Any:
+    """Seconds of one send of so many bytes along the stage axis."""
+    links = parts.rates.calibration.links
+    return collective_time(CollectiveKind.PERMUTE, num_bytes, parts.rates.wires(("stage",)), links=links)

@@ -1,0 +1,204 @@
+"""The choices of a plan that have an effect, and the arithmetic of devices and batches that every tool wants.
+
+Not here: any tool's own names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from meshwise.exports.exported import Refusals
+from meshwise.jobs import PRECISIONS, TrainingJob
+from meshwise.models import Model
+from meshwise.models.spec import Mixture
+from meshwise.search import Plan
+from meshwise.sharding.layout import MESH_AXES, Layout
+
+#: Fields of a layout that every target answers for, by an option, a note or a refusal.
+_ANSWERED = {
+    *("data", "fsdp", "expert", "context", "ulysses", "tensor", "stage", "zero", "fully_sharded"),
+    *("sequence_parallel", "expert_tensor_parallel", "context_method", "schedule", "virtual_stages"),
+    *("remat", "remat_layers", "offload", "offload_layers", "micro_batch", "num_microbatches", "wires"),
+}
+
+#: Fields of a job that every target answers for, or that say nothing about how the model is trained.
+_ANSWERED_OF_JOBS = {"batch_tokens", "seq_len", "tokens", "batch_slack", "precision", "optimizer"} | {
+    "expert_imbalance",  # an assumption about the data, not a choice
+    "capacity_factor",
+}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A plan, read by what its choices mean.
+
+    Args:
+        plan: what is handed over.
+    """
+
+    plan: Plan
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes and choices."""
+        return self.plan.layout
+
+    @property
+    def model(self) -> Model:
+        """What is trained."""
+        return self.plan.problem.model
+
+    @property
+    def job(self) -> TrainingJob:
+        """How much of it."""
+        return self.plan.problem.job
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return int(self.job.seq_len)
+
+    @cached_property
+    def mixture(self) -> bool:
+        """Whether the model has experts."""
+        return any(isinstance(g.layer.ffn, Mixture) for g in self.model.spec.groups)
+
+    @property
+    def positions_ways(self) -> int:
+        """Ways in which the positions of a sequence are split, but for sequence parallelism."""
+        return self.layout.context * self.layout.ulysses
+
+    @property
+    def batch_ways(self) -> int:
+        """Groups of devices that see different sequences."""
+        return self.layout.data * self.layout.fsdp * self.layout.expert
+
+    @property
+    def others(self) -> int:
+        """Devices of the axes that `fully_sharded` is about."""
+        return self.positions_ways * self.layout.expert
+
+    @property
+    def sharded_ways(self) -> int:
+        """Ways in which a weight that all devices use is split between steps, but for tensor parallelism."""
+        return self.layout.fsdp * (self.others if self.layout.fully_sharded else 1)
+
+    @property
+    def splits_whole_groups(self) -> bool:
+        """Whether sharding of weights covers all of fsdp, context, ulysses and expert, as tools without a choice do."""
+        return self.layout.fully_sharded or self.others == 1
+
+    @property
+    def experts_on_tensor(self) -> bool:
+        """Whether the tensor axis splits the number of experts."""
+        return self.mixture and self.layout.tensor > 1 and not self.layout.expert_tensor_parallel
+
+    @property
+    def expert_ways(self) -> int:
+        """Devices that hold different experts: expert, and tensor too where it splits their number."""
+        return self.layout.expert * (self.layout.tensor if self.experts_on_tensor else 1)
+
+    @property
+    def remat_layers(self) -> int | None:
+        """Layers that compute again, None for all."""
+        layers = self.layout.remat_layers
+        return None if layers is None or layers >= self.model.num_layers else layers
+
+    @property
+    def offload_layers(self) -> int | None:
+        """Layers whose activations live on the host, None for all, or where none do."""
+        layers = self.layout.offload_layers
+        return None if layers is None or layers >= self.model.num_layers else layers
+
+    def refuse_offload_layers(self, refusals: Refusals) -> None:
+        """Refuse a count of layers, where a tool offloads the activations of all."""
+        if self.offload_layers is not None:
+            refusals.add(
+                f"offload_layers={self.offload_layers}", "activations of all layers are offloaded", "all layers"
+            )
+
+    @property
+    def schedule(self) -> str:
+        """Of the pipeline; "" without one. One virtual stage of an interleaved schedule is plain 1F1B."""
+        if self.layout.stage == 1:
+            return ""
+        interleaved = self.layout.schedule == "interleaved"
+        return "1f1b" if interleaved and self.layout.virtual_stages == 1 else self.layout.schedule
+
+    @cached_property
+    def factors(self) -> tuple[tuple[str, int], ...]:
+        """Mesh axes as they nest in the network, innermost first: (axis, extent), an axis once for each dimension.
+
+        Within one dimension they nest in the order of `MESH_AXES`.
+        """
+        wires = dict(self.layout.wires or ())
+        number = len(self.plan.fabric.dimensions)
+        placed = [(a, wires[a][d]) for d in range(number) for a in MESH_AXES if a in wires and wires[a][d] > 1]
+        merged: list[tuple[str, int]] = []
+        for axis, extent in placed:
+            if merged and merged[-1][0] == axis:
+                merged[-1] = (axis, merged[-1][1] * extent)
+            else:
+                merged.append((axis, extent))
+        return tuple(merged)
+
+    @property
+    def placements(self) -> tuple[tuple[str, str], ...]:
+        """Mesh axis -> where it lies, in words ("nvlink 8 x leaf 2"), innermost first."""
+        names = [d.name for d in self.plan.fabric.dimensions]
+        return tuple(
+            (axis, " x ".join(f"{n} {e}" for n, e in zip(names, extents, strict=True) if e > 1))
+            for axis, extents in self.layout.wires or ()
+            if max(extents) > 1
+        )
+
+    def placement_note(self, numbered: tuple[tuple[str, ...], ...], who: str) -> str:
+        """Say where axes lie, where a tool would number its ranks otherwise; "" where it would not.
+
+        Args:
+            numbered: groups of mesh axes as the tool nests them, innermost first.
+            who: what numbers them.
+        """
+        group = {axis: number for number, axes in enumerate(numbered) for axis in axes}
+        order = [group[axis] for axis, _ in self.factors]
+        if order == sorted(order):
+            return ""
+        placed = "; ".join(f"{axis} on {where}" for axis, where in self.placements)
+        return f"{who}; the plan lies otherwise ({placed}): order the hosts so"
+
+    @property
+    def precision(self) -> str:
+        """Name of the preset that has these roles, or "" where none has."""
+        formats = self.job.formats
+        for preset in PRECISIONS.values():
+            if replace(formats, name=preset.name, meaning=preset.meaning) == preset:
+                return preset.name
+        return ""
+
+    def check_known(self, refusals: Refusals) -> None:
+        """Refuse what no target knows of: a choice that is newer than this code."""
+        for name, value in (*_unanswered(self.layout, Layout(), _ANSWERED), *self._unanswered_of_job()):
+            refusals.add(f"{name}={value}", "it is not handed over yet", f"a plan without {name}")
+        if self.layout.expert > 1 and not self.mixture:
+            refusals.add(
+                f"expert={self.layout.expert}", f"{self.model.name} has no experts", "the same number of data or fsdp"
+            )
+
+    def _unanswered_of_job(self) -> list[tuple[str, Any]]:
+        job = self.job
+        return [
+            (name, getattr(job, name))
+            for name, info in TrainingJob.model_fields.items()
+            if name not in _ANSWERED_OF_JOBS and getattr(job, name) != info.default
+        ]
+
+
+def _unanswered(value: Any, default: Any, answered: set[str]) -> list[tuple[str, Any]]:
+    """Fields that were chosen and that nobody answers for."""
+    return [
+        (f.name, getattr(value, f.name))
+        for f in fields(value)
+        if f.name not in answered and getattr(value, f.name) != getattr(default, f.name)
+    ]

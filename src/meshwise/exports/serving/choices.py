@@ -1,0 +1,341 @@
+"""The choices of a plan of serving that have an effect, and the arithmetic of engines, ranks and requests.
+
+Not here: any engine's own names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from meshwise.core.dtypes import DType
+from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.exports.exported import Refusals
+from meshwise.jobs import ServingLoad
+from meshwise.jobs.traffic import parse_lengths
+from meshwise.models import Model
+from meshwise.models.spec import LatentAttention
+from meshwise.search.serving import ServingPlan
+from meshwise.sharding.serving_layout import ServingLayout
+
+#: Fields that every engine answers for, by an option, a note or a refusal.
+_ANSWERED = {
+    "layout": "tensor cache width context expert fsdp stage replicas cache_split sequence_parallel "
+    "expert_tensor_parallel context_method wires",
+    "setup": "mode prefill decode batch prefill_batch chunk",
+    "load": "prompt output mix cached_prefix precision block_tokens reserve draft_tokens acceptance expert_imbalance",
+}
+
+#: How many times as many requests a measurement sends as are on their way at once.
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Engines of one kind.
+
+    Args:
+        name: "serve" for engines that do both, else "prefill" or "decode".
+        layout: of one engine, and how many there are.
+        requests: that one engine works on at once, those being prefilled included.
+        prefill_tokens: of prompts in one step of an engine's rank; 0 where it does not prefill.
+        positions: that a decode step computes on an engine's rank; 0 where it does not decode.
+        memory: bytes by class on the fullest chip.
+    """
+
+    name: str
+    layout: ServingLayout
+    requests: int
+    prefill_tokens: int
+    positions: int
+    memory: dict[str, float]
+
+    @property
+    def words(self) -> str:
+        """What one of these engines does."""
+        does = {"serve": "", "prefill": " that prefills", "decode": " that decodes"}
+        return f"one engine{does[self.name]}"
+
+    @property
+    def ranks(self) -> int:
+        """Groups of chips whose attention sees different requests (data-parallel attention)."""
+        return self.layout.expert
+
+    @property
+    def requests_per_rank(self) -> int:
+        """Requests of one of these groups."""
+        return math.ceil(self.requests / self.ranks)
+
+    @property
+    def step_tokens(self) -> int:
+        """Positions that one step of a rank computes at most, where it does both in one."""
+        return self.prefill_tokens + self.positions
+
+    @property
+    def weight_chips(self) -> int:
+        """Chips of one rank and one stage: the ways of what other engines call tensor parallelism."""
+        return self.layout.tensor * self.layout.cache
+
+
+@dataclass(frozen=True)
+class ServingChoices:
+    """A plan of serving, read by what its choices mean.
+
+    Args:
+        plan: what is handed over.
+    """
+
+    plan: ServingPlan
+
+    @property
+    def problem(self) -> ServingProblem:
+        """Model, load, cluster."""
+        return self.plan.problem
+
+    @property
+    def estimate(self) -> ServingEstimate:
+        """What the plan would do."""
+        return self.plan.estimate
+
+    @property
+    def setup(self) -> ServingSetup:
+        """Layouts and batches."""
+        return self.estimate.setup
+
+    @property
+    def load(self) -> ServingLoad:
+        """Lengths, formats."""
+        return self.problem.load
+
+    @property
+    def model(self) -> Model:
+        """What is served."""
+        return self.problem.model
+
+    @property
+    def apart(self) -> bool:
+        """Whether engines prefill or decode."""
+        return self.setup.mode == "disaggregated"
+
+    @property
+    def mixture(self) -> bool:
+        """Whether the model has experts."""
+        return bool(self.model.mixtures)
+
+    @cached_property
+    def latent(self) -> bool:
+        """Whether all attention keeps latents instead of keys and values of heads."""
+        return all(isinstance(g.layer.attention, LatentAttention) for g in self.model.spec.groups)
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """Key/value heads of the layers that have most; 1 for latents."""
+        return max(self._of_attention("kv_heads"), default=1)
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Query heads of the layers, each number once."""
+        return tuple(sorted(set(self._of_attention("heads"))))
+
+    def _of_attention(self, name: str) -> list[int]:
+        counts = (getattr(g.layer.attention, name, None) for g in self.model.spec.groups)
+        return [int(n) for n in counts if n]
+
+    @property
+    def experts(self) -> int:
+        """Experts of a mixture, 0 without."""
+        return max((m.experts for m in self.model.mixtures), default=0)
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the model has modules that predict further tokens."""
+        return self.model.spec.mtp is not None
+
+    @property
+    def published(self) -> str:
+        """How the published checkpoint is quantised ("" where it is not)."""
+        config = self.model.config.get("text_config") or self.model.config
+        said = self.model.config.get("quantization_config") or config.get("quantization_config") or {}
+        return str(said.get("quant_method", ""))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a request when it ends, and those that are proposed in vain, as far as the model reads."""
+        tokens = int(self.load.longest) + self.load.draft_tokens
+        return min(tokens, self.model.max_seq_len or tokens)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of a prompt that are computed; the mean, where they differ."""
+        return math.ceil(self.load.computed)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that a request gets; the mean, where they differ."""
+        return math.ceil(self.load.output)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, or more."""
+        mix = self.load.mix
+        if mix is None:
+            return int(self.load.prompt)
+        drawn = parse_lengths(mix.prompt).most if mix.prompt is not None else None
+        return mix.longest if drawn is None else drawn
+
+    @property
+    def decoding(self) -> int:
+        """Engines that decode."""
+        return self.setup.decode.replicas
+
+    @property
+    def being_prefilled(self) -> int:
+        """Requests before their first token, of all engines: as many as come in such a time (Little's law)."""
+        return math.ceil(self.estimate.requests_per_s * self.estimate.ttft.expected)
+
+    @property
+    def measured_engines(self) -> int:
+        """Engines whose requests one measurement sends: all where they are apart, else one, as all are alike."""
+        return 1 if self.apart else self.setup.decode.replicas
+
+    @property
+    def on_their_way(self) -> int:
+        """Requests at once in a measurement: as many as keep the batch full, and those before their first token."""
+        if self.apart:
+            return self.setup.batch * self.decoding + self.being_prefilled
+        return self.setup.batch + math.ceil(self.being_prefilled / self.setup.decode.replicas)
+
+    @property
+    def num_prompts(self) -> int:
+        """Requests of a measurement: so many that beginning and end weigh little."""
+        return _ROUNDS * self.on_their_way
+
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """The kinds of engines."""
+        setup, estimate = self.setup, self.estimate
+        positions = math.ceil(setup.batch / setup.decode.expert) * int(self.load.positions_per_step)
+        if not self.apart:
+            both = self._prefill_tokens(setup.decode)
+            memory = dict(estimate.decode.memory)
+            return (Pool("serve", setup.decode, self.on_their_way, both, positions, memory),)
+        tokens = self._prefill_tokens(setup.prefill)
+        return (
+            Pool("prefill", setup.prefill, setup.prefill_batch, tokens, 0, dict(estimate.prefill.memory)),
+            Pool("decode", setup.decode, setup.batch, 0, positions, dict(estimate.decode.memory)),
+        )
+
+    def _prefill_tokens(self, layout: ServingLayout) -> int:
+        chunk = self.new_tokens if self.setup.chunk is None else min(self.setup.chunk, self.new_tokens)
+        return math.ceil(self.setup.prefill_batch / layout.expert) * chunk
+
+    def nodes(self, layout: ServingLayout) -> int:
+        """Hosts that one engine lies on."""
+        return math.ceil(layout.engine_chips / self.problem.cluster.chip.chips_per_host)
+
+    @property
+    def formats(self) -> tuple[DType, DType]:
+        """Of weights and of operands of products with them."""
+        return self.load.formats.weights, self.load.formats.compute
+
+    def check_known(self, refusals: Refusals) -> None:
+        """Refuse what no engine knows of: a choice that is newer than this code, and two layouts in one engine."""
+        for layout in {self.setup.prefill, self.setup.decode}:
+            self._check_fields(refusals, layout, ServingLayout(), _ANSWERED["layout"])
+        for name in {f.name for f in fields(self.setup)} - set(_ANSWERED["setup"].split()):
+            refusals.add(name, "it is not handed over yet", f"a plan without {name}")
+        for name, info in ServingLoad.model_fields.items():
+            if name not in _ANSWERED["load"].split() and getattr(self.load, name) != info.default:
+                refusals.add(
+                    f"{name}={getattr(self.load, name)}", "it is not handed over yet", f"a plan without {name}"
+                )
+        if not self.estimate.fits:
+            most = self.estimate.largest_batch or 0
+            refusals.add(
+                f"batch={self.setup.batch}", "it does not fit in memory", f"--batch {most}" if most else "more chips"
+            )
+        if not self.apart and not self.setup.one_layout:
+            refusals.add(
+                f"prefill by {self.setup.prefill}, generation by {self.setup.decode}",
+                "its engines have one layout for both",
+                f"estimate serve --layout {self.setup.decode}, or --mode disaggregated",
+            )
+
+    @staticmethod
+    def _check_fields(refusals: Refusals, value: Any, default: Any, answered: str) -> None:
+        for f in fields(value):
+            found = getattr(value, f.name)
+            if f.name not in answered.split() and found != getattr(default, f.name):
+                refusals.add(f"{f.name}={found}", "it is not handed over yet", f"a plan without {f.name}")
+
+    def check_vendors(self, refusals: Refusals, vendors: Sequence[str], elsewhere: str) -> None:
+        """Refuse chips that an engine's options are not written for here."""
+        chip = self.problem.cluster.chip
+        if chip.vendor not in vendors:
+            refusals.add(f"chip {chip.title}", f"its options are written here for {' and '.join(vendors)}", elsewhere)
+
+    def check_whole_heads(self, refusals: Refusals, layout: ServingLayout, *, copies: bool) -> None:
+        """Refuse ways that heads do not divide over; the plan pads them.
+
+        Args:
+            refusals: where it is noted.
+            layout: of one engine.
+            copies: whether fewer key/value heads are copied.
+        """
+        keys = self.kv_heads
+
+        def whole(n: int) -> bool:
+            few = copies and n % keys == 0
+            queries = all(heads % (n * layout.cache) == 0 for heads in self.heads)
+            return queries and (self.latent or keys % n == 0 or few)
+
+        if not whole(layout.tensor):
+            fitting = next((n for n in range(layout.tensor - 1, 0, -1) if whole(n)), None)
+            said = "" if self.latent else f", {keys} of keys and values,"
+            asked = f"tensor={layout.tensor}" + (f",cache={layout.cache}" if layout.cache > 1 else "")
+            refusals.add(
+                asked,
+                f"{' or '.join(map(str, self.heads))} heads{said} do not divide over it",
+                f"tensor={fitting}" if fitting else "no cache axis",
+            )
+
+    def check_whole_experts(self, refusals: Refusals, ways: int) -> None:
+        """Refuse ways that experts do not divide over."""
+        if self.experts and self.experts % ways:
+            fitting = max(n for n in range(1, ways) if self.experts % n == 0)
+            refusals.add(
+                f"experts over {ways} ranks", f"{self.experts} experts do not divide over them", f"expert={fitting}"
+            )
+
+    def check_common(self, refusals: Refusals, layout: ServingLayout) -> None:
+        """Refuse the axes that no engine on GPUs has."""
+        self.check_whole_heads(refusals, layout, copies=True)
+        if layout.width > 1:
+            refusals.add(
+                f"width={layout.width}",
+                "its weights are split one way, by heads and feed-forward widths",
+                f"tensor={layout.tensor * layout.width}, or plan serve --forbid width",
+            )
+        if layout.fsdp > 1:
+            refusals.add(
+                f"fsdp={layout.fsdp}",
+                "it never gathers weights",
+                f"tensor={layout.tensor * layout.fsdp}, or plan serve --forbid fsdp",
+            )
+        if layout.cache > 1 and layout.cache_split == "batch":
+            instead = f"expert={layout.cache}" if self.mixture else "cache_split=sequence"
+            refusals.add(
+                "cache_split=batch",
+                "ranks that share out requests hold attention's weights whole",
+                f"{instead}, or tensor={layout.tensor * layout.cache}",
+            )
+        if self.load.formats.head != self.load.formats.activations:
+            refusals.add(
+                f"head={self.load.formats.head.value}",
+                "embedding and head stay in the format of activations",
+                f"head={self.load.formats.activations.value}",
+            )

@@ -1,0 +1,102 @@
+"""A shell script of functions, one a command: the engines, what stands before them, the measurement.
+
+Values in, text out. Not here: any engine's own names.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwise.core.units import format_time
+from meshwise.exports.serving.choices import ServingChoices
+from meshwise.exports.text import commented
+
+#: Flag -> its value as the shell takes it; None for a switch.
+Options = Mapping[str, str | int | float | None]
+
+
+def shell_json(value: Any) -> str:
+    """Quote a value as JSON for the shell."""
+    return shlex.quote(json.dumps(value))
+
+
+def command(words: str, options: Options, *, last: Iterable[str] = ()) -> list[str]:
+    """Write one command: its words, then an option a line, then words that follow."""
+    lines = [words, *(flag if value is None else f"{flag} {value}" for flag, value in options.items()), *last]
+    return [f"{'    ' if n == 0 else '        '}{line}" for n, line in enumerate(lines)]
+
+
+def heredoc(file: str, document: str) -> list[str]:
+    """Write a file from inside a script."""
+    return [f"    cat >{file} <<'END'", *document.rstrip("\n").split("\n"), "END"]
+
+
+def router_urls(choices: ServingChoices, what: str = "URLs") -> tuple[str, str]:
+    """Give the variables that say where engines apart answer: those that prefill, those that decode."""
+    setup = choices.setup
+    return (
+        f'"${{PREFILL_URLS:?{what} of engines that prefill: {setup.prefill.replicas}}}"',
+        f'"${{DECODE_URLS:?{what} of engines that decode: {setup.decode.replicas}}}"',
+    )
+
+
+@dataclass
+class Script:
+    """What an engine is handed.
+
+    Args:
+        version: what of the engine it was written for.
+        settings: variables with their defaults, as shell text.
+        functions: name -> (what it does, lines of its body, each a command or a whole document).
+        notes: what means something else there, or has to be said in another place.
+        use: how to run it, in words.
+    """
+
+    version: str
+    settings: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    use: str = ""
+
+    def add(self, name: str, what: str, *parts: list[str], run: list[str]) -> None:
+        """Add a function: documents that it writes, then the command that it runs."""
+        body = ["\n".join(part) for part in parts]
+        self.functions[name] = (what, [*body, " \\\n".join(run)])
+
+    def text(self, choices: ServingChoices, title: str) -> str:
+        """The whole file."""
+        lines = [*_header(choices), f"written for {title}: {self.version}", *(f"note: {n}" for n in self.notes)]
+        settings = "".join(f"{name}={value}\n" for name, value in self.settings.items())
+        functions = "\n".join(
+            f"# {what}\n{name}() {{\n" + "\n".join(body) + "\n}\n" for name, (what, body) in self.functions.items()
+        )
+        top = "#!/bin/bash\n" + commented([*lines, f"use: {self.use}"])
+        names = ", ".join(self.functions)
+        given = f'[ $# -gt 0 ] || {{ echo "which one: {names}?" >&2; exit 2; }}'
+        return f'{top}set -eu\n{given}\n{settings}\n{functions}\n"$@"\n'
+
+
+def _header(choices: ServingChoices) -> list[str]:
+    setup, load, estimate = choices.setup, choices.load, choices.estimate
+    chips = f"{setup.num_chips:,} x {choices.problem.cluster.chip.title}"
+    layouts = [f"prefill: {setup.prefill}", f"decode: {setup.decode}"] if choices.apart else [f"layout: {setup.decode}"]
+    prefix = f", {load.cached_prefix:,.0f} of them cached" if load.cached_prefix else ""
+    mean = f" on average ({load.mix.words})" if load.mix else ""
+    engine = "each decoding engine" if choices.apart else "each engine"
+    tokens = estimate.output_tokens_per_s / choices.measured_engines
+    where = "" if choices.measured_engines == 1 else " on each engine"
+    return [
+        f"{choices.model.name} on {chips}, a plan of meshwise",
+        *layouts,
+        f"load: {load.prompt:,.0f} tokens in{prefix}, {load.output:,.0f} out{mean}",
+        f"batch: {setup.batch:,} requests at once on {engine}",
+        f"precision {load.precision}",
+        (
+            f"predicted: TTFT {format_time(estimate.ttft.expected)}, TPOT {format_time(estimate.tpot.expected)}, "
+            f"{tokens:,.0f} output tokens/s{where}"
+        ),
+    ]

@@ -1,0 +1,198 @@
+"""A plan as commands of TensorRT-LLM: `trtllm-serve` with its YAML for the engines, its benchmark to measure it.
+
+Written for 1.2: `tensorrt_llm/commands/serve.py` at commit 00209af (names of the options) and `llmapi/llm_args.py`
+(names in the YAML); `docs/source/features/disagg-serving.md` (engines apart); `serve/scripts/benchmark_serving.py` at
+commit 0228a71. Data-parallel attention takes all ranks of tensor parallelism there, and limits are per rank.
+Not here: other options, which stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from meshwise.core.dtypes import DType
+from meshwise.exports.exported import Refusals
+from meshwise.exports.serving.benchmark import add_measurement, drawn_alike, mean_note, serving_benchmark
+from meshwise.exports.serving.choices import Pool, ServingChoices
+from meshwise.exports.serving.notes import common_notes
+from meshwise.exports.serving.script import Options, Script, command, heredoc, router_urls
+from meshwise.exports.serving.settings import Methods, model_setting
+
+VERSION = "1.2 (commands/serve.py at commit 00209af)"
+
+#: Its methods, by formats of weights and of operands; no option names them, as checkpoints do.
+_QUANTIZATION: Methods = {
+    (DType.FP8, DType.FP8): ("checkpoint", ("fp8",), "fp8 (ModelOpt)"),
+    (DType.INT4, DType.BF16): ("checkpoint", ("awq",), "int4 weights by groups of 128 (ModelOpt, AWQ)"),
+    (DType.FP4, DType.FP4): ("checkpoint", ("modelopt",), "NVFP4 (ModelOpt)"),
+}
+_CACHE = {DType.FP8: "fp8", DType.FP4: "nvfp4"}
+
+#: How its ranks nest, innermost first.
+_NUMBERED = (("tensor", "cache"), ("context",), ("expert",), ("stage",))
+
+
+def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
+    """Write the commands; refuse what they cannot say."""
+    choices.check_vendors(refusals, ("nvidia",), "--to jetstream on TPUs, --to vllm on AMD's")
+    script = Script(VERSION)
+    script.notes += common_notes(
+        choices, "TensorRT-LLM", numbered=_NUMBERED, mixes=True, prefix_option="enable_block_reuse: false"
+    )
+    if model_setting(choices, _QUANTIZATION, refusals, script):
+        script.notes.append("the checkpoint says how its weights are quantised: no option does")
+    if choices.latent:
+        script.notes.append(
+            f"TensorRT-LLM chooses the blocks of latents itself; the plan has {choices.load.block_tokens}"
+        )
+    for pool in choices.pools:
+        _check(choices, pool, refusals)
+        file = f"{pool.name}.yaml"
+        document = heredoc(file, _yaml(_settings(choices, pool, refusals, script)))
+        words, nodes = 'trtllm-serve serve "$MODEL"', choices.nodes(pool.layout)
+        if nodes > 1:
+            each = choices.problem.cluster.chip.chips_per_host
+            words = (
+                f"srun --mpi pmix --nodes {nodes} --ntasks {pool.layout.engine_chips} --ntasks-per-node {each} "
+                f"trtllm-llmapi-launch {words}"
+            )
+        script.add(pool.name, pool.words, document, run=command(words, _options(choices, pool, file)))
+    if choices.apart:
+        _add_router(choices, script)
+    url = '"${URL:-http://127.0.0.1:8000}"'
+    bench = {"--backend": "openai", "--base-url": url, **serving_benchmark(choices)}
+    apart = drawn_alike(choices)
+    if apart is None or apart["input"] != apart["output"]:
+        script.notes.append(mean_note(choices))
+    else:
+        bench["--random-range-ratio"] = apart["input"]
+    bench |= {"--random-ids": None, "--tokenize-on-client": None}
+    module = "python3 -m tensorrt_llm.serve.scripts.benchmark_serving"
+    add_measurement(choices, script, command(module, bench))
+    return script
+
+
+def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
+    layout = pool.layout
+    choices.check_common(refusals, layout)
+    if layout.cache > 1 and layout.cache_split == "sequence":
+        refusals.add(
+            f"cache={layout.cache}",
+            "of its engines only those with latents split positions (Helix), which is not handed over",
+            f"tensor={layout.tensor * layout.cache}, --to sglang, or plan serve --forbid cache",
+        )
+    if layout.context > 1:
+        refusals.add(
+            f"context={layout.context}",
+            "it splits prompts for few models, which is not handed over",
+            f"tensor={layout.tensor * layout.context}, or plan serve --forbid context",
+        )
+    if layout.expert > 1 and layout.tensor > 1:
+        refusals.add(
+            f"expert={layout.expert},tensor={layout.tensor}",
+            "data-parallel attention takes every rank there",
+            f"expert={layout.expert * layout.tensor}, or tensor={layout.expert * layout.tensor}",
+        )
+    if layout.expert > 1 or not layout.expert_tensor_parallel:
+        choices.check_whole_experts(refusals, layout.expert * layout.tensor)
+    block = choices.load.block_tokens
+    if not choices.latent and block & (block - 1):
+        refusals.add(
+            f"block_tokens={block}", "its blocks are powers of two", f"--block-tokens {1 << block.bit_length()}"
+        )
+
+
+def _options(choices: ServingChoices, pool: Pool, file: str) -> Options:
+    layout = pool.layout
+    out: dict[str, str | int | float | None] = {
+        "--backend": "pytorch",
+        "--host": '"${BIND:-0.0.0.0}"',
+        "--port": '"${PORT:-8000}"',
+        "--tp_size": layout.tensor * layout.expert,
+    }
+    if layout.stage > 1:
+        out["--pp_size"] = layout.stage
+    if choices.mixture:
+        whole = layout.expert > 1 or (layout.tensor > 1 and not layout.expert_tensor_parallel)
+        out["--ep_size"] = layout.tensor * layout.expert if whole else 1
+    if choices.nodes(layout) > 1:
+        out["--gpus_per_node"] = choices.problem.cluster.chip.chips_per_host
+    return out | {
+        "--max_batch_size": pool.requests_per_rank,
+        "--max_num_tokens": max(pool.step_tokens, pool.requests_per_rank),
+        "--max_seq_len": choices.longest,
+        "--extra_llm_api_options": file,
+    }
+
+
+def _settings(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> dict[str, Any]:
+    """What the YAML says."""
+    load, formats = choices.load, choices.load.formats
+    cache: dict[str, Any] = {
+        "enable_block_reuse": bool(load.cached_prefix),
+        "free_gpu_memory_fraction": _free_fraction(choices, pool),
+    }
+    if not choices.latent:
+        cache["tokens_per_block"] = load.block_tokens
+    if formats.kv in _CACHE:
+        cache["dtype"] = _CACHE[formats.kv]
+    elif formats.kv == formats.activations:
+        cache["dtype"] = "auto"
+    else:
+        refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=fp8")
+    out: dict[str, Any] = {"kv_cache_config": cache}
+    if choices.setup.chunk is not None and pool.name != "decode":
+        out["enable_chunked_prefill"] = True
+    if pool.layout.expert > 1:
+        out["enable_attention_dp"] = True
+    if load.draft_tokens:
+        out["speculative_config"] = _speculative(choices, script)
+    if choices.apart:
+        if pool.name == "prefill":
+            out["disable_overlap_scheduler"] = True
+        out["cache_transceiver_config"] = {"backend": "DEFAULT", "max_tokens_in_buffer": choices.longest_prompt}
+    return out
+
+
+def _free_fraction(choices: ServingChoices, pool: Pool) -> float:
+    """The share of what weights and activations leave, that is not reserved."""
+    held = sum(pool.memory[name] for name in ("weights", "activations", "workspace"))
+    free = choices.estimate.hbm_capacity - held
+    return round(1 - pool.memory["reserve"] / free, 3)
+
+
+def _speculative(choices: ServingChoices, script: Script) -> dict[str, Any]:
+    count = choices.load.draft_tokens
+    if choices.predicts_tokens:
+        return {"decoding_type": "MTP", "num_nextn_predict_layers": count}
+    script.notes.append("DRAFT_MODEL in the YAML stands for a draft model of yours")
+    return {"decoding_type": "Draft_Target", "max_draft_len": count, "speculative_model_dir": "DRAFT_MODEL"}
+
+
+def _yaml(value: dict[str, Any], indent: str = "") -> str:
+    """Write nested settings, a key a line."""
+    out = ""
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            out += f"{indent}{key}:\n{_yaml(inner, indent + '  ')}"
+        else:
+            out += f"{indent}{key}: {json.dumps(inner)}\n"
+    return out
+
+
+def _add_router(choices: ServingChoices, script: Script) -> None:
+    setup = choices.setup
+    prefill, decode = router_urls(choices, "host:port")
+    document = [
+        "    {",
+        '        echo "hostname: 0.0.0.0"',
+        '        echo "port: ${PORT:-8000}"',
+        f"        printf 'context_servers:\\n  num_instances: {setup.prefill.replicas}\\n  urls:\\n'",
+        f"        printf '    - \"%s\"\\n' $(echo {prefill})",
+        f"        printf 'generation_servers:\\n  num_instances: {setup.decode.replicas}\\n  urls:\\n'",
+        f"        printf '    - \"%s\"\\n' $(echo {decode})",
+        "    } >router.yaml",
+    ]
+    run = command("trtllm-serve disaggregated", {"--config_file": "router.yaml"})
+    script.add("router", "what requests are sent to", document, run=run)

@@ -1,0 +1,187 @@
+"""A plan as a torchtitan configuration function: it takes a trainer's configuration and sets what the plan decides.
+
+Not here: the model's own configuration, data, learning rate and checkpoints, which stay the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwise.exports.choices import Choices
+from meshwise.exports.exported import Exported, Refusals
+from meshwise.exports.text import ONE_COPY, commented, header_lines
+
+TITLE = "torchtitan"
+VERSION = "torchtitan/config/parallelism.py at commit 15e2431, training.py at f204eb6"
+
+_SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+_NEAREST_SCHEDULE = {"zb-h1": "schedule=zb-v", "dualpipe": "schedule=dualpipe-v"}
+
+#: Schedules whose ranks hold two pieces of the model each.
+_TWO_PIECES = ("zb-v", "dualpipe-v")
+
+#: Groups of mesh axes as its ranks are numbered, innermost first.
+_NESTING = (("tensor",), ("ulysses", "context"), ("expert", "fsdp"), ("data",), ("stage",))
+
+
+def torchtitan(choices: Choices, refusals: Refusals) -> Exported:
+    """Write the function; refuse what its configuration cannot say."""
+    notes: list[str] = []
+    placement = choices.placement_note(_NESTING, "meshes nest tensor, context, shards, replicas, stages")
+    notes += [placement] if placement else []
+    parallelism = {**_degrees(choices, refusals, notes), **_pipeline(choices, refusals, notes)}
+    training = {**_batch(choices), **_precision(choices, refusals, notes), **_offload(choices, refusals, notes)}
+    checkpoint, imported = _remat(choices, refusals)
+    _optimizer(choices, refusals)
+    model = choices.model
+    notes.append(
+        f"the configuration that it is given must be of this model: {model.num_layers} layers, width {model.d_model}, "
+        f"vocabulary {model.vocab_size}"
+    )
+    header = commented([*header_lines(choices, TITLE, VERSION, notes), "use: config = planned(llama3_70b())"])
+    imports = "from torchtitan.config import ParallelismConfig, TrainingConfig\n"
+    imports += f"from torchtitan.distributed.activation_checkpoint import {imported}\n" if imported else ""
+    text = (
+        f"{header}{imports}\n\ndef planned(config):\n"
+        f'    """Set parallelism, batch, precision and recomputation of a Trainer.Config as planned."""\n'
+        f"    config.parallelism = {_call('ParallelismConfig', parallelism)}\n"
+        f"    config.training = {_call('TrainingConfig', training, keep=['steps', 'max_norm'])}\n"
+        f"    config.activation_checkpoint = {checkpoint}\n"
+        "    return config\n"
+    )
+    return Exported("torchtitan", TITLE, VERSION, "planned.py", text, tuple(notes))
+
+
+def _call(name: str, arguments: Mapping[str, Any], keep: list[str] | None = None) -> str:
+    """Write a call with keywords, one a line; `keep` are taken over from the configuration that is there."""
+    lines = [f"        {key}={value!r},\n" for key, value in arguments.items()]
+    lines += [f"        {key}=config.training.{key},\n" for key in keep or []]
+    return f"{name}(\n{''.join(lines)}    )"
+
+
+def _degrees(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
+    layout = choices.layout
+    if not choices.splits_whole_groups:
+        refusals.add("fully_sharded=off", "weights are shared out over context and expert ranks", "fully_sharded=on")
+    if layout.zero and layout.data > 1:
+        refusals.add(f"zero={layout.zero}", "replicas keep all whole, or share out all", "zero=0, or fsdp")
+    out = {
+        "data_parallel_replicate_degree": layout.data,
+        "data_parallel_shard_degree": layout.fsdp * layout.expert,
+        "tensor_parallel_degree": layout.tensor,
+        "enable_sequence_parallel": layout.sequence_parallel,
+        "context_parallel_degree": choices.positions_ways,
+    }
+    _context(choices, refusals, notes)
+    if choices.mixture:
+        if layout.tensor > 1 and layout.expert_tensor_parallel:
+            refusals.add("expert_tensor_parallel=on", "experts are split by number only", "expert_tensor_parallel=off")
+        out["expert_parallel_degree"] = choices.expert_ways
+        notes.append(
+            "expert ranks are taken from those of FSDP, context and tensor parallelism: data_parallel_shard_degree = "
+            f"fsdp {layout.fsdp} x expert {layout.expert}"
+        )
+        if choices.job.capacity_factor is not None:
+            refusals.add(f"capacity_factor={choices.job.capacity_factor}", "it drops no tokens", "no capacity_factor")
+    return out
+
+
+def _context(choices: Choices, refusals: Refusals, notes: list[str]) -> None:
+    """Positions: by gathered keys and values, or by heads; which of them is a class of attention, not a number."""
+    layout = choices.layout
+    if layout.context > 1 and layout.context_method == "ring":
+        refusals.add("context_method=ring", "it gathers keys and values", "context_method=gather")
+    if layout.context > 1 and layout.ulysses > 1:
+        both = choices.positions_ways
+        refusals.add(
+            f"context={layout.context} with ulysses={layout.ulysses}",
+            "one of both is used",
+            f"context={both} or ulysses={both}",
+        )
+    if choices.positions_ways > 1:
+        kind = "KVAllGather" if layout.context > 1 else "Ulysses"
+        notes.append(f"afterwards, apply ContextParallelTransform with the {kind} class of the model's attention")
+
+
+def _pipeline(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
+    layout, schedule = choices.layout, choices.schedule
+    if schedule == "":
+        return {}
+    if schedule not in _SCHEDULES:
+        known = ", ".join(_SCHEDULES)
+        nearest = _NEAREST_SCHEDULE.get(schedule, "schedule=1f1b")
+        refusals.add(f"schedule={schedule}", f"of ours it runs {known}", nearest)
+    pieces = layout.stage * (2 if schedule in _TWO_PIECES else layout.virtual_stages)
+    layers = choices.model.num_layers
+    if layers % pieces:
+        notes.append(f"{layers} layers over {pieces} pieces: the fullest have as many as planned, others may differ")
+    return {
+        "pipeline_parallel_degree": layout.stage,
+        "pipeline_parallel_schedule": _SCHEDULES.get(schedule, ""),
+        "pipeline_parallel_layers_per_stage": -(-layers // pieces),
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+        "num_pp_microbatches": layout.num_microbatches,
+    }
+
+
+def _batch(choices: Choices) -> dict[str, Any]:
+    return {
+        "num_tokens_per_microbatch_per_dp_rank": choices.layout.micro_batch * choices.seq_len,
+        "num_tokens_per_train_step": choices.layout.sequences * choices.seq_len,
+        "max_context_length": choices.seq_len,
+    }
+
+
+def _precision(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
+    compute = {"mixed": "bfloat16", "fp32": "float32"}.get(choices.precision)
+    if compute is None:
+        why = (
+            "without fp32 weights its optimizer states are bf16 too"
+            if choices.precision == "bf16"
+            else "no field says it"
+        )
+        refusals.add(f"precision={choices.job.precision}", why, "--precision mixed")
+    elif compute == "bfloat16":
+        notes.append(ONE_COPY)
+    return {"dtype": "float32", "mixed_precision_param": compute, "mixed_precision_reduce": "float32"}
+
+
+def _remat(choices: Choices, refusals: Refusals) -> tuple[str, str]:
+    """Give the expression, and the class that it needs."""
+    if choices.remat_layers is not None:
+        refusals.add(f"remat_layers={choices.remat_layers}", "one policy is for all layers", "all layers")
+    if choices.layout.remat == "none":
+        return "None", ""
+    if choices.layout.remat != "full":
+        refusals.add(
+            f"remat={choices.layout.remat}", "its selective policy repeats some matmuls too", "remat=full or remat=none"
+        )
+    return "FullAC.Config()", "FullAC"
+
+
+def _offload(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
+    choices.refuse_offload_layers(refusals)
+    offload = set(choices.layout.offload)
+    if not offload:
+        return {}
+    if offload != {"optimizer", "parameters"}:
+        refusals.add(
+            f"offload={'+'.join(choices.layout.offload)}", "it offloads parameters, gradients and optimizer together",
+            "offload=optimizer+parameters",
+        )  # fmt: skip
+    notes.append("the update of what is offloaded is computed by the host, too; the plan streams it through the chip")
+    return {"enable_cpu_offload": True}
+
+
+def _optimizer(choices: Choices, refusals: Refusals) -> None:
+    kind = choices.job.optimizer_kind.name
+    if kind != "adamw":
+        refusals.add(f"optimizer={kind}", "its containers run Adam and AdamW", "--optimizer adamw")

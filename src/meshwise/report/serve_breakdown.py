@@ -1,0 +1,125 @@
+"""The workings of a serving estimate: formula, substitution, result and source of each number.
+
+Not here: the numbers (`costs.serving`).
+"""
+
+from __future__ import annotations
+
+from meshwise.core.explanation import Explanation
+from meshwise.core.units import format_bytes, format_count, format_flops, format_money, format_percent, format_time
+from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.costs.serving.operations import SlowOperation, slowest_operations
+from meshwise.costs.serving.problem import ServingProblem, Step
+
+_OWN = "meshwise, docs/serving.md"
+_BOOK = "book, Inference"
+
+
+def serve_workings(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, ...]:
+    """Explain latencies, throughput, cost, memory, and the operations that take most of each step."""
+    return (
+        *_latency(e),
+        *_rate(e),
+        *_operations(problem, e),
+        *_memory(problem, e),
+    )
+
+
+def _latency(e: ServingEstimate) -> tuple[Explanation, ...]:
+    setup = e.setup
+    aggregated = setup.mode == "aggregated"
+    further = e.output - 1
+    prefill, step = format_time(e.prefill.seconds.expected), format_time(e.decode.seconds.expected)
+    together = setup.prefill_batch
+    first = f"{prefill} + {format_time(e.handover_s)}" + (f" + {step} / 2" if aggregated else "")
+    first += f" + {format_time(e.gathering_s)}" if together > 1 else ""
+    ttft = Explanation(
+        "TTFT",
+        "prefill + handover of the cache"
+        + (" + half a decode step" if aggregated else "")
+        + (f" + (prompts together - 1) / 2 x gap between requests, {together} together" if together > 1 else ""),
+        first,
+        format_time(e.ttft.expected),
+        _OWN,
+    )
+    per_prompt = e.prefill.interval / setup.prefill_batch
+    between = f" + {setup.batch} / {further:g} x {format_time(per_prompt)}" if aggregated and further else ""
+    gained = e.decode.seconds.expected / (e.tpot.expected - (per_prompt * setup.batch / further if between else 0))
+    tpot = Explanation(
+        "TPOT",
+        "decode step / tokens a step gives" + (" + batch / (output - 1) x prefill of a prompt" if between else ""),
+        f"{step} / {gained:.3g}{between}",
+        format_time(e.tpot.expected),
+        _OWN,
+    )
+    return ttft, tpot
+
+
+def _rate(e: ServingEstimate) -> tuple[Explanation, ...]:
+    chips = e.setup.num_chips
+    found = [
+        Explanation(
+            "throughput per chip",
+            "requests/s x output tokens / chips",
+            f"{e.requests_per_s:.4g}/s x {e.output:g} / {chips}",
+            f"{e.throughput_per_chip:,.1f} tokens/s",
+            _OWN,
+        )
+    ]
+    if e.usd_per_chip_hour is not None and e.usd_per_million_output_tokens is not None:
+        found.append(
+            Explanation(
+                "cost of a million output tokens",
+                "price of a chip-hour / 3600 / throughput per chip x 1e6",
+                f"{format_money(e.usd_per_chip_hour)} / 3600 / {e.throughput_per_chip:,.1f} x 1e6",
+                format_money(e.usd_per_million_output_tokens),
+                "the catalog's price, or --price",
+            )
+        )
+    return tuple(found)
+
+
+def _operations(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, ...]:
+    steps: tuple[Step, Step] = ("prefill", "decode")
+    return tuple(_operation(step, op) for step in steps for op in slowest_operations(problem, e.setup, step))
+
+
+def _operation(step: str, op: SlowOperation) -> Explanation:
+    slower = "its bytes" if op.memory >= op.compute else "its FLOPs"
+    return Explanation(
+        f"{step}: {op.name} of {op.block} ({op.copies:g} times)",
+        "the longer of FLOPs / rate and bytes / HBM bandwidth, as achieved",
+        f"max({format_flops(op.flops)} in {format_time(op.compute)}, {format_bytes(op.num_bytes)} in "
+        f"{format_time(op.memory)})",
+        f"{format_time(op.seconds)}, {slower}; {format_time(op.copies * op.seconds)} in all",
+        f"{_BOOK}, linear operations and attention",
+    )
+
+
+def _memory(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, ...]:
+    load, setup = problem.load, e.setup
+    per_token = problem.model.kv_cache.bytes_per_token(load.formats.kv)
+    kv = Explanation(
+        "memory: kv_cache",
+        "sum over layers of requests x tokens in whole blocks x what a chip holds of a token",
+        f"{setup.batch} requests x {load.kept(float(setup.batch)):,.0f} tokens in blocks of {load.block_tokens}, "
+        f"{format_bytes(per_token)} a token over all chips and layers",
+        format_bytes(e.memory["kv_cache"]),
+        _BOOK,
+    )
+    weights = Explanation(
+        "memory: weights",
+        "sum over layers of parameters x bytes / ways that share them",
+        f"{format_count(problem.model.parameters.total)} parameters in {load.formats.weights.value}, "
+        f"{setup.decode.engine_chips} chips an engine",
+        format_bytes(e.memory["weights"]),
+        _BOOK,
+    )
+    reserve = Explanation(
+        "memory: reserve",
+        "share of HBM",
+        f"{format_percent(load.reserve)} x {format_bytes(e.hbm_capacity)}",
+        format_bytes(e.memory["reserve"]),
+        "--reserve; engines leave a tenth by default (vLLM's gpu_memory_utilization 0.9)",
+    )
+    return weights, kv, reserve

@@ -1,0 +1,39 @@
+"""The search for the best plan, and the reasons it gives.
+
+Not here: what one layout costs (`costs`), and how an answer looks (`report`).
+"""
+
+from meshwise.search.baselines import Baseline, baselines
+from meshwise.search.constraints import Constraints, most_seconds_per_token, parse_fixed, parse_forbidden
+from meshwise.search.front import FRONT_SPAN, Found
+from meshwise.search.plan import Plan
+from meshwise.search.planner import MAX_MEMORY, PlanResult, estimate_layout, plan_training, training_limits
+from meshwise.search.scaling import Point, Scaling, scale_training
+from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
+from meshwise.search.sensitivity import Sensitivity, sensitivity
+
+__all__ = [
+    "FRONT_SPAN",
+    "MAX_MEMORY",
+    "OBJECTIVES",
+    "Baseline",
+    "Constraints",
+    "Found",
+    "Plan",
+    "PlanResult",
+    "Point",
+    "Scaling",
+    "SearchResult",
+    "SearchSpace",
+    "Sensitivity",
+    "baselines",
+    "estimate_layout",
+    "most_seconds_per_token",
+    "parse_fixed",
+    "parse_forbidden",
+    "plan_training",
+    "scale_training",
+    "search",
+    "sensitivity",
+    "training_limits",
+]

@@ -1,0 +1,183 @@
+"""Why the well-known alternatives lose: each as a number in the book's terms.
+
+A baseline is priced by the same evaluator, even where it could not be placed (a batch cut by the token), so that its
+reason is a measure and not only a refusal. Not here: the search (`search`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import format_bytes, format_percent, format_time
+from meshwise.costs.estimate import Estimate
+from meshwise.costs.evaluate import Costs, evaluate
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import Candidates, LayoutChoices
+from meshwise.costs.network import PlacedWires
+from meshwise.costs.problem import TrainingProblem
+from meshwise.search.plan import Plan
+from meshwise.search.reasons import critical_tokens_per_chip
+from meshwise.search.rows import batch_cuts
+from meshwise.sharding.layout import MESH_AXES
+from meshwise.sharding.remat import REMAT_POLICIES
+
+_NAMES = {
+    "data": "data parallelism alone",
+    "fsdp": "FSDP alone",
+    "tensor": "tensor parallelism alone",
+    "context": "context parallelism alone",
+    "stage": "pipeline parallelism alone",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """An alternative that lost.
+
+    Args:
+        name: what it is.
+        reason: why it loses, with its number.
+        slowdown: its expected time per token over the winner's.
+        memory_bytes: of its fullest chip.
+        fits: whether that fits in what plans may fill.
+    """
+
+    name: str
+    reason: str
+    slowdown: float
+    memory_bytes: float
+    fits: bool
+
+
+def baselines(
+    winner: Plan, ranked: tuple[Plan, ...], whole: Fabric, *, memory_share: float = 1.0
+) -> tuple[Baseline, ...]:
+    """Price the pure strategies on the whole network, and the best plan of another kind than the winner's.
+
+    `memory_share` of a chip's HBM is what plans may fill.
+    """
+    limit = winner.problem.cluster.chip.hbm_usable * memory_share
+    pure = [_pure(winner, whole, axis, limit) for axis in ("data", "fsdp", "tensor") if math.prod(whole.sizes) > 1]
+    used = {a for a in MESH_AXES if winner.layout.sizes[a] > 1}
+    lost = [r for axis, r in zip(("data", "fsdp", "tensor"), pure, strict=False) if used != {axis}]
+    other = next((p for p in ranked[1:] if set(p.layout.used_axes) != set(winner.layout.used_axes)), None)
+    runner_up = other or (ranked[1] if len(ranked) > 1 else None)
+    if runner_up is not None:
+        lost.append(_runner_up(winner, runner_up))
+    return tuple(lost)
+
+
+def _seconds_per_token(plan: Plan) -> float:
+    return plan.estimate.step_time.expected / plan.estimate.tokens
+
+
+def _runner_up(winner: Plan, plan: Plan) -> Baseline:
+    """Compare two plans term by term."""
+    ours, theirs = _per_token(winner.estimate), _per_token(plan.estimate)
+    name, more = max(((n, theirs[n] - ours[n]) for n in theirs), key=lambda item: item[1])
+    slowdown = _seconds_per_token(plan) / _seconds_per_token(winner)
+    step = more * winner.estimate.tokens
+    if slowdown - 1 < 5e-4:
+        held = format_bytes(plan.estimate.memory["total"])
+        prefers = "; the ranking prefers less memory" if slowdown == 1 else ""
+        reason = f"as fast within 0.05 %, and holds {held} per chip{prefers}"
+    else:
+        reason = f"{format_percent(slowdown - 1)} slower: {format_time(step)} more of {name.replace('_', ' ')} a step"
+    sizes = ", ".join(f"{a}={plan.layout.sizes[a]}" for a in plan.layout.used_axes) or "one chip"
+    return Baseline(f"next best ({sizes})", reason, slowdown, plan.estimate.memory["total"], plan.estimate.fits)
+
+
+def _per_token(estimate: Estimate) -> dict[str, float]:
+    return {name: seconds / estimate.tokens for name, seconds in estimate.terms.items()}
+
+
+def _pure(winner: Plan, whole: Fabric, axis: str, limit: float) -> Baseline:
+    """All chips on one axis, with `limit` bytes to fill."""
+    problem = winner.problem
+    chips = math.prod(whole.sizes)
+    costs, sequences = _best_remat(problem, whole, axis, chips, limit)
+    seconds = float(costs.step.expected) / (sequences * problem.job.seq_len)
+    memory = float(costs.memory["total"])
+    reasons = [_memory_reason(costs, memory, problem.cluster.chip.hbm_usable, limit)] if memory > limit else []
+    reasons += _communication_reasons(problem, whole, axis, costs)
+    reasons += _placing_reasons(problem, axis, chips)
+    slowdown = seconds / _seconds_per_token(winner)
+    reasons.append(_slowdown_words(slowdown))
+    return Baseline(_NAMES[axis], "; ".join(reasons[:2]), slowdown, memory, memory <= limit)
+
+
+def _slowdown_words(slowdown: float) -> str:
+    """Say how much slower; three digits say nothing of a baseline that is as good as the winner."""
+    return "as fast, within 0.5 %" if abs(slowdown - 1) < 5e-3 else f"{slowdown:.3g} x the time per token"
+
+
+def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, limit: float) -> tuple[Costs, float]:
+    """Price one axis over all chips with the fastest cut of the batch and remat policy that fit, or the leanest.
+
+    A batch that does not divide is cut by the token.
+    """
+    factors = {a: [float(d.size) if a == axis else 1.0 for d in whole.dimensions] for a in MESH_AXES}
+    sizes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1.0) | {axis: float(chips)}
+    replicas = chips if axis in ("data", "fsdp") else 1
+    job = problem.job
+    wires = PlacedWires(whole, factors)
+    cuts: Sequence[tuple[float, int]] = batch_cuts(job.sequences, job.batch_slack, replicas)
+    micro, number = np.array(cuts or [(job.sequences / replicas, 1)], float).T
+    found = []
+    for remat in REMAT_POLICIES:
+        candidates = Candidates(**sizes, micro_batch=micro, num_microbatches=number)
+        costs = evaluate(problem, LayoutChoices(0, True, remat), candidates, wires)
+        columns = costs.memory["total"], costs.step.expected, costs.step.resources["compute"], candidates.sequences
+        rows = np.broadcast_arrays(np.arange(len(micro)), *columns)
+        # Where communication hides everything, policies tie in time: prefer the one that computes least.
+        found += [
+            (memory, (round(seconds, 9) / sequences, busy / sequences), int(i), remat)
+            for i, memory, seconds, busy, sequences in zip(*(column.tolist() for column in rows), strict=True)
+        ]
+    found.sort(key=lambda f: f[2])  # of equal ones that of the first cut
+    leanest = min(found, key=lambda f: f[0])
+    *_, i, remat = min((f for f in found if f[0] <= limit), key=lambda f: f[1], default=leanest)
+    chosen = Candidates(**sizes, micro_batch=float(micro[i]), num_microbatches=float(number[i]))
+    return evaluate(problem, LayoutChoices(0, True, remat), chosen, wires), float(chosen.sequences)
+
+
+def _memory_reason(costs: Costs, memory: float, capacity: float, limit: float) -> str:
+    state = sum(float(costs.memory[n]) for n in ("parameters", "gradients", "master_copies", "optimizer"))
+    there = f"a chip has {format_bytes(capacity)}" if memory > capacity else f"plans may fill {format_bytes(limit)}"
+    whole = f", {format_bytes(state)} of it training state" if state > capacity / 2 else ""
+    return f"needs {format_bytes(memory)} per chip{whole}; {there}"
+
+
+def _communication_reasons(problem: TrainingProblem, whole: Fabric, axis: str, costs: Costs) -> list[str]:
+    """Communication against compute at data-sheet rates, and the batch (or width) at which they would be even."""
+    busy = {n: float(v) for n, v in costs.step.resources.items()}
+    communication, compute = busy[axis], busy["compute"]
+    if communication <= compute:
+        return []
+    times = f"communication takes {communication / compute:.1f} x the compute"
+    if axis in ("data", "fsdp"):
+        needed, tokens = critical_tokens_per_chip(problem, whole), problem.job.batch_tokens / math.prod(whole.sizes)
+        return (
+            [f"{tokens:,.0f} tokens per chip is under the {needed:,.0f} this network needs; {times}"]
+            if tokens < needed
+            else [times]
+        )
+    return [times]
+
+
+def _placing_reasons(problem: TrainingProblem, axis: str, chips: int) -> list[str]:
+    """What keeps the strategy from being placed at all."""
+    job, sizes = problem.job, problem.model.sizes
+    if axis in ("data", "fsdp") and not batch_cuts(job.sequences, job.batch_slack, chips):
+        whole = job.sequences == int(job.sequences)
+        batch = f"{job.sequences:,.0f} sequences" if whole else f"{job.batch_tokens:,.0f} tokens"
+        return [f"{batch} do not divide over {chips:,} chips"]
+    heads = int(max((v for k, v in sizes.items() if k.partition(".")[0] == "N"), default=0))
+    if axis == "tensor" and heads and chips > heads:
+        return [f"{heads} heads cannot be split over {chips:,} chips"]
+    return []

@@ -1,0 +1,349 @@
+"""The planner: the best training plans for a problem, and what was considered on the way.
+
+Turns model and job into a search space, searches, estimates the winners again with their terms kept. Not here: the
+search itself (`search`), or words (`report`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwise.core.errors import LayoutError, UnknownNameError
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.makespans import PipelineShape
+from meshwise.costs.offload import check_offload
+from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.schedules import find_schedule
+from meshwise.search.baselines import Baseline, baselines
+from meshwise.search.bounds import ideal_chip_seconds_per_token
+from meshwise.search.constraints import Constraints, asked_choices, most_seconds_per_token
+from meshwise.search.limits import Wanted, find_best, find_fewest
+from meshwise.search.plan import Plan
+from meshwise.search.reasons import winner_reasons
+from meshwise.search.refusals import batch_error, nothing_found, over_limit, too_much
+from meshwise.search.rows import batch_cuts
+from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
+from meshwise.search.space import Limits, parts_of
+from meshwise.search.structures import Choices
+from meshwise.search.variations import variations
+from meshwise.sharding.layout import MESH_AXES, LayoutRequest
+from meshwise.sharding.remat import check_remat
+
+#: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out
+#: of memory is worth less than one that is half a percent slower.
+MAX_MEMORY = 0.9
+
+#: Fewest positions that a context shard may hold: one tile of the matrix unit.
+_MIN_POSITIONS = 128
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What the planner found.
+
+    Args:
+        plans: the best, best first, one per kind (sizes of all axes but data and fsdp).
+        reasons: why the best is best, in the book's terms.
+        rejected: well-known alternatives and why they lose.
+        search: counts, and the front of time against memory.
+        memory_share: share of HBM that plans were allowed to fill.
+        memory_asked: whether the user set that share; else it is MAX_MEMORY, or 1 where that found nothing.
+        constraints: what was fixed, forbidden and limited.
+        most_speedup: how many times as fast as the best plan one could be whose chips, all of them, only computed
+            that plans may use: what an interrupted search can have missed at most.
+        sensitivity: what 10 % less of each thing does, where that was asked for.
+    """
+
+    plans: tuple[Plan, ...]
+    reasons: tuple[str, ...]
+    rejected: tuple[Baseline, ...]
+    search: SearchResult
+    memory_share: float = 1.0
+    memory_asked: bool = False
+    constraints: Constraints = field(default_factory=Constraints)
+    most_speedup: float = math.inf
+    sensitivity: tuple[Any, ...] = ()
+
+
+def training_limits(problem: TrainingProblem, fixed: Mapping[str, int] | None = None) -> Limits:
+    """What meshes make sense: heads, experts and layers bound their axes; a context shard has a tile of positions."""
+    sizes, job = problem.model.sizes, problem.job
+    heads = max((int(v) for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1)
+    experts = min((int(v) for k, v in sizes.items() if k.partition(".")[0] == "E"), default=1)
+    unbounded = problem.cluster.num_chips
+    largest = {
+        "tensor": heads,
+        "context": max(1, int(job.seq_len) // _MIN_POSITIONS),
+        "ulysses": heads,
+        "expert": experts,
+        "fsdp": unbounded,
+        "data": unbounded,
+        "stage": problem.model.num_layers,
+    }
+    divides = {"context": int(job.seq_len), "ulysses": int(job.seq_len), "expert": experts}
+    return Limits(largest, job.sequences * (1 + job.batch_slack), divides, dict(fixed or {}))
+
+
+def plan_training(
+    problem: TrainingProblem,
+    *,
+    objective: str = "time",
+    top: int = 5,
+    constraints: Constraints | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    **wished: Any,
+) -> PlanResult:
+    """Find the best training plans.
+
+    Interrupted (KeyboardInterrupt) after something was found, it gives the best so far.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        objective: "time" (per token), "cost" (chip-seconds per token) or "chips" (fewest for the deadline).
+        top: how many plans to return.
+        constraints: what is fixed, forbidden and limited; or its fields as arguments, `fixed={"tensor": 8}`.
+        progress: told a line now and then.
+
+    Raises:
+        InfeasibleError: nothing can be placed, nothing fits, or no part of the cluster keeps the limits.
+        LayoutError: constraints that contradict each other, or lack what they need.
+        MeshwiseError: a share that is none.
+        UnknownNameError: an objective, an axis or a choice that does not exist.
+    """
+    constraints = constraints or Constraints(**wished)
+    if objective not in (*OBJECTIVES, "chips"):
+        raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
+    _check_wishes(problem, constraints)
+    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    for space in wished_spaces(problem, constraints):
+        wanted = Wanted(problem, whole, constraints, objective, top, space, progress)
+        outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
+        if outcome.result.best:
+            break
+    result, share = outcome.result, space.memory_share
+    if not result.best and result.interrupted_on:
+        raise KeyboardInterrupt
+    if not result.best:
+        raise too_much(wanted, outcome) if outcome.over else nothing_found(problem, result, constraints, share)
+    plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
+    others = baselines(plans[0], plans, whole, memory_share=share)
+    changed = variations(plans[0], memory_share=share, forbidden=constraints.forbidden)
+    return PlanResult(
+        plans,
+        winner_reasons(plans[0], whole),
+        (*(over_limit(wanted, f, plans[0]) for f in outcome.over[:1]), *others, *changed),
+        result,
+        memory_share=share,
+        memory_asked=constraints.max_memory is not None,
+        constraints=constraints,
+        most_speedup=result.best[0].seconds_per_token
+        * min(problem.cluster.num_chips, constraints.max_chips or math.inf)
+        / ideal_chip_seconds_per_token(problem, space.choices),
+    )
+
+
+def _offloading(problem: TrainingProblem, constraints: Constraints) -> tuple[bool, ...]:
+    """Whether plans may offload: at once where that is asked for, else where nothing fits without, if it can help."""
+    if constraints.offload or "offload" in constraints.fixed:
+        return (True,)
+    may = constraints.choices.offload != ((),) and problem.cluster.chip.host_memory is not None
+    return (False, True) if may else (False,)
+
+
+def wished_spaces(problem: TrainingProblem, constraints: Constraints) -> Iterator[SearchSpace]:
+    """Spaces to search, in this order until something is found."""
+    shares = (MAX_MEMORY, 1.0) if constraints.max_memory is None else (constraints.max_memory,)
+    for offload, share in itertools.product(_offloading(problem, constraints), shares):
+        space = _space(problem, constraints, share)
+        yield space if offload else replace(space, choices=replace(space.choices, offload=((),)))
+
+
+def _space(problem: TrainingProblem, constraints: Constraints, share: float) -> SearchSpace:
+    """What is searched, filling so much of the HBM."""
+    seconds, chip_seconds = most_seconds_per_token(constraints, problem.job.tokens, problem.cluster.price_per_chip_hour)
+    return SearchSpace(
+        training_limits(problem, constraints.sizes),
+        choices=constraints.choices,
+        micro_batch=constraints.fixed.get("micro_batch"),
+        num_microbatches=constraints.fixed.get("num_microbatches"),
+        memory_share=share,
+        front=constraints.front,
+        most_seconds=seconds,
+        most_chip_seconds=chip_seconds,
+    )
+
+
+def estimate_layout(
+    problem: TrainingProblem, request: LayoutRequest, *, progress: Callable[[str], None] = lambda _: None
+) -> PlanResult:
+    """Estimate the layout that a user wrote; what was not written (remat, microbatches, wires...) is chosen best.
+
+    Nothing is offloaded unless the layout says so. The batch is rounded only where the layout does not divide it, or
+    does not fit with it. A layout that does not fit in memory in any way is estimated in its
+    leanest one, and `Estimate.fits` says so.
+
+    Raises:
+        LayoutError: the layout cannot be placed on this model, job and cluster; says which constraint and the nearest
+            that can.
+    """
+    check_request(problem, request)
+    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    result = _search_layout(_with_exact_batch(problem), request, 1.0, progress)
+    if not result.best:
+        result = _search_layout(problem, request, 1.0, progress)
+    if result.best:
+        best = result.best[0]
+    else:  # what is missing is memory: the leanest way says by how much
+        result = _search_layout(problem, request, math.inf, progress)
+        best = result.front[-1]
+    plan = Plan.of(problem, best.layout, best.fabric)
+    return PlanResult((plan,), winner_reasons(plan, whole), (), result)
+
+
+def _with_exact_batch(problem: TrainingProblem) -> TrainingProblem:
+    return replace(problem, job=problem.job.model_copy(update={"batch_slack": 0.0}))
+
+
+def _search_layout(
+    problem: TrainingProblem, request: LayoutRequest, memory_share: float, progress: Callable[[str], None]
+) -> SearchResult:
+    """Search what a layout leaves open, filling so much of the HBM.
+
+    Raises:
+        LayoutError: it cannot be placed on the cluster, or the batch does not divide.
+    """
+    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    parts = [whole] if request.num_chips == problem.cluster.num_chips else parts_of(whole, request.num_chips)
+    if not parts:
+        raise LayoutError(
+            f"layout of {request.num_chips:,} chips: no box of {' x '.join(map(str, whole.sizes))} has that many; "
+            f"use all {problem.cluster.num_chips:,} chips, or a count that is a product of sizes within these"
+        )
+    space = SearchSpace(
+        training_limits(problem, request.sizes),
+        choices=_left_open(request),
+        micro_batch=request.choices.get("micro_batch"),
+        num_microbatches=request.choices.get("num_microbatches"),
+        memory_share=memory_share,
+        front=math.isinf(memory_share),
+    )
+    result = search(problem, parts, space, top=1, progress=progress)
+    if not result.best and math.isinf(memory_share):
+        _check_schedule(problem, request)
+        raise batch_error(problem, request)
+    return result
+
+
+def _left_open(request: LayoutRequest) -> Choices:
+    """What a layout leaves to choose; whole policies, and nothing is offloaded unless it says so."""
+    others: dict[str, Any] = {"offload": ((),)}
+    if request.choices.get("remat") != "full":
+        others["remat_layers"] = (None,)
+    return asked_choices(request.choices, **others)
+
+
+def _check_schedule(problem: TrainingProblem, request: LayoutRequest) -> None:
+    """Refuse a schedule that cannot run in any cut of the batch, or cuts the model too small, with its reason."""
+    names = (request.choices["schedule"],) if "schedule" in request.choices else ()
+    pieces = request.choices.get("virtual_stages", 2 if names == ("interleaved",) else 1)
+    replicas = request.sizes["data"] * request.sizes["fsdp"] * request.sizes["expert"]
+    numbers = [m for _, m in batch_cuts(problem.job.sequences, problem.job.batch_slack, replicas)]
+    for name in names:
+        chunks, layers = Pipeline.of(name, request.sizes["stage"], 1, pieces).num_chunks, problem.model.num_layers
+        if chunks > layers:
+            raise LayoutError(
+                f"layout: schedule={name} cuts the model into {chunks:.0f} pieces, at least a layer each; it has "
+                f"{layers} layers: use fewer stages{' or virtual_stages' if name == 'interleaved' else ''}"
+            )
+        shapes = [PipelineShape(request.sizes["stage"], m, pieces) for m in numbers]
+        reasons = [find_schedule(name).why_not(s) for s in shapes]
+        if reasons and all(reasons):
+            raise LayoutError(f"layout: schedule={reasons[-1]}")
+
+
+def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
+    """Refuse a layout that the model or the job rules out.
+
+    Raises:
+        LayoutError: with the constraint and the nearest size that works.
+        UnknownNameError: for operations that the model's layers do not have.
+    """
+    limits = training_limits(problem)
+    sizes = request.sizes
+    words = {"tensor": "query heads", "stage": "layers"}
+    for axis, what in words.items():
+        if sizes[axis] > limits.largest[axis]:
+            most = limits.largest[axis]
+            raise LayoutError(
+                f"layout: {axis}={sizes[axis]} is more than the model's {most} {what}; use {axis}={most} or less"
+            )
+    _check_experts(problem, sizes["expert"])
+    check_remat(request.choices.get("remat", ""), problem.train_program())
+    check_offload(problem.cluster.chip, request.choices.get("offload", ()))
+    _check_context(problem, sizes["context"])
+    _check_ulysses(problem, sizes)
+
+
+def _check_context(problem: TrainingProblem, size: int, where: str = "layout") -> None:
+    """Refuse parts of a sequence that are not equally long."""
+    length = int(problem.job.seq_len)
+    if length % size:
+        nearest = max(d for d in range(1, size + 1) if length % d == 0)
+        raise LayoutError(
+            f"{where}: context={size} does not divide sequences of {length} tokens; use context={nearest}"
+        )
+
+
+def _check_experts(problem: TrainingProblem, size: int, where: str = "layout") -> None:
+    """Refuse an axis of experts that has none to split, or splits them unevenly."""
+    if size > 1 and not problem.model.mixtures:
+        raise LayoutError(
+            f"{where}: expert={size}: {problem.model.name} has no experts to split; use data={size} or fsdp={size}"
+        )
+    experts = training_limits(problem).largest["expert"]
+    if experts % size:
+        nearest = max(d for d in range(1, size + 1) if experts % d == 0)
+        raise LayoutError(f"{where}: expert={size} does not divide {experts} experts; use expert={nearest}")
+
+
+def _check_ulysses(problem: TrainingProblem, sizes: Mapping[str, int], where: str = "layout") -> None:
+    """Refuse more of Ulysses than heads are left by tensor parallelism, and positions that it does not divide."""
+    size, tensor, length = sizes["ulysses"], sizes["tensor"], int(problem.job.seq_len)
+    heads = training_limits(problem).largest["ulysses"]
+    if size > 1 and size * tensor > heads:
+        most = max(1, heads // tensor)
+        raise LayoutError(
+            f"{where}: ulysses={size} x tensor={tensor} is more than the model's {heads} query heads; "
+            f"use ulysses={most} or less, and context for the rest"
+        )
+    if length % (size * sizes["context"]):
+        nearest = max(d for d in range(1, size + 1) if length % (d * sizes["context"]) == 0)
+        raise LayoutError(
+            f"{where}: ulysses={size} does not divide sequences of {length} tokens; use ulysses={nearest}"
+        )
+
+
+def _check_wishes(problem: TrainingProblem, constraints: Constraints) -> None:
+    """Refuse what is fixed where the model or the schedule rules it out, whatever the batch.
+
+    Raises:
+        LayoutError: with the constraint.
+    """
+    where = "what is fixed"
+    sizes = dict.fromkeys(MESH_AXES, 1) | constraints.sizes
+    _check_experts(problem, sizes["expert"], where)
+    _check_context(problem, sizes["context"], where)
+    _check_ulysses(problem, sizes, where)
+    name, stages = constraints.fixed.get("schedule"), sizes["stage"]
+    if name is None or stages == 1:
+        return
+    pieces = constraints.fixed.get("virtual_stages", 2 if name == "interleaved" else 1)
+    enough = PipelineShape(stages, 4 * stages, pieces)  # microbatches for any schedule: what it lacks is not these
+    reason = find_schedule(name).why_not(enough)
+    if reason is not None:
+        raise LayoutError(f"{where}: schedule={reason}")

@@ -1,0 +1,169 @@
+"""Candidates before they are laid on a network: meshes and cuts of the batch, as parallel columns.
+
+Not here: placements (`space`), and what candidates cost or which are worth it (`search`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.costs.layout_choices import Candidates, LocalSizes
+from meshwise.jobs import TrainingJob
+from meshwise.sharding.layout import MESH_AXES
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Every mesh with every cut of the batch, as parallel columns.
+
+    Args:
+        meshes: [meshes, axes] sizes.
+        mesh_id: number of the mesh.
+        micro_batch, num_microbatches: how the batch is cut.
+        local: index into `sizes`.
+        sizes: the distinct sizes that one device's own work depends on.
+    """
+
+    meshes: Array
+    mesh_id: Index
+    micro_batch: Array
+    num_microbatches: Array
+    local: Index
+    sizes: LocalSizes
+
+    def __len__(self) -> int:
+        return len(self.mesh_id)
+
+    def axis(self, name: str, at: Any = slice(None)) -> Array:
+        """Sizes of one mesh axis, in rows `at`."""
+        sizes: Array = self.meshes[:, MESH_AXES.index(name)][self.mesh_id[at]]
+        return sizes
+
+    def candidates(self, at: Index, **others: Any) -> Candidates:
+        """What the evaluator takes of rows `at`."""
+        columns: dict[str, Any] = {a: self.axis(a, at) for a in MESH_AXES}
+        return Candidates(
+            **columns, micro_batch=self.micro_batch[at], num_microbatches=self.num_microbatches[at], **others
+        )
+
+
+@dataclass(slots=True)
+class Rows:
+    """Candidates, as parallel columns.
+
+    Args:
+        at: row of the table.
+        structure, variant, offload: which of the structures, of the pipeline's variants, and of what is offloaded.
+        bound: lower bound of the seconds per token.
+        memory: bytes per chip.
+    """
+
+    at: Index
+    structure: Index
+    variant: Index
+    offload: Index
+    bound: Array
+    memory: Array
+
+    @classmethod
+    def none(cls) -> Rows:
+        """Without a row."""
+        index, number = np.zeros(0, int), np.zeros(0)
+        return cls(index, index, index, index, number, number)
+
+    @classmethod
+    def made(cls, at: Index, structure: Any, variant: Any, bound: Any) -> Rows:
+        """Rows that nothing is offloaded in and whose memory is not known yet."""
+        n = len(at)
+        structure, variant, offload = (np.broadcast_to(c, n) for c in (structure, variant, 0))
+        return cls(at, structure, variant, offload, np.broadcast_to(bound, n), np.zeros(n))
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def take(self, index: Any) -> Rows:
+        """Other rows."""
+        return Rows(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """Rows one after the other."""
+        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+
+def candidate_table(
+    job: TrainingJob, meshes: Index, *, micro_batch: int | None = None, num_microbatches: int | None = None
+) -> Table:
+    """Every cut of the batch on `meshes`.
+
+    Args:
+        job: with its batch.
+        meshes: [meshes, axes] sizes.
+        micro_batch, num_microbatches: what the user fixed, or None.
+    """
+    replicas = np.prod([meshes[:, MESH_AXES.index(a)] for a in ("fsdp", "data", "expert")], axis=0)
+    counts, which = np.unique(replicas, return_inverse=True)
+    chosen = (_chosen_cuts(job, int(r), micro_batch, num_microbatches) for r in counts)
+    cuts = [np.array(c, float).reshape(-1, 2) for c in chosen]
+    number = np.array([len(c) for c in cuts], int)[which] if len(meshes) else np.zeros(0, int)
+    mesh_id = np.repeat(np.arange(len(meshes)), number)
+    cut = np.concatenate([cuts[w] for w in which]) if len(meshes) else np.zeros((0, 2))
+    names = [f.name for f in fields(LocalSizes) if f.name in MESH_AXES]
+    columns = {a: meshes[:, MESH_AXES.index(a)][mesh_id].astype(float) for a in names}
+    first, local = distinct((cut[:, 0], *columns.values()))
+    sizes = LocalSizes(cut[first, 0], **{a: column[first] for a, column in columns.items()})
+    return Table(meshes.astype(float), mesh_id, cut[:, 0], cut[:, 1], local, sizes)
+
+
+def distinct(columns: Iterable[NDArray[Any]]) -> tuple[Index, Index]:
+    """First place of each distinct combination of whole numbers, and which of them stands where."""
+    # One number for each combination: rows are found faster than columns are compared.
+    keys: Any = 0
+    for column in columns:
+        keys = keys * (column.max(initial=0) + 1) + column
+    _, first, index = np.unique(keys, return_index=True, return_inverse=True)
+    return first, index
+
+
+def _chosen_cuts(job: TrainingJob, replicas: int, b: int | None, n: int | None) -> list[tuple[int, int]]:
+    """Cuts of the batch that agree with the microbatch size and number that the user fixed, if any."""
+    if b is not None and n is not None:
+        within = abs(b * n * replicas - job.sequences) <= job.sequences * job.batch_slack + 1e-9
+        return [(b, n)] if within else []
+    unit = b or n or 1
+    cuts = batch_cuts(job.sequences, job.batch_slack, replicas, unit)
+    return [c for c in cuts if b in (None, c[0]) and n in (None, c[1])]
+
+
+def batch_cuts(sequences: float, slack: float, replicas: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """Ways to cut a batch over `replicas`: (sequences per microbatch, microbatches).
+
+    The batch may be rounded within `slack`. For each power of two, the nearest batch whose share per replica it
+    divides is tried, so that shares without divisors do not rule out accumulation or pipelines; all shares are a
+    multiple of `multiple`.
+
+    >>> batch_cuts(1024, 0.1, 1120), batch_cuts(16, 0, 4), batch_cuts(1024, 0, 1120)
+    ([(1, 1)], [(1, 4), (2, 2), (4, 1)], [])
+    """
+    low, high = sequences * (1 - slack) / replicas, sequences * (1 + slack) / replicas
+    shares = set()
+    for unit in (multiple * p for p in (1, 2, 4, 8, 16, 32, 64)):
+        nearest = max(1, round(sequences / replicas / unit)) * unit
+        if low - 1e-9 <= nearest <= high + 1e-9:
+            shares.add(nearest)
+    return sorted({(b, share // b) for share in shares for b in _divisors(share)})
+
+
+def _divisors(number: int) -> set[int]:
+    """All divisors."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return {*small, *(number // d for d in small)}

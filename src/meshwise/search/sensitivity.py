@@ -1,0 +1,150 @@
+"""What a plan depends on: the best plan again with one thing 10 % less, and whether it is another.
+
+Not here: the search (`planner`), or words (`report`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import TrainingProblem
+from meshwise.hardware import Chip, Cluster, Torus
+from meshwise.jobs import TrainingJob
+from meshwise.search.plan import Plan
+from meshwise.search.planner import PlanResult, plan_training
+
+#: Share by which each thing is less.
+CHANGE = 0.1
+
+#: Sequences stay a multiple of this, so that their positions can be split.
+_POSITIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What happens when one thing is less.
+
+    Args:
+        name: what is less.
+        change: by which share, negative.
+        best: the best plan then, None where there is none.
+        slowdown: its expected seconds per token over those before; infinite where there is none.
+        kept_slowdown: that of the plan as it was; None where it cannot be (the batch is another), or does not fit.
+        same_plan: whether the best plan has the layout as it was.
+        reason: why there is no plan, "" where there is.
+    """
+
+    name: str
+    change: float
+    best: Plan | None
+    slowdown: float
+    kept_slowdown: float | None
+    same_plan: bool
+    reason: str = ""
+
+
+def sensitivity(
+    planning: PlanResult, *, objective: str = "time", progress: Callable[[str], None] = lambda _: None
+) -> tuple[Sensitivity, ...]:
+    """Search again for each thing that is 10 % less.
+
+    Args:
+        planning: what was found; its constraints hold, but for limits of days and dollars.
+        objective: of the search; "chips" is taken as "time", on the chips of the best plan.
+        progress: told a line now and then.
+    """
+    winner = planning.plans[0]
+    most = winner.estimate.num_chips if objective == "chips" else planning.constraints.max_chips
+    objective = "time" if objective == "chips" else objective
+    constraints = replace(planning.constraints, deadline_days=None, budget_usd=None, front=False, max_chips=most)
+    if constraints.max_memory is None:
+        constraints = replace(constraints, max_memory=planning.memory_share)
+    found = []
+    for name, change, problem in _changed(winner.problem):
+        progress(f"searching again with {-change:.0%} less {name}")
+        try:
+            best = plan_training(problem, objective=objective, top=1, constraints=constraints).plans[0]
+        except MeshwiseError as error:
+            found.append(Sensitivity(name, change, None, float("inf"), None, False, str(error)))
+            continue
+        same = _words(best) == _words(winner)
+        kept = _kept(winner, problem)
+        found.append(Sensitivity(name, change, best, _ratio(best, winner), _kept_ratio(kept, winner), same))
+    return tuple(found)
+
+
+def _words(plan: Plan) -> tuple[str, tuple[int, ...]]:
+    return str(plan.layout), plan.fabric.sizes
+
+
+def _ratio(plan: Plan, winner: Plan) -> float:
+    ours, theirs = (p.estimate.step_time.expected / p.estimate.tokens for p in (winner, plan))
+    return theirs / ours
+
+
+def _kept_ratio(kept: Plan | None, winner: Plan) -> float | None:
+    return _ratio(kept, winner) if kept is not None and kept.estimate.fits else None
+
+
+def _kept(winner: Plan, problem: TrainingProblem) -> Plan | None:
+    """The same layout on the changed problem, None where the job is another."""
+    if problem.job != winner.problem.job:
+        return None
+    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    if len(whole.dimensions) != len(winner.fabric.dimensions):
+        return None
+    dims = tuple(
+        replace(d, bandwidth_one_way=n.bandwidth_one_way)
+        for d, n in zip(winner.fabric.dimensions, whole.dimensions, strict=True)
+    )
+    return Plan.of(problem, winner.layout, replace(winner.fabric, dimensions=dims))
+
+
+def _changed(problem: TrainingProblem) -> Iterator[tuple[str, float, TrainingProblem]]:
+    """Name, change and problem of each thing that is less."""
+    cluster, job = problem.cluster, problem.job
+    for name, other in _clusters(cluster):
+        yield name, -CHANGE, replace(problem, cluster=other)
+    batch = max(1, round(job.sequences * (1 - CHANGE))) * job.seq_len
+    if batch < job.batch_tokens:
+        yield "batch", batch / job.batch_tokens - 1, replace(problem, job=_job(job, batch_tokens=batch))
+    length = round(job.seq_len * (1 - CHANGE) / _POSITIONS) * _POSITIONS
+    if 0 < length < job.seq_len:
+        shorter = _job(job, seq_len=float(length))
+        yield "sequence length", length / job.seq_len - 1, replace(problem, job=shorter)
+
+
+def _job(job: TrainingJob, **changes: float) -> TrainingJob:
+    return TrainingJob(**{**job.model_dump(), **changes})
+
+
+def _clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """The cluster with each rate and size of its network and chip 10 % lower."""
+    less, net = 1 - CHANGE, cluster.network
+    if isinstance(net, Torus):
+        if cluster.chips_per_slice > 1:
+            slower = replace(net, link_bandwidth_one_way=net.link_bandwidth_one_way * less)
+            yield "link bandwidth", cluster.replace(network=slower)
+    else:
+        # Levels of one bandwidth are one switch to a collective: they change together.
+        for bandwidth in dict.fromkeys(v.bandwidth_per_chip_one_way for v in net.levels if v.degree > 1):
+            names = [v.name for v in net.levels if v.bandwidth_per_chip_one_way == bandwidth]
+            levels = tuple(
+                replace(v, bandwidth_per_chip_one_way=bandwidth * less) if v.name in names else v for v in net.levels
+            )
+            yield f"{'+'.join(names)} bandwidth", cluster.replace(network=replace(net, levels=levels))
+    if cluster.num_slices > 1 and cluster.dcn_bandwidth_per_chip_one_way:
+        slower_dcn = cluster.dcn_bandwidth_per_chip_one_way * less
+        yield "DCN bandwidth", cluster.replace(dcn_bandwidth_per_chip_one_way=slower_dcn)
+    for name, chip in _chips(cluster.chip, less):
+        yield name, cluster.replace(chip=chip)
+
+
+def _chips(chip: Chip, less: float) -> Iterator[tuple[str, Chip]]:
+    yield "FLOP/s", chip.replace(flops_per_s={dtype: rate * less for dtype, rate in chip.flops_per_s.items()})
+    yield "HBM bandwidth", chip.replace(hbm_bandwidth=chip.hbm_bandwidth * less)
+    reported = None if chip.hbm_reported is None else chip.hbm_reported * less
+    yield "HBM capacity", chip.replace(hbm_capacity=chip.hbm_capacity * less, hbm_reported=reported)

@@ -1,0 +1,157 @@
+"""Targets that are percentiles: closed forms propose plans, simulated requests decide.
+
+A percentile depends on when requests arrive; closed forms know means without queues. With a rate the answer is what
+serves it on the fewest chips; without, what serves most a chip at the highest rate that keeps the targets. Not here:
+the simulation (`simulation.serving`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from meshwise.core.errors import InfeasibleError
+from meshwise.core.units import format_time
+from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.costs.serving.problem import ServingProblem
+from meshwise.jobs.traffic import Load
+from meshwise.search.serving.constraints import ServingConstraints
+from meshwise.search.serving.planner import ServingPlanResult, SimulatedPlan, plan_serving
+from meshwise.search.serving.served import served_system
+from meshwise.simulation.serving import Aims, ServingResult, find_capacity, simulate_serving
+
+#: Capacity over the rate that is asked for: queues need room.
+_ROOM = (1.0, 1.15, 1.3, 1.5, 1.8, 2.2, 3.0)
+
+#: Shares of the targets that closed forms are given, to propose plans with more room.
+_SHARES = (1.0, 0.7, 0.45)
+
+#: Plans that are simulated for each of these.
+_EACH = 3
+
+#: Requests that are simulated: so many times those that are there at once, within bounds.
+_TIMES, _FEWEST, _MOST = 20, 3_000, 30_000
+
+
+def plan_simulated(
+    problem: ServingProblem,
+    constraints: ServingConstraints,
+    aims: Aims,
+    requests: Callable[[float, int], Load],
+    top: int = 5,
+) -> ServingPlanResult:
+    """Find the best way to serve a load under targets that are percentiles.
+
+    Args:
+        problem: model, load, cluster, calibration.
+        constraints: objective, rate and the like; its targets are limits of means, the same numbers as those of `aims`.
+        aims: the targets.
+        requests: gives so many requests at a rate.
+        top: how many plans to give.
+
+    Returns: the search that proposed the best plan, with the plans that keep the targets, best first.
+
+    Raises:
+        InfeasibleError: no proposed plan keeps the targets; says what came nearest.
+    """
+    if constraints.rate is None:
+        return _most(problem, constraints, aims, requests, top)
+    nearest: SimulatedPlan | None = None
+    for room in _ROOM:
+        try:
+            planning = plan_serving(
+                problem, constraints=replace(constraints, rate=constraints.rate * room), top=max(top, _EACH)
+            )
+        except InfeasibleError:
+            if nearest is None:
+                raise
+            break
+        tried = [_sent(problem, e, constraints.rate, requests) for e in planning.plans]
+        kept = [p for p in tried if aims.met_by(p.result)]
+        if kept:
+            kept.sort(key=lambda p: (p.estimate.setup.num_chips, *reversed(aims.reached(p.result))))
+            return _planned(planning, constraints, kept[:top])
+        nearest = min([*tried, *([nearest] if nearest else [])], key=lambda p: _excess(aims, p.result))
+    assert nearest is not None
+    raise InfeasibleError(_missed(aims, nearest))
+
+
+def _sent(
+    problem: ServingProblem, e: ServingEstimate, rate: float, requests: Callable[[float, int], Load]
+) -> SimulatedPlan:
+    """Send a plan requests at a rate."""
+    count = int(min(max(_TIMES * rate * e.end_to_end_s, _FEWEST), _MOST))
+    result = simulate_serving(served_system(problem, e.setup), requests(rate, count))
+    return SimulatedPlan(e, rate, result)
+
+
+def _most(
+    problem: ServingProblem,
+    constraints: ServingConstraints,
+    aims: Aims,
+    requests: Callable[[float, int], Load],
+    top: int,
+) -> ServingPlanResult:
+    """Find the most tokens a chip that keep the targets; plans are those that keep shares of them as means."""
+    plannings: list[ServingPlanResult] = []
+    reasons: list[str] = []
+    found: dict[object, SimulatedPlan] = {}
+    for share in _SHARES:
+        limits = {
+            n: None if v is None else share * v
+            for n, v in (("ttft", constraints.max_ttft), ("tpot", constraints.max_tpot))
+        }
+        tighter = replace(constraints, max_ttft=limits["ttft"], max_tpot=limits["tpot"])
+        try:
+            planning = plan_serving(problem, constraints=tighter, top=_EACH)
+        except InfeasibleError as error:
+            reasons.append(str(error))
+            break
+        plannings.append(planning)
+        for e in planning.plans:
+            if e.setup in found:
+                continue
+            load = requests(0.5 * e.requests_per_s, int(min(max(10 * e.requests_per_s * e.end_to_end_s, 1000), 6000)))
+            try:
+                capacity = find_capacity(served_system(problem, e.setup), load, aims)
+            except InfeasibleError as error:
+                reasons.append(str(error))
+                continue
+            found[e.setup] = SimulatedPlan(e, capacity.rate, capacity.result)
+    if not found:
+        raise InfeasibleError(reasons[0])
+    best = sorted(found.values(), key=lambda p: -p.tokens_per_chip)[:top]
+    return _planned(plannings[0], constraints, best)
+
+
+def _planned(
+    planning: ServingPlanResult, constraints: ServingConstraints, kept: Sequence[SimulatedPlan]
+) -> ServingPlanResult:
+    """Give the search that proposed plans, with those that were kept in their order.
+
+    Why others lose is left out: it is told by means, which were not what decided.
+    """
+    return replace(
+        planning, constraints=constraints, plans=tuple(p.estimate for p in kept), neighbours=(), simulated=tuple(kept)
+    )
+
+
+def _excess(aims: Aims, result: ServingResult) -> float:
+    """By which factor the worse of both targets is missed."""
+    pairs = zip(aims.reached(result), (aims.ttft, aims.tpot), strict=True)
+    return max((reached / aim.seconds for reached, aim in pairs if aim is not None), default=0.0)
+
+
+def _missed(aims: Aims, nearest: SimulatedPlan) -> str:
+    """Say what came nearest."""
+    latencies = zip(("TTFT", "TPOT"), (aims.ttft, aims.tpot), aims.reached(nearest.result), strict=True)
+    said = [
+        f"{name} {aim} {format_time(value)} (wanted {format_time(aim.seconds)})"
+        for name, aim, value in latencies
+        if aim is not None
+    ]
+    return (
+        f"no plan keeps the targets at {nearest.rate:g} requests/s when its traffic is simulated; the nearest, on "
+        f"{nearest.estimate.setup.num_chips} chips, has {' and '.join(said)}: loosen a target, lower --rate, or give "
+        "more chips"
+    )

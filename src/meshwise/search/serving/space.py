@@ -1,0 +1,212 @@
+"""Every layout of one engine that is searched, for a step, as arrays: mesh sizes, choices, and places on the network.
+
+What is searched: engines of every number of chips that divides the cluster's; of these, every product of
+tensor x cache x width x expert x stage (generation) or tensor x width x context x expert x fsdp x stage (prefill), and
+every way to lay it on the network. Left out are layouts that only copy: more ways than twice the heads, a cache split
+otherwise while there are key/value heads left to split, more expert shards than experts, more stages than layers; and
+width together with experts, context or gathered weights, context together with gathered weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+
+from meshwise.costs.axis_mapping import AxisMapping
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.wires import engine_wirings
+from meshwise.models import Model
+from meshwise.models.spec import SelfAttention
+from meshwise.sharding.serving import SERVING_AXES
+from meshwise.sharding.serving_layout import ServingLayout, ServingLayoutChoices
+
+_AXES: dict[Step, tuple[str, ...]] = {
+    "decode": ("tensor", "cache", "width", "expert", "stage"),
+    "prefill": ("tensor", "width", "context", "expert", "fsdp", "stage"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Layouts of one structure: meshes, and the places that each of them can have on the network.
+
+    Args:
+        structure: the choices that are no sizes.
+        layouts: one for each place of each mesh: without wires, and the wires; places of a mesh follow one another.
+        places: which mesh each of these is.
+        factors: mesh axis -> extents on each dimension of the network, of each of these.
+        mesh: mesh axis -> sizes, of each mesh.
+        chips: of an engine, of each mesh.
+        stored: how a mesh stores weights: equal for those that can share a copy.
+        cached: how it splits caches: equal where `ServingSetup.one_layout` says so.
+    """
+
+    structure: ServingLayoutChoices
+    layouts: tuple[tuple[ServingLayout, AxisMapping], ...]
+    places: np.ndarray
+    factors: dict[str, list[np.ndarray]]
+    mesh: dict[str, np.ndarray]
+    chips: np.ndarray
+    stored: tuple[object, ...]
+    cached: tuple[object, ...]
+
+
+@cache
+def divisors(n: int) -> tuple[int, ...]:
+    """Numbers that divide `n`, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def engine_sizes(chips: int) -> tuple[int, ...]:
+    """Chips that an engine may have on a cluster of so many."""
+    return divisors(chips)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a model has to split."""
+
+    heads: int
+    kv_heads: int
+    experts: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: Model) -> _Limits:
+        mixers = [g.layer.attention for g in model.spec.groups if g.layer.attention is not None]
+        heads = [getattr(m, "heads", 0) or getattr(m, "channels", 0) for m in mixers]
+        kv = [m.kv_heads for m in mixers if isinstance(m, SelfAttention)]
+        experts = max((m.experts for m in model.mixtures), default=1)
+        return cls(max(heads, default=1), max(kv, default=1), experts, model.num_layers)
+
+
+def _meshes(chips: int, step: Step, limits: _Limits) -> Iterator[dict[str, int]]:
+    """Sizes of the axes of a step whose product is `chips`."""
+
+    def fill(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
+        if len(axes) == 1:
+            yield {axes[0]: left}
+            return
+        for size in divisors(left):
+            for rest in fill(axes[1:], left // size):
+                yield {axes[0]: size, **rest}
+
+    for sizes in fill(_AXES[step], chips):
+        if _makes_sense(sizes, limits):
+            yield sizes
+
+
+def _makes_sense(sizes: dict[str, int], limits: _Limits) -> bool:
+    ways = sizes["tensor"] * sizes.get("cache", 1)
+    wide = sizes["width"] > 1
+    others = sizes["expert"] * sizes.get("context", 1) * sizes.get("fsdp", 1)
+    return (
+        sizes["tensor"] <= limits.heads
+        and ways < 2 * limits.heads
+        and (sizes.get("cache", 1) == 1 or ways > limits.kv_heads)
+        and sizes["expert"] <= limits.experts
+        and sizes["stage"] <= limits.layers
+        and not (wide and others > 1)
+        and not (sizes.get("context", 1) > 1 and sizes.get("fsdp", 1) > 1)
+    )
+
+
+def _choices(sizes: dict[str, int], step: Step, limits: _Limits) -> Iterator[dict[str, object]]:
+    """Choices of a mesh that are no sizes."""
+    ways = sizes["tensor"] * sizes.get("cache", 1)
+    splits: tuple[str, ...] = ("heads",)
+    if sizes.get("cache", 1) > 1:
+        splits = ("batch", "sequence")
+    elif sizes["width"] > 1 and step == "decode":
+        splits = ("heads", "batch")
+    positions = (False, True) if step == "prefill" and ways > 1 and sizes["width"] == 1 else (False,)
+    shared = ways > 1 and sizes["width"] == 1 and ways * sizes["expert"] <= limits.experts
+    whole = limits.experts > 1 and shared
+    for split in splits:
+        for along in positions:
+            for width_of_experts in (True, False) if whole else (True,):
+                if width_of_experts or not along:
+                    yield {
+                        "cache_split": split,
+                        "sequence_parallel": along,
+                        "expert_tensor_parallel": width_of_experts,
+                    }
+
+
+def candidates(
+    problem: ServingProblem, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...] = ()
+) -> tuple[Candidates, ...]:
+    """Give every layout of engines of so many chips, by structure; `forbid`: axes that are not used."""
+    return _candidates(_Limits.of(problem.model), fabric, step, sizes, forbid)
+
+
+@lru_cache(maxsize=16)
+def _candidates(
+    limits: _Limits, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...]
+) -> tuple[Candidates, ...]:
+    """As `candidates`; kept, because searches of one cluster in other formats, or with other targets, have the same."""
+    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, list[AxisMapping], np.ndarray]]] = {}
+    for chips in sizes:
+        for mesh in _meshes(chips, step, limits):
+            if any(mesh.get(axis, 1) > 1 for axis in forbid):
+                continue
+            wirings = _distinct(mesh, fabric)
+            if not wirings:
+                continue
+            extents = _extents(wirings, len(fabric.dimensions))
+            for choice in _choices(mesh, step, limits):
+                layout = ServingLayout(**mesh, **choice)  # type: ignore[arg-type]
+                found.setdefault(layout.structure, []).append((layout, wirings, extents))
+    return tuple(_arrays(structure, meshes) for structure, meshes in found.items())
+
+
+def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
+    """Ways to lay a mesh on the network; of those that differ by a permutation of equal dimensions, one."""
+    whole = {a: mesh.get(a, 1) for a in SERVING_AXES}
+    alike = [(d.size, d.torus, d.wraps, d.bandwidth_one_way, d.twisted) for d in fabric.dimensions]
+    if len(set(alike)) == len(alike):
+        return list(engine_wirings(whole, fabric))
+    seen: dict[object, AxisMapping] = {}
+    for wiring in engine_wirings(whole, fabric):
+        columns = [(kind, tuple(e[i] for e in wiring.values())) for i, kind in enumerate(alike)]
+        torus = tuple(sorted(c for c in columns if c[0][1]))
+        rest = tuple(c for c in columns if not c[0][1])
+        seen.setdefault((torus, rest), wiring)
+    return list(seen.values())
+
+
+def _extents(wirings: list[AxisMapping], dimensions: int) -> np.ndarray:
+    """Extents of every way to lay a mesh on the network, [way, axis, dimension]."""
+    ones = (1,) * dimensions
+    each = [[wiring.get(a, ones) for a in SERVING_AXES] for wiring in wirings]
+    return np.array(each, dtype=float).reshape(len(wirings), len(SERVING_AXES), dimensions)
+
+
+def _arrays(
+    structure: ServingLayoutChoices, found: list[tuple[ServingLayout, list[AxisMapping], np.ndarray]]
+) -> Candidates:
+    meshes = [(layout, wirings) for layout, wirings, _ in found]
+    extents = np.concatenate([e for *_, e in found])
+    return Candidates(
+        structure,
+        tuple((layout, wiring) for layout, wirings in meshes for wiring in wirings),
+        np.repeat(np.arange(len(meshes)), [len(wirings) for _, wirings in meshes]),
+        {a: list(np.ascontiguousarray(extents[:, i].T)) for i, a in enumerate(SERVING_AXES)},
+        {a: np.array([float(getattr(x, a)) for x, _ in meshes]) for a in SERVING_AXES},
+        np.array([float(x.engine_chips) for x, _ in meshes]),
+        tuple((x.engine_chips, x.weight_ways, x.expert, x.stage) for x, _ in meshes),
+        tuple(_cached_as(x) for x, _ in meshes),
+    )
+
+
+def _cached_as(x: ServingLayout) -> object:
+    """What of a layout says how it splits a cache."""
+    return (*x.sizes.values(), x.structure.cache_split, x.expert_tensor_parallel, x.context_method)

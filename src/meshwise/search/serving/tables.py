@@ -1,0 +1,231 @@
+"""All candidates of a step priced at once: time, memory and rate of each layout at each batch.
+
+The numbers are those of `costs.serving`, whose functions work on arrays as they do on floats. Meshes are a row and
+batches a column, so that what depends on one of them alone is worked out once; memory and operations are the same at
+all places of a mesh on the network, of which the fastest is kept. Not here: which layout is best.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwise.costs.axis_mapping import AxisMapping
+from meshwise.costs.collectives import collective_time
+from meshwise.costs.extents import Extents
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.network import PlacedWires
+from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
+from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.sizes import StepSizes, step_extents
+from meshwise.costs.serving.step import time_step
+from meshwise.jobs import ServingLoad
+from meshwise.search.serving.space import Candidates
+from meshwise.sharding import CollectiveKind
+from meshwise.sharding.serving import SERVING_AXES
+from meshwise.sharding.serving_layout import ServingLayout
+
+
+def _nothing() -> np.ndarray:
+    return np.empty((0, 0))
+
+
+@dataclass(frozen=True)
+class Table:
+    """One row for each mesh and batch, at its fastest place on the network; several, where none is best in everything.
+
+    Args:
+        priced: layouts with a place on the network and a batch, of which these rows are left.
+        layouts: of all rows, and their wires; `layout` is the row's index into them.
+        sizes: mesh axis -> size, of each of `layouts`.
+        layout, batch, chips: of the row.
+        stored: how weights are stored: (parts, expert, stage) as one number, equal for those that can share a copy.
+        mesh: which layouts split caches alike, as one number.
+        kind: which layouts differ by their places on the network alone, as one number.
+        seconds: of a whole prefill, or of a decode step.
+        weights, cache, activations, workspace: bytes on the fullest chip.
+        prompts: decode only: numbers of prompts, and [number, layout] bytes of their cache.
+        interval: prefill only: seconds from one to the next where a pipeline is kept full.
+        handover: prefill only: seconds in which caches change places among an engine's chips.
+    """
+
+    priced: int
+    layouts: tuple[tuple[ServingLayout, AxisMapping], ...]
+    sizes: dict[str, np.ndarray]
+    layout: np.ndarray
+    batch: np.ndarray
+    chips: np.ndarray
+    stored: np.ndarray
+    mesh: np.ndarray
+    kind: np.ndarray
+    seconds: np.ndarray
+    weights: np.ndarray
+    cache: np.ndarray
+    activations: np.ndarray
+    workspace: np.ndarray
+    prompts: tuple[np.ndarray, np.ndarray]
+    interval: np.ndarray = field(default_factory=_nothing)
+    handover: np.ndarray = field(default_factory=_nothing)
+
+    def layout_of(self, row: int, replicas: int = 1) -> ServingLayout:
+        """Give a row's layout with its wires."""
+        layout, wiring = self.layouts[int(self.layout[row])]
+        return layout.replace(wires=tuple(wiring.items()), replicas=replicas)
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return len(self.batch)
+
+
+def _number(of: dict[object, int], key: object) -> int:
+    return of.setdefault(key, len(of))
+
+
+def make_table(
+    problem: ServingProblem,
+    fabric: Fabric,
+    step: Step,
+    found: Sequence[Candidates],
+    batches: Sequence[int],
+    *,
+    prompts: Sequence[int] = (),
+    keys: tuple[dict[object, int], dict[object, int]],
+) -> Table:
+    """Price every candidate at every batch.
+
+    Args:
+        problem, fabric: as in `estimate_serving`.
+        step: "prefill" or "decode".
+        found: layouts by structure.
+        batches: requests, or prompts that are prefilled together.
+        prompts: numbers of prompts whose caches a decoding engine may hold besides.
+        keys: numbers given so far to ways of storing weights, and to meshes, shared by both steps.
+    """
+    batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    held, layouts, kinds = [_nothing()], 0, 0
+    for group in found:
+        steps = _step_sizes(problem.load, step, batch, group.mesh)
+        extents = step_extents(problem, step, group.structure, steps[0])
+        timed = _timed(problem, fabric, step, group, steps, extents)
+        memory = _memory(problem, step, group, steps, extents)
+        shape = len(batches), len(group.layouts)
+        place, at = np.nonzero(_fastest([np.broadcast_to(v, shape) for v in timed.values()], group.places).T)
+        of_mesh = {
+            "batch": batch,
+            "chips": group.chips,
+            "stored": np.array([_number(keys[0], key) for key in group.stored]),
+            "mesh": np.array([_number(keys[1], key) for key in group.cached]),
+            "kind": np.arange(kinds, kinds + len(group.chips)),
+            **memory,
+        }
+        parts["layout"].append(place + layouts)
+        for name, value in timed.items():
+            parts[name].append(np.broadcast_to(value, shape)[at, place])
+        for name, value in of_mesh.items():
+            parts[name].append(np.broadcast_to(value, (len(batches), len(group.chips)))[at, group.places[place]])
+        if prompts:
+            held.append(_prompt_bytes(problem, step, group, together))
+        layouts, kinds = layouts + len(group.layouts), kinds + len(group.chips)
+    return Table(
+        len(batches) * layouts,
+        tuple(layout for group in found for layout in group.layouts),
+        {a: np.concatenate([group.mesh[a][group.places] for group in found]) for a in SERVING_AXES},
+        **{name: np.concatenate(values) for name, values in parts.items()},
+        prompts=(together.ravel(), np.concatenate(held[1:] or held, axis=1)),
+    )
+
+
+#: Sizes of a step; for attention, where they differ; and of long requests, for memory.
+_Steps = tuple[StepSizes, StepSizes | None, StepSizes]
+
+
+def _timed(  # noqa: PLR0917 -- where, and the sizes of the step
+    problem: ServingProblem, fabric: Fabric, step: Step, group: Candidates, steps: _Steps, extents: Extents
+) -> dict[str, np.ndarray]:
+    """What depends on the place on the network, [batch, place]: those columns in which less is better."""
+    wires = PlacedWires(fabric, group.factors, problem.routing)
+    sizes, attending, _ = steps
+    seconds, interval = time_step(problem, step, group.structure, sizes, wires, group.places, attending, extents)
+    if step == "decode":
+        return {"seconds": seconds}
+    return {"seconds": seconds, "interval": interval, "handover": _handover(problem, wires, sizes.sequences)}
+
+
+def _memory(
+    problem: ServingProblem, step: Step, group: Candidates, steps: _Steps, extents: Extents
+) -> dict[str, np.ndarray]:
+    """Bytes on the fullest chip, [batch, mesh] or broadcast so."""
+    load, mesh, (mean, _, long) = problem.load, group.mesh, steps
+    batch = mean.sequences
+    kept = load.kept(batch) + load.draft_tokens if step == "decode" else load.prefilled(batch)
+    known = extents if long is mean else None
+    activations, workspace = step_memory(problem, step, group.structure, long, known)
+    return {
+        "weights": weight_bytes(problem, step, group.structure, mesh),
+        "cache": cache_bytes(problem, step, group.structure, mesh, batch, kept),
+        "activations": activations,
+        "workspace": workspace,
+    }
+
+
+def _prompt_bytes(problem: ServingProblem, step: Step, group: Candidates, prompts: np.ndarray) -> np.ndarray:
+    """Bytes of the cache of so many prompts, [prompts, place]."""
+    own = cache_bytes(problem, step, group.structure, group.mesh, prompts, problem.load.prefilled(prompts))
+    return np.broadcast_to(own, (len(prompts), len(group.chips)))[:, group.places]
+
+
+def _fastest(columns: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
+    """Of the places of each mesh, those that its fastest one, the first of equals, does not beat in all columns.
+
+    Args:
+        columns: [batch, place], the seconds first.
+        places: the mesh of each place; those of a mesh follow one another.
+
+    Returns: [batch, place] which.
+    """
+    starts = np.flatnonzero(np.diff(places, prepend=-1))
+    seconds = columns[0]
+    number = np.arange(len(places))
+    is_least = seconds == np.minimum.reduceat(seconds, starts, axis=1)[:, places]
+    first = np.minimum.reduceat(np.where(is_least, number, len(places)), starts, axis=1)[:, places]
+    beaten = np.ones(seconds.shape, dtype=bool)
+    for column in columns[1:]:
+        beaten &= column >= np.take_along_axis(column, first, axis=1)
+    kept: np.ndarray = ~beaten | (number == first)
+    return kept
+
+
+def _step_sizes(load: ServingLoad, step: Step, batch: np.ndarray, mesh: dict[str, np.ndarray]) -> _Steps:
+    if step == "prefill":
+        return _prompts(load, batch, mesh)
+    positions = load.positions_per_step
+    sizes = StepSizes(batch, positions, load.mean_context + positions - 1, mesh, last=positions)
+    return sizes, None, sizes
+
+
+def _prompts(
+    load: ServingLoad, batch: np.ndarray, mesh: dict[str, np.ndarray]
+) -> tuple[StepSizes, StepSizes | None, StepSizes]:
+    """Sizes of a whole prefill: of the mean prompt, for attention, and of long ones for memory."""
+    mean = StepSizes(batch, load.computed, load.prompt, mesh)
+    if load.mix is None:
+        return mean, None, mean
+    attended, long = load.attended_prompt, load.prefilled(batch)
+    return (
+        mean,
+        StepSizes(batch, attended - load.cached_prefix, attended, mesh),
+        StepSizes(batch, long - load.cached_prefix, long, mesh),
+    )
+
+
+def _handover(problem: ServingProblem, wires: PlacedWires, prompts: np.ndarray) -> np.ndarray:
+    """Seconds in which caches of so many prompts are exchanged among the chips of an engine."""
+    num_bytes = prompts * problem.model.kv_cache.bytes_per_sequence(problem.load.prompt, problem.load.formats.kv)
+    links = problem.calibration.in_steps.links
+    seconds: np.ndarray = collective_time(CollectiveKind.ALL_TO_ALL, num_bytes, wires(SERVING_AXES), links=links)
+    return seconds

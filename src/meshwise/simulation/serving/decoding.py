@@ -1,0 +1,236 @@
+"""Requests that decode together: any number of their steps is one jump, in closed form.
+
+Time is counted in decode steps of the replica, S. A request that joins before step S with x tokens cached attends
+to x + 1 in its first step and to one more in each later one: to offset + S, where its offset never changes. So sums
+over all requests are a sum of offsets and a count, a finish is a number of a step, and a request is touched when it
+joins and when it leaves. With speculation a step gives `growth` tokens on average instead of one.
+
+Not here: when to decode, and whose cache gives way (`replica`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+
+from meshwise.costs.engine import AttentionCosts, EngineCosts
+from meshwise.simulation.serving.pages import FluidPages, Pages
+from meshwise.simulation.serving.request import Request
+from meshwise.simulation.serving.scheduling import Speculation
+
+#: Numbers of tokens of a prefill whose seconds are remembered.
+_REMEMBERED = 4096
+
+
+class Decoding:
+    """The requests of a replica that decode.
+
+    Args:
+        costs: of a step.
+        speculation: what drafts there are.
+
+    Attributes:
+        steps: decode steps done.
+        count: requests.
+    """
+
+    def __init__(self, costs: EngineCosts, speculation: Speculation | None) -> None:
+        self.costs = costs
+        self.speculation = speculation
+        self.growth: float = 1 if speculation is None else speculation.tokens_per_step
+        self.pages: Pages | FluidPages = (
+            Pages(costs.block_tokens) if speculation is None else FluidPages(costs.block_tokens, self.growth)
+        )
+        self.steps = self.count = self.joins = 0
+        self.offsets: float = 0
+        self.finishes: list[tuple[int, int, Request]] = []
+        self.read_s = sum(kind.seconds_per_cached_token for kind in costs.attention if kind.window is None)
+        self.windows = [_Window(kind, self.growth) for kind in costs.attention if kind.window is not None]
+        self._fixed = [0.0]
+        self._prefill: dict[int, float] = {}
+        self._step_s = self._growth_s = 0.0
+
+    def join(self, request: Request, cached: float, steps: int) -> None:
+        """Take in a request.
+
+        Args:
+            request: now its cache holds `cached` tokens.
+            cached: tokens.
+            steps: after which it is done.
+        """
+        self.joins += 1
+        request.serial = self.joins
+        request.cached = cached
+        request.joined, request.last = self.steps, self.steps + steps
+        request.offset = offset = cached + 1 - self.growth * self.steps
+        self.count += 1
+        self.offsets += offset
+        self.pages.join(offset)  # type: ignore[arg-type]
+        heapq.heappush(self.finishes, (request.last, request.serial, request))
+        for window in self.windows:
+            window.join(request, self.steps)
+
+    def leave(self, request: Request) -> None:
+        """Let a request go; `tokens` of it must be asked before."""
+        self.count -= 1
+        self.offsets -= request.offset
+        self.pages.leave(request.offset)  # type: ignore[arg-type]
+        for window in self.windows:
+            window.leave(request, self.steps)
+        request.serial = 0
+        if not self.count:
+            self.offsets = 0  # no rounding is carried on
+
+    def tokens(self, request: Request) -> float:
+        """Tokens of a request that the cache holds now."""
+        return request.offset + self.growth * self.steps - 1
+
+    def finished(self) -> Iterator[Request]:
+        """Give those that are done, which are to leave."""
+        finishes = self.finishes
+        while finishes and finishes[0][0] <= self.steps:
+            _, serial, request = heapq.heappop(finishes)
+            if request.serial == serial:
+                yield request
+
+    def last_joined(self) -> Request:
+        """Find the one that joined last."""
+        return max((entry for entry in self.finishes if entry[2].serial == entry[1]), key=lambda entry: entry[1])[2]
+
+    def longest_run(self, blocks: float) -> int:
+        """Count the steps until one is done, or reaches a window, or blocks run out; prepare `seconds` for them."""
+        finishes = self.finishes
+        while finishes[0][2].serial != finishes[0][1]:
+            heapq.heappop(finishes)
+        steps: float = finishes[0][0] - self.steps
+        for window in self.windows:
+            steps = min(steps, window.steps_below(self.steps))
+        if self.count > 1 and self.count * (steps * self.growth / self.costs.block_tokens + 1) > blocks:
+            steps = min(steps, self.pages.steps_within(self.count, self.steps, blocks))  # type: ignore[arg-type]
+        self._step_s = self.fixed_seconds() + self.attention_seconds()
+        self._growth_s = self.read_s * self.growth * self.count
+        for window in self.windows:
+            self._growth_s += window.growth_s()
+        return int(steps)
+
+    def seconds(self, steps: int) -> float:
+        """Seconds of `steps` steps, as many as `longest_run` says at most."""
+        return steps * self._step_s + self._growth_s * (steps * (steps - 1) // 2)
+
+    def steps_until(self, time: float, start: float, most: int) -> int:
+        """Find the first step that ends at `time` or later, at most `most`, of a run that began at `start`."""
+        linear, elapsed = self._step_s - self._growth_s / 2, time - start
+        if self._growth_s:
+            guess = (math.sqrt(linear * linear + 2 * self._growth_s * elapsed) - linear) / self._growth_s
+        else:
+            guess = elapsed / self._step_s
+        steps = min(max(math.ceil(guess), 1), most)
+        while steps > 1 and start + self.seconds(steps - 1) >= time:
+            steps -= 1
+        while steps < most and start + self.seconds(steps) < time:
+            steps += 1
+        return steps
+
+    def advance(self, steps: int) -> float:
+        """Do steps; give the blocks that they took."""
+        blocks = self.pages.grown(self.count, self.steps, steps)
+        self.steps += steps
+        for window in self.windows:
+            window.advance(self.steps)
+        return blocks
+
+    def attention_seconds(self) -> float:
+        """Seconds in which the next step attends."""
+        seconds = self.read_s * (self.offsets + self.count * self.growth * self.steps)
+        for window in self.windows:
+            seconds += window.seconds(self.steps)
+        return seconds
+
+    def fixed_seconds(self) -> float:
+        """Seconds of a decode step besides attention."""
+        fixed, count = self._fixed, self.count
+        while len(fixed) <= count:
+            fixed.append(self.step_seconds_of(len(fixed), 0))
+        return fixed[count]
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Seconds, besides attention, of a step that only prefills so many tokens."""
+        seconds = self._prefill.get(tokens)
+        if seconds is None:
+            if len(self._prefill) >= _REMEMBERED:
+                self._prefill.clear()
+            seconds = self._prefill[tokens] = self.step_seconds_of(0, tokens)
+        return seconds
+
+    def step_seconds_of(self, count: int, more_tokens: int) -> float:
+        """Seconds, besides attention, of a step in which `count` decode, with so many more tokens of prompts."""
+        costs, speculation = self.costs, self.speculation
+        each, drafts = (
+            (1, 0.0)
+            if speculation is None
+            else (1 + speculation.draft_tokens, speculation.draft_tokens * speculation.draft_step_s)
+        )
+        seconds = costs.overhead_s + costs.per_request_s * count + costs.tokens_seconds(count * each + more_tokens)
+        return seconds + (drafts if count else 0.0)
+
+
+class _Window:
+    """What one kind of windowed layers reads: requests below the window grow, others read the window.
+
+    Args:
+        kind: of layers.
+        growth: tokens a step.
+    """
+
+    def __init__(self, kind: AttentionCosts, growth: float) -> None:
+        assert kind.window is not None
+        self.window = kind.window
+        self.read_s = kind.seconds_per_cached_token
+        self.growth = growth
+        self.below = self.full = 0
+        self.offsets: float = 0
+        self.crossings: list[tuple[int, int, Request]] = []
+
+    def _crossing(self, request: Request) -> int:
+        """The step in which a request first attends to the whole window."""
+        return math.ceil((self.window - request.offset) / self.growth)
+
+    def join(self, request: Request, step: int) -> None:
+        crossing = self._crossing(request)
+        if crossing <= step:
+            self.full += 1
+            return
+        self.below += 1
+        self.offsets += request.offset
+        heapq.heappush(self.crossings, (crossing, request.serial, request))
+
+    def leave(self, request: Request, step: int) -> None:
+        if self._crossing(request) <= step:
+            self.full -= 1
+            return
+        self.below -= 1
+        self.offsets -= request.offset
+
+    def advance(self, step: int) -> None:
+        """Move on to `step`: those that now see the whole window grow no more."""
+        crossings = self.crossings
+        while crossings and crossings[0][0] <= step:
+            _, serial, request = heapq.heappop(crossings)
+            if request.serial == serial:
+                self.below -= 1
+                self.full += 1
+                self.offsets -= request.offset
+
+    def steps_below(self, step: int) -> float:
+        """Steps until the next one reaches the window."""
+        crossings = self.crossings
+        while crossings and crossings[0][2].serial != crossings[0][1]:
+            heapq.heappop(crossings)
+        return crossings[0][0] - step if crossings else math.inf
+
+    def seconds(self, step: int) -> float:
+        return self.read_s * (self.full * self.window + self.offsets + self.below * self.growth * step)
+
+    def growth_s(self) -> float:
+        return self.read_s * self.growth * self.below

@@ -1,0 +1,64 @@
+"""Plans of two layers compiled by the real compilers, and held to three bars: state, peak and collectives.
+
+Slow: each program takes a compiler a quarter of a minute to two minutes. It proves on every run what the table of
+docs/verify.md shows of whole models.
+"""
+
+import json
+
+import pytest
+
+import meshwise
+from meshwise.cli.main import main
+from meshwise.commands.verify import verify_plan
+from meshwise.compiler.reduction import reduce_layers
+from meshwise.models import load_model
+from meshwise.sharding.layout import Layout
+
+pytestmark = pytest.mark.slow
+
+PLANS = [
+    ("llama-3-8b", "h100:8", "fsdp=4,tensor=2,remat=full"),
+    ("mixtral-8x7b", "h100:8", "expert=8,remat=full"),
+    ("llama-3-8b", "h100:8", "data=2,fsdp=4,zero=2,micro_batch=1,remat=matmuls"),
+    ("gemma-3-27b", "h100:8", "fsdp=4,context=2,context_method=gather,remat=full"),
+    ("llama-3-8b", "v5e:2x4", "fsdp=8,remat=full"),
+    ("llama-3-8b", "v6e:2x4", "fsdp=8,remat=full"),
+    ("gemma-3-27b", "v5p:2x2x2", "fsdp=8,remat=full"),
+]
+
+
+@pytest.mark.parametrize(("model", "on", "layout"), PLANS)
+def test_two_layers_are_within_the_bars(model, on, layout, tmp_path):
+    pytest.importorskip("jax_cuda12_plugin" if on.startswith("h100") else "libtpu")
+    small, _ = reduce_layers(load_model(model), Layout(), 2)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(dict(small.config)))
+    slots = {"capacity_factor": 1} if model.startswith("mixtral") else {}
+    plan = meshwise.estimate_train(
+        str(file),
+        on=on,
+        batch_tokens="64Ki" if "micro_batch" in layout else "32Ki",
+        seq_len=4096,
+        layout=layout,
+        **slots,
+    ).plans[0]
+    found = verify_plan(plan)
+    lines = {line.name: line for line in found.lines}
+    arguments = lines["arguments"]
+    tiles = sum(d.amount for d in arguments.differences if d.reason == "tiles")
+    assert arguments.compiled - tiles == pytest.approx(arguments.predicted, rel=0.01)
+    assert lines["peak"].compiled == pytest.approx(lines["peak"].predicted, rel=0.15)
+    assert found.unexplained_share < 0.05
+
+
+def test_a_tpu_program_that_runs_out_of_memory_is_refused_with_its_amounts(capsys):
+    """One layer is enough: the compiler says what it needs before it makes code."""
+    pytest.importorskip("libtpu")
+    command = "verify --on v5e:2x2 --batch-tokens 512Ki --seq-len 8192 --layout fsdp=4,remat=none,micro_batch=16"
+    code = main([*command.split(), "D=2048 F=8192 L=2 N=16 K=8 V=32768"])
+    said = capsys.readouterr().out
+    assert code == 3
+    assert "Does not fit: compiled for v5e:2x2" in said
+    assert "RESOURCE_EXHAUSTED" in said
+    assert "The compiler's own account" in said

@@ -1,0 +1,247 @@
+"""A plan beside programs that XLA compiled: every byte and FLOP has its line, and every difference its reason."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import meshwise
+from meshwise.commands.compile_worker import compile_apart
+from meshwise.commands.verify import compare_copy, verify, verify_plan
+from meshwise.commands.verify_best import verify_best
+from meshwise.compiler.compiling import Compiled
+from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.compiler.lines import REASONS, UNEXPLAINED
+from meshwise.compiler.memory import CompiledMemory
+from meshwise.core.errors import CompilerError, ConfigError, MeshwiseError
+from meshwise.report.verify import VerifiedRow, verification_report, with_verified
+
+DATA = Path(__file__).parents[1] / "data" / "compiled"
+
+
+def stored(name):
+    with gzip.open(DATA / f"{name}.json.gz", "rt", encoding="utf-8") as file:
+        value = json.load(file)
+    mesh = DeviceMesh(value["mesh"]["sizes"], tuple(value["mesh"]["slices"]))
+    return Compiled.from_json(value["compiled"], cached=True), mesh
+
+
+def compiler_of(name):
+    """A compiler that knows the programs of one plan."""
+
+    def compiler(plan, layers, *, progress):
+        progress(f"{layers}")
+        return stored(f"{name}_{layers}_layers")
+
+    return compiler
+
+
+@pytest.fixture(scope="module")
+def gpu_plan():
+    return meshwise.estimate_train(
+        "llama-3-8b", on="h100:8", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+    ).plans[0]
+
+
+@pytest.fixture(scope="module")
+def gpu(gpu_plan):
+    return verify_plan(gpu_plan, reduced=True, compiler=compiler_of("llama-3-8b_h100_8_fsdp4_tensor2"))
+
+
+def line(found, name):
+    (one,) = [x for x in found.lines if x.name == name]
+    return one
+
+
+def reasons(one):
+    return {d.reason: d.amount for d in one.differences}
+
+
+def test_two_and_four_layers_stand_for_thirty_two(gpu):
+    assert [c.layers for c in gpu.copies] == [2, 4]
+    assert (gpu.layers, gpu.whole, gpu.target) == (32, False, "h100-sxm:8")
+
+
+def test_arguments_are_the_training_state_within_a_thousandth(gpu, gpu_plan):
+    arguments = line(gpu, "arguments")
+    memory = gpu_plan.estimate.memory
+    assert arguments.predicted == pytest.approx(memory["parameters"] + memory["optimizer"], rel=1e-9)
+    assert arguments.compiled == pytest.approx(arguments.predicted, rel=1e-3)
+
+
+def test_what_is_predicted_of_two_copies_is_what_the_whole_plan_says(gpu, gpu_plan):
+    """The estimate is linear in layers, so that extrapolating it must give the estimate of all of them."""
+    assert line(gpu, "peak").predicted == pytest.approx(gpu.predicted_total, rel=1e-9)
+    memory = gpu_plan.estimate.memory
+    assert gpu.predicted_total == pytest.approx(memory["total"] - memory["reserve"], rel=1e-12)
+
+
+def test_peak_memory_is_within_fifteen_percent(gpu):
+    assert line(gpu, "peak").ratio == pytest.approx(1.0, abs=0.15)
+    assert gpu.fits
+
+
+def test_all_traffic_is_explained(gpu):
+    assert gpu.unexplained_share == 0.0
+    assert all(d.reason in REASONS for x in gpu.lines for d in x.differences)
+
+
+def test_differences_add_up(gpu):
+    for x in (*gpu.group("memory"), *gpu.group("collectives"), *gpu.group("flops")):
+        assert sum(d.amount for d in x.differences) == pytest.approx(x.compiled - x.predicted, abs=0.002 * x.compiled)
+
+
+def test_collectives_have_the_bytes_that_the_algebra_derived(gpu):
+    """Gathers and scatters: the same bytes, of the head's weights and its input once for both passes."""
+    names = [f"{kind} over {axis}" for kind in ("all-gather", "reduce-scatter") for axis in ("fsdp", "tensor")]
+    for name in names:
+        assert line(gpu, name).compiled == pytest.approx(line(gpu, name).predicted, rel=1e-3), name
+
+
+def test_matmuls_are_those_of_the_program(gpu):
+    for x in gpu.group("flops"):
+        if x.name == "layer/attention":
+            assert x.ratio == pytest.approx(2.0, rel=1e-3)  # causal pairs were expected, all are multiplied
+            assert set(reasons(x)) == {"masked pairs"}
+        else:
+            assert x.compiled == pytest.approx(x.predicted, rel=1e-6), x.name
+            assert not x.differences
+
+
+def test_what_is_moved_is_beside_what_was_planned_block_by_block(gpu):
+    found = {x.name: x for x in gpu.group("moved")}
+    assert set(found) == {"embed", "layer", "head", "elsewhere"}
+    assert all(x.compiled > 0 and x.predicted > 0 for x in found.values())
+    assert 2 < found["layer"].ratio < 10  # scores are written, which fused attention does not
+
+
+def test_a_tpu_program_of_two_layers_compares_as_well():
+    plan = meshwise.estimate_train(
+        "llama-3-8b", on="v5p:2x2x2", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+    ).plans[0]
+    compiled, mesh = stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")
+    lines = {x.name: x for x in compare_copy(plan, 2, compiled, mesh)}
+    assert lines["arguments"].ratio == pytest.approx(1.0, rel=1e-3)
+    assert sum(x.unexplained for x in lines.values()) == 0.0
+    assert reasons(lines["all-reduce over fsdp"])["reduced whole"] == lines["all-reduce over fsdp"].compiled
+
+
+def test_a_program_that_runs_out_of_memory_is_an_answer(gpu_plan):
+    message = (
+        "RESOURCE_EXHAUSTED: Used 36.63G of 15.75G hbm. Exceeded.\n\nTotal hbm usage >= 36.88G:\n    program  36.63G"
+    )
+
+    def compiler(plan, layers, *, progress):
+        value = {**stored("llama-3-8b_h100_8_fsdp4_tensor2_2_layers")[0].to_json(), "hlo": ""}
+        return Compiled.from_json({**value, "memory": None, "out_of_memory": message}, cached=False), DeviceMesh({})
+
+    found = verify_plan(gpu_plan, reduced=True, compiler=compiler)
+    assert not found.fits
+    assert found.lines == ()
+    assert len(found.copies) == 1  # the larger copy is not tried
+    report = verification_report(found, str(gpu_plan.layout), {})
+    assert report.answer == ("Does not fit: compiled for h100-sxm:8, 2 layers run out of memory: 36.6 GiB of 15.8 GiB")
+
+
+def test_a_program_whose_memory_exceeds_the_chip_does_not_fit(gpu_plan):
+    def compiler(plan, layers, *, progress):
+        compiled, mesh = stored(f"llama-3-8b_h100_8_fsdp4_tensor2_{layers}_layers")
+        big = CompiledMemory.from_json({**compiled.memory.to_json(), "temporaries": 90 * 10**9})
+        return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
+
+    assert not verify_plan(gpu_plan, reduced=True, compiler=compiler).fits
+
+
+def test_on_tpus_what_is_alive_decides():
+    """XLA's sum of temporaries there is larger than what it takes, and it refuses what does not fit itself."""
+    plan = meshwise.estimate_train(
+        "llama-3-8b", on="v5p:2x2x2", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+    ).plans[0]
+
+    def compiler(plan, layers, *, progress):
+        compiled, mesh = stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")
+        big = CompiledMemory.from_json({**compiled.memory.to_json(), "temporaries": 200 * 10**9})
+        return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
+
+    found = verify_plan(plan, compiler=compiler)
+    assert found.set_aside == found.peak == stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")[0].memory.alive
+    assert found.fits
+    assert "alive at once" not in verification_report(found, str(plan.layout), {}).answer
+
+
+def test_what_the_report_says(gpu, gpu_plan):
+    report = verification_report(gpu, str(gpu_plan.layout), {"plan": "plan.json"})
+    assert report.answer.startswith("Fits: compiled for h100-sxm:8 it takes 16.5 GiB of 79.1 GiB a chip, 16.5 GiB of")
+    data = report.envelope()
+    assert {"memory", "collectives", "matmuls", "fits", "compiler_versions"} <= set(data)
+    assert all(x["differences"] or x["predicted_flops"] for x in data["matmuls"])
+    json.dumps(data, allow_nan=False)
+
+
+def test_the_best_plans_are_verified_and_those_that_fail_go_last(gpu_plan):
+    planning = meshwise.estimate_train(
+        "llama-3-8b", on="h100:8", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+    )
+    names = [replace(gpu_plan, training=None) for _ in range(4)]
+    planning = replace(planning, plans=tuple(names))
+
+    def compiler(plan, layers, *, progress):
+        assert layers is None  # all of them
+        compiled, mesh = stored("llama-3-8b_h100_8_fsdp4_tensor2_4_layers")
+        if plan is names[1]:
+            raise CompilerError("no")
+        if plan is names[0]:
+            value = {**compiled.to_json(), "hlo": "", "memory": None, "out_of_memory": "RESOURCE_EXHAUSTED"}
+            return Compiled.from_json(value, cached=False), mesh
+        return compiled, mesh
+
+    ranked, verified = verify_best(planning, 3, compiler=compiler)
+    assert [p is n for p, n in zip(ranked.plans, (*names[1:], names[0]), strict=True)] == [True] * 4
+    assert [(v.rank, v.fails, v.refused) for v in verified] == [(1, True, ""), (2, False, "no"), (3, False, "")]
+    assert ranked.reasons[0].startswith("it is the fastest whose compiled program")
+    kept, _ = verify_best(replace(planning, plans=tuple(names[2:])), 2, compiler=compiler)
+    assert kept.plans == tuple(names[2:])
+    rows = [VerifiedRow(v.rank, str(v.plan.layout), v.found, v.refused) for v in verified]
+    report = with_verified(verification_report(verified[2].found, "", {}), rows)
+    assert [row["fits"] for row in report.data["verified"]] == [False, None, True]
+
+
+def test_reasons_are_said_once_and_none_is_the_unexplained_one():
+    assert UNEXPLAINED not in REASONS
+    assert len(set(REASONS.values())) == len(REASONS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"on": "tpu7x:2x2x1", "layout": "fsdp=4"}, CompilerError, "two devices"),
+        ({"on": "mi300x:8", "layout": "fsdp=8"}, CompilerError, "AMD"),
+        ({"layout": "fsdp=8"}, MeshwiseError, "on"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_before_anything_is_compiled(asked, error, words):
+    with pytest.raises(error, match=words):
+        verify("llama-3-8b", batch_tokens="64Ki", seq_len=4096, **asked)
+
+
+def test_bad_plans(tmp_path, gpu_plan):
+    (tmp_path / "torn.json").write_text('{"model": ')
+    with pytest.raises(ConfigError, match=r"torn.json.: expected what --save writes"):
+        verify(tmp_path / "torn.json")
+    with pytest.raises(MeshwiseError, match="its job in it"):
+        verify(gpu_plan, layout="fsdp=8")
+    with pytest.raises(MeshwiseError, match="found 3"):
+        verify(3)
+
+
+def test_a_compiler_that_stops_its_process_is_an_error_with_its_last_words(gpu_plan, monkeypatch, tmp_path):
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\necho noise\necho 'Check failed: ok' >&2\nexit 134\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr("meshwise.commands.compile_worker.sys.executable", str(stub))
+    with pytest.raises(
+        CompilerError, match="compiling 2 layers of llama-3-8b: the compiler stopped with code 134: Check"
+    ):
+        compile_apart(gpu_plan, 2)

@@ -1,0 +1,99 @@
+"""Bounds of the search are never above what they bound, and no placement that is left out is faster than all kept."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_search_exact import small_searches
+
+from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.fabric import Fabric
+from meshwise.search import training_limits
+from meshwise.search.bounds import ideal_chip_seconds_per_token
+from meshwise.search.pricing import Pricing
+from meshwise.search.rows import candidate_table
+from meshwise.search.space import meshes, placements
+from meshwise.search.structures import Choices, works
+from meshwise.sharding.layout import MESH_AXES, Layout, parse_layout
+
+BELOW = 1 + 1e-12
+
+
+def pricing_of(case):
+    problem, varied, _ = case
+    fabric = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    choices = Choices(**varied)
+    table = candidate_table(problem.job, meshes(math.prod(fabric.sizes), training_limits(problem)))
+    return Pricing(problem, fabric, works(problem.model, choices), choices, table, math.inf)
+
+
+def unbounded(rows):
+    """The same, as if nothing were known of their time."""
+    return replace(rows, bound=np.zeros(len(rows)))
+
+
+def hold_bounds(case, generator):
+    pricing = pricing_of(case)
+    groups = pricing.groups(range(len(pricing.variants)), lambda bound: np.ones(len(bound), bool))
+    rows = pricing.rows(groups.take(generator.integers(len(groups), size=24)))
+    fitting, _ = pricing.fitting(rows.take(generator.integers(len(rows), size=48)))
+    assert len(fitting)
+    bounded = pricing.bounded(unbounded(fitting))
+    assert (fitting.bound <= bounded.bound * BELOW).all()
+    assert (pricing.raised(unbounded(fitting)).bound <= bounded.bound).all()
+    sited = pricing.placed_best(unbounded(fitting))
+    for i in np.flatnonzero(sited.bound):
+        best = min(priced.seconds.min() for priced in pricing.placed(fitting.take(slice(i, i + 1))))
+        assert sited.bound[i] <= best
+    ideal = ideal_chip_seconds_per_token(pricing.problem, Choices(**case[1])) / math.prod(pricing.fabric.sizes)
+    assert (ideal <= bounded.bound * BELOW).all()
+    for priced in pricing.placed(bounded):
+        assert (priced.rows.bound <= priced.seconds * BELOW).all()
+
+
+def hold_placements(case, generator):
+    pricing = pricing_of(case)
+    problem, fabric = pricing.problem, pricing.fabric
+    groups = pricing.groups(range(len(pricing.variants)), lambda bound: np.ones(len(bound), bool))
+    rows = pricing.rows(groups.take(generator.integers(len(groups), size=4)))
+    for i in generator.integers(len(rows), size=4):
+        row, _ = pricing.fitting(rows.take(slice(i, i + 1)))
+        (priced,) = pricing.placed(row)
+        layout = pricing.found(priced, 0, 0.0).layout
+        # As text it leaves out what means nothing: that costs nothing either.
+        request = parse_layout(str(layout), num_chips=math.prod(fabric.sizes))
+        layout = Layout(**request.sizes, **request.choices)
+        every = []
+        for way in placements(fabric.sizes, tuple(layout.sizes[a] for a in MESH_AXES)):
+            wires = tuple((a, tuple(int(e) for e in extents)) for a, extents in zip(MESH_AXES, way, strict=True))
+            costs = evaluate_layout(problem, fabric, layout.replace(wires=wires))
+            every.append(costs.step.expected / (layout.sequences * problem.job.seq_len))
+        # Wires are compared to nine digits.
+        assert priced.seconds.min() == pytest.approx(min(every), rel=1e-8, abs=0)
+
+
+seeds = st.integers(0, 2**32).map(np.random.default_rng)
+
+
+@settings(max_examples=12, deadline=None)
+@given(small_searches(), seeds)
+def test_each_bound_is_below_the_next_and_below_every_placement(case, generator):
+    hold_bounds(case, generator)
+
+
+@settings(max_examples=8, deadline=None)
+@given(small_searches(), seeds)
+def test_the_best_of_all_placements_is_among_those_kept(case, generator):
+    hold_placements(case, generator)
+
+
+# Slow: the same of many more problems.
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(small_searches(), seeds)
+def test_on_many_problems_bounds_and_placements_are_admissible(case, generator):
+    hold_bounds(case, generator)
+    hold_placements(case, generator)

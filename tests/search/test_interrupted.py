@@ -1,0 +1,72 @@
+"""A search that is interrupted gives the best so far, and says so."""
+
+import importlib
+
+import pytest
+from small_problems import tiny
+
+from meshwise.costs.calibration import default_calibration
+from meshwise.costs.problem import TrainingProblem
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.search import plan_training
+
+search_module = importlib.import_module("meshwise.search.search")  # the package has a function of that name
+
+MODEL = tiny(layers=8, width=2048, hidden=8192, heads=16)
+
+
+def problem(model, cluster="h100:16", **job):
+    given = {"batch_tokens": "64Ki", "seq_len": "2048", "tokens": "1B"} | job
+    chips = parse_cluster(cluster)
+    return TrainingProblem(model, TrainingJob(**given), chips, default_calibration(chips.chip))
+
+
+def interrupting(after):
+    """Progress that is interrupted at its `after`th line, as Ctrl-C does anywhere."""
+    lines = []
+
+    def progress(line):
+        lines.append(line)
+        if len(lines) > after:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_nothing_found_yet_is_an_interruption(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_module, "_search_fabric", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan_training(problem(MODEL, "h100:8"))
+
+
+def test_the_best_so_far_is_the_answer():
+    p = problem(MODEL, "h100:16")
+    whole = plan_training(p, top=2)
+    assert whole.search.complete
+    assert whole.search.interrupted_on == 0
+    found = plan_training(p, top=2, progress=interrupting(0))
+    assert not found.search.complete
+    assert found.search.interrupted_on > 0
+    assert found.search.strategies <= whole.search.strategies
+    assert found.search.best[0].score >= whole.search.best[0].score
+    # What it says may be left is true of what there is.
+    assert found.search.best[0].score / whole.search.best[0].score <= found.most_speedup
+    assert whole.most_speedup > 1
+
+
+def test_the_fewest_chips_so_far_are_the_answer():
+    p = problem(MODEL, "h100:16", tokens="100B", batch_tokens="512Ki")
+    wished = {
+        "objective": "chips",
+        "deadline_days": 1e6,
+        "top": 1,
+        "forbidden": ("ulysses", "context", "offload", "dualpipe"),
+    }
+    whole = plan_training(p, **wished)
+    found = plan_training(p, **wished, progress=interrupting(2))
+    assert not found.search.complete
+    assert found.plans[0].estimate.num_chips > whole.plans[0].estimate.num_chips

@@ -1,0 +1,88 @@
+"""Plans that were saved: read back as they were, or refused in words."""
+
+import json
+
+import pytest
+from asked import estimate, problem
+from small_problems import tiny
+
+import meshwise
+from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.search import Plan, plan_training
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan_training(problem())
+
+
+@pytest.mark.parametrize("cluster", ["h100:16", "v5p:4x4x4", "v5e:4x4*2", "h100:16+sharp"])
+def test_a_plan_is_reproduced_from_its_json(cluster):
+    p = problem(tiny(layers=4, width=1024, hidden=4096), cluster, price=1.5, batch_tokens="128Ki", seq_len="2048")
+    for plan in plan_training(p, top=2).plans:
+        again = Plan.from_json(plan.to_json())
+        assert again.estimate == plan.estimate
+        assert again.training == plan.training
+        assert again.layout == plan.layout
+        assert again.fabric == plan.fabric
+        assert again.to_json() == plan.to_json()
+        assert again.problem.cluster.price_per_chip_hour == 1.5
+
+
+def test_a_plan_on_a_part_of_the_network_is_reproduced():
+    plan = estimate(problem(cluster="v5p:4x4x4"), "fsdp=32")
+    assert Plan.from_json(plan.to_json()).estimate == plan.estimate
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", r"plan JSON: .* at line 1, column 2"),
+        ("[]", r"plan JSON: expected the keys .*layout.*; found list"),
+        ('{"layout": 1}', r"plan JSON: expected the keys .*; found \['layout'\]"),
+    ],
+)
+def test_torn_plans_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("schema_version",), "2", "schema_version: expected '1', found '2'"),
+        (("job",), None, "a value was changed: one is of another kind than its neighbours need"),
+        (("job", "seq_len"), "x", "a value was changed: seq_len: expected a number such as .* found 'x'; undo that"),
+        (("job", "nonsense"), 1, "a value was changed: nonsense: extra inputs are not permitted; undo that"),
+        (("model", "hub_names"), 3, "a value was changed"),
+        (("cluster",), 3, "expected a cluster name"),
+        (("layout", "wires"), None, r"layout\.wires: expected"),
+        (("layout", "data"), [], "whole number"),
+        (("fabric", 0, "size"), 1e400, "a value was changed"),
+        (("fabric", 0), None, "a value was changed"),
+        (("fabric", 0), {"name": "nvlink"}, "a value was changed: 'size' is missing; undo that"),
+    ],
+    ids=str,
+)
+def test_plans_with_a_changed_value_are_refused(planned, path, value, words):
+    changed = json.loads(planned.plans[0].to_json())
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(MeshwiseError, match=words):
+        Plan.from_json(json.dumps(changed))
+
+
+def test_sequences_longer_than_the_model_reads_are_refused():
+    (plan,) = meshwise.estimate_train("gpt2", on="h100:8", batch_tokens="64Ki", seq_len=1024, layout="data=8").plans
+    changed = json.loads(plan.to_json())
+    changed["job"]["seq_len"] = 2048
+    with pytest.raises(MeshwiseError, match="gpt2 has learned positions for 1,024 tokens, found 2,048"):
+        Plan.from_json(json.dumps(changed))
+
+
+def test_a_plan_of_another_network_is_refused(planned):
+    text = planned.plans[0].to_json().replace('"name": "nvlink"', '"name": "x"')
+    with pytest.raises(ConfigError, match="plan JSON: fabric names"):
+        Plan.from_json(text)
