@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwise.core import errors
 from meshwise.compiler.compiling import Compiled, compile_ahead, target_devices
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.placement import device_mesh, place_devices
 from meshwise.compiler.reduction import reduce_layers
 from meshwise.compiler.targets import Target
+from meshwise.core import errors
 from meshwise.core.errors import CompilerError, MeshwiseError
 from meshwise.search import Plan
 
