@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
-from meshwise.core.errors import LayoutError, UnknownNameError
+from meshwise.core.errors import LayoutError
+from meshwise.sharding.layout_fields import LayoutFields, MeshLayout, Wires, check_count, check_word, is_whole
 from meshwise.sharding.remat import remat_policy
 from meshwise.sharding.remat_names import RematRequest, parse_remat
 
@@ -35,33 +36,40 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualp
 #: What can live in the host's memory.
 OFFLOADABLE = ("optimizer", "parameters", "activations")
 
-_ALIASES = {
-    "dp": "data", "data_parallel": "data", "replica": "data",
-    "zero3": "fsdp",
-    "cp": "context", "context_parallel": "context",
-    "ep": "expert", "expert_parallel": "expert", "experts": "expert",
-    "cp_ulysses": "ulysses", "ulysses_parallel": "ulysses",
-    "tp": "tensor", "mp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
-    "pp": "stage", "pipeline": "stage", "stages": "stage", "pipeline_parallel": "stage",
-    "mbs": "micro_batch", "microbatch": "micro_batch",
-    "ga": "num_microbatches", "accumulation": "num_microbatches", "microbatches": "num_microbatches",
-    "sp": "sequence_parallel", "recompute": "remat", "etp": "expert_tensor_parallel",
-    "vpp": "virtual_stages", "pipeline_schedule": "schedule",
-}  # fmt: skip
-_COUNTS = ("zero", "micro_batch", "num_microbatches", "virtual_stages", "remat_layers", "offload_layers")
-_SWITCHES = ("sequence_parallel", "expert_tensor_parallel", "fully_sharded")
-_WORDS = ("remat", "context_method", "schedule", "collective_matmul", "expert_dispatch")
-#: What to say when a switch is given a size.
-_NOT_AN_AXIS = {
-    "sequence_parallel": "; to split positions over an axis of their own use context",
-    "fully_sharded": "; the axis of that name is fsdp",
-    "expert_tensor_parallel": "; on splits each expert over the whole tensor axis, off leaves experts whole",
-}
-_SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+FIELDS = LayoutFields(
+    axes=MESH_AXES,
+    aliases={
+        "dp": "data", "data_parallel": "data", "replica": "data",
+        "zero3": "fsdp",
+        "cp": "context", "context_parallel": "context",
+        "ep": "expert", "expert_parallel": "expert", "experts": "expert",
+        "cp_ulysses": "ulysses", "ulysses_parallel": "ulysses",
+        "tp": "tensor", "mp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
+        "pp": "stage", "pipeline": "stage", "stages": "stage", "pipeline_parallel": "stage",
+        "mbs": "micro_batch", "microbatch": "micro_batch",
+        "ga": "num_microbatches", "accumulation": "num_microbatches", "microbatches": "num_microbatches",
+        "sp": "sequence_parallel", "recompute": "remat", "etp": "expert_tensor_parallel",
+        "vpp": "virtual_stages", "pipeline_schedule": "schedule",
+    },
+    example="fsdp=64,tensor=4",
+    counts=("zero", "micro_batch", "num_microbatches", "virtual_stages", "remat_layers", "offload_layers"),
+    switches={
+        "sequence_parallel": "; to split positions over an axis of their own use context",
+        "expert_tensor_parallel": "; on splits each expert over the whole tensor axis, off leaves experts whole",
+        "fully_sharded": "; the axis of that name is fsdp",
+    },
+    words={
+        "context_method": ("context method", CONTEXT_METHODS),
+        "collective_matmul": ("collective matmul", COLLECTIVE_MATMULS),
+        "expert_dispatch": ("expert dispatch", EXPERT_DISPATCHES),
+        "schedule": ("pipeline schedule", SCHEDULES),
+    },
+    texts=("remat", "offload"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(MeshLayout):
     """Sizes of the mesh axes and the choices of a training plan.
 
     Args:
@@ -94,6 +102,8 @@ class Layout:
         LayoutError: a size below one, an unknown choice.
     """
 
+    FIELDS: ClassVar[LayoutFields] = FIELDS
+
     data: int = 1
     fsdp: int = 1
     expert: int = 1
@@ -116,41 +126,23 @@ class Layout:
     offload_layers: int | None = None
     micro_batch: int = 1
     num_microbatches: int = 1
-    wires: tuple[tuple[str, tuple[int, ...]], ...] | None = None
+    wires: Wires | None = None
 
     def __post_init__(self) -> None:
-        counts = ["micro_batch", "num_microbatches", "virtual_stages"]
-        counts += [name for name in ("remat_layers", "offload_layers") if getattr(self, name) is not None]
-        for name in (*MESH_AXES, *counts):
+        self.check_fields()
+        for name in ("micro_batch", "num_microbatches", "virtual_stages", "remat_layers", "offload_layers"):
             value = getattr(self, name)
-            if not _is_whole(value) or value < 1:
-                raise LayoutError(f"layout: {name} must be a whole number of at least 1, found {value!r}")
-        if not _is_whole(self.zero) or self.zero not in (0, 1, 2):
+            if value is not None or not name.endswith("_layers"):
+                check_count(name, value)
+        if not is_whole(self.zero) or self.zero not in (0, 1, 2):
             hint = f"; ZeRO-3 is the axis fsdp (fsdp={self.data}, not data={self.data})" if self.zero == 3 else ""
             raise LayoutError(f"layout: zero must be 0, 1 or 2, found {self.zero!r}{hint}")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise LayoutError(f"layout: {name} must be true or false, found {getattr(self, name)!r}")
         if not isinstance(self.remat, str):
             raise LayoutError(f"layout: remat must be the name of a policy, found {self.remat!r}")
         remat_policy(self.remat)
-        _check_word("context method", self.context_method, CONTEXT_METHODS)
-        _check_word("collective matmul", self.collective_matmul, COLLECTIVE_MATMULS)
-        _check_word("expert dispatch", self.expert_dispatch, EXPERT_DISPATCHES)
-        _check_word("pipeline schedule", self.schedule, SCHEDULES)
         for place in self.offload:
-            _check_word("part to offload", place, OFFLOADABLE)
+            check_word("part to offload", place, OFFLOADABLE)
         self._check_combination()
-        for axis, extents in self.wires or ():
-            if axis not in MESH_AXES:
-                raise UnknownNameError("mesh axis", axis, MESH_AXES)
-            if not all(_is_whole(n) and n >= 1 for n in extents):
-                found = ", ".join(map(repr, extents))
-                raise LayoutError(f"layout: wires of {axis} must be whole numbers of at least 1, found {found}")
-            if math.prod(extents) != getattr(self, axis):
-                raise LayoutError(
-                    f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}"
-                )
 
     def _check_combination(self) -> None:
         """Refuse choices that contradict each other, whatever the model."""
@@ -224,69 +216,6 @@ class Layout:
             parts.append(f"offload_layers={self.offload_layers}")
         return ",".join(parts)
 
-    def replace(self, **changes: Any) -> Layout:
-        """Copy with other choices."""
-        return replace(self, **changes)
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, wires as a mapping; `from_json` reads it back."""
-        return {**layout_json(self), "offload": list(self.offload)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Layout:
-        """Read what `to_json` wrote.
-
-        Raises:
-            LayoutError: for what is no mapping, or a value that a field cannot have.
-            UnknownNameError: for a field that a layout does not have.
-        """
-        changes = layout_fields(cls, value)
-        if isinstance(changes.get("offload"), list):
-            changes["offload"] = tuple(changes["offload"])
-        return cls(**changes)
-
-
-def layout_json(layout: Any) -> dict[str, Any]:
-    """All fields of a layout of any kind, its wires as a mapping; `layout_fields` reads it back."""
-    out: dict[str, Any] = {f.name: getattr(layout, f.name) for f in fields(layout)}
-    wires = layout.wires
-    out["wires"] = None if wires is None else {axis: list(extents) for axis, extents in wires}
-    return out
-
-
-def layout_fields(kind: type, value: Any) -> dict[str, Any]:
-    """Fields of a layout of the class `kind`, from what `layout_json` gave.
-
-    Raises:
-        LayoutError: for what is no mapping, or wires that are none.
-        UnknownNameError: for a field that such a layout does not have.
-    """
-    if not isinstance(value, Mapping):
-        raise LayoutError(f"layout: expected a mapping of fields, found {value!r}")
-    known = {f.name for f in fields(kind)}
-    for name in value:
-        if name not in known:
-            raise UnknownNameError("layout field", str(name), known)
-    wires = value.get("wires")
-    return {**value, "wires": None if wires is None else _read_wires(wires)}
-
-
-def _check_word(what: str, word: object, known: tuple[str, ...]) -> None:
-    if word not in known:
-        raise UnknownNameError(what, str(word), known)
-
-
-def _is_whole(value: object) -> bool:
-    """Whether a value is an integer, which True is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _read_wires(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Mesh axis -> extents, from JSON."""
-    if not isinstance(value, Mapping) or not all(isinstance(extents, list | tuple) for extents in value.values()):
-        raise LayoutError(f"layout: wires must map a mesh axis to a list of extents, found {value!r}")
-    return tuple((axis, tuple(extents)) for axis, extents in value.items())
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutRequest:
@@ -314,7 +243,7 @@ def axis_of(word: str) -> str | None:
     >>> axis_of("pipeline"), axis_of("TP"), axis_of("remat")
     ('stage', 'tensor', None)
     """
-    name = _ALIASES.get(word.lower(), word.lower())
+    name = FIELDS.full_name(word)
     return name if name in MESH_AXES else None
 
 
@@ -336,25 +265,17 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
     """
     given: dict[str, Any] = {}
     remat: RematRequest | None = None
-    for part in _parts(text):
-        match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S+)", part)
-        if match is None:
-            raise LayoutError(
-                f"layout: expected name=value (such as fsdp=64 or remat=full), found {part!r} in {text!r}"
-            )
-        name = _ALIASES.get(match[1].lower(), match[1].lower())
+    for name, value, part in FIELDS.split(text):
         if name in given:
             raise LayoutError(f"layout: {name} is given twice in {text!r}")
         if name == "remat":
-            remat = parse_remat(match[2])
-        if name == "offload" and (counted := re.search(r"activations:([0-9]+)", match[2].lower())):
-            if "offload_layers" in given:
-                raise LayoutError(f"layout: offload_layers is given twice in {text!r}")
-            given["offload_layers"] = int(counted[1])
-        given[name] = _value(name, match[2], part) if remat is None or name != "remat" else remat.policy
-    if not given:
-        raise LayoutError(f"layout: expected name=value such as fsdp=64,tensor=4, found {text!r}")
-    _fill_rest(given, num_chips)
+            remat = parse_remat(value)
+            given[name] = remat.policy
+        elif name == "offload":
+            given[name] = _read_offload(value, given, text)
+        else:
+            given[name] = FIELDS.read(name, value, part)
+    FIELDS.fill_rest(given, num_chips)
     if remat is not None:
         _add_remat(given, remat, text)
     sizes = {a: given.get(a, 1) for a in MESH_AXES}
@@ -370,17 +291,14 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
     return request
 
 
-def _parts(text: str) -> list[str]:
-    """Split at commas, but not at those within brackets or within the list of a remat policy."""
-    parts: list[str] = []
-    outside_brackets = r",(?![^()]*\))"
-    for written in (p.strip() for p in re.split(outside_brackets, text) if p.strip()):
-        part = re.sub(r"\s", "", written) if "(" in written else written
-        if parts and re.match(r"(remat|recompute)\s*[=:]\s*\w+:", parts[-1].lower()) and not set("=:") & set(part):
-            parts[-1] += f"+{part}"
-        else:
-            parts.append(part)
-    return parts
+def _read_offload(value: str, given: dict[str, Any], text: str) -> tuple[str, ...]:
+    """The parts to offload; `activations:N` gives the number of layers, too."""
+    if counted := re.search(r"activations:([0-9]+)", value.lower()):
+        if "offload_layers" in given:
+            raise LayoutError(f"layout: offload_layers is given twice in {text!r}")
+        given["offload_layers"] = int(counted[1])
+    words = re.sub(r"(activations):[0-9]+", r"\1", value.lower()).split("+")
+    return tuple(word for word in words if word != "none")
 
 
 def _add_remat(given: dict[str, Any], remat: RematRequest, text: str) -> None:
@@ -392,40 +310,3 @@ def _add_remat(given: dict[str, Any], remat: RematRequest, text: str) -> None:
         given["remat_layers"] = remat.layers * pieces
     if remat.offloads:
         given["offload"] = tuple(dict.fromkeys((*given.get("offload", ()), "activations")))
-
-
-def _fill_rest(given: dict[str, Any], num_chips: int) -> None:
-    """Replace the -1 of one axis by what the others leave."""
-    rest = [a for a in MESH_AXES if given.get(a) == -1]
-    if len(rest) > 1:
-        raise LayoutError(f"layout: only one axis can be -1 (the rest), found {' and '.join(rest)}")
-    if rest:
-        others = math.prod(v for a, v in given.items() if a in MESH_AXES and a != rest[0])
-        if num_chips % others:
-            raise LayoutError(
-                f"layout: {rest[0]}=-1 cannot fill {num_chips:,} chips: the other axes multiply to {others:,}, "
-                f"which does not divide {num_chips:,}"
-            )
-        given[rest[0]] = num_chips // others
-
-
-def _value(name: str, text: str, part: str) -> Any:
-    """Read a size, a switch or a word; `part` is what the user typed."""
-    if name in _WORDS:
-        return text.lower()
-    if name == "offload":
-        words = re.sub(r"(activations):[0-9]+", r"\1", text.lower()).split("+")
-        return tuple(word for word in words if word != "none")
-    if name in _SWITCHES:
-        if text.lower() not in _SWITCH:
-            raise LayoutError(f"layout: {name} is on or off, found {part!r}{_NOT_AN_AXIS.get(name, '')}")
-        return _SWITCH[text.lower()]
-    if name not in (*MESH_AXES, *_COUNTS):
-        known = (*MESH_AXES, *_COUNTS, *_WORDS, *_SWITCHES, "offload")
-        raise UnknownNameError("layout axis or choice", name, known)
-    if not re.fullmatch(r"-?[0-9]+", text):
-        raise LayoutError(f"layout: {name} must be a whole number, found {part!r}")
-    size = int(text)
-    if name in MESH_AXES and size < 1 and size != -1:
-        raise LayoutError(f"layout: {name} must be at least 1, or -1 for the rest, found {part!r}")
-    return size

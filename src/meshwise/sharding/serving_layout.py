@@ -6,30 +6,34 @@ A frozen value that reads and prints as users write it and round-trips through J
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from meshwise.core.errors import LayoutError, UnknownNameError
-from meshwise.sharding.layout import CONTEXT_METHODS, layout_fields, layout_json
+from meshwise.core.errors import LayoutError
+from meshwise.sharding.layout import CONTEXT_METHODS
+from meshwise.sharding.layout_fields import LayoutFields, MeshLayout, Wires
 from meshwise.sharding.serving import CACHE_SPLITS, SERVING_AXES, serving_strategy
 from meshwise.sharding.strategy import Strategy
 
-_ALIASES = {
-    "tp": "tensor", "mp": "tensor", "tensor_parallel": "tensor",
-    "dcp": "cache", "kv": "cache", "dp_attention": "cache",
-    "cp": "context", "pcp": "context", "context_parallel": "context",
-    "ep": "expert", "expert_parallel": "expert", "experts": "expert",
-    "gather": "fsdp", "weight_gathered": "fsdp",
-    "pp": "stage", "pipeline": "stage", "stages": "stage", "pipeline_parallel": "stage",
-    "dp": "replicas", "replica": "replicas", "data": "replicas", "engines": "replicas",
-    "sp": "sequence_parallel", "kv_split": "cache_split", "etp": "expert_tensor_parallel",
-}  # fmt: skip
-_SIZES = (*SERVING_AXES, "replicas")
-_SWITCHES = ("sequence_parallel", "expert_tensor_parallel")
-_WORDS = {"cache_split": CACHE_SPLITS, "context_method": CONTEXT_METHODS}
-_SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+FIELDS = LayoutFields(
+    axes=(*SERVING_AXES, "replicas"),
+    aliases={
+        "tp": "tensor", "mp": "tensor", "tensor_parallel": "tensor",
+        "dcp": "cache", "kv": "cache", "dp_attention": "cache",
+        "cp": "context", "pcp": "context", "context_parallel": "context",
+        "ep": "expert", "expert_parallel": "expert", "experts": "expert",
+        "gather": "fsdp", "weight_gathered": "fsdp",
+        "pp": "stage", "pipeline": "stage", "stages": "stage", "pipeline_parallel": "stage",
+        "dp": "replicas", "replica": "replicas", "data": "replicas", "engines": "replicas",
+        "sp": "sequence_parallel", "kv_split": "cache_split", "etp": "expert_tensor_parallel",
+    },
+    example="tensor=8,replicas=4",
+    switches={"sequence_parallel": "", "expert_tensor_parallel": ""},
+    words={
+        "cache_split": ("cache split", CACHE_SPLITS),
+        "context_method": ("context method", CONTEXT_METHODS),
+    },
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class ServingLayoutChoices:
 
 
 @dataclass(frozen=True)
-class ServingLayout:
+class ServingLayout(MeshLayout):
     """Sizes of the mesh axes of one engine, the number of engines, and the choices of a serving plan.
 
     Args:
@@ -85,6 +89,8 @@ class ServingLayout:
         UnknownNameError: an unknown word or axis.
     """
 
+    FIELDS: ClassVar[LayoutFields] = FIELDS
+
     tensor: int = 1
     cache: int = 1
     width: int = 1
@@ -97,16 +103,10 @@ class ServingLayout:
     sequence_parallel: bool = False
     expert_tensor_parallel: bool = True
     context_method: str = "gather"
-    wires: tuple[tuple[str, tuple[int, ...]], ...] | None = None
+    wires: Wires | None = None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise LayoutError(f"layout: {name} must be a whole number of at least 1, found {value!r}")
-        for name, known in _WORDS.items():
-            if getattr(self, name) not in known:
-                raise UnknownNameError(name.replace("_", " "), str(getattr(self, name)), known)
+        self.check_fields()
         if self.cache > 1 and self.cache_split == "heads":
             raise LayoutError(
                 f"layout: cache={self.cache} splits the cache by sequences or positions: write cache_split=batch or "
@@ -121,13 +121,6 @@ class ServingLayout:
                 f"layout: width={self.width} splits what experts read, expert_tensor_parallel=off the experts: leave "
                 "one of them out"
             )
-        for axis, extents in self.wires or ():
-            if axis not in _SIZES:
-                raise UnknownNameError("mesh axis", axis, _SIZES)
-            if math.prod(extents) != getattr(self, axis):
-                raise LayoutError(
-                    f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}"
-                )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -162,7 +155,7 @@ class ServingLayout:
         )
 
     def __str__(self) -> str:
-        parts = [f"{a}={getattr(self, a)}" for a in _SIZES if getattr(self, a) > 1] or ["tensor=1"]
+        parts = [f"{a}={getattr(self, a)}" for a in FIELDS.axes if getattr(self, a) > 1] or ["tensor=1"]
         s = self.structure
         if s.cache_split != "heads":
             parts.append(f"cache_split={s.cache_split}")
@@ -173,24 +166,6 @@ class ServingLayout:
         if s.context_method != "gather":
             parts.append(f"context_method={s.context_method}")
         return ",".join(parts)
-
-    def replace(self, **changes: Any) -> ServingLayout:
-        """Copy with other choices."""
-        return replace(self, **changes)
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, wires as a mapping; `from_json` reads it back."""
-        return layout_json(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ServingLayout:
-        """Read what `to_json` wrote.
-
-        Raises:
-            LayoutError: for what is no mapping, or a value that a field cannot have.
-            UnknownNameError: for a field that a layout does not have.
-        """
-        return cls(**layout_fields(cls, value))
 
 
 def parse_serving_layout(text: str, *, num_chips: int) -> ServingLayout:
@@ -208,27 +183,11 @@ def parse_serving_layout(text: str, *, num_chips: int) -> ServingLayout:
         UnknownNameError: an axis or choice that does not exist.
     """
     given: dict[str, Any] = {}
-    for part in (p.strip() for p in text.split(",") if p.strip()):
-        match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S+)", part)
-        if match is None:
-            raise LayoutError(f"layout: expected name=value (such as tensor=8), found {part!r} in {text!r}")
-        name = _ALIASES.get(match[1].lower(), match[1].lower())
+    for name, value, part in FIELDS.split(text):
         if name in given:
             raise LayoutError(f"layout: {name} is given twice in {text!r}")
-        given[name] = _value(name, match[2], part)
-    if not given:
-        raise LayoutError(f"layout: expected name=value such as tensor=8,replicas=4, found {text!r}")
-    rest = [a for a in _SIZES if given.get(a) == -1]
-    if len(rest) > 1:
-        raise LayoutError(f"layout: only one axis can be -1 (the rest), found {' and '.join(rest)}")
-    if rest:
-        others = math.prod(v for a, v in given.items() if a in _SIZES and a != rest[0])
-        if num_chips % others:
-            raise LayoutError(
-                f"layout: {rest[0]}=-1 cannot fill {num_chips:,} chips: the other axes multiply to {others:,}, "
-                f"which does not divide {num_chips:,}"
-            )
-        given[rest[0]] = num_chips // others
+        given[name] = FIELDS.read(name, value, part)
+    FIELDS.fill_rest(given, num_chips)
     layout = ServingLayout(**given)
     if layout.num_chips > num_chips:
         raise LayoutError(
@@ -236,21 +195,3 @@ def parse_serving_layout(text: str, *, num_chips: int) -> ServingLayout:
             "-1 for one to let it take the rest"
         )
     return layout
-
-
-def _value(name: str, text: str, part: str) -> Any:
-    """Read a size, a switch or a word; `part` is what the user typed."""
-    if name in _WORDS:
-        return text.lower()
-    if name in _SWITCHES:
-        if text.lower() not in _SWITCH:
-            raise LayoutError(f"layout: {name} is on or off, found {part!r}")
-        return _SWITCH[text.lower()]
-    if name not in _SIZES:
-        raise UnknownNameError("layout axis or choice", name, (*_SIZES, *_SWITCHES, *_WORDS))
-    if not re.fullmatch(r"-?[0-9]+", text):
-        raise LayoutError(f"layout: {name} must be a whole number, found {part!r}")
-    size = int(text)
-    if size < 1 and size != -1:
-        raise LayoutError(f"layout: {name} must be at least 1, or -1 for the rest, found {part!r}")
-    return size

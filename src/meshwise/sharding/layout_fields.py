@@ -1,0 +1,204 @@
+"""What training and serving layouts share: reading `axis=size,choice=value`, checks of fields, JSON.
+
+Each kind of layout declares its axes and choices once, as `LayoutFields`. Not here: what the fields mean (`layout`,
+`serving_layout`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
+
+from meshwise.core.errors import LayoutError, UnknownNameError
+
+_SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+
+#: Mesh axis -> its extent on each physical dimension of the network.
+Wires = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class LayoutFields:
+    """The axes and choices of one kind of layout, by the values they take.
+
+    Args:
+        axes: sizes of at least one; -1 means "the rest" in text.
+        aliases: other words for them, in lower case.
+        example: a layout in text, for messages.
+        counts: other whole numbers.
+        switches: on or off -> what to add to the message when one is given something else.
+        words: choice -> its name in messages, and the words that it takes.
+        texts: choices that their own layout reads.
+    """
+
+    axes: tuple[str, ...]
+    aliases: Mapping[str, str]
+    example: str
+    counts: tuple[str, ...] = ()
+    switches: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    texts: tuple[str, ...] = ()
+
+    def full_name(self, word: str) -> str:
+        """The field that a word names, by its own name or a usual one; other words in lower case."""
+        return self.aliases.get(word.lower(), word.lower())
+
+    def split(self, text: str) -> Iterator[tuple[str, str, str]]:
+        """Each `name=value` of a text: full name, value, and the part as it was typed.
+
+        Raises:
+            LayoutError: not of that form, or nothing at all.
+        """
+        parts = _parts(text)
+        first = self.example.partition(",")[0]
+        if not parts:
+            raise LayoutError(f"layout: expected name=value such as {self.example}, found {text!r}")
+        for part in parts:
+            match = re.fullmatch(r"([A-Za-z_0-9]+)\s*[=:]\s*(\S+)", part)
+            if match is None:
+                other = " or remat=full" if "remat" in self.texts else ""
+                raise LayoutError(f"layout: expected name=value (such as {first}{other}), found {part!r} in {text!r}")
+            yield self.full_name(match[1]), match[2], part
+
+    def read(self, name: str, value: str, part: str) -> Any:
+        """A size, a count, a switch or a word; `part` is what the user typed.
+
+        Raises:
+            LayoutError: a value that the field cannot have.
+            UnknownNameError: no such field.
+        """
+        if name in self.words:
+            return value.lower()
+        if name in self.switches:
+            if value.lower() not in _SWITCH:
+                raise LayoutError(f"layout: {name} is on or off, found {part!r}{self.switches[name]}")
+            return _SWITCH[value.lower()]
+        if name not in (*self.axes, *self.counts):
+            known = (*self.axes, *self.counts, *self.words, *self.switches, *self.texts)
+            raise UnknownNameError("layout axis or choice", name, known)
+        if not re.fullmatch(r"-?[0-9]+", value):
+            raise LayoutError(f"layout: {name} must be a whole number, found {part!r}")
+        size = int(value)
+        if name in self.axes and size < 1 and size != -1:
+            raise LayoutError(f"layout: {name} must be at least 1, or -1 for the rest, found {part!r}")
+        return size
+
+    def fill_rest(self, given: dict[str, Any], num_chips: int) -> None:
+        """Replace the -1 of one axis by what the others leave of the chips.
+
+        Raises:
+            LayoutError: several axes are -1, or the others do not divide the chips.
+        """
+        rest = [a for a in self.axes if given.get(a) == -1]
+        if len(rest) > 1:
+            raise LayoutError(f"layout: only one axis can be -1 (the rest), found {' and '.join(rest)}")
+        if rest:
+            others = math.prod(v for a, v in given.items() if a in self.axes and a != rest[0])
+            if num_chips % others:
+                raise LayoutError(
+                    f"layout: {rest[0]}=-1 cannot fill {num_chips:,} chips: the other axes multiply to {others:,}, "
+                    f"which does not divide {num_chips:,}"
+                )
+            given[rest[0]] = num_chips // others
+
+
+class MeshLayout:
+    """Base of the layouts: frozen dataclasses whose fields are those of `FIELDS`, and `wires`."""
+
+    FIELDS: ClassVar[LayoutFields]
+    wires: Wires | None
+
+    def check_fields(self) -> None:
+        """Refuse values that a field cannot have, whatever the model.
+
+        Raises:
+            LayoutError: a size below one, no boolean for a switch, wires that do not multiply to the axis.
+            UnknownNameError: an unknown word or axis.
+        """
+        for name in self.FIELDS.axes:
+            check_count(name, getattr(self, name))
+        for name in self.FIELDS.switches:
+            if not isinstance(getattr(self, name), bool):
+                raise LayoutError(f"layout: {name} must be true or false, found {getattr(self, name)!r}")
+        for name, (title, known) in self.FIELDS.words.items():
+            check_word(title, getattr(self, name), known)
+        for axis, extents in self.wires or ():
+            if axis not in self.FIELDS.axes:
+                raise UnknownNameError("mesh axis", axis, self.FIELDS.axes)
+            if not all(is_whole(n) and n >= 1 for n in extents):
+                found = ", ".join(map(repr, extents))
+                raise LayoutError(f"layout: wires of {axis} must be whole numbers of at least 1, found {found}")
+            if math.prod(extents) != getattr(self, axis):
+                raise LayoutError(
+                    f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}"
+                )
+
+    def replace(self, **changes: Any) -> Self:
+        """Copy with other choices."""
+        return replace(self, **changes)  # type: ignore[type-var]  # each layout is a dataclass
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, wires as a mapping; `from_json` reads it back."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        out = {name: list(value) if isinstance(value, tuple) else value for name, value in out.items()}
+        return out | {"wires": None if self.wires is None else {axis: list(extents) for axis, extents in self.wires}}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            LayoutError: no mapping, or a value that a field cannot have.
+            UnknownNameError: a field that such a layout does not have.
+        """
+        if not isinstance(value, Mapping):
+            raise LayoutError(f"layout: expected a mapping of fields, found {value!r}")
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        for name in value:
+            if name not in known:
+                raise UnknownNameError("layout field", str(name), known)
+        tuples = {f.name for f in fields(cls) if isinstance(f.default, tuple)}  # type: ignore[arg-type]
+        own = {name: tuple(v) if isinstance(v, list) and name in tuples else v for name, v in value.items()}
+        return cls(**own | {"wires": _read_wires(value.get("wires"))})
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no whole number of at least one."""
+    if not is_whole(value) or value < 1:  # type: ignore[operator]
+        raise LayoutError(f"layout: {name} must be a whole number of at least 1, found {value!r}")
+
+
+def check_word(title: str, word: object, known: tuple[str, ...]) -> None:
+    """Refuse a word that is not among those known."""
+    if word not in known:
+        raise UnknownNameError(title, str(word), known)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is an integer, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _read_wires(value: Any) -> Wires | None:
+    """Mesh axis -> extents, from JSON."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(extents, list | tuple) for extents in value.values()):
+        raise LayoutError(f"layout: wires must map a mesh axis to a list of extents, found {value!r}")
+    return tuple((axis, tuple(extents)) for axis, extents in value.items())
+
+
+def _parts(text: str) -> list[str]:
+    """Split at commas, but not at those within brackets or within the list of a remat policy."""
+    parts: list[str] = []
+    outside_brackets = r",(?![^()]*\))"
+    for written in (p.strip() for p in re.split(outside_brackets, text) if p.strip()):
+        part = re.sub(r"\s", "", written) if "(" in written else written
+        if parts and re.match(r"(remat|recompute)\s*[=:]\s*\w+:", parts[-1].lower()) and not set("=:") & set(part):
+            parts[-1] += f"+{part}"
+        else:
+            parts.append(part)
+    return parts
