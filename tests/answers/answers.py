@@ -1,0 +1,125 @@
+"""What is kept of an answer: its numbers and short words, flattened; no prose. Writes and compares the kept files.
+
+Test support. `python tests/answers/answers.py` writes all answers anew: read the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import GROUPS
+
+from meshwise.cli.main import main
+
+DATA = Path(__file__).parents[1] / "data" / "answers"
+ENGINE = Path(__file__).parents[1] / "data" / "serving" / "engine.json"
+TOLERANCE = 1e-9
+
+#: Left out: what was asked, prose, the clock, and lists whose sums are kept elsewhere in the answer.
+_PROSE = frozenset(
+    [
+        "schema_version",
+        "command",
+        "inputs",
+        "answer",
+        "reasons",
+        "assumed",
+        "not_modelled",
+        "not_chosen",
+        "rejected",
+        "sources",
+        "source",
+        "notes",
+        "title",
+        "formula",
+        "explanation",
+        "warnings",
+        "searched",
+        "seconds_taken",
+        "cpu_seconds",
+        "simulated_requests_per_s",
+        "search",
+        "collectives",
+        "operations",
+        "refusal",
+        "try_next",
+        "config_source",
+        "date",
+        "choices",
+        "layout",
+        "layout_fields",
+        "network",
+        "axis_sizes",
+        "uncertainty",
+        "timeline",
+        "passes",
+        "span",
+        "frontier",
+        "neighbours",
+        "peak_flops_per_s_per_chip",
+        "hbm_capacity_bytes",
+        "host_capacity_bytes",
+    ]
+)
+
+
+def answer(words: str) -> dict[str, Any]:
+    """The numbers and short words of one command's answer; of a refusal, its exit code and kind."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*shlex.split(words.format(engine=ENGINE)), "--json"])
+    if code not in (0, 3) or not out.getvalue():
+        return {"exit_code": code, "error": json.loads(err.getvalue().splitlines()[-1])["error"]["kind"]}
+    return {"exit_code": code, **dict(_leaves(json.loads(out.getvalue()), ""))}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            if name not in _PROSE:
+                yield from _leaves(part, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for i, part in enumerate(value[:3]):
+            yield from _leaves(part, f"{path}[{i}]")
+    elif isinstance(value, bool):
+        yield path, value
+    elif isinstance(value, int | float) and value:
+        yield path, float(f"{value:.13g}") if isinstance(value, float) else value
+    elif isinstance(value, str) and " " not in value:
+        yield path, value
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Each key whose value is another: numbers by more than TOLERANCE."""
+    for key in dict.fromkeys((*was, *now)):
+        a, b = was.get(key), now.get(key)
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (a, b))
+        if a != b and not (numbers and math.isclose(a, b, rel_tol=TOLERANCE)):
+            yield f"{key}: was {a}, is {b}"
+
+
+def kept(group: str) -> dict[str, dict[str, Any]]:
+    """The kept answers of a group: words of the command -> values."""
+    return dict(json.loads((DATA / f"{group}.json").read_text(encoding="utf-8")))
+
+
+def record() -> None:
+    """Write the answers of all groups, one line a command."""
+    DATA.mkdir(exist_ok=True)
+    for group, commands in GROUPS.items():
+        lines = [f"{json.dumps(words)}: {json.dumps(answer(words))}" for words in dict.fromkeys(commands())]
+        (DATA / f"{group}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record()
