@@ -117,9 +117,9 @@ def searches() -> Iterator[str]:
                            ("granite-4.0-h-micro-base", "v5e:4x4")):  # fmt: skip
         yield f"plan train {model} --on {cluster} {_job(model)}"
     for option in ("--precision mixed", "--precision fp8-block", "--fix tensor=4", "--forbid pipeline",
-                   "--objective cost", "--max-memory 50%", "--calibration none", "--calibration operations", "--optimizer muon",
-                   "--fine-tune lora", "--forbid remat=none --fix fully_sharded=on", "--max-chips 16",
-                   "--sensitivity", "--top 10"):  # fmt: skip
+                   "--objective cost", "--max-memory 50%", "--calibration none", "--calibration operations",
+                   "--optimizer muon", "--fine-tune lora", "--forbid remat=none --fix fully_sharded=on",
+                   "--max-chips 16", "--sensitivity", "--top 10"):  # fmt: skip
         yield f"plan train llama-3-8b --on h100:32 {JOB} {option}"
     yield "plan train llama-3-70b --on v5p:16x20x28 --batch-tokens 4Mi --seq-len 4096 --tokens 15T"
     yield "plan train llama-3-70b --on h100:512 --batch-tokens 4Mi --seq-len 8192"

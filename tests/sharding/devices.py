@@ -6,8 +6,9 @@ Test support: the referee of the algebra, so it shares no code with it beyond th
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -30,35 +31,51 @@ class Devices:
         return Devices(self.mesh, {c: change(block) for c, block in self.blocks.items()})
 
 
-def all_coordinates(mesh: Mesh) -> Iterator[Coordinates]:
-    return product(*(range(size) for _, size in mesh.axes))
+@cache
+def all_coordinates(mesh: Mesh) -> tuple[Coordinates, ...]:
+    return tuple(product(*(range(size) for _, size in mesh.axes)))
 
 
 def part_of(mesh: Mesh, device: Coordinates, axes: Sequence[str]) -> tuple[int, int]:
     """Which part, of how many, the device stands for along `axes`, major to minor."""
-    index = 0
-    for axis in axes:
-        index = index * mesh.size(axis) + device[mesh.names.index(axis)]
-    return index, mesh.size(*axes)
+    return _parts(mesh, tuple(axes))[device]
 
 
 def group_of(mesh: Mesh, device: Coordinates, axes: Sequence[str]) -> list[Coordinates]:
     """The devices that differ from `device` only along `axes`, ordered by their part."""
+    return _groups(mesh, tuple(axes))[device]
+
+
+@cache
+def _parts(mesh: Mesh, axes: tuple[str, ...]) -> dict[Coordinates, tuple[int, int]]:
+    """Every device's part: worked out once for all devices, because a run asks millions of times."""
+    positions, sizes, count = [mesh.names.index(a) for a in axes], [mesh.size(a) for a in axes], mesh.size(*axes)
+    parts = {}
+    for device in all_coordinates(mesh):
+        index = 0
+        for position, size in zip(positions, sizes, strict=True):
+            index = index * size + device[position]
+        parts[device] = (index, count)
+    return parts
+
+
+@cache
+def _groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[Coordinates, list[Coordinates]]:
+    """Every device's group, ordered by part."""
     positions = [mesh.names.index(axis) for axis in axes]
-    members = []
-    for along in product(*(range(mesh.size(axis)) for axis in axes)):
-        member = list(device)
-        for position, value in zip(positions, along, strict=True):
-            member[position] = value
-        members.append(tuple(member))
-    return members
+    groups: dict[Coordinates, dict[int, Coordinates]] = {}
+    for device, (index, _) in _parts(mesh, axes).items():
+        others = tuple(-1 if i in positions else x for i, x in enumerate(device))
+        groups.setdefault(others, {})[index] = device
+    ordered = {others: [members[i] for i in range(len(members))] for others, members in groups.items()}
+    return {d: ordered[tuple(-1 if i in positions else x for i, x in enumerate(d))] for d in all_coordinates(mesh)}
 
 
 def take_part(block: np.ndarray, dimension: int, part: tuple[int, int]) -> np.ndarray:
     index, count = part
     assert block.shape[dimension] % count == 0, f"{block.shape} does not divide by {count} along {dimension}"
     width = block.shape[dimension] // count
-    return np.take(block, range(index * width, (index + 1) * width), axis=dimension)
+    return block[(slice(None),) * dimension + (slice(index * width, (index + 1) * width),)]
 
 
 def block_of(array: np.ndarray, sharding: Sharding, mesh: Mesh, device: Coordinates) -> np.ndarray:

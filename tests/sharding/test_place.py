@@ -28,7 +28,7 @@ from meshwise.sharding.placed import LocalOp, PlacedBlock, Transfer
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, training_strategy, ulysses
 
-CASES_PER_BLOCK = 5
+CASES_PER_BLOCK = 2
 TWO_OF_EACH = dict.fromkeys(AXES, 2)
 ONE_OF_EACH = dict.fromkeys(AXES, 1)
 
@@ -196,7 +196,7 @@ def prove_none_is_useless(case: Case, sample: int | None = None) -> None:
 @every_block
 def test_no_transfer_can_be_dropped(name: str, mesh: dict[str, int]) -> None:
     strategy = training_strategy(zero=1, experts=("Fe", "C"), ring=True)
-    prove_none_is_useless(make_case(name, strategy, mesh, "full"), sample=2)
+    prove_none_is_useless(make_case(name, strategy, mesh, "full"), sample=1)
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_weights_that_are_used_otherwise_than_stored_are_listed(name: str) -> No
 @pytest.mark.parametrize("name", model_names())
 def test_every_model_in_the_catalog_can_be_placed(name: str) -> None:
     for block in load_model(name).train_program():
-        for sequence, policy in product((True, False), REMAT_POLICIES):
+        for sequence, policy in ((False, "full"), *product((True,), REMAT_POLICIES)):
             placed = place_block(block, training_strategy(zero=1, sequence=sequence), remat_policy(policy))
             assert {h.tensor.name for h in placed.weights} == {t.name for t in block.weights}
             assert {h.tensor.name for h in placed.gradients} == {f"d_{t.name}" for t in block.weights}

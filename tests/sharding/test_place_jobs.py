@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from placed_cases import random_case
 from programs import differences
-from tiny_models import BLOCKS, LAYERS, MIXTURES
+from tiny_models import LAYERS, MIXTURES
 
 from meshwise.core.tensors import Kind, Program
 from meshwise.jobs import narrowed, parse_fine_tuning, parse_precision, with_adapters
 from meshwise.sharding.placed import LocalOp, Transfer
 
-SEEDS = 4
+#: Of the random meshes and strategies that each block is tried on, those of the default run, and the others.
+SEEDS, MORE_SEEDS = range(1), range(1, 4)
 
 
 def trained(precision="bf16", tuning="full"):
@@ -30,33 +31,24 @@ def trained(precision="bf16", tuning="full"):
 
 
 def prove(case):
-    wrong = differences(case.run(), case.run_on_one_device())
+    found = case.run()
+    wrong = differences(found, case.run_on_one_device())
     assert not wrong, f"{wrong} on {case.mesh}, remat {case.policy}"
+    return found
 
 
-@pytest.mark.parametrize("precision", ["fp8-block", "mxfp8"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_conversions_compute_what_one_device_computes(name, precision):
-    for seed in range(SEEDS):
-        prove(random_case(name, seed, trained(precision)))
+def prove_conversions(name, precision, seeds):
+    for seed in seeds:
+        found = prove(random_case(name, seed, trained(precision)))
+        assert not differences(found, random_case(name, seed, trained("bf16")).run_on_one_device())
 
 
-@pytest.mark.parametrize("name", [n for n in BLOCKS if n in LAYERS])
-def test_conversions_change_no_number(name):
-    for seed in range(SEEDS):
-        narrow, wide = (random_case(name, seed, trained(p)).run() for p in ("fp8-block", "bf16"))
-        assert not differences(narrow, wide)
-
-
-@pytest.mark.parametrize("tuning", ["lora:rank=3", "qlora:rank=2", "lora:rank=2,targets=q+down"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_adapters_compute_what_one_device_computes(name, tuning):
+def prove_adapters(name, tuning, seeds):
     if name not in ("llama", "gemma-2", *MIXTURES) and "targets" in tuning:
         tuning = f"qlora:rank=2,targets={'mlp' if name.endswith(' mlp') else 'attention'},storage=int4"
-    for seed in range(SEEDS):
+    for seed in seeds:
         case = random_case(name, seed, trained(tuning=tuning))
-        prove(case)
-        results = case.run()
+        results = prove(case)
         adapters = {t.name for t in case.block.weights if not t.frozen}
         assert set(results.gradients) == {f"d_{n}" for n in adapters} or set(results.gradients) == adapters
         frozen = {t.name for t in case.block.weights if t.frozen}
@@ -65,8 +57,45 @@ def test_adapters_compute_what_one_device_computes(name, tuning):
         assert not any(np.array_equal(results.weights[n], case.weights[n]) for n in adapters)
 
 
+PRECISIONS = ("fp8-block", "mxfp8")
+TUNINGS = ("lora:rank=3", "qlora:rank=2", "lora:rank=2,targets=q+down")
+
+each_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def turn(name, of):
+    """One of these for each layer, in turn; the slow proofs try all on all."""
+    return of[list(LAYERS).index(name) % len(of)]
+
+
+@each_layer
+def test_conversions_compute_what_one_device_computes(name):
+    prove_conversions(name, turn(name, PRECISIONS), SEEDS)
+
+
+@each_layer
+def test_adapters_compute_what_one_device_computes(name):
+    prove_adapters(name, turn(name, TUNINGS), SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@each_layer
+def test_conversions_compute_what_one_device_computes_on_more_meshes(name, precision):
+    """Slow because each block runs four times: rarer meetings of meshes, strategies and conversions."""
+    prove_conversions(name, precision, (*SEEDS, *MORE_SEEDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", TUNINGS)
+@each_layer
+def test_adapters_compute_what_one_device_computes_on_more_meshes(name, tuning):
+    """Slow because each block runs four times: rarer meetings of meshes, strategies and adapters."""
+    prove_adapters(name, tuning, (*SEEDS, *MORE_SEEDS))
+
+
 def test_nothing_of_a_frozen_weight_is_reduced():
-    for seed in range(SEEDS):
+    for seed in (*SEEDS, *MORE_SEEDS):
         placed = random_case("llama", seed, trained(tuning="qlora")).placed()
         items = (*placed.forward, *placed.backward, *placed.step)
         reduced = {i.tensor.name for i in items if isinstance(i, Transfer) and i.tensor.kind is Kind.GRADIENT}
