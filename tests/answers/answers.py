@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import GROUPS
+from golden_cases import GROUPS
 
 from meshwise.cli.main import main
 

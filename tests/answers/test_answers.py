@@ -5,7 +5,7 @@ changelog, and shows the difference in review.
 """
 
 import pytest
-from cases import GROUPS
+from golden_cases import GROUPS
 
 from answers import answer, differences, kept
 
