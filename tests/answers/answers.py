@@ -1,6 +1,6 @@
 """What is kept of an answer: its numbers and short words, flattened; no prose. Writes and compares the kept files.
 
-Test support. `python tests/answers/answers.py` writes all answers anew: read the difference before you keep it.
+Test support. `python -m tests.answers.answers` writes all answers anew: read the difference before you keep it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ import io
 import json
 import math
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from golden_cases import GROUPS
-
 from meshwise.cli.main import main
+from tests.answers.golden_cases import GROUPS
 
 DATA = Path(__file__).parents[1] / "data" / "answers"
 ENGINE = Path(__file__).parents[1] / "data" / "serving" / "engine.json"

@@ -1,13 +1,13 @@
 """Every verb answers what it answered: about 1,000 commands, numbers equal to 1e-9, searches with the same winners.
 
-A change that is meant to change answers writes them anew with `python tests/answers/answers.py`, says so in the
+A change that is meant to change answers writes them anew with `python -m tests.answers.answers`, says so in the
 changelog, and shows the difference in review.
 """
 
 import pytest
-from golden_cases import GROUPS
 
-from answers import answer, differences, kept
+from tests.answers.answers import answer, differences, kept
+from tests.answers.golden_cases import GROUPS
 
 #: One command in so many is asked in the default run: searches and simulations take longest.
 ONE_IN = {

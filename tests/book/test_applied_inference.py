@@ -1,13 +1,12 @@
 """Chapter "Serving LLaMA 3-70B on TPUs": what is counted, what fits, and floors of prefill and decode."""
 
-from book_rows import MATMUL, answered, check
-
 from meshwise.core.dtypes import DType
 from meshwise.costs import budgets
 from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import critical_size
 from meshwise.hardware import load_chip, networks
 from meshwise.models import load_model
+from tests.book.book_rows import MATMUL, answered, check
 
 FORMATS = {2: DType.BF16, 1: DType.INT8, 0.5: DType.INT4}
 LINEAR = {

@@ -1,10 +1,9 @@
 """Chapter "Training LLaMA 3 on TPUs"."""
 
-from book_rows import answered, check
-
 from meshwise.costs import budgets
 from meshwise.jobs import OPTIMIZERS, PRECISIONS
 from meshwise.models import load_model
+from tests.book.book_rows import answered, check
 
 BOOK = PRECISIONS["bf16"]
 

@@ -4,7 +4,7 @@ import importlib.util
 from collections import Counter
 from pathlib import Path
 
-from book_rows import rows
+from tests.book.book_rows import rows
 
 #: Rows that are answered, of all rows; raise when a later verb answers more.
 ANSWERED, ALL = 314, 355

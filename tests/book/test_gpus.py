@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from book_rows import MATMUL, answered, catalog, check
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Tensor
@@ -14,6 +13,7 @@ from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import roofline
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.sharding import Mesh
+from tests.book.book_rows import MATMUL, answered, catalog, check
 
 ADD = parse_operation("fp32[N] + fp32[N] -> fp32[N]")
 

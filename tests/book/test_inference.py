@@ -2,8 +2,6 @@
 
 import math
 
-from book_rows import MATMUL, answered, check, decoder, torus
-
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Attention, Tensor
 from meshwise.costs import budgets, rules
@@ -13,6 +11,7 @@ from meshwise.costs.roofline import critical_size, roofline
 from meshwise.jobs import ServingLoad
 from meshwise.models import CacheKind, KVCache, load_model
 from meshwise.sharding import CollectiveKind
+from tests.book.book_rows import MATMUL, answered, check, decoder, torus
 
 INT8, BF16 = DType.INT8, DType.BF16
 

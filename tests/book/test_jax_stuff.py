@@ -1,9 +1,8 @@
 """Chapter "Programming TPUs in JAX": the shardings that it works out, and what they take."""
 
-from book_rows import answered, check
-from sharding_verdicts import NAMES, bytes_of, local_shape, mesh_of, sharding, verdict
-
 from meshwise.sharding import reshard
+from tests.book.book_rows import answered, check
+from tests.book.sharding_verdicts import NAMES, bytes_of, local_shape, mesh_of, sharding, verdict
 
 
 def implied(row):

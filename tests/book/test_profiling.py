@@ -1,7 +1,7 @@
 """Chapter "How to Profile TPU Programs": the little that is counted rather than measured."""
 
-from book_rows import answered, check
-from sharding_verdicts import bytes_of
+from tests.book.book_rows import answered, check
+from tests.book.sharding_verdicts import bytes_of
 
 ANSWERS = {"hlo.fusion3_bytes": lambda row: bytes_of(row["shape"], row["bytes"])}
 LATER = {

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from book_rows import MATMUL, answered, check, torus
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Tensor
@@ -13,6 +12,7 @@ from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import critical_size, rates_of, roofline
 from meshwise.hardware import load_chip
 from meshwise.sharding import CollectiveKind, Mesh, parse_tensor
+from tests.book.book_rows import MATMUL, answered, check, torus
 
 WEIGHTS = {2: MATMUL, 1: parse_operation("bf16[B, D] * int8[D, F] -> bf16[B, F]")}
 OWN_WEIGHTS_PER_ROW = parse_operation("int8[B, D] * int8[B, D, F] -> int8[B, F]")

@@ -3,19 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from book_rows import answered, check
-from sharding_verdicts import (
-    FORMATS,
-    PRODUCT,
-    inputs,
-    local_bytes,
-    local_shape,
-    mesh_of,
-    natural_output,
-    product,
-    sharding,
-    verdict,
-)
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
@@ -27,6 +14,19 @@ from meshwise.costs.operation import parse_operation
 from meshwise.costs.roofline import rates_of, roofline
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind, Mesh, Sharding, alternatives
+from tests.book.book_rows import answered, check
+from tests.book.sharding_verdicts import (
+    FORMATS,
+    PRODUCT,
+    inputs,
+    local_bytes,
+    local_shape,
+    mesh_of,
+    natural_output,
+    product,
+    sharding,
+    verdict,
+)
 
 GATHER = CollectiveKind.ALL_GATHER
 

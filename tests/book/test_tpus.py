@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from book_rows import answered, check, rows
 
 from meshwise.core.dtypes import DType
 from meshwise.costs import rules
@@ -11,6 +10,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import make_group_link
 from meshwise.costs.operation import parse_operation
 from meshwise.hardware import SliceRules, chips, load_chip, networks, parse_cluster
+from tests.book.book_rows import answered, check, rows
 
 
 def named(row):

@@ -1,10 +1,9 @@
 """Chapter "How to Parallelize a Transformer for Training". Its B counts tokens."""
 
-from book_rows import answered, check
-
 from meshwise.core.dtypes import DType
 from meshwise.costs import budgets, rules
 from meshwise.hardware import load_chip, networks
+from tests.book.book_rows import answered, check
 
 
 def flops_per_s(row):

@@ -1,13 +1,13 @@
 """Chapter "All the Transformer Math You Need to Know"."""
 
 import pytest
-from book_rows import answered, check, decoder
 
 from meshwise.core.backward import backward
 from meshwise.core.tensors import Attention, Block, Einsum
 from meshwise.costs import budgets
 from meshwise.costs.operation import parse_operation
 from meshwise.models import load_model
+from tests.book.book_rows import answered, check, decoder
 
 PROJECTIONS = ("q", "k", "v", "o")
 GATED_MLP = ("gate", "up", "down")

@@ -9,8 +9,6 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from device_walk import Walk, local_operations, rule_splits
-from small_problems import tiny, tiny_latent, tiny_mixture
 
 from meshwise.core.tensors import Einsum
 from meshwise.costs.calibration import IDENTITY
@@ -23,6 +21,8 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import MESH_AXES, Layout
+from tests.costs.device_walk import Walk, local_operations, rule_splits
+from tests.costs.small_problems import tiny, tiny_latent, tiny_mixture
 
 T = 16
 DENSE = tiny(layers=2, width=32, heads=8, kv_heads=4, hidden=48, vocab=64)

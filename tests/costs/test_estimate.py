@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from small_problems import LEARNED, MIXTURE, NODE_LIMITED, cases, tiny, torus
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import LayoutError, UnknownNameError
@@ -18,6 +17,7 @@ from meshwise.hardware import chips, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding.layout import Layout
+from tests.costs.small_problems import LEARNED, MIXTURE, NODE_LIMITED, cases, tiny, torus
 
 D, F, NH, KH, V, L, T = 4096, 14336, 4096, 1024, 128256, 32, 4096
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from small_problems import MIXTURE, case, tiny
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
@@ -14,6 +13,7 @@ from meshwise.costs.fitted import SOFTWARE, find_calibration, fitted_calibration
 from meshwise.hardware import chips, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import Layout
+from tests.costs.small_problems import MIXTURE, case, tiny
 
 PLAIN = case("8 H100", "none", Layout(fsdp=8, micro_batch=2, remat="none", wires=(("fsdp", (8,)),)), width=1024)
 

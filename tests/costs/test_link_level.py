@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from small_problems import torus
 
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import make_group_link, shares_links, twisted_distance
 from meshwise.hardware import parse_cluster
+from tests.costs.small_problems import torus
 
 LINK = 9e10
 

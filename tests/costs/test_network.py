@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from small_problems import CLUSTERS, clusters, factorings, torus
 
 from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.fabric import Fabric
@@ -16,6 +15,7 @@ from meshwise.costs.network import IN_NETWORK_GAIN, GroupLink, make_group_link
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind as Kind
 from meshwise.sharding.layout import MESH_AXES
+from tests.costs.small_problems import CLUSTERS, clusters, factorings, torus
 
 FIELDS = tuple(f.name for f in fields(GroupLink))
 GROUPS = [("tensor",), ("context",), ("fsdp",), ("data",), ("stage",), ("context", "fsdp"), ("context", "data", "fsdp")]

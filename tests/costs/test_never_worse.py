@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from small_problems import REMATS, cases, tiny
 
 from meshwise.costs.calibration import CALIBRATIONS
 from meshwise.costs.estimate import evaluate_layout
@@ -22,6 +21,7 @@ from meshwise.search import SearchSpace, search, training_limits
 from meshwise.search.structures import Choices
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.placed import Purpose, Transfer
+from tests.costs.small_problems import REMATS, cases, tiny
 
 LESS = 1 + 1e-9
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from small_problems import cases, tiny
 
 from meshwise.core.errors import LayoutError
 from meshwise.costs.calibration import IDENTITY
@@ -20,6 +19,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding.layout import OFFLOADABLE, Layout
+from tests.costs.small_problems import cases, tiny
 
 SUBSETS = [s for n in range(4) for s in itertools.combinations(OFFLOADABLE, n)]
 offloads = st.sampled_from(SUBSETS)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_problems import cases, tiny
 
 from meshwise.core.errors import LayoutError
 from meshwise.costs.calibration import IDENTITY
@@ -16,6 +15,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import Layout
+from tests.costs.small_problems import cases, tiny
 
 SUMS = ("forward", "backward", "recompute", "tensor", "optimizer")
 HELD = ("parameters", "master_copies", "gradients", "optimizer", "activations", "logits_and_loss")

@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from small_problems import case, cases, structure_of
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_wires
@@ -21,6 +20,7 @@ from meshwise.costs.network import GroupLink
 from meshwise.costs.step import TERMS
 from meshwise.hardware import Torus, Tree
 from meshwise.sharding.layout import Layout
+from tests.costs.small_problems import case, cases, structure_of
 
 NEAR = 1 - 1e-9
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from small_problems import cases
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.compute import check_precision
@@ -17,6 +16,7 @@ from meshwise.costs.explain import work_out
 from meshwise.costs.memory import MEMORY_CLASSES
 from meshwise.jobs import OPTIMIZERS, PRECISIONS
 from meshwise.report.bounds import upper_parts
+from tests.costs.small_problems import cases
 
 TUNINGS = ("full", "lora:rank=8", "qlora:rank=8,storage=int4", "lora:rank=4,targets=q+down")
 

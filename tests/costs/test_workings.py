@@ -4,7 +4,6 @@ import math
 
 import pytest
 from hypothesis import given, settings
-from small_problems import Case, cases, tiny
 
 import meshwise
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
@@ -21,6 +20,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding import parse_tensor
 from meshwise.sharding.layout import Layout
+from tests.costs.small_problems import Case, cases, tiny
 
 EXACTLY = {"rel": 1e-9, "abs": 1e-15}
 COMPUTE = ("forward", "backward", "recompute")

@@ -2,13 +2,13 @@
 
 import re
 
-from plans import DATA
+from tests.exports.plans import DATA
 
 
 def hold_kept(done, name):
     """Compare a text with the one kept under this name."""
     kept = (DATA / f"{name}.txt").read_text(encoding="utf-8")
-    assert done.text == kept, "changed: python tests/exports/rewrite.py, and read the difference"
+    assert done.text == kept, "changed: python -m tests.exports.rewrite, and read the difference"
 
 
 def hold_header(done, *layouts):

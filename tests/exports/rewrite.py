@@ -1,9 +1,8 @@
-"""Rewrites the expected texts: `PYTHONPATH=src python tests/exports/rewrite.py`. Read the difference afterwards."""
-
-from plans import CASES, DATA, HANDED
-from serving_plans import SERVED, serving_plan
+"""Rewrites the expected texts: `python -m tests.exports.rewrite`. Read the difference afterwards."""
 
 from meshwise.exports import hand_over, hand_over_serving
+from tests.exports.plans import CASES, DATA, HANDED
+from tests.exports.serving_plans import SERVED, serving_plan
 
 if __name__ == "__main__":
     for case, tool in HANDED:

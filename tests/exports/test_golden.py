@@ -6,10 +6,10 @@ import re
 import shlex
 
 import pytest
-from kept import hold_header, hold_kept
-from plans import CASES, HANDED
 
 from meshwise.exports import TARGETS, hand_over
+from tests.exports.kept import hold_header, hold_kept
+from tests.exports.plans import CASES, HANDED
 
 
 def handed(case, tool):

@@ -9,12 +9,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from plans import TINY, TINY_MIXTURE, make_plan, tiny
 
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.exports import hand_over
 from meshwise.sharding import Mesh
 from meshwise.sharding.layout import MESH_AXES
+from tests.exports.plans import TINY, TINY_MIXTURE, make_plan, tiny
 
 #: Layouts of 8 chips: each table of storage, each way to split positions and heads, an axis on two network dimensions.
 LAYOUTS = {

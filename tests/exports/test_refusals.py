@@ -3,7 +3,6 @@
 from dataclasses import fields, replace
 
 import pytest
-from plans import TINY, TINY_MIXTURE, make_plan, tiny
 
 from meshwise.core.errors import HandoverError, UnknownNameError
 from meshwise.exports import TARGETS, choices, hand_over, shape
@@ -18,6 +17,7 @@ from meshwise.models.spec import (
     SelfAttention,
 )
 from meshwise.sharding.layout import Layout
+from tests.exports.plans import TINY, TINY_MIXTURE, make_plan, tiny
 
 #: For every tool a plan that it can express, on 64 chips.
 PLAIN = {

@@ -7,11 +7,11 @@ import re
 import subprocess
 
 import pytest
-from kept import hold_header, hold_kept
-from plans import DATA
-from serving_plans import SERVED, serving_plan
 
 from meshwise.exports import SERVING_TARGETS, hand_over_serving
+from tests.exports.kept import hold_header, hold_kept
+from tests.exports.plans import DATA
+from tests.exports.serving_plans import SERVED, serving_plan
 
 KNOWN = {
     command: set(table["options"].split())

@@ -4,7 +4,6 @@ import re
 from dataclasses import fields
 
 import pytest
-from serving_plans import make_serving_plan
 
 from meshwise.core.errors import HandoverError, UnknownNameError
 from meshwise.costs.serving.answer import ServingSetup
@@ -13,6 +12,7 @@ from meshwise.exports.serving import choices
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, parse_lengths
 from meshwise.sharding.serving_layout import ServingLayout
+from tests.exports.serving_plans import make_serving_plan
 
 GPUS, TPUS = "h100:16", "v6e:16"
 

@@ -1,19 +1,13 @@
 """What a GGUF file says of its model is what the published configuration says."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from gguf import GGUFWriter
 
 from meshwise.core.errors import ConfigError
 from meshwise.models import load_model
 from meshwise.models.numeric_readers import read_numerics
-
-sys.path.append(str(Path(__file__).parents[1] / "runtime"))
-
-from gguf_writing import write_gguf
-from golden import Golden
+from tests.runtime.gguf_writing import write_gguf
+from tests.runtime.golden import Golden
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])

@@ -1,10 +1,6 @@
 """Eight fake devices for every test of this folder; they must be asked for before JAX looks for devices."""
 
 import os
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent))  # steps.py
 
 #: Compiling is nearly all that these tests do: LLVM need not try hard.
 FLAGS = (

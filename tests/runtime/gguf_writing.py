@@ -1,6 +1,6 @@
 """Golden weights as a GGUF file, by the rules of those who write such files from published weights.
 
-The reference library reads what this writes, and gives the golden logits (`tests/data/golden/check_gguf.py`).
+The reference library reads what this writes, and gives the golden logits (`python -m tests.data.golden.check_gguf`).
 """
 
 import numpy as np

@@ -1,7 +1,6 @@
 """Golden models: their configuration, a file of their weights, and the logits of the reference library."""
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from meshwise.models import read_config
+from tests.data.golden.regenerate import draw
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
-sys.path.append(str(DATA))
-
-from regenerate import draw  # noqa: E402
 
 #: All that are drawn; real checkpoints say which file they are.
 NAMES = sorted(p.stem for p in DATA.glob("*.json") if '"tensors"' in p.read_text())

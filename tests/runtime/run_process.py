@@ -1,4 +1,4 @@
-"""One of two processes with four devices each: prints the loss and the size of every gradient. Run as a script.
+"""One of two processes with four devices each: prints the loss and the size of every gradient.
 
 Arguments: address of the first process, and this one's number.
 """
@@ -7,11 +7,9 @@ Arguments: address of the first process, and this one's number.
 
 import os
 import sys
-from pathlib import Path
 
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 os.environ |= {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
-sys.path.append(str(Path(__file__).parent))
 
 import json
 
@@ -21,9 +19,8 @@ import jax.numpy as jnp
 address, number = sys.argv[1:]
 jax.distributed.initialize(address, num_processes=2, process_id=int(number))
 
-from steps import batch_of, dense, make, weights_of
-
 from meshwise.sharding.layout import Layout
+from tests.runtime.steps import batch_of, dense, make, weights_of
 
 assert len(jax.devices()) == 8
 assert len(jax.local_devices()) == 4

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from steps import alone, dense, loss_and_gradients, make, worst
 
 from meshwise.core.errors import LayoutError
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.search.space import Limits, meshes
 from meshwise.sharding.layout import COLLECTIVE_MATMULS, MESH_AXES, Layout
+from tests.runtime.steps import alone, dense, loss_and_gradients, make, worst
 
 #: Sizes that every mesh of 8 divides, so that few draws are refused.
 DENSE = "D=32 F=64 L=4 N=8 K=8 H=8 V=64"

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from steps import by_layer, configured, make, state_of
-from test_models import MODELS
 
 from meshwise.runtime.checkpoints import Checkpoints
 from meshwise.sharding.layout import Layout
+from tests.runtime.steps import by_layer, configured, make, state_of
+from tests.runtime.test_models import MODELS
 
 IDENTITY = {"model": {"name": "small"}, "job": {}, "run": {}}
 #: Each splits, stacks or numbers something that another does not.

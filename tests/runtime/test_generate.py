@@ -3,13 +3,13 @@
 import jax
 import numpy as np
 import pytest
-from steps import configured, dense
-from test_models import MODELS
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import LayoutError
 from meshwise.runtime import generator
 from meshwise.sharding.layout import Layout
+from tests.runtime.steps import configured, dense
+from tests.runtime.test_models import MODELS
 
 
 def make(model, layout, length=12):

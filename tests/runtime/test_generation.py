@@ -5,8 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from golden import Golden
-from steps import by_layer, make
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -22,6 +20,8 @@ from meshwise.runtime.data import SyntheticTokens
 from meshwise.runtime.weights import open_weights
 from meshwise.runtime.weights.start import starting_state
 from meshwise.sharding.layout import Layout
+from tests.runtime.golden import Golden
+from tests.runtime.steps import by_layer, make
 
 GOLDEN = Golden.of("llama")
 WORDS = {f"w{i}": i for i in range(96)}

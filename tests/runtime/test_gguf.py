@@ -3,8 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from gguf_writing import WRITTEN, write_gguf
-from golden import Golden
 from safetensors.numpy import save_file
 
 from meshwise.core.dtypes import DType
@@ -12,6 +10,8 @@ from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.runtime import generator
 from meshwise.runtime.weights import open_weights
 from meshwise.sharding.layout import Layout
+from tests.runtime.gguf_writing import WRITTEN, write_gguf
+from tests.runtime.golden import Golden
 
 
 def load(golden, file):

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from steps import configured, dense, make, weights_of
 
 from meshwise.runtime.layer_order import layer_order, rearranged
 from meshwise.sharding.layout import Layout
+from tests.runtime.steps import configured, dense, make, weights_of
 
 FOUR = "D=32 F=64 L=4 N=8 K=4 H=8 V=64"
 

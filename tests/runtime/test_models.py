@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-import reference
-from steps import alone, batch_of, by_layer, configured, loss_and_gradients, make, weights_of, worst
 
 from meshwise.sharding.layout import Layout
+from tests.runtime import reference
+from tests.runtime.steps import alone, batch_of, by_layer, configured, loss_and_gradients, make, weights_of, worst
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

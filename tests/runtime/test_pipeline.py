@@ -3,11 +3,11 @@
 import jax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from steps import alone, configured, dense, loss_and_gradients, make, worst
-from test_models import MODELS
 
 from meshwise.core.errors import LayoutError
 from meshwise.sharding.layout import Layout
+from tests.runtime.steps import alone, configured, dense, loss_and_gradients, make, worst
+from tests.runtime.test_models import MODELS
 
 FOUR = "D=32 F=64 L=4 N=4 K=2 H=8 V=64"
 LAYOUTS = {

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from steps import alone, dense
+
+from tests.runtime.steps import alone, dense
 
 
 def free_address():
@@ -23,9 +24,8 @@ def free_address():
 @pytest.mark.slow  # two processes that start and compile JAX; it proves that no array is assumed to be at hand
 def test_two_processes_give_the_loss_and_gradients_of_one_device():
     address = free_address()
-    script = Path(__file__).with_name("run_process.py")
-    command = [sys.executable, str(script), address]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "tests.runtime.run_process", address]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]}
     processes = [subprocess.Popen([*command, str(n)], **pipes) for n in range(2)]  # noqa: S603
     try:
         ended = [p.communicate(timeout=300) for p in processes]

@@ -1,6 +1,5 @@
 """Ragged experts: their bookkeeping in NumPy, and that they are the experts with a slot for every token."""
 
-import emulated
 import jax
 import numpy as np
 import pytest
@@ -8,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from steps import alone, dense, loss_and_gradients, make, worst
 
 from meshwise.core.errors import LayoutError
 from meshwise.runtime import ragged, refusals
 from meshwise.sharding.layout import Layout
+from tests.runtime import emulated
+from tests.runtime.steps import alone, dense, loss_and_gradients, make, worst
 
 MIXTURE = "D=32 L=2 N=4 K=4 H=8 V=64 E=8 top_k=2 Fe=32 Fs=32"
 BIASED = "D=32 L=2 N=4 K=4 H=8 V=64 E=8 top_k=2 Fe=32 bias=yes"

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from golden import DATA, Golden
 
 from meshwise.core.dtypes import DType
 from meshwise.runtime import generator
 from meshwise.runtime.weights import open_weights
 from meshwise.sharding.layout import Layout
+from tests.runtime.golden import DATA, Golden
 
 pytestmark = pytest.mark.slow
 

@@ -1,9 +1,9 @@
 """Every strategy gives the loss and the gradients of one device."""
 
 import pytest
-from steps import alone, dense, loss_and_gradients, make, worst
 
 from meshwise.sharding.layout import Layout
+from tests.runtime.steps import alone, dense, loss_and_gradients, make, worst
 
 LAYOUTS = {
     "data": {"data": 8},

@@ -3,12 +3,12 @@
 from collections import Counter
 
 import pytest
-from steps import dense, make
 
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.hlo.reader import read_module
 from meshwise.compiler.hlo.rewrites import meant_collectives
 from meshwise.sharding.layout import Layout
+from tests.runtime.steps import dense, make
 
 LAYERS = 3
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import DENSE, alone, batch_of, dense, loss_and_gradients, make, state_of, weights_of
 
 from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.models import load_model
 from meshwise.runtime.optimizer import Hyperparameters, update
 from meshwise.sharding.layout import Layout
+from tests.runtime.steps import DENSE, alone, batch_of, dense, loss_and_gradients, make, state_of, weights_of
 
 
 @cache

@@ -7,7 +7,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from golden import NAMES, Golden
 from safetensors.numpy import save_file
 
 from meshwise.core.dtypes import DType
@@ -16,6 +15,7 @@ from meshwise.models.numeric_readers import read_numerics
 from meshwise.runtime import generator
 from meshwise.runtime.weights import open_weights
 from meshwise.sharding.layout import Layout
+from tests.runtime.golden import NAMES, Golden
 
 #: The others are slow because each is one more compiled program, and proves the same of another family.
 QUICK = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3", "phi3", "gpt2")

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from small_problems import all_factorings, divisors
 
 from meshwise.costs.evaluate import evaluated, offloaded
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
@@ -21,6 +20,7 @@ from meshwise.costs.network import PlacedWires
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.schedules import find_schedule
 from meshwise.sharding.layout import MESH_AXES
+from tests.costs.small_problems import all_factorings, divisors
 
 #: Pieces of the model that one device of a pipeline holds, by schedule; of "interleaved" any number from two.
 PIECES = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-v": 2, "dualpipe": 1, "dualpipe-v": 2}

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_search_exact import small_searches
 
 from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
@@ -18,6 +17,7 @@ from meshwise.search.rows import candidate_table
 from meshwise.search.space import meshes, placements
 from meshwise.search.structures import Choices, works
 from meshwise.sharding.layout import MESH_AXES, Layout, parse_layout
+from tests.search.test_search_exact import small_searches
 
 BELOW = 1 + 1e-12
 

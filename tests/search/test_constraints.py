@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from small_problems import FEW, tiny
 
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import default_calibration
@@ -13,6 +12,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import read_config
 from meshwise.search import Constraints, parse_fixed, parse_forbidden, plan_training
 from meshwise.search.structures import OFFLOADS, SCHEDULED, Choices
+from tests.costs.small_problems import FEW, tiny
 
 MIXTURE = read_config(
     {

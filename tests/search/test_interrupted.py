@@ -3,13 +3,13 @@
 import importlib
 
 import pytest
-from small_problems import tiny
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.search import plan_training
+from tests.costs.small_problems import tiny
 
 search_module = importlib.import_module("meshwise.search.search")  # the package has a function of that name
 

@@ -5,8 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from asked import estimate, problem
-from small_problems import FEW, tiny
 
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.costs.estimate import Interval
@@ -15,6 +13,8 @@ from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.jobs import TrainingJob
 from meshwise.search import SearchSpace, plan_training, search, training_limits
 from meshwise.search.constraints import Constraints
+from tests.costs.small_problems import FEW, tiny
+from tests.search.asked import estimate, problem
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from asked import estimate, problem
-from small_problems import tiny
 
 import meshwise
 from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.search import Plan, plan_training
+from tests.costs.small_problems import tiny
+from tests.search.asked import estimate, problem
 
 
 @pytest.fixture(scope="module")

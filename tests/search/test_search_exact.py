@@ -9,20 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from everything import KIND, all_places, everything
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_problems import (
-    ALL_CALIBRATIONS,
-    LEARNED,
-    MIXTURE,
-    NODE_LIMITED,
-    all_factorings,
-    all_placements,
-    nodes,
-    tiny,
-    torus,
-)
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.estimate import evaluate_layout
@@ -36,6 +24,18 @@ from meshwise.jobs import TrainingJob
 from meshwise.search import FRONT_SPAN, SearchSpace, search, training_limits
 from meshwise.search.structures import Choices
 from meshwise.sharding.layout import MESH_AXES
+from tests.costs.small_problems import (
+    ALL_CALIBRATIONS,
+    LEARNED,
+    MIXTURE,
+    NODE_LIMITED,
+    all_factorings,
+    all_placements,
+    nodes,
+    tiny,
+    torus,
+)
+from tests.search.everything import KIND, all_places, everything
 
 TOP = 6
 EXACT = {"rel": 1e-12, "abs": 0}

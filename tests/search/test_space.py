@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_problems import CLUSTERS, all_factorings, all_placements, clusters, factorings, torus
 
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import GroupLink, make_group_link
@@ -15,6 +14,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.search.rows import batch_cuts
 from meshwise.search.space import IdealWires, Limits, WireTable, meshes, parts_of, placements, shrunken, undominated
 from meshwise.sharding.layout import MESH_AXES
+from tests.costs.small_problems import CLUSTERS, all_factorings, all_placements, clusters, factorings, torus
 
 PRICES = tuple(f.name for f in fields(GroupLink) if f.name != "size")
 GROUPS = (("context",), ("context", "data", "fsdp"), ("context", "fsdp"), ("data",), ("data", "tensor"), ("tensor",))

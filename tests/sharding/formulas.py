@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from parts import EPSILON, Axes, Part, mask, padded, sigmoid, spread, sum_to
-from recurrences import kernel
-from streams import STREAMS, compressed_attention, compressed_attention_gradient
 
 from meshwise.core.kernels import CompressedAttention, IndexScores
 from meshwise.core.tensors import Attention, Block, Convert, Einsum, Elementwise, Fused, Lookup, Op, Route
+from tests.sharding.parts import EPSILON, Axes, Part, mask, padded, sigmoid, spread, sum_to
+from tests.sharding.recurrences import kernel
+from tests.sharding.streams import STREAMS, compressed_attention, compressed_attention_gradient
 
 
 @dataclass(frozen=True)

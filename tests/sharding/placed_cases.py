@@ -14,9 +14,6 @@ from operator import or_
 from typing import TypedDict
 
 import numpy as np
-from formulas import Routing
-from programs import Arrays, Microbatch, Results, Step
-from tiny_models import Shape, fixed_routing, random_values, tiny_block
 
 from meshwise.core.tensors import Block
 from meshwise.sharding import Mesh
@@ -24,6 +21,9 @@ from meshwise.sharding.place import place_block
 from meshwise.sharding.placed import PlacedBlock
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, ulysses
+from tests.sharding.formulas import Routing
+from tests.sharding.programs import Arrays, Microbatch, Results, Step
+from tests.sharding.tiny_models import Shape, fixed_routing, random_values, tiny_block
 
 MAX_DEVICES = 16
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from devices import Devices, all_coordinates, apply, collect, distribute, part_of, take_part
-from formulas import Formulas, Part, Routing, attention_gradient
-from recurrences import kernel_gradients
 
 from meshwise.core.tensors import Attention, AttentionGradient, Fused, FusedGradient, Kind, Tensor
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.strategy import Strategy
+from tests.sharding.devices import Devices, all_coordinates, apply, collect, distribute, part_of, take_part
+from tests.sharding.formulas import Formulas, Part, Routing, attention_gradient
+from tests.sharding.recurrences import kernel_gradients
 
 Arrays = Mapping[str, np.ndarray]
 LEARNING_RATE = 0.1

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from parts import Part, mask, padded, sigmoid, spread, sum_to
 
 from meshwise.core.kernels import CompressedAttention
 from meshwise.core.tensors import Op
+from tests.sharding.parts import Part, mask, padded, sigmoid, spread, sum_to
 
 Parts = Sequence[Part]
 

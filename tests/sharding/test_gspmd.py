@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from devices import all_coordinates, group_of, part_of
 
 from meshwise.sharding import (
     Collective,
@@ -30,6 +29,7 @@ from meshwise.sharding import (
     parse_mesh,
     place_einsum,
 )
+from tests.sharding.devices import all_coordinates, group_of, part_of
 
 SIZES = {"B": 16, "C": 16, "D": 64, "E": 8, "F": 256, "H": 4, "I": 32, "J": 64, "K": 128, "L": 32, "N": 8, "T": 32}
 

@@ -5,7 +5,6 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from devices import apply_all, distribute, global_einsum, holds, local_einsum, random_array, random_sharding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,15 @@ from meshwise.sharding import (
     place_einsum,
 )
 from meshwise.sharding.reshard import nominal_bytes_sent
+from tests.sharding.devices import (
+    apply_all,
+    distribute,
+    global_einsum,
+    holds,
+    local_einsum,
+    random_array,
+    random_sharding,
+)
 
 MESHES = [Mesh.of(X=2), Mesh.of(X=3), Mesh.of(X=2, Y=2), Mesh.of(X=2, Y=3), Mesh.of(X=2, Y=3, Z=2)]
 

@@ -17,9 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from placed_cases import AXES, EXPERTS_OF_TENSOR, Case, make_case, random_case
-from programs import Arrays, Results, differences
-from tiny_models import BLOCKS, LAYERS, MIXTURES
 
 from meshwise.core.tensors import Attention, Block, Einsum, Fused, Kind, Op, Tensor
 from meshwise.models import load_model, model_names
@@ -27,6 +24,9 @@ from meshwise.sharding.place import place_block
 from meshwise.sharding.placed import LocalOp, PlacedBlock, Transfer
 from meshwise.sharding.remat import REMAT_POLICIES, remat_policy
 from meshwise.sharding.strategy import Strategy, context, data, expert, fsdp, tensor, training_strategy, ulysses
+from tests.sharding.placed_cases import AXES, EXPERTS_OF_TENSOR, Case, make_case, random_case
+from tests.sharding.programs import Arrays, Results, differences
+from tests.sharding.tiny_models import BLOCKS, LAYERS, MIXTURES
 
 CASES_PER_BLOCK = 2
 TWO_OF_EACH = dict.fromkeys(AXES, 2)

@@ -5,13 +5,13 @@ Numbers have one format here: what is proved is that conversions and frozen weig
 
 import numpy as np
 import pytest
-from placed_cases import random_case
-from programs import differences
-from tiny_models import LAYERS, MIXTURES
 
 from meshwise.core.tensors import Kind, Program
 from meshwise.jobs import narrowed, parse_fine_tuning, parse_precision, with_adapters
 from meshwise.sharding.placed import LocalOp, Transfer
+from tests.sharding.placed_cases import random_case
+from tests.sharding.programs import differences
+from tests.sharding.tiny_models import LAYERS, MIXTURES
 
 #: Of the random meshes and strategies that each block is tried on, those of the default run, and the others.
 SEEDS, MORE_SEEDS = range(1), range(1, 4)

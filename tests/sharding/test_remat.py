@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from tiny_models import BLOCKS, Shape, tiny_block
 
 from meshwise.core.backward import backward
 from meshwise.core.errors import LayoutError, UnknownNameError
@@ -14,6 +13,7 @@ from meshwise.core.tensors import Attention, Block, Einsum, Kind, Program
 from meshwise.jobs import narrowed, parse_precision
 from meshwise.models import load_model
 from meshwise.sharding.remat import REMAT_POLICIES, Saved, check_remat, remat_policy, saved_activations
+from tests.sharding.tiny_models import BLOCKS, Shape, tiny_block
 
 POLICIES = ["none", "matmuls", "attention", "full"]
 

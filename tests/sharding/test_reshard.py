@@ -6,7 +6,6 @@ from itertools import pairwise, permutations, product
 
 import numpy as np
 import pytest
-from devices import apply, apply_all, distribute, holds, random_array, random_sharding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
 from meshwise.sharding import Collective, CollectiveKind, Mesh, Sharding, reshard
 from meshwise.sharding.reshard import nearest, nominal_bytes_sent
+from tests.sharding.devices import apply, apply_all, distribute, holds, random_array, random_sharding
 
 MESHES = [
     Mesh.of(X=2),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from placed_cases import make_case
 
 from meshwise.models import load_model, model_names
 from meshwise.sharding import Sharding
@@ -20,6 +19,7 @@ from meshwise.sharding.strategy import (
     training_strategy,
     ulysses,
 )
+from tests.sharding.placed_cases import make_case
 
 AXES = {"data": 2, "fsdp": 2, "context": 2, "ulysses": 2, "expert": 2, "tensor": 2}
 MATRICES = ["w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down"]

@@ -12,9 +12,6 @@ from itertools import product
 from math import gcd
 
 import numpy as np
-from devices import all_coordinates, part_of
-from formulas import Routing
-from programs import Arrays, Microbatch
 
 from meshwise.core.tensors import Block, Kind, Route, Tensor
 from meshwise.models.build import build_mtp, build_train
@@ -39,6 +36,9 @@ from meshwise.models.spec import (
 from meshwise.sharding import Mesh
 from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.strategy import Strategy
+from tests.sharding.devices import all_coordinates, part_of
+from tests.sharding.formulas import Routing
+from tests.sharding.programs import Arrays, Microbatch
 
 #: Tokens of one device where there are no experts: a cut of the batch by a cut of the positions, 2 each.
 TOKENS_OF_A_DEVICE = 4

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from cases import estimate, problem, setup, step
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, LayoutError
 from meshwise.costs.serving.capacity import frontier, largest_batch, longest_context
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
+from tests.costs.serving.cases import estimate, problem, setup, step
 
 
 def test_time_per_token_is_a_step_and_its_share_of_prefills():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cases import problem, step
+
+from tests.costs.serving.cases import problem, step
 
 #: Requests, milliseconds of a prefill of 60 tokens, milliseconds of 20 decode steps after it (table D.3).
 SHORT = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from cases import problem
 
 from meshwise.costs.serving.lower import heeded
 from meshwise.sharding.place import place_forward
 from meshwise.sharding.serving import CACHE_SPLITS, serving_strategy
+from tests.costs.serving.cases import problem
 
 #: What a strategy takes together: the residual stream is split by its width where weights are, and slots are not then.
 STANDS = [

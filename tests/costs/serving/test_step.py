@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import problem, step
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.network import NO_WIRE
@@ -12,6 +11,7 @@ from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import COMPUTE_TERMS, price_mixed_step, price_step
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.sharding.serving_layout import ServingLayoutChoices
+from tests.costs.serving.cases import problem, step
 
 LAYOUTS = (
     "tensor=8",

@@ -1,6 +1,6 @@
 """See that the reference library reads golden weights as the tests write them in GGUF, and gives the golden logits.
 
-`pip install torch transformers accelerate gguf` beside meshwise, and `python tests/data/golden/check_gguf.py`.
+`pip install torch transformers accelerate gguf` beside meshwise, and `python -m tests.data.golden.check_gguf`.
 """
 
 import sys
@@ -11,10 +11,8 @@ import numpy as np
 import torch
 import transformers
 
-sys.path.append(str(Path(__file__).parents[2] / "runtime"))
-
-from gguf_writing import WRITTEN, write_gguf
-from golden import Golden
+from tests.runtime.gguf_writing import WRITTEN, write_gguf
+from tests.runtime.golden import Golden
 
 for name in sys.argv[1:] or WRITTEN:
     golden = Golden.of(name)

@@ -1,6 +1,6 @@
 """Write what this folder holds, with the reference library: NAME.json (configuration, tensors, tokens) and NAME.npy.
 
-`pip install torch transformers` and `python tests/data/golden/make.py`; the tests need neither. Logits are those of
+`pip install torch transformers` and `python -m tests.data.golden.make`; the tests need neither. Logits are those of
 weights that `regenerate.draw` draws, in fp32, on a CPU.
 """
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from regenerate import draw
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from tests.data.golden.regenerate import draw
 
 HERE = Path(__file__).parent
 SEQUENCES, LENGTH, VOCABULARY = 2, 20, 96

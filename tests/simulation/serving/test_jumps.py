@@ -8,7 +8,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import Naive
 
 from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.jobs.traffic import Demand, Trace
@@ -16,6 +15,7 @@ from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import COLUMNS, Recorder
 from meshwise.simulation.serving.scheduling import POLICIES, PREEMPTIONS, Scheduling
 from meshwise.simulation.serving.system import ServingSystem
+from tests.simulation.serving.naive import Naive
 
 TICK = 2.0**-12
 

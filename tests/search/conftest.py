@@ -1,6 +1,0 @@
-"""Puts this folder, and that of the small problems, on the path."""
-
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "costs")]
