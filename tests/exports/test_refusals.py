@@ -6,6 +6,7 @@ import pytest
 
 from meshwise.core.errors import HandoverError, UnknownNameError
 from meshwise.exports import TARGETS, choices, hand_over, shape
+from meshwise.models import load_model, read_config
 from meshwise.models.spec import (
     Architecture,
     Embedding,
@@ -241,3 +242,23 @@ def test_an_uneven_split_is_refused_by_jax():
 def test_an_unknown_tool_is_named():
     with pytest.raises(UnknownNameError, match="unknown tool 'megatrn'"):
         hand_over(make_plan(tiny(), "h100-sxm:8", data=8), "megatrn")
+
+
+ROUTER_KEYS = ("scoring_func", "topk_method", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob")
+
+
+@pytest.mark.parametrize(("tool", "on"), [("megatron", "h100-sxm:64"), ("maxtext", "v5p:4x4x4")])
+def test_a_router_that_the_file_does_not_describe_is_exported_as_it_is_priced(tool: str, on: str) -> None:
+    whole = load_model("deepseek-v3")
+    bare = read_config({k: v for k, v in whole.config.items() if k not in ROUTER_KEYS}, name=whole.name)
+    said, unsaid = (hand_over(make_plan(m, on, fsdp=16, expert=4), tool).text for m in (whole, bare))
+    assert said == unsaid
+    assert "2.5" in said
+
+
+def test_scores_that_are_not_normalised_are_said_or_refused() -> None:
+    deepseek = hand_over(make_plan(load_model("deepseek-v2"), "h100-sxm:64", data=8, expert=8), "megatron").text
+    assert "--moe-router-pre-softmax" in deepseek
+    glm = read_config({**load_model("glm-4.5-air").config, "norm_topk_prob": False}, name="glm")
+    with pytest.raises(HandoverError, match="sigmoid scores that are not normalised"):
+        hand_over(make_plan(glm, "h100-sxm:64", data=8, expert=8), "megatron")

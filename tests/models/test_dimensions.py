@@ -9,7 +9,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError, UnknownNameError
-from meshwise.models import Model, load_model, read_dimensions
+from meshwise.models import load_model, read_dimensions, read_model_json
 
 LLAMA = "D=8192 F=28672 L=80 N=64 K=8 H=128 V=128256"
 
@@ -89,7 +89,7 @@ def test_files(name: str, text: str, tmp_path: Path) -> None:
     model = load_model(str(tmp_path / name))
     assert model.name == "mine"
     assert model.parameters.total == 70_553_706_496
-    assert Model.from_json(model.to_json()) == model
+    assert read_model_json(model.to_json()) == model
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwise.core.kernels import CompressedAttention, IndexScores, Scan, SelectiveScan
 from meshwise.core.tensors import Attention, Block, Einsum, Kind, Program, Tensor
-from meshwise.models import Model, load_model, model_names, read_config
+from meshwise.models import load_model, model_names, read_config, read_model_json
 
 every_model = pytest.mark.parametrize("name", model_names())
 
@@ -85,7 +85,7 @@ def test_what_a_tied_head_reads_is_the_embedding(name: str) -> None:
 @every_model
 def test_a_model_survives_its_json(name: str) -> None:
     model = load_model(name)
-    again = Model.from_json(model.to_json())
+    again = read_model_json(model.to_json())
     assert again == model
     assert again.parameters == model.parameters
 

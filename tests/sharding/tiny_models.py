@@ -267,7 +267,7 @@ def tiny_block(name: str, shape: Shape, *, batch: int, queries: int) -> tuple[Bl
     spec = Architecture(
         d_model=shape.width(),
         vocab=shape.split(),
-        groups=(LayerGroup("layer", layer, 1),),
+        groups=(LayerGroup("layer", layer, (0,)),),
         embedding=EMBEDDINGS[name](shape, queries) if name in EMBEDDINGS else Embedding(),
         head=HEADS[name](shape) if name in HEADS else Head(),
         mtp=layer if name == "mtp" else None,

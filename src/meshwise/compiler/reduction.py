@@ -6,18 +6,13 @@ Not here: compiling them.
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from meshwise.core.errors import CompilerError, ConfigError
 from meshwise.models import Model
+from meshwise.models.reading import first_layers
 from meshwise.sharding.layout import Layout
-
-#: Keys of configurations that count layers.
-_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "L")
 
 #: The fewest layers of the larger copy.
 _LEAST = 4
@@ -118,29 +113,13 @@ def reduce_layers(model: Model, layout: Layout, layers: int) -> tuple[Model, Lay
         ConfigError: a configuration that cannot be cut so.
         CompilerError: one whose number of layers is nowhere in it.
     """
-    config = copy.deepcopy(dict(model.config))
-    if not _cut(config, model.num_layers, layers):
+    reduced = first_layers(model, layers)
+    if reduced is None:
         raise CompilerError(
             f"model {model.name}: its {model.num_layers} layers are not in its configuration; leave --reduced out"
         )
-    value = json.loads(model.to_json())
-    reduced = Model.from_json(json.dumps({**value, "config": config}))
     if reduced.num_layers != layers:
         raise ConfigError(f"model {model.name}: cut to {layers} layers it has {reduced.num_layers}")
     if layout.remat_layers is None:
         return reduced, layout
     return reduced, layout.replace(remat_layers=max(1, layout.remat_layers * layers // model.num_layers))
-
-
-def _cut(config: dict[str, Any], total: int, layers: int) -> bool:
-    """Set counts of layers, and cut lists that have an entry for each; in nested configurations too."""
-    found = False
-    for key, value in config.items():
-        if isinstance(value, dict):
-            found = _cut(value, total, layers) or found
-        elif key in _COUNTS and value == total:
-            config[key] = layers
-            found = True
-        elif isinstance(value, list) and len(value) == total and not key.startswith("arch"):
-            config[key] = value[:layers]
-    return found

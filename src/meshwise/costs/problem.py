@@ -32,7 +32,7 @@ class TrainingProblem:
 
         Of several kinds of mixtures the one whose tokens reach most experts.
         """
-        kinds = [Routing(m.experts, m.top_k, m.groups, m.groups_limit) for m in self.model.mixtures]
+        kinds = [Routing(m.experts, m.top_k, m.router.groups, m.router.groups_limit) for m in self.model.mixtures]
         return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
 
     def train_program(self) -> Program:

@@ -30,8 +30,8 @@ def model_settings(choices: Choices, shape: ModelShape, refusals: Refusals, note
     if model.family not in _DECODERS:
         why = f"there is no decoder_block for {model.family}, only for {', '.join(_DECODERS)}"
         refusals.add(f"model {model.name}", why, _NEAREST)
-    if shape.activation not in ("silu", "swish", ""):
-        refusals.add(f"model {model.name}", f"its activation is {shape.activation}", _NEAREST)
+    if shape.functions.activation not in ("silu", "swish", ""):
+        refusals.add(f"model {model.name}", f"its activation is {shape.functions.activation}", _NEAREST)
     dense = shape.dense if shape.dense is not None else shape.mixture
     assert dense is not None, "a layer has a feed-forward part"
     out: dict[str, Any] = {
@@ -45,13 +45,13 @@ def model_settings(choices: Choices, shape: ModelShape, refusals: Refusals, note
         **_attention(choices, shape, refusals),
         **(_mixture(choices, shape, shape.mixture, refusals) if shape.mixture is not None else {}),
     }
-    if shape.norm_epsilon is not None:
-        out["normalization_layer_epsilon"] = shape.norm_epsilon
-    if shape.rope_base is not None:
-        out["rope_max_timescale"] = int(shape.rope_base)
-    if shape.rope_share != 1:
-        out["partial_rotary_factor"] = shape.rope_share
-    if shape.rope_scaled:
+    if shape.functions.norm_epsilon is not None:
+        out["normalization_layer_epsilon"] = shape.functions.norm_epsilon
+    if shape.functions.rope_base is not None:
+        out["rope_max_timescale"] = int(shape.functions.rope_base)
+    if shape.functions.rope_share != 1:
+        out["partial_rotary_factor"] = shape.functions.rope_share
+    if shape.functions.rope_scaled:
         notes.append("the configuration stretches its rotary positions (rope_scaling): set rope_type and its numbers")
     if model.spec.mtp_modules:
         notes.append(MTP_NOTE)
@@ -83,7 +83,7 @@ def _attention(choices: Choices, shape: ModelShape, refusals: Refusals) -> dict[
 
 
 def _mixture(choices: Choices, shape: ModelShape, mixture: Mixture, refusals: Refusals) -> dict[str, Any]:
-    config = choices.model.config
+    router = mixture.router
     if mixture.shared_gate or mixture.expert_bias or (mixture.shared and mixture.shared % mixture.hidden):
         refusals.add(f"model {choices.model.name}", "its experts have biases, or shared ones of another kind", _NEAREST)
     out: dict[str, Any] = {
@@ -93,14 +93,14 @@ def _mixture(choices: Choices, shape: ModelShape, mixture: Mixture, refusals: Re
         "shared_experts": mixture.shared // mixture.hidden,
         "first_num_dense_layers": shape.leading_dense,
     }
-    if config.get("scoring_func") == "sigmoid":
+    if router.scores == "sigmoid":
         out["routed_score_func"] = "sigmoid"
     if mixture.correction_bias:
         out["routed_bias"] = True
-    if (config.get("n_group") or 1) > 1:
-        out |= {"n_routing_groups": config["n_group"], "topk_routing_group": config["topk_group"]}
-    if config.get("routed_scaling_factor"):
-        out["routed_scaling_factor"] = config["routed_scaling_factor"]
+    if router.groups > 1:
+        out |= {"n_routing_groups": router.groups, "topk_routing_group": router.groups_limit}
+    if router.scale != 1:
+        out["routed_scaling_factor"] = router.scale
     if choices.job.capacity_factor is not None:
         out |= {"capacity_factor": choices.job.capacity_factor, "sparse_matmul": False, "megablox": False}
     return out

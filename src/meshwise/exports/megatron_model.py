@@ -79,7 +79,7 @@ def _feed_forward(choices: Choices, shape: ModelShape, refusals: Refusals) -> It
         (False, "relu2"): (("--squared-relu",),),
     }
     activation = {"swish": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}.get(
-        shape.activation, shape.activation or ("silu" if gated else "gelu")
+        shape.functions.activation, shape.functions.activation or ("silu" if gated else "gelu")
     )
     if (gated, activation) not in words:
         what = f"a {'gated' if gated else 'plain'} feed-forward part with {activation}"
@@ -91,7 +91,7 @@ def _feed_forward(choices: Choices, shape: ModelShape, refusals: Refusals) -> It
 
 
 def _mixture(choices: Choices, shape: ModelShape, mixture: Mixture, refusals: Refusals) -> Iterator[Argument]:
-    config = choices.model.config
+    router = mixture.router
     yield from (("--num-experts", mixture.experts), ("--moe-router-topk", mixture.top_k))
     yield ("--moe-ffn-hidden-size", mixture.hidden)
     if shape.leading_dense:
@@ -102,18 +102,21 @@ def _mixture(choices: Choices, shape: ModelShape, mixture: Mixture, refusals: Re
     for what, present in (
         ("a gate of its shared experts", mixture.shared_gate),
         ("biases in its experts", mixture.expert_bias),
+        ("sigmoid scores that are not normalised", router.scores == "sigmoid" and not router.normalised),
     ):
         if present:
             refusals.add(f"model {choices.model.name}", f"it has {what}", _BY_HAND)
     yield from (("--moe-grouped-gemm",), ("--moe-token-dispatcher-type", "alltoall"))
-    if config.get("scoring_func") == "sigmoid":
+    if router.scores == "sigmoid":
         yield ("--moe-router-score-function", "sigmoid")
+    elif not router.normalised:
+        yield ("--moe-router-pre-softmax",)
     if mixture.correction_bias:
         yield ("--moe-router-enable-expert-bias",)
-    if (config.get("n_group") or 1) > 1:
-        yield from (("--moe-router-num-groups", config["n_group"]), ("--moe-router-group-topk", config["topk_group"]))
-    if config.get("routed_scaling_factor"):
-        yield ("--moe-router-topk-scaling-factor", config["routed_scaling_factor"])
+    if router.groups > 1:
+        yield from (("--moe-router-num-groups", router.groups), ("--moe-router-group-topk", router.groups_limit))
+    if router.scale != 1:
+        yield ("--moe-router-topk-scaling-factor", f"{router.scale:g}")
     if choices.job.capacity_factor is not None:
         yield ("--moe-expert-capacity-factor", f"{choices.job.capacity_factor:g}")
         yield ("--moe-pad-expert-input-to-capacity",)
@@ -125,19 +128,19 @@ def _norms(shape: ModelShape, refusals: Refusals) -> Iterator[Argument]:
         refusals.add("model", "a branch of its layers starts without a norm", _BY_HAND)
     biased = any(n.bias for n in norms)
     yield ("--normalization", "LayerNorm" if biased else "RMSNorm")
-    if shape.norm_epsilon is not None:
-        yield ("--norm-epsilon", f"{shape.norm_epsilon:g}")
+    if shape.functions.norm_epsilon is not None:
+        yield ("--norm-epsilon", f"{shape.functions.norm_epsilon:g}")
 
 
 def _positions(choices: Choices, shape: ModelShape, notes: list[str]) -> Iterator[Argument]:
     rotary = isinstance(shape.attention, LatentAttention) or shape.attention.rope
     if rotary:
         yield ("--position-embedding-type", "rope")
-        if shape.rope_base is not None:
-            yield ("--rotary-base", int(shape.rope_base))
-        if shape.rope_share != 1:
-            yield ("--rotary-percent", f"{shape.rope_share:g}")
-        if shape.rope_scaled:
+        if shape.functions.rope_base is not None:
+            yield ("--rotary-base", int(shape.functions.rope_base))
+        if shape.functions.rope_share != 1:
+            yield ("--rotary-percent", f"{shape.functions.rope_share:g}")
+        if shape.functions.rope_scaled:
             notes.append("the configuration stretches its rotary positions (rope_scaling): add the arguments for it")
     else:
         learned = choices.model.spec.embedding.positions is not None

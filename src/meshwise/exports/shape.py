@@ -5,13 +5,12 @@ Not here: any tool's own names, and the model itself (`models.spec`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from meshwise.exports.exported import Refusals
 from meshwise.models import Model
-from meshwise.models.spec import LatentAttention, Layer, LayerGroup, Mixture, Mlp, SelfAttention
+from meshwise.models.spec import Functions, LatentAttention, Layer, LayerGroup, Mixture, Mlp, SelfAttention
 
 _NEAREST = "the parallelism of this plan by hand, with a model of the tool's own"
 
@@ -25,7 +24,7 @@ _ANSWERED = {
     "SelfAttention": "heads kv_heads head_dim bias bias_out qk_norm rope window chunk sinks",
     "LatentAttention": "heads q_rank kv_rank nope_dim rope_dim v_dim bias",
     "Mlp": "hidden gated bias bias_out",
-    "Mixture": "experts top_k hidden gated expert_bias correction_bias groups groups_limit shared shared_gate",
+    "Mixture": "experts top_k hidden gated expert_bias correction_bias shared shared_gate router",
 }
 
 
@@ -39,10 +38,7 @@ class ModelShape:
         mixture: the feed-forward part with experts, None without.
         leading_dense: layers before the first one with experts; all of them without.
         layer: one layer, for its norms.
-        activation: as the configuration names it ("silu", "gelu", ...).
-        norm_epsilon, rope_base: of the configuration, where it says so.
-        rope_scaled: whether the configuration stretches its rotary positions.
-        rope_share: share of a head's width that is rotated.
+        functions: around the matmuls.
     """
 
     attention: SelfAttention | LatentAttention
@@ -50,25 +46,7 @@ class ModelShape:
     mixture: Mixture | None
     leading_dense: int
     layer: Layer
-    activation: str
-    norm_epsilon: float | None
-    rope_base: float | None
-    rope_scaled: bool
-    rope_share: float
-
-
-def _first(config: Mapping[str, Any], *names: str) -> Any:
-    return next((config[n] for n in names if config.get(n) is not None), None)
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float | None, bool]:
-    """Base of the rotary positions, and whether they are stretched."""
-    parameters = config.get("rope_parameters")
-    parameters = parameters if isinstance(parameters, Mapping) else {}
-    base = _first({**config, **parameters}, "rope_theta", "rotary_emb_base")
-    scaling = config.get("rope_scaling") or parameters
-    kind = _first(scaling, "rope_type", "type") if isinstance(scaling, Mapping) else None
-    return base, kind not in (None, "default")
+    functions: Functions
 
 
 def read_shape(model: Model, refusals: Refusals) -> ModelShape | None:
@@ -105,19 +83,13 @@ def read_shape(model: Model, refusals: Refusals) -> ModelShape | None:
         if present:
             refusals.add(f"model {model.name}", f"it has {what}", _NEAREST)
     ffns = [g.layer.ffn for g in groups]
-    config = model.config.get("text_config") or model.config
-    base, scaled = _rope(config)
     return ModelShape(
         attention=attention,
         dense=next((f for f in ffns if isinstance(f, Mlp)), None),
         mixture=next((f for f in ffns if isinstance(f, Mixture)), None),
         leading_dense=leading,
         layer=groups[0].layer,
-        activation=str(_first(config, "hidden_act", "hidden_activation", "activation_function") or ""),
-        norm_epsilon=_first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-        rope_base=base,
-        rope_scaled=scaled,
-        rope_share=float(_first(config, "partial_rotary_factor", "rotary_pct") or 1),
+        functions=model.functions,
     )
 
 
@@ -135,7 +107,8 @@ def _unanswered(part: Any) -> list[str]:
 
 def _leading_dense(model: Model, groups: tuple[LayerGroup, ...], refusals: Refusals) -> int:
     """Count the layers before the first one with experts; refuse any other mix of both."""
-    dense = sum(g.repeat for g in groups if isinstance(g.layer.ffn, Mlp))
-    if 0 < dense < model.num_layers and model.config.get("first_k_dense_replace") != dense:
+    places = sorted(index for g in groups if isinstance(g.layer.ffn, Mlp) for index in g.indices)
+    dense = len(places)
+    if dense < model.num_layers and places != list(range(dense)):
         refusals.add(f"model {model.name}", "its layers with and without experts take turns", _NEAREST)
     return dense

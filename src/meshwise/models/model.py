@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from meshwise.models.build import build_mtp, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
 from meshwise.models.serving import build_serving
-from meshwise.models.spec import Architecture, Compressed, LayerGroup, Mixture
+from meshwise.models.spec import Architecture, Compressed, Functions, LayerGroup, Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class Model:
         source: where it comes from.
         weight_dtype: format of the published weights, when the configuration says so.
         hub_names: names it is known by elsewhere.
+        functions: what is computed around its matmuls.
+        quantization: how its published checkpoint is quantised; "" where it is not.
 
     >>> from meshwise.models import load_model
     >>> model = load_model("llama-3-70b")
@@ -73,6 +75,8 @@ class Model:
     source: Source
     weight_dtype: DType | None = None
     hub_names: tuple[str, ...] = ()
+    functions: Functions = field(default_factory=Functions)
+    quantization: str = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.family, self.spec))
@@ -205,7 +209,7 @@ class Model:
         return 3 * self.forward_flops_per_token(seq_len)
 
     def to_json(self) -> str:
-        """Give the configuration and its name: enough to read the same model again."""
+        """The configuration and its name: enough for `read_model_json` to read the same model."""
         value = {
             "name": self.name,
             "hub_names": list(self.hub_names),
@@ -213,20 +217,3 @@ class Model:
             "config": self.config,
         }
         return json.dumps(value, indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Model:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: when it cannot be understood.
-        """
-        from meshwise.models.reading import parse_json, read_config  # noqa: PLC0415 -- reading makes models
-
-        value = parse_json(text, "model JSON")
-        config, name, source = value.get("config"), value.get("name"), value.get("source")
-        if not isinstance(config, dict) or not isinstance(name, str):
-            raise ConfigError("model JSON: expected the keys 'name' and 'config', as `to_json` writes them")
-        known = Source(str(source.get("text", "")), str(source.get("date", ""))) if isinstance(source, dict) else None
-        hub_names = tuple(str(n) for n in value.get("hub_names", ()))
-        return read_config(config, name=name, source=known, hub_names=hub_names, where="model JSON")

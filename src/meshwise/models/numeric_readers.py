@@ -14,12 +14,10 @@ from typing import Any
 from meshwise.core.errors import ConfigError
 from meshwise.models.families import FAMILIES
 from meshwise.models.families.activations import ACTIVATION_KEYS
-from meshwise.models.families.decoder import Decoder
 from meshwise.models.families.irrelevant import NUMERICS
-from meshwise.models.families.plain import Dimensions
 from meshwise.models.families.towered import Towered
 from meshwise.models.model import Model
-from meshwise.models.numerics import Numerics, Rotary, Router, Scaling
+from meshwise.models.numerics import Numerics, Rotary, Scaling
 from meshwise.models.spec import LatentAttention, SelfAttention
 
 
@@ -93,19 +91,6 @@ class _Keys:
                     f"model {self.model.name}: key {key!r} changes what is computed, and is not understood for "
                     f"{self.family!r} where a model is executed"
                 )
-
-
-def _order(keys: _Keys) -> tuple[str, ...]:
-    """Name the block of each layer."""
-    groups = keys.model.spec.groups
-    if len(groups) == 1:
-        return (groups[0].name,) * groups[0].repeat
-    family = keys.parsed
-    layer = family.layer if isinstance(family, Decoder | Dimensions) else None
-    if layer is None:
-        raise ConfigError(f"model {keys.model.name}: the order of its {len(groups)} kinds of layers is not known")
-    names = {g.layer: g.name for g in groups}
-    return tuple(names[layer(i)] for i in range(sum(g.repeat for g in groups)))
 
 
 def _activation(keys: _Keys, default: str) -> str:
@@ -194,7 +179,7 @@ def _plain(
 ) -> Numerics:
     """Llama and what follows its plan; `kind` as in `_rotary`."""
     return Numerics(
-        order=_order(keys),
+        order=keys.model.spec.order,
         activation=_activation(keys, default_activation),
         norm_epsilon=float(keys("rms_norm_eps", epsilon)),
         rotary=_rotated(keys, _rotary(keys, theta, kind=kind)),
@@ -225,7 +210,8 @@ def _phi3(keys: _Keys) -> Numerics:
 
 
 def _qwen_moe(keys: _Keys) -> Numerics:
-    return replace(_llama(keys), router=Router(normalised=bool(keys("norm_topk_prob", False))))
+    keys("norm_topk_prob")
+    return replace(_llama(keys), router=keys.model.mixtures[0].router)
 
 
 def _gemma(keys: _Keys, kind: str | None = None) -> Numerics:
@@ -295,24 +281,15 @@ def _deepseek_v3(keys: _Keys) -> Numerics:
         raise keys.refuse("scoring_func", "sigmoid")
     if keys("topk_method", "noaux_tc") != "noaux_tc":
         raise keys.refuse("topk_method", "noaux_tc")
-    for name in ("n_group", "topk_group"):
-        if keys(name) is None:
-            raise keys.refuse(name, "a number of groups of experts")
-    groups = next(((m.groups, m.groups_limit) for m in keys.model.mixtures), (1, 1))
-    router = Router(
-        scores="sigmoid",
-        normalised=bool(keys("norm_topk_prob", True)),
-        scale=float(keys("routed_scaling_factor", 2.5)),
-        groups=groups[0],
-        groups_limit=groups[1],
-    )
-    return replace(found, router=router)
+    for name in ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"):
+        keys(name)  # part of the mixture's router
+    return replace(found, router=keys.model.mixtures[0].router)
 
 
 def _gpt2(keys: _Keys) -> Numerics:
     """GPT-2: layer norms, learned positions."""
     return Numerics(
-        order=_order(keys),
+        order=keys.model.spec.order,
         activation=_activation(keys, "gelu_new"),
         norm_epsilon=float(keys("layer_norm_epsilon", 1e-5)),
         norm_centred=True,
@@ -324,7 +301,7 @@ def _dimensions(keys: _Keys) -> Numerics:
     """A model of dimensions alone: Llama's functions; plain feed-forwards take gelu, as transformers of their time."""
     gated, layer_norm = keys("gated", True), keys("norm", "rms") == "layer"
     return Numerics(
-        order=_order(keys),
+        order=keys.model.spec.order,
         activation="silu" if gated else "gelu_tanh",
         norm_centred=layer_norm,
         rotary=_rotated(keys, Rotary()),

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshwise.models.spec import Router
+
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
@@ -48,24 +50,6 @@ class Rotary:
     share: float = 1.0
     interleaved: bool = False
     scaling: Scaling | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """How experts are chosen and weighed.
-
-    Args:
-        scores: function of the router's logits.
-        normalised: whether the weights of those that were chosen sum to one.
-        scale: of the weights.
-        groups, groups_limit: as in `Mixture`; a group's score is the sum of its two best experts.
-    """
-
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    groups_limit: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Not here: what the keys of a family mean (`families`).
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from meshwise.core.errors import ConfigError
 from meshwise.models.families import FAMILIES, NOT_YET, FamilyConfig
 from meshwise.models.model import Model, Source
-from meshwise.models.spec import Architecture, Mixture
+from meshwise.models.spec import Architecture, Functions, Mixture
 
 
 def parse_json(text: str, where: str) -> dict[str, Any]:
@@ -171,6 +172,24 @@ def _architecture(read: FamilyConfig) -> Architecture:
     return replace(spec, notes=(*spec.notes, _taken(defaults, read.model_type))) if defaults else spec
 
 
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    """The first of several spellings that says something."""
+    return next((config[n] for n in names if config.get(n) is not None), None)
+
+
+def _functions(config: Mapping[str, Any]) -> Functions:
+    """What a configuration says of the functions around matmuls."""
+    parameters = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or parameters
+    return Functions(
+        activation=str(_first(config, "hidden_act", "hidden_activation", "activation_function") or ""),
+        norm_epsilon=_first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        rope_base=_first({**config, **parameters}, "rope_theta", "rotary_emb_base"),
+        rope_scaled=_first(scaling, "rope_type", "type") not in (None, "default"),
+        rope_share=float(_first(config, "partial_rotary_factor", "rotary_pct") or 1),
+    )
+
+
 #: Spellings of "how many experts a token visits".
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "experts_per_token", "moe_k", "moe_top_k", "ffn_config")
 
@@ -217,6 +236,8 @@ def read_config(
         raise _explain(e, where) from None
     except ConfigError as e:
         raise ConfigError(f"{where}: {e}") from None
+    text = config.get("text_config") or config
+    quantized = config.get("quantization_config") or text.get("quantization_config") or {}
     return Model(
         name=name,
         family=read.model_type,
@@ -225,4 +246,51 @@ def read_config(
         source=source or Source(where),
         weight_dtype=read.weight_dtype(),
         hub_names=hub_names,
+        functions=_functions(text),
+        quantization=str(quantized.get("quant_method", "")),
     )
+
+
+def read_model_json(text: str) -> Model:
+    """Read what `Model.to_json` wrote.
+
+    Raises:
+        ConfigError: when it cannot be understood.
+    """
+    value = parse_json(text, "model JSON")
+    config, name, source = value.get("config"), value.get("name"), value.get("source")
+    if not isinstance(config, dict) or not isinstance(name, str):
+        raise ConfigError("model JSON: expected the keys 'name' and 'config', as `to_json` writes them")
+    known = Source(str(source.get("text", "")), str(source.get("date", ""))) if isinstance(source, dict) else None
+    hub_names = tuple(str(n) for n in value.get("hub_names", ()))
+    return read_config(config, name=name, source=known, hub_names=hub_names, where="model JSON")
+
+
+#: Keys of configurations that count layers.
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "L")
+
+
+def first_layers(model: Model, layers: int) -> Model | None:
+    """A copy of a model with its first `layers` layers; None where its configuration does not count them.
+
+    Raises:
+        ConfigError: a configuration that cannot be cut so.
+    """
+    config = copy.deepcopy(dict(model.config))
+    if not _cut(config, model.num_layers, layers):
+        return None
+    return read_config(config, name=model.name, source=model.source, hub_names=model.hub_names, where="model JSON")
+
+
+def _cut(config: dict[str, Any], total: int, layers: int) -> bool:
+    """Set counts of layers, and cut lists that have an entry for each; in nested configurations too."""
+    found = False
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found = _cut(value, total, layers) or found
+        elif key in _COUNTS and value == total:
+            config[key] = layers
+            found = True
+        elif isinstance(value, list) and len(value) == total and not key.startswith("arch"):
+            config[key] = value[:layers]
+    return found

@@ -221,6 +221,26 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """How experts are chosen and weighed.
+
+    Args:
+        scores: function of the router's logits.
+        normalised: whether the weights of the chosen experts sum to one.
+        scale: of the weights.
+        groups, groups_limit: into which the router divides the experts, and how many of them a token's may lie in
+            (DeepSeek-V3: 4 of 8, one on each node); 1 and 1 where it does not. A group's score is the sum of its two
+            best experts.
+    """
+
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_limit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """A mixture of experts, each token visiting `top_k` of `experts`.
 
@@ -229,8 +249,6 @@ class Mixture:
         expert_bias: on every matrix of an expert.
         router_bias: a bias of the router's logits.
         correction_bias: a bias that steers the choice of experts towards balance, and is stored with the weights.
-        groups, groups_limit: into which the router divides the experts, and how many of them a token's may lie in
-            (DeepSeek-V3: 4 of 8, one on each node); 1 and 1 where it does not.
         shared: total hidden width of the experts that every token visits; 0 for none.
         shared_gate: whether a sigmoid gate, one column, weighs the shared experts.
         shared_bias: on every matrix of the shared experts, and of the projections to and from the latent.
@@ -238,6 +256,7 @@ class Mixture:
             None; the router then reads the residual stream, scaled, and weighs each expert's output (Gemma 4).
         latent: width that tokens are projected to before the routed experts, and from after them; None for none.
         weighs_inputs: whether gates weigh what experts read (Llama 4), else what they make.
+        router: how experts are chosen and weighed.
     """
 
     experts: int
@@ -247,14 +266,13 @@ class Mixture:
     expert_bias: bool = False
     router_bias: bool = False
     correction_bias: bool = False
-    groups: int = 1
-    groups_limit: int = 1
     shared: int = 0
     shared_gate: bool = False
     shared_bias: bool = False
     beside: Mlp | None = None
     latent: int | None = None
     weighs_inputs: bool = False
+    router: Router = field(default_factory=Router)
 
 
 #: What mixes positions: attention, or a recurrence in its place.
@@ -299,11 +317,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """`repeat` layers of one kind. `name` is what reports print: "layer", "layer.local", "layer.moe"..."""
+    """Layers of one kind, and their places in the stack. `name` is what reports print: "layer", "layer.local"..."""
 
     name: str
     layer: Layer
-    repeat: int
+    indices: tuple[int, ...]
+
+    @property
+    def repeat(self) -> int:
+        """How many layers there are."""
+        return len(self.indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +389,25 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Functions:
+    """What a model computes around its matmuls, as far as its configuration says; "" and None where it does not.
+
+    Args:
+        activation: of the feed-forward parts, by its published name ("silu", "gelu_pytorch_tanh").
+        norm_epsilon: added to variances.
+        rope_base: of the rotary frequencies.
+        rope_scaled: whether the frequencies are stretched.
+        rope_share: share of a head's width that is rotated.
+    """
+
+    activation: str = ""
+    norm_epsilon: float | None = None
+    rope_base: float | None = None
+    rope_scaled: bool = False
+    rope_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A whole decoder, with an encoder before it in encoder-decoders.
 
@@ -392,6 +434,12 @@ class Architecture:
     notes: tuple[str, ...] = ()
     towers: tuple[Tower, ...] = ()
     encoder: Encoder | None = None
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Name of the group of each layer of the decoder."""
+        named = sorted((index, g.name) for g in self.groups for index in g.indices)
+        return tuple(name for _, name in named)
 
     @property
     def num_layers(self) -> int:
@@ -425,13 +473,13 @@ def group_layers(layers: Iterable[Layer]) -> tuple[LayerGroup, ...]:
     >>> [(g.name, g.repeat) for g in group_layers(kinds)]
     [('layer.local', 3), ('layer.global', 1)]
     """
-    counts: dict[Layer, int] = {}
-    for layer in layers:
-        counts[layer] = counts.get(layer, 0) + 1
-    words = [_kind_words(layer) for layer in counts]
+    places: dict[Layer, list[int]] = {}
+    for index, layer in enumerate(layers):
+        places.setdefault(layer, []).append(index)
+    words = [_kind_words(layer) for layer in places]
     telling = [i for i in range(3) if len({w[i] for w in words}) > 1]
     if 0 in telling and {w[:2] for w in words} == {(w[0], words[[v[0] for v in words].index(w[0])][1]) for w in words}:
         telling = [i for i in telling if i != 1]  # the span already says it
     names = [".".join(["layer", *(w[i] for i in telling if w[i])]) for w in words]
     unique = [n if names.count(n) == 1 else f"{n}.{names[:i].count(n)}" for i, n in enumerate(names)]
-    return tuple(LayerGroup(n, layer, count) for n, (layer, count) in zip(unique, counts.items(), strict=True))
+    return tuple(LayerGroup(n, layer, tuple(at)) for n, (layer, at) in zip(unique, places.items(), strict=True))

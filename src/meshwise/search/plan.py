@@ -19,7 +19,7 @@ from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import TrainingJob
-from meshwise.models import Model
+from meshwise.models import read_model_json
 from meshwise.models.lengths import check_length
 from meshwise.sharding.layout import Layout
 
@@ -124,7 +124,7 @@ class Plan:
             if value["layout"]["wires"] is None:
                 raise ConfigError("plan JSON: layout.wires: expected where each mesh axis lies, found null")
             cluster = saved_cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
-            model, job = Model.from_json(json.dumps(value["model"])), TrainingJob(**value["job"])
+            model, job = read_model_json(json.dumps(value["model"])), TrainingJob(**value["job"])
             check_length(model, job.seq_len)
             problem = TrainingProblem(model, job, cluster, find_calibration(value["calibration"], cluster.chip))
             return cls.of(

@@ -33,7 +33,7 @@ class ServingProblem:
     @property
     def routing(self) -> Routing | None:
         """How the model's router spreads tokens over experts; None without experts."""
-        kinds = [Routing(m.experts, m.top_k, m.groups, m.groups_limit) for m in self.model.mixtures]
+        kinds = [Routing(m.experts, m.top_k, m.router.groups, m.router.groups_limit) for m in self.model.mixtures]
         return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
 
     @property

@@ -158,9 +158,7 @@ class ServingChoices:
     @property
     def published(self) -> str:
         """How the published checkpoint is quantised ("" where it is not)."""
-        config = self.model.config.get("text_config") or self.model.config
-        said = self.model.config.get("quantization_config") or config.get("quantization_config") or {}
-        return str(said.get("quant_method", ""))
+        return self.model.quantization
 
     @property
     def longest(self) -> int:

@@ -8,15 +8,18 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
-from meshwise.models.families.base import Count, Index, Positions, Size
+from meshwise.core.errors import ConfigError
+from meshwise.models.families.base import Count, Index, Positions, Size, divide
 from meshwise.models.families.decoder import Decoder
-from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, SelfAttention
+from meshwise.models.spec import LatentAttention, Layer, Mixture, Mlp, QkNorm, Router, SelfAttention
 
 
 class LeadingDense(Decoder):
     """The first `first_k_dense_replace` layers are dense, the others mixtures with shared experts."""
 
     correction: ClassVar[bool] = True
+    #: What the reference implementation takes where the configuration does not say.
+    routing: ClassVar[Router] = Router("sigmoid")
 
     moe_intermediate_size: Size
     num_experts_per_tok: Count
@@ -29,6 +32,9 @@ class LeadingDense(Decoder):
     n_group: Count | None = None
     topk_group: Count | None = None
     topk_method: str | None = None
+    scoring_func: Literal["softmax", "sigmoid"] | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: float | int | None = None
     num_nextn_predict_layers: Index = Field(
         default=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
     )
@@ -36,15 +42,29 @@ class LeadingDense(Decoder):
     def mixture(self) -> Mixture:
         """Give the routed and the shared experts."""
         shared = self.moe_intermediate_size * (self.n_shared_experts or 0)
-        limited = self.topk_method != "greedy" and self.topk_group is not None  # greedy heeds no groups
         return Mixture(
             self.n_routed_experts,
             self.num_experts_per_tok,
             self.moe_intermediate_size,
             correction_bias=self.correction,
-            groups=(self.n_group or 1) if limited else 1,
-            groups_limit=(self.topk_group or 1) if limited else 1,
             shared=shared,
+            router=self.router(),
+        )
+
+    def router(self) -> Router:
+        """How experts are chosen: as configured, else as the reference implementation does."""
+        own, groups, limit = self.routing, 1, 1
+        if self.topk_method != "greedy":  # which heeds no groups
+            groups, limit = self.n_group or 1, self.topk_group or self.n_group or 1
+            divide(self.n_routed_experts, groups, "n_routed_experts", "n_group")
+        if limit > groups:
+            raise ConfigError(f"key 'topk_group': expected at most n_group ({groups}), found {limit}")
+        return Router(
+            scores=self.scoring_func or own.scores,
+            normalised=own.normalised if self.norm_topk_prob is None else self.norm_topk_prob,
+            scale=own.scale if self.routed_scaling_factor is None else float(self.routed_scaling_factor),
+            groups=groups,
+            groups_limit=limit,
         )
 
     def ffn(self, index: int) -> Mlp | Mixture:
@@ -69,6 +89,7 @@ class Deepseek(LeadingDense):
     model_types: ClassVar[tuple[str, ...]] = ("deepseek",)
     classes: ClassVar[tuple[str, ...]] = ("DeepseekForCausalLM",)
     correction: ClassVar[bool] = False
+    routing: ClassVar[Router] = Router("softmax", normalised=False)
 
     intermediate_size: Size
     attention_bias: bool = False
@@ -80,6 +101,7 @@ class DeepseekV2(LeadingDense):
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
     classes: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM",)
     correction: ClassVar[bool] = False
+    routing: ClassVar[Router] = Router("softmax", normalised=False)
     ignored: ClassVar[frozenset[str]] = frozenset({"qk_head_dim"})
 
     intermediate_size: Size | None = 11008
@@ -117,7 +139,10 @@ class DeepseekV3(DeepseekV2):
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "kimi_k2")
     classes: ClassVar[tuple[str, ...]] = ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
     correction: ClassVar[bool] = True
+    routing: ClassVar[Router] = Router("sigmoid", scale=2.5)
 
+    n_group: Count | None = 8
+    topk_group: Count | None = 4
     intermediate_size: Size | None = 18432
     max_position_embeddings: Positions | None = 4096
     moe_intermediate_size: Size = 2048

@@ -78,13 +78,14 @@ class T5(FamilyConfig):
         notes: tuple[str, ...] = (BOTH,)
         if not self.tie_word_embeddings:
             notes += ("counted with one table for tokens and head, as the reference implementation ties them always",)
+        reads = LayerGroup("layer.encoder", self.layer(decodes=False), tuple(range(self.num_hidden_layers)))
         layers = self.num_decoder_layers or self.num_hidden_layers
         return Architecture(
             d_model=self.hidden_size,
             vocab=self.vocab_size,
-            groups=(LayerGroup("layer.decoder", self.layer(decodes=True), layers),),
+            groups=(LayerGroup("layer.decoder", self.layer(decodes=True), tuple(range(layers))),),
             head=Head(tied=True, scaled=self.tie_word_embeddings),
-            encoder=Encoder((LayerGroup("layer.encoder", self.layer(decodes=False), self.num_hidden_layers),)),
+            encoder=Encoder((reads,)),
             notes=notes,
         )
 
@@ -123,18 +124,19 @@ class Bart(FamilyConfig):
 
     def architecture(self) -> Architecture:
         """Say what the keys mean."""
-        reads = self.layer(self.num_attention_heads, self.encoder_ffn_dim, decodes=False)
+        reader = self.layer(self.num_attention_heads, self.encoder_ffn_dim, decodes=False)
+        reads = LayerGroup("layer.encoder", reader, tuple(range(self.num_hidden_layers)))
         writes = self.layer(self.decoder_attention_heads, self.decoder_ffn_dim, decodes=True)
         # Two rows more than there are positions: an offset of the first implementation.
         embedding = Embedding(self.max_position_embeddings + 2, LAYER_NORM, scaled=self.scale_embedding)
         return Architecture(
             d_model=self.hidden_size,
             vocab=self.vocab_size,
-            groups=(LayerGroup("layer.decoder", writes, self.decoder_layers),),
+            groups=(LayerGroup("layer.decoder", writes, tuple(range(self.decoder_layers))),),
             embedding=embedding,
             head=Head(norm=None, tied=self.tie_word_embeddings),
             max_positions=self.max_position_embeddings,
-            encoder=Encoder((LayerGroup("layer.encoder", reads, self.num_hidden_layers),), embedding, norm=None),
+            encoder=Encoder((reads,), embedding, norm=None),
             notes=(BOTH,),
         )
 

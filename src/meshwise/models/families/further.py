@@ -138,6 +138,7 @@ class Dots1(LeadingDense, PatternMixin):
     attention_bias: bool = False
     moe_intermediate_size: Size = 1408
     first_k_dense_replace: Index = 0
+    norm_topk_prob: bool | None = False
     sliding_window: Positions | None = 4096
     max_window_layers: Index = 62
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import AliasChoices, BaseModel, ConfigDict, PrivateAttr
 
 #: Keys of which 1 means that a pattern is absent: every layer is alike.
-_STEPS = frozenset({"decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"})
+_STEPS = frozenset({"decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "n_group", "topk_group"})
 
 
 def _absent(key: str, value: object) -> bool:

@@ -13,7 +13,7 @@ from meshwise.models.families.activations import check_activation
 from meshwise.models.families.base import Count, Index, Layers, Positions, Size, divide
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
 from meshwise.models.families.keys import Keys
-from meshwise.models.spec import Head, LatentAttention, Mixture, Mlp, Norm, QkNorm, SelfAttention
+from meshwise.models.spec import Head, LatentAttention, Mixture, Mlp, Norm, QkNorm, Router, SelfAttention
 
 
 class DbrxAttention(Keys):
@@ -107,7 +107,10 @@ class MiniMaxM2(Decoder):
 
     def ffn(self, index: int) -> Mlp | Mixture:
         """Routed experts."""
-        return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width, correction_bias=True)
+        router = Router("sigmoid")
+        return Mixture(
+            self.num_local_experts, self.num_experts_per_tok, self.width, correction_bias=True, router=router
+        )
 
     def extras(self) -> dict[str, Any]:
         """Say what is left out."""

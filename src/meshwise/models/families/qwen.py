@@ -10,7 +10,7 @@ from pydantic import AliasChoices, Field
 
 from meshwise.models.families.base import Count, Index, Off, Positions, Size
 from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
-from meshwise.models.spec import Mixture, Mlp, QkNorm
+from meshwise.models.spec import Mixture, Mlp, QkNorm, Router
 
 
 class Qwen2(PatternMixin):
@@ -75,6 +75,7 @@ class _SparseMixin(Decoder):
     moe_intermediate_size: Size
     num_experts_per_tok: Count
     num_experts: Index = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    norm_topk_prob: bool | None = None
     mlp_only_layers: list[int] | None = None
 
     def shared(self) -> dict[str, int | bool]:
@@ -86,7 +87,14 @@ class _SparseMixin(Decoder):
         sparse = self.num_experts > 0 and (index + 1) % self.decoder_sparse_step == 0
         if not sparse or index in (self.mlp_only_layers or ()):
             return Mlp(self.width)
-        return Mixture(self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size, **self.shared())  # type: ignore[arg-type]
+        router = Router(normalised=bool(self.norm_topk_prob))
+        return Mixture(
+            self.num_experts,
+            self.num_experts_per_tok,
+            self.moe_intermediate_size,
+            router=router,
+            **self.shared(),  # type: ignore[arg-type]
+        )
 
 
 class Qwen2Moe(Qwen2, _SparseMixin):

@@ -52,6 +52,8 @@ class GlmMoeDsa(DeepseekV32):
     model_types: ClassVar[tuple[str, ...]] = ("glm_moe_dsa",)
     classes: ClassVar[tuple[str, ...]] = ("GlmMoeDsaForCausalLM",)
 
+    n_group: Count | None = 1
+    topk_group: Count | None = 1
     intermediate_size: Size | None = 12288
     max_position_embeddings: Positions | None = 202752
     q_lora_rank: Size | None = 2048

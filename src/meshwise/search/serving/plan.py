@@ -16,7 +16,7 @@ from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem, check_context
 from meshwise.jobs import ServingLoad
-from meshwise.models import Model
+from meshwise.models import read_model_json
 from meshwise.search.plan import changed, check_kind, saved_cluster
 from meshwise.sharding.serving_layout import ServingLayout
 
@@ -88,7 +88,7 @@ class ServingPlan:
         try:
             cluster = saved_cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
             calibration = find_serving_calibration(value["calibration"], cluster.chip)
-            model = Model.from_json(json.dumps(value["model"]))
+            model = read_model_json(json.dumps(value["model"]))
             load = ServingLoad(**value["load"])
             check_context(model, load)
             problem = ServingProblem(model, load, cluster, calibration)
