@@ -14,7 +14,6 @@ from meshwise.core.tensors import Einsum
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.evaluate import evaluate, evaluate_local, whole_extents
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
-from meshwise.costs.lower import plan_structure
 from meshwise.costs.network import NO_WIRE
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
@@ -96,7 +95,7 @@ class Case:
         self.problem = TrainingProblem(model, job, parse_cluster("h100:64"), IDENTITY)
         sizes = {a: float(n) for a, n in layout.sizes.items()}
         self.candidates = Candidates(**sizes, micro_batch=float(layout.micro_batch), num_microbatches=1.0)
-        self.blocks = plan_structure(self.problem, self.structure)
+        self.blocks = self.problem.lowered.training(self.structure)
         self.local = evaluate_local(self.problem, self.structure, self.candidates.local)
         bound = model.train_program().bind(batch=layout.sequences, queries=T)
         mesh = {a: layout.sizes[a] for a in MESH_AXES if a != "stage"}
@@ -109,15 +108,16 @@ class Case:
         """(pass, purpose, kind, mesh axes) -> bytes that each device receives, from the flows."""
         extents = whole_extents(self.problem, self.structure, self.candidates)
         total = defaultdict(float)
-        for i, plan in enumerate(block.flows):
-            flow = plan.sized(local.flows[i] if i in local.flows else plan.bytes(extents))
-            group = math.prod(self.layout.sizes[a] for a in flow.mesh_axes)
+        for one in block.collectives:
+            num_bytes = local.sent[one.cost] if one.cost in local.sent else one.bytes(extents)
+            kind, mesh_axes, _, _ = one.key
+            group = math.prod(self.layout.sizes[a] for a in mesh_axes)
             share = {  # of the bytes of `wire_time`'s convention, what one device receives
                 CollectiveKind.ALL_REDUCE: 2 * (1 - 1 / group),
                 CollectiveKind.ALL_TO_ALL: (1 - 1 / group) / group,
                 CollectiveKind.PERMUTE: float(group > 1),
-            }.get(flow.kind, 1 - 1 / group)
-            total[flow.when, flow.purpose, flow.kind, flow.mesh_axes] += flow.count * flow.num_bytes * share
+            }.get(kind, 1 - 1 / group)
+            total[one.when, one.purpose, kind, mesh_axes] += one.count * num_bytes * share
         return {key: n for key, n in total.items() if n}
 
 

@@ -89,9 +89,9 @@ def test_the_bytes_are_those_of_the_collectives_that_rings_stand_for(sequence_pa
         ledger = Ledger()
         step("h100:8", ledger, collective_matmul=how, sequence_parallel=sequence_parallel)
         worth = {CollectiveKind.ALL_GATHER: 1, CollectiveKind.REDUCE_SCATTER: 1, CollectiveKind.ALL_REDUCE: 2}
-        flows = [(f, h.count) for h in ledger.hidings for f, _ in h.flows if f.mesh_axes == ("tensor",)]
-        sent.append(sum(worth[f.kind] * f.num_bytes * f.count * count for f, count in flows))
-        beside = [f for f, _ in flows if f.purpose is Purpose.MATMUL]
+        all_sent = [(s, h.count) for h in ledger.hidings for s in h.sent if s.collective.key.mesh_axes == ("tensor",)]
+        sent.append(sum(worth[s.collective.key.kind] * s.num_bytes * s.count * count for s, count in all_sent))
+        beside = [s.collective for s, _ in all_sent if s.collective.purpose is Purpose.MATMUL]
         assert bool(beside) == (how == "unidirectional")
-        assert not any(f.kind is CollectiveKind.ALL_REDUCE for f in beside)
+        assert not any(c.key.kind is CollectiveKind.ALL_REDUCE for c in beside)
     assert sent[0] == pytest.approx(sent[1])

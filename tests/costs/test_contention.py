@@ -54,10 +54,10 @@ def test_weights_hide_behind_what_collective_matmuls_leave_of_shared_links():
     for mine, other in zip(shared.hidings, alone.hidings, strict=True):
         if mine.rule == 3:
             fused = sum(
-                seconds
+                sent.seconds
                 for h in shared.hidings
                 if h.block is mine.block and h.when is mine.when and h.rule == 2 and h.cover
-                for flow, seconds in h.flows
+                for sent in h.sent
             )
             assert fused > 0
             assert mine.cover == pytest.approx(max(other.cover - fused, 0.0), rel=1e-12)
@@ -69,7 +69,10 @@ def test_a_step_of_a_block_takes_its_links_as_long_as_they_send():
     ledger = Ledger()
     slow = step(of, "v5p:4x4x4", ledger=ledger)
     sent = sum(
-        float(h.count * s) for h in ledger.hidings for f, s in h.flows if h.rule in (2, 3) and (h.cover or h.rule == 3)
+        float(h.count * one.seconds)
+        for h in ledger.hidings
+        for one in h.sent
+        if h.rule in (2, 3) and (h.cover or h.rule == 3)
     )
     terms = {n: float(s) for n, s in slow.terms.items()}
     assert sum(terms.values()) >= sent

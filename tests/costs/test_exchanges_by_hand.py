@@ -7,7 +7,6 @@ import pytest
 from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.evaluate import whole_extents
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
-from meshwise.costs.lower import plan_structure
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
@@ -28,14 +27,14 @@ def moved(model, block, kinds, **layout):
     structure = LayoutChoices.of(chosen)
     sizes = {a: float(n) for a, n in chosen.sizes.items()}
     extents = whole_extents(problem, structure, Candidates(**sizes, micro_batch=1.0, num_microbatches=1.0))
-    (planned,) = (b for b in plan_structure(problem, structure) if b.placed.block.name == block)
+    (planned,) = (b for b in problem.lowered.training(structure) if b.placed.block.name == block)
     total = Counter()
-    for plan in planned.flows:
-        flow = plan.sized(plan.bytes(extents))
-        n = extents.devices(flow.mesh_axes)
-        if n > 1 and flow.purpose in (Purpose.ACTIVATIONS, Purpose.RING) and flow.kind in kinds:
-            whole = flow.num_bytes / n if flow.kind is CollectiveKind.ALL_TO_ALL else flow.num_bytes
-            total[str(flow.when), str(flow.kind), flow.mesh_axes] += flow.count * whole * (1 - 1 / n)
+    for one in planned.collectives:
+        kind, mesh_axes, _, _ = one.key
+        n = extents.devices(mesh_axes)
+        if n > 1 and one.purpose in (Purpose.ACTIVATIONS, Purpose.RING) and kind in kinds:
+            whole = one.bytes(extents) / (n if kind is CollectiveKind.ALL_TO_ALL else 1)
+            total[str(one.when), str(kind), mesh_axes] += one.count * whole * (1 - 1 / n)
     return {key: n for key, n in total.items() if n}
 
 
@@ -83,9 +82,9 @@ def test_gates_travel_with_their_tokens():
     """A dispatch starts one collective, not two; so does what brings gradients back."""
     job = TrainingJob(batch_tokens=str(T * 8), seq_len=str(T), precision="bf16")
     problem = TrainingProblem(load_model("mixtral-8x7b"), job, parse_cluster("h100:64"), IDENTITY)
-    blocks = plan_structure(problem, LayoutChoices.of(Layout(expert=8, remat="full")))
+    blocks = problem.lowered.training(LayoutChoices.of(Layout(expert=8, remat="full")))
     (planned,) = (b for b in blocks if b.placed.block.name == "layer")
-    exchanges = [p for p in planned.flows if p.mesh_axes == ("expert",) and p.kind in EXCHANGE]
+    exchanges = [p for p in planned.collectives if p.key.mesh_axes == ("expert",) and p.key.kind in EXCHANGE]
     counts = Counter()
     for plan in exchanges:
         counts[plan.when] += plan.count

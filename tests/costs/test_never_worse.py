@@ -12,7 +12,7 @@ from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.links import Links
-from meshwise.costs.lower import place_structure
+from meshwise.costs.lower import lowered_training
 from meshwise.costs.padding import paddings
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
@@ -86,9 +86,10 @@ def test_splitting_the_residual_never_sends_more_but_for_what_it_gathers_again(r
 
     def sent(sequence_parallel):
         weight = {CollectiveKind.ALL_REDUCE: 2, CollectiveKind.ALL_GATHER: 1, CollectiveKind.REDUCE_SCATTER: 1}
-        (layer,) = (
-            b for b in place_structure(model, LayoutChoices(1, sequence_parallel, remat)) if b.block.role == "layer"
-        )
+        job = TrainingJob(batch_tokens="1Ki", seq_len="1Ki")
+        lowered = lowered_training(model, job.formats, job.tuning, job.optimizer_kind)
+        blocks = lowered.training(LayoutChoices(1, sequence_parallel, remat))
+        (layer,) = (b.placed for b in blocks if b.role == "layer")
         passes = []
         for items in (layer.forward, layer.backward):
             moves = [t for t in items if isinstance(t, Transfer) and t.purpose is Purpose.ACTIVATIONS]

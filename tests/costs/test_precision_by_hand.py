@@ -10,7 +10,6 @@ from meshwise.costs.calibration import IDENTITY
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_candidate
 from meshwise.costs.explain import work_out
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.lower import plan_structure
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.hardware import parse_cluster
@@ -226,7 +225,7 @@ def test_tokens_travel_to_experts_narrow_and_back_wide():
     assert by_name["dispatch"].output.dtype == "fp8"
     assert by_name["combine"].output.dtype is None
     structure, _ = layout_candidate(p.model, layout(fsdp=8, remat="full"))
-    placed = next(b for b in plan_structure(p, structure) if b.placed.block is layer).placed
+    placed = next(b for b in p.lowered.training(structure) if b.placed.block is layer).placed
     back = {i.op.name: i.op for i in placed.backward if hasattr(i, "op")}
     assert back["dcombine"].output.dtype == "fp8"
     assert back["ddispatch"].output.dtype is None

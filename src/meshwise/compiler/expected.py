@@ -20,7 +20,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import Holding
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
-from meshwise.costs.traffic import Flow, Pass
+from meshwise.costs.traffic import Pass, Sent
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Purpose
@@ -128,16 +128,17 @@ def _moved(workings: Breakdown) -> dict[str, float]:
 def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None) -> list[ExpectedCollective]:
     """Those of the plan, and those that a pipelined program has beyond it."""
     found: list[ExpectedCollective] = []
-    for block, copies in ledger.blocks:
-        for flow in block.flows:
-            one = _collective(block.block.name, flow, layout)
+    for runs_of in ledger.blocks:
+        block, copies = runs_of.time.block, runs_of.count
+        for sent in runs_of.sent:
+            one = _collective(block.name, sent, layout)
             if not one.received:
                 continue
-            once = flow.when is Pass.STEP
+            once = sent.collective.when is Pass.STEP
             runs = {"": float(copies) * (1 if once else layout.num_microbatches)}
             if rounds is not None:
-                more = rounds.stored if once else partial(rounds.beyond, when=flow.when.value)
-                runs |= more(block.block.role, planned=float(copies))
+                more = rounds.stored if once else partial(rounds.beyond, when=sent.collective.when.value)
+                runs |= more(block.role, planned=float(copies))
             found += [
                 replace(one, count=one.count * n, received=one.received * n, reason=reason)
                 for reason, n in runs.items()
@@ -146,20 +147,20 @@ def _collectives(ledger: Ledger, layout: Layout, rounds: Rounds | None) -> list[
     return found
 
 
-def _collective(block: str, flow: Flow, layout: Layout) -> ExpectedCollective:
+def _collective(block: str, sent: Sent, layout: Layout) -> ExpectedCollective:
     """The collectives of one run of one copy of a block."""
-    order = layout.used_axes
-    axes = tuple(sorted((a for a in flow.mesh_axes if a in order), key=order.index))
+    one, order = sent.collective, layout.used_axes
+    axes = tuple(sorted((a for a in one.key.mesh_axes if a in order), key=order.index))
     size = math.prod(layout.sizes[a] for a in axes)
     return ExpectedCollective(
         block=block,
-        when=flow.when.value,
-        purpose=flow.purpose.value,
-        kind=flow.kind.value,
+        when=one.when.value,
+        purpose=one.purpose.value,
+        kind=one.key.kind.value,
         axes=axes,
-        tensors=tuple(dict.fromkeys(t.tensor.name for t in flow.transfers)),
-        count=flow.count,
-        received=flow.count * _received(flow.kind, float(flow.num_bytes), size) if size > 1 else 0.0,
+        tensors=tuple(dict.fromkeys(t.tensor.name for t in one.transfers)),
+        count=sent.count,
+        received=sent.count * _received(one.key.kind, float(sent.num_bytes), size) if size > 1 else 0.0,
     )
 
 

@@ -91,9 +91,9 @@ class Rounds:
             stream: bytes of one microbatch's stream between stages on one device.
         """
         own = list(holdings)
-        planned = sum(h.copies * h.num_bytes for h in own if h.name == "activations" and h.block.role == "layer")
+        planned = sum(float(h.copies * h.num_bytes) for h in own if h.name == "activations" and h.block.role == "layer")
         one = planned / _in_flight(own)
-        more = {
+        more: dict[str, float] = {
             "every stage": _ends(own, ("gradients",)),
             "one head": _at_work(own),
         }

@@ -7,9 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
+#: A quantity of one candidate, or of many: an array with one entry each.
+Num: TypeAlias = float | NDArray[np.floating[Any]]
+
+#: Numbers of some of the candidates.
+Rows: TypeAlias = NDArray[np.intp]
+
+#: What holds or not, of one candidate or of many.
+Condition: TypeAlias = bool | NDArray[np.bool_]
 
 _Array = np.ndarray  # looked up once: these functions are called by the hundred for one estimate
 
@@ -69,6 +79,12 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     return yes if condition else no
 
 
+def array(value: Num) -> NDArray[np.floating[Any]]:
+    """A quantity of many candidates, as such."""
+    assert isinstance(value, _Array), f"{value} is of one candidate"
+    return value
+
+
 def take(value: Any, index: Any) -> Any:
     """Other rows: entries `index` of an array, or of every array in a mapping, a tuple or a dataclass.
 
@@ -80,7 +96,8 @@ def take(value: Any, index: Any) -> Any:
     if isinstance(value, float | int):
         return value  # the same for all rows
     if isinstance(value, Mapping):
-        return {key: take(v, index) for key, v in value.items()}
+        taken = {key: take(v, index) for key, v in value.items()}
+        return type(value)(taken) if isinstance(value, dict) else taken  # sums stay sums
     if isinstance(value, tuple):
         return tuple(take(v, index) for v in value)
     return type(value)(*(take(getattr(value, name), index) for name in value.__dataclass_fields__))

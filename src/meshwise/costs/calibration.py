@@ -150,10 +150,11 @@ class Calibration:
 
     @property
     def in_steps(self) -> Calibration:
-        """The same for collectives inside a step of serving."""
-        if self.chained_startup is None:
-            return self
-        return replace(self, links=replace(self.links, startup=self.chained_startup))
+        """The same for a step of serving, where collectives follow each other closely and hide behind no product."""
+        links = self.links
+        if self.chained_startup is not None:
+            links = replace(links, startup=self.chained_startup)
+        return replace(self, links=links, collective_matmul=False, late_gathers=False)
 
     @property
     def link_efficiency(self) -> float:

@@ -6,15 +6,13 @@ the software achieves of it. Not here: which collectives a plan needs.
 
 from __future__ import annotations
 
-from typing import Any
-
-from meshwise.costs.arithmetic import floor, maximum, minimum
+from meshwise.costs.arithmetic import Num, floor, maximum, minimum
 from meshwise.costs.links import IDEAL_LINKS, Links
 from meshwise.costs.network import GroupLink
 from meshwise.sharding import CollectiveKind
 
 
-def wire_time(kind: CollectiveKind, num_bytes: Any, wire: GroupLink) -> Any:
+def wire_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink) -> Num:
     """Seconds by bandwidth alone: what no schedule on this wire can beat by more than its hops allow.
 
     Args:
@@ -29,7 +27,7 @@ def wire_time(kind: CollectiveKind, num_bytes: Any, wire: GroupLink) -> Any:
     return num_bytes * wire_rate(kind, wire)
 
 
-def wire_rate(kind: CollectiveKind, wire: GroupLink) -> Any:
+def wire_rate(kind: CollectiveKind, wire: GroupLink) -> Num:
     """The same, for a byte."""
     match kind:
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
@@ -44,7 +42,7 @@ def wire_rate(kind: CollectiveKind, wire: GroupLink) -> Any:
             return 0.0
 
 
-def schedules(kind: CollectiveKind, wire: GroupLink) -> tuple[tuple[Any, Any], ...]:
+def schedules(kind: CollectiveKind, wire: GroupLink) -> tuple[tuple[Num, Num], ...]:
     """Give the algorithms that the software offers: (seconds per byte at full bandwidth, seconds of hops) of each.
 
     One, but for AllReduces: a ring (ReduceScatter and AllGather), or trees and switches that add.
@@ -65,19 +63,19 @@ def schedules(kind: CollectiveKind, wire: GroupLink) -> tuple[tuple[Any, Any], .
             return ((0.0, 0.0),)
 
 
-def scheduled_time(kind: CollectiveKind, num_bytes: Any, wire: GroupLink) -> Any:
+def scheduled_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink) -> Num:
     """Seconds by bandwidth of the schedules that are really run; arguments as in `wire_time`, which none beats."""
     first, *others = (num_bytes * per_byte for per_byte, _ in schedules(kind, wire))
     return minimum(first, others[0]) if others else first
 
 
-def latency(kind: CollectiveKind, wire: GroupLink) -> Any:
+def latency(kind: CollectiveKind, wire: GroupLink) -> Num:
     """Seconds of hops that the collective takes however few its bytes."""
     first, *others = (hops for _, hops in schedules(kind, wire))
     return minimum(first, others[0]) if others else first
 
 
-def collective_time(kind: CollectiveKind, num_bytes: Any, wire: GroupLink, *, links: Links = IDEAL_LINKS) -> Any:
+def collective_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink, *, links: Links = IDEAL_LINKS) -> Num:
     """Expected seconds: of the algorithms that the software offers, the fastest for so many bytes.
 
     On ideal links hops of at least their latency each, or the bytes through the links, whichever is longer (book,
@@ -86,7 +84,7 @@ def collective_time(kind: CollectiveKind, num_bytes: Any, wire: GroupLink, *, li
     return fastest(starts(kind, wire, links), num_bytes, links)
 
 
-def starts(kind: CollectiveKind, wire: GroupLink, links: Links) -> tuple[tuple[Any, Any], ...]:
+def starts(kind: CollectiveKind, wire: GroupLink, links: Links) -> tuple[tuple[Num, Num], ...]:
     """The algorithms of `schedules`, each with its seconds per byte and those it takes however few; none of a slice."""
     if kind is CollectiveKind.SLICE:
         return ()
@@ -94,16 +92,16 @@ def starts(kind: CollectiveKind, wire: GroupLink, links: Links) -> tuple[tuple[A
     return tuple((per_byte, links.start(hops, busy)) for per_byte, hops in schedules(kind, wire))
 
 
-def fastest(algorithms: tuple[tuple[Any, Any], ...], num_bytes: Any, links: Links) -> Any:
+def fastest(algorithms: tuple[tuple[Num, Num], ...], num_bytes: Num, links: Links) -> Num:
     """Expected seconds of so many bytes by the fastest of the `algorithms`, as from `starts`."""
-    seconds: Any = None
+    seconds: Num | None = None
     for per_byte, start in algorithms:
         own = links.seconds_after(start, num_bytes * per_byte)
         seconds = own if seconds is None else minimum(seconds, own)
     return num_bytes * 0.0 if seconds is None else seconds
 
 
-def ring_time(num_bytes: Any, wire: GroupLink, *, both_ways: bool, links: Links = IDEAL_LINKS) -> Any:
+def ring_time(num_bytes: Num, wire: GroupLink, *, both_ways: bool, links: Links = IDEAL_LINKS) -> Num:
     """Expected seconds of an AllGather or ReduceScatter in pieces that a program sends round a ring of the group.
 
     One way round n - 1 sends of a shard each, through one link of a chip in one direction. Both ways half as many

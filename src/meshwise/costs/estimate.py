@@ -14,7 +14,6 @@ from meshwise.core.tensors import Attention, Einsum, Fused
 from meshwise.costs.evaluate import Costs, evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
-from meshwise.costs.lower import plan_structure
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline, num_layers
@@ -157,8 +156,8 @@ def _recompute_flops(
 ) -> float:
     sizes = problem.train_program().bind(batch=sequences, queries=problem.job.seq_len)
     total = 0.0
-    for planned in plan_structure(problem, structure):
-        total += planned.placed.block.repeat * sum(op.flops(sizes) for op in planned.again)
+    for lowered in problem.lowered.training(structure):
+        total += lowered.placed.block.repeat * sum(op.flops(sizes) for op in lowered.recomputed_matmuls)
     return float(total * candidates.remat_share)
 
 

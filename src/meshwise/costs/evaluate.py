@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from meshwise.core.tensors import Tensor
-from meshwise.costs.arithmetic import is_one, maximum, where
+from meshwise.costs.arithmetic import Num, Rows, is_one, maximum, take, where
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.expert_load import expert_load
-from meshwise.costs.extents import Extents, held_bytes
+from meshwise.costs.extents import Extents, WeightedSum
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
-from meshwise.costs.lower import LocalBlock, LoweredBlock, plan_structure
+from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
-from meshwise.costs.network import GroupLink
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
 from meshwise.costs.overlap import role_sums
-from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers, program_of
+from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.step import BlockTime, Ledger, StepRates, StepTime
+from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, StepTime, Wires
 from meshwise.costs.step_time import StepParts, step_time
-from meshwise.costs.traffic import Flow
 from meshwise.costs.update import UpdatePlan
-from meshwise.models import Model
 from meshwise.sharding.placed import Held, Purpose
 
 #: Purposes of what moves for the activations of a microbatch.
@@ -47,9 +45,43 @@ class Costs:
     """
 
     step: StepTime
-    memory: Mapping[str, Any]
+    memory: Mapping[str, Num]
     host: HostInputs = field(compare=False, repr=False)
-    host_memory: Mapping[str, Any] = field(default_factory=dict)
+    host_memory: Mapping[str, Num] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBlock:
+    """What depends only on the sizes in `LocalSizes`.
+
+    Args:
+        passes: compute, as in `BlockTime`.
+        sent: bytes of collectives, by their `cost`.
+        memory: activations.
+    """
+
+    passes: Mapping[str, PassCompute]
+    sent: Mapping[int, Num]
+    memory: LocalMemory
+
+    def take(self, index: Rows) -> LocalBlock:
+        """The same for other rows: entries `index` of every array."""
+        return LocalBlock(take(self.passes, index), take(self.sent, index), take(self.memory, index))
+
+    def joined(self, other: LocalBlock, numbers: tuple[int, int]) -> LocalBlock:
+        """The rows of this one, then those of `other`; `numbers` of each."""
+
+        def join(a: Num, b: Num) -> Num:
+            if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b:
+                return a  # the same for all rows
+            return np.concatenate([np.broadcast_to(v, n) for v, n in zip((a, b), numbers, strict=True)])
+
+        def join_all(a: Any, b: Any) -> Any:
+            return type(a)(*(join(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
+
+        passes = {name: join_all(p, other.passes[name]) for name, p in self.passes.items()}
+        sent = {cost: join(v, other.sent[cost]) for cost, v in self.sent.items()}
+        return LocalBlock(passes, sent, join_all(self.memory, other.memory))
 
 
 def evaluate_local(
@@ -65,26 +97,16 @@ def evaluate_local(
         known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
             operations are the same.
     """
-    return _evaluate_local(problem, structure, sizes, plan_structure(problem, structure), known)
-
-
-def _evaluate_local(
-    problem: TrainingProblem,
-    structure: LayoutChoices,
-    sizes: LocalSizes,
-    planned: tuple[LoweredBlock, ...],
-    known: Sequence[LocalBlock] | None = None,
-) -> tuple[LocalBlock, ...]:
-    extents = local_extents(problem, structure, sizes)
-    prices = OperationPrices(extents, problem.compute_rates)
-    passes = [_passes(problem, structure, b, prices) for b in planned] if known is None else [b.passes for b in known]
+    blocks, extents = problem.lowered.training(structure), local_extents(problem, structure, sizes)
+    prices = OperationPrices(problem.lowered.ops.values, extents, problem.compute_rates)
+    passes = [_passes(problem, structure, b, prices) for b in blocks] if known is None else [b.passes for b in known]
     return tuple(
         LocalBlock(
             own,
-            {i: plan.bytes(extents) for i, plan in enumerate(b.flows) if plan.local},
+            {one.cost: one.bytes(extents) for one in b.collectives if one.local},
             _local_memory(problem, b, extents),
         )
-        for own, b in zip(passes, planned, strict=True)
+        for own, b in zip(passes, blocks, strict=True)
     )
 
 
@@ -94,11 +116,11 @@ def repeats_whole(problem: TrainingProblem, structure: LayoutChoices) -> bool:
 
 
 def _passes(
-    problem: TrainingProblem, structure: LayoutChoices, b: LoweredBlock, prices: OperationPrices
+    problem: TrainingProblem, structure: LayoutChoices, b: LoweredTrainingBlock, prices: OperationPrices
 ) -> dict[str, PassCompute]:
     """Price the passes of a block; where the software repeats a whole layer, that is what recomputation takes."""
-    passes = {name: prices.pass_compute(works, b.alike[name]) for name, works in b.works.items()}
-    if repeats_whole(problem, structure) and b.works["recompute"]:
+    passes = {name: prices.pass_compute(ops) for name, ops in b.passes.items()}
+    if repeats_whole(problem, structure) and b.passes["recompute"]:
         forward, needed = passes["forward"], passes["recompute"]  # bounds count what is needed
         passes["recompute"] = replace(
             needed,
@@ -111,13 +133,13 @@ def _passes(
 
 def evaluate_local_memory(
     problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes
-) -> tuple[tuple[LoweredBlock, LocalMemory], ...]:
+) -> tuple[tuple[LoweredTrainingBlock, LocalMemory], ...]:
     """Evaluate the activations of each block alone; arguments as in `evaluate_local`."""
     extents = local_extents(problem, structure, sizes)
-    return tuple((b, _local_memory(problem, b, extents)) for b in plan_structure(problem, structure))
+    return tuple((b, _local_memory(problem, b, extents)) for b in problem.lowered.training(structure))
 
 
-def _local_memory(problem: TrainingProblem, b: LoweredBlock, extents: Extents) -> LocalMemory:
+def _local_memory(problem: TrainingProblem, b: LoweredTrainingBlock, extents: Extents) -> LocalMemory:
     bucketed = problem.bucketed and b.placed.block.role == "layer"
     return local_memory(b.memory, extents, problem.calibration, bucketed=bucketed)
 
@@ -125,15 +147,16 @@ def _local_memory(problem: TrainingProblem, b: LoweredBlock, extents: Extents) -
 def local_extents(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes) -> Extents:
     """Lengths of one microbatch on one device, where no weight is split over data and fsdp."""
     bound = _bound(problem, structure, sizes, sizes.micro_batch * sizes.expert)
-    return Extents(bound, {"data": 1.0, "fsdp": 1.0, **sizes.mesh})
+    return Extents(problem.lowered.symbols, bound, {"data": 1.0, "fsdp": 1.0, **sizes.mesh})
 
 
 def whole_extents(problem: TrainingProblem, structure: LayoutChoices, c: Candidates) -> Extents:
     """Lengths on the whole mesh: B is the sequences of one microbatch over all devices."""
-    return Extents(_bound(problem, structure, c.local, c.micro_batch * c.replicas), c.mesh)
+    bound = _bound(problem, structure, c.local, c.micro_batch * c.replicas)
+    return Extents(problem.lowered.symbols, bound, c.mesh)
 
 
-def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, sequences: Any) -> dict[str, Any]:
+def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, sequences: Num) -> dict[str, Num]:
     """Sizes of all axes for so many sequences; slots of experts are those of the busiest device."""
     program = problem.train_program()
     bound = program.bind(batch=sequences, queries=problem.job.seq_len)
@@ -151,10 +174,11 @@ def evaluate(
     problem: TrainingProblem,
     structure: LayoutChoices,
     candidates: Candidates,
-    wires: Callable[[tuple[str, ...]], GroupLink],
+    wires: Wires,
     local: tuple[LocalBlock, ...] | None = None,
     *,
     ledger: Ledger | None = None,
+    bounded: bool = True,
 ) -> Costs:
     """Time and memory of a training step.
 
@@ -164,9 +188,12 @@ def evaluate(
         candidates: sizes.
         wires: mesh axes -> wire of the group along them, of the same shape as the candidates.
         local: from `evaluate_local`, where it was computed before.
-        ledger: filled with what the time's terms are sums of, for workings.
+        ledger: filled with what the time's terms are sums of.
+        bounded: whether bounds on both sides of the expected time are asked for, and what is hidden; else they are NaN
+            and empty.
     """
-    return evaluated(problem, structure, candidates, wires, local, ledger=ledger).costs(candidates.pipeline)
+    of = evaluated(problem, structure, candidates, wires, local, ledger=ledger, bounded=bounded)
+    return of.costs(candidates.pipeline)
 
 
 @dataclass(frozen=True)
@@ -184,13 +211,13 @@ class Evaluated:
 
     problem: TrainingProblem
     structure: LayoutChoices
-    offload_share: Any
-    blocks: tuple[tuple[LoweredBlock, Part, LocalBlock], ...]
+    offload_share: Num
+    blocks: tuple[tuple[LoweredTrainingBlock, Part, LocalBlock], ...]
     extents: Extents
     step: StepParts | None = None
     ledger: Ledger | None = None
 
-    def memory(self, pipeline: Pipeline, offload: tuple[str, ...]) -> Any:
+    def memory(self, pipeline: Pipeline, offload: tuple[str, ...]) -> Num:
         """Bytes on the fullest chip under a schedule, with parts in the host's memory or none.
 
         Infinite where the host has too little memory for them.
@@ -245,24 +272,24 @@ class Evaluated:
             pipeline=pipeline,
         )
 
-    def _copied(self, pipeline: Pipeline) -> Any:
+    def _copied(self, pipeline: Pipeline) -> Num:
         """Bytes of gradients that devices with copies of the same stages tell each other."""
         if pipeline.schedule.copies == 1:
             return 0.0
         return self._update(pipeline, lambda plan: self.extents.weighted(plan.gradients))
 
-    def _update(self, pipeline: Pipeline, amount: Callable[[UpdatePlan], Any]) -> Any:
+    def _update(self, pipeline: Pipeline, amount: Callable[[UpdatePlan], Num]) -> Num:
         """What the update takes on the fullest device of the pipeline, which the others wait for."""
         amounts = [(part, amount(p.update) * (part.block.repeat * part.share)) for p, part, _ in self.blocks]
-        most: Any = 0.0
+        most: Num = 0.0
         for shares in device_shares(num_layers(self.problem.train_program()), pipeline):
-            total: Any = 0.0
+            total: Num = 0.0
             for part, value in amounts:
                 total = total + value * shares[part.block.role]
             most = maximum(most, total)
         return most
 
-    def _orthogonal_seconds(self, pipeline: Pipeline, peak: float) -> Any:
+    def _orthogonal_seconds(self, pipeline: Pipeline, peak: float) -> Num:
         """Seconds, at the data-sheet rate, of matmuls that make matrices orthogonal: at least those of the largest."""
         largest = max(p.update.largest(self.extents) for p, _, _ in self.blocks)
         if not largest:
@@ -274,48 +301,40 @@ def evaluated(
     problem: TrainingProblem,
     structure: LayoutChoices,
     candidates: Candidates,
-    wires: Callable[[tuple[str, ...]], GroupLink],
+    wires: Wires,
     local: tuple[LocalBlock, ...] | None = None,
     *,
     ledger: Ledger | None = None,
+    bounded: bool = True,
 ) -> Evaluated:
     """Everything that all pipeline schedules of the candidates share; arguments as in `evaluate`."""
-    c, formats = candidates, problem.job.formats
-    planned = plan_structure(problem, structure)
+    c = candidates
+    lowered = problem.lowered.training(structure)
     if local is None:
-        local = _evaluate_local(problem, structure, c.local, planned)
+        local = evaluate_local(problem, structure, c.local)
     extents = whole_extents(problem, structure, c)
-    parts = [p.part(structure, c.remat_share) for p in planned]
-    noted = ledger is not None
-    times = [_block_time(*of, extents, noted=noted) for of in zip(planned, parts, local, strict=True)]
-    step = _step_parts(
-        times,
-        rates_of(problem, structure, wires),
-        extents.weighted(held_bytes(_between_stages(problem.model, structure), formats)),
-        ledger,
-        c.tensor if problem.calibration.scattered_sends and not structure.sequence_parallel else 1.0,
-    )
-    blocks = tuple((p, part, own) for p, part, own in zip(planned, parts, local, strict=True))
+    blocks = tuple((b, b.part(structure, c.remat_share), own) for b, own in zip(lowered, local, strict=True))
+    times = []
+    for b, part, own in blocks:
+        # Collectives over axes of size 1 cost nothing; they are skipped unless a ledger is kept.
+        sent = (one for one in b.collectives if ledger is not None or not is_one(extents.devices(one.key.mesh_axes)))
+        times.append(BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(sent), own.sent))
+    rates = rates_of(problem, structure, wires, bounded=bounded)
+    sums, once = role_sums(times, CollectivePrices(rates, extents), ledger)
+    boundary = extents.weighted(_between_stages(problem, structure))
+    scattered = problem.calibration.scattered_sends and not structure.sequence_parallel
+    layers = num_layers(problem.train_program())
+    step = StepParts(sums, once, layers, rates, boundary, c.tensor if scattered else 1.0)
     return Evaluated(problem, structure, c.offload_share, blocks, extents, step, ledger)
 
 
-def rates_of(
-    problem: TrainingProblem, structure: LayoutChoices, wires: Callable[[tuple[str, ...]], GroupLink]
-) -> StepRates:
-    """Give the rates of one evaluation; arguments as in `evaluate`."""
+def rates_of(problem: TrainingProblem, structure: LayoutChoices, wires: Wires, *, bounded: bool = True) -> StepRates:
+    """The rates of one evaluation; arguments as in `evaluate`."""
     both_ways = structure.collective_matmul == "bidirectional"
-    return StepRates(problem.cluster.chip, problem.calibration, wires, both_ways=both_ways)
+    return StepRates(problem.cluster.chip, problem.calibration, wires, both_ways, bounded)
 
 
-def _step_parts(
-    times: Sequence[BlockTime], rates: StepRates, boundary_bytes: Any, ledger: Ledger | None = None, senders: Any = 1.0
-) -> StepParts:
-    sums, once = role_sums(times, rates, ledger)
-    layers = num_layers(program_of(b.part for b in times))
-    return StepParts(sums, once, layers, rates, boundary_bytes, senders)
-
-
-def offloaded(costs: Costs, which: Iterable[str], share: Any = 1.0, *, ledger: Ledger | None = None) -> Costs:
+def offloaded(costs: Costs, which: Iterable[str], share: Num = 1.0, *, ledger: Ledger | None = None) -> Costs:
     """The same candidates with parts in the host's memory: arithmetic on what was priced without.
 
     Args:
@@ -332,7 +351,7 @@ def offloaded(costs: Costs, which: Iterable[str], share: Any = 1.0, *, ledger: L
 def evaluate_activations(
     problem: TrainingProblem,
     structure: LayoutChoices,
-    wires: Callable[[tuple[str, ...]], GroupLink],
+    wires: Wires,
     local: tuple[LocalBlock, ...],
 ) -> StepParts:
     """Sums of a step whose weights, gradients, optimizer and sends take no time: their makespan bounds the expected.
@@ -343,14 +362,21 @@ def evaluate_activations(
     Args:
         problem, local: as in `evaluate`.
         structure: whose layers all follow its remat policy.
-        wires: mesh axes of `LocalSizes` -> wire of the group along them.
+        wires: mesh axes of `LocalSizes` -> link of the group along them.
     """
-    planned = plan_structure(problem, structure)
-    times = [
-        BlockTime(p.part(structure, 1.0), **own.passes, flows=_activation_flows(p, own))
-        for p, own in zip(planned, local, strict=True)
-    ]
-    return _step_parts(times, rates_of(problem, structure, wires), 0.0)
+    times = []
+    for b, own in zip(problem.lowered.training(structure), local, strict=True):
+        part = b.part(structure, 1.0)
+        # Gradients of learned positions are summed over replicas, too: no bound counts them.
+        moving = (
+            one
+            for one in b.collectives
+            if one.local and one.purpose in _OF_ACTIVATIONS and not {"data", "fsdp"} & set(one.key.mesh_axes)
+        )
+        times.append(BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(moving), own.sent))
+    rates = rates_of(problem, structure, wires)
+    sums, once = role_sums(times, CollectivePrices(rates, None))
+    return StepParts(sums, once, num_layers(problem.train_program()), rates, 0.0)
 
 
 def evaluate_memory(
@@ -358,40 +384,15 @@ def evaluate_memory(
 ) -> Evaluated:
     """Evaluate the memory alone, which needs no wires. Args: as in `evaluate`."""
     extents = whole_extents(problem, structure, candidates)
-    planned = plan_structure(problem, structure)
-    blocks = tuple((p, p.part(structure, candidates.remat_share), own) for p, own in zip(planned, local, strict=True))
+    blocks = tuple(
+        (b, b.part(structure, candidates.remat_share), own)
+        for b, own in zip(problem.lowered.training(structure), local, strict=True)
+    )
     return Evaluated(problem, structure, candidates.offload_share, blocks, extents)
 
 
-def _activation_flows(planned: LoweredBlock, local: LocalBlock) -> tuple[Flow, ...]:
-    """What moves activations. Gradients of learned positions are summed over replicas, too: no bound counts them."""
-    moving = [
-        i
-        for i, p in enumerate(planned.flows)
-        if p.local and p.purpose in _OF_ACTIVATIONS and not {"data", "fsdp"} & set(p.mesh_axes)
-    ]
-    return tuple(planned.flows[i].sized(local.flows[i]) for i in moving)
-
-
-def _block_time(planned: LoweredBlock, part: Part, local: LocalBlock, extents: Extents, *, noted: bool) -> BlockTime:
-    """Price one block; what would be sent within groups of one device takes no time, and is left out unless `noted`."""
-    known = local.flows
-    flows = tuple(
-        plan.sized(known[i] if i in known else plan.bytes(extents))
-        for i, plan in enumerate(planned.flows)
-        if noted or not is_one(extents.devices(plan.mesh_axes))
-    )
-    return BlockTime(part, **local.passes, flows=flows)
-
-
-def _between_stages(model: Model, structure: LayoutChoices) -> tuple[Held, ...]:
-    """What stages send each other: the residual stream, and what layers read besides it."""
-    further = (Held(t, structure.strategy.home(t.axes)) for t in model.passed_along)
-    return (_residual(structure, model.residual_axes), *further)
-
-
-@cache
-def _residual(structure: LayoutChoices, axes: tuple[str, ...]) -> Held:
-    """The residual stream as it stands between blocks."""
-    x = Tensor("x", axes)
-    return Held(x, structure.strategy.home(x.axes))
+def _between_stages(problem: TrainingProblem, structure: LayoutChoices) -> WeightedSum:
+    """Bytes that stages send each other: the residual stream, and what layers read besides it."""
+    home, model = structure.strategy.home, problem.model
+    sent = (Tensor("x", model.residual_axes), *model.passed_along)
+    return problem.lowered.symbols.held_bytes([Held(t, home(t.axes)) for t in sent], problem.job.formats)

@@ -6,13 +6,12 @@ Not here: where tokens travel (`network`, `traffic`).
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from meshwise.costs.arithmetic import log2, where
+from meshwise.costs.arithmetic import Num, log2, where
 from meshwise.jobs import ServingLoad, TrainingJob
 
 
-def expert_load(job: TrainingJob | ServingLoad, slots: Any, devices: Any, *, scatter: float = 1.0) -> Any:
+def expert_load(job: TrainingJob | ServingLoad, slots: Num, devices: Num, *, scatter: float = 1.0) -> Num:
     """Slots of the busiest device over the mean: what experts are padded to, or what routing makes of them.
 
     With balanced random routing a device's slots scatter about their mean n by sqrt(n). The largest of d devices lies
@@ -38,7 +37,7 @@ def expert_load(job: TrainingJob | ServingLoad, slots: Any, devices: Any, *, sca
     return 1 + deviations / slots**0.5 + deviations**2 / (6 * slots)
 
 
-def _largest_of(devices: Any) -> Any:
+def _largest_of(devices: Num) -> Num:
     """Expected maximum of so many independent standard normal values (floats or arrays), within 1 % up to 1,024.
 
     The sums to which slots add up make the values dependent, but do not change it. Fitted to the exact maxima: 0.5642

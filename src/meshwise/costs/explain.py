@@ -7,7 +7,7 @@ formula. Not here: words and units (`formulas`), tables (`report`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshwise.core.tensors import Block
 from meshwise.costs.breakdown import (
@@ -22,12 +22,12 @@ from meshwise.costs.breakdown import (
     notation,
 )
 from meshwise.costs.collectives import schedules, wire_time
-from meshwise.costs.compute import ComputeRates, filling, operation_compute
+from meshwise.costs.compute import ComputeRates, PassCompute, filling, op_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import local_extents, repeats_whole, whole_extents
-from meshwise.costs.extents import Extents, held_bytes, held_key
+from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.lower import LoweredBlock, plan_structure
+from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.costs.paths import Path, paths
 from meshwise.costs.problem import TrainingProblem
@@ -51,7 +51,7 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
     assert ledger.pipeline is not None
     assert ledger.times is not None
     structure, candidate = layout_candidate(problem.model, layout)
-    planned = plan_structure(problem, structure)
+    planned = problem.lowered.training(structure)
     local = local_extents(problem, structure, candidate.local)
     rates = problem.compute_rates
     whole = whole_extents(problem, structure, candidate)
@@ -61,14 +61,14 @@ def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakd
         layout=layout,
         blocks=tuple(
             BlockBreakdown(
-                block.block.name,
-                float(copies),
+                runs.time.block.name,
+                float(runs.count),
                 layout.num_microbatches,
-                _waited_for(block.block, ledger),
-                {"forward": block.forward, "recompute": block.recompute, "backward": block.backward + block.weights},
+                _waited_for(runs.time.block, ledger),
+                _passes(runs.time.compute),
                 tuple(_operations(p, local, rates, used, whole=repeats_whole(problem, structure))),
             )
-            for p, (block, copies) in zip(planned, ledger.blocks, strict=True)
+            for p, runs in zip(planned, ledger.blocks, strict=True)
         ),
         collectives=tuple(_collectives(ledger, problem, fabric, layout)),
         pipeline=ledger.pipeline,
@@ -97,28 +97,36 @@ def collectives_of(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> 
 
 
 def _operations(
-    planned: LoweredBlock, extents: Extents, rates: ComputeRates, used: frozenset[str], *, whole: bool
+    planned: LoweredTrainingBlock, extents: Extents, rates: ComputeRates, used: frozenset[str], *, whole: bool
 ) -> Iterator[OperationBreakdown]:
     """List the operations of a block; `whole` where a layer that is recomputed is repeated to its end."""
-    for when, needed in planned.works.items():
+    for when, needed in planned.items.items():
         repeated = whole and when == "recompute" and bool(needed)
-        for work in planned.works["forward"] if repeated else needed:
-            one = operation_compute(work, extents, rates)
-            counts = not repeated or work.placed.op.name in planned.placed.recomputed  # bounds count what is needed
-            real = one.flops * (rates.matmul if work.narrow else rates.other_matmul)
-            if work.tiles is not None:
-                real = real * filling(work.tiles, one.flops, extents, rates)
+        done = "forward" if repeated else when
+        for item, number in zip(planned.items[done], planned.passes[done], strict=True):
+            op = planned.of.ops.values[number]
+            one = op_compute(op, extents, rates)
+            counts = not repeated or item.op.name in planned.placed.recomputed  # bounds count what is needed
+            real = one.flops * (rates.matmul if op.narrow else rates.other_matmul)
+            if op.tiles is not None:
+                real = real * filling(op.tiles, one.flops, extents, rates)
             yield OperationBreakdown(
                 when="backward" if when == "weights" else when,
-                name=work.placed.op.name,
-                signature=_signature(work.placed, used),
+                name=item.op.name,
+                signature=_signature(item, used),
                 flops=float(one.flops) if counts else 0.0,
                 num_bytes=float(one.num_bytes),
                 compute=float(one.compute),
                 memory=float(one.memory),
-                tile_waste=float(one.compute / real) if work.matmul is not None else 1.0,
+                tile_waste=float(one.compute / real) if op.matmul is not None else 1.0,
                 seconds=float(one.seconds),
             )
+
+
+def _passes(compute: Mapping[str, PassCompute]) -> dict[str, PassCompute]:
+    """Passes as a reader thinks of them: all gradients are the backward pass."""
+    backward = compute["backward"] + compute["weights"]
+    return {"forward": compute["forward"], "recompute": compute["recompute"], "backward": backward}
 
 
 def _signature(item: LocalOp, used: frozenset[str]) -> str:
@@ -137,35 +145,37 @@ def _collectives(
 ) -> Iterator[CollectiveBreakdown]:
     """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
     wires, links = layout_wires(problem, fabric, layout), problem.calibration.links
-    entries = [(h, flow, float(seconds)) for h in ledger.hidings if h.count for flow, seconds in h.flows if seconds > 0]
+    entries = [(h, sent) for h in ledger.hidings if h.count for sent in h.sent if sent.seconds > 0]
     order = list(Pass)
     used = frozenset(layout.used_axes)
     found: dict[tuple[CollectiveKind, tuple[str, ...], int, bool], Path] = {}
-    for h, flow, seconds in sorted(entries, key=lambda e: order.index(e[0].when)):
-        once = flow.routed and problem.calibration.distinct_dispatch
-        ways = schedules(flow.kind, wires(flow.mesh_axes).carrying(routed=once))
-        times = [float(links.seconds(hops, flow.num_bytes * per_byte, True)) for per_byte, hops in ways]
+    for h, sent in sorted(entries, key=lambda e: order.index(e[0].when)):
+        flow, num_bytes, count = sent.collective, sent.num_bytes, sent.count
+        kind, mesh_axes, routed, _ = flow.key
+        once = routed and problem.calibration.distinct_dispatch
+        ways = schedules(kind, wires(mesh_axes).carrying(routed=once))
+        times = [float(links.seconds(hops, num_bytes * per_byte, True)) for per_byte, hops in ways]
         algorithm = times.index(min(times))
-        key = (flow.kind, flow.mesh_axes, algorithm, once)
+        key = (kind, mesh_axes, algorithm, once)
         if key not in found:
             routing = problem.routing if once else None
-            found[key] = paths(flow.kind, fabric, layout, flow.mesh_axes, algorithm=algorithm, routing=routing)
+            found[key] = paths(kind, fabric, layout, mesh_axes, algorithm=algorithm, routing=routing)
         term = flow.term
         exchanges = term == "expert" and flow.when is not Pass.STEP
         behind = float(ledger.hidden_by_schedule) if exchanges else 0.0
-        each, latency = seconds / flow.count, links.startup + float(ways[algorithm][1])
+        each, latency = float(sent.seconds) / count, links.startup + float(ways[algorithm][1])
         yield CollectiveBreakdown(
             block=h.block.name,
             when=flow.when,
             purpose=flow.purpose,
-            kind=flow.kind,
-            mesh_axes=tuple(a for a in flow.mesh_axes if a in used),
+            kind=kind,
+            mesh_axes=tuple(a for a in mesh_axes if a in used),
             term=term,
             tensors=tuple(dict.fromkeys(t.tensor.name for t in flow.transfers)),
             transfers=flow.transfers,
             used=used,
-            num_bytes=float(flow.num_bytes),
-            count_per_pass=flow.count,
+            num_bytes=float(num_bytes),
+            count_per_pass=count,
             copies=float(h.count),
             runs=1 if flow.when is Pass.STEP else layout.num_microbatches,
             waited_for=0.0 if flow.when is Pass.STEP else _waited_for(h.block, ledger),
@@ -173,7 +183,7 @@ def _collectives(
             latency=latency,
             latency_binds=latency >= (each if links.overlapped else each / 2),
             path=found[key],
-            bound=float(wire_time(flow.kind, flow.num_bytes, wires(flow.mesh_axes).carrying(routed=flow.routed))),
+            bound=float(wire_time(kind, num_bytes, wires(mesh_axes).carrying(routed=routed))),
             rule=h.rule,
             cover=float(h.cover),
             hidden_by_schedule=behind,
@@ -213,24 +223,24 @@ def _streams(ledger: Ledger) -> Iterator[HostBreakdown]:
             )
 
 
-def _states(planned: Sequence[LoweredBlock], extents: Extents) -> Iterator[StateBreakdown]:
+def _states(planned: Sequence[LoweredTrainingBlock], extents: Extents) -> Iterator[StateBreakdown]:
     for p in planned:
         held = p.placed.weights
         elements = sum(math.prod(extents.sizes[a] for a in h.tensor.axes) for h in held)
-        stored = sum(extents.volume(held_key(h)) for h in held)
+        stored = sum(extents.volume(extents.symbols.held(h)) for h in held)
         if held:
             num_bytes = float(extents.weighted(p.memory.parameters))
             yield StateBreakdown(p.placed.block.name, float(elements), float(stored), num_bytes / float(stored))
 
 
 def _kept(
-    planned: LoweredBlock, problem: TrainingProblem, extents: Extents, used: frozenset[str]
+    planned: LoweredTrainingBlock, problem: TrainingProblem, extents: Extents, used: frozenset[str]
 ) -> tuple[tuple[str, float], ...]:
     """List what one copy keeps for its backward pass, the largest first."""
     formats = problem.job.formats
 
     rows = [
-        (notation(h.tensor, h.sharding, used), float(extents.weighted(held_bytes((h,), formats))))
+        (notation(h.tensor, h.sharding, used), float(extents.weighted(extents.symbols.held_bytes((h,), formats))))
         for h in planned.placed.kept
     ]
     return tuple(sorted(rows, key=lambda row: -row[1]))

@@ -1,161 +1,175 @@
-"""Local lengths: how much of each axis a device holds, once for every (axis, split) that a placement mentions.
+"""Local lengths: how much of each axis a device holds, and the volumes and sums of bytes that follow from them.
 
-Sizes may be floats or arrays of candidates. Axes that do not divide are padded, as XLA pads them: the ceiling is the
-waste. Not here: what holds or moves them (`memory`, `traffic`).
+A lowered program names its volumes and sums by number (`Symbols`); sizes, floats or arrays of candidates, come with a
+mesh (`Extents`). Axes that do not divide are padded, as XLA pads them: the ceiling is the waste. Not here: what holds
+or moves them (`memory`, `traffic`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Generic, TypeVar
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Kind, Tensor
-from meshwise.costs.arithmetic import ceil
+from meshwise.costs.arithmetic import Num, ceil
 from meshwise.jobs import Precision
 from meshwise.sharding.placed import Held
 
 #: The mesh axes that split an axis, major to minor.
 Split = tuple[str, ...]
-Volume = tuple[tuple[str, Split], ...]  # (axis, split), sorted
-WeightedSum = tuple[tuple[Volume, float], ...]
+
+#: Number of a volume, and of a weighted sum of volumes, in `Symbols`. Sum 0 is the empty one.
+Volume = int
+WeightedSum = int
 
 #: Sequences are refused at the door where they do not divide, and slots of experts are an average: neither is rounded
 #: here.
 NEVER_PADDED = ("B", "C")
 
+T = TypeVar("T", bound=Hashable)
+
+
+class Distinct(Generic[T]):
+    """Distinct values, numbered in the order in which they are first asked for."""
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self._numbers: dict[T, int] = {}
+
+    def __call__(self, value: T) -> int:
+        """The number of `value`, a new one if it was not asked for before."""
+        number = self._numbers.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+class Symbols:
+    """The volumes and weighted sums of a lowered program, each distinct one once, before sizes are known.
+
+    A length is an axis and the mesh axes that split it, a volume a product of lengths, a term a volume times its
+    weight (bytes per element, mostly), a sum a tuple of terms.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = Distinct[tuple[str, Split]]()
+        self.volumes = Distinct[tuple[int, ...]]()
+        self.terms = Distinct[tuple[Volume, float]]()
+        self.sums = Distinct[tuple[int, ...]]()
+        self.sums(())
+
+    def volume(self, axes: Iterable[str], splits: Iterable[Split]) -> Volume:
+        """The volume of a block with these axes and splits."""
+        return self.volumes(tuple(self.lengths(pair) for pair in sorted(zip(axes, splits, strict=True))))
+
+    def held(self, held: Held) -> Volume:
+        """The volume of a tensor's block."""
+        return self.volume(held.tensor.axes, held.sharding.splits)
+
+    def sum(self, terms: Iterable[tuple[Volume, float]]) -> WeightedSum:
+        """A weighted sum; terms of equal volumes are merged."""
+        merged: dict[Volume, float] = {}
+        for volume, weight in terms:
+            merged[volume] = merged.get(volume, 0.0) + weight
+        return self.sums(tuple(map(self.terms, merged.items())))
+
+    def held_bytes(self, held: Iterable[Held], precision: Precision) -> WeightedSum:
+        """Bytes of tensors as they are held."""
+        return self.sum((self.held(h), element_bytes(h.tensor, precision)) for h in held)
+
+    def weights(self, total: WeightedSum) -> dict[Volume, float]:
+        """Volume -> weight of the terms of a sum."""
+        return dict(self.terms.values[term] for term in self.sums.values[total])
+
 
 class Extents:
-    """Axis sizes on a mesh.
+    """Axis sizes on a mesh, and what they make of a program's symbols: each worked out once, when first asked for.
 
     Args:
+        symbols: of the lowered program.
         sizes: tensor axis -> global size.
         mesh: mesh axis -> number of devices along it.
         never_padded: tensor axes whose shares are not rounded up.
     """
 
     def __init__(
-        self, sizes: Mapping[str, Any], mesh: Mapping[str, Any], never_padded: tuple[str, ...] = NEVER_PADDED
+        self,
+        symbols: Symbols,
+        sizes: Mapping[str, Num],
+        mesh: Mapping[str, Num],
+        never_padded: tuple[str, ...] = NEVER_PADDED,
     ) -> None:
+        self.symbols = symbols
         self.never_padded = never_padded
         self.sizes = sizes
         self.mesh = mesh
-        self._devices: dict[Split, Any] = {(): 1.0}
-        self._lacking: dict[Split, Any] = {}
-        self._lengths: dict[tuple[str, Split], Any] = {}
-        # By the identities of what plans hold once for all that are equal: hashing long keys would take longer than the
-        # arithmetic. They are kept, so that their identities stay their own.
-        self._kept: list[object] = []
-        self._shares: dict[int, Any] = {}
-        self._volumes: dict[int, Any] = {}
-        self._tiled: dict[tuple[int, int], Any] = {}
-        self._parts: dict[int, Any] = {}
-        self._sums: dict[int, Any] = {}
-        self._scaled: dict[tuple[int, Split], Any] = {}
+        self._devices: dict[Split, Num] = {(): 1.0}
+        self._remote: dict[Split, Num] = {}
+        self._lengths: dict[int, Num] = {}
+        self._volumes: dict[Volume, Num] = {}
+        self._tiled: dict[tuple[Volume, int], Num] = {}
+        self._terms: dict[int, Num] = {}
+        self._sums: dict[WeightedSum, Num] = {0: 0.0}
 
-    def devices(self, split: Split) -> Any:
+    def devices(self, split: Split) -> Num:
         """Devices along the mesh axes of `split` together."""
-        if split not in self._devices:
-            total: Any = 1.0
+        known = self._devices.get(split)
+        if known is None:
+            known = 1.0
             for axis in split:
-                total = total * self.mesh[axis]
-            self._devices[split] = total
-        return self._devices[split]
+                known = known * self.mesh[axis]
+            self._devices[split] = known
+        return known
 
-    def lacking(self, split: Split) -> Any:
+    def remote_fraction(self, split: Split) -> Num:
         """Share of an array split over `split` that a device does not hold."""
-        known = self._lacking.get(split)
+        known = self._remote.get(split)
         if known is None:
-            known = self._lacking[split] = 1 - 1 / self.devices(split)
+            known = self._remote[split] = 1 - 1 / self.devices(split)
         return known
 
-    def length(self, axis: str, split: Split) -> Any:
+    def length(self, axis: str, split: Split) -> Num:
         """Elements of `axis` that one device holds, padding included."""
-        key = (axis, split)
-        if key not in self._lengths:
-            size = self.sizes[axis]
-            share = size / self.devices(split) if split else size
-            self._lengths[key] = share if axis in self.never_padded else ceil(share)
-        return self._lengths[key]
+        size = self.sizes[axis]
+        share = size / self.devices(split) if split else size
+        return share if axis in self.never_padded else ceil(share)
 
-    def volume(self, key: Volume) -> Any:
-        """Product of the local lengths of `key`'s axes."""
-        known = self._volumes.get(id(key))
-        if known is not None:
-            return known
-        total: Any = None
-        for pair in key:
-            length = self._shares.get(id(pair))
-            if length is None:
-                length = self._shares[id(pair)] = self.length(*pair)
-            total = length if total is None else total * length
-        self._kept.append(key)
-        self._volumes[id(key)] = total = 1.0 if total is None else total
-        return total
+    def volume(self, volume: Volume) -> Num:
+        """Product of its local lengths."""
+        known = self._volumes.get(volume)
+        if known is None:
+            symbols, lengths = self.symbols, self._lengths
+            for number in symbols.volumes.values[volume]:
+                length = lengths.get(number)
+                if length is None:
+                    length = lengths[number] = self.length(*symbols.lengths.values[number])
+                known = length if known is None else known * length
+            known = self._volumes[volume] = 1.0 if known is None else known
+        return known
 
-    def tiled(self, key: Volume, unit: int) -> Any:
+    def tiled(self, volume: Volume, unit: int) -> Num:
         """Padded over real length when a volume is rounded up to whole tiles of `unit`."""
-        known = self._tiled.get((id(key), unit))
+        known = self._tiled.get((volume, unit))
         if known is None:
-            length = self.volume(key)
-            known = self._tiled[id(key), unit] = ceil(length / unit) * unit / length
+            length = self.volume(volume)
+            known = self._tiled[volume, unit] = ceil(length / unit) * unit / length
         return known
 
-    def weighted(self, sum_of: WeightedSum) -> Any:
-        """Sum of volumes, each times its weight (bytes per element, mostly); worked out once for each sum."""
-        known = self._sums.get(id(sum_of))
-        if known is not None:
-            return known
-        total: Any = None
-        for pair in sum_of:
-            part = self._parts.get(id(pair))
-            if part is None:
-                part = self._parts[id(pair)] = self.volume(pair[0]) * pair[1]
-            total = part if total is None else total + part
-        self._kept.append(sum_of)
-        self._sums[id(sum_of)] = total = 0.0 if total is None else total
-        return total
-
-    def scaled(self, sum_of: WeightedSum, split: Split) -> Any:
-        """The same times the devices along `split`; equal ones are one and the same value."""
-        key = id(sum_of), split
-        known = self._scaled.get(key)
+    def weighted(self, total: WeightedSum) -> Num:
+        """A sum of volumes, each times its weight."""
+        known = self._sums.get(total)
         if known is None:
-            known = self._scaled[key] = self.weighted(sum_of) * self.devices(split)
+            symbols, terms = self.symbols, self._terms
+            for number in symbols.sums.values[total]:
+                term = terms.get(number)
+                if term is None:
+                    volume, weight = symbols.terms.values[number]
+                    term = terms[number] = self.volume(volume) * weight
+                known = term if known is None else known + term
+            assert known is not None, "the empty sum is known"
+            self._sums[total] = known
         return known
-
-
-def volume_key(axes: Iterable[str], splits: Iterable[Split]) -> Volume:
-    """The key of a block with these axes and splits, one and the same for equal blocks."""
-    key: Volume = the_same(tuple(the_same(pair) for pair in sorted(zip(axes, splits, strict=True))))
-    return key
-
-
-def held_key(held: Held) -> Volume:
-    """The key of a tensor's block."""
-    return volume_key(held.tensor.axes, held.sharding.splits)
-
-
-def weighted_sum(terms: Iterable[tuple[Volume, float]]) -> WeightedSum:
-    """Merge equal volumes; equal sums are one and the same value."""
-    merged: dict[Volume, float] = {}
-    for key, weight in terms:
-        merged[key] = merged.get(key, 0.0) + weight
-    whole: WeightedSum = the_same(tuple(the_same(pair) for pair in merged.items()))
-    return whole
-
-
-_VALUES: dict[Any, Any] = {}
-
-
-def the_same(value: Any) -> Any:
-    """One value for all that are equal, so that what depends on it can be told by its identity, and done once."""
-    return _VALUES.setdefault(value, value)
-
-
-def held_bytes(held: Iterable[Held], precision: Precision) -> WeightedSum:
-    """Bytes of tensors as they are held, as a sum still to be given sizes."""
-    return weighted_sum((held_key(h), element_bytes(h.tensor, precision)) for h in held)
 
 
 def element_bytes(tensor: Tensor, precision: Precision) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from meshwise.costs.arithmetic import Num
 from meshwise.costs.pipeline import Pipeline
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.strategy import Strategy, training_strategy
@@ -108,12 +109,12 @@ class Candidates:
         return Pipeline.of(self.schedule, self.stage, self.num_microbatches, self.virtual_stages)
 
     @property
-    def replicas(self) -> Any:
+    def replicas(self) -> Num:
         """Groups of devices that see different sequences."""
         return self.data * self.fsdp * self.expert
 
     @property
-    def sequences(self) -> Any:
+    def sequences(self) -> Num:
         """Sequences per step."""
         return self.micro_batch * self.num_microbatches * self.replicas
 

@@ -6,9 +6,8 @@ Not here: what the links offer (`network`), and which chip's software achieves w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from meshwise.costs.arithmetic import maximum, minimum
+from meshwise.costs.arithmetic import Condition, Num, maximum, minimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Links:
             assert 0 < share <= 1, f"{share} is no share of a bandwidth"
         assert not (self.overlapped and (self.startup or self.bulk_startup or self.small_efficiency))
 
-    def seconds(self, hops: Any, transfer: Any, busy: Any) -> Any:
+    def seconds(self, hops: Num, transfer: Num, busy: Num | Condition) -> Num:
         """Time of one collective.
 
         Args:
@@ -49,11 +48,11 @@ class Links:
         """
         return self.seconds_after(self.start(hops, busy), transfer)
 
-    def start(self, hops: Any, busy: Any) -> Any:
+    def start(self, hops: Num, busy: Num | Condition) -> Num:
         """Seconds that a collective takes however small; arguments as in `seconds`."""
         return hops if self.overlapped else hops + self.startup * busy
 
-    def seconds_after(self, start: Any, transfer: Any) -> Any:
+    def seconds_after(self, start: Num, transfer: Num) -> Num:
         """The same as `seconds`, once `start` is known."""
         moving = transfer / self.efficiency
         if self.overlapped:

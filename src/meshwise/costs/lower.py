@@ -1,185 +1,314 @@
-"""Blocks of a training program, placed and worked out once in a process for every size that is asked for.
+"""Lowering: placed blocks as rows of an indexed program, every distinct operation, collective and sum once.
 
-Not here: sizes, or what they cost (`evaluate`).
+What is left after lowering is arithmetic on sizes. Not here: sizes, or what they cost (`evaluate`, `serving.step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+from itertools import chain
+from typing import Literal
 
-import numpy as np
-
-from meshwise.core.tensors import Attention, Block, Op, Program, Route
-from meshwise.costs.arithmetic import take
-from meshwise.costs.compute import OpWork, PassCompute, pass_work, passes_alike
+from meshwise.core.tensors import (
+    Attention,
+    Block,
+    CacheUpdate,
+    Elementwise,
+    Fused,
+    Kind,
+    Op,
+    Program,
+    Route,
+)
+from meshwise.costs.arithmetic import Num
+from meshwise.costs.extents import Distinct, Split, Symbols, WeightedSum, element_bytes
 from meshwise.costs.layout_choices import LayoutChoices
-from meshwise.costs.memory import LocalMemory
+from meshwise.costs.local_ops import LoweredOp, lower_op
 from meshwise.costs.memory_plan import MemoryPlan, memory_plan
 from meshwise.costs.pipeline import Part
-from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.traffic import FlowPlan, flow_plans
+from meshwise.costs.traffic import CollectiveKey, CollectiveLowering, CollectiveTemplate
 from meshwise.costs.update import UpdatePlan, update_plan
-from meshwise.jobs import Optimizer, Precision
+from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, narrowed, quantised, with_adapters
 from meshwise.models import Model
-from meshwise.sharding.place import place_block
-from meshwise.sharding.placed import PlacedBlock
+from meshwise.sharding.place import place_block, place_forward
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 from meshwise.sharding.remat import remat_policy
+from meshwise.sharding.serving_layout import ServingLayoutChoices
+from meshwise.sharding.strategy import Strategy
+
+
+class Lowered:
+    """A program with its blocks lowered under every layout choice that was asked for, each distinct block once.
+
+    Args:
+        program: of the model, in the formats of the job or the load.
+        precision: bytes per element.
+        optimizer: of training; None for serving.
+    """
+
+    def __init__(self, program: Program, precision: Precision, optimizer: Optimizer | None = None) -> None:
+        self.program = program
+        self.precision = precision
+        self.optimizer = optimizer
+        self.symbols = Symbols()
+        self.ops = Distinct[LoweredOp]()
+        self.costs = Distinct[tuple[WeightedSum, Split, CollectiveKey]]()
+        self._training: dict[LayoutChoices, tuple[LoweredTrainingBlock, ...]] = {}
+        self._training_blocks: dict[Hashable, LoweredTrainingBlock] = {}
+        self._serving: dict[ServingLayoutChoices, tuple[LoweredServingBlock, ...]] = {}
+        self._serving_blocks: dict[Hashable, LoweredServingBlock] = {}
+
+    def training(self, choices: LayoutChoices) -> tuple[LoweredTrainingBlock, ...]:
+        """The blocks of a training step.
+
+        Where only some layers follow the remat policy, a layer comes twice: as the policy says, then keeping all.
+        """
+        if choices not in self._training:
+            whole = replace(choices, partial_remat=False, offload=())
+            found = []
+            for number, block in enumerate(self.program):
+                own = _relevant_choices(whole, block)
+                found.append(self._training_block(number, block, own))
+                if choices.partial_remat and block.role == "layer":
+                    found.append(self._training_block(number, block, replace(own, remat="none"), rest=True))
+            self._training[choices] = tuple(found)
+        return self._training[choices]
+
+    def _training_block(
+        self, number: int, block: Block, choices: LayoutChoices, *, rest: bool = False
+    ) -> LoweredTrainingBlock:
+        """Lower one block; `rest` marks copies that a remat policy leaves out."""
+        key = number, choices, rest
+        if key not in self._training_blocks:
+            named = replace(block, name=f"{block.name} (all kept)") if rest else block
+            placed = place_block(named, choices.strategy, remat_policy(choices.remat))
+            self._training_blocks[key] = LoweredTrainingBlock(placed, self, rest)
+        return self._training_blocks[key]
+
+    def serving(self, step: str, choices: ServingLayoutChoices) -> tuple[LoweredServingBlock, ...]:
+        """The blocks of a serving step, of whose model this is the program."""
+        if choices not in self._serving:
+            strategy, found = choices.strategy(step), []
+            for number, block in enumerate(self.program):
+                own = _relevant_rules(strategy, block)
+                if (number, own) not in self._serving_blocks:
+                    self._serving_blocks[number, own] = LoweredServingBlock(place_forward(block, own), self)
+                found.append(self._serving_blocks[number, own])
+            self._serving[choices] = tuple(found)
+        return self._serving[choices]
+
+    def collectives(self) -> CollectiveLowering:
+        """What lowers the collectives of a block."""
+        return CollectiveLowering(self.symbols, self.costs, self.precision)
+
+    def lower_op(self, item: LocalOp, *, routed: bool, bounded: bool = False) -> int:
+        """The number of a lowered operation; arguments as in `local_ops.lower_op`."""
+        return self.ops(lower_op(item, self.symbols, self.precision, routed=routed, bounded=bounded))
 
 
 @dataclass(frozen=True)
-class LoweredBlock:
-    """A placed block with its structure worked out, each part when first asked for; the rest is arithmetic on sizes.
+class LoweredBlock(ABC):
+    """A placed block of a program; each part is worked out when it is first asked for.
 
     Args:
-        placed: itself.
-        formats, optimizer: of the job.
+        placed: the block.
+        of: the program that it is a part of.
     """
 
     placed: PlacedBlock
-    formats: Precision
-    optimizer: Optimizer
+    of: Lowered = field(repr=False, compare=False)
 
-    @cached_property
-    def again(self) -> tuple[Op, ...]:
-        """Its matmuls that are computed again."""
-        return tuple(op for op in self.placed.block.ops if op.name in self.placed.recomputed and op.matmul)
+    @property
+    def role(self) -> str:
+        """Which role the block plays."""
+        return self.placed.block.role
 
-    @cached_property
-    def works(self) -> Mapping[str, tuple[OpWork, ...]]:
+    @property
+    @abstractmethod
+    def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
         """Local operations by pass."""
-        return pass_work(self.placed, self.formats)
 
     @cached_property
-    def alike(self) -> Mapping[str, object]:
-        """What equal passes share."""
-        return passes_alike(self.works)
+    def passes(self) -> Mapping[str, tuple[int, ...]]:
+        """Numbers of the same operations in the program."""
+        routed = any(isinstance(op, Route) for op in self.placed.block.ops)
+        return {
+            name: tuple(self.of.lower_op(i, routed=routed, bounded=name in _OF_ATTENTION) for i in items)
+            for name, items in self.items.items()
+        }
+
+
+#: Passes of serving that together are the term "attention": what reads cached positions, and what keeps a state.
+_OF_ATTENTION = ("attention", "states")
+
+
+@dataclass(frozen=True)
+class LoweredTrainingBlock(LoweredBlock):
+    """A block of a training step.
+
+    Its passes are "forward", "recompute", "backward" (gradients of activations) and "weights" (gradients of weights).
+
+    Args:
+        rest: whether it stands for the copies that a partial remat policy leaves out.
+    """
+
+    rest: bool = False
 
     @cached_property
-    def flows(self) -> tuple[FlowPlan, ...]:
+    def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
+        """Local operations by pass."""
+        items: dict[str, list[LocalOp]] = {"forward": [], "recompute": [], "backward": [], "weights": []}
+        for item in self.placed.forward:
+            if isinstance(item, LocalOp):
+                items["forward"].append(item)
+        for item in self.placed.backward:
+            if isinstance(item, LocalOp):
+                name = "weights" if item.output.tensor.kind is Kind.GRADIENT else "backward"
+                items["recompute" if item.op.name in self.placed.recomputed else name].append(item)
+        return {name: tuple(found) for name, found in items.items()}
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveTemplate, ...]:
         """What it sends."""
-        return flow_plans(self.placed, self.formats, self.optimizer)
+        assert self.of.optimizer is not None
+        return self.of.collectives().of_training(self.placed, self.of.optimizer)
 
     @cached_property
     def memory(self) -> MemoryPlan:
         """What it holds."""
-        return memory_plan(self.placed, self.formats, self.optimizer)
+        assert self.of.optimizer is not None
+        return memory_plan(self.placed, self.of.symbols, self.of.precision, self.of.optimizer)
 
     @cached_property
     def update(self) -> UpdatePlan:
         """What updating its weights takes."""
-        return update_plan(self.placed, self.formats, self.optimizer)
+        assert self.of.optimizer is not None
+        return update_plan(self.placed, self.of.symbols, self.of.precision, self.of.optimizer)
 
-    def part(self, structure: LayoutChoices, remat_share: Any) -> Part:
+    @property
+    def recomputed_matmuls(self) -> tuple[Op, ...]:
+        """Matmuls that are computed again."""
+        return tuple(op for op in self.placed.block.ops if op.name in self.placed.recomputed and op.matmul)
+
+    def part(self, choices: LayoutChoices, remat_share: Num) -> Part:
         """Which copies of its block it stands for; `remat_share` as in `Candidates`."""
-        block = self.placed.block
-        if not structure.partial_remat or block.role != "layer":
-            return Part(block)
-        if block.name.endswith(_REST):
-            return Part(block, 1 - remat_share, rest=True)
-        return Part(block, remat_share)
+        if not choices.partial_remat or self.role != "layer":
+            return Part(self.placed.block)
+        return Part(self.placed.block, 1 - remat_share if self.rest else remat_share, rest=self.rest)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBlock:
-    """What depends only on the sizes in `LocalSizes`."""
+@dataclass(frozen=True)
+class LoweredServingBlock(LoweredBlock):
+    """A block of a serving step.
 
-    passes: Mapping[str, PassCompute]
-    flows: Mapping[int, Any]  # index of the flow plan -> bytes
-    memory: LocalMemory
-
-    def take(self, index: Any) -> LocalBlock:
-        """The same for other rows: entries `index` of every array."""
-        return LocalBlock(take(self.passes, index), take(self.flows, index), take(self.memory, index))
-
-    def joined(self, other: LocalBlock, numbers: tuple[int, int]) -> LocalBlock:
-        """The rows of this one, then those of `other`; `numbers` of each."""
-
-        def join(a: Any, b: Any) -> Any:
-            if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b:
-                return a  # the same for all rows
-            return np.concatenate([np.broadcast_to(v, n) for v, n in zip((a, b), numbers, strict=True)])
-
-        def join_all(a: Any, b: Any) -> Any:
-            return type(a)(*(join(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
-
-        passes = {name: join_all(p, other.passes[name]) for name, p in self.passes.items()}
-        flows = {i: join(v, other.flows[i]) for i, v in self.flows.items()}
-        return LocalBlock(passes, flows, join_all(self.memory, other.memory))
-
-
-#: Placements kept at a time: a few models with all their structures; a long-lived process then starts over.
-_KEPT = 4096
-
-#: Ends the name of the copies of a layer that a partial remat policy leaves out.
-_REST = " (all kept)"
-
-_PLACED: dict[tuple[int, LayoutChoices, bool], tuple[Block, PlacedBlock]] = {}
-_PLANNED: dict[tuple[int, Precision, Optimizer], tuple[PlacedBlock, LoweredBlock]] = {}
-_STRUCTURES: dict[tuple[int, LayoutChoices, Precision, Optimizer], tuple[Program, tuple[LoweredBlock, ...]]] = {}
-
-
-def place_structure(problem: TrainingProblem | Model, structure: LayoutChoices) -> tuple[PlacedBlock, ...]:
-    """Place every block of a training program; each (block, structure) once in a process.
-
-    Where only some layers follow the remat policy, a layer is placed twice: as the policy says, then keeping all.
+    Its passes are "matmuls", "elementwise", "attention" (all that reads cached positions) and "states" (recurrences).
     """
-    placed = []
-    whole = replace(structure, partial_remat=False, offload=())
-    for block in problem.train_program():
-        own = _heeded(whole, block)
-        placed.append(_placed(block, own))
-        if structure.partial_remat and block.role == "layer":
-            placed.append(_placed(block, replace(own, remat="none"), rest=True))
-    return tuple(placed)
+
+    @cached_property
+    def items(self) -> Mapping[str, tuple[LocalOp, ...]]:
+        """Local operations by pass."""
+        items: dict[str, list[LocalOp]] = {}
+        for item in self.placed.forward:
+            if isinstance(item, LocalOp):
+                items.setdefault(_serving_pass(item.op), []).append(item)
+        return {name: tuple(found) for name, found in items.items()}
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveTemplate, ...]:
+        """What it sends."""
+        return self.of.collectives().of_forward(self.placed)
+
+    @cached_property
+    def weights(self) -> WeightedSum:
+        """Bytes of one copy as stored, idle ones included."""
+        return self._held_bytes(self.placed.weights)
+
+    @cached_property
+    def gathered(self) -> tuple[WeightedSum, tuple[WeightedSum, ...]]:
+        """Bytes of weights as used, where they are gathered first: all of them, and each alone."""
+        gathered = self.placed.gathered
+        return self._held_bytes(gathered), tuple(self._held_bytes((h,)) for h in gathered)
+
+    @cached_property
+    def caches(self) -> WeightedSum:
+        """Bytes of one copy's caches."""
+        return self._held_bytes(self.placed.caches)
+
+    @cached_property
+    def moments(self) -> tuple[WeightedSum, ...]:
+        """Activations that each operation holds."""
+        return tuple(dict.fromkeys(self._moment(item) for item in chain(*self.items.values())))
+
+    @cached_property
+    def compiled_moments(self) -> tuple[WeightedSum, ...]:
+        """The same where a compiler lets what is elementwise write over what it reads."""
+        return tuple(
+            dict.fromkeys(
+                self._moment(item, in_place=isinstance(item.op, Elementwise)) for item in chain(*self.items.values())
+            )
+        )
+
+    def _held_bytes(self, held: tuple[Held, ...]) -> WeightedSum:
+        return self.of.symbols.held_bytes(held, self.of.precision)
+
+    def _moment(self, item: LocalOp, *, in_place: bool = False) -> WeightedSum:
+        """Activations that an operation reads and writes."""
+        held = (*item.inputs, *(() if in_place else (item.output,)))
+        symbols = self.of.symbols
+        return symbols.sum(
+            (symbols.held(h), element_bytes(h.tensor, self.of.precision))
+            for h in held
+            if h.tensor.kind in (Kind.ACTIVATION, Kind.INDEX)
+        )
 
 
-def _placed(block: Block, structure: LayoutChoices, *, rest: bool = False) -> PlacedBlock:
-    """Place one block, or find where it was placed before; `rest` marks copies that a policy leaves out."""
-    key = (id(block), structure, rest)
-    if len(_PLACED) > _KEPT:
-        _PLACED.clear()
-    if key not in _PLACED:  # the block is kept beside its placement, so that its id stays its own
-        named = replace(block, name=block.name + _REST) if rest else block
-        _PLACED[key] = (block, place_block(named, structure.strategy, remat_policy(structure.remat)))
-    return _PLACED[key][1]
+@lru_cache(maxsize=64)
+def lowered_training(model: Model, formats: Precision, tuning: FineTuning, optimizer: Optimizer) -> Lowered:
+    """The training program of a model, with conversions to narrow formats and with adapters; lowered as it is used."""
+    return Lowered(with_adapters(narrowed(model.train_program(), formats), tuning), formats, optimizer)
 
 
-def _heeded(structure: LayoutChoices, block: Block) -> LayoutChoices:
-    """The structure with every choice that means nothing to `block` set to one value, so that it is placed once."""
+@lru_cache(maxsize=64)
+def lowered_serving(
+    model: Model, step: Literal["prefill", "decode"], formats: ServingPrecision, *, wide: bool
+) -> Lowered:
+    """A step of a model in the formats of its load; `wide` for layouts that split the residual width."""
+    return Lowered(quantised(model.serving_program(step, spread_norms=wide), formats), formats.formats)
+
+
+def _relevant_choices(choices: LayoutChoices, block: Block) -> LayoutChoices:
+    """`choices` with those that cannot affect `block` set to one value, so that it is placed once."""
     kinds = {type(op) for op in block.ops}
     return replace(
-        structure,
-        remat=structure.remat if block.role == "layer" else "none",
-        expert_tensor_parallel=structure.expert_tensor_parallel or Route not in kinds,
-        context_method=structure.context_method if Attention in kinds else "gather",
+        choices,
+        remat=choices.remat if block.role == "layer" else "none",
+        expert_tensor_parallel=choices.expert_tensor_parallel or Route not in kinds,
+        context_method=choices.context_method if Attention in kinds else "gather",
     )
 
 
-def plan_structure(problem: TrainingProblem, structure: LayoutChoices) -> tuple[LoweredBlock, ...]:
-    """Place every block and work out what its costs are sums of; once in a process."""
-    formats, optimizer = problem.job.formats, problem.job.optimizer_kind
-    program = problem.train_program()  # kept beside its blocks, so that its id stays its own
-    whole = id(program), structure, formats, optimizer
-    if len(_STRUCTURES) > _KEPT:
-        _STRUCTURES.clear()
-    if whole not in _STRUCTURES:
-        _STRUCTURES[whole] = program, _plan_blocks(problem, structure, formats, optimizer)
-    return _STRUCTURES[whole][1]
+def _relevant_rules(strategy: Strategy, block: Block) -> Strategy:
+    """`strategy` reduced to the rules that can affect `block`. Routing blocks keep every rule."""
+    kinds = {type(op) for op in block.ops}
+    if any(issubclass(kind, Route) for kind in kinds):
+        return strategy
+    attends = any(issubclass(kind, Attention | CacheUpdate | Fused) for kind in kinds)
+    axes = {a.partition(".")[0] for op in block.ops for a in op.axes}
+    tables = {
+        f.name: tuple(rule for rule in getattr(strategy, f.name) if axes & set(rule.axes))
+        for f in fields(strategy)
+        if f.name not in ("ring", "pieces")
+    }
+    own: Strategy = replace(strategy, **tables)  # type: ignore[arg-type]  # all but these two are tables
+    return own if attends else replace(own, attention=(), caches=(), ring=False)
 
 
-def _plan_blocks(
-    problem: TrainingProblem, structure: LayoutChoices, formats: Precision, optimizer: Optimizer
-) -> tuple[LoweredBlock, ...]:
-    planned = []
-    for placed in place_structure(problem, structure):
-        key = (id(placed), formats, optimizer)
-        if len(_PLANNED) > _KEPT:
-            _PLANNED.clear()
-        if key not in _PLANNED:
-            block = LoweredBlock(placed, formats, optimizer)
-            _PLANNED[key] = (placed, block)
-        planned.append(_PLANNED[key][1])
-    return tuple(planned)
+def _serving_pass(op: Op) -> str:
+    if any(a.partition(".")[0] == "S" for a in op.axes):
+        return "attention"
+    if isinstance(op, Fused) or (isinstance(op, CacheUpdate) and op.name.startswith("state.")):
+        return "states"
+    return "matmuls" if op.matmul else "elementwise"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwise.costs.arithmetic import maximum, where
+from meshwise.costs.arithmetic import Num, maximum, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StageTimes:
     saved: Any = 0.0
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Num:
         """All three passes, one after another."""
         return self.forward + (self.backward + self.weights)
 
@@ -83,7 +83,7 @@ class PipelineTimes:
         """A pass of the first or the last chunk, on average: what a device does that has both."""
         return StageTimes(*((getattr(self.first, n) + getattr(self.last, n)) / 2 for n in StageTimes.__slots__))
 
-    def used(self, chunks: Any, otherwise: StageTimes) -> PipelineTimes:
+    def used(self, chunks: Num, otherwise: StageTimes) -> PipelineTimes:
         """The same, with `otherwise` for the middle where there are only two chunks."""
         some = chunks > 2
         middle = StageTimes(
@@ -97,13 +97,13 @@ class PipelineTimes:
         return self.last.longest(self.first, self.middle)
 
     @property
-    def slowest_whole(self) -> Any:
+    def slowest_whole(self) -> Num:
         """Seconds of the longest forward and the longest whole backward pass, gradients of weights included."""
         everyone = (self.last, self.first, self.middle)
         return maximum(*(s.forward for s in everyone)) + maximum(*(s.backward + s.weights for s in everyone))
 
 
-def one_after_another(shape: PipelineShape, times: PipelineTimes) -> Any:
+def one_after_another(shape: PipelineShape, times: PipelineTimes) -> Num:
     """GPipe and 1F1B: the last stage works without a pause; the others fill before it and drain after it.
 
     M t_last + sum of t of the other stages. Exact where no stage takes longer than the last. Elsewhere the longest
@@ -120,7 +120,7 @@ def one_after_another(shape: PipelineShape, times: PipelineTimes) -> Any:
     return M * times.slowest_whole + (p > 1) * (times.first.total + (p - 2) * times.middle.total)
 
 
-def interleaved(shape: PipelineShape, times: PipelineTimes) -> Any:
+def interleaved(shape: PipelineShape, times: PipelineTimes) -> Num:
     """Interleaved 1F1B, v > 1: the last device works without a pause; filling and draining take one chunk a device.
 
     M t_last + (M (v - 1) - 1) t_middle + t_first + (p - 1) max(t_first, t_middle). Exact where no chunk takes longer
@@ -140,7 +140,7 @@ def interleaved(shape: PipelineShape, times: PipelineTimes) -> Any:
     return M * times.slowest_whole + (M * (v - 1) - 1) * middle.total + first.total + (p - 1) * filling
 
 
-def zb_h1(shape: PipelineShape, times: PipelineTimes) -> Any:
+def zb_h1(shape: PipelineShape, times: PipelineTimes) -> Num:
     """ZB-H1: as 1F1B, but gradients of weights wait, and fill what would be idle while the pipeline drains.
 
     The longest of six paths: through the last stage, through its delayed gradients and back to the first or second
@@ -171,7 +171,7 @@ def zb_h1(shape: PipelineShape, times: PipelineTimes) -> Any:
     )
 
 
-def zb_v(shape: PipelineShape, times: PipelineTimes) -> Any:
+def zb_v(shape: PipelineShape, times: PipelineTimes) -> Num:
     """ZB-V: two chunks a device, laid out as a V, so that the first device has the first and the last chunk.
 
     The busiest device's work and what it idles for. Exact for equal chunks. Else off by at most 6 p times the
@@ -191,7 +191,7 @@ def zb_v(shape: PipelineShape, times: PipelineTimes) -> Any:
     )
 
 
-def _zb_v_idle(p: Any, t: StageTimes, less: StageTimes) -> Any:
+def _zb_v_idle(p: Num, t: StageTimes, less: StageTimes) -> Num:
     """What a device idles for: the longest of eight ways through filling and draining.
 
     What shortens it (`less`) is taken from the device's own chunks, so that it with their work never falls when one of
@@ -210,7 +210,7 @@ def _zb_v_idle(p: Any, t: StageTimes, less: StageTimes) -> Any:
     )
 
 
-def dualpipe(shape: PipelineShape, times: PipelineTimes) -> Any:
+def dualpipe(shape: PipelineShape, times: PipelineTimes) -> Num:
     """DualPipe: microbatches enter at both ends; each device has a stage of either direction.
 
     >>> t = StageTimes(1.0, 1.0, 1.0)
@@ -223,7 +223,7 @@ def dualpipe(shape: PipelineShape, times: PipelineTimes) -> Any:
     return _bidirectional(shape.stages / 2, shape.num_microbatches, times.used(shape.stages, times.ends))
 
 
-def dualpipe_v(shape: PipelineShape, times: PipelineTimes) -> Any:
+def dualpipe_v(shape: PipelineShape, times: PipelineTimes) -> Num:
     """DualPipeV: DualPipe cut in half: two chunks a device, laid out as a V, and no second copy of the parameters.
 
     >>> t = StageTimes(1.0, 1.0, 1.0)
@@ -235,12 +235,12 @@ def dualpipe_v(shape: PipelineShape, times: PipelineTimes) -> Any:
     return _bidirectional(shape.stages, 2 * shape.num_microbatches, times.used(2 * shape.stages, times.ends))
 
 
-def together(passes: Any, half: Any) -> Any:
+def together(passes: Num, half: Num) -> Num:
     """Forward passes that run together with a backward pass, on the longest path of a bidirectional schedule."""
     return passes - half - 2
 
 
-def _bidirectional(half: Any, passes: Any, times: PipelineTimes) -> Any:
+def _bidirectional(half: Num, passes: Num, times: PipelineTimes) -> Num:
     """The longer of the first device, which has the first and the last chunk, and of one that has two middle chunks."""
     pairs = together(passes, half)
     return maximum(
@@ -251,7 +251,7 @@ def _bidirectional(half: Any, passes: Any, times: PipelineTimes) -> Any:
     )
 
 
-def _bidirectional_idle(half: Any, t: StageTimes, less: StageTimes) -> Any:
+def _bidirectional_idle(half: Num, t: StageTimes, less: StageTimes) -> Num:
     """What a device idles for; `less` as in `_zb_v_idle`."""
     f, b = t.forward, t.backward
     return maximum(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from meshwise.core.tensors import Block
-from meshwise.costs.arithmetic import is_zero, maximum, some, where
+from meshwise.costs.arithmetic import Condition, Num, is_zero, maximum, some, where
 from meshwise.costs.calibration import IDENTITY, Calibration
 from meshwise.costs.extents import Extents
 from meshwise.costs.memory_plan import MemoryPlan, Moment
@@ -50,13 +49,13 @@ class LocalMemory:
         at_once: the gathered weights that are there at once, over all of them.
     """
 
-    kept: Any
-    workspace: Any
-    beside: Any
-    unreduced: Any
-    gathered: Any
-    buffers: Any
-    at_once: Any = 1.0
+    kept: Num
+    workspace: Num
+    beside: Num
+    unreduced: Num
+    gathered: Num
+    buffers: Num
+    at_once: Num = 1.0
 
 
 def local_memory(
@@ -84,9 +83,9 @@ def local_memory(
     else:
         largest, besides, unreduced = _most_with_gradients(moments, extents)
         workspace, beside = remade + largest, remade + besides
-    buffers: Any = 0.0
+    buffers: Num = 0.0
     for num_bytes, axes in plan.buffers:
-        lacking = extents.lacking(axes)
+        lacking = extents.remote_fraction(axes)
         if not is_zero(lacking):
             buffers = maximum(buffers, extents.weighted(num_bytes) * lacking)
     gathered = extents.weighted(plan.gathered)
@@ -101,15 +100,15 @@ def local_memory(
     )
 
 
-def _most_activations(moments: Iterable[Moment], extents: Extents) -> Any:
+def _most_activations(moments: Iterable[Moment], extents: Extents) -> Num:
     """Bytes at the moment that holds most activations."""
-    largest: Any = 0.0
+    largest: Num = 0.0
     for activations, _ in moments:
         largest = maximum(largest, extents.weighted(activations))
     return largest
 
 
-def _most_with_gradients(moments: Iterable[Moment], extents: Extents) -> tuple[Any, Any, Any]:
+def _most_with_gradients(moments: Iterable[Moment], extents: Extents) -> tuple[Num, Num, Num]:
     """The same, and of the moment that holds most with unreduced gradients its activations and its gradients."""
     beside = _most_activations((moment for moment in moments if not moment[1]), extents)
     largest, unreduced = beside, 0.0
@@ -122,9 +121,9 @@ def _most_with_gradients(moments: Iterable[Moment], extents: Extents) -> tuple[A
     return largest, beside, unreduced
 
 
-def _largest_share(plan: MemoryPlan, gathered: Any, extents: Extents) -> Any:
+def _largest_share(plan: MemoryPlan, gathered: Num, extents: Extents) -> Num:
     """Of weights that are gathered one by one, the share of the largest, and as much again: the next on its way."""
-    largest: Any = 0.0
+    largest: Num = 0.0
     for weight in plan.weights:
         largest = maximum(largest, extents.weighted(weight))
     return 2 * largest / maximum(gathered, 1e-30) if plan.weights else 1.0
@@ -157,7 +156,7 @@ def stage_memories(
     return tuple(_stage_memory(blocks, state, end, [] if noted else None) for end in ends)
 
 
-def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Any]:
+def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Holding] | None = None) -> dict[str, Num]:
     """Choose the stage that holds most.
 
     Args:
@@ -169,7 +168,7 @@ def fullest(ends: Sequence[StageMemory], hbm_capacity: float, holdings: list[Hol
     """
     most = ends[0]
     result = dict(most.classes)
-    total: Any = sum(result.values())
+    total: Num = sum(result.values())
     for other in ends[1:]:
         others = sum(other.classes.values())
         less = others < total
@@ -194,14 +193,14 @@ class HeldActivations:
         workspace: of the layer that needs most.
     """
 
-    kept: Mapping[str, Any]
-    workspace: Any
+    kept: Mapping[str, Num]
+    workspace: Num
 
 
 def held_activations(blocks: Iterable[tuple[Part, LocalMemory]]) -> HeldActivations:
     """Add up what one device holds of each block's activations."""
-    kept: dict[str, Any] = {"embed": 0.0, "layer": 0.0, "head": 0.0}
-    workspace: Any = 0.0
+    kept: dict[str, Num] = {"embed": 0.0, "layer": 0.0, "head": 0.0}
+    workspace: Num = 0.0
     for part, local in blocks:
         role, n = part.block.role, part.block.repeat * part.share
         kept[role] = kept[role] + n * (local.beside if role == "head" else local.kept)
@@ -210,7 +209,7 @@ def held_activations(blocks: Iterable[tuple[Part, LocalMemory]]) -> HeldActivati
     return HeldActivations(kept, workspace)
 
 
-def activation_floor(held: HeldActivations, ends: Iterable[End], hbm_capacity: float, *, offloaded: bool) -> Any:
+def activation_floor(held: HeldActivations, ends: Iterable[End], hbm_capacity: float, *, offloaded: bool) -> Num:
     """Bytes that some chip holds at least, however weights and optimizer are stored: activations, logits, the reserve.
 
     Args:
@@ -222,7 +221,7 @@ def activation_floor(held: HeldActivations, ends: Iterable[End], hbm_capacity: f
     kept, floor = held.kept, 0.0
     for end in ends:
         head = end.counts["head"] * kept["head"]
-        most: Any = (end.logits_in_flight - 1) * head + maximum(head, held.workspace)
+        most: Num = (end.logits_in_flight - 1) * head + maximum(head, held.workspace)
         if not offloaded:
             most = most + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
         floor = maximum(floor, most)
@@ -242,8 +241,8 @@ class Holding:
 
     name: str
     block: Block
-    copies: Any
-    num_bytes: Any
+    copies: Num
+    num_bytes: Num
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +257,10 @@ class End:
             twice, else 0.
     """
 
-    counts: Mapping[str, Any]
-    in_flight: Any
-    logits_in_flight: Any
-    tied_apart: Any
+    counts: Mapping[str, Num]
+    in_flight: Num
+    logits_in_flight: Num
+    tied_apart: Num
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,17 +277,17 @@ class LayerMemory:
     """
 
     block: Block
-    number: Any
-    present: Any
-    in_flight: Any
-    state: Mapping[str, Any]
-    kept: Any
+    number: Num
+    present: Num
+    in_flight: Num
+    state: Mapping[str, Num]
+    kept: Num
 
-    def one(self, name: str) -> Any:
+    def one(self, name: str) -> Num:
         """Bytes of one copy, and of one microbatch, in the class `name`."""
         return self.kept if name == "activations" else self.state[name]
 
-    def copies(self, name: str) -> Any:
+    def copies(self, name: str) -> Num:
         """How many of these the class `name` holds."""
         return self.number * self.in_flight if name == "activations" else self.number
 
@@ -303,7 +302,7 @@ class StageMemory:
         holdings: what the classes are made of, where it was written down.
     """
 
-    classes: Mapping[str, Any]
+    classes: Mapping[str, Num]
     layers: tuple[LayerMemory, ...]
     holdings: list[Holding] | None
 
@@ -316,7 +315,7 @@ def pipeline_ends(layers: int, pipeline: Pipeline) -> tuple[End, ...]:
     logits = schedule.held_head(shape)
     chunks = pipeline.device_chunks
 
-    def end(counts: Mapping[str, Any], held: Any) -> End:
+    def end(counts: Mapping[str, Num], held: Num) -> End:
         return End(counts, held / chunks, logits, apart)
 
     ends = [end(first, schedule.held_first(shape))]
@@ -327,7 +326,7 @@ def pipeline_ends(layers: int, pipeline: Pipeline) -> tuple[End, ...]:
     return tuple(ends)
 
 
-def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dict[str, Any]:
+def state_bytes(plan: MemoryPlan, extents: Extents, precision: Precision) -> dict[str, Num]:
     """The training state of one copy of a block."""
     states = extents.weighted(plan.states)
     return {
@@ -346,13 +345,13 @@ class _AtWork:
     """What a stage holds while one of its blocks is at work, besides what it holds anyway (floats or arrays)."""
 
     block: Block
-    present: Any
-    workspace: Any
-    gathered: Any
-    buffers: Any
+    present: Num
+    workspace: Num
+    gathered: Num
+    buffers: Num
 
     @classmethod
-    def of(cls, block: Block, present: Any, local: LocalMemory, stored: Any) -> _AtWork:
+    def of(cls, block: Block, present: Num, local: LocalMemory, stored: Num) -> _AtWork:
         """`stored`: bytes of the gathered weights as stored.
 
         Weights of a layer are gathered one after the other: the next layer's take the place of those that were read.
@@ -366,24 +365,24 @@ class _AtWork:
         return cls(block, present, workspace, gathered, local.buffers)
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Num:
         """Bytes on this stage."""
         return self.present * (self.workspace + self.gathered + self.buffers)
 
     @property
-    def classes(self) -> tuple[tuple[str, Any], ...]:
+    def classes(self) -> tuple[tuple[str, Num], ...]:
         """Class -> bytes."""
         own = "logits_and_loss" if self.block.role == "head" else "workspace"
         return ((own, self.workspace), ("gathered_weights", self.gathered), ("communication_buffers", self.buffers))
 
 
-def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, Any, Any]]:
+def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, Num, Num]]:
     """Of blocks, of which one is at work at a time, what the one holds that needs most, as arguments of `Holding`."""
     totals = [moment.total for moment in moments]
-    most: Any = 0.0
+    most: Num = 0.0
     for total in totals:
         most = maximum(most, total)
-    before: Any = False  # of several alike, the first
+    before: Condition = False  # of several alike, the first
     for moment, total in zip(moments, totals, strict=True):
         chosen = (total >= most) & (before == False)  # noqa: E712 -- elementwise
         before = before | chosen
@@ -394,16 +393,16 @@ def _fullest_moment(moments: Sequence[_AtWork]) -> Iterator[tuple[str, Block, An
 
 def _stage_memory(
     blocks: Sequence[tuple[Part, MemoryPlan, LocalMemory]],
-    state: Sequence[Mapping[str, Any]],
+    state: Sequence[Mapping[str, Num]],
     end: End,
     holdings: list[Holding] | None,
 ) -> StageMemory:
     """Classes of one stage, the reserve left out; `holdings` is filled with what they are made of."""
     layers: list[LayerMemory] = []
     moments: list[_AtWork] = []
-    out: dict[str, Any] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
+    out: dict[str, Num] = {name: 0.0 for name in MEMORY_CLASSES if name != "reserve"}
 
-    def add(name: str, block: Block, copies: Any, num_bytes: Any) -> None:
+    def add(name: str, block: Block, copies: Num, num_bytes: Num) -> None:
         if not is_zero(num_bytes):
             value = copies * num_bytes
             out[name] = value if is_zero(out[name]) else out[name] + value

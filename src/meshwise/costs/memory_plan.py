@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwise.core.tensors import Attention, Convert, Elementwise, Kind
-from meshwise.costs.extents import WeightedSum, element_bytes, held_bytes, held_key, volume_key, weighted_sum
+from meshwise.costs.extents import Symbols, WeightedSum, element_bytes
 from meshwise.costs.update import moment_bytes, weight_bytes
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind
@@ -55,11 +55,11 @@ class MemoryPlan:
     gathered: WeightedSum
     stored: WeightedSum
     buffers: tuple[tuple[WeightedSum, tuple[str, ...]], ...]
-    compiled_remade: WeightedSum = ()
-    compiled_operations: tuple[Moment, ...] = ()
-    weights: tuple[WeightedSum, ...] = ()
-    kept_scores: WeightedSum = ()
-    remade_scores: WeightedSum = ()
+    compiled_remade: WeightedSum
+    compiled_operations: tuple[Moment, ...]
+    weights: tuple[WeightedSum, ...]
+    kept_scores: WeightedSum
+    remade_scores: WeightedSum
 
 
 #: Bytes of a score of attention that wait for the backward pass: the softmax, what dropout left of it, and its mask
@@ -70,32 +70,32 @@ _SCORE_BYTES = 5.0
 _MASK_BYTES = 1.0
 
 
-def memory_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> MemoryPlan:
+def memory_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, optimizer: Optimizer) -> MemoryPlan:
     """Read from a placed block what it holds."""
     stored = {h.tensor.name: h for h in (*placed.weights, *placed.tied)}
     is_layer = placed.block.role == "layer"
     alive = [(h, element_bytes(h.tensor, precision)) for h in placed.gathered]
     trained = [h for h in placed.gathered if is_layer and not h.tensor.frozen]
-    operations = _operations(placed, precision) if is_layer else _moments(placed, precision)
+    operations = _operations(placed, symbols, precision) if is_layer else _moments(placed, symbols, precision)
     return MemoryPlan(
-        parameters=weighted_sum((held_key(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
-        tied=held_bytes(placed.tied, precision),
-        gradients=held_bytes(placed.gradients, precision),
-        tied_gradients=held_bytes(placed.tied_gradients, precision),
-        states=weighted_sum((held_key(h), 1.0) for h in placed.optimizer),
-        moments=moment_bytes(placed, precision, optimizer),
-        kept=held_bytes(placed.kept, precision),
-        remade=held_bytes(placed.workspace, precision),
+        parameters=symbols.sum((symbols.held(h), weight_bytes(h.tensor, precision)) for h in placed.weights),
+        tied=symbols.held_bytes(placed.tied, precision),
+        gradients=symbols.held_bytes(placed.gradients, precision),
+        tied_gradients=symbols.held_bytes(placed.tied_gradients, precision),
+        states=symbols.sum((symbols.held(h), 1.0) for h in placed.optimizer),
+        moments=moment_bytes(placed, symbols, precision, optimizer),
+        kept=symbols.held_bytes(placed.kept, precision),
+        remade=symbols.held_bytes(placed.workspace, precision),
         operations=operations,
-        bucket=weighted_sum((held_key(h), precision.reductions.bytes) for h in trained),
-        gathered=weighted_sum((held_key(h), w) for h, w in alive),
-        stored=weighted_sum((held_key(stored[h.tensor.name]), w) for h, w in alive),
-        buffers=_buffers(placed, precision) if is_layer else (),
-        compiled_remade=held_bytes(_compiled_workspace(placed), precision),
-        compiled_operations=_operations(placed, precision, compiled=True) if is_layer else operations,
-        weights=tuple(weighted_sum([(held_key(h), w)]) for h, w in alive) if is_layer else (),
-        kept_scores=_scores(placed, again=False),
-        remade_scores=_scores(placed, again=True),
+        bucket=symbols.sum((symbols.held(h), precision.reductions.bytes) for h in trained),
+        gathered=symbols.sum((symbols.held(h), w) for h, w in alive),
+        stored=symbols.sum((symbols.held(stored[h.tensor.name]), w) for h, w in alive),
+        buffers=_buffers(placed, symbols, precision) if is_layer else (),
+        compiled_remade=symbols.held_bytes(_compiled_workspace(placed), precision),
+        compiled_operations=_operations(placed, symbols, precision, compiled=True) if is_layer else operations,
+        weights=tuple(symbols.sum([(symbols.held(h), w)]) for h, w in alive) if is_layer else (),
+        kept_scores=_scores(placed, symbols, again=False),
+        remade_scores=_scores(placed, symbols, again=True),
     )
 
 
@@ -111,7 +111,7 @@ def _compiled_workspace(placed: PlacedBlock) -> list[Held]:
     return [h for h in placed.workspace if h.tensor.name in read - remade]
 
 
-def _scores(placed: PlacedBlock, *, again: bool) -> WeightedSum:
+def _scores(placed: PlacedBlock, symbols: Symbols, *, again: bool) -> WeightedSum:
     """Scores of a block's attention, of one microbatch, every pair of them; and masks of what its parts add."""
     found = []
     whole = {h.tensor.name for h in placed.kept} <= set(placed.block.inputs)  # all of it is computed again
@@ -121,27 +121,29 @@ def _scores(placed: PlacedBlock, *, again: bool) -> WeightedSum:
         splits = dict(item.splits)
         if isinstance(item.op, Attention) and (item.op.name in placed.recomputed) == again:
             axes = (*item.op.inputs[0].axes[:-1], item.op.key_axis)
-            found.append((volume_key(axes, (splits.get(a, ()) for a in axes)), _SCORE_BYTES))
+            found.append((symbols.volume(axes, (splits.get(a, ()) for a in axes)), _SCORE_BYTES))
         if item.op.name.startswith("residual.") and whole == again:
-            found.append((held_key(item.output), _MASK_BYTES))
-    return weighted_sum(found)
+            found.append((symbols.held(item.output), _MASK_BYTES))
+    return symbols.sum(found)
 
 
-def _operations(placed: PlacedBlock, precision: Precision, *, compiled: bool = False) -> tuple[Moment, ...]:
+def _operations(
+    placed: PlacedBlock, symbols: Symbols, precision: Precision, *, compiled: bool = False
+) -> tuple[Moment, ...]:
     """What each operation of a layer's backward pass makes or reads besides what is kept anyway.
 
     Where it is `compiled`, what is elementwise is done where its result is read.
     """
     known = {h.tensor.name for h in (*placed.kept, *placed.workspace)}
-    sums = set()
+    sums: dict[Moment, None] = {}  # in order
     for item in placed.backward:
         if isinstance(item, LocalOp) and not (compiled and isinstance(item.op, Elementwise)):
             held = [h for h in (*item.inputs, item.output) if h.tensor.name not in known]
-            sums.add(_moment(held, precision))
-    return _largest_moments(sums)
+            sums[_moment(held, symbols, precision)] = None
+    return _largest_moments(sums, symbols)
 
 
-def _moments(placed: PlacedBlock, precision: Precision) -> tuple[Moment, ...]:
+def _moments(placed: PlacedBlock, symbols: Symbols, precision: Precision) -> tuple[Moment, ...]:
     """What is alive while each operation of a backward pass runs that follows its forward pass, or ends the step.
 
     What was kept is let go of once it has been read, gradients of weights once they are scattered. Besides, weights
@@ -155,17 +157,17 @@ def _moments(placed: PlacedBlock, precision: Precision) -> tuple[Moment, ...]:
             dies[h] = at
         for h in _made(item):
             born.setdefault(h, at)
-    moments = set()
+    moments: dict[Moment, None] = {}  # in order
     for at in range(len(placed.backward)):
         alive = [h for h, birth in born.items() if birth <= at <= dies.get(h, birth)]
-        moments.add(_moment(alive, precision))
+        moments[_moment(alive, symbols, precision)] = None
     read = {h.tensor.name for h in dies}
     forward = [h for h in placed.gathered if h.tensor.name not in read]
     results = [item.output for item in placed.forward if isinstance(item, LocalOp)]
     if forward:
-        weights = weighted_sum((held_key(h), element_bytes(h.tensor, precision)) for h in forward)
-        moments.add((held_bytes(results[-1:], precision), weights))
-    return _largest_moments(moments)
+        weights = symbols.sum((symbols.held(h), element_bytes(h.tensor, precision)) for h in forward)
+        moments[symbols.held_bytes(results[-1:], precision), weights] = None
+    return _largest_moments(moments, symbols)
 
 
 def _read(item: LocalOp | Transfer) -> tuple[Held, ...]:
@@ -179,36 +181,40 @@ def _made(item: LocalOp | Transfer) -> tuple[Held, ...]:
     return () if item.purpose is Purpose.GRADIENTS else (Held(item.tensor, item.collective.after),)
 
 
-def _moment(alive: Iterable[Held], precision: Precision) -> Moment:
+def _moment(alive: Iterable[Held], symbols: Symbols, precision: Precision) -> Moment:
     held = [h for h in alive if h.tensor.kind is Kind.ACTIVATION]
     unreduced = [h for h in alive if h.tensor.kind is Kind.GRADIENT]
     return (
-        held_bytes(held, precision),
-        weighted_sum((held_key(h), precision.reductions.bytes) for h in unreduced),
+        symbols.held_bytes(held, precision),
+        symbols.sum((symbols.held(h), precision.reductions.bytes) for h in unreduced),
     )
 
 
-def _largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+def _largest_moments(moments: Iterable[Moment], symbols: Symbols) -> tuple[Moment, ...]:
     """Leave out moments of which another holds all, and more: they are never the largest."""
-    terms = {one: tuple(dict(part) for part in one) for one in moments}
+    weights = {one: tuple(symbols.weights(part) for part in one) for one in moments}
 
     def within(one: Moment, other: Moment) -> bool:
-        pairs = zip(one, terms[other], strict=True)
-        return all(there.get(key, 0.0) >= w for part, there in pairs for key, w in part)
+        pairs = zip(weights[one], weights[other], strict=True)
+        return all(there.get(volume, 0.0) >= w for part, there in pairs for volume, w in part.items())
 
-    return tuple(one for one in sorted(terms) if not any(other != one and within(one, other) for other in terms))
+    return tuple(one for one in weights if not any(other != one and within(one, other) for other in weights))
 
 
-def _buffers(placed: PlacedBlock, precision: Precision) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
+def _buffers(
+    placed: PlacedBlock, symbols: Symbols, precision: Precision
+) -> tuple[tuple[WeightedSum, tuple[str, ...]], ...]:
     found = set()
     for item in (*placed.forward, *placed.backward):
         if not isinstance(item, Transfer) or {"data", "fsdp"} & set(item.collective.mesh_axes):
             continue
         c = item.collective
-        gathers = c.kind is CollectiveKind.ALL_GATHER
+        split, whole = (c.before, c.after) if c.kind is CollectiveKind.ALL_GATHER else (c.after, c.before)
+        held: tuple[Held, ...] = ()
         if item.purpose in (Purpose.ACTIVATIONS, Purpose.MATMUL):  # what came round is kept for the products made again
-            found.add((held_bytes((Held(item.tensor, c.after if gathers else c.before),), precision), c.mesh_axes))
+            held = (Held(item.tensor, whole),)
         elif item.purpose is Purpose.RING:  # one block at work, the next on its way
-            shard = Held(item.tensor, c.before if gathers else c.after)
-            found.add((held_bytes((shard, shard), precision), c.mesh_axes))
+            held = (Held(item.tensor, split),) * 2
+        if held:
+            found.add((symbols.held_bytes(held, precision), c.mesh_axes))
     return tuple(sorted(found))

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwise.costs.arithmetic import Num
 from meshwise.costs.evaluate import rates_of
 from meshwise.costs.extents import Extents
 from meshwise.costs.layout_choices import LayoutChoices
-from meshwise.costs.lower import plan_structure
 from meshwise.costs.network import GroupLink
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.step import StepRates
-from meshwise.costs.traffic import FlowPlan, Pass
+from meshwise.costs.step import CollectivePrices
+from meshwise.costs.traffic import Pass, Sent
 from meshwise.sharding.placed import Purpose
 
 #: Purposes of what compute of other blocks hides.
@@ -38,8 +38,9 @@ class Moves:
     reduced: Any = 0.0
     renewed: Any = 0.0
 
-    def add(self, plan: FlowPlan, seconds: Any) -> None:
-        """Count what a flow takes."""
+    def add(self, sent: Sent, copies: int) -> None:
+        """Count what collectives take."""
+        plan, seconds = sent.collective, copies * sent.seconds
         if plan.when is Pass.FORWARD:
             self.forward = self.forward + seconds
         elif plan.when is Pass.BACKWARD:
@@ -62,7 +63,7 @@ def moving_least(structure: LayoutChoices) -> LayoutChoices:
 def evaluate_moves(
     problem: TrainingProblem,
     structure: LayoutChoices,
-    mesh: Mapping[str, Any],
+    mesh: Mapping[str, Num],
     wires: Callable[[tuple[str, ...]], GroupLink],
 ) -> dict[str, Moves]:
     """Price what moves, by role.
@@ -74,14 +75,13 @@ def evaluate_moves(
         wires: mesh axes -> wire of the group along them.
     """
     # Weights have neither sequences nor slots: any number of these will do.
-    extents = Extents(problem.train_program().bind(batch=1.0, queries=problem.job.seq_len), mesh)
-    rates: StepRates = rates_of(problem, structure, wires)
+    lowered = problem.lowered
+    extents = Extents(lowered.symbols, lowered.program.bind(batch=1.0, queries=problem.job.seq_len), mesh)
+    prices = CollectivePrices(rates_of(problem, structure, wires), extents)
     found: dict[str, Moves] = {}
-    for planned in plan_structure(problem, structure):
-        block = planned.placed.block
+    for block in lowered.training(structure):
         moves = found.setdefault(block.role, Moves())
-        for plan in planned.flows:
-            if plan.when is Pass.STEP or plan.purpose in _MOVED:
-                seconds, _ = rates.flow_seconds(plan.sized(plan.bytes(extents)))
-                moves.add(plan, block.repeat * seconds)
+        for one in block.collectives:
+            if one.when is Pass.STEP or one.purpose in _MOVED:
+                moves.add(prices.sent(one, {}), block.placed.block.repeat)
     return found

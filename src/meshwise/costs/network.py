@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from meshwise.costs.arithmetic import ceil, floor, is_one, log2, maximum, where
+from meshwise.costs.arithmetic import Condition, Num, ceil, floor, is_one, log2, maximum, where
 from meshwise.costs.fabric import Dimension, Fabric
 from meshwise.costs.routing import Routing
 
@@ -48,19 +47,19 @@ class GroupLink:
             or combine of a mixture that sends one copy to each different destination; as `exchange` without routing.
     """
 
-    size: Any
-    gather: Any
-    gather_latency: Any
-    exchange: Any
-    exchange_latency: Any
-    send: Any
-    send_latency: Any
-    all_reduce: Any
-    scheduled: Any
-    scheduled_latency: Any
-    tree: Any
-    tree_latency: Any
-    routed: Any
+    size: Num
+    gather: Num
+    gather_latency: Num
+    exchange: Num
+    exchange_latency: Num
+    send: Num
+    send_latency: Num
+    all_reduce: Num
+    scheduled: Num
+    scheduled_latency: Num
+    tree: Num
+    tree_latency: Num
+    routed: Num
 
     def carrying(self, *, routed: bool) -> GroupLink:
         """The wire as an AllToAll finds it: with `routed` one that sends a token once to each of its destinations."""
@@ -72,7 +71,7 @@ NO_WIRE = GroupLink(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 
 
 
 def make_group_link(
-    fabric: Fabric, factors: Mapping[str, Sequence[Any]], axes: tuple[str, ...], *, routing: Routing | None = None
+    fabric: Fabric, factors: Mapping[str, Sequence[Num]], axes: tuple[str, ...], *, routing: Routing | None = None
 ) -> GroupLink:
     """Price the group of chips along mesh `axes`.
 
@@ -97,15 +96,15 @@ def make_group_link(
 
 
 #: Extent and stride of a group on every dimension of a network.
-_Spans = Sequence[tuple[Any, Any]]
+_Spans = Sequence[tuple[Num, Num]]
 
 #: Mesh axis -> for every dimension of a network its extent, and the product of what nests inside it.
-_Nested = Mapping[str, Sequence[tuple[Any, Any]]]
+_Nested = Mapping[str, Sequence[tuple[Num, Num]]]
 
 
-def _nested(fabric: Fabric, factors: Mapping[str, Sequence[Any]]) -> _Nested:
-    nested: dict[str, list[tuple[Any, Any]]] = {}
-    inside: list[Any] = [1.0] * len(fabric.dimensions)
+def _nested(fabric: Fabric, factors: Mapping[str, Sequence[Num]]) -> _Nested:
+    nested: dict[str, list[tuple[Num, Num]]] = {}
+    inside: list[Num] = [1.0] * len(fabric.dimensions)
     for axis, extents in factors.items():
         along = list(zip(extents, inside, strict=False))
         nested[axis] = along
@@ -125,10 +124,10 @@ def _spans_of(fabric: Fabric, nested: _Nested, axes: tuple[str, ...]) -> _Spans:
     return [_span(along) for along in zip(*members, strict=True)]
 
 
-def _span(members: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
+def _span(members: Iterable[tuple[Num, Num]]) -> tuple[Num, Num]:
     """Extent and stride on one dimension of a group of axes, each with its extent and what nests inside it."""
-    extent: Any = 1.0
-    stride: Any = 1.0
+    extent: Num = 1.0
+    stride: Num = 1.0
     for own, inside in members:
         stride = where(own > 1, inside / extent, stride)
         extent = extent * own
@@ -140,9 +139,9 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> GroupLin
         return NO_WIRE
     ring = _TorusSums(_twist_of(fabric, spans))
     tree = _TreeSums(not fabric.dimensions[0].torus, fabric.flat_rings)
-    size: Any = 1.0
-    send: Any = 0.0
-    send_latency: Any = 0.0
+    size: Num = 1.0
+    send: Num = 0.0
+    send_latency: Num = 0.0
     for dim, (extent, stride) in zip(fabric.dimensions, spans, strict=True):
         if dim.torus and ring.twist is None and is_one(extent):
             continue
@@ -183,9 +182,9 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> GroupLin
     )
 
 
-def _flat_ring_latency(fabric: Fabric, spans: Sequence[tuple[Any, Any]], size: Any) -> Any:
+def _flat_ring_latency(fabric: Fabric, spans: Sequence[tuple[Num, Num]], size: Num) -> Num:
     """Seconds of the n - 1 hops of a ring over all members of a group; most stay inside the innermost level."""
-    latency: Any = 0.0
+    latency: Num = 0.0
     units = size
     for dim, (extent, _) in zip(fabric.dimensions, spans, strict=True):
         outer = units / extent
@@ -199,12 +198,12 @@ def _flat_ring_latency(fabric: Fabric, spans: Sequence[tuple[Any, Any]], size: A
 class _Crossing:
     """A level of switches that a group crosses: seconds per byte of a chip, members in a child, children."""
 
-    seconds: Any
-    below: Any
-    extent: Any
+    seconds: Num
+    below: Num
+    extent: Num
 
 
-def _routed(routing: Routing, torus: Any | None, crossings: Sequence[_Crossing], size: Any) -> Any:
+def _routed(routing: Routing, torus: Num | None, crossings: Sequence[_Crossing], size: Num) -> Num:
     """Seconds per byte of all slots, when a token is sent once to each destination instead of once for each expert.
 
     Chips next to each other (the torus, or the innermost switch) forward to one another: a token crosses into each of
@@ -231,13 +230,13 @@ def _routed(routing: Routing, torus: Any | None, crossings: Sequence[_Crossing],
     return slowest * tokens
 
 
-def _twist_of(fabric: Fabric, spans: Sequence[tuple[Any, Any]]) -> _Twist | None:
+def _twist_of(fabric: Fabric, spans: Sequence[tuple[Num, Num]]) -> _Twist | None:
     """Say how far a group can use the twist of a torus; None where there is none."""
     torus = [(d, extent) for d, (extent, _) in zip(fabric.dimensions, spans, strict=True) if d.torus]
     if not any(d.twisted for d, _ in torus):
         return None
-    closes: Any = True
-    whole: Any = True
+    closes: Condition = True
+    whole: Condition = True
     for d, extent in torus:
         closes = closes & ((extent == d.size) | d.twisted)
         whole = whole & (extent == d.size)
@@ -247,8 +246,8 @@ def _twist_of(fabric: Fabric, spans: Sequence[tuple[Any, Any]]) -> _Twist | None
 
 
 def shares_links(
-    fabric: Fabric, factors: Mapping[str, Sequence[Any]], one: tuple[str, ...], other: tuple[str, ...]
-) -> Any:
+    fabric: Fabric, factors: Mapping[str, Sequence[Num]], one: tuple[str, ...], other: tuple[str, ...]
+) -> Condition:
     """Say whether collectives over two groups of mesh axes need the same links: run at once, their times then add up.
 
     They do where both extend along one torus axis (a group with others nested between its members crosses the links
@@ -272,9 +271,9 @@ def shares_links(
     return _share_links(fabric, *(_spans_of(fabric, nested, axes) for axes in (one, other)))
 
 
-def _share_links(fabric: Fabric, one: _Spans, other: _Spans) -> Any:
-    shared: Any = False
-    outside: Any = (False, False)
+def _share_links(fabric: Fabric, one: _Spans, other: _Spans) -> Condition:
+    shared: Condition = False
+    outside: tuple[Condition, Condition] = (False, False)
     for i, dim in enumerate(fabric.dimensions):
         uses = one[i][0] > 1, other[i][0] > 1
         if dim.torus or i == 0:
@@ -293,14 +292,14 @@ class PlacedWires:
         routing: of a mixture, for groups that hold its experts.
     """
 
-    def __init__(self, fabric: Fabric, factors: Mapping[str, Sequence[Any]], routing: Routing | None = None) -> None:
+    def __init__(self, fabric: Fabric, factors: Mapping[str, Sequence[Num]], routing: Routing | None = None) -> None:
         self.fabric = fabric
         self.factors = factors
         self.routing = routing
         self._nested: _Nested = _nested(fabric, factors)
         self._spans: dict[tuple[str, ...], _Spans] = {}
         self._made: dict[tuple[str, ...], GroupLink] = {}  # by axes in any order, as they are asked for
-        self._shared: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
+        self._shared: dict[tuple[tuple[str, ...], tuple[str, ...]], Condition] = {}
 
     def __call__(self, axes: tuple[str, ...]) -> GroupLink:
         """Look up the wire of the group along `axes`, in any order."""
@@ -311,7 +310,7 @@ class PlacedWires:
             self._made[axes] = self._made[key]
         return self._made[axes]
 
-    def share_links(self, one: tuple[str, ...], other: tuple[str, ...]) -> Any:
+    def share_links(self, one: tuple[str, ...], other: tuple[str, ...]) -> Condition:
         """Say whether two groups need the same links; see `shares_links`."""
         if (one, other) not in self._shared:
             spans = (self._spans_along(tuple(sorted(axes))) for axes in (one, other))
@@ -345,8 +344,8 @@ def twisted_distance(short: int, doubled: int) -> float:
 class _Twist:
     """Whether a group's rings close on the short axes, whether it is the whole torus, mean hops between its chips."""
 
-    closes: Any
-    whole: Any
+    closes: Condition
+    whole: Condition
     distance: float
 
 
@@ -364,16 +363,16 @@ class _TreeSums:
         self.nccl = nccl
         self.crossings: list[_Crossing] = []
         self.adds: list[bool] = []
-        self.gather: Any = 0.0
-        self.all_reduce: Any = 0.0
-        self.by_trees: Any = 0.0
-        self.boundary: Any = 0.0  # seconds per byte that crosses the narrowest boundary between children
-        self.latency: Any = 0.0
-        self.tree_latency: Any = 0.0
-        self.exchange: Any = 0.0
-        self.exchange_latency: Any = 0.0
+        self.gather: Num = 0.0
+        self.all_reduce: Num = 0.0
+        self.by_trees: Num = 0.0
+        self.boundary: Num = 0.0  # seconds per byte that crosses the narrowest boundary between children
+        self.latency: Num = 0.0
+        self.tree_latency: Num = 0.0
+        self.exchange: Num = 0.0
+        self.exchange_latency: Num = 0.0
 
-    def add(self, dim: Dimension, extent: Any, below: Any, used: Any) -> None:
+    def add(self, dim: Dimension, extent: Num, below: Num, used: Condition) -> None:
         """Add a level on which the group has `extent` children (`used`: more than one) of `below` members each."""
         steps = ceil(log2(extent))
         seconds = where(used, 1 / dim.bandwidth_one_way, 0.0)
@@ -385,7 +384,7 @@ class _TreeSums:
             hops = extent - 1 if len(self.crossings) == 1 and not dim.adds else steps
             self.tree_latency = self.tree_latency + 2 * hops * dim.latency
 
-    def finish(self, size: Any) -> None:
+    def finish(self, size: Num) -> None:
         """Price the levels, now that the members of the whole group are known."""
         for i, (c, adds) in enumerate(zip(self.crossings, self.adds, strict=True)):
             share = c.seconds / c.below
@@ -401,7 +400,7 @@ class _TreeSums:
                 self.by_trees = maximum(self.by_trees, _by_trees(c.extent, missing, share, adds=adds))
 
 
-def _by_trees(extent: Any, missing: Any, share: Any, *, adds: bool) -> Any:
+def _by_trees(extent: Num, missing: Num, share: Num, *, adds: bool) -> Num:
     """Seconds through a port for each byte of an AllReduce along trees.
 
     Two trees carry half of the array each, up and down; a child is inside one of them and a leaf of the other. Of two
@@ -423,16 +422,16 @@ class _TorusSums:
 
     def __init__(self, twist: _Twist | None) -> None:
         self.twist = twist
-        self.size: Any = 1.0
-        self.rate: Any = 0.0  # bytes/s of the hop-by-hop schedule, axes together
-        self.ingress: Any = 0.0  # bytes/s that the worst-placed chip can receive
-        self.latency: Any = 0.0
-        self.exchange: Any = 0.0  # seconds per local byte of an AllToAll: the slowest axis
+        self.size: Num = 1.0
+        self.rate: Num = 0.0  # bytes/s of the hop-by-hop schedule, axes together
+        self.ingress: Num = 0.0  # bytes/s that the worst-placed chip can receive
+        self.latency: Num = 0.0
+        self.exchange: Num = 0.0  # seconds per local byte of an AllToAll: the slowest axis
 
-    def add(self, dim: Dimension, extent: Any, stride: Any) -> None:
+    def add(self, dim: Dimension, extent: Num, stride: Num) -> None:
         used = extent > 1
         span = extent * stride
-        ring: Any = False
+        ring: Condition = False
         if dim.wraps:
             ring = span == dim.size
             if dim.twisted and self.twist is not None:
@@ -450,7 +449,7 @@ class _TorusSums:
             self.exchange = where(self.twist.whole, whole, self.exchange)
         self.size = self.size * extent
 
-    def gather(self) -> Any:
+    def gather(self) -> Num:
         """Seconds per gathered byte: the schedule's, but never less than the missing bytes through the chip's links."""
         return maximum(
             (self.size > 1) / maximum(self.rate, _NO_RATE), (1 - 1 / self.size) / maximum(self.ingress, _NO_RATE)

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Block
-from meshwise.costs.arithmetic import maximum, minimum, where
+from meshwise.costs.arithmetic import Num, maximum, minimum, where
 from meshwise.costs.compute import PassCompute
 from meshwise.costs.memory import Holding, LayerMemory, StageMemory, fullest
 from meshwise.costs.pipeline import Pipeline
@@ -77,12 +76,12 @@ class HostInputs:
     pipeline: Pipeline
 
     @property
-    def num_microbatches(self) -> Any:
+    def num_microbatches(self) -> Num:
         """Microbatches of a step that each layer of the device works on."""
         return self.pipeline.shape.num_microbatches * self.pipeline.work_share
 
     @property
-    def rounds(self) -> Any:
+    def rounds(self) -> Num:
         """The same with those that fill and drain the pipeline, in which others stream."""
         waits = self.pipeline.schedule.waits(self.pipeline.shape) / self.pipeline.device_chunks
         return self.num_microbatches + waits
@@ -102,7 +101,7 @@ def check_offload(chip: Chip, offload: Iterable[str]) -> None:
 
 
 def offload_time(
-    step: StepTime, host: HostInputs, which: Iterable[str], share: Any = 1.0, ledger: Ledger | None = None
+    step: StepTime, host: HostInputs, which: Iterable[str], share: Num = 1.0, ledger: Ledger | None = None
 ) -> StepTime:
     """The step with these parts offloaded.
 
@@ -115,7 +114,10 @@ def offload_time(
     """
     moves = _moves(host, frozenset(which), share)
     rounds = host.rounds
-    exposed = hidden = sent = received = 0.0
+    exposed: Num = 0.0
+    hidden: Num = 0.0
+    sent: Num = 0.0
+    received: Num = 0.0
     for move in moves:
         runs = 1.0 if move.when is Pass.STEP else rounds
         shown = 1.0 if move.when is Pass.STEP else host.num_microbatches
@@ -139,12 +141,12 @@ def offload_time(
     )
 
 
-def _moves(host: HostInputs, which: frozenset[str], share: Any) -> list[HostMove]:
+def _moves(host: HostInputs, which: frozenset[str], share: Num) -> list[HostMove]:
     """Every stream, with what of it shows: of each layer and pass, then of the update."""
     rate = host.link_bandwidth * host.efficiency
     moves: list[HostMove] = []
-    cover: Any = 0.0
-    number: Any = 0.0
+    cover: Num = 0.0
+    number: Num = 0.0
     for p in host.parts:
         layer = p.memory
         kept = layer.kept * share if "activations" in which else 0.0
@@ -166,15 +168,15 @@ def _moves(host: HostInputs, which: frozenset[str], share: Any) -> list[HostMove
     return moves
 
 
-def _move(layer: LayerMemory | None, when: Pass, out_and_in: tuple[Any, Any], cover: Any, rate: float) -> HostMove:
+def _move(layer: LayerMemory | None, when: Pass, out_and_in: tuple[Num, Num], cover: Num, rate: float) -> HostMove:
     block, copies = (layer.block, layer.number) if layer else (None, 1.0)
     seconds = maximum(*out_and_in) / rate
     return HostMove(block, when, copies, *out_and_in, seconds, cover, seconds - minimum(seconds, cover))
 
 
 def offload_memory(
-    host: HostInputs, which: Iterable[str], share: Any = 1.0, holdings: list[Holding] | None = None
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    host: HostInputs, which: Iterable[str], share: Num = 1.0, holdings: list[Holding] | None = None
+) -> tuple[Mapping[str, Num], Mapping[str, Num]]:
     """Bytes on the fullest chip, and in the host's memory for it, with these parts offloaded.
 
     Args:
@@ -187,7 +189,7 @@ def offload_memory(
     """
     names = [name for part in HOST_CLASSES if part in set(which) for name in HOST_CLASSES[part]]
     left = [_offload_stage(stage, names, share) for stage in host.stages]
-    away: dict[str, Any] = {}
+    away: dict[str, Num] = {}
     for stage in host.stages:
         mine = {name: _leaving(stage, name, share) for name in names}
         mine["total"] = sum(mine.values())
@@ -196,7 +198,7 @@ def offload_memory(
     return fullest(left, host.hbm_capacity, holdings), away
 
 
-def _offload_stage(stage: StageMemory, names: Iterable[str], share: Any) -> StageMemory:
+def _offload_stage(stage: StageMemory, names: Iterable[str], share: Num) -> StageMemory:
     """The stage without the classes `names` but for what of them is on the chip at once."""
     classes, holdings = dict(stage.classes), stage.holdings
     for name in names:
@@ -210,7 +212,7 @@ def _offload_stage(stage: StageMemory, names: Iterable[str], share: Any) -> Stag
     return replace(stage, classes=classes, holdings=holdings)
 
 
-def _remaining(held: Holding, share: Any) -> Holding:
+def _remaining(held: Holding, share: Num) -> Holding:
     """What of a holding stays where `share` of it leaves."""
     leaves = held.name not in _OF_LAYERS or held.block.role == "layer"
     return replace(held, copies=held.copies * (1 - share)) if leaves else held
@@ -220,17 +222,17 @@ def _remaining(held: Holding, share: Any) -> Holding:
 _OF_LAYERS = ("parameters", "activations")
 
 
-def _leaving(stage: StageMemory, name: str, share: Any = 1.0) -> Any:
+def _leaving(stage: StageMemory, name: str, share: Num = 1.0) -> Num:
     """Bytes of a class that go to the host; `share` of activations."""
     if name not in _OF_LAYERS:
         return stage.classes[name]
-    total: Any = 0.0
+    total: Num = 0.0
     for layer in stage.layers:
         total = total + layer.copies(name) * layer.one(name)
     return total * share if name == "activations" else total
 
 
-def _largest(stage: StageMemory, name: str) -> tuple[Block | None, Any]:
+def _largest(stage: StageMemory, name: str) -> tuple[Block | None, Num]:
     """The layer that holds most of a class, one copy of it and of one microbatch: which (of floats), and its bytes."""
     block, most = None, 0.0
     for layer in stage.layers:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from meshwise.costs.estimate import layout_candidate
 from meshwise.costs.evaluate import whole_extents
 from meshwise.costs.extents import NEVER_PADDED
-from meshwise.costs.lower import place_structure
 from meshwise.costs.problem import TrainingProblem
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
@@ -64,8 +63,8 @@ def paddings(problem: TrainingProblem, layout: Layout) -> tuple[Padding, ...]:
     extents = whole_extents(problem, structure, candidate)
     sizes = layout.sizes
     found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
-    for block in place_structure(problem, structure):
-        for held in _held(block):
+    for block in problem.lowered.training(structure):
+        for held in _held(block.placed):
             for axis, split in zip(held.tensor.axes, held.sharding.splits, strict=True):
                 used = tuple(a for a in split if sizes[a] > 1)
                 ways = math.prod(sizes[a] for a in used)

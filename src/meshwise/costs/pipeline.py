@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.core.tensors import Block
-from meshwise.costs.arithmetic import ceil, some, take, where
+from meshwise.costs.arithmetic import Condition, Num, Rows, ceil, some, take, where
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.schedules import Schedule, find_schedule
 
@@ -36,7 +36,7 @@ class Pipeline:
     _devices: dict[int, _Three] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, schedule: str, stages: Any, num_microbatches: Any, virtual_stages: Any = 1.0) -> Pipeline:
+    def of(cls, schedule: str, stages: Num, num_microbatches: Num, virtual_stages: Num = 1.0) -> Pipeline:
         """Look the schedule up.
 
         Raises:
@@ -44,31 +44,31 @@ class Pipeline:
         """
         return cls(find_schedule(schedule), PipelineShape(stages, num_microbatches, virtual_stages))
 
-    def at(self, index: Any) -> Pipeline:
+    def at(self, index: Rows) -> Pipeline:
         """The same schedule with the sizes of other rows."""
         return Pipeline(self.schedule, take(self.shape, index))
 
     @property
-    def num_chunks(self) -> Any:
+    def num_chunks(self) -> Num:
         """Parts that the model is cut into."""
         return self.schedule.num_chunks(self.shape)
 
     @property
-    def has_middle(self) -> Any:
+    def has_middle(self) -> Condition:
         """Whether there are devices with neither the embedding nor the head."""
         return self.num_chunks > 2 if self.schedule.folded else self.shape.stages > 2
 
     @property
-    def device_chunks(self) -> Any:
+    def device_chunks(self) -> Num:
         """Chunks of the model that a device stores, copies of the parameters counted."""
         return 2 if self.schedule.folded else self.schedule.chunks_of(self.shape)
 
     @property
-    def work_share(self) -> Any:
+    def work_share(self) -> Num:
         """Share of the microbatches that each chunk of a device works on."""
         return self.schedule.chunks_of(self.shape) / 2 if self.schedule.folded else 1.0
 
-    def paired_passes(self, *, beside: bool) -> Any:
+    def paired_passes(self, *, beside: bool) -> Num:
         """Forward passes of a chunk that run together with a backward pass of another microbatch.
 
         Those of an interleaved pipeline do so where software exchanges tokens `beside` compute, once it is full.
@@ -77,7 +77,7 @@ class Pipeline:
             return self.shape.virtual_stages * (self.shape.num_microbatches - self.shape.stages)
         return self.schedule.pairs(self.shape)
 
-    def waited_sends(self, late: int) -> Any:
+    def waited_sends(self, late: int) -> Num:
         """Sends that a step waits for: on one microbatch's way, and then so many at each further pass (`late`).
 
         >>> pipeline = Pipeline.of("1f1b", 4, 8)
@@ -101,7 +101,7 @@ class Part:
     """
 
     block: Block
-    share: Any = 1.0
+    share: Num = 1.0
     rest: bool = False
 
 
@@ -135,7 +135,7 @@ def chunk_shares(layers: int, pipeline: Pipeline) -> _Three:
     return known
 
 
-def _chunk_shares(layers: int, chunks: Any) -> _Three:
+def _chunk_shares(layers: int, chunks: Num) -> _Three:
     most = ceil(layers / chunks)
     missing = most * chunks - layers
     single = (chunks == 1) * 1.0
@@ -179,5 +179,5 @@ def _stored_shares(chunks: _Three, pipeline: Pipeline) -> _Three:
     return start, {role: where(pipeline.has_middle, between[role], start[role]) for role in between}, end
 
 
-def _sum(one: Shares, other: Shares, times: Any) -> Shares:
+def _sum(one: Shares, other: Shares, times: Num) -> Shares:
     return {role: one[role] + times * other[role] for role in one}

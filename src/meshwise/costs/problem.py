@@ -6,14 +6,15 @@ Not here: layouts (`structure`), or what a step costs (`evaluate`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from meshwise.core.tensors import Program
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates
+from meshwise.costs.lower import Lowered, lowered_training
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster
-from meshwise.jobs import FineTuning, Precision, TrainingJob, narrowed, with_adapters
+from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 
 
@@ -36,8 +37,13 @@ class TrainingProblem:
         return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
 
     def train_program(self) -> Program:
-        """Give the model's program as the job trains it: with conversions to narrow formats, and with adapters."""
-        return self._program
+        """The model's program as the job trains it: with conversions to narrow formats, and with adapters."""
+        return self.lowered.program
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """The same program, lowered."""
+        return lowered_training(self.model, self.job.formats, self.job.tuning, self.job.optimizer_kind)
 
     @property
     def bucketed(self) -> bool:
@@ -48,12 +54,3 @@ class TrainingProblem:
     def compute_rates(self) -> ComputeRates:
         """What operations take on the chip."""
         return ComputeRates.of(self.cluster.chip, self.job.formats, self.calibration)
-
-    @cached_property
-    def _program(self) -> Program:
-        return _job_program(self.model, self.job.formats, self.job.tuning)
-
-
-@cache
-def _job_program(model: Model, formats: Precision, tuning: FineTuning) -> Program:
-    return with_adapters(narrowed(model.train_program(), formats), tuning)

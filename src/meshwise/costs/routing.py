@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.costs.arithmetic import Num
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Routing:
         """Experts in the groups that one token is limited to."""
         return self.experts // self.groups * self.groups_limit
 
-    def distinct(self, parts: Any) -> Any:
+    def distinct(self, parts: Num) -> Num:
         """Expected number of different parts that a token goes to, of `parts` equal ones that hold the experts.
 
         parts x (1 - C(R - m, k) / C(R, k)), m experts a part, of which R are within reach: no expert is drawn twice.

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from meshwise.core.errors import UnknownNameError
-from meshwise.costs.arithmetic import maximum, minimum, where
+from meshwise.costs.arithmetic import Condition, Num, maximum, minimum, where
 from meshwise.costs.makespans import (
     PipelineShape,
     PipelineTimes,
@@ -24,15 +23,15 @@ from meshwise.costs.makespans import (
     zb_v,
 )
 
-#: Sizes of a pipeline -> a number, or whether something holds.
-Count = Callable[[PipelineShape], Any]
+#: Sizes of a pipeline -> a number.
+Count = Callable[[PipelineShape], Num]
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """A condition on stages p, microbatches M and virtual stages v, and what to say where it fails."""
 
-    holds: Count
+    holds: Callable[[PipelineShape], Condition]
     reason: str
 
     def why_not(self, s: PipelineShape) -> str | None:
@@ -71,7 +70,7 @@ class Schedule:
     splits_backward: bool
     overlaps: bool
     folded: bool
-    makespan: Callable[[PipelineShape, PipelineTimes], Any]
+    makespan: Callable[[PipelineShape, PipelineTimes], Num]
     held_first: Count
     held_second: Count
     held_last: Count
@@ -90,29 +89,29 @@ class Schedule:
                 return f"{self.name} needs {reason}"
         return None
 
-    def allows(self, shape: PipelineShape) -> Any:
+    def allows(self, shape: PipelineShape) -> Condition:
         """Whether it can run so (bools or arrays)."""
-        allowed: Any = True
+        allowed: Condition = True
         for need in self.needs:
             allowed = allowed & need.holds(shape)
         return allowed
 
-    def chunks_of(self, shape: PipelineShape) -> Any:
+    def chunks_of(self, shape: PipelineShape) -> Num:
         """Chunks of the model on a device."""
         return shape.virtual_stages if self.chunks is None else self.chunks
 
-    def num_chunks(self, shape: PipelineShape) -> Any:
+    def num_chunks(self, shape: PipelineShape) -> Num:
         """Chunks that the model is cut into."""
         return shape.stages * self.chunks_of(shape)
 
-    def pairs(self, shape: PipelineShape) -> Any:
+    def pairs(self, shape: PipelineShape) -> Num:
         """Forward passes of a chunk that run together with a backward pass, on the longest path through the step."""
         if not self.overlaps:
             return 0.0
         chunks = self.chunks_of(shape)
         return together(chunks * shape.num_microbatches, chunks * shape.stages / 2)
 
-    def works(self, shape: PipelineShape, times: PipelineTimes) -> tuple[Any, Any, Any]:
+    def works(self, shape: PipelineShape, times: PipelineTimes) -> tuple[Num, Num, Num]:
         """Seconds that the device with the first chunk works, one between (0 if there is none), that with the last."""
         M, chunks = shape.num_microbatches, self.chunks_of(shape)
         if self.folded:
@@ -124,11 +123,11 @@ class Schedule:
         between = where(shape.stages > 2, M * chunks * times.middle.total, 0.0)
         return M * (times.first.total + others), between, M * (times.last.total + others)
 
-    def work(self, shape: PipelineShape, times: PipelineTimes) -> Any:
+    def work(self, shape: PipelineShape, times: PipelineTimes) -> Num:
         """Seconds that the busiest device works."""
         return maximum(*self.works(shape, times))
 
-    def idle(self, shape: PipelineShape, times: PipelineTimes) -> Any:
+    def idle(self, shape: PipelineShape, times: PipelineTimes) -> Num:
         """Seconds that the busiest device waits in a step: the bubble.
 
         >>> from meshwise.costs.makespans import StageTimes
@@ -138,7 +137,7 @@ class Schedule:
         """
         return self.makespan(shape, times) - self.work(shape, times)
 
-    def in_flight(self, shape: PipelineShape) -> tuple[Any, Any, Any]:
+    def in_flight(self, shape: PipelineShape) -> tuple[Num, Num, Num]:
         """Microbatches whose activations the first, the second and the last device hold at most.
 
         In units of what a device's chunks, each once, keep of one microbatch.
@@ -151,12 +150,12 @@ class Schedule:
         chunks = self.chunks_of(shape)
         return self.held_first(shape) / chunks, self.held_second(shape) / chunks, self.held_last(shape) / chunks
 
-    def hops(self, shape: PipelineShape) -> Any:
+    def hops(self, shape: PipelineShape) -> Num:
         """Sends from device to device that a microbatch makes on its way forward."""
         # Where the model is folded, its two halves meet on the last device.
         return self.chunks_of(shape) * (shape.stages - 1) if self.folded else self.num_chunks(shape) - 1
 
-    def sends(self, shape: PipelineShape) -> Any:
+    def sends(self, shape: PipelineShape) -> Num:
         """Sends of one device in a step, forward and backward: a middle one, which sends most."""
         return 2 * shape.num_microbatches * self.chunks_of(shape) * (shape.stages > 1)
 

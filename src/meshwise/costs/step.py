@@ -30,17 +30,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.tensors import Block
+from meshwise.costs.arithmetic import Condition, Num
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import fastest, ring_time, starts, wire_rate
 from meshwise.costs.compute import PassCompute
+from meshwise.costs.extents import Extents
 from meshwise.costs.makespans import PipelineTimes
 from meshwise.costs.memory import Holding
 from meshwise.costs.network import GroupLink, PlacedWires
-from meshwise.costs.pipeline import Part, Pipeline
-from meshwise.costs.traffic import Flow, Pass, Way
+from meshwise.costs.pipeline import Pipeline
+from meshwise.costs.traffic import CollectiveKey, CollectiveTemplate, Pass, Sent
 from meshwise.hardware import Chip
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
@@ -64,27 +69,31 @@ Wires = Callable[[tuple[str, ...]], GroupLink]
 
 @dataclass(frozen=True, slots=True)
 class BlockTime:
-    """One copy of a block, one microbatch, on one chip (floats or arrays, seconds).
+    """Copies of a block, one microbatch (or part of a serving batch), on one chip (floats or arrays, seconds).
 
     Args:
-        part: which copies it is one of.
-        forward, recompute: as they say.
-        backward: gradients of activations.
-        weights: gradients of weights.
-        flows: what it sends.
+        block: whose copies they are.
+        count: of the copies.
+        compute: of one copy, by pass: of training "forward", "recompute", "backward" (gradients of activations),
+            "weights" (gradients of weights); of serving by term.
+        collectives: what one copy sends.
+        known: bytes of some of them, by `CollectiveTemplate.cost`.
     """
 
-    part: Part
-    forward: PassCompute
-    recompute: PassCompute
-    backward: PassCompute
-    weights: PassCompute
-    flows: tuple[Flow, ...]
+    block: Block
+    count: Num
+    compute: Mapping[str, PassCompute]
+    collectives: tuple[CollectiveTemplate, ...]
+    known: Mapping[int, Num] = field(default_factory=dict)
 
-    @property
-    def block(self) -> Block:
-        """Whose copy it is."""
-        return self.part.block
+
+@dataclass(frozen=True, slots=True)
+class BlockRuns:
+    """A block as a ledger has it: what one copy sends in all passes, and how many copies run for one microbatch."""
+
+    time: BlockTime
+    sent: tuple[Sent, ...]
+    count: Num
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,35 +108,35 @@ class StepTime:
         flops: on the matrix unit of one chip, recomputation included.
     """
 
-    terms: Mapping[str, Any]
-    hidden: Mapping[str, Any]
-    lower: Any
-    expected: Any
-    upper: Any
-    resources: Mapping[str, Any]
-    flops: Any
+    terms: Mapping[str, Num]
+    hidden: Mapping[str, Num]
+    lower: Num
+    expected: Num
+    upper: Num
+    resources: Mapping[str, Num]
+    flops: Num
 
 
 @dataclass(frozen=True, slots=True)
 class Hiding:
-    """Flows that hide together behind the same compute, and how far that goes.
+    """Collectives that hide together behind the same compute, and how far that goes.
 
     Args:
         rule: number of the rule above that says so.
-        block, when: whose flows they are, and in which pass.
-        flows: with their seconds, all collectives of a flow together.
+        block, when: whose collectives they are, and in which pass.
+        sent: the collectives.
         cover: seconds of compute that they may hide behind; 0 where they stand on the critical path.
-        exposed_share: of each flow's seconds.
+        exposed_share: of the seconds of each.
         count: how often: copies of the block, within one microbatch or within the step (`when`).
     """
 
     rule: int
     block: Block
     when: Pass
-    flows: tuple[tuple[Flow, Any], ...]
-    cover: Any
-    exposed_share: Any
-    count: Any
+    sent: tuple[Sent, ...]
+    cover: Num
+    exposed_share: Num
+    count: Num
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +155,12 @@ class HostMove:
 
     block: Block | None
     when: Pass
-    copies: Any
-    bytes_out: Any
-    bytes_in: Any
-    seconds: Any
-    cover: Any
-    exposed: Any
+    copies: Num
+    bytes_out: Num
+    bytes_in: Num
+    seconds: Num
+    cover: Num
+    exposed: Num
 
 
 @dataclass(slots=True)
@@ -160,7 +169,7 @@ class Ledger:
 
     Args:
         blocks: each with its runs on the busiest device, for one microbatch.
-        hidings: every flow, once.
+        hidings: everything that is sent, once.
         pipeline: schedule and sizes.
         times: seconds of its chunks; None on one stage.
         nothing_hidden: seconds of the schedule with nothing overlapped.
@@ -173,83 +182,127 @@ class Ledger:
         host: every stream over the host link; those of passes come in so many `rounds`. `offload` fills them.
     """
 
-    blocks: list[tuple[BlockTime, Any]] = field(default_factory=list)
+    blocks: list[BlockRuns] = field(default_factory=list)
     hidings: list[Hiding] = field(default_factory=list)
     pipeline: Pipeline | None = None
     times: PipelineTimes | None = None
-    nothing_hidden: Any = 0.0
-    hidden_by_schedule: Any = 0.0
-    waits: Any = 0.0
-    send: Any = 0.0
-    boundary_bytes: Any = 0.0
-    copied: Any = 0.0
-    copied_bytes: Any = 0.0
-    optimizer_bytes: Any = 0.0
-    optimizer_matmul: Any = 0.0
+    nothing_hidden: Num = 0.0
+    hidden_by_schedule: Num = 0.0
+    waits: Num = 0.0
+    send: Num = 0.0
+    boundary_bytes: Num = 0.0
+    copied: Num = 0.0
+    copied_bytes: Num = 0.0
+    optimizer_bytes: Num = 0.0
+    optimizer_matmul: Num = 0.0
     holdings: list[Holding] = field(default_factory=list)
     host: list[HostMove] = field(default_factory=list)
-    rounds: Any = 0.0
+    rounds: Num = 0.0
 
 
 #: Uses of the network.
 NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 
 
-class _OfferedWay(NamedTuple):
-    """What is known of a way before its bytes: seconds per byte that none beats, the wire, its algorithms."""
+class _Offered(NamedTuple):
+    """What is known of a collective before its bytes: seconds per byte that none beats, the link, its algorithms."""
 
-    bound: Any
-    wire: GroupLink
-    algorithms: tuple[tuple[Any, Any], ...]
+    bound: Num
+    link: GroupLink
+    algorithms: tuple[tuple[Num, Num], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRates:
-    """What every function here needs: the chip, what it achieves, and the wires of the mesh; for one evaluation.
+    """What every function here needs: the chip, what it achieves, and the links of the mesh; for one evaluation.
 
-    Collective matmuls that a layout asks for send one way round, or `both_ways`.
+    Args:
+        chip: and its data sheet.
+        calibration: what it achieves.
+        wires: mesh axes -> link of the group along them.
+        both_ways: whether collective matmuls that a layout asks for send in both directions, not one way round.
+        bounded: whether bounds on both sides are asked for; else expected seconds alone.
+        covers: whether what happens once a step is hidden, so that the compute that may hide it counts (training).
     """
 
     chip: Chip
     calibration: Calibration
     wires: Wires
     both_ways: bool = False
-    _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
-    _ways: dict[int, _OfferedWay] = field(default_factory=dict, repr=False, compare=False)
+    bounded: bool = True
+    covers: bool = True
+    _offered: dict[CollectiveKey, _Offered] = field(default_factory=dict, repr=False, compare=False)
 
-    def flow_seconds(self, f: Flow) -> tuple[Any, Any]:
-        """Seconds of all collectives of a flow in one pass: expected, and by data-sheet bandwidth alone.
+    def seconds(self, num_bytes: Num, key: CollectiveKey) -> Num:
+        """Expected seconds of one collective of so many bytes."""
+        offered, links = self._offer(key), self.calibration.links
+        if key.pieces:
+            return ring_time(num_bytes, offered.link, links=links, both_ways=self.both_ways)
+        return fastest(offered.algorithms, num_bytes, links)
 
-        The latter sends one copy of a token to each of its destinations.
-        """
-        num_bytes, way = f.num_bytes, f.plan.way
-        key = id(num_bytes), id(way)  # flows of the same bytes share their value
-        known = self._known.get(key)
+    def bound(self, num_bytes: Num, key: CollectiveKey) -> Num:
+        """The same by data-sheet bandwidth alone, with one copy of a token to each of its destinations."""
+        return num_bytes * self._offer(key).bound
+
+    def _offer(self, key: CollectiveKey) -> _Offered:
+        known = self._offered.get(key)
         if known is None:
-            known = self._known[key] = self.seconds(num_bytes, way)
-        return known if f.count == 1 else (f.count * known[0], f.count * known[1])
+            whole = self.wires(key.mesh_axes)
+            link = whole.carrying(routed=key.routed and self.calibration.distinct_dispatch)
+            algorithms = () if key.pieces else starts(key.kind, link, self.calibration.links)
+            bound = wire_rate(key.kind, whole.carrying(routed=key.routed))
+            known = self._offered[key] = _Offered(bound, link, algorithms)
+        return known
 
-    def seconds(self, num_bytes: Any, way: Way) -> tuple[Any, Any]:
-        """Seconds of one collective of so many bytes, as from `flow_seconds`."""
-        offered = self._ways.get(id(way))
-        if offered is None:
-            offered = self._ways[id(way)] = self._offered(way)
-        bound, links = num_bytes * offered.bound, self.calibration.links
-        if way.pieces:
-            return ring_time(num_bytes, offered.wire, links=links, both_ways=self.both_ways), bound
-        return fastest(offered.algorithms, num_bytes, links), bound
-
-    def _offered(self, way: Way) -> _OfferedWay:
-        whole = self.wires(way.mesh_axes)
-        wire = whole.carrying(routed=way.routed and self.calibration.distinct_dispatch)
-        algorithms = () if way.pieces else starts(way.kind, wire, self.calibration.links)
-        return _OfferedWay(wire_rate(way.kind, whole.carrying(routed=way.routed)), wire, algorithms)
-
-    def share_links(self, groups: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> Any:
-        """Whether any of `groups` needs links that any of `others` does; never where wires have no place (bounds)."""
-        shared: Any = False
+    def share_links(self, groups: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> Condition:
+        """Whether any of `groups` needs links that any of `others` does; never where links have no place (bounds)."""
+        shared: Condition = False
         if isinstance(self.wires, PlacedWires):
             for axes in groups:
                 for group in others:
                     shared = shared | self.wires.share_links(axes, group)
         return shared
+
+
+class CollectivePrices:
+    """Prices of a program's collectives for some sizes and links, each distinct one worked out once.
+
+    Args:
+        rates: of the chip and its links.
+        extents: sizes on the whole mesh; None where the bytes of all collectives are known.
+        places: the mesh of each place on the network, where arrays have meshes along their last axis and links have
+            places there; None where both have the same.
+    """
+
+    def __init__(self, rates: StepRates, extents: Extents | None, places: NDArray[np.intp] | None = None) -> None:
+        self.rates = rates
+        self.extents = extents
+        self.places = places
+        self._known: dict[int, tuple[Num, Num]] = {}
+
+    def sent(self, one: CollectiveTemplate, known: Mapping[int, Num]) -> Sent:
+        """Price equal collectives of one pass of a block; `known` has the bytes of some by their `cost`."""
+        num_bytes, seconds = self._one(one, known)
+        return Sent(one, num_bytes, one.count, seconds if one.count == 1 else one.count * seconds)
+
+    def bound(self, one: CollectiveTemplate, known: Mapping[int, Num]) -> Num:
+        """Seconds of the same by data-sheet bandwidth alone."""
+        return one.count * self.rates.bound(self._one(one, known)[0], one.key)
+
+    def _one(self, one: CollectiveTemplate, known: Mapping[int, Num]) -> tuple[Num, Num]:
+        """Bytes and seconds of one collective."""
+        found = self._known.get(one.cost)
+        if found is None:
+            if one.cost in known:
+                num_bytes = self.placed(known[one.cost])
+            else:
+                assert self.extents is not None, f"the bytes of {one.name} are not known"
+                num_bytes = self.placed(one.bytes(self.extents))
+            found = self._known[one.cost] = num_bytes, self.rates.seconds(num_bytes, one.key)
+        return found
+
+    def placed(self, value: Num) -> Num:
+        """A value for each place, from one for each mesh."""
+        if self.places is None or not isinstance(value, np.ndarray) or value.shape[-1] == 1:
+            return value
+        return value.take(self.places, axis=-1)

@@ -5,14 +5,15 @@ Not here: the sums (`stage_sums`), which are worked out once for all schedules, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwise.costs.arithmetic import is_zero, maximum, minimum, where
+from meshwise.costs.arithmetic import Num, is_zero, maximum, minimum, where
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.makespans import PipelineTimes, StageTimes
-from meshwise.costs.overlap import OnceSums, RoleSums, split_exposed
+from meshwise.costs.overlap import OnceSums, RoleSums, Sums, split_exposed, total
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, device_shares
 from meshwise.costs.step import NETWORKS, TERMS, Ledger, StepRates, StepTime
 from meshwise.costs.traffic import Pass
@@ -36,8 +37,8 @@ class StepParts:
     once: Mapping[str, OnceSums]
     layers: int
     rates: StepRates
-    boundary_bytes: Any
-    senders: Any = 1.0
+    boundary_bytes: Num
+    senders: Num = 1.0
 
 
 def passes_makespan(parts: StepParts, pipeline: Pipeline) -> Any:
@@ -50,9 +51,9 @@ def step_time(
     parts: StepParts,
     pipeline: Pipeline,
     *,
-    optimizer_bytes: Any,
-    optimizer_matmul: Any = 0.0,
-    copied_bytes: Any = 0.0,
+    optimizer_bytes: Num,
+    optimizer_matmul: Num = 0.0,
+    copied_bytes: Num = 0.0,
     ledger: Ledger | None = None,
 ) -> StepTime:
     """Put the time of a step together.
@@ -75,54 +76,60 @@ def step_time(
     stored, saved = _busiest(pipeline, device_shares(parts.layers, pipeline), times, works)
     worked = {role: share * pipeline.work_share for role, share in stored.items()}
     micro = RoleSums.mixed(parts.sums, worked)
+    once = _once(parts, micro, stored, ledger)
+    by_schedule: Num = 0.0
+    if "expert" in micro.terms:
+        exchanges, pairs = micro.terms["expert"], pipeline.paired_passes(beside=rates.calibration.beside_exchanges)
+        by_schedule = minimum(pairs * saved / maximum(microbatches * exchanges, 1e-30), 1.0)
+        micro.terms["expert"] = exchanges * (1 - by_schedule)
+        micro.hidden.add("expert", exchanges * by_schedule)
     send = _send(parts)
-    optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
-    exposed, hidden, bounds, serial = _once(parts, micro, stored, ledger)
-    terms = {name: microbatches * seconds for name, seconds in micro.terms.items()}
-    pairs = pipeline.paired_passes(beside=rates.calibration.beside_exchanges)
-    hidden_share = minimum(pairs * saved / maximum(terms["expert"], 1e-30), 1.0)
-    hidden["expert"] = hidden["expert"] + terms["expert"] * hidden_share
-    terms["expert"] = terms["expert"] * (1 - hidden_share)
-    for n in NETWORKS:
-        hidden[n] = hidden[n] + microbatches * micro.hidden[n]
-        terms[n] = terms[n] + exposed[n]
-    terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
     copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
+    optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
+    terms = dict.fromkeys(TERMS, 0.0) | _in_step(micro.terms, microbatches, once.exposed)
+    terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
     terms["pipeline_send"] = pipeline.waited_sends(rates.calibration.late_sends) * send + copied
-    terms["offload"] = 0.0
     terms["optimizer"] = (
         optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
     )
+    expected = total(terms.values())
+    if not rates.bounded:
+        return StepTime(terms, {}, math.nan, expected, math.nan, {}, math.nan)
     waits = schedule.waits(shape) * _least(pipeline, shares)
-    others = parts.sums["layer"]
-    resources = {
-        n: microbatches * micro.resources[n] + waits * others.resources[n] + bounds.get(n, 0.0) for n in micro.resources
-    }
-    resources["compute"] = microbatches * micro.busy + waits * others.busy + optimizer_matmul
-    resources["hbm"] = resources["hbm"] + optimizer
+    waited = {name: waits * seconds for name, seconds in parts.sums["layer"].resources.items()}
+    update = {"compute": optimizer_matmul, "hbm": optimizer}
+    resources = dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0) | _in_step(
+        micro.resources, microbatches, waited, once.bounds, update
+    )
     sent = send * max(rates.calibration.late_sends, 1) * (shape.stages > 1)
-    slowest = PipelineTimes(*(_serial_times(parts.sums, of, sent) for of in shares))
-    nothing_hidden = schedule.makespan(shape, slowest)
+    nothing_hidden = schedule.makespan(shape, PipelineTimes(*(_serial_times(parts.sums, of, sent) for of in shares)))
     if ledger is not None:
         _write(ledger, stored, worked)
         ledger.pipeline, ledger.times, ledger.send = pipeline, times, send
-        ledger.nothing_hidden, ledger.hidden_by_schedule = nothing_hidden, hidden_share
+        ledger.nothing_hidden, ledger.hidden_by_schedule = nothing_hidden, by_schedule
         ledger.waits = waits / maximum(worked["layer"], 1e-30)
         ledger.boundary_bytes, ledger.optimizer_bytes = parts.boundary_bytes, optimizer_bytes
         ledger.copied, ledger.copied_bytes = copied, copied_bytes
         ledger.optimizer_matmul = optimizer_matmul
-    lower: Any = 0.0
-    for seconds in resources.values():
-        lower = maximum(lower, seconds)
     return StepTime(
-        terms={name: terms[name] for name in TERMS},
-        hidden=hidden,
-        lower=lower,
-        expected=sum(terms[name] for name in TERMS),
-        upper=nothing_hidden + serial + copied + terms["optimizer"],
+        terms=terms,
+        hidden=dict.fromkeys(NETWORKS, 0.0) | _in_step(micro.hidden, microbatches, once.hidden),
+        lower=maximum(*resources.values()),
+        expected=expected,
+        upper=nothing_hidden + once.serial + copied + terms["optimizer"],
         resources=resources,
-        flops=microbatches * micro.flops,
+        flops=microbatches * micro.flops["flops"],
     )
+
+
+def _in_step(of_microbatch: Sums, microbatches: Num, *besides: Mapping[str, Num]) -> Sums:
+    """Sums of a step, from those of a microbatch and what comes besides."""
+    sums = Sums({name: microbatches * seconds for name, seconds in of_microbatch.items()})
+    for more in besides:
+        for name, seconds in more.items():
+            if not is_zero(seconds):
+                sums.add(name, seconds)
+    return sums
 
 
 def _times(parts: StepParts, pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> PipelineTimes:
@@ -135,8 +142,8 @@ def _times(parts: StepParts, pipeline: Pipeline, chunks: tuple[Shares, Shares, S
 
 
 def _busiest(
-    pipeline: Pipeline, devices: tuple[Shares, Shares, Shares], times: PipelineTimes, works: tuple[Any, Any, Any]
-) -> tuple[Shares, Any]:
+    pipeline: Pipeline, devices: tuple[Shares, Shares, Shares], times: PipelineTimes, works: tuple[Num, Num, Num]
+) -> tuple[Shares, Num]:
     """What the busiest device stores of each role, and the seconds that a pair of its passes saves run together."""
     first, middle, last = devices
     at_first, between = works[0] > works[2], works[1] > maximum(works[0], works[2])
@@ -148,56 +155,59 @@ def _busiest(
     return stored, where(between, times.middle.saved, times.ends.saved)
 
 
-def _once(
-    parts: StepParts, micro: RoleSums, stored: Shares, ledger: Ledger | None
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]:
-    """What happens once a step: reductions behind the last backward pass, new weights behind the next forward pass.
+class _Once(NamedTuple):
+    """What happens once a step: exposed and hidden seconds and bounds by term, and seconds of all with none hidden."""
+
+    exposed: Sums
+    hidden: Sums
+    bounds: Sums
+    serial: Num
+
+
+def _once(parts: StepParts, micro: RoleSums, stored: Shares, ledger: Ledger | None) -> _Once:
+    """Hide reductions behind the last backward pass, and new weights behind the next forward pass.
 
     They hide behind what compute of one microbatch covers nothing else yet, less one layer.
-
-    Returns: exposed and hidden seconds by term, bounds by term, seconds of all.
     """
-    layers = maximum(parts.layers * stored["layer"], 1.0)
-    exposed: dict[str, Any] = dict.fromkeys(NETWORKS, 0.0)
-    hidden: dict[str, Any] = dict.fromkeys(NETWORKS, 0.0)
-    bounds: dict[str, Any] = {}
-    serial: Any = 0.0
+    calibration = parts.rates.calibration
+    once = _Once(Sums(), Sums(), Sums(), 0.0)
     for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS):
-        by_term: dict[str, Any] = {}
+        by_term = Sums()
         for role, own in parts.once.items():
             for (why, term), seconds in own.seconds.items():
                 if why is purpose:
-                    by_term[term] = by_term.get(term, 0.0) + stored[role] * seconds
-        together: Any = sum(by_term.values())
-        calibration = parts.rates.calibration
-        cover = 0.0 if calibration.late_exchange else micro.cover[purpose] * (1 - 1 / layers)
+                    by_term.add(term, stored[role] * seconds)
+        together = total(by_term.values())
+        cover: Num = 0.0
+        if not calibration.late_exchange and by_term:
+            cover = micro.cover[purpose] * (1 - 1 / maximum(parts.layers * stored["layer"], 1.0))
         _, share = split_exposed(together, cover, calibration.interference)
         for term, seconds in by_term.items():
-            exposed[term] = exposed[term] + seconds * share
-            hidden[term] = hidden[term] + seconds * (1 - share)
-        serial = serial + together
+            once.exposed.add(term, seconds * share)
+            once.hidden.add(term, seconds * (1 - share))
+        once = once._replace(serial=once.serial + together)
         if ledger is not None:
             ledger.hidings = [
                 replace(h, cover=cover, exposed_share=share)
-                if h.when is Pass.STEP and h.flows[0][0].purpose is purpose
+                if h.when is Pass.STEP and h.sent[0].collective.purpose is purpose
                 else h
                 for h in ledger.hidings
             ]
     for role, own in parts.once.items():
         for term, seconds in own.bounds.items():
-            bounds[term] = bounds.get(term, 0.0) + stored[role] * seconds
-    return exposed, hidden, bounds, serial
+            once.bounds.add(term, stored[role] * seconds)
+    return once
 
 
 def _write(ledger: Ledger, stored: Shares, worked: Shares) -> None:
     """Turn what all copies of a block do into what the busiest device does."""
-    ledger.blocks = [(b, count * worked[b.block.role]) for b, count in ledger.blocks]
+    ledger.blocks = [replace(b, count=b.count * worked[b.time.block.role]) for b in ledger.blocks]
     ledger.hidings = [
         replace(h, count=h.count * (stored if h.when is Pass.STEP else worked)[h.block.role]) for h in ledger.hidings
     ]
 
 
-def _least(pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> Any:
+def _least(pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> Num:
     """Share of the layers in the chunk that has fewest: the others are waited for at least as long."""
     first, middle, last = (shares["layer"] for shares in chunks)
     least = minimum(first, last)
@@ -220,7 +230,7 @@ def _stage_times(sums: Mapping[str, RoleSums], shares: Shares, cores: float | No
     return StageTimes(**passes, saved=maximum(hidden - longer, 0.0))
 
 
-def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, paired: Any) -> StageTimes:
+def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, paired: Num) -> StageTimes:
     """The passes of a chunk, of which the share `paired` exchanges tokens while another's passes compute.
 
     What a pair saves is taken from both of its passes, by their exchanges.
@@ -232,7 +242,7 @@ def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, p
         "forward": minimum(exchanges["forward"], computes[1]),
         "backward": minimum(exchanges["backward"], computes[0]),
     }
-    saved: Any = 0.0
+    saved: Num = 0.0
     for name, seconds in hidden.items():
         won = seconds * (1 - interference)
         passes[name] = passes[name] - won * paired
@@ -240,15 +250,15 @@ def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, p
     return StageTimes(**passes, saved=saved)
 
 
-def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Any) -> StageTimes:
+def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Num) -> StageTimes:
     """Passes with nothing overlapped; a send after each that has one."""
     passes = _shared_passes(sums, shares, "serial")
     return StageTimes(passes["forward"] + send, passes["backward"] + send, passes["weights"])
 
 
-def _shared_passes(sums: Mapping[str, RoleSums], shares: Shares, what: str) -> dict[str, Any]:
+def _shared_passes(sums: Mapping[str, RoleSums], shares: Shares, what: str) -> dict[str, Num]:
     """Seconds of the passes of a chunk."""
-    totals: dict[str, Any] = {"forward": 0.0, "backward": 0.0, "weights": 0.0}
+    totals: dict[str, Num] = {"forward": 0.0, "backward": 0.0, "weights": 0.0}
     for role, own in sums.items():
         share = shares[role]
         if not is_zero(share):
@@ -257,8 +267,8 @@ def _shared_passes(sums: Mapping[str, RoleSums], shares: Shares, what: str) -> d
     return totals
 
 
-def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str) -> Any:
-    total: Any = 0.0
+def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str) -> Num:
+    total: Num = 0.0
     for role, own in sums.items():
         if not is_zero(shares[role]):
             for name in names:
@@ -266,7 +276,7 @@ def _shared(sums: Mapping[str, RoleSums], shares: Shares, what: str, *names: str
     return total
 
 
-def _send(parts: StepParts) -> Any:
+def _send(parts: StepParts) -> Num:
     """Seconds of one send between neighbouring stages."""
     if isinstance(parts.senders, float) and parts.senders == 1:
         return _send_of(parts, parts.boundary_bytes)
@@ -275,7 +285,7 @@ def _send(parts: StepParts) -> Any:
     return _send_of(parts, parts.boundary_bytes / parts.senders) + where(parts.senders > 1, gathered, 0.0)
 
 
-def _send_of(parts: StepParts, num_bytes: Any) -> Any:
+def _send_of(parts: StepParts, num_bytes: Num) -> Num:
     """Seconds of one send of so many bytes along the stage axis."""
     links = parts.rates.calibration.links
     return collective_time(CollectiveKind.PERMUTE, num_bytes, parts.rates.wires(("stage",)), links=links)

@@ -1,4 +1,4 @@
-"""What a placed block sends: bytes by pass, purpose, kind of collective and mesh axes, before any wire is known.
+"""What a placed block sends: bytes by pass, purpose, kind of collective and mesh axes, before any link is known.
 
 Weights and gradients of one block travel together (one bucket a pass); activations one by one, and the gates of slots
 with these. Not here: seconds (`step`).
@@ -11,7 +11,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from meshwise.core.tensors import Kind
-from meshwise.costs.extents import Extents, Split, WeightedSum, element_bytes, the_same, volume_key, weighted_sum
+from meshwise.costs.arithmetic import Num
+from meshwise.costs.extents import Distinct, Extents, Split, Symbols, Volume, WeightedSum, element_bytes
 from meshwise.costs.update import update_transfers
 from meshwise.jobs import Optimizer, Precision
 from meshwise.sharding import CollectiveKind, Sharding
@@ -26,203 +27,208 @@ class Pass(StrEnum):
     STEP = "step"
 
 
-class Way(NamedTuple):
+class CollectiveKey(NamedTuple):
     """How something is sent: all that its seconds depend on besides its bytes.
 
     Args:
-        kind, mesh_axes, routed: as in `Flow`.
+        kind: of the collective.
+        mesh_axes: of the group.
+        routed: whether tokens leave for the experts they chose, or come back.
         pieces: whether it goes round a ring piece by piece, as a collective matmul does.
     """
 
     kind: CollectiveKind
     mesh_axes: tuple[str, ...]
-    routed: bool
-    pieces: bool
-
-    @classmethod
-    def of(cls, kind: CollectiveKind, mesh_axes: tuple[str, ...], purpose: Purpose, *, routed: bool = False) -> Way:
-        """One and the same value for all that are equal."""
-        way: Way = the_same(cls(kind, mesh_axes, routed, purpose is Purpose.MATMUL))
-        return way
+    routed: bool = False
+    pieces: bool = False
 
 
 #: What one collective moves.
-Message = tuple[Transfer, ...]
+Bucket = tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class FlowPlan:
-    """Collectives of one kind that one block causes in one pass, before sizes are known.
+class CollectiveTemplate:
+    """Equal collectives that one block causes in one pass, before sizes are known.
 
     Args:
         name: the tensors.
-        when, purpose, kind, mesh_axes: what it is.
+        when, purpose, key: what it is.
         count: how many of them in a pass.
-        num_bytes: bytes of the local block, as a sum still to be given sizes.
+        num_bytes: bytes of the local block of each.
         scaled_by: mesh axes over which the bytes are counted together (AllToAll).
         local: whether they depend only on the sizes of one device's own work, not on data and fsdp.
-        routed: whether tokens leave for the experts they chose, or come back.
         transfers: what moves, as placed.
         term: of a step's time that it counts under, and use of the network.
         part: of a microbatch that it belongs to: "forward", "backward" or "weights".
         late: how many of them only gradients of weights wait for: inputs of matmuls that are gathered once more.
-        way: one and the same value for flows that are sent alike, whatever their bytes.
+        cost: number of the bytes and the key in the program; equal ones take as long.
     """
 
     name: str
     when: Pass
     purpose: Purpose
-    kind: CollectiveKind
-    mesh_axes: tuple[str, ...]
+    key: CollectiveKey
     count: int
     num_bytes: WeightedSum
     scaled_by: Split
     local: bool
-    routed: bool
     transfers: tuple[Transfer, ...]
     term: str
     part: str
     late: int
-    way: Way
+    cost: int
 
-    def bytes(self, extents: Extents) -> Any:
-        """Bytes of each collective; equal ones are one and the same value."""
-        return extents.scaled(self.num_bytes, self.scaled_by) if self.scaled_by else extents.weighted(self.num_bytes)
-
-    def sized(self, num_bytes: Any) -> Flow:
-        """Give it bytes that are known."""
-        return Flow(self, num_bytes, self.count, self.late)
+    def bytes(self, extents: Extents) -> Num:
+        """Bytes of each collective, in the convention of `collectives.wire_time`."""
+        num_bytes = extents.weighted(self.num_bytes)
+        return num_bytes * extents.devices(self.scaled_by) if self.scaled_by else num_bytes
 
 
-@dataclass(slots=True)
-class Flow:
-    """A flow of known size.
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Collectives of known size (floats or arrays).
 
     Args:
-        plan: what it is.
-        num_bytes: of each collective, in the convention of `collectives.wire_time` (float or array).
-        count, late: as in the plan, or of a part of it.
+        collective: what they are.
+        num_bytes: of each.
+        count: how many, in one pass of one copy of the block.
+        seconds: of all of them.
     """
 
-    plan: FlowPlan
-    num_bytes: Any
+    collective: CollectiveTemplate
+    num_bytes: Num
     count: int
-    late: int
-
-    @property
-    def name(self) -> str:
-        """As in the plan, like all that follow."""
-        return self.plan.name
-
-    @property
-    def when(self) -> Pass:
-        """In which pass."""
-        return self.plan.when
-
-    @property
-    def purpose(self) -> Purpose:
-        """Why it moves."""
-        return self.plan.purpose
-
-    @property
-    def kind(self) -> CollectiveKind:
-        """Of the collectives."""
-        return self.plan.kind
-
-    @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        """Of the group."""
-        return self.plan.mesh_axes
-
-    @property
-    def routed(self) -> bool:
-        """Whether tokens leave for the experts they chose."""
-        return self.plan.routed
-
-    @property
-    def transfers(self) -> tuple[Transfer, ...]:
-        """What moves."""
-        return self.plan.transfers
-
-    @property
-    def term(self) -> str:
-        """Of a step's time."""
-        return self.plan.term
-
-    @property
-    def part(self) -> str:
-        """Of a microbatch."""
-        return self.plan.part
+    seconds: Num
 
 
 #: Purposes whose tensors travel one by one; the others share a bucket.
 _ONE_BY_ONE = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)
 
 
-def flow_plans(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> tuple[FlowPlan, ...]:
-    """Group the transfers of a block: weights and gradients by pass, equal activations counted.
+@dataclass(frozen=True, slots=True)
+class CollectiveLowering:
+    """Reads collectives from placed blocks of one program.
 
-    An optimizer that works on whole matrices adds an exchange of their shards, there and back, once a step.
+    Args:
+        symbols: of the program.
+        costs: distinct bytes and ways to send them.
+        precision: bytes per element.
     """
-    groups: dict[tuple[Any, ...], list[Message]] = {}
-    for when, items in ((Pass.FORWARD, placed.forward), (Pass.BACKWARD, placed.backward), (Pass.STEP, placed.step)):
-        for message in _messages([item for item in items if isinstance(item, Transfer)]):
-            first = message[0]
-            c = first.collective
-            alike = _message_bytes(message, precision) if first.purpose in _ONE_BY_ONE else ()
-            groups.setdefault((when, first.purpose, c.kind, c.mesh_axes, *alike), []).append(message)
-    exchanged: dict[tuple[str, ...], list[Message]] = {}
-    for _, item in update_transfers(placed, optimizer):
-        exchanged.setdefault(item.collective.mesh_axes, []).append((item,))
-    late = _read_by_weights(placed)
-    return (
-        *(_plan(key, items, precision, late) for key, items in groups.items()),
-        *(
-            replace(_plan((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes), items, precision), count=2)
-            for axes, items in exchanged.items()
-        ),
-    )
+
+    symbols: Symbols
+    costs: Distinct[tuple[WeightedSum, Split, CollectiveKey]]
+    precision: Precision
+
+    def of_training(self, placed: PlacedBlock, optimizer: Optimizer) -> tuple[CollectiveTemplate, ...]:
+        """Group the transfers of a block: weights and gradients by pass, equal activations counted.
+
+        An optimizer that works on whole matrices adds an exchange of their shards, there and back, once a step.
+        """
+        groups: dict[tuple[Any, ...], list[Bucket]] = {}
+        for when, items in ((Pass.FORWARD, placed.forward), (Pass.BACKWARD, placed.backward), (Pass.STEP, placed.step)):
+            for bucket in _buckets([item for item in items if isinstance(item, Transfer)]):
+                groups.setdefault(self._group(when, bucket), []).append(bucket)
+        exchanged: dict[tuple[str, ...], list[Bucket]] = {}
+        for _, item in update_transfers(placed, optimizer):
+            exchanged.setdefault(item.collective.mesh_axes, []).append((item,))
+        makers = {item.op.name: item.output.tensor.kind for item in placed.backward if isinstance(item, LocalOp)}
+        late = frozenset(name for name, kind in makers.items() if kind is Kind.GRADIENT)
+        return (
+            *(self._template(group, buckets, late) for group, buckets in groups.items()),
+            *(
+                replace(self._template((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes), items), count=2)
+                for axes, items in exchanged.items()
+            ),
+        )
+
+    def of_forward(self, placed: PlacedBlock) -> tuple[CollectiveTemplate, ...]:
+        """Group the transfers of a forward pass alone, as a step of serving is.
+
+        What one operation waits for and goes the same way travels as one: the products of fused projections.
+        """
+        waiting: dict[tuple[Any, ...], Bucket] = {}
+        for t in (item for item in placed.forward if isinstance(item, Transfer)):
+            key = (t.waits, t.purpose, t.collective.kind, t.collective.mesh_axes)
+            waiting[key] = (*waiting.get(key, ()), t)
+        groups: dict[tuple[Any, ...], list[Bucket]] = {}
+        for bucket in waiting.values():
+            groups.setdefault(self._group(Pass.FORWARD, bucket), []).append(bucket)
+        return tuple(self._template(group, buckets) for group, buckets in groups.items())
+
+    def _group(self, when: Pass, bucket: Bucket) -> tuple[Any, ...]:
+        """What buckets have in common that share a template."""
+        first = bucket[0]
+        own = self._bucket_bytes(bucket) if first.purpose in _ONE_BY_ONE else ()
+        return (when, first.purpose, first.collective.kind, first.collective.mesh_axes, *own)
+
+    def _bucket_bytes(self, bucket: Bucket) -> tuple[tuple[Volume, float], ...]:
+        """Bytes of the local blocks that the collective is counted by, as terms of a sum."""
+        return tuple(
+            (
+                self.symbols.volume(t.tensor.axes, _counted(t).splits),
+                self.precision.reductions.bytes
+                if t.purpose is Purpose.GRADIENTS
+                else element_bytes(t.tensor, self.precision),
+            )
+            for t in bucket
+        )
+
+    def _template(
+        self, group: tuple[Any, ...], buckets: list[Bucket], late: frozenset[str] = frozenset()
+    ) -> CollectiveTemplate:
+        """Lower equal activations, or all weights or gradients of one pass; `late` operations make such gradients."""
+        when, purpose, kind, mesh_axes = group[:4]
+        one_by_one = purpose in _ONE_BY_ONE
+        items = [t for bucket in buckets for t in bucket]
+        # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a
+        # bucket.
+        counted = buckets[:1] if one_by_one else buckets
+        num_bytes = self.symbols.sum(term for bucket in counted for term in self._bucket_bytes(bucket))
+        # Shards of weights are padded alike, and the padding travels: what is gathered is one shard times the group.
+        by_shard = not one_by_one and kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+        scaled_by = mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else ()
+        routed = kind is CollectiveKind.ALL_TO_ALL and any(a.partition(".")[0] == "E" for a in items[0].tensor.axes)
+        key = CollectiveKey(kind, mesh_axes, routed, purpose is Purpose.MATMUL)
+        waiting = [b for b in buckets if purpose is Purpose.ACTIVATIONS and b[0].waits in late]
+        return CollectiveTemplate(
+            name=", ".join(dict.fromkeys(t.tensor.name for t in items)),
+            when=when,
+            purpose=purpose,
+            key=key,
+            count=len(buckets) if one_by_one else 1,
+            num_bytes=num_bytes,
+            scaled_by=scaled_by,
+            local=not _splits_of(items) & {"data", "fsdp"},
+            transfers=tuple(items),
+            term=term_of(mesh_axes, purpose),
+            part="forward" if when is Pass.FORWARD else "weights" if purpose is Purpose.GRADIENTS else "backward",
+            late=len(waiting) if when is Pass.BACKWARD else 0,
+            cost=self.costs((num_bytes, scaled_by, key)),
+        )
 
 
-def forward_flow_plans(placed: PlacedBlock, precision: Precision) -> tuple[FlowPlan, ...]:
-    """Group the transfers of a forward pass alone, as a step of serving is.
-
-    What one operation waits for and goes the same way travels as one: the products of fused projections.
-    """
-    waiting: dict[tuple[Any, ...], Message] = {}
-    for t in (item for item in placed.forward if isinstance(item, Transfer)):
-        key = (t.waits, t.purpose, t.collective.kind, t.collective.mesh_axes)
-        waiting[key] = (*waiting.get(key, ()), t)
-    groups: dict[tuple[Any, ...], list[Message]] = {}
-    for (_, purpose, kind, mesh_axes), message in waiting.items():
-        alike = _message_bytes(message, precision) if purpose in _ONE_BY_ONE else ()
-        groups.setdefault((Pass.FORWARD, purpose, kind, mesh_axes, *alike), []).append(message)
-    return tuple(_plan(key, messages, precision) for key, messages in groups.items())
+def _splits_of(transfers: list[Transfer]) -> set[str]:
+    """Mesh axes that split what is counted, but for sequences and slots, of which a device has its own anyway."""
+    return {
+        m
+        for t in transfers
+        for a, split in zip(t.tensor.axes, _counted(t).splits, strict=True)
+        if a not in ("B", "C")
+        for m in split
+    }
 
 
-def _read_by_weights(placed: PlacedBlock) -> frozenset[int]:
-    """Identities of backward transfers that only gradients of weights wait for."""
-    makers = {item.op.name: item for item in placed.backward if isinstance(item, LocalOp)}
-    return frozenset(
-        id(t)
-        for t in placed.backward
-        if isinstance(t, Transfer)
-        and t.purpose is Purpose.ACTIVATIONS
-        and t.waits in makers
-        and makers[t.waits].output.tensor.kind is Kind.GRADIENT
-    )
-
-
-def _messages(transfers: list[Transfer]) -> list[Message]:
-    """Say what travels in one collective: the gates of slots go with the slots that are on the same way."""
-    messages: list[Message] = [(t,) for t in transfers if not _is_of_gates(t)]
+def _buckets(transfers: list[Transfer]) -> list[Bucket]:
+    """What travels in one collective: the gates of slots go with the slots that are on the same way."""
+    buckets: list[Bucket] = [(t,) for t in transfers if not _is_of_gates(t)]
     for gates in filter(_is_of_gates, transfers):
-        alone = [i for i, m in enumerate(messages) if len(m) == 1 and _way(m[0]) == _way(gates)]
+        alone = [i for i, b in enumerate(buckets) if len(b) == 1 and _route(b[0]) == _route(gates)]
         if alone:
-            messages[alone[0]] += (gates,)
+            buckets[alone[0]] += (gates,)
         else:
-            messages.append((gates,))
-    return messages
+            buckets.append((gates,))
+    return buckets
 
 
 def _is_of_gates(t: Transfer) -> bool:
@@ -230,53 +236,10 @@ def _is_of_gates(t: Transfer) -> bool:
     return tuple(a.partition(".")[0] for a in t.tensor.axes) == ("E", "C")
 
 
-def _way(t: Transfer) -> tuple[Any, ...]:
+def _route(t: Transfer) -> tuple[Any, ...]:
     """From where to where slots go, whatever they hold."""
     c = t.collective
     return (t.tensor.axes[:2], c.kind, c.mesh_axes, c.before.splits[:2], c.after.splits[:2])
-
-
-def _message_bytes(message: Message, precision: Precision) -> WeightedSum:
-    return tuple(pair for t in message for pair in _bytes_of(t, precision))
-
-
-def _plan(
-    key: tuple[Any, ...], messages: list[Message], precision: Precision, late: frozenset[int] = frozenset()
-) -> FlowPlan:
-    when, purpose, kind, mesh_axes = key[:4]
-    alike = purpose in _ONE_BY_ONE
-    items = [t for message in messages for t in message]
-    # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a
-    # bucket.
-    total = weighted_sum(pair for m in (messages[:1] if alike else messages) for pair in _message_bytes(m, precision))
-    # Shards of weights are padded alike, and the padding travels: what is gathered is one shard times the group.
-    by_shard = not alike and kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-    names = list(dict.fromkeys(t.tensor.name for t in items))
-    far = {
-        m
-        for t in items
-        for a, split in zip(t.tensor.axes, _counted(t).splits, strict=True)
-        if a not in ("B", "C")
-        for m in split
-    }
-    routed = kind is CollectiveKind.ALL_TO_ALL and any(a.partition(".")[0] == "E" for a in items[0].tensor.axes)
-    return FlowPlan(
-        name=", ".join(names),
-        when=when,
-        purpose=purpose,
-        kind=kind,
-        mesh_axes=mesh_axes,
-        count=len(messages) if alike else 1,
-        num_bytes=total,
-        scaled_by=mesh_axes if by_shard or kind is CollectiveKind.ALL_TO_ALL else (),
-        local=not far & {"data", "fsdp"},
-        routed=routed,
-        transfers=tuple(items),
-        term=term_of(mesh_axes, purpose),
-        part="forward" if when is Pass.FORWARD else "weights" if purpose is Purpose.GRADIENTS else "backward",
-        late=sum(id(message[0]) in late for message in messages) if when is Pass.BACKWARD else 0,
-        way=Way.of(kind, mesh_axes, purpose, routed=routed),
-    )
 
 
 def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
@@ -290,13 +253,6 @@ def term_of(mesh_axes: tuple[str, ...], purpose: Purpose) -> str:
     if "data" in mesh_axes and "fsdp" not in mesh_axes:
         return "data"
     return "fsdp" if {"fsdp", "context", "ulysses", "expert"} & set(mesh_axes) else "tensor"
-
-
-def _bytes_of(t: Transfer, precision: Precision) -> WeightedSum:
-    """Bytes of the local block that the collective is counted by."""
-    gradient = t.purpose is Purpose.GRADIENTS
-    one = precision.reductions.bytes if gradient else element_bytes(t.tensor, precision)
-    return ((volume_key(t.tensor.axes, _counted(t).splits), one),)
 
 
 def _counted(t: Transfer) -> Sharding:

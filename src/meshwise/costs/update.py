@@ -8,20 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Block, Einsum, Kind, Lookup, Tensor
-from meshwise.costs.extents import (
-    Extents,
-    Split,
-    Volume,
-    WeightedSum,
-    element_bytes,
-    held_key,
-    volume_key,
-    weighted_sum,
-)
+from meshwise.costs.arithmetic import Num
+from meshwise.costs.extents import Extents, Split, Symbols, Volume, WeightedSum, element_bytes
 from meshwise.jobs import Optimizer, Precision, newton_schulz_flops
 from meshwise.sharding import Collective, CollectiveKind, Sharding
 from meshwise.sharding.placed import Held, PlacedBlock, Purpose, Transfer
@@ -77,9 +68,9 @@ class UpdatePlan:
     orthogonal: tuple[tuple[Matrix, Split], ...]
     iterations: int
 
-    def flops(self, extents: Extents) -> Any:
+    def flops(self, extents: Extents) -> Num:
         """FLOPs on the matrix unit of one chip: whole matrices are dealt out evenly."""
-        total: Any = 0.0
+        total: Num = 0.0
         for matrix, split in self.orthogonal:
             stack = prod(extents.sizes[a] for a in matrix.stack)
             total = total + stack * self._of_one(matrix, extents) / extents.devices(split)
@@ -94,7 +85,7 @@ class UpdatePlan:
         return float(newton_schulz_flops(rows, columns, self.iterations))
 
 
-def update_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> UpdatePlan:
+def update_plan(placed: PlacedBlock, symbols: Symbols, precision: Precision, optimizer: Optimizer) -> UpdatePlan:
     """Read from a placed block what its update moves and computes.
 
     Gradients and old values are read (by factored moments twice), moments, master copies and weights read and written;
@@ -108,17 +99,22 @@ def update_plan(placed: PlacedBlock, precision: Precision, optimizer: Optimizer)
         per_element = gradient + 2 * master + weight + weight_bytes(held.tensor, precision)
         if _orthogonal(held, placed.block, optimizer):
             per_element += 2 * _MUON_FORMAT.bytes
-        terms.append((held_key(held), per_element))
-        terms += [(key, 2 * num_bytes) for key, num_bytes in _moments(held, placed.block, precision, optimizer)]
-    gradients = weighted_sum((held_key(h), precision.reductions.bytes) for h in placed.optimizer)
+        terms.append((symbols.held(held), per_element))
+        moments = _moments(held, placed.block, symbols, precision, optimizer)
+        terms += [(volume, 2 * num_bytes) for volume, num_bytes in moments]
     return UpdatePlan(
-        weighted_sum(terms), gradients, tuple(_orthogonal_work(placed, optimizer)), optimizer.orthogonal_iterations
+        traffic=symbols.sum(terms),
+        gradients=symbols.sum((symbols.held(h), precision.reductions.bytes) for h in placed.optimizer),
+        orthogonal=tuple(_orthogonal_matrices(placed, optimizer)),
+        iterations=optimizer.orthogonal_iterations,
     )
 
 
-def moment_bytes(placed: PlacedBlock, precision: Precision, optimizer: Optimizer) -> WeightedSum:
+def moment_bytes(placed: PlacedBlock, symbols: Symbols, precision: Precision, optimizer: Optimizer) -> WeightedSum:
     """Bytes of the optimizer's state of one copy of a block."""
-    return weighted_sum(pair for h in placed.optimizer for pair in _moments(h, placed.block, precision, optimizer))
+    return symbols.sum(
+        term for h in placed.optimizer for term in _moments(h, placed.block, symbols, precision, optimizer)
+    )
 
 
 def weight_bytes(tensor: Tensor, precision: Precision) -> float:
@@ -151,23 +147,25 @@ def _dealt(placed: PlacedBlock, optimizer: Optimizer) -> Iterator[tuple[Held, Sp
                 yield held, tuple(sorted(a for split in held.sharding.splits for a in split))
 
 
-def _orthogonal_work(placed: PlacedBlock, optimizer: Optimizer) -> Iterator[tuple[Matrix, Split]]:
+def _orthogonal_matrices(placed: PlacedBlock, optimizer: Optimizer) -> Iterator[tuple[Matrix, Split]]:
     found = matrices(placed.block) if optimizer.orthogonal_iterations else {}
     for held, split in _dealt(placed, optimizer):
         yield found[held.tensor.name], split
 
 
-def _moments(held: Held, block: Block, precision: Precision, optimizer: Optimizer) -> Iterable[tuple[Volume, float]]:
+def _moments(
+    held: Held, block: Block, symbols: Symbols, precision: Precision, optimizer: Optimizer
+) -> Iterable[tuple[Volume, float]]:
     """Parts of the state of one tensor, with bytes per element."""
     scaled = 1 + 4 / optimizer.block_scaled if optimizer.block_scaled else 0.0
     first, second = scaled or precision.moments.bytes, scaled or precision.second_moments.bytes
     whole = optimizer.moments
     if optimizer.orthogonal_iterations and not _orthogonal(held, block, optimizer):
         whole = optimizer.other_moments
-    parts = [(held_key(held), sum((first, second)[:whole]))] if whole else []
+    parts = [(symbols.held(held), sum((first, second)[:whole]))] if whole else []
     if optimizer.factored:
         matrix = matrices(block).get(held.tensor.name)
         splits: Mapping[str, Split] = dict(zip(held.tensor.axes, held.sharding.splits, strict=True))
         sums = [held.tensor.axes] if matrix is None else [matrix.stack + matrix.rows, matrix.stack + matrix.columns]
-        parts += [(volume_key(axes, [splits[a] for a in axes]), second) for axes in sums]
+        parts += [(symbols.volume(axes, [splits[a] for a in axes]), second) for axes in sums]
     return parts

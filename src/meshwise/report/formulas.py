@@ -248,7 +248,7 @@ def _by_schedule(w: Breakdown) -> Iterator[Explanation]:
         "exchanges left exposed by the schedule",
         "1 - pairs of passes that run together x seconds that one saves / (microbatches x exposed exchanges of one); "
         f"a pair saves what the exchanges of each pass find of compute in the other, less {less}",
-        f"1 - {number(pairs)} x {format_time(behind * together * shape.num_microbatches / pairs)} / "
+        f"1 - {number(float(pairs))} x {format_time(behind * together * shape.num_microbatches / pairs)} / "
         f"({number(shape.num_microbatches)} x {format_time(together)})",
         format_percent(1 - behind),
         f"{RULE.format(5)}; {w.pipeline.schedule.source}",
@@ -278,10 +278,10 @@ def _bubble(w: Breakdown, seconds: float) -> Explanation:
 def _send(w: Breakdown, seconds: float) -> Explanation:
     late = w.problem.calibration.late_sends
     formula = "2 directions x sends on a microbatch's way x seconds of one send of a stage's output"
-    substitution = f"2 x {number(w.pipeline.schedule.hops(w.pipeline.shape))}"
+    substitution = f"2 x {number(float(w.pipeline.schedule.hops(w.pipeline.shape)))}"
     if late:
         formula = "sends that a device waits for, at each of its passes and while the pipeline fills, x seconds of one"
-        substitution = number(w.pipeline.waited_sends(late))
+        substitution = number(float(w.pipeline.waited_sends(late)))
     substitution += f" x {format_time(w.send)} ({format_bytes(w.boundary_bytes)})"
     if w.copied:
         formula += " + one send of the gradients between copies of a stage"

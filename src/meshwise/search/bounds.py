@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.arithmetic import take
+from meshwise.costs.arithmetic import array, take
 from meshwise.costs.evaluate import evaluate_activations, evaluate_local, evaluate_local_memory
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
-from meshwise.costs.lower import plan_structure
 from meshwise.costs.memory import End, HeldActivations, activation_floor, held_activations, pipeline_ends
 from meshwise.costs.network import GroupLink
 from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums
@@ -104,7 +103,7 @@ def ideal_chip_seconds_per_token(problem: TrainingProblem, choices: Choices) -> 
     whole = LocalSizes(tokens / float(problem.job.seq_len))
     least = math.inf
     for structure in {replace(w.own, remat="none", partial_remat=False) for w in works(problem.model, choices)}:
-        blocks = zip(plan_structure(problem, structure), evaluate_local(problem, structure, whole), strict=True)
+        blocks = zip(problem.lowered.training(structure), evaluate_local(problem, structure, whole), strict=True)
         passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.passes.values())
         least = min(least, sum(passes))
     return (1 - 1e-9) * least / tokens
@@ -151,7 +150,7 @@ class Bounds:
         self.size = table.local[first]
         at, self.pipe = distinct((candidates.stage, candidates.num_microbatches))
         self.stages, self.num_microbatches = candidates.stage[at], candidates.num_microbatches[at]
-        self.tokens = candidates.sequences * problem.job.seq_len
+        self.tokens = array(candidates.sequences * problem.job.seq_len)
         shards = candidates.context * candidates.ulysses * candidates.tensor
         # Of all chips, those that share one microbatch's work on a stage, over the microbatch's tokens.
         per_token = shards / (candidates.micro_batch * math.prod(fabric.sizes) * problem.job.seq_len)

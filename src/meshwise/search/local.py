@@ -11,9 +11,8 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import evaluate_local
+from meshwise.costs.evaluate import LocalBlock, evaluate_local
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
-from meshwise.costs.lower import LocalBlock
 from meshwise.costs.problem import TrainingProblem
 from meshwise.search.structures import Work
 

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.costs.evaluate import evaluate_memory, evaluated, offloaded
+from meshwise.costs.evaluate import LocalBlock, evaluate_memory, evaluated, offloaded
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
-from meshwise.costs.lower import LocalBlock, place_structure
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.traffic import term_of
@@ -298,7 +297,7 @@ class Pricing:
         if structure not in self.groups_of:
             groups = {
                 tuple(sorted(item.collective.mesh_axes))
-                for placed in place_structure(self.problem, structure)
+                for placed in (block.placed for block in self.problem.lowered.training(structure))
                 for item in (*placed.forward, *placed.backward, *placed.step)
                 if isinstance(item, Transfer)
             }
@@ -309,7 +308,7 @@ class Pricing:
         """Pairs of groups that send at the same time: weights beside collective matmuls, and beside rings."""
         if structure not in self.pairs_of:
             beside, weights = set(), set()
-            for placed in place_structure(self.problem, structure):
+            for placed in (block.placed for block in self.problem.lowered.training(structure)):
                 for item in (*placed.forward, *placed.backward, *placed.step):
                     if isinstance(item, Transfer):
                         axes = tuple(sorted(item.collective.mesh_axes))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from meshwise.costs.arithmetic import maximum, take
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.moves import Moves, evaluate_moves, moving_least
-from meshwise.costs.overlap import RoleSums
+from meshwise.costs.overlap import RoleSums, Sums
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step_time import StepParts, passes_makespan
 from meshwise.search.bounds import Bounds
@@ -123,9 +123,8 @@ class SitedBounds:
             cover = own.cover[Purpose.WEIGHTS], own.cover[Purpose.GRADIENTS]
             forward, backward = stuck(moves[role].forward, cover[0]), stuck(moves[role].backward, cover[1])
             passes = own.passes
-            late[role] = replace(
-                own, passes={**passes, "forward": passes["forward"] + forward, "weights": passes["weights"] + backward}
-            )
+            later = {**passes, "forward": passes["forward"] + forward, "weights": passes["weights"] + backward}
+            late[role] = replace(own, passes=Sums(later))
             busy = busy + (sum(passes.values()) - sum(own.exchanged.values()) + forward + backward)
             covers[role] = np.broadcast_to(cover[0], len(key)), np.broadcast_to(cover[1], len(key))
         all_busy = busy * self.bounds.per_token[self.bounds.size[key]] * self.bounds.tokens[key]

@@ -147,7 +147,7 @@ class IdealWires:
 
         def wire(axes: tuple[str, ...]) -> GroupLink:
             whole = self(axes)
-            return GroupLink(whole.size[rows], *(getattr(whole, n)[rows] for n in _PRICES))
+            return GroupLink(*(getattr(whole, n)[rows] for n in ("size", *_PRICES)))
 
         return cache(wire)
 

@@ -89,7 +89,7 @@ def run_schedule(
         UnknownNameError: for an unknown schedule.
     """
     orders, stages = work_orders(schedule, shape), shape.stages
-    last = find_schedule(schedule).num_chunks(shape) - 1
+    last = int(find_schedule(schedule).num_chunks(shape)) - 1
     ended: dict[tuple[str, int, int], tuple[float, int]] = {}
     free = [0.0] * stages
     events: list[list[Event]] = [[] for _ in range(stages)]

@@ -16,7 +16,7 @@ from meshwise.costs.makespans import PipelineShape, StageTimes
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import NETWORKS, Ledger, StepTime
-from meshwise.costs.traffic import Flow, Pass
+from meshwise.costs.traffic import CollectiveTemplate, Pass
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Purpose
 from meshwise.simulation.events import Event, Timeline, run_schedule
@@ -221,20 +221,20 @@ def _floats(t: StageTimes) -> StageTimes:
 def _chunk(whole: Ledger, shares: Shares) -> _Chunk:
     """What a chunk that has so large a share of each role computes and sends for one microbatch."""
     chunk = _Chunk()
-    for block, count in whole.blocks:
-        share = float(shares[block.block.role]) * float(count)
-        for name in ("forward", "recompute", "backward", "weights"):
-            chunk.compute[name] = chunk.compute.get(name, 0.0) + share * float(getattr(block, name).seconds)
+    for runs in whole.blocks:
+        share = float(shares[runs.time.block.role]) * float(runs.count)
+        for name, compute in runs.time.compute.items():
+            chunk.compute[name] = chunk.compute.get(name, 0.0) + share * float(compute.seconds)
     for hiding in whole.hidings:
         share = float(shares[hiding.block.role]) * float(hiding.count)
         if hiding.when is not Pass.STEP and share:
-            for flow, seconds in hiding.flows:
-                _add_flow(chunk, flow, share * float(seconds), float(hiding.exposed_share))
+            for sent in hiding.sent:
+                _add_sent(chunk, sent.collective, share * float(sent.seconds), float(hiding.exposed_share))
     return chunk
 
 
-def _add_flow(chunk: _Chunk, flow: Flow, seconds: float, exposed_share: float) -> None:
-    name, term = flow.part, flow.term
+def _add_sent(chunk: _Chunk, one: CollectiveTemplate, seconds: float, exposed_share: float) -> None:
+    name, term = one.part, one.term
     for into, part in ((chunk.exposed, exposed_share), (chunk.hidden, 1 - exposed_share)):
         if part:
             mine = into.setdefault(name, {})
@@ -259,11 +259,11 @@ def _once(ledger: Ledger) -> tuple[_ByPurpose, _ByPurpose]:
     exposed: _ByPurpose = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
     hidden: _ByPurpose = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
     for h in ledger.hidings:
-        for flow, seconds in h.flows if h.when is Pass.STEP else ():
-            term, share = flow.term, float(h.exposed_share)
+        for sent in h.sent if h.when is Pass.STEP else ():
+            term, share = sent.collective.term, float(h.exposed_share)
             for into, part in ((exposed, share), (hidden, 1 - share)):
-                mine = into[flow.purpose]
-                mine[term] = mine.get(term, 0.0) + part * float(h.count * seconds)
+                mine = into[sent.collective.purpose]
+                mine[term] = mine.get(term, 0.0) + part * float(h.count * sent.seconds)
     for move in ledger.host:
         if move.when is Pass.STEP:
             hidden[Purpose.GRADIENTS]["host"] = float(move.copies * (move.seconds - move.exposed))

@@ -181,9 +181,9 @@ def test_a_mixed_step_is_bounded_by_data_sheets_whatever_is_achieved(model, stag
         given = problem(model, ideal=ideal)
         mixed.append(price_mixed_step(given, ServingLayoutChoices(), chunk, decode, lambda _: NO_WIRE))
     ideal, achieved = mixed
-    peak, bandwidth = given.cluster.chip.flops_per_s[DType.BF16], given.cluster.chip.hbm_bandwidth
+    peak = given.cluster.chip.flops_per_s[DType.BF16]
     assert achieved.lower == pytest.approx(ideal.lower, rel=1e-12)
-    assert ideal.lower == pytest.approx(max(ideal.flops / peak, ideal.num_bytes / bandwidth), rel=1e-12)
+    assert ideal.lower == pytest.approx(max(ideal.flops / peak, ideal.resources["hbm"]), rel=1e-12)
     assert ideal.lower <= ideal.expected <= achieved.expected <= achieved.upper
     assert sum(achieved.terms.values()) == pytest.approx(achieved.expected, rel=1e-9)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
+from meshwise.costs.arithmetic import Num
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.memory import cache_bytes, reserved_bytes, step_memory, weight_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
@@ -70,7 +70,7 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
     layout: ServingLayout = getattr(setup, step)
     mesh = mesh_sizes(layout)
     both = setup.mode == "aggregated"
-    parts: list[tuple[Any, Any]] = []
+    parts: list[tuple[Num, Num]] = []
     load = problem.load
     prompts = float(setup.prefill_batch)
     if step == "prefill" or both:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwise.costs.compute import operation_compute
+from meshwise.costs.compute import op_compute
 from meshwise.costs.engine import AttentionCosts, EngineCosts
-from meshwise.costs.extents import Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.capacity import decode_sizes, prefill_sizes, room_for_cache
 from meshwise.costs.serving.estimate import handover_rate, with_wires
-from meshwise.costs.serving.lower import plan_step
 from meshwise.costs.serving.memory import cache_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.sizes import StepSizes, bind_step
+from meshwise.costs.serving.sizes import StepSizes, step_extents
 from meshwise.costs.serving.step import price_step
 from meshwise.costs.serving.wires import fabric_of, layout_wires
 from meshwise.sharding.serving_layout import ServingLayout
@@ -90,10 +88,10 @@ def _started(problem: ServingProblem, layout: ServingLayout, step: Step) -> floa
     """Seconds that attention takes however little it reads."""
     rates = problem.compute_rates
     return sum(
-        block.placed.block.repeat * (rates.gap + (rates.cache_start if work.attention is not None else 0.0))
-        for block in plan_step(problem, step, layout.structure)
-        for term, work in block.works
-        if term == "attention"
+        block.placed.block.repeat
+        * (rates.gap + (rates.cache_start if block.of.ops.values[number].attention is not None else 0.0))
+        for block in problem.blocks(step, layout.structure)
+        for number in (*block.passes.get("attention", ()), *block.passes.get("states", ()))
     )
 
 
@@ -108,7 +106,7 @@ def _attention(problem: ServingProblem, setup: ServingSetup) -> Iterable[Attenti
         slope = _seconds(problem, setup, "decode", span, _with_keys(decoding, far)) - _seconds(
             problem, setup, "decode", span, _with_keys(decoding, near)
         )
-        read = decoding.sequences * (far - near)
+        read = float(decoding.sequences) * (far - near)
         queries = float(whole.queries)
         pairs = float(whole.sequences) * _pairs(queries, float(whole.keys), span)
         prefill = _seconds(problem, setup, "prefill", span, whole)
@@ -127,15 +125,8 @@ def _pairs(queries: float, keys: float, span: int | None) -> float:
 def _spans(problem: ServingProblem, setup: ServingSetup, step: Step) -> set[int | None]:
     structure = getattr(setup, step).structure
     return {
-        _span(work.placed.op.axes)
-        for block in plan_step(problem, step, structure)
-        for term, work in block.works
-        if term == "attention" and _reads_positions(work.placed.op.axes)
+        _span(item.op.axes) for block in problem.blocks(step, structure) for item in block.items.get("attention", ())
     }
-
-
-def _reads_positions(axes: Iterable[str]) -> bool:
-    return any(a.partition(".")[0] == "S" for a in axes)
 
 
 def _span(axes: Iterable[str]) -> int | None:
@@ -147,14 +138,12 @@ def _span(axes: Iterable[str]) -> int | None:
 def _seconds(problem: ServingProblem, setup: ServingSetup, step: Step, span: int | None, sizes: StepSizes) -> float:
     """Seconds of all operations that read such a span of a cache."""
     layout: ServingLayout = getattr(setup, step)
-    structure = layout.structure
-    program = problem.program(step, wide=structure.wide)
-    extents = Extents(bind_step(problem, program, sizes, structure), sizes.mesh, ("C", "E"))
+    extents = step_extents(problem, step, layout.structure, sizes)
     rates = problem.compute_rates
     total = 0.0
-    for block in plan_step(problem, step, structure):
-        for _, work in block.works:
-            axes = work.placed.op.axes
-            if _reads_positions(axes) and _span(axes) == span:
-                total += block.placed.block.repeat * float(operation_compute(work, extents, rates).seconds)
+    for block in problem.blocks(step, layout.structure):
+        for item, number in zip(block.items.get("attention", ()), block.passes.get("attention", ()), strict=True):
+            if _span(item.op.axes) == span:
+                one = op_compute(block.of.ops.values[number], extents, rates)
+                total += block.placed.block.repeat * float(one.seconds)
     return total

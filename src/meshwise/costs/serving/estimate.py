@@ -88,7 +88,7 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
     for wiring in engine_wirings(layout.sizes, fabric):
         wires = wires_of(problem, fabric, wiring)
         all_sizes = prefill_sizes(problem, setup)[-1:] if step == "prefill" else [decode_sizes(problem, setup)]
-        seconds = sum(price_step(problem, step, layout.structure, s, wires).expected for s in all_sizes)
+        seconds = sum(float(price_step(problem, step, layout.structure, s, wires).expected) for s in all_sizes)
         if best is None or seconds < best[0]:
             best = seconds, layout.replace(wires=tuple(wiring.items()))
     if best is None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
-from meshwise.costs.arithmetic import ceil
-from meshwise.costs.compute import operation_compute
-from meshwise.costs.extents import Extents
+from meshwise.costs.compute import op_compute
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.capacity import decode_sizes, prefill_sizes
-from meshwise.costs.serving.lower import plan_step
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.sizes import StepSizes, bind_step
+from meshwise.costs.serving.sizes import part_of_sequences, step_extents
 from meshwise.sharding.serving_layout import ServingLayout
 
 
@@ -42,16 +40,14 @@ def slowest_operations(
     """Find those that take most in all copies together; of a prefill in chunks, in its last chunk."""
     layout: ServingLayout = getattr(setup, step)
     sizes = prefill_sizes(problem, setup)[-1] if step == "prefill" else decode_sizes(problem, setup)
-    structure = layout.structure
-    part = StepSizes(ceil(sizes.sequences / layout.stage), sizes.queries, sizes.keys, sizes.mesh, sizes.last)
-    program = problem.program(step, wide=structure.wide)
-    extents = Extents(bind_step(problem, program, part, structure), sizes.mesh, ("C", "E"))
+    extents = step_extents(problem, step, layout.structure, part_of_sequences(sizes))
     rates = problem.compute_rates
     found = []
-    for block in plan_step(problem, step, structure):
-        for _, work in block.works:
-            one = operation_compute(work, extents, rates)
+    for block in problem.blocks(step, layout.structure):
+        items, ops = (chain(*of.values()) for of in (block.items, block.passes))
+        for item, op in zip(items, ops, strict=True):
+            one = op_compute(block.of.ops.values[op], extents, rates)
             numbers = (one.flops, one.num_bytes, one.compute, one.memory, one.seconds)
             copies = float(block.placed.block.repeat)
-            found.append(SlowOperation(block.placed.block.name, work.placed.op.name, copies, *map(float, numbers)))
+            found.append(SlowOperation(block.placed.block.name, item.op.name, copies, *map(float, numbers)))
     return tuple(sorted(found, key=lambda o: -o.copies * o.seconds)[:number])

@@ -6,17 +6,17 @@ Not here: layouts, or what a step costs (`step`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from meshwise.core.errors import LayoutError
-from meshwise.core.tensors import Program
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates
+from meshwise.costs.lower import Lowered, LoweredServingBlock, lowered_serving
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster
-from meshwise.jobs import ServingLoad, ServingPrecision, quantised
+from meshwise.jobs import ServingLoad
 from meshwise.models import Model
+from meshwise.sharding.serving_layout import ServingLayoutChoices
 
 Step = Literal["prefill", "decode"]
 
@@ -41,14 +41,13 @@ class ServingProblem:
         """Rates of the chip for the load's formats, as the calibration says they are achieved."""
         return ComputeRates.of(self.cluster.chip, self.load.formats.formats, self.calibration)
 
-    def program(self, step: Step, *, wide: bool = False) -> Program:
-        """Give a step of the model in the load's formats; `wide` for layouts that split the residual width."""
-        return _program(self.model, step, wide, self.load.formats)
+    def lowered(self, step: Step, choices: ServingLayoutChoices) -> Lowered:
+        """The program of a step in the load's formats, lowered."""
+        return lowered_serving(self.model, step, self.load.formats, wide=choices.wide)
 
-
-@cache
-def _program(model: Model, step: Step, wide: bool, formats: ServingPrecision) -> Program:
-    return quantised(model.serving_program(step, spread_norms=wide), formats)
+    def blocks(self, step: Step, choices: ServingLayoutChoices) -> tuple[LoweredServingBlock, ...]:
+        """The lowered blocks of a step."""
+        return self.lowered(step, choices).serving(step, choices)
 
 
 def check_context(model: Model, load: ServingLoad) -> None:

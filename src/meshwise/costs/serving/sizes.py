@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from meshwise.core.tensors import Program
-from meshwise.costs.arithmetic import ceil, maximum, minimum
+from meshwise.core.tensors import Program, Tensor
+from meshwise.costs.arithmetic import Num, ceil, maximum, minimum
 from meshwise.costs.expert_load import expert_load
-from meshwise.costs.extents import Extents
-from meshwise.costs.serving.lower import LoweredServingBlock
+from meshwise.costs.extents import Extents, WeightedSum
+from meshwise.costs.lower import LoweredServingBlock
 from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.sharding.placed import Held
 from meshwise.sharding.serving_layout import ServingLayoutChoices
 
 #: Experts that a step touches are an expectation, as their slots are: neither is rounded up to whole ones.
@@ -33,11 +33,11 @@ class StepSizes:
         last: positions of a sequence that the head sees.
     """
 
-    sequences: Any
-    queries: Any
-    keys: Any
-    mesh: Mapping[str, Any]
-    last: Any = 1.0
+    sequences: Num
+    queries: Num
+    keys: Num
+    mesh: Mapping[str, Num]
+    last: Num = 1.0
 
 
 def part_of_sequences(sizes: StepSizes) -> StepSizes:
@@ -60,14 +60,14 @@ def num_layers(blocks: Sequence[LoweredServingBlock]) -> int:
     return sum(b.placed.block.repeat for b in blocks if b.role == "layer")
 
 
-def layer_share(layers: int, stages: Any) -> Any:
+def layer_share(layers: int, stages: Num) -> Num:
     """Share of all layers that the fullest stage has."""
     return ceil(layers / stages) / layers
 
 
 def bind_step(
     problem: ServingProblem, program: Program, sizes: StepSizes, structure: ServingLayoutChoices
-) -> dict[str, Any]:
+) -> dict[str, Num]:
     """Sizes of all axes of a step.
 
     A window is as long as what the new positions see of it together, and of chosen keys those of all new positions are
@@ -92,15 +92,21 @@ def bind_step(
 
 
 def step_extents(problem: ServingProblem, step: Step, structure: ServingLayoutChoices, sizes: StepSizes) -> Extents:
-    """Give the local lengths of what goes through a pipeline at once, of a whole step's `sizes`."""
-    part = part_of_sequences(sizes)
-    program = problem.program(step, wide=structure.wide)
-    return Extents(bind_step(problem, program, part, structure), sizes.mesh, NEVER_PADDED)
+    """Local lengths of a step."""
+    lowered = problem.lowered(step, structure)
+    return Extents(lowered.symbols, bind_step(problem, lowered.program, sizes, structure), sizes.mesh, NEVER_PADDED)
 
 
-def _spans(program: Program, s: StepSizes) -> dict[str, Any]:
+def residual_bytes(problem: ServingProblem, step: Step, structure: ServingLayoutChoices) -> WeightedSum:
+    """Bytes of the residual stream as a device holds it between layers."""
+    x = Tensor("x", problem.model.residual_axes)
+    lowered = problem.lowered(step, structure)
+    return lowered.symbols.held_bytes([Held(x, structure.strategy(step).home(x.axes))], lowered.precision)
+
+
+def _spans(program: Program, s: StepSizes) -> dict[str, Num]:
     """Lengths of what is read of caches by spans; the axis says which (`models.cached`)."""
-    spans: dict[str, Any] = {}
+    spans: dict[str, Num] = {}
     axes = {a for block in program for op in block.ops for t in op.inputs for a in t.axes if a.startswith("S.")}
     for axis in axes:
         word = axis.partition(".")[2]

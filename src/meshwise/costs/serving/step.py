@@ -8,31 +8,30 @@ pipeline work on as many parts of the batch as there are stages. Not here: which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwise.costs.arithmetic import maximum, minimum, where
-from meshwise.costs.compute import OpCompute, OpWork, operation_compute, price_key
+from meshwise.costs.arithmetic import Num, is_one, maximum, minimum, where
+from meshwise.costs.compute import OperationPrices
 from meshwise.costs.extents import Extents
-from meshwise.costs.overlap import room_beside, split_exposed
-from meshwise.costs.serving.lower import LoweredServingBlock, plan_step, reads_positions, residual_bytes
+from meshwise.costs.overlap import RoleSums, add_collectives, add_compute
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import (
-    NEVER_PADDED,
     StepSizes,
-    bind_step,
     layer_share,
     num_layers,
     part_of_chunks,
     part_of_sequences,
+    residual_bytes,
+    step_extents,
 )
-from meshwise.costs.step import StepRates, Wires
-from meshwise.costs.traffic import Flow, Way
+from meshwise.costs.step import BlockTime, CollectivePrices, StepRates, Wires
+from meshwise.costs.traffic import CollectiveKey
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.placed import Purpose
 from meshwise.sharding.serving_layout import ServingLayoutChoices
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
@@ -51,6 +50,10 @@ TERMS = {
 }
 
 COMPUTE_TERMS = ("matmuls", "attention", "elementwise")
+
+#: Passes of a block (`lower.LoweredServingBlock`).
+PASSES = (*COMPUTE_TERMS, "states")
+
 NETWORKS = ("tensor", "cache", "width", "context", "expert", "fsdp")
 
 
@@ -64,60 +67,17 @@ class StepCosts:
         lower, expected, upper: from the step's start to its end.
         interval: from one batch to the next where a pipeline is kept full; `expected` on one stage.
         resources: seconds that each resource is busy at data-sheet rates: "compute", "hbm", and each network.
-        flops: on the matrix unit of one chip; num_bytes: of HBM.
+        flops: on the matrix unit of one chip.
     """
 
-    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(TERMS, 0.0))
-    hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NETWORKS, 0.0))
-    lower: Any = 0.0
-    expected: Any = 0.0
-    upper: Any = 0.0
-    interval: Any = 0.0
-    resources: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0))
-    flops: Any = 0.0
-    num_bytes: Any = 0.0
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Seconds of all copies of the blocks of a role."""
-
-    terms: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(TERMS, 0.0))
-    hidden: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(NETWORKS, 0.0))
-    resources: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0))
-    serial: Any = 0.0
-    flops: Any = 0.0
-    num_bytes: Any = 0.0
-
-    def seconds(self, places: _Places) -> Any:
-        """All of them: of operations, which meshes have in common, and of networks, at each of their places."""
-        compute = _added(self.terms[name] for name in COMPUTE_TERMS)
-        return _added((places(compute), *(self.terms[name] for name in NETWORKS)))
-
-
-def _added(values: Iterable[Any]) -> Any:
-    """Sum of what is not nothing."""
-    return sum((v for v in values if not (isinstance(v, float) and v == 0)), 0.0)
-
-
-class _Places:
-    """From values of meshes (the last axis of arrays) to values of their places on the network.
-
-    Args:
-        index: the mesh of each place; None where each mesh has one place.
-    """
-
-    def __init__(self, index: np.ndarray | None = None) -> None:
-        self.index = index
-        self._known: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        """Give a value for each place; equal ones remain one and the same."""
-        if self.index is None or not isinstance(value, np.ndarray) or value.shape[-1] == 1:
-            return value
-        if id(value) not in self._known:  # the value is kept beside, so that its id stays its own
-            self._known[id(value)] = value, value.take(self.index, axis=-1)
-        return self._known[id(value)][1]
+    terms: dict[str, Num] = field(default_factory=lambda: dict.fromkeys(TERMS, 0.0))
+    hidden: dict[str, Num] = field(default_factory=lambda: dict.fromkeys(NETWORKS, 0.0))
+    lower: Num = 0.0
+    expected: Num = 0.0
+    upper: Num = 0.0
+    interval: Num = 0.0
+    resources: dict[str, Num] = field(default_factory=lambda: dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0))
+    flops: Num = 0.0
 
 
 def price_step(  # noqa: PLR0917 -- what is asked, then where
@@ -141,10 +101,11 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
     Raises:
         MeshwiseError: a format that the chip cannot multiply.
     """
-    adding = _Adding(problem, structure, wires)
+    roles = _Roles(problem, structure, wires)
     part = part_of_sequences(sizes)
-    adding.add(step, part, attending and part_of_sequences(attending))
-    out = adding.assembled(step, sizes, part)
+    extents = step_extents(problem, step, structure, part)
+    roles.add(step, _Extents.of(problem, step, structure, extents, attending and part_of_sequences(attending)))
+    out = roles.assembled(step, sizes, extents)
     _add_host(out, problem, sizes.sequences, sizes.mesh)
     return out
 
@@ -155,10 +116,10 @@ def time_step(  # noqa: PLR0917 -- as `price_step`, and where
     structure: ServingLayoutChoices,
     sizes: StepSizes,
     wires: Wires,
-    places: np.ndarray,
+    places: NDArray[np.intp],
     attending: StepSizes | None = None,
     extents: Extents | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Num, Num]:
     """Expected seconds and interval, as of `price_step`, of meshes at many places on the network.
 
     Operations are priced once for each mesh, what is sent for each place; nothing else is worked out.
@@ -167,181 +128,128 @@ def time_step(  # noqa: PLR0917 -- as `price_step`, and where
         problem, step, structure, sizes, attending: as in `price_step`; arrays have meshes along their last axis.
         wires: mesh axes -> wire, with places along the last axis.
         places: the mesh of each place.
-        extents: as `step_extents` gives them, where they are known.
+        extents: of what goes through a pipeline at once, where they are known.
     """
-    adding = _Adding(problem, structure, wires, places)
-    part = part_of_sequences(sizes)
-    if extents is not None:
-        adding.know(step, part, extents)
-    adding.add(step, part, attending and part_of_sequences(attending))
-    _, expected, interval = adding.timed(step, sizes, part)
-    host = _host_seconds(problem, sizes.sequences, adding.places(sizes.mesh["expert"]))
+    extents = extents or step_extents(problem, step, structure, part_of_sequences(sizes))
+    roles = _Roles(problem, structure, wires, places)
+    roles.add(step, _Extents.of(problem, step, structure, extents, attending and part_of_sequences(attending)))
+    _, expected, interval = roles.timed(step, sizes, roles.send_seconds(step, extents))
+    host = _host_seconds(problem, sizes.sequences, roles.placed(sizes.mesh["expert"]))
     return expected + host, interval + host
 
 
-class _Adding:
-    """Adds up a step's blocks by role: operations, and what is sent between them.
+class _Extents(NamedTuple):
+    """Local lengths of a step: of most operations, of those that read cached positions, of the head's."""
 
-    With an index of `places`, expected seconds alone: no bounds, FLOPs, bytes, or what is hidden.
+    most: Extents
+    reading: Extents
+    head: Extents
+
+    @classmethod
+    def of(
+        cls,
+        problem: ServingProblem,
+        step: Step,
+        structure: ServingLayoutChoices,
+        extents: Extents,
+        attending: StepSizes | None,
+    ) -> _Extents:
+        """The same for all operations but those that read cached positions, where these attend to other sizes."""
+        reading = extents if attending is None else step_extents(problem, step, structure, attending)
+        return cls(extents, reading, extents)
+
+
+class _Roles:
+    """Adds up the blocks of a step by role, in the passes and by the rules of a training step's forward pass.
+
+    Args:
+        problem, structure, wires: as in `price_step`.
+        places: as in `time_step`, which asks for expected seconds alone; then compute is added up for each mesh, and
+            what is sent for each place. None: both together.
     """
 
     def __init__(
-        self, problem: ServingProblem, structure: ServingLayoutChoices, wires: Wires, places: np.ndarray | None = None
+        self,
+        problem: ServingProblem,
+        structure: ServingLayoutChoices,
+        wires: Wires,
+        places: NDArray[np.intp] | None = None,
     ) -> None:
-        self.problem, self.structure = problem, structure
-        self.places, self.whole = _Places(places), places is None
-        self.rates = StepRates(problem.cluster.chip, problem.calibration.in_steps, wires)
-        self._known_extents: dict[tuple[Step, int], tuple[StepSizes, Extents]] = {}
-        self.sums: dict[str, _Sums] = {role: _Sums() for role in ("embed", "layer", "head")}
+        self.problem, self.structure, self.places = problem, structure, places
+        chip, calibration = problem.cluster.chip, problem.calibration.in_steps
+        self.rates = StepRates(chip, calibration, wires, bounded=places is None, covers=False)
+        self.compute = {role: RoleSums() for role in ("embed", "layer", "head")}
+        self.sent = self.compute if places is None else {role: RoleSums() for role in self.compute}
 
-    def add(self, step: Step, part: StepSizes, attending: StepSizes | None = None) -> None:
-        """Add all of a step; `attending` are the sizes of attention, where they differ."""
-        extents = self._extents(step, part)
-        within = extents if attending is None else self._extents(step, attending)
-        known: dict[int, OpCompute] = {}
-        for block in self._blocks(step):
-            cover = self._add_works(block, block.works, (extents, within), known)
-            self._add_flows(block, extents, cover)
+    def placed(self, value: Num) -> Num:
+        """A value for each place, from one for each mesh."""
+        return CollectivePrices(self.rates, None, self.places).placed(value)
 
-    def add_all_but_attention(self, step: Step, part: StepSizes, ending: StepSizes) -> None:
-        """Add the rest, with what is sent; `ending` are the sizes of the head, which sees few of the tokens."""
-        whole, few = (self._extents(step, sizes) for sizes in (part, ending))
-        known: dict[bool, dict[int, OpCompute]] = {True: {}, False: {}}
-        for block in self._blocks(step):
-            is_head = block.role == "head"
-            extents = few if is_head else whole
-            works = tuple(w for w in block.works if w[0] != "attention")
-            cover = self._add_works(block, works, (extents, extents), known[is_head])
-            self._add_flows(block, extents, cover)
+    def add(self, step: Step, extents: _Extents, passes: Container[str] = PASSES, *, sends: bool = True) -> None:
+        """Add some `passes` of all blocks of a step, and what they send."""
+        lowered, rates = self.problem.lowered(step, self.structure), self.problem.compute_rates
+        distinct = {e: OperationPrices(lowered.ops.values, e, rates, bounded=self.rates.bounded) for e in extents}
+        most, reading, head = (distinct[e] for e in extents)
+        sending = {e: CollectivePrices(self.rates, e, self.places) for e in extents}
+        for block in self.problem.blocks(step, self.structure):
+            own = head if block.role == "head" else most
+            compute = {
+                name: (reading if name == "attention" and own is most else own).pass_compute(ops)
+                for name, ops in block.passes.items()
+                if name in passes
+            }
+            copies = float(block.placed.block.repeat)
+            add_compute(self.compute[block.role], compute, copies, self.rates)
+            if sends:
+                sent = (c for c in block.collectives if not is_one(own.extents.devices(c.key.mesh_axes)))
+                time = BlockTime(block.placed.block, copies, compute, tuple(sent))
+                add_collectives(self.sent[block.role], time, sending[own.extents])
 
-    def add_attention(self, step: Step, part: StepSizes, attending: StepSizes | None = None) -> None:
-        """Add attention alone, without what is sent."""
-        extents, known = self._extents(step, part), dict[int, OpCompute]()
-        within = extents if attending is None else self._extents(step, attending)
-        for block in self._blocks(step):
-            works = tuple(w for w in block.works if w[0] == "attention")
-            self._add_works(block, works, (extents, within), known)
+    def _seconds(self, role: str) -> Num:
+        """Expected seconds of all copies of the blocks of a role."""
+        compute = self.compute[role].passes["forward"]
+        return compute if self.places is None else self.placed(compute) + self.sent[role].passes["forward"]
 
-    def timed(self, step: Step, sizes: StepSizes, part: StepSizes) -> tuple[Any, Any, Any]:
+    def timed(self, step: Step, sizes: StepSizes, send: Num) -> tuple[Num, Num, Num]:
         """Seconds of one part of the batch through all stages, of the whole step, and from one batch to the next.
 
         Args:
             step: its program.
             sizes: of the whole step.
-            part: what goes through at once.
+            send: seconds of what one stage sends the next.
         """
-        embed, layers, head = (self.sums[role].seconds(self.places) for role in ("embed", "layer", "head"))
-        stages, send = self.places(sizes.mesh["stage"]), self._send_seconds(step, part)
+        embed, layers, head = (self._seconds(role) for role in ("embed", "layer", "head"))
+        stages = self.placed(sizes.mesh["stage"])
         single = embed + layers + head
         fullest = layers * self._share(step, stages) + maximum(embed, head)
         full = _parts(stages, sizes.sequences) * (fullest + send)
         interval = where(_alone(stages), single, full)
         return single, maximum(single + (stages - 1) * send, interval), interval
 
-    def assembled(self, step: Step, sizes: StepSizes, part: StepSizes) -> StepCosts:
+    def assembled(self, step: Step, sizes: StepSizes, extents: Extents) -> StepCosts:
         """Put the stages together: one part of the batch goes through all of them, while others follow it.
 
-        Args: as of `timed`.
+        Args:
+            step, sizes: as of `timed`.
+            extents: of what goes through at once.
         """
-        stages, send = sizes.mesh["stage"], self._send_seconds(step, part)
+        stages, send = sizes.mesh["stage"], self.send_seconds(step, extents)
         out = StepCosts()
-        single, out.expected, out.interval = self.timed(step, sizes, part)
+        single, out.expected, out.interval = self.timed(step, sizes, send)
         out.terms["pipeline"] = out.expected - single
-        _assemble(out, self.sums, self._share(step, stages), stages, _parts(stages, sizes.sequences), send)
+        _assemble(out, self.compute, self._share(step, stages), stages, _parts(stages, sizes.sequences), send)
         return out
 
-    def _share(self, step: Step, stages: Any) -> Any:
-        return layer_share(num_layers(self._blocks(step)), stages)
+    def _share(self, step: Step, stages: Num) -> Num:
+        return layer_share(num_layers(self.problem.blocks(step, self.structure)), stages)
 
-    def _send_seconds(self, step: Step, part: StepSizes) -> Any:
-        """Of what one stage sends the next."""
-        boundary = self._extents(step, part).weighted(residual_bytes(self.problem, step, self.structure))
-        num_bytes = self.places(boundary)
-        return self.rates.seconds(num_bytes, Way.of(CollectiveKind.PERMUTE, ("stage",), Purpose.ACTIVATIONS))[0]
-
-    def _blocks(self, step: Step) -> tuple[LoweredServingBlock, ...]:
-        return plan_step(self.problem, step, self.structure)
-
-    def know(self, step: Step, part: StepSizes, extents: Extents) -> None:
-        """Take the extents of a part that are known."""
-        self._known_extents[step, id(part)] = part, extents
-
-    def _extents(self, step: Step, part: StepSizes) -> Extents:
-        key = step, id(part)
-        if key not in self._known_extents:  # sizes are kept beside, so that their id stays their own
-            program = self.problem.program(step, wide=self.structure.wide)
-            bound = bind_step(self.problem, program, part, self.structure)
-            self._known_extents[key] = part, Extents(bound, part.mesh, NEVER_PADDED)
-        return self._known_extents[key][1]
-
-    def _add_works(
-        self,
-        block: LoweredServingBlock,
-        works: tuple[tuple[str, OpWork], ...],
-        both: tuple[Extents, Extents],
-        known: dict[int, OpCompute],
-    ) -> tuple[Any, Any]:
-        """Add operations of all copies of a block; `both`: sizes of everything, and of what reads cached positions.
-
-        Returns: seconds of one copy of these, and of attention among them.
-        """
-        (extents, within), compute = both, self.problem.compute_rates
-        sums, count = self.sums[block.role], float(block.placed.block.repeat)
-        alike = price_key(compute)
-        busy: Any = 0.0
-        attending: Any = 0.0
-        for term, work in works:
-            key = id(alike(work))
-            one = known.get(key)
-            if one is None:
-                of = within if within is not extents and reads_positions(work.placed.op) else extents
-                one = known[key] = operation_compute(work, of, compute)
-            sums.terms[term] = sums.terms[term] + count * one.seconds
-            busy = busy + one.seconds
-            if work.attention is not None:
-                attending = attending + one.seconds
-            if not self.whole:
-                continue
-            sums.serial = sums.serial + count * one.serial_seconds
-            sums.flops = sums.flops + count * one.flops
-            sums.resources["compute"] = sums.resources["compute"] + count * one.busy
-            if not work.fused or term == "attention":
-                sums.num_bytes = sums.num_bytes + count * one.num_bytes
-                sums.resources["hbm"] = sums.resources["hbm"] + count * one.num_bytes / self.rates.chip.hbm_bandwidth
-        return busy, attending
-
-    def _add_flows(self, block: LoweredServingBlock, extents: Extents, covers: tuple[Any, Any]) -> None:
-        """Add what all copies of a block send: exposed activations, and what sticks out of gathered weights.
-
-        `covers`: seconds of one copy's operations, and of attention among them.
-        """
-        sums, rates, count = self.sums[block.role], self.rates, float(block.placed.block.repeat)
-        critical, circling, gathered = (_Together() for _ in range(3))
-        for plan in block.flows:
-            flow = plan.sized(self.places(plan.bytes(extents)))
-            seconds, bound = rates.flow_seconds(flow)
-            if self.whole:
-                sums.resources[flow.term] = sums.resources[flow.term] + count * bound
-                sums.serial = sums.serial + count * seconds
-            if flow.purpose is Purpose.WEIGHTS:
-                into = gathered
-            elif flow.purpose is Purpose.RING:
-                into = circling
-            else:
-                into = critical
-            into.add(flow, seconds)
-        beside = rates.calibration.interference
-        critical.expose(sums, count, 0.0, beside)
-        circled: Any = 0.0
-        if circling.flows:
-            circled = circling.expose(sums, count, self.places(covers[1]) * rates.calibration.overlap, beside)
-        if gathered.flows:
-            cover = self.places(covers[0]) * rates.calibration.overlap
-            room = room_beside(cover, ((circling.groups, circled),), gathered.groups, rates)
-            gathered.expose(sums, count, room, beside)
+    def send_seconds(self, step: Step, extents: Extents) -> Num:
+        """Seconds of what one stage sends the next; `extents` of what goes through a pipeline at once."""
+        boundary = extents.weighted(residual_bytes(self.problem, step, self.structure))
+        return self.rates.seconds(self.placed(boundary), CollectiveKey(CollectiveKind.PERMUTE, ("stage",)))
 
 
-def _add_host(costs: StepCosts, problem: ServingProblem, sequences: Any, mesh: Mapping[str, Any]) -> None:
+def _add_host(costs: StepCosts, problem: ServingProblem, sequences: Num, mesh: Mapping[str, Num]) -> None:
     """Count what the host adds: the next step begins when it is done. No data sheet bounds it.
 
     Devices that attend for sequences of their own have a scheduler of their own.
@@ -352,7 +260,7 @@ def _add_host(costs: StepCosts, problem: ServingProblem, sequences: Any, mesh: M
         setattr(costs, which, getattr(costs, which) + seconds)
 
 
-def _host_seconds(problem: ServingProblem, sequences: Any, schedulers: Any) -> Any:
+def _host_seconds(problem: ServingProblem, sequences: Num, schedulers: Num) -> Num:
     return problem.calibration.host_step + problem.calibration.host_request * (sequences / schedulers)
 
 
@@ -373,29 +281,33 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     tokens = prefill.sequences * prefill.queries + decode.sequences * decode.queries
     ended = prefill.sequences + decode.sequences * decode.last
     together, ending = (StepSizes(n, 1.0, 1.0, decode.mesh) for n in (tokens, ended))
-    adding = _Adding(problem, structure, wires)
-    adding.add_all_but_attention("decode", part_of_sequences(together), part_of_sequences(ending))
-    adding.add_attention("prefill", part_of_chunks(prefill), attending and part_of_chunks(attending))
-    adding.add_attention("decode", part_of_sequences(decode))
-    out = adding.assembled("decode", together, part_of_sequences(together))
+    roles = _Roles(problem, structure, wires)
+    extents, few = (step_extents(problem, "decode", structure, part_of_sequences(s)) for s in (together, ending))
+    roles.add("decode", _Extents(extents, extents, few), ("matmuls", "elementwise"))
+    chunks = step_extents(problem, "prefill", structure, part_of_chunks(prefill))
+    of_chunks = _Extents.of(problem, "prefill", structure, chunks, attending and part_of_chunks(attending))
+    roles.add("prefill", of_chunks, ("attention", "states"), sends=False)
+    decoding = step_extents(problem, "decode", structure, part_of_sequences(decode))
+    roles.add("decode", _Extents(decoding, decoding, decoding), ("attention", "states"), sends=False)
+    out = roles.assembled("decode", together, extents)
     _add_host(out, problem, prefill.sequences + decode.sequences, decode.mesh)
     return out
 
 
-def _alone(stages: Any) -> Any:
+def _alone(stages: Num) -> Num:
     """Whether there is one stage."""
     return where(stages > 1, False, True)
 
 
-def _parts(stages: Any, sequences: Any) -> Any:
+def _parts(stages: Num, sequences: Num) -> Num:
     """Parts of a batch that follow one another through the stages."""
     return minimum(stages, maximum(sequences, 1.0))
 
 
 def _assemble(  # noqa: PLR0917 -- what was added up, and how it is put together
-    out: StepCosts, sums: dict[str, _Sums], share: Any, stages: Any, parts: Any, send: Any
+    out: StepCosts, sums: dict[str, RoleSums], share: Num, stages: Num, parts: Num, send: Num
 ) -> None:
-    """Fill in terms, bounds and resources of all stages together; arguments as in `_Adding.timed`."""
+    """Fill in terms, bounds and resources of all stages together; arguments as in `_Roles.timed`."""
     embed, layers, head = sums["embed"], sums["layer"], sums["head"]
     alone = _alone(stages)
     for name in (*COMPUTE_TERMS, *NETWORKS):
@@ -403,45 +315,15 @@ def _assemble(  # noqa: PLR0917 -- what was added up, and how it is put together
     for name in NETWORKS:
         out.hidden[name] = embed.hidden[name] + layers.hidden[name] + head.hidden[name]
 
-    def of_a_chip(amount: Callable[[_Sums], Any]) -> Any:
+    def of_a_chip(amount: Callable[[RoleSums], Num]) -> Num:
         # All parts pass a stage in one step: a chip works `parts` times on its share of the layers.
         ends = amount(embed), amount(head)
         return where(alone, amount(layers) + sum(ends), parts * (amount(layers) * share + maximum(*ends)))
 
     out.resources = {name: of_a_chip(lambda sums, of=name: sums.resources[of]) for name in out.resources}  # type: ignore[misc]
     out.lower = maximum(*out.resources.values())
-    serial = embed.serial + layers.serial + head.serial
-    filled = parts * (layers.serial * share + maximum(embed.serial, head.serial) + send)
+    nothing_hidden = [sums[role].serial["forward"] for role in ("embed", "layer", "head")]
+    serial = nothing_hidden[0] + nothing_hidden[1] + nothing_hidden[2]
+    filled = parts * (nothing_hidden[1] * share + maximum(nothing_hidden[0], nothing_hidden[2]) + send)
     out.upper = maximum(serial + (stages - 1) * send, where(alone, serial, filled))
-    out.flops, out.num_bytes = of_a_chip(lambda sums: sums.flops), of_a_chip(lambda sums: sums.num_bytes)
-
-
-@dataclass(slots=True)
-class _Together:
-    """Flows that hide behind the same thing, with their seconds."""
-
-    flows: list[tuple[Flow, Any]] = field(default_factory=list)
-    total: Any = 0.0
-
-    @property
-    def groups(self) -> set[tuple[str, ...]]:
-        """Mesh axes that they go over."""
-        return {f.mesh_axes for f, _ in self.flows}
-
-    def add(self, flow: Flow, seconds: Any) -> None:
-        self.flows.append((flow, seconds))
-        self.total = self.total + seconds
-
-    def expose(self, sums: _Sums, count: float, cover: Any, interference: float) -> Any:
-        """Count what `cover` does not hide; give the seconds that it hides, once."""
-        if not self.flows:
-            return 0.0
-        covered, exposed = split_exposed(self.total, cover, interference)
-        for flow, seconds in self.flows:
-            all_of_it = count * seconds
-            if isinstance(exposed, float) and exposed == 1:
-                sums.terms[flow.term] = sums.terms[flow.term] + all_of_it
-                continue
-            sums.terms[flow.term] = sums.terms[flow.term] + all_of_it * exposed
-            sums.hidden[flow.term] = sums.hidden[flow.term] + all_of_it * (1 - exposed)
-        return covered
+    out.flops = of_a_chip(lambda sums: sums.flops["flops"])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshwise.costs.arithmetic import array
 from meshwise.costs.axis_mapping import AxisMapping
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.extents import Extents
@@ -20,7 +21,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.sizes import StepSizes, step_extents
+from meshwise.costs.serving.sizes import StepSizes, part_of_sequences, step_extents
 from meshwise.costs.serving.step import time_step
 from meshwise.jobs import ServingLoad
 from meshwise.search.serving.space import Candidates
@@ -110,7 +111,7 @@ def make_table(
     held, layouts, kinds = [_nothing()], 0, 0
     for group in found:
         steps = _step_sizes(problem.load, step, batch, group.mesh)
-        extents = step_extents(problem, step, group.structure, steps[0])
+        extents = step_extents(problem, step, group.structure, part_of_sequences(steps[0]))
         timed = _timed(problem, fabric, step, group, steps, extents)
         memory = _memory(problem, step, group, steps, extents)
         shape = len(batches), len(group.layouts)
@@ -152,8 +153,9 @@ def _timed(  # noqa: PLR0917 -- where, and the sizes of the step
     sizes, attending, _ = steps
     seconds, interval = time_step(problem, step, group.structure, sizes, wires, group.places, attending, extents)
     if step == "decode":
-        return {"seconds": seconds}
-    return {"seconds": seconds, "interval": interval, "handover": _handover(problem, wires, sizes.sequences)}
+        return {"seconds": array(seconds)}
+    handover = _handover(problem, wires, array(sizes.sequences))
+    return {"seconds": array(seconds), "interval": array(interval), "handover": handover}
 
 
 def _memory(
@@ -166,10 +168,10 @@ def _memory(
     known = extents if long is mean else None
     activations, workspace = step_memory(problem, step, group.structure, long, known)
     return {
-        "weights": weight_bytes(problem, step, group.structure, mesh),
-        "cache": cache_bytes(problem, step, group.structure, mesh, batch, kept),
-        "activations": activations,
-        "workspace": workspace,
+        "weights": np.asarray(weight_bytes(problem, step, group.structure, mesh)),
+        "cache": np.asarray(cache_bytes(problem, step, group.structure, mesh, batch, kept)),
+        "activations": np.asarray(activations),
+        "workspace": np.asarray(workspace),
     }
 
 
@@ -227,5 +229,4 @@ def _handover(problem: ServingProblem, wires: PlacedWires, prompts: np.ndarray) 
     """Seconds in which caches of so many prompts are exchanged among the chips of an engine."""
     num_bytes = prompts * problem.model.kv_cache.bytes_per_sequence(problem.load.prompt, problem.load.formats.kv)
     links = problem.calibration.in_steps.links
-    seconds: np.ndarray = collective_time(CollectiveKind.ALL_TO_ALL, num_bytes, wires(SERVING_AXES), links=links)
-    return seconds
+    return array(collective_time(CollectiveKind.ALL_TO_ALL, num_bytes, wires(SERVING_AXES), links=links))

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
-from meshwise.costs.serving.lower import heeded
+from meshwise.costs.lower import _relevant_rules
 from meshwise.sharding.place import place_forward
 from meshwise.sharding.serving import CACHE_SPLITS, serving_strategy
+from meshwise.sharding.serving_layout import ServingLayoutChoices
 from tests.costs.serving.cases import problem
 
 #: What a strategy takes together: the residual stream is split by its width where weights are, and slots are not then.
@@ -25,8 +26,8 @@ def test_rules_that_mean_nothing_to_a_block_place_it_alike(model):
     every = itertools.product(("prefill", "decode"), CACHE_SPLITS, (True, False), STANDS)
     for step, split, ring, stands in every:
         strategy = serving_strategy(cache_split=split, ring=ring, **stands)
-        for block in given.program(step, wide=stands["wide"]):
-            own = heeded(strategy, block)
+        for block in given.lowered(step, ServingLayoutChoices(wide=stands["wide"])).program:
+            own = _relevant_rules(strategy, block)
             left_out += own != strategy
             assert place_forward(block, own) == place_forward(block, strategy)
     assert left_out

@@ -1,0 +1,136 @@
+"""Local operations of a placed block as rows of a lowered program: what each needs, before sizes are known.
+
+Not here: seconds (`compute`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwise.core.dtypes import DType
+from meshwise.core.tensors import (
+    Attention,
+    AttentionGradient,
+    Convert,
+    Einsum,
+    Elementwise,
+    Fused,
+    FusedGradient,
+    Kind,
+    Lookup,
+    Op,
+)
+from meshwise.costs.extents import Split, Symbols, Volume, WeightedSum, element_bytes
+from meshwise.jobs import Precision
+from meshwise.sharding.placed import LocalOp
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredOp:
+    """What one local operation will do, once sizes are known. Equal ones cost the same.
+
+    Args:
+        matmul: index space of an einsum, whose FLOPs are twice its volume; None for other operations.
+        tiles: einsum only: rows, depth and columns of the local matmul.
+        attention: the operation and the split of each of its axes, for attention.
+        kernel: the same, for other fused kernels.
+        vector: FLOPs on the vector unit.
+        num_bytes: HBM bytes.
+        fusible: whether a fusion could remove the bytes, so that no bound counts them.
+        in_passes: whether software that fuses less moves its bytes several times (not those of conversions, which say
+            themselves how often they read and write).
+        narrow: whether it runs at the rate of the precision's `compute`, else of its `other_compute`.
+        routed: whether it is of a layer with experts.
+        added: the gradient of a weight that it makes, which some software adds up by an operation of its own; else
+            None.
+        weight: format of the weights that it multiplies; None where there are none.
+        grouped: whether these are of experts, each with its own rows.
+    """
+
+    matmul: Volume | None
+    tiles: tuple[Volume, Volume, Volume] | None
+    attention: tuple[Attention, tuple[tuple[str, Split], ...]] | None
+    kernel: tuple[Fused, tuple[tuple[str, Split], ...]] | None
+    vector: WeightedSum
+    num_bytes: WeightedSum
+    fusible: bool
+    in_passes: bool
+    narrow: bool
+    routed: bool
+    added: Volume | None
+    weight: DType | None
+    grouped: bool
+
+
+def lower_op(
+    item: LocalOp, symbols: Symbols, precision: Precision, *, routed: bool = False, bounded: bool = False
+) -> LoweredOp:
+    """Resolve the structure of one local operation.
+
+    Args:
+        item: as placed.
+        symbols: of the program.
+        precision: bytes per element.
+        routed: whether it is of a layer with experts.
+        bounded: whether bounds count its bytes although a fusion could remove them.
+    """
+    op, splits = item.op, dict(item.splits)
+
+    def volume(axes: Iterable[str]) -> Volume:
+        axes = tuple(axes)
+        return symbols.volume(axes, (splits.get(a, ()) for a in axes))
+
+    matmul = tiles = attention = kernel = None
+    vector: WeightedSum = 0
+    if isinstance(op, Einsum):
+        left, right = op.inputs
+        rows = [a for a in left.axes if a in op.output.axes and a not in right.axes]
+        columns = [a for a in right.axes if a in op.output.axes and a not in left.axes]
+        matmul, tiles = volume(op.axes), (volume(rows), volume(op.contracted), volume(columns))
+    elif isinstance(op, Attention):
+        attention = (op, tuple((a, splits.get(a, ())) for a in op.axes))
+    elif isinstance(op, Fused):
+        kernel = (op, tuple((a, splits.get(a, ())) for a in op.axes))
+    elif isinstance(op, Elementwise):
+        vector = symbols.sum([(volume(op.counted or op.axes), op.flops_per_element)])
+    fusible = not (op.matmul or isinstance(op, Lookup | Fused | FusedGradient))
+    weight, grouped = _weight(op, precision)
+    return LoweredOp(
+        matmul=matmul,
+        tiles=tiles,
+        attention=attention,
+        kernel=kernel,
+        vector=vector,
+        num_bytes=_num_bytes(item, symbols, precision),
+        fusible=fusible and not bounded,
+        in_passes=fusible and not isinstance(op, Convert),
+        narrow=isinstance(op, Einsum) and op.narrow,
+        routed=routed,
+        added=symbols.held(item.output) if matmul is not None and item.output.tensor.kind is Kind.GRADIENT else None,
+        weight=weight,
+        grouped=grouped,
+    )
+
+
+def _weight(op: Op, precision: Precision) -> tuple[DType | None, bool]:
+    """Format of the weights of a product, and whether they are of experts."""
+    found = [t for t in op.inputs if t.kind is Kind.WEIGHT] if isinstance(op, Einsum) else []
+    return (found[0].dtype or precision.weights, "E" in found[0].axes) if found else (None, False)
+
+
+def _num_bytes(item: LocalOp, symbols: Symbols, precision: Precision) -> WeightedSum:
+    """HBM bytes: inputs read once, output written once; a lookup touches only the rows it picks."""
+    op = item.op
+    if isinstance(op, Convert):
+        return symbols.held_bytes((*item.inputs * op.reads, *(item.output,) * op.writes), precision)
+    if isinstance(op, AttentionGradient | FusedGradient):  # its inputs were read by the kernel's first output
+        return symbols.held_bytes((item.output,), precision)
+    if isinstance(op, Lookup):
+        rows = item.inputs[1] if op.scatter else item.output
+        return symbols.sum([(symbols.held(rows), 2 * element_bytes(rows.tensor, precision))])
+    terms = [(symbols.held(h), element_bytes(h.tensor, precision)) for h in (*item.inputs, item.output)]
+    if isinstance(op, Fused):
+        axes, num_bytes = op.spilled
+        terms.append((symbols.volume(axes, (dict(item.splits).get(a, ()) for a in axes)), num_bytes))
+    return symbols.sum(terms)
