@@ -1,4 +1,4 @@
-"""Collective matmuls are einsums of whole arrays, forward and backward, whatever shapes and sizes of rings."""
+"""Collective matmuls are einsums of whole arrays, and each other's transposes, whatever shapes and sizes of rings."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshwise.runtime.circle import Circle
-from meshwise.runtime.equations import Equation
-from meshwise.runtime.gather_matmul import gather_matmul
-from meshwise.runtime.matmul_reduce import matmul_reduce
-from meshwise.runtime.matmul_scatter import matmul_scatter
+from meshwise.runtime.collective_matmul import Equation, gathered_products, scattered_products
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 UP, ALSO, DOWN = (Equation.read(text) for text in ("btd,df->btf", "btd,dgh->btgh", "btf,fd->btd"))
@@ -39,19 +36,9 @@ def placed(size, function, inputs, outputs):
 
 
 def compare(function, plain, inputs, dtype):
-    """The same values, and the same gradients of a weighted sum of them."""
-
-    def weighed(f):
-        def total(*inputs):
-            outs = jax.tree.leaves(f(*inputs))
-            return sum(jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=dtype).reshape(out.shape))) for out in outs)
-
-        return total
-
-    places = tuple(range(len(inputs)))
-    found = jax.jit(lambda *i: (function(*i), jax.grad(weighed(function), argnums=places)(*i)))(*inputs)
-    wanted = jax.jit(lambda *i: (plain(*i), jax.grad(weighed(plain), argnums=places)(*i)))(*inputs)
+    """The same values in the format of the operands."""
     tolerance = 1e-5 if dtype == np.float32 else 1e-13
+    found, wanted = jax.jit(function)(*inputs), jax.jit(plain)(*inputs)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == dtype
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(np.abs(other).max(), 1))
@@ -60,24 +47,24 @@ def compare(function, plain, inputs, dtype):
 @pytest.mark.slow  # many sizes are many programs; it proves every ring, shape and format
 @FEW
 @given(cases())
-def test_gather_matmul_is_an_einsum(case):
+def test_gathered_products_are_einsums(case):
     size, both_ways, s, dtype, seed = case
     circle = Circle("x", size, both_ways)
     with jax.enable_x64(dtype == np.float64):
         inputs = arrays(seed, dtype, (s["b"], s["rows"] * size, s["d"]), (s["d"], 2 * size), (s["d"], size, 3))
 
         def ring(x, w, v):
-            return gather_matmul(x, (w, v), (UP, ALSO), "t", circle)
+            return gathered_products(x, (w, v), (UP, ALSO), "t", circle)
 
         specs = (P(None, "x"), P(None, "x"), P(None, "x"))
-        function = placed(size, ring, specs, (P(None, None, "x"), P(None, None, "x")))
-        compare(function, lambda x, w, v: (x @ w, jnp.einsum("btd,dgh->btgh", x, v)), inputs, dtype)
+        function = placed(size, ring, specs, ((P(None, None, "x"), P(None, None, "x")), P()))
+        compare(function, lambda x, w, v: ((x @ w, jnp.einsum("btd,dgh->btgh", x, v)), x), inputs, dtype)
 
 
 @pytest.mark.slow  # many sizes are many programs; it proves every ring, shape and format
 @FEW
 @given(cases())
-def test_gather_matmul_sums_over_the_letter_that_both_have(case):
+def test_gathered_products_sum_over_the_letter_that_both_have(case):
     size, both_ways, s, dtype, seed = case
     circle = Circle("x", size, both_ways)
     with jax.enable_x64(dtype == np.float64):
@@ -85,17 +72,16 @@ def test_gather_matmul_sums_over_the_letter_that_both_have(case):
         inputs = arrays(seed, dtype, (s["b"], length, s["d"]), (s["b"], length, 2 * size))
 
         def ring(x, y):
-            return gather_matmul(x, (y,), (SUMMED,), "t", circle)[0]
+            return gathered_products(x, (y,), (SUMMED,), "t", circle)[0][0]
 
         function = placed(size, ring, (P(None, "x"), P(None, None, "x")), P(None, "x"))
         compare(function, lambda x, y: jnp.einsum("btd,btf->df", x, y), inputs, dtype)
 
 
 @pytest.mark.slow  # likewise
-@pytest.mark.parametrize("form", [matmul_scatter, matmul_reduce])
 @FEW
 @given(cases())
-def test_sums_over_devices_are_einsums(form, case):
+def test_sums_over_devices_are_einsums(case):
     size, both_ways, s, dtype, seed = case
     circle = Circle("x", size, both_ways)
     with jax.enable_x64(dtype == np.float64):
@@ -104,10 +90,10 @@ def test_sums_over_devices_are_einsums(form, case):
         inputs = arrays(seed, dtype, one, (2 * size, s["d"]), other, (size, s["d"]))
 
         def ring(h, w, g, v):
-            return form((h, g), (w, v), (DOWN, DOWN), "t", circle)
+            return scattered_products((h, g), (w, v), (DOWN, DOWN), "t", circle, dtype=dtype)
 
         specs = (P(None, None, "x"), P("x"), P(None, None, "x"), P("x"))
-        function = placed(size, ring, specs, P(None, "x") if form is matmul_scatter else P())
+        function = placed(size, ring, specs, P(None, "x"))
         compare(function, lambda h, w, g, v: h @ w + g @ v, inputs, dtype)
 
 
@@ -127,10 +113,10 @@ def test_each_device_is_sent_every_other_shard_once_and_both_ways_are_equally_bu
     circle, rows = Circle("x", size, both_ways), 4
 
     def gather(x, w):
-        return gather_matmul(x, (w,), (UP,), "t", circle)[0]
+        return gathered_products(x, (w,), (UP,), "t", circle)[0][0]
 
     def scatter(h, w):
-        return matmul_scatter((h,), (w,), (DOWN,), "t", circle)
+        return scattered_products((h,), (w,), (DOWN,), "t", circle, dtype=h.dtype)
 
     made = jnp.ones((1, rows * size, 4)), jnp.ones((4, size))
     function = placed(size, gather, (P(None, "x"), P(None, "x")), P(None, None, "x"))
@@ -154,11 +140,21 @@ def test_products_in_pieces_and_their_gradients(size, both_ways, dtype):
     """A feed-forward part: gathered rows are multiplied, sums are scattered; one row is not halved evenly."""
     circle = Circle("x", size, both_ways)
     with jax.enable_x64(dtype == np.float64):
-        inputs = arrays(0, dtype, (2, 3 * size, 4), (4, 2 * size), (2 * size, 4))
+        inputs = arrays(0, dtype, (2, 3 * size, 4), (4, 2 * size), (2 * size, 4), (2, 3 * size, 4))
 
-        def ring(x, w, v):
-            (up,) = gather_matmul(x, (w,), (UP,), "t", circle)
-            return matmul_scatter((up * up,), (v,), (DOWN,), "t", circle)
+        def ring(x, w, v, d_y):
+            (up,), whole = gathered_products(x, (w,), (UP,), "t", circle)
+            y = scattered_products((up * up,), (v,), (DOWN,), "t", circle, dtype=dtype)
+            both = DOWN.transposed_left, DOWN.transposed_right.swapped
+            (d_square, d_v), _ = gathered_products(d_y, (v, up * up), both, "t", circle)
+            d_up = 2 * up * d_square
+            d_x = scattered_products((d_up,), (w,), (UP.transposed_left,), "t", circle, dtype=dtype)
+            return y, d_x, UP.transposed_right.multiply(whole, d_up), d_v
 
-        function = placed(size, ring, (P(None, "x"), P(None, "x"), P("x")), P(None, "x"))
-        compare(function, lambda x, w, v: ((x @ w) ** 2) @ v, inputs, dtype)
+        def plain(x, w, v, d_y):
+            y, backward = jax.vjp(lambda x, w, v: ((x @ w) ** 2) @ v, x, w, v)
+            return y, *backward(d_y)
+
+        rows, columns = P(None, "x"), P("x")
+        function = placed(size, ring, (rows, rows, columns, rows), (rows, rows, rows, columns))
+        compare(function, plain, inputs, dtype)

@@ -17,8 +17,8 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.hardware import load_chip
 from meshwise.runtime.data import SyntheticTokens
+from meshwise.runtime.states import starting_state
 from meshwise.runtime.weights import open_weights
-from meshwise.runtime.weights.start import starting_state
 from meshwise.sharding.layout import Layout
 from tests.runtime.golden import Golden
 from tests.runtime.steps import by_layer, make

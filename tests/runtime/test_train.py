@@ -160,7 +160,7 @@ def test_models_that_are_not_executed_are_refused_by_name(name, word):
 
 
 def test_another_number_of_devices_is_refused():
-    from meshwise.runtime.backend import make_mesh  # noqa: PLC0415
+    from meshwise.runtime.devices import make_mesh  # noqa: PLC0415
 
     with pytest.raises(LayoutError, match="fsdp=4 runs on 4 devices, found 8"):
         make_mesh({"fsdp": 4}, jax.devices())

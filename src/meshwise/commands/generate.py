@@ -16,7 +16,7 @@ from meshwise.commands.export import read_plan
 from meshwise.commands.requests import validated
 from meshwise.core.errors import MeshwiseError
 from meshwise.report.generate import GenerateResult
-from meshwise.runtime.platforms import load_jax
+from meshwise.runtime.devices import load_jax
 from meshwise.search import Plan
 
 

@@ -18,10 +18,9 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.hardware import Chip
 from meshwise.report.generate import GenerateResult
+from meshwise.runtime.data import read_tokenizer
 from meshwise.runtime.devices import software_of
-from meshwise.runtime.generate import generator
-from meshwise.runtime.generation import generate_timed
-from meshwise.runtime.tokenizer import read_tokenizer
+from meshwise.runtime.generate import generate_timed, generator
 from meshwise.runtime.weights import open_weights
 from meshwise.search import Plan
 

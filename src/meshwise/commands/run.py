@@ -15,7 +15,7 @@ from meshwise.commands.requests import validated
 from meshwise.commands.run_request import RunRequest
 from meshwise.core.errors import MeshwiseError
 from meshwise.report.run import RunResult
-from meshwise.runtime.platforms import load_jax
+from meshwise.runtime.devices import load_jax
 from meshwise.search import Plan
 
 

@@ -19,13 +19,12 @@ from meshwise.report.run import RunResult
 from meshwise.runtime.checkpoints import Checkpoints
 from meshwise.runtime.data import SyntheticTokens, TokenSource, read_text
 from meshwise.runtime.devices import software_of
-from meshwise.runtime.learning_rate import LearningRate
 from meshwise.runtime.loop import Trained, train
-from meshwise.runtime.optimizer import Hyperparameters
+from meshwise.runtime.optimizer import Hyperparameters, LearningRate
 from meshwise.runtime.processes import first_process
+from meshwise.runtime.states import starting_state
 from meshwise.runtime.train import State, TrainStep, train_step
 from meshwise.runtime.weights import Weights, open_weights
-from meshwise.runtime.weights.start import starting_state
 from meshwise.search import Plan
 
 

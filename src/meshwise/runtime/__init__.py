@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from meshwise.runtime.backend import require_jax
-from meshwise.runtime.platforms import load_jax
+from meshwise.runtime.devices import load_jax, require_jax
 
 if TYPE_CHECKING:
     from meshwise.runtime.generate import Generator, generator

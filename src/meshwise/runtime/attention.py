@@ -1,6 +1,6 @@
 """Attention on one device's queries, keys and values: grouped heads, masks by position, caps, blocks of queries.
 
-Positions are absolute, so that a device may hold any part of a sequence. Not here: who holds what (`forward`, `ring`).
+Positions are absolute, so that a device may hold any part of a sequence. Not here: who holds what (`attention_placed`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""Attention where a layout places it: each device attends with its queries and heads to the keys that it was given.
+"""Attention on a mesh: each device attends with its own queries and heads, to keys it was given or to a ring's.
 
-A `shard_map`, so that what travels is what the placed program says. Not here: attention itself (`attention`).
+In ring attention keys and values go round a mesh axis while each device attends to those that are there; the backward
+pass goes round once more with their gradients, so that no device ever holds those of all positions (Liu et al. 2023).
+Not here: attention on one device (`attention`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshwise.core.tensors import Attention
-from meshwise.runtime.attention import Masks, attend
-from meshwise.runtime.local import part_index
-from meshwise.runtime.ring import Ring, ring_attend
-from meshwise.runtime.shardings import Placement
+from meshwise.runtime.attention import Masks, attend, weigh_scores
+from meshwise.runtime.shardings import Placement, part_index
 from meshwise.sharding import Sharding
 
 
@@ -39,7 +41,7 @@ def attend_placed(
         start: position of the first query; keys begin at zero.
         splits: of the operation's iteration space; keys are split only where they go round a ring.
 
-    Returns: as `attention.attend`, split as `splits` says, named as the operation's output for what is kept of it.
+    Returns: as `attend`, split as `splits` says, named as the operation's output for what is kept of it.
     """
     positions = tuple(splits.get(op.query_axis, ()))
     around = placement.split(splits.get(op.key_axis, ()))
@@ -62,3 +64,95 @@ def attend_placed(
         jnp.asarray(start), *inputs
     )
     return attended
+
+
+Outputs = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The devices of a ring.
+
+    Args:
+        axis: mesh axis.
+        size: devices on it.
+        name: under which what was attended to is kept for the backward pass, "" for none.
+    """
+
+    axis: str
+    size: int
+    name: str = ""
+
+    def pass_on(self, x: jax.Array) -> jax.Array:
+        """Send to the next device."""
+        sent: jax.Array = jax.lax.ppermute(x, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)])
+        return sent
+
+    def positions(self, length: int, steps: jax.Array | int = 0) -> jax.Array:
+        """Positions of the part that came round in so many steps; in none, of the device's own."""
+        origin = (jax.lax.axis_index(self.axis) - steps) % self.size
+        return origin * length + jnp.arange(length)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def ring_attend(q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, ring: Ring) -> Outputs:
+    """Attend to the keys of all devices of a ring.
+
+    Args:
+        q, k, v: this device's positions, as in `attend`.
+        masks: what is seen, by position in the whole sequence.
+        ring: see there.
+
+    Returns: as `attend`.
+    """
+    return _forward(q, k, v, masks, ring)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, ring: Ring
+) -> tuple[Outputs, tuple[jax.Array, ...]]:
+    queries = ring.positions(q.shape[1])
+    first, total = attend(q, k, v, masks, (queries, queries))
+
+    def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        keys, values, out, total = carry
+        keys, values = ring.pass_on(keys), ring.pass_on(values)
+        part, more = attend(q, keys, values, masks, (queries, ring.positions(k.shape[1], number)))
+        both = jnp.logaddexp(total, more)
+        scale = jnp.where(jnp.isfinite(both), both, 0.0)
+        out = out * jnp.exp(total - scale)[..., None] + part.astype(jnp.float32) * jnp.exp(more - scale)[..., None]
+        return (keys, values, out, both), None
+
+    start: tuple[jax.Array, ...] = (k, v, first.astype(jnp.float32), total)
+    (_, _, out, total), _ = jax.lax.scan(step, start, jnp.arange(1, ring.size))
+    # Named here: the backward pass reads them as they are here, and would go round once more to make them.
+    made, total = checkpoint_name((out.astype(v.dtype), total), ring.name)
+    return (made, total), (q, k, v, made, total)
+
+
+def _backward(masks: Masks, ring: Ring, kept: tuple[jax.Array, ...], gradients: Outputs) -> tuple[jax.Array, ...]:
+    q, k, v, out, total = kept
+    d_out, d_total = gradients
+    # With p the weights of a softmax: d_scores = p (d_out . v - d_out . out + d_total).
+    shift = d_total - jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    queries = ring.positions(q.shape[1])
+
+    def part(keys: jax.Array, values: jax.Array, number: jax.Array | int) -> tuple[jax.Array, ...]:
+        seen = (queries, ring.positions(k.shape[1], number))
+        scores = partial(weigh_scores, masks=masks, positions=seen, total=total, d_out=d_out, shift=shift)
+        found: tuple[jax.Array, ...] = jax.grad(scores, argnums=(0, 1, 2))(q, keys, values)
+        return tuple(g.astype(jnp.float32) for g in found)
+
+    def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        keys, values, d_q, d_k, d_v = carry
+        keys, values, d_k, d_v = (ring.pass_on(x) for x in (keys, values, d_k, d_v))
+        more_q, more_k, more_v = part(keys, values, number)
+        return (keys, values, d_q + more_q, d_k + more_k, d_v + more_v), None
+
+    start = (k, v, *part(k, v, 0))
+    (_, _, d_q, d_k, d_v), _ = jax.lax.scan(step, start, jnp.arange(1, ring.size))
+    d_k, d_v = ring.pass_on(d_k), ring.pass_on(d_v)  # the last step home
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+ring_attend.defvjp(_forward, _backward)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.runtime.backend import make_mesh
-from meshwise.runtime.devices import find_devices, software_of
+from meshwise.runtime.devices import find_devices, make_mesh, software_of
 from meshwise.sharding import CollectiveKind
 
 #: At least so many timed calls, however long each takes.

@@ -1,7 +1,7 @@
 """Training states on disk: a step is saved when all of it is there, else it is not there at all.
 
 One folder a step, written under another name and renamed when the disk has it; beside the state a record of what it is
-the state of, and of every file. Not here: when to save (`loop`), the order of layers in another layout (`layer_order`).
+the state of, and of every file. Not here: when to save (`loop`), the order of layers in another layout (`states`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 
 from meshwise.core.errors import ConfigError, MeshwiseError, MissingDependencyError
 from meshwise.core.units import format_bytes
-from meshwise.runtime.layer_order import layer_order, rearranged
 from meshwise.runtime.processes import agree, first_process, on_first
+from meshwise.runtime.states import rearranged
 from meshwise.runtime.train import State, TrainStep
 
 _VERSION = "1"
@@ -175,7 +175,7 @@ class Checkpoints:
                 "step": step,
                 **self.identity,
                 "layout": str(self.step.layout),
-                "order": layer_order(self.step),
+                "order": self.step.layer_order,
                 "files": _files(unfinished),
             }
             (unfinished / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -209,7 +209,7 @@ class Checkpoints:
         on_first(lambda: self._check_files(number, record))
         there = self._place(number) / _STATE
         try:
-            if record["order"] == layer_order(step):
+            if record["order"] == step.layer_order:
                 return number, _read_state(there, step.abstract_state)
             whole = rearranged(_read_whole(there), record["order"], step)
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,8 +1,8 @@
 """Devices of a mesh axis as a circle: pieces of an array that come round to every device, and sums that go round home.
 
 The two walks that collective matmuls are made of, one way round or both ways at once; written out rather than looped,
-so that a compiler may send one piece while another is multiplied. Not here: what is multiplied (`gather_matmul`,
-`matmul_scatter`).
+so that a compiler may send one piece while another is multiplied. Not here: what is multiplied
+(`collective_matmul`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Tokens to train on, the same for every layout: made up, or of a text file. Each step's depend on its number alone.
+"""Tokens to train on, the same for every layout: made up, or of a text file; and the tokenizer that reads it.
 
-So nothing of them is state that a checkpoint must hold. Not here: where they go on the devices (`loop`).
+Each step's tokens depend on its number alone, so a checkpoint holds nothing of them. Not here: where they go on the
+devices (`loop`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +15,41 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshwise.core.errors import MeshwiseError
-from meshwise.runtime.tokenizer import read_bytes, read_tokenizer
+from meshwise.core.errors import MeshwiseError, MissingDependencyError
+
+
+def read_tokenizer(file: Path) -> tuple[Any, bytes]:
+    """Read a tokenizer.json.
+
+    Returns: the library's tokenizer, and the file's bytes.
+
+    Raises:
+        MissingDependencyError: the library is missing.
+        MeshwiseError: the file cannot be read.
+    """
+    if importlib.util.find_spec("tokenizers") is None:
+        raise MissingDependencyError("a text needs the library tokenizers: pip install 'meshwise[run]'")
+    from tokenizers import Tokenizer  # noqa: PLC0415  (an optional extra)
+
+    rules = read_bytes("--tokenizer", file)
+    try:
+        return Tokenizer.from_buffer(rules), rules
+    except Exception as error:  # noqa: BLE001  (the library raises Exception itself)
+        first = str(error).splitlines()[0]
+        raise MeshwiseError(f"--tokenizer {file}: expected a tokenizer.json: {first}") from None
+
+
+def read_bytes(flag: str, file: Path) -> bytes:
+    """Read a file that a flag names.
+
+    Raises:
+        MeshwiseError: it cannot be read.
+    """
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None
+
 
 #: Share of synthetic tokens that do not follow from the one before.
 _SURPRISE = 1 / 8

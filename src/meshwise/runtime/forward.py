@@ -17,12 +17,11 @@ from meshwise.core.tensors import Attention, Block, Einsum, Elementwise, Kind, L
 from meshwise.runtime.attention import Masks
 from meshwise.runtime.attention_placed import attend_placed
 from meshwise.runtime.lookup import look_up
-from meshwise.runtime.mixture import Experts
+from meshwise.runtime.mixture import Experts, choose
 from meshwise.runtime.ops import Surroundings, elementwise
 from meshwise.runtime.placed_products import PlacedProducts, multiply_placed
 from meshwise.runtime.products import multiply
-from meshwise.runtime.ragged_mixture import RaggedExperts
-from meshwise.runtime.router import choose
+from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched, plain
 from meshwise.sharding import Sharding

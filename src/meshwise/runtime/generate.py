@@ -1,4 +1,4 @@
-"""Prefill and generation: the program over new tokens, attending to keys and values of those before.
+"""Prefill and decode: the program over new tokens, attending to keys and values of earlier ones; and their seconds.
 
 One function extends every sequence by some tokens: by a prompt, then by one token at a time. Not here: serving many
 requests, or sampling other than by the largest logit.
@@ -6,6 +6,7 @@ requests, or sampling other than by the largest logit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import LayoutError
@@ -20,14 +22,22 @@ from meshwise.core.tensors import Attention
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.models import Model
 from meshwise.models.numeric_readers import read_numerics
-from meshwise.runtime.backend import make_mesh, one_at_a_time
-from meshwise.runtime.formats import dtype_of
-from meshwise.runtime.layer_order import order_of
+from meshwise.runtime.devices import make_mesh, one_at_a_time
 from meshwise.runtime.layers import Stack
-from meshwise.runtime.params import Parameter, Tree, describe_parameters, initial_values, map_parameters
+from meshwise.runtime.loop import in_words
+from meshwise.runtime.params import (
+    Parameter,
+    Segment,
+    Tree,
+    describe_parameters,
+    dtype_of,
+    initial_values,
+    layer_order,
+    map_parameters,
+    plan_segments,
+)
 from meshwise.runtime.refusals import check_even, check_model
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.stacks import Segment, plan_segments
 from meshwise.runtime.weights import Weights
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
@@ -90,7 +100,7 @@ class Generator:
 
     def load(self, published: Weights) -> Tree:
         """Read weights from published files, each where it is held."""
-        order = order_of(self.stack.segments, self.parameters)
+        order = layer_order(self.stack.segments, self.parameters)
         return published.load(self.parameters, order, self.abstract_weights)
 
     def initial_weights(self, seed: int) -> Tree:
@@ -228,3 +238,58 @@ def generator(
     check_even(program, placement, program.bind(batch=sequences, queries=1, keys=length))
     stack = Stack(program, numerics, plan_segments(numerics.order), placement, remat_policy("none"), dtype_of(dtype))
     return Generator(stack, describe_parameters(program, stack.segments, numerics), sequences, length, dtype_of(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What was generated.
+
+    Args:
+        tokens: int32 [sequences, new].
+        compile_seconds: that compiling both programs took.
+        first_seconds: from the prompt to its first token.
+        seconds: of each further token, in all sequences together.
+    """
+
+    tokens: np.ndarray
+    compile_seconds: float
+    first_seconds: float
+    seconds: tuple[float, ...]
+
+
+def generate_timed(
+    made: Generator, weights: Tree, prompt: np.ndarray, count: int, progress: Callable[[str], None]
+) -> Generated:
+    """Generate the most likely tokens, and time each.
+
+    Args:
+        made: the program, of room for prompt and new tokens.
+        weights: by run and name.
+        prompt: int32 [sequences, tokens].
+        count: of new tokens, at least 1.
+        progress: told a line now and then.
+
+    Raises:
+        InfeasibleError: the devices' memory does not suffice.
+        MeshwiseError: the devices cannot run the program.
+    """
+    with in_words():
+        progress("compiling")
+        begun = time.perf_counter()
+        start = jax.ShapeDtypeStruct((), jnp.int32)
+        tokens = [jax.ShapeDtypeStruct((len(prompt), n), jnp.int32) for n in (prompt.shape[1], 1)]
+        lowered = [made.next_token.lower(made.abstract_weights, made.abstract_cache, t, start) for t in tokens]
+        prefill, decode = (program.compile() for program in lowered)
+        compiled = time.perf_counter() - begun
+        cache = jax.block_until_ready(made.empty_cache())
+        rows, times = [], []
+        token = np.asarray(prompt, np.int32)
+        for i in range(count):
+            begun = time.perf_counter()
+            program, at = (prefill, 0) if i == 0 else (decode, prompt.shape[1] + i - 1)
+            found, cache = program(weights, cache, jnp.asarray(token), jnp.int32(at))
+            rows.append(np.asarray(found))
+            token = rows[-1][:, None]
+            times.append(time.perf_counter() - begun)
+            progress(f"token {i + 1:,} of {count:,}: {times[-1]:.3g} s")
+    return Generated(np.stack(rows, axis=1), compiled, times[0], tuple(times[1:]))

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwise.runtime.layers import Stack
-from meshwise.runtime.local import complete
 from meshwise.runtime.params import Parameter, Tree, map_parameters
 from meshwise.runtime.pipeline import Pipeline
+from meshwise.runtime.shardings import complete
 from meshwise.runtime.watched import sunk, watch
 
 Batch = Mapping[str, jax.Array]

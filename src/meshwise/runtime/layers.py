@@ -16,9 +16,8 @@ from meshwise.core.tensors import Block, Program
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.forward import run_block
 from meshwise.runtime.ops import Surroundings
-from meshwise.runtime.params import Tree
+from meshwise.runtime.params import Run, Segment, Tree
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.stacks import Run, Segment
 from meshwise.sharding.remat import RematPolicy, remat_policy
 
 Arrays = Mapping[str, jax.Array]

@@ -1,6 +1,6 @@
 """Rows of a table by index, where the rows are split: each device gives those it holds, and zeros for the others.
 
-The table's gradient is the transpose of this. Not here: sums over devices (`local`).
+The table's gradient is the transpose of this. Not here: sums over devices (`shardings`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from meshwise.core.tensors import Lookup
-from meshwise.runtime.local import complete, part_index
 from meshwise.runtime.products import others, spread, spread_spec
-from meshwise.runtime.shardings import Placement
+from meshwise.runtime.shardings import Placement, complete, part_index
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 

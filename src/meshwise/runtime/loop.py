@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import jax
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
-from meshwise.runtime.backend import one_at_a_time
 from meshwise.runtime.data import TokenSource
-from meshwise.runtime.devices import machine_memory
+from meshwise.runtime.devices import machine_memory, one_at_a_time
 from meshwise.runtime.processes import meet
 from meshwise.runtime.train import State, TrainStep
 

@@ -1,8 +1,8 @@
-"""Routed experts: the operations between dispatch and combination, on each device's own tokens and experts.
+"""Routed experts: which experts a token visits, and the operations between dispatch and combination.
 
-One `shard_map`, so that what travels is what the placed program says: slots to the devices of their experts and back,
-by dense AllToAlls; partial sums over the tensor axis only once there is one value a token again. Not here: which
-experts a token visits (`router`).
+Those run in one `shard_map`, so that what travels is what the placed program says: slots to the devices of their
+experts and back, by dense AllToAlls; partial sums over the tensor axis only once there is one value a token again. Not
+here: experts without slots (`ragged`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,51 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.core.tensors import Einsum, Elementwise, Kind, Op, Route, Tensor
-from meshwise.runtime.local import complete
-from meshwise.runtime.named import named_einsum
+from meshwise.models.spec import Router
 from meshwise.runtime.ops import Surroundings, elementwise
-from meshwise.runtime.products import spread, spread_spec
-from meshwise.runtime.shardings import Placement
+from meshwise.runtime.products import named_einsum, spread, spread_spec
+from meshwise.runtime.shardings import Placement, complete
 from meshwise.runtime.watched import plain
 from meshwise.sharding import Sharding
 from meshwise.sharding.iteration import iteration_space
+
+
+def choose(logits: jax.Array, correction: jax.Array | None, router: Router, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """Choose experts.
+
+    Args:
+        logits: [B, T, E].
+        correction: added to scores where experts are chosen, not where they are weighed: [E], or None.
+        router: how.
+        top_k: experts a token visits.
+
+    Returns: weights [B, T, top_k] in fp32, and the experts' numbers [B, T, top_k].
+    """
+    scores = _scores(logits.astype(jnp.float32), router)
+    steered = scores if correction is None else scores + jax.lax.stop_gradient(correction.astype(jnp.float32))
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(_within_groups(steered, router)), top_k)
+    # A sum over all experts instead of an index: one-hot rows are cheap here, and split as the tokens are.
+    own = jax.nn.one_hot(chosen, scores.shape[-1], dtype=jnp.float32)
+    weights = jnp.einsum("bte,btke->btk", scores, own)
+    if router.normalised:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return weights * router.scale, chosen
+
+
+def _scores(logits: jax.Array, router: Router) -> jax.Array:
+    return jax.nn.sigmoid(logits) if router.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+
+
+def _within_groups(scores: jax.Array, router: Router) -> jax.Array:
+    """Leave only experts of the best groups, judged by the sum of their two best (DeepSeek-V3, section 2.1.2)."""
+    if router.groups == 1:
+        return scores
+    grouped = scores.reshape(*scores.shape[:-1], router.groups, -1)
+    best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    _, kept = jax.lax.top_k(best, router.groups_limit)
+    open_ = jnp.sum(jax.nn.one_hot(kept, router.groups, dtype=jnp.int32), axis=-2) > 0
+    return jnp.where(open_[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
 
 Arrays = Mapping[str, jax.Array]
 

@@ -1,18 +1,69 @@
-"""Optimizers that keep their state as the layout's tables say: moments and master weights, by role of the precision.
+"""Optimizers and learning rates; state is kept as the layout's tables say, each role in its own format.
 
 Written here and not taken from a library, so that every role has the format that the planner counts (first and second
-moments may differ, a master copy is state) and every array has one sharding. Not here: gradients (`train`).
+moments may differ, a master copy is state) and every array has one sharding. The learning rate depends on the step's
+number alone, so a resumed run has the rates of one that was never stopped. Not here: gradients (`train`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from meshwise.runtime.learning_rate import LearningRate
+from meshwise.core.units import format_count
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """The rate of each step.
+
+    >>> rate = LearningRate(1e-3, warmup_steps=10, decay="cosine", decay_steps=110)
+    >>> [float(f"{float(rate.at(step)):.3g}") for step in (1, 10, 60, 110)]
+    [0.0001, 0.001, 0.0005, 0.0]
+
+    Args:
+        peak: after warming up.
+        warmup_steps: in which it rises from peak / warmup_steps to the peak, in equal steps (Goyal et al. 2017, 2.2).
+        decay: how it falls from there: not at all, in equal steps, or as half a cosine (Loshchilov & Hutter 2017, 3).
+        decay_steps: number of the step that has the final rate, as all after it; of no meaning without decay.
+        final: rate at that step.
+    """
+
+    peak: float
+    warmup_steps: int = 0
+    decay: Literal["none", "linear", "cosine"] = "none"
+    decay_steps: int = 0
+    final: float = 0.0
+
+    def at(self, step: Any) -> Any:
+        """Give the rate of a step.
+
+        Args:
+            step: its number, from 1; may be traced.
+
+        Returns: fp32; the peak itself where every step has it.
+        """
+        rate: Any = self.peak
+        number = jnp.asarray(step, jnp.float32)
+        if self.decay != "none":
+            share = jnp.clip((number - self.warmup_steps) / (self.decay_steps - self.warmup_steps), 0.0, 1.0)
+            left = 1 - share if self.decay == "linear" else (1 + jnp.cos(math.pi * share)) / 2
+            rate = self.final + (self.peak - self.final) * left
+        return rate if self.warmup_steps == 0 else rate * jnp.minimum(number / self.warmup_steps, 1.0)
+
+    def __str__(self) -> str:
+        rise = f"{self.peak:g}" if self.warmup_steps == 0 else f"up to {self.peak:g} in {_steps(self.warmup_steps)}"
+        fall = {"none": "", "linear": ", then in equal steps", "cosine": ", then as half a cosine"}[self.decay]
+        return rise + (f"{fall} to {self.final:g} at step {format_count(self.decay_steps)}" if fall else "")
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{format_count(number)} steps"
+
 
 #: Optimizers that run -> names of the moments that they keep.
 RUNNABLE: dict[str, tuple[str, ...]] = {

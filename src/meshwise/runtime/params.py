@@ -1,25 +1,117 @@
 """Parameters as abstract arrays with named axes: one description gives shapes, formats, shardings and initial values.
 
-Shapes are those of the program's weights. Not here: optimizer state (`optimizer`), checkpoints.
+Layers are run in as few loops as possible (runs of equal layers, and periods of runs that repeat), and the weights of a
+run are stacked. Not here: optimizer state (`optimizer`), checkpoints.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Block, Einsum, Kind, Lookup, Program, Tensor
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.stacks import Segment
 from meshwise.sharding import Sharding
+
+#: Formats in which arrays are held and multiplied here.
+HELD: dict[DType, Any] = {DType.FP32: jnp.float32, DType.BF16: jnp.bfloat16}
+
+
+def dtype_of(format_: DType) -> Any:
+    """Give JAX's dtype."""
+    return HELD[format_]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Equal layers one after another.
+
+    Args:
+        block: whose operations they run.
+        count: of layers.
+        key: under which their weights are held.
+        remat: whether they follow the layout's remat policy, else they keep everything.
+    """
+
+    block: str
+    count: int
+    key: str = ""
+    remat: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Runs that are repeated `times` in this order."""
+
+    runs: tuple[Run, ...]
+    times: int = 1
+
+    def stack(self, run: Run) -> tuple[int, ...]:
+        """Give the sizes of the dimensions in which weights of a run are stacked: over times, and within a run."""
+        return tuple(n for n in (self.times, run.count) if n > 1)
+
+
+def plan_segments(order: Sequence[str], remat_layers: int | None = None) -> tuple[Segment, ...]:
+    """Write the order of layers as segments.
+
+    >>> for s in plan_segments(["local", "local", "global"] * 3 + ["local"]):
+    ...     print(s.times, [(r.block, r.count, r.key) for r in s.runs])
+    3 [('local', 2, 'local.0'), ('global', 1, 'global')]
+    1 [('local', 1, 'local.1')]
+
+    Args:
+        order: block of each layer.
+        remat_layers: how many layers, from the first, follow the remat policy; None for all.
+    """
+    at = len(order) if remat_layers is None else remat_layers
+    parts = [(list(order[:at]), True), (list(order[at:]), False)]
+    found = [segment for part, remat in parts for segment in _segments(part, remat)]
+    return _with_keys(found)
+
+
+def _segments(order: list[str], remat: bool) -> list[Segment]:
+    """Find the period that leaves the fewest runs to write out."""
+    if not order:
+        return []
+    best = [Segment(_runs(order, remat))]
+    for period in range(2, len(order) // 2 + 1):
+        times = next((n for n in range(len(order) // period, 1, -1) if order[: n * period] == order[:period] * n), 1)
+        if times == 1:
+            continue
+        rest = order[times * period :]
+        found = [Segment(_runs(order[:period], remat), times), *([Segment(_runs(rest, remat))] if rest else [])]
+        if sum(len(s.runs) for s in found) < sum(len(s.runs) for s in best):
+            best = found
+    return best
+
+
+def _runs(order: list[str], remat: bool) -> tuple[Run, ...]:
+    return tuple(Run(block, len(list(same)), remat=remat) for block, same in groupby(order))
+
+
+def _with_keys(segments: list[Segment]) -> tuple[Segment, ...]:
+    """Name each run by its block, numbered where a block has several."""
+    blocks = [run.block for s in segments for run in s.runs]
+    seen: dict[str, int] = {}
+
+    def named(run: Run) -> Run:
+        index = seen.setdefault(run.block, 0)
+        seen[run.block] += 1
+        return replace(run, key=run.block if blocks.count(run.block) == 1 else f"{run.block}.{index}")
+
+    return tuple(replace(s, runs=tuple(named(r) for r in s.runs)) for s in segments)
+
 
 #: Key of a run or block -> name of a weight -> what is held for it.
 Tree = dict[str, dict[str, Any]]
@@ -140,3 +232,34 @@ def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: Any,
 def is_trained(parameter: Parameter) -> bool:
     """Whether it has a gradient."""
     return parameter.tensor.kind is Kind.WEIGHT and not parameter.tensor.frozen
+
+
+#: Run -> its block, its layers among those of the block in the order in which they are stacked, and the stack's sizes.
+Order = dict[str, dict[str, Any]]
+
+
+def layer_order(
+    segments: Sequence[Segment], parameters: Mapping[str, Mapping[str, Parameter]], stages: int = 1, pieces: int = 1
+) -> Order:
+    """The layers that each run of a program holds, as JSON values; blocks that are no layers hold number 0.
+
+    Args:
+        segments: of its layers; in a pipeline those of one piece.
+        parameters: by run and name.
+        stages, pieces: of a pipeline, and of each of its stages.
+    """
+    found: dict[str, tuple[str, dict[tuple[int, int], list[int]]]] = {}
+    seen: dict[str, int] = {}
+    for place in [(stage, piece) for piece in range(pieces) for stage in range(stages)]:
+        for segment in segments:
+            for run in [r for _ in range(segment.times) for r in segment.runs for _ in range(r.count)]:
+                numbers = found.setdefault(run.key, (run.block, {}))[1]
+                numbers.setdefault(place, []).append(seen.setdefault(run.block, 0))
+                seen[run.block] += 1
+    order: Order = {}
+    for key, weights in parameters.items():
+        stack = list(next(iter(weights.values())).stack)
+        block, places = found.get(key, (key, {(0, 0): list(range(int(np.prod(stack, dtype=int))))}))
+        layers = [n for place in sorted(places) for n in places[place]]
+        order[key] = {"block": block, "layers": layers, "stack": stack}
+    return order

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.core.errors import LayoutError
-from meshwise.runtime.formats import added_up
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree
 from meshwise.runtime.watched import sunk, watch
@@ -217,7 +216,7 @@ class Pipeline:
 
         def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
             named = self.parameters[key][name].named(self.stack.placement, "gradients")
-            summed: jax.Array = jax.lax.with_sharding_constraint(added_up(gradient), named)
+            summed: jax.Array = jax.lax.with_sharding_constraint(_added_up(gradient), named)
             return summed
 
         return {
@@ -315,6 +314,12 @@ class Pipeline:
         send = partial(jax.lax.ppermute, axis_name=STAGE, perm=pairs)
         sent: jax.Array = self.stack.placement.local(send, self._spec(), self._spec())(x)
         return sent
+
+
+def _added_up(x: jax.Array) -> jax.Array:
+    """Sum over the first dimension in the array's own format; `jnp.sum` would add, and send, bf16 in fp32."""
+    total: jax.Array = jax.lax.reduce(x, np.zeros((), x.dtype), jax.lax.add, (0,))
+    return total
 
 
 def _added(total: Tree, more: Tree) -> Tree:

@@ -1,8 +1,8 @@
 """Products of a block as collective matmuls where a layout places them, with gradients that are collective matmuls too.
 
 A `shard_map` forward and another one backward, so that what travels is what the placed program says: activations round
-the tensor axis, gradients of weights to where they are accumulated. Not here: rings (`gather_matmul`,
-`matmul_scatter`), and which products these are (`sharding.collective_products`).
+the tensor axis, gradients of weights to where they are accumulated. Not here: rings (`collective_matmul`),
+and which products these are (`sharding.collective_products`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import jax.numpy as jnp
 
 from meshwise.core.tensors import Einsum, Tensor
 from meshwise.runtime.circle import Circle
-from meshwise.runtime.equations import Equation
-from meshwise.runtime.gather_matmul import gathered_products
-from meshwise.runtime.local import complete
-from meshwise.runtime.matmul_scatter import scattered_products
-from meshwise.runtime.shardings import Placement
+from meshwise.runtime.collective_matmul import Equation, gathered_products, scattered_products
+from meshwise.runtime.shardings import Placement, complete
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form

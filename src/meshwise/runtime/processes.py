@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.runtime.platforms import load_jax
+from meshwise.runtime.devices import load_jax
 
 #: Seconds to wait for the other processes to start.
 _PATIENCE = 300

@@ -1,7 +1,8 @@
-"""Products of activations and weights, whose gradients each device reduces to where they are accumulated.
+"""Products over the named axes of a program, and weight gradients that each device reduces to their accumulators.
 
-Said by constraints, a partial sum over several mesh axes becomes an AllReduce and a slice with some partitioners; here
-it is the plan's ReduceScatter. Not here: where a layout puts what (`shardings`), products without weights (`named`).
+Expressed as constraints, a partial sum over several mesh axes becomes an AllReduce and a slice with some partitioners;
+here it is the plan's ReduceScatter. Not here: where a layout puts what (`shardings`), collective matmuls
+(`placed_products`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,34 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwise.core.tensors import Einsum, Kind
-from meshwise.runtime.local import complete
-from meshwise.runtime.named import named_einsum, subscripts
-from meshwise.runtime.shardings import Placement
-from meshwise.runtime.watched import Watched
+from meshwise.runtime.shardings import Placement, complete
+from meshwise.runtime.watched import Watched, product
 from meshwise.sharding import Sharding
+
+
+def subscripts(op: Einsum) -> tuple[str, str, str]:
+    """Write both inputs and the output of an operation, a letter an axis."""
+    letters = {axis: chr(ord("a") + i) for i, axis in enumerate(op.axes)}
+    first, second, out = ("".join(letters[a] for a in t.axes) for t in (*op.inputs, op.output))
+    return first, second, out
+
+
+def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched) -> jax.Array:
+    """Multiply two arrays over the named axes of an operation."""
+    first, second, out = subscripts(op)
+    equation = f"{first},{second}->{out}"
+    return product(equation, left, right) if isinstance(right, Watched) else jnp.einsum(equation, left, right)
+
+
+def align(x: jax.Array, axes: tuple[str, ...], onto: tuple[str, ...]) -> jax.Array:
+    """Give `x` dimensions of size one for the axes of `onto` that it lacks.
+
+    >>> align(jnp.ones((4,)), ("N",), ("B", "N", "H")).shape
+    (1, 4, 1)
+    """
+    assert [a for a in onto if a in axes] == list(axes), f"{axes} in {onto}"
+    return x.reshape(tuple(x.shape[axes.index(a)] if a in axes else 1 for a in onto))
+
 
 #: Mesh axes along which devices hold weights of their own.
 _STAGES = frozenset({"stage"})

@@ -11,9 +11,9 @@ from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.core.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
-from meshwise.runtime.formats import HELD
 from meshwise.runtime.ops import is_known
 from meshwise.runtime.optimizer import RUNNABLE
+from meshwise.runtime.params import HELD
 from meshwise.runtime.pipeline import PIPELINES
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding

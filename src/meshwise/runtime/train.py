@@ -18,16 +18,24 @@ from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.models.numeric_readers import read_numerics
-from meshwise.runtime.backend import make_mesh
-from meshwise.runtime.formats import dtype_of
+from meshwise.runtime.devices import make_mesh
 from meshwise.runtime.gradients import Accumulation, accumulate
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.optimizer import RUNNABLE, Hyperparameters, update
-from meshwise.runtime.params import Parameter, Tree, describe_parameters, initial_values, map_parameters
+from meshwise.runtime.params import (
+    Order,
+    Parameter,
+    Tree,
+    describe_parameters,
+    dtype_of,
+    initial_values,
+    layer_order,
+    map_parameters,
+    plan_segments,
+)
 from meshwise.runtime.pipeline import Pipeline, piece_order
 from meshwise.runtime.refusals import check_dispatch, check_even, check_job, check_layout, check_model
 from meshwise.runtime.shardings import Placement
-from meshwise.runtime.stacks import plan_segments
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
@@ -60,6 +68,11 @@ class TrainStep:
     def mesh(self) -> Mesh:
         """Devices, in a grid of those mesh axes of the layout that have more than one, outermost first."""
         return self.stack.placement.mesh
+
+    @property
+    def layer_order(self) -> Order:
+        """The layers that each run of the program holds, as JSON values."""
+        return layer_order(self.stack.segments, self.parameters, self.layout.stage, self.layout.virtual_stages)
 
     @cached_property
     def abstract_state(self) -> State:

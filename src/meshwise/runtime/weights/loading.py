@@ -1,7 +1,7 @@
 """Weights of a model from published files, each device's own part of them.
 
 All names and shapes are compared before anything is read; a process holds its devices' parts of one weight at a time,
-and one tensor of the file. Not here: where a family's files hold what (`hub_names`, `gguf_names`).
+and one tensor of the file. Not here: where a family's files hold what (`names`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ import numpy as np
 from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.models import Model
 from meshwise.models.numeric_readers import read_numerics
-from meshwise.runtime.layer_order import Order
-from meshwise.runtime.params import Parameter, Tree
-from meshwise.runtime.weights.gguf_file import GgufFile
-from meshwise.runtime.weights.gguf_names import gguf_names
-from meshwise.runtime.weights.hub_names import hub_names
-from meshwise.runtime.weights.safetensors_files import SafetensorsFiles
+from meshwise.runtime.params import Order, Parameter, Tree
+from meshwise.runtime.weights.files import GgufFile, SafetensorsFiles
+from meshwise.runtime.weights.names import gguf_names, hub_names
 from meshwise.runtime.weights.stored import Array, Shape, Stored, shape_of
 
 #: What files hold besides weights: frequencies of rotations and masks, which follow from the configuration.

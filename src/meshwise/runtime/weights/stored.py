@@ -1,6 +1,6 @@
 """Where a weight lies in a published file, and taking it out: transposed, fused with others, in another order.
 
-Not here: names (`hub_names`, `gguf_names`), files.
+Not here: names (`names`), files.
 """
 
 from __future__ import annotations

@@ -9,12 +9,18 @@ import sys
 import jax
 import pytest
 
-from meshwise.runtime import platforms
-from meshwise.runtime.platforms import Hardware, looking_for_devices
+from meshwise.runtime import devices
+from meshwise.runtime.devices import Hardware, looking_for_devices
 
 PLUGIN = "jax_plugins.xla_cuda12"
 NOTHING = Hardware(gpu=False, tpu=False)
 BOTH = ["jax_plugins.xla_cuda12", "jax_plugins.other"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch):
+    """No plugin is imported yet, whatever the tests before in this process have compiled for."""
+    monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def unset():
     ],
 )
 def test_only_what_can_be_there_is_looked_for(monkeypatch, hardware, plugins, expected, said):
-    monkeypatch.setattr(platforms, "_plugins", lambda: plugins)
+    monkeypatch.setattr(devices, "_plugins", lambda: plugins)
     lines = []
     with looking_for_devices(lines.append, hardware):
         assert jax.config.jax_platforms == expected
@@ -62,7 +68,7 @@ def test_what_a_user_has_set_stays():
 
 
 def test_a_plugin_that_fails_is_said_in_one_line(monkeypatch, unset, caplog):
-    monkeypatch.setattr(platforms, "_plugins", lambda: [PLUGIN])
+    monkeypatch.setattr(devices, "_plugins", lambda: [PLUGIN])
     lines, logger = [], logging.getLogger("jax._src.xla_bridge")
     with looking_for_devices(lines.append, Hardware(gpu=True, tpu=False)):
         error = RuntimeError("Outdated cuDNN installation found.\nVersion JAX was built against: 90800")

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshwise.runtime.layer_order import layer_order, rearranged
+from meshwise.runtime.states import rearranged
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import configured, dense, make, weights_of
 
@@ -49,13 +49,13 @@ def model(kind):
 def test_every_weight_arrives_where_it_belongs(kind, one, other):
     steps = [make(model(kind), layout) for layout in (one, other)]
     for old, new in (steps, reversed(steps)):
-        moved, expected = rearranged(drawn(old), layer_order(old), new), drawn(new)
+        moved, expected = rearranged(drawn(old), old.layer_order, new), drawn(new)
         assert jax.tree.structure(moved) == jax.tree.structure(expected)
         assert jax.tree.all(jax.tree.map(np.array_equal, moved, expected))
 
 
 def test_layouts_that_stack_alike_have_one_order():
     one, two = make(dense(FOUR), Layout(fsdp=2)), make(dense(FOUR), Layout(data=2, tensor=2))
-    assert layer_order(one) == layer_order(two)
-    assert layer_order(one)["layer"] == {"block": "layer", "layers": [0, 1, 2, 3], "stack": [4]}
-    assert layer_order(one)["embed"] == {"block": "embed", "layers": [0], "stack": []}
+    assert one.layer_order == two.layer_order
+    assert one.layer_order["layer"] == {"block": "layer", "layers": [0, 1, 2, 3], "stack": [4]}
+    assert one.layer_order["embed"] == {"block": "embed", "layers": [0], "stack": []}

@@ -1,0 +1,81 @@
+"""Training states from elsewhere: begun with published weights, or stacked anew for another layout.
+
+Layouts stack layers differently where they recompute some of them or have stages. Not here: files (`checkpoints`,
+`weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwise.runtime.train import State, TrainStep
+from meshwise.runtime.weights.loading import Weights
+
+
+def starting_state(step: TrainStep, published: Weights) -> State:
+    """Give the state before the first step: weights and their master copy from the file, moments of zero.
+
+    Args:
+        step: the program.
+        published: weights of its model.
+    """
+    abstract = step.abstract_state
+    held = {
+        part: published.load(step.parameters, step.layer_order, abstract[part])
+        for part in ("weights", "master")
+        if part in abstract
+    }
+    rest = {name: abstract[name] for name in ("step", "moments")}
+    shardings = jax.tree.map(lambda a: a.sharding, rest)
+    zeros: Any = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest), out_shardings=shardings)
+    return {**zeros(), **held}
+
+
+def rearranged(state: State, order: Mapping[str, Mapping[str, Any]], step: TrainStep) -> State:
+    """Stack a state anew.
+
+    Args:
+        state: arrays in the memory of the host, by run and name.
+        order: in which they are.
+        step: the program that is to read them.
+
+    Returns: the same state in the order of `step`.
+
+    Raises:
+        KeyError: a layer or weight is missing.
+    """
+
+    def one(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        apart = _by_layer(tree, order)
+        return {
+            key: {
+                name: np.stack([apart[new["block"], name, n] for n in new["layers"]]).reshape(
+                    step.parameters[key][name].shape
+                )
+                for name in step.parameters[key]
+            }
+            for key, new in step.layer_order.items()
+        }
+
+    parts = {name: one(tree) for name, tree in state.items() if name in ("weights", "master")}
+    moments = {name: one(tree) for name, tree in state.get("moments", {}).items()}
+    return {"step": np.asarray(state["step"]), **parts, "moments": moments}
+
+
+def _by_layer(
+    tree: Mapping[str, Mapping[str, Any]], order: Mapping[str, Mapping[str, Any]]
+) -> dict[tuple[str, str, int], Any]:
+    """(block, name, number of the layer) -> array."""
+    found = {}
+    for key, weights in tree.items():
+        old = order[key]
+        for name, array in weights.items():
+            own = np.shape(array)[len(old["stack"]) :]
+            each = np.asarray(array).reshape(len(old["layers"]), *own)
+            found.update({(old["block"], name, n): value for n, value in zip(old["layers"], each, strict=True)})
+    return found
