@@ -69,6 +69,11 @@ WORKING = {
 }
 
 
+#: Those that start JAX, compile or measure.
+JAX = ("run", "verify", "bench")
+ALL = [pytest.param(name, marks=[pytest.mark.jax] if name in JAX else []) for name in WORKING]
+
+
 def test_every_command_has_a_working_call_here():
     assert {name.split()[0] for name in WORKING} == set(COMMANDS)
 
@@ -87,7 +92,7 @@ def test_summary_in_help_is_the_commands_own(name):
         assert verb.summary == verb.load().get_short_help_str(limit=200)
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", ALL)
 def test_text_output_fits_80_columns_and_has_no_colour(run, name):
     done = run(*name.split(), *WORKING[name], "--explain")
     assert (done.code, warned(done)) == (0, [])
@@ -96,7 +101,7 @@ def test_text_output_fits_80_columns_and_has_no_colour(run, name):
     assert done.first_line.strip()
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", ALL)
 def test_json_has_one_envelope(run, name):
     done = run(*name.split(), *WORKING[name], "--json")
     assert (done.code, warned(done)) == (0, [])

@@ -415,7 +415,7 @@ def test_fixed_axes_are_kept(run):
         (["plan", "train", *TRAIN, "--top", "1.5"], 2, "--top: expected a whole number, found '1.5'"),
         (["plan", "train", *TRAIN, "--top", "0"], 2, "--top: expected at least 1, found '0'"),
         (["plan", "train", "llama-3-70b", "--on", "v5e", "--batch-tokens", "64Ki", "--seq-len", "4096"], 3, "llama-3-70b does not fit on v5e"),
-        (["plan", "train", *TRAIN, "--max-memory", "1%"], 3, "llama-3-8b does not fit on v5p:4x4x4 in 1.0 % of the HBM (--max-memory): the leanest of"),
+        (["plan", "train", *TRAIN, "--fix", "stage=1,remat=full", "--max-memory", "1%"], 3, "llama-3-8b does not fit on v5p:4x4x4 in 1.0 % of the HBM (--max-memory): the leanest of"),
         (["plan", "tune", *TRAIN], 2, "unknown command 'tune'. Known: serve, train."),
         (["plan", "serve", *TRAIN], 2, "No such option '--batch-tokens'"),
         (["estimate", "train", *TRAIN], 2, "--layout is missing"),

@@ -20,6 +20,7 @@ def check(done):
     assert attention[0] < attention[1] < 2.01 * attention[0]
 
 
+@pytest.mark.jax
 def test_a_step_is_compiled_for_gpus_that_are_not_there(run, monkeypatch, tmp_path):
     monkeypatch.setenv("MESHWISE_CACHE", str(tmp_path / "cache"))
     done = run("verify", SMALL, "--on", "h100:4", *JOB, "--json")
@@ -39,12 +40,14 @@ def test_a_step_is_compiled_for_tpus_that_are_not_there(run):
     assert {"jax", "jaxlib", "libtpu"} == set(done.json["compiler_versions"])
 
 
+@pytest.mark.jax
 def test_a_saved_plan_is_verified_as_it_is(run, tmp_path):
     plan = tmp_path / "plan.json"
     run("plan", "train", SMALL, "--on", "h100:4", *JOB[:4], "--fix", "fsdp=4,remat=full", "--save", str(plan))
     assert run("verify", str(plan), "--json").json["layout"].startswith("fsdp=4")
 
 
+@pytest.mark.jax
 def test_the_best_plans_of_a_search_are_compiled(run):
     asked = [
         SMALL,

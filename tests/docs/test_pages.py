@@ -26,7 +26,14 @@ PROSE = [p for p in generate.PAGES if p.name != "reference.md"]
 ALL = sorted({*generate.PAGES, *(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"})
 
 
-@pytest.mark.parametrize("page", generate.PAGES, ids=lambda p: p.name)
+#: Slow because they search thousands of chips and run for minutes; they prove that no number on them is out of date.
+SLOW = ("planning.md", "worked-plans.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] if p.name in SLOW else [], id=p.name) for p in generate.PAGES],
+)
 def test_a_page_shows_what_the_commands_print(page):
     text = page.read_text(encoding="utf-8")
     assert generate.stable(text) == generate.stable(generate.generated(page)), "stale: run python docs/generate.py"

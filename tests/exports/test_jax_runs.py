@@ -1,12 +1,8 @@
 """The emitted JAX code runs on 8 devices, and every device holds the blocks that the plan says."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +11,9 @@ from meshwise.exports import hand_over
 from meshwise.sharding import Mesh
 from meshwise.sharding.layout import MESH_AXES
 from tests.exports.plans import TINY, TINY_MIXTURE, make_plan, tiny
+from tests.exports.run_jax import run_module
+
+pytestmark = pytest.mark.jax
 
 #: Layouts of 8 chips: each table of storage, each way to split positions and heads, an axis on two network dimensions.
 LAYOUTS = {
@@ -41,17 +40,10 @@ def plan_of(name):
 
 @cache
 def ran(name):
-    script = Path(__file__).with_name("run_jax.py")
-    text = hand_over(plan_of(name), "jax").text
-    done = subprocess.run([sys.executable, str(script)], input=text, capture_output=True, text=True, check=False)  # noqa: S603
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_module(hand_over(plan_of(name), "jax").text)
 
 
-#: The quick ones; the others are slow because each is a process that starts and compiles JAX, and prove the same of
-#: every other way to store and to split.
-QUICK = ("data-zero-2", "experts", "crossed-wires")
-ALL = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in (*LAYOUTS, "crossed-wires")]
+ALL = (*LAYOUTS, "crossed-wires")
 
 
 def coordinates(plan):
@@ -100,7 +92,7 @@ def expected_blocks(plan, tensor_axes, part):
                 index = index * mesh.size(mesh_axis) + place[mesh_axis]
             each = size // mesh.size(*split)
             block.append([index * each, (index + 1) * each])
-        spans[str(chip)] = block
+        spans[chip] = block
     return spans
 
 
@@ -120,7 +112,7 @@ def test_parameters_gradients_and_moments_are_held_as_planned(name):
                 if stacked:
                     wanted = {chip: [[0, block.repeat], *spans] for chip, spans in wanted.items()}
                 assert blocks == wanted, (key, part)
-                assert shape == [stop - start for start, stop in wanted["0"]]
+                assert shape == [stop - start for start, stop in wanted[0]]
             seen += 1
     assert seen == len(found["parameters"])
 

@@ -26,6 +26,7 @@ def objective(q, k, v, positions):
     return jnp.sum(out * drawn(*out.shape)) + jnp.sum(total * drawn(*total.shape))
 
 
+@pytest.mark.jax
 def test_blocks_of_queries_change_nothing(given, monkeypatch):
     expected = jax.value_and_grad(objective, argnums=(0, 1, 2))(*given)
     monkeypatch.setattr(attention, "_BLOCK", 4)
@@ -34,7 +35,7 @@ def test_blocks_of_queries_change_nothing(given, monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [512, 4])
+@pytest.mark.parametrize("block", [pytest.param(512, marks=pytest.mark.jax), 4])
 def test_gradients_from_a_given_denominator_are_those_of_attention(given, monkeypatch, block):
     *arrays, positions = given
     expected = jax.grad(objective, argnums=(0, 1, 2))(*given)

@@ -20,6 +20,7 @@ from meshwise.sharding import CollectiveKind
 COLUMNS = [f.name for f in fields(MeasuredOperation)]
 
 
+@pytest.mark.jax
 def test_a_larger_product_takes_longer_and_its_rate_is_its_flops():
     found = meshwise.bench("matmul", dtype="fp32", sizes="64x64x64,512x512x512", seconds="20ms")
     small, large = found.rows
@@ -29,6 +30,7 @@ def test_a_larger_product_takes_longer_and_its_rate_is_its_flops():
     assert (found.chip, large.expected, large.measured.chip) == (None, None, "cpu")
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("kind", [k for k in CollectiveKind if k is not CollectiveKind.SLICE])
 def test_every_collective_runs_over_all_devices(kind):
     sample = Bench(seconds=0.005).collective(kind, 4096, "fp32")
@@ -36,6 +38,7 @@ def test_every_collective_runs_over_all_devices(kind):
     assert sample.calls >= 5
 
 
+@pytest.mark.jax
 def test_causal_attention_is_that_of_whole_sequences():
     found = meshwise.bench(
         "attention", dtype="fp32", sizes="1x16x16,2x1x16", heads=4, kv_heads=2, head_dim=8, seconds="5ms"
@@ -51,6 +54,7 @@ def test_causal_attention_is_that_of_whole_sequences():
     assert found.rows[1].work == 4 * 2 * 4 * 8 * 16
 
 
+@pytest.mark.jax
 def test_rows_are_written_in_the_documented_columns_and_nothing_is_overwritten(tmp_path):
     file = tmp_path / "rows.csv"
     rows = [row.measured for row in meshwise.bench("memory", sizes="64KiB,1MiB", seconds="5ms").rows]
@@ -66,6 +70,7 @@ def test_rows_are_written_in_the_documented_columns_and_nothing_is_overwritten(t
     assert all(f"`{name}`" in page for name in COLUMNS)
 
 
+@pytest.mark.jax
 def test_a_machine_is_a_cluster_of_the_devices_that_share_it():
     found = meshwise.bench("machine", dtype="fp32", seconds="1ms")
     assert [row.measured.op for row in found.rows if row.measured.category != "collective"] == [
@@ -90,6 +95,7 @@ def test_files_that_cannot_be_written_are_said_before_anything_is_measured(tmp_p
             bench_command.main(words, standalone_mode=False)
 
 
+@pytest.mark.jax
 def test_fake_devices_of_a_new_process():
     words = ["collectives", "--cpu-devices", "2", "--sizes", "1KiB", "--seconds", "1ms", "--json"]
     command = [sys.executable, "-m", "meshwise", "bench", *words]

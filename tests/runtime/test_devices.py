@@ -24,8 +24,9 @@ def nothing_loaded(monkeypatch):
 
 
 @pytest.fixture
-def unset():
-    """JAX as a user has it: with no platform named."""
+def unset(monkeypatch):
+    """JAX as a user has it: with no platform named, and no plugin loaded by an earlier test."""
+    monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", None)
     yield
@@ -91,6 +92,7 @@ def test_hardware_is_known_by_its_device_file_and_driver(tmp_path):
     assert Hardware.find(tmp_path).tpu
 
 
+@pytest.mark.jax
 @pytest.mark.skipif(Hardware.find() != NOTHING or not importlib.util.find_spec(PLUGIN), reason="a GPU, or no plugin")
 def test_nothing_else_reaches_a_user_without_a_gpu():
     words = ["bench", "matmul", "--sizes", "8x8x8", "--seconds", "1ms"]

@@ -37,6 +37,7 @@ def test_a_token_at_a_time_gives_the_logits_of_all_at_once(name):
     np.testing.assert_allclose(np.concatenate(found, axis=1), np.asarray(whole), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.jax
 def test_greedy_tokens_are_the_largest_logits_of_the_whole_sequence():
     made = make(dense("D=32 F=64 L=2 N=4 K=2 H=8 V=64"), Layout(data=2, tensor=2))
     weights, prompt = weights_of(made), np.random.default_rng(1).integers(0, 64, (4, 8))

@@ -44,6 +44,7 @@ def plan_of(folder, layout="fsdp=2,tensor=2"):
     return meshwise.estimate_train(str(folder), layout=layout, **JOB).plans[0]
 
 
+@pytest.mark.jax
 def test_the_most_likely_tokens_are_generated_and_timed(folder, tmp_path, capsys):
     prompt, expected = GOLDEN.tokens[0][:9], GOLDEN.logits[0].argmax(-1)[8]
     words = " ".join(f"w{t}" for t in prompt)
@@ -88,6 +89,7 @@ def test_training_begins_with_published_weights(folder, choices):
     assert not any(np.any(m) for m in jax.tree.leaves(state["moments"]))
 
 
+@pytest.mark.jax
 def test_a_run_begins_with_published_weights(folder):
     plan = plan_of(folder)
     begun = meshwise.run_plan(plan, steps=1, weights=str(folder))

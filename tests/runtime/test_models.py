@@ -68,11 +68,10 @@ SPLIT = {
     ),
     "learned-positions": ("gpt2", {"data": 2, "zero": 1, "tensor": 2, "fsdp": 2, "num_microbatches": 2}),
 }  # fmt: skip
-#: Slow because each is two compiled programs, and proves the same of another kind of model.
-QUICK = ("experts-split-by-width-and-number",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in SPLIT])
+@pytest.mark.jax  # two compiled programs each
+@pytest.mark.parametrize("name", SPLIT)
 def test_split_models_give_the_gradients_of_one_device(name):
     config, choices = SPLIT[name]
     layout = Layout(**choices)
@@ -82,6 +81,7 @@ def test_split_models_give_the_gradients_of_one_device(name):
     assert worst(found, expected) < 1e-5
 
 
+@pytest.mark.jax
 def test_capacity_drops_what_is_beyond_it():
     def loss(**job):
         step = make(model("qwen3_moe"), Layout(micro_batch=2), **job)

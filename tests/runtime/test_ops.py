@@ -16,6 +16,7 @@ LOSS = Elementwise(
 )
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_loss_is_minus_the_log_of_the_labels_probability_and_its_gradient_takes_the_logits_place(dtype):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 7)) * 5, dtype)

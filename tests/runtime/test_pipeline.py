@@ -24,11 +24,10 @@ LAYOUTS = {
     },
     "fewer-microbatches-than-stages": {"stage": 4, "data": 2, "num_microbatches": 2, "micro_batch": 2},
 }  # fmt: skip
-#: Slow because each is a compiled program, and proves the same of another way to split.
-QUICK = ("1f1b", "interleaved")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.jax
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_and_gradients_are_those_of_one_device(name):
     layout = Layout(**LAYOUTS[name])
     expected_loss, expected = alone(dense(FOUR), layout.sequences)
@@ -37,7 +36,7 @@ def test_loss_and_gradients_are_those_of_one_device(name):
     assert worst(found, expected) < 1e-5
 
 
-@pytest.mark.slow  # two more compiled programs: stages of two kinds of layers, and of experts
+@pytest.mark.jax  # two more compiled programs: stages of two kinds of layers, and of experts
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_stages_of_several_kinds_of_layers(name):
     model = configured(name, MODELS[name])

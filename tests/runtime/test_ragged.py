@@ -56,6 +56,7 @@ def test_rows_go_to_the_devices_of_their_groups_and_come_back(monkeypatch):
         )
 
 
+@pytest.mark.jax
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
 def test_rows_are_ordered_by_group_empty_ones_last(seed, stretches, sources, groups):
@@ -80,6 +81,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.jax
 @pytest.mark.usefixtures("emulated_exchange")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "alone" else pytest.mark.slow) for n in LAYOUTS])
 def test_ragged_experts_give_the_gradients_of_experts_with_slots(name):

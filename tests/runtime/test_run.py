@@ -72,6 +72,7 @@ def alone():
     return train(plan_of(), steps=6)
 
 
+@pytest.mark.jax
 def test_a_plan_trains_and_says_what_it_measured(alone):
     assert (alone.first, alone.last, len(alone.losses), alone.num_devices, alone.hardware) == (1, 6, 6, 2, "cpu")
     assert alone.losses[0] == pytest.approx(np.log(32), rel=0.3)
@@ -85,6 +86,7 @@ def test_a_plan_trains_and_says_what_it_measured(alone):
     assert alone.saved == ()
 
 
+@pytest.mark.jax
 def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(alone, tmp_path):
     told = []
     given = {"checkpoint": str(tmp_path), "every": 2, "saved": told.append}
@@ -96,6 +98,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(alone, tmp_p
         train(plan_of(), steps=6, **given)
 
 
+@pytest.mark.jax
 def test_rates_are_of_the_step_and_go_on_where_they_were(alone, tmp_path):
     rates = {"warmup_steps": 2, "learning_rate_decay": "cosine", "decay_steps": 6, "final_learning_rate": 0.001}
     whole = train(plan_of(), steps=6, **rates)
@@ -109,6 +112,7 @@ def test_rates_are_of_the_step_and_go_on_where_they_were(alone, tmp_path):
         train(plan_of(), steps=8, checkpoint=str(tmp_path), **{**rates, "decay_steps": 8})
 
 
+@pytest.mark.jax
 def test_a_step_is_resharded_for_another_layout(alone, tmp_path):
     layout = "fsdp=2,data=2,zero=1,remat=full:1,micro_batch=1,num_microbatches=2"  # layers in two stacks
     given = {"checkpoint": str(tmp_path)}
@@ -126,6 +130,7 @@ def command(plan, folder, steps):
     return [sys.executable, "-m", "meshwise", "run", *words, "--checkpoint", str(folder), "--every", "2"]
 
 
+@pytest.mark.jax
 def test_a_step_that_was_reported_saved_outlives_a_kill(alone, tmp_path):
     file, folder = tmp_path / "plan.json", tmp_path / "steps"
     file.write_text(plan_of().to_json())
@@ -158,6 +163,7 @@ def kept(tmp_path_factory):
     return folder
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     ("plan", "given", "words"),
     [
@@ -209,6 +215,7 @@ def change(step, key, value):
     (step / "meshwise.json").write_text(json.dumps({**record, key: value}))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     ("hurt", "words"),
     [
@@ -228,6 +235,7 @@ def test_a_torn_step_is_said_and_the_one_before_it_is_there(kept, tmp_path, hurt
         train(plan_of(), steps=3, checkpoint=str(folder))
 
 
+@pytest.mark.jax
 def test_steps_of_another_version_are_said(kept, tmp_path):
     folder = torn(kept, tmp_path, lambda step: change(step, "format", "0"))
     with pytest.raises(ConfigError, match="expected format '1', found '0'; it was written by another version"):
@@ -247,6 +255,7 @@ def test_a_library_that_is_missing_is_said_with_the_line_that_installs_it(monkey
         train(plan_of(), steps=1, **given)
 
 
+@pytest.mark.jax
 def test_what_a_killed_run_left_is_no_step(kept, tmp_path):
     folder = torn(kept, tmp_path, lambda step: step.rename(step.with_name(step.name + ".unfinished")))
     assert train(plan_of(), steps=2, checkpoint=str(folder)).first == 2
@@ -260,6 +269,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name != "lock"] == ["thesis.txt"]
 
 
+@pytest.mark.jax
 def test_a_full_disk_is_said_before_a_part_is_written(tmp_path, monkeypatch):
     usage = type(shutil.disk_usage(tmp_path))(10**9, 10**9 - 5000, 5000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -270,6 +280,7 @@ def test_a_full_disk_is_said_before_a_part_is_written(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["lock"]
 
 
+@pytest.mark.jax
 def test_a_folder_is_for_one_run_at_a_time(kept):
     with (kept / "lock").open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -302,6 +313,7 @@ def words(tmp_path):
     return text, rules
 
 
+@pytest.mark.jax
 def test_a_text_is_cut_by_its_tokenizer(words):
     text, rules = words
     source = read_text(text, rules, vocabulary=32, shortest=9, seed=0)
@@ -370,6 +382,7 @@ def test_words_for_what_cannot_be_run(plan, given, error, words):
         train(plan_of(**plan) if isinstance(plan, dict) else plan, **given)
 
 
+@pytest.mark.jax
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     plan = plan_of()
     constants = Hyperparameters(learning_rate=0.01)
@@ -384,6 +397,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     assert raised.value.exit_code == 3
 
 
+@pytest.mark.jax
 def test_a_profile_is_written(tmp_path):
     ran = train(plan_of(), steps=4, profile=str(tmp_path / "profile"))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
@@ -393,6 +407,7 @@ def test_a_profile_is_written(tmp_path):
         train(plan_of(), steps=1, profile=str(tmp_path / "file"))
 
 
+@pytest.mark.jax
 def test_a_plan_for_this_machine_is_compared_and_one_for_another_is_not(alone, tmp_path):
     def plan_on(title):
         file = tmp_path / "machine.toml"

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 #: Slow because each is a compiled program, and proves the same of another way to split.
-QUICK = ("zero-1", "context-ulysses-tensor", "ring", "pieces")
+QUICK = ("zero-1",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])

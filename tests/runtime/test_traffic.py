@@ -10,6 +10,8 @@ from meshwise.compiler.hlo.rewrites import meant_collectives
 from meshwise.sharding.layout import Layout
 from tests.runtime.steps import dense, make
 
+pytestmark = pytest.mark.jax
+
 LAYERS = 3
 
 

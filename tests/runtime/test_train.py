@@ -25,6 +25,7 @@ def compiled():
     return step.jitted.lower(step.abstract_state, step.abstract_batch).compile()
 
 
+@pytest.mark.jax
 def test_a_step_compiles_from_its_abstract_state_and_holds_what_the_tables_say():
     step = planned()
     held = compiled().memory_analysis().argument_size_in_bytes
@@ -59,6 +60,7 @@ def test_microbatches_each_gather_what_they_read():
     assert not past, "what is read without the barrier"
 
 
+@pytest.mark.jax
 def test_steps_lower_the_loss_and_keep_their_shardings():
     step = planned()
     state, batch = state_of(step), batch_of(step)
@@ -72,6 +74,7 @@ def test_steps_lower_the_loss_and_keep_their_shardings():
     assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, step.abstract_state)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(
     ("choices", "config"),
     [

@@ -78,7 +78,7 @@ def hold_placements(case, generator):
 seeds = st.integers(0, 2**32).map(np.random.default_rng)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(small_searches(), seeds)
 def test_each_bound_is_below_the_next_and_below_every_placement(case, generator):
     hold_bounds(case, generator)

@@ -134,11 +134,15 @@ def test_names_that_stand_for_nothing():
         Constraints(max_chips=0)
 
 
+@pytest.fixture(scope="module")
+def free():
+    """With nothing forbidden."""
+    return plan_training(problem(MIXTURE, cluster="h100:8"), top=1)
+
+
 @pytest.mark.parametrize("forbidden", ["expert", "fsdp,context", "pipeline", "zero=2,zero=1", "remat=none"])
-def test_plans_keep_to_what_is_forbidden_and_are_no_better(forbidden):
-    p = problem(MIXTURE, cluster="h100:8")
-    free = plan_training(p, top=1)
-    bound = plan_training(p, top=3, forbidden=parse_forbidden(forbidden))
+def test_plans_keep_to_what_is_forbidden_and_are_no_better(free, forbidden):
+    bound = plan_training(problem(MIXTURE, cluster="h100:8"), top=3, forbidden=parse_forbidden(forbidden))
     constraints = bound.constraints
     for plan in bound.plans:
         layout = plan.layout
@@ -161,9 +165,15 @@ def cost(plan):
     return plan.training.cost_usd
 
 
-def test_a_budget_takes_fewer_chips_where_that_is_cheaper():
-    p = problem(tiny(layers=8, width=2048, hidden=8192, heads=16), "h100:32", tokens="100B", batch_tokens="128Ki")
-    fast, cheap = (plan_training(p, **FEW, objective=o, top=1).plans[0] for o in ("time", "cost"))
+@pytest.fixture(scope="module")
+def extremes():
+    """A problem with its fastest and its cheapest plan."""
+    p = problem(tiny(layers=8, width=2048, hidden=8192, heads=16), "h100:16", tokens="100B", batch_tokens="128Ki")
+    return p, *(plan_training(p, **FEW, objective=o, top=1).plans[0] for o in ("time", "cost"))
+
+
+def test_a_budget_takes_fewer_chips_where_that_is_cheaper(extremes):
+    p, fast, cheap = extremes
     assert cost(cheap) < cost(fast)
     budget = (cost(cheap) + cost(fast)) / 2
     planning = plan_training(p, **FEW, top=3, budget_usd=budget)
@@ -174,20 +184,19 @@ def test_a_budget_takes_fewer_chips_where_that_is_cheaper():
     assert re.fullmatch(r"costs \$\S+, the budget is \$\S+", left.reason)
     assert left.slowdown < 1
     with pytest.raises(
-        InfeasibleError, match=r"no part of h100:32 trains 100B tokens for \$\S+: the cheapest plan costs"
+        InfeasibleError, match=r"no part of h100:16 trains 100B tokens for \$\S+: the cheapest plan costs"
     ):
         plan_training(p, **FEW, budget_usd=cost(cheap) * 0.99)
     assert cost(plan_training(p, **FEW, top=1, budget_usd=cost(cheap) * 1.0001).plans[0]) <= cost(cheap) * 1.0001
 
 
-def test_a_deadline_holds_for_every_objective():
-    p = problem(tiny(layers=8, width=2048, hidden=8192, heads=16), "h100:32", tokens="100B", batch_tokens="128Ki")
-    fast, cheap = (plan_training(p, **FEW, objective=o, top=1).plans[0] for o in ("time", "cost"))
+def test_a_deadline_holds_for_every_objective(extremes):
+    p, fast, cheap = extremes
     days = (fast.training.days.expected + cheap.training.days.expected) / 2
-    for objective in ("time", "cost", "chips"):
-        for plan in plan_training(p, **FEW, objective=objective, top=2, deadline_days=days).plans:
-            assert plan.training.days.expected <= days
-    within = plan_training(p, **FEW, objective="cost", top=1, deadline_days=days)
+    found = {o: plan_training(p, **FEW, objective=o, top=2, deadline_days=days) for o in ("time", "cost", "chips")}
+    for planning in found.values():
+        assert all(plan.training.days.expected <= days for plan in planning.plans)
+    within = found["cost"]
     assert cost(cheap) < cost(within.plans[0]) <= cost(fast)
     assert within.rejected[0].name.startswith("cheaper, but beyond the limits (")
     with pytest.raises(InfeasibleError, match="the fastest plan takes"):

@@ -1,19 +1,12 @@
-"""Compiles einsums with GSPMD on 8 fake CPU devices and prints what XLA inserted. Run as a script: JSON in, JSON out.
+"""Compiles an einsum with GSPMD on eight fake CPU devices and says what XLA inserted.
 
-A process of its own, because the number of devices must be set before JAX is imported.
-In: [{"mesh": [["X", 2], ...], "equation": "ij,jk->ik", "shapes": [...], "inputs": [splits...], "output": splits}, ...]
-Out: [{"inputs": [local shapes], "output": local shape, "dots": [shapes of their results],
-       "collectives": [{"kind", "shapes", "groups" | "pairs"}]}, ...]
+In: {"mesh": [["X", 2], ...], "equation": "ij,jk->ik", "shapes": [...], "inputs": [splits...], "output": splits}
+Out: {"inputs": [local shapes], "output": local shape, "dots": [shapes of their results],
+      "collectives": [{"kind", "shapes", "groups" | "pairs"}]}
 """
 
-import json
 import math
-import os
 import re
-import sys
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +91,3 @@ def numbered(text):
     sizes, _, order = text.partition("T")
     grid = np.arange(math.prod(shape(sizes.strip("[]")))).reshape(shape(sizes.strip("[]")))
     return grid.transpose(shape(order.strip("()"))).reshape(-1) if order else grid.reshape(-1)
-
-
-if __name__ == "__main__":
-    json.dump([compile_case(case) for case in json.load(sys.stdin)], sys.stdout)

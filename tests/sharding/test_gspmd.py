@@ -8,12 +8,8 @@ Ours are written as the CPU backend writes them, by two rules:
 2. Devices that a permute leaves where they are may be listed or left out.
 """
 
-import json
 import math
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -30,6 +26,8 @@ from meshwise.sharding import (
     place_einsum,
 )
 from tests.sharding.devices import all_coordinates, group_of, part_of
+
+pytestmark = pytest.mark.jax
 
 SIZES = {"B": 16, "C": 16, "D": 64, "E": 8, "F": 256, "H": 4, "I": 32, "J": 64, "K": 128, "L": 32, "N": 8, "T": 32}
 
@@ -146,18 +144,10 @@ def as_json(case: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict]:
-    """What XLA made of every case; one process with 8 devices compiles them all."""
-    script = Path(__file__).with_name("gspmd_compile.py")
-    cases = [*CASES, *DIFFERENCES]
-    done = subprocess.run(  # noqa: S603 - our own script
-        [sys.executable, script],
-        input=json.dumps([as_json(c) for c in cases]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(cases, json.loads(done.stdout), strict=True))
+    """What XLA made of every case."""
+    from tests.sharding.gspmd_compile import compile_case  # noqa: PLC0415 -- JAX, which other tests do without
+
+    return {case: compile_case(as_json(case)) for case in (*CASES, *DIFFERENCES)}
 
 
 def of_xla(found: dict) -> tuple:

@@ -1,4 +1,4 @@
-"""Eight fake devices for every test of this folder; they must be asked for before JAX looks for devices."""
+"""Eight fake devices for every test that runs JAX; they must be asked for before JAX looks for devices."""
 
 import os
 
@@ -10,5 +10,8 @@ FLAGS = (
 )
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+#: XLA's threads on a CPU. A device that waits in a collective holds one, and devices may enter collectives that do not
+#: depend on each other in any order: with eight threads for eight devices some runs wait for each other for ever.
+os.environ["NPROC"] = "32"
 if FLAGS not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
