@@ -116,7 +116,7 @@ def evaluation_rate(p: TrainingProblem, structures: tuple[tuple[LayoutChoices, s
                 cuts = {"micro_batch": micro[part], "num_microbatches": 2 * columns["stage"] * micro[part][::-1]}
                 candidates = Candidates(**columns, **cuts, remat_share=share, schedule=schedule)
                 with np.errstate(all="ignore"):  # some schedules cannot run on some of them
-                    evaluate(p, structure, candidates, WireTable(fabric, factors[part], p.routing))
+                    evaluate(p, structure, candidates, WireTable(fabric, factors[part], p.routing), bounded=False)
 
     return ROWS * len(structures) / best_of(3, run)
 

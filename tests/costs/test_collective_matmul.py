@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_the_collectives_that_rings_stand_for(sequence_pa
         step("h100:8", ledger, collective_matmul=how, sequence_parallel=sequence_parallel)
         worth = {CollectiveKind.ALL_GATHER: 1, CollectiveKind.REDUCE_SCATTER: 1, CollectiveKind.ALL_REDUCE: 2}
         all_sent = [(s, h.count) for h in ledger.hidings for s in h.sent if s.collective.key.mesh_axes == ("tensor",)]
-        sent.append(sum(worth[s.collective.key.kind] * s.num_bytes * s.count * count for s, count in all_sent))
+        sent.append(sum(worth[s.collective.key.kind] * s.num_bytes * s.number * count for s, count in all_sent))
         beside = [s.collective for s, _ in all_sent if s.collective.purpose is Purpose.MATMUL]
         assert bool(beside) == (how == "unidirectional")
         assert not any(c.key.kind is CollectiveKind.ALL_REDUCE for c in beside)

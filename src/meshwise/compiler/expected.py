@@ -159,8 +159,8 @@ def _collective(block: str, sent: Sent, layout: Layout) -> ExpectedCollective:
         kind=one.key.kind.value,
         axes=axes,
         tensors=tuple(dict.fromkeys(t.tensor.name for t in one.transfers)),
-        count=sent.count,
-        received=sent.count * _received(one.key.kind, float(sent.num_bytes), size) if size > 1 else 0.0,
+        count=sent.number,
+        received=sent.number * _received(one.key.kind, float(sent.num_bytes), size) if size > 1 else 0.0,
     )
 
 

@@ -85,7 +85,12 @@ class LocalBlock:
 
 
 def evaluate_local(
-    problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, known: Sequence[LocalBlock] | None = None
+    problem: TrainingProblem,
+    structure: LayoutChoices,
+    sizes: LocalSizes,
+    known: Sequence[LocalBlock] | None = None,
+    *,
+    bounded: bool = True,
 ) -> tuple[LocalBlock, ...]:
     """Price what one device does on its own: operations, activations, and the bytes of most collectives.
 
@@ -96,9 +101,10 @@ def evaluate_local(
         sizes: floats or arrays.
         known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
             operations are the same.
+        bounded: as in `evaluate`.
     """
     blocks, extents = problem.lowered.training(structure), local_extents(problem, structure, sizes)
-    prices = OperationPrices(problem.lowered.ops.values, extents, problem.compute_rates)
+    prices = OperationPrices(problem.lowered.ops.values, extents, problem.compute_rates, bounded=bounded)
     passes = [_passes(problem, structure, b, prices) for b in blocks] if known is None else [b.passes for b in known]
     return tuple(
         LocalBlock(
@@ -311,7 +317,7 @@ def evaluated(
     c = candidates
     lowered = problem.lowered.training(structure)
     if local is None:
-        local = evaluate_local(problem, structure, c.local)
+        local = evaluate_local(problem, structure, c.local, bounded=bounded)
     extents = whole_extents(problem, structure, c)
     blocks = tuple((b, b.part(structure, c.remat_share), own) for b, own in zip(lowered, local, strict=True))
     times = []

@@ -150,7 +150,7 @@ def _collectives(
     used = frozenset(layout.used_axes)
     found: dict[tuple[CollectiveKind, tuple[str, ...], int, bool], Path] = {}
     for h, sent in sorted(entries, key=lambda e: order.index(e[0].when)):
-        flow, num_bytes, count = sent.collective, sent.num_bytes, sent.count
+        flow, num_bytes, count = sent.collective, sent.num_bytes, sent.number
         kind, mesh_axes, routed, _ = flow.key
         once = routed and problem.calibration.distinct_dispatch
         ways = schedules(kind, wires(mesh_axes).carrying(routed=once))

@@ -83,5 +83,5 @@ def evaluate_moves(
         moves = found.setdefault(block.role, Moves())
         for one in block.collectives:
             if one.when is Pass.STEP or one.purpose in _MOVED:
-                moves.add(prices.sent(one, {}), block.placed.block.repeat)
+                moves.add(prices.priced(one, {})[0], block.placed.block.repeat)
     return found

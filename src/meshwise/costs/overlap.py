@@ -7,7 +7,7 @@ belong to them. Not here: prices of operations (`compute`) and of collectives (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.core.tensors import Block
@@ -129,7 +129,7 @@ def role_sums(
         add_collectives(own, b, prices, ledger)
         _add_once(once.setdefault(b.block.role, OnceSums()), b, prices, ledger)
         if ledger is not None:
-            ledger.blocks.append(BlockRuns(b, tuple(prices.sent(t, b.known) for t in b.collectives), b.count))
+            ledger.blocks.append(BlockRuns(b, tuple(prices.priced(one, b.known)[0] for one in b.collectives), b.count))
     return sums, once
 
 
@@ -157,13 +157,11 @@ class _Together:
 #: of attention, and those "hideable" behind what is left; each where there are any.
 _Sides = dict[str, _Together]
 
-_SIDES = {Purpose.RING: "circling", Purpose.MATMUL: "fused", Purpose.ACTIVATIONS: "critical"}
-
 
 def _put(sides: _Sides, sent: Sent, calibration: Calibration, *, late: bool, noted: bool) -> None:
     """Put collectives with those that hide behind the same; `late` where gradients of weights alone wait for them."""
     one = sent.collective
-    side = _SIDES.get(one.purpose, "hideable")
+    side = one.side
     if side == "critical" and one.term == "tensor" and (late or calibration.collective_matmul):
         side = "fused"
     together = sides.get(side)
@@ -178,12 +176,12 @@ def _put(sides: _Sides, sent: Sent, calibration: Calibration, *, late: bool, not
 def _split_late(sent: Sent, calibration: Calibration) -> Iterable[tuple[Sent, bool]]:
     """Collectives that are needed at once, and those that gradients of weights alone wait for, where software does."""
     one, late = sent.collective, sent.collective.late
-    if not (late and calibration.late_gathers) or one.term != "tensor" or one.purpose is not Purpose.ACTIVATIONS:
+    if not (late and calibration.late_gathers) or one.term != "tensor" or one.side != "critical":
         return ((sent, False),)
-    if late == sent.count:
+    if late == sent.number:
         return ((sent, True),)
-    parts = ((sent.count - late, False), (late, True))
-    return ((replace(sent, count=n, seconds=sent.seconds * (n / sent.count)), last) for n, last in parts)
+    parts = ((sent.number - late, False), (late, True))
+    return ((sent._replace(number=n, seconds=sent.seconds * (n / sent.number)), last) for n, last in parts)
 
 
 def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledger: Ledger | None = None) -> None:
@@ -196,18 +194,20 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
         ledger: filled with them.
     """
     calibration, once, count = prices.rates.calibration, set[tuple[str, ...]](), b.count
-    passes: dict[Pass, _Sides] = {Pass.FORWARD: {}, Pass.BACKWARD: {}}
+    going: _Sides = {}
+    coming: _Sides = {}
     bounds, serial = Sums(), Sums()
     for one in b.collectives:
         if one.when is Pass.STEP:
             once.add(one.key.mesh_axes)
             continue
-        sent = prices.sent(one, b.known)
+        sent, bound = prices.priced(one, b.known)
         if prices.rates.bounded:
-            bounds.add(one.term, prices.bound(one, b.known))
+            bounds.add(one.term, bound)
             serial.add(one.part, sent.seconds)
         for part, late in _split_late(sent, calibration):
-            _put(passes[one.when], part, calibration, late=late, noted=ledger is not None)
+            sides = going if one.when is Pass.FORWARD else coming
+            _put(sides, part, calibration, late=late, noted=ledger is not None)
     for term, seconds in bounds.items():
         sums.resources.add(term, count * seconds)
     for name, seconds in serial.items():
@@ -215,10 +215,10 @@ def add_collectives(sums: RoleSums, b: BlockTime, prices: CollectivePrices, ledg
     behind = _Behind(sums, b.block, count, prices, ledger)
     forward = [p for name, p in b.compute.items() if _COMPUTE[name][0] == "forward"]
     backward = [p for name, p in b.compute.items() if _COMPUTE[name][0] != "forward"]
-    left = behind.hide_pass(Pass.FORWARD, passes[Pass.FORWARD], forward, once)
+    left = behind.hide_pass(Pass.FORWARD, going, forward, once)
     if backward:
         sums.cover.add(Purpose.WEIGHTS, count * left)
-        left = behind.hide_pass(Pass.BACKWARD, passes[Pass.BACKWARD], backward, once)
+        left = behind.hide_pass(Pass.BACKWARD, coming, backward, once)
         sums.cover.add(Purpose.GRADIENTS, count * left)
 
 
@@ -351,9 +351,9 @@ def split_exposed(together: Num, cover: Num, interference: float = 0.0) -> tuple
 def _add_once(once: OnceSums, b: BlockTime, prices: CollectivePrices, ledger: Ledger | None) -> None:
     for one in b.collectives:
         if one.when is Pass.STEP:
-            sent = prices.sent(one, b.known)
+            sent, bound = prices.priced(one, b.known)
             once.seconds.add((one.purpose, one.term), b.count * sent.seconds)
             if prices.rates.bounded:
-                once.bounds.add(one.term, b.count * prices.bound(one, b.known))
+                once.bounds.add(one.term, b.count * bound)
             if ledger is not None:
                 ledger.hidings.append(Hiding(4, b.block, Pass.STEP, (sent,), 0.0, 0.0, b.count))

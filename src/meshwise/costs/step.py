@@ -204,8 +204,11 @@ class Ledger:
 NETWORKS = ("tensor", "context", "expert", "fsdp", "data")
 
 
-class _Offered(NamedTuple):
-    """What is known of a collective before its bytes: seconds per byte that none beats, the link, its algorithms."""
+class Offered(NamedTuple):
+    """What is known of a collective before its bytes: seconds per byte that none beats, the link, its algorithms.
+
+    The former are by data-sheet bandwidth alone, with one copy of a token to each of its destinations.
+    """
 
     bound: Num
     link: GroupLink
@@ -231,27 +234,24 @@ class StepRates:
     both_ways: bool = False
     bounded: bool = True
     covers: bool = True
-    _offered: dict[CollectiveKey, _Offered] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[CollectiveKey, Offered] = field(default_factory=dict, repr=False, compare=False)
 
-    def seconds(self, num_bytes: Num, key: CollectiveKey) -> Num:
+    def seconds(self, num_bytes: Num, key: CollectiveKey, offered: Offered | None = None) -> Num:
         """Expected seconds of one collective of so many bytes."""
-        offered, links = self._offer(key), self.calibration.links
+        offered, links = offered or self.offered(key), self.calibration.links
         if key.pieces:
             return ring_time(num_bytes, offered.link, links=links, both_ways=self.both_ways)
         return fastest(offered.algorithms, num_bytes, links)
 
-    def bound(self, num_bytes: Num, key: CollectiveKey) -> Num:
-        """The same by data-sheet bandwidth alone, with one copy of a token to each of its destinations."""
-        return num_bytes * self._offer(key).bound
-
-    def _offer(self, key: CollectiveKey) -> _Offered:
-        known = self._offered.get(key)
+    def offered(self, key: CollectiveKey) -> Offered:
+        """What is known of a collective before its bytes."""
+        known = self._known.get(key)
         if known is None:
             whole = self.wires(key.mesh_axes)
             link = whole.carrying(routed=key.routed and self.calibration.distinct_dispatch)
             algorithms = () if key.pieces else starts(key.kind, link, self.calibration.links)
             bound = wire_rate(key.kind, whole.carrying(routed=key.routed))
-            known = self._offered[key] = _Offered(bound, link, algorithms)
+            known = self._known[key] = Offered(bound, link, algorithms)
         return known
 
     def share_links(self, groups: set[tuple[str, ...]], others: set[tuple[str, ...]]) -> Condition:
@@ -278,28 +278,36 @@ class CollectivePrices:
         self.rates = rates
         self.extents = extents
         self.places = places
-        self._known: dict[int, tuple[Num, Num]] = {}
+        self._known: dict[int, tuple[Num, Num, Num]] = {}
 
-    def sent(self, one: CollectiveTemplate, known: Mapping[int, Num]) -> Sent:
-        """Price equal collectives of one pass of a block; `known` has the bytes of some by their `cost`."""
-        num_bytes, seconds = self._one(one, known)
-        return Sent(one, num_bytes, one.count, seconds if one.count == 1 else one.count * seconds)
+    def priced(self, one: CollectiveTemplate, known: Mapping[int, Num]) -> tuple[Sent, Num]:
+        """Price equal collectives of one pass of a block.
 
-    def bound(self, one: CollectiveTemplate, known: Mapping[int, Num]) -> Num:
-        """Seconds of the same by data-sheet bandwidth alone."""
-        return one.count * self.rates.bound(self._one(one, known)[0], one.key)
+        Args:
+            one: what they are.
+            known: bytes of some collectives, by their `cost`.
 
-    def _one(self, one: CollectiveTemplate, known: Mapping[int, Num]) -> tuple[Num, Num]:
-        """Bytes and seconds of one collective."""
+        Returns: with expected seconds; and seconds by data-sheet bandwidth alone (0 where bounds are not asked for).
+        """
         found = self._known.get(one.cost)
         if found is None:
-            if one.cost in known:
-                num_bytes = self.placed(known[one.cost])
-            else:
-                assert self.extents is not None, f"the bytes of {one.name} are not known"
-                num_bytes = self.placed(one.bytes(self.extents))
-            found = self._known[one.cost] = num_bytes, self.rates.seconds(num_bytes, one.key)
-        return found
+            found = self._known[one.cost] = self._price(one, known)
+        num_bytes, seconds, bound = found
+        count = one.count
+        if count == 1:
+            return Sent(one, num_bytes, 1, seconds), bound
+        return Sent(one, num_bytes, count, count * seconds), count * bound
+
+    def _price(self, one: CollectiveTemplate, known: Mapping[int, Num]) -> tuple[Num, Num, Num]:
+        """Bytes, expected seconds and seconds by bandwidth alone of one collective."""
+        if one.cost in known:
+            num_bytes = self.placed(known[one.cost])
+        else:
+            assert self.extents is not None, f"the bytes of {one.name} are not known"
+            num_bytes = self.placed(one.bytes(self.extents))
+        offered = self.rates.offered(one.key)
+        bound = num_bytes * offered.bound if self.rates.bounded else 0.0
+        return num_bytes, self.rates.seconds(num_bytes, one.key, offered), bound
 
     def placed(self, value: Num) -> Num:
         """A value for each place, from one for each mesh."""

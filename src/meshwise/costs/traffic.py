@@ -61,6 +61,8 @@ class CollectiveTemplate:
         transfers: what moves, as placed.
         term: of a step's time that it counts under, and use of the network.
         part: of a microbatch that it belongs to: "forward", "backward" or "weights".
+        side: what may hide it: nothing ("critical"), products that it is fused with ("fused"), attention while it goes
+            round a ring ("circling"), the compute of a neighbour ("hideable").
         late: how many of them only gradients of weights wait for: inputs of matmuls that are gathered once more.
         cost: number of the bytes and the key in the program; equal ones take as long.
     """
@@ -76,6 +78,7 @@ class CollectiveTemplate:
     transfers: tuple[Transfer, ...]
     term: str
     part: str
+    side: str
     late: int
     cost: int
 
@@ -85,25 +88,25 @@ class CollectiveTemplate:
         return num_bytes * extents.devices(self.scaled_by) if self.scaled_by else num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """Collectives of known size (floats or arrays).
 
     Args:
         collective: what they are.
         num_bytes: of each.
-        count: how many, in one pass of one copy of the block.
+        number: how many, in one pass of one copy of the block.
         seconds: of all of them.
     """
 
     collective: CollectiveTemplate
     num_bytes: Num
-    count: int
+    number: int
     seconds: Num
 
 
-#: Purposes whose tensors travel one by one; the others share a bucket.
-_ONE_BY_ONE = (Purpose.ACTIVATIONS, Purpose.RING, Purpose.MATMUL)
+#: Purposes whose tensors travel one by one, and what may hide them; the others share a bucket, and are hideable.
+_SIDES = {Purpose.RING: "circling", Purpose.MATMUL: "fused", Purpose.ACTIVATIONS: "critical"}
+_ONE_BY_ONE = tuple(_SIDES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,7 @@ class CollectiveLowering:
             transfers=tuple(items),
             term=term_of(mesh_axes, purpose),
             part="forward" if when is Pass.FORWARD else "weights" if purpose is Purpose.GRADIENTS else "backward",
+            side=_SIDES.get(purpose, "hideable"),
             late=len(waiting) if when is Pass.BACKWARD else 0,
             cost=self.costs((num_bytes, scaled_by, key)),
         )
