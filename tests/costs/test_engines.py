@@ -17,7 +17,7 @@ from meshwise.costs.serving.problem import ServingProblem
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 PLAIN = replace(CALIBRATIONS["none"], name="plain")
 

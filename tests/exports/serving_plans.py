@@ -12,7 +12,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
 from meshwise.search.serving import ServingPlan
-from meshwise.sharding.serving_layout import parse_serving_layout
+from meshwise.sharding.serving import parse_serving_layout
 
 
 def make_serving_plan(model, on, layout, batch, *, prefill=None, prefill_batch=1, chunk=None, **load):

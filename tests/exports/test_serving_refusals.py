@@ -11,7 +11,7 @@ from meshwise.exports import SERVING_TARGETS, hand_over_serving
 from meshwise.exports.serving import choices
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, parse_lengths
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 from tests.exports.serving_plans import make_serving_plan
 
 GPUS, TPUS = "h100:16", "v6e:16"

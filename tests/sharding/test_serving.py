@@ -9,8 +9,7 @@ from meshwise.models import load_model
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.place import place_forward
 from meshwise.sharding.placed import LocalOp, Transfer
-from meshwise.sharding.serving import SERVING_AXES, serving_strategy
-from meshwise.sharding.serving_layout import ServingLayout, parse_serving_layout
+from meshwise.sharding.serving import SERVING_AXES, ServingLayout, parse_serving_layout, serving_strategy
 
 KINDS = {
     CollectiveKind.ALL_GATHER: "AG",

@@ -2,10 +2,9 @@
 
 from meshwise.core.tensors import Attention
 from meshwise.models import load_model
-from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.place import place_block
 from meshwise.sharding.remat import remat_policy
-from meshwise.sharding.strategy import training_strategy
+from meshwise.sharding.strategy import iteration_space, training_strategy
 
 
 def test_latent_attention_is_split_by_heads_and_moves_nothing_itself():

@@ -34,8 +34,7 @@ from meshwise.models.spec import (
     Streams,
 )
 from meshwise.sharding import Mesh
-from meshwise.sharding.iteration import iteration_space
-from meshwise.sharding.strategy import Strategy
+from meshwise.sharding.strategy import Strategy, iteration_space
 from tests.sharding.devices import all_coordinates, part_of
 from tests.sharding.formulas import Routing
 from tests.sharding.programs import Arrays, Microbatch

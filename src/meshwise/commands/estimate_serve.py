@@ -17,7 +17,7 @@ from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.search.serving import ServingPlan
-from meshwise.sharding.serving_layout import ServingLayout, parse_serving_layout
+from meshwise.sharding.serving import ServingLayout, parse_serving_layout
 
 
 class EstimateServeRequest(ServeRequest):

@@ -16,8 +16,8 @@ from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind, Sharding
-from meshwise.sharding.expression import ShardedTensor
 from meshwise.sharding.layout import Layout
+from meshwise.sharding.notation import ShardedTensor
 from meshwise.sharding.placed import Purpose, Transfer
 
 

@@ -36,7 +36,7 @@ from meshwise.models import Model
 from meshwise.sharding.place import place_block, place_forward
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 from meshwise.sharding.remat import remat_policy
-from meshwise.sharding.serving_layout import ServingLayoutChoices
+from meshwise.sharding.serving import ServingLayoutChoices
 from meshwise.sharding.strategy import Strategy
 
 

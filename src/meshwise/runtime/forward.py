@@ -26,7 +26,7 @@ from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched, plain
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
-from meshwise.sharding.iteration import iteration_space
+from meshwise.sharding.strategy import iteration_space
 
 #: Keys and values of earlier positions, where a block is given them.
 _CACHED = ("cache.k", "cache.v")

@@ -22,7 +22,7 @@ from meshwise.runtime.products import named_einsum, spread, spread_spec
 from meshwise.runtime.shardings import Placement, complete
 from meshwise.runtime.watched import plain
 from meshwise.sharding import Sharding
-from meshwise.sharding.iteration import iteration_space
+from meshwise.sharding.strategy import iteration_space
 
 
 def choose(logits: jax.Array, correction: jax.Array | None, router: Router, top_k: int) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ from meshwise.runtime.shardings import Placement, complete
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form
-from meshwise.sharding.iteration import iteration_space
+from meshwise.sharding.strategy import iteration_space
 
 Arrays = tuple[jax.Array, ...]
 

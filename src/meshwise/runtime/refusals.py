@@ -17,9 +17,9 @@ from meshwise.runtime.params import HELD
 from meshwise.runtime.pipeline import PIPELINES
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
-from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import check_remat
+from meshwise.sharding.strategy import iteration_space
 
 
 def check_model(model: Model) -> None:

@@ -22,7 +22,7 @@ from meshwise.scoring.machines import cluster_of
 from meshwise.scoring.models import model_of
 from meshwise.scoring.reading import MeasuredRun
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
-from meshwise.sharding.remat_names import parse_remat
+from meshwise.sharding.remat import parse_remat
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Meshes, shardings and what it takes to move between them: pure algebra that knows no bytes per second."""
 
-from meshwise.sharding.collectives import Collective, CollectiveKind
-from meshwise.sharding.expression import Expression, ShardedTensor
 from meshwise.sharding.matmul import (
     Indices,
     MatmulPlacement,
@@ -12,8 +10,8 @@ from meshwise.sharding.matmul import (
     place_einsum,
 )
 from meshwise.sharding.mesh import Mesh, Sharding
-from meshwise.sharding.notation import parse_expression, parse_mesh, parse_tensor
-from meshwise.sharding.reshard import reshard
+from meshwise.sharding.notation import Expression, ShardedTensor, parse_expression, parse_mesh, parse_tensor
+from meshwise.sharding.reshard import Collective, CollectiveKind, reshard
 
 __all__ = [
     "Collective",

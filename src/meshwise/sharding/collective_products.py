@@ -11,9 +11,8 @@ from enum import StrEnum
 from functools import lru_cache
 
 from meshwise.core.tensors import Block, Einsum, Elementwise, Kind, Op, Route, Tensor
-from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.mesh import Sharding
-from meshwise.sharding.strategy import Strategy
+from meshwise.sharding.strategy import Strategy, iteration_space
 
 #: Mesh axis whose collectives stand beside products.
 AXIS = "tensor"

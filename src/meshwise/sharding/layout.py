@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from meshwise.core.errors import LayoutError
 from meshwise.sharding.layout_fields import LayoutFields, MeshLayout, Wires, check_count, check_word, is_whole
-from meshwise.sharding.remat import remat_policy
-from meshwise.sharding.remat_names import RematRequest, parse_remat
+from meshwise.sharding.remat import RematRequest, parse_remat, remat_policy
 
 #: Mesh axes in the order in which they nest in the hardware unless told otherwise: innermost (fastest wires) first.
 MESH_AXES = ("tensor", "ulysses", "context", "expert", "fsdp", "data", "stage")

@@ -1,7 +1,7 @@
 """What training and serving layouts share: reading `axis=size,choice=value`, checks of fields, JSON.
 
 Each kind of layout declares its axes and choices once, as `LayoutFields`. Not here: what the fields mean (`layout`,
-`serving_layout`).
+`serving`).
 """
 
 from __future__ import annotations

@@ -14,10 +14,9 @@ from itertools import chain, product
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
-from meshwise.sharding.collectives import Collective
-from meshwise.sharding.expression import Expression
 from meshwise.sharding.mesh import Mesh, Sharding
-from meshwise.sharding.reshard import nominal_bytes_sent, reshard
+from meshwise.sharding.notation import Expression
+from meshwise.sharding.reshard import Collective, nominal_bytes_sent, reshard
 
 #: What a placement costs, in any unit: seconds, bytes. The `costs` layer brings its own.
 PlacementCost = Callable[["MatmulPlacement"], float]

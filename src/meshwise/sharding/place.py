@@ -22,13 +22,11 @@ from meshwise.core.tensors import (
     Tensor,
 )
 from meshwise.sharding.collective_products import AXIS, moves_beside_products, split_by_rows
-from meshwise.sharding.collectives import CollectiveKind
-from meshwise.sharding.iteration import iteration_space
 from meshwise.sharding.mesh import Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
-from meshwise.sharding.reshard import nearest, reshard
-from meshwise.sharding.strategy import Strategy
+from meshwise.sharding.reshard import CollectiveKind, nearest, reshard
+from meshwise.sharding.strategy import Strategy, iteration_space
 
 
 class _Placer:

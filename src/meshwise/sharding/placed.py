@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshwise.core.tensors import Block, Op, Tensor
-from meshwise.sharding.collectives import Collective
 from meshwise.sharding.mesh import Sharding
+from meshwise.sharding.reshard import Collective
 
 
 class Purpose(StrEnum):

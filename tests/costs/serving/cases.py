@@ -12,7 +12,7 @@ from meshwise.costs.serving.wires import engine_wirings, fabric_of, wires_of
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
-from meshwise.sharding.serving_layout import parse_serving_layout
+from meshwise.sharding.serving import parse_serving_layout
 
 __all__ = ["estimate", "problem", "setup", "step"]
 

@@ -11,7 +11,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, parse_lengths
 from meshwise.models import load_model
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 
 def problem(load, model="llama-3-8b"):

@@ -8,8 +8,7 @@ import pytest
 
 from meshwise.costs.lower import _relevant_rules
 from meshwise.sharding.place import place_forward
-from meshwise.sharding.serving import CACHE_SPLITS, serving_strategy
-from meshwise.sharding.serving_layout import ServingLayoutChoices
+from meshwise.sharding.serving import CACHE_SPLITS, ServingLayoutChoices, serving_strategy
 from tests.costs.serving.cases import problem
 
 #: What a strategy takes together: the residual stream is split by its width where weights are, and slots are not then.

@@ -9,8 +9,7 @@ from meshwise.core.dtypes import DType
 from meshwise.costs.network import NO_WIRE
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import COMPUTE_TERMS, price_mixed_step, price_step
-from meshwise.sharding.serving import SERVING_AXES
-from meshwise.sharding.serving_layout import ServingLayoutChoices
+from meshwise.sharding.serving import SERVING_AXES, ServingLayoutChoices
 from tests.costs.serving.cases import problem, step
 
 LAYOUTS = (

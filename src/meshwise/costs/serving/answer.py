@@ -11,7 +11,7 @@ from typing import Literal
 
 from meshwise.costs.estimate import Interval
 from meshwise.costs.serving.problem import ServingProblem
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 Mode = Literal["aggregated", "disaggregated"]
 

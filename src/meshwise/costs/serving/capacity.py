@@ -13,7 +13,7 @@ from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.memory import cache_bytes, reserved_bytes, step_memory, weight_bytes
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import StepSizes
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 #: Where the frontier of requests against their length ends.
 _MOST_REQUESTS, _SHORT = 1 << 20, 512

@@ -18,7 +18,7 @@ from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import StepSizes, step_extents
 from meshwise.costs.serving.step import price_step
 from meshwise.costs.serving.wires import fabric_of, layout_wires
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 #: Tokens of a step at which everything but attention is priced: powers of two, between which it is a line.
 _TOKENS = tuple(2**k for k in range(16))

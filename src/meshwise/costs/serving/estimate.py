@@ -19,8 +19,7 @@ from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
 from meshwise.costs.serving.wires import engine_wirings, fabric_of, layout_wires, wires_of
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.serving import SERVING_AXES
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 
 
 def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> None:

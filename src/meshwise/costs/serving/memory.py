@@ -21,7 +21,7 @@ from meshwise.costs.serving.sizes import (
     residual_bytes,
     step_extents,
 )
-from meshwise.sharding.serving_layout import ServingLayoutChoices
+from meshwise.sharding.serving import ServingLayoutChoices
 
 #: Class of memory -> what it is.
 CLASSES = {

@@ -10,7 +10,7 @@ from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.capacity import decode_sizes, prefill_sizes
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import part_of_sequences, step_extents
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 
 @dataclass(frozen=True, slots=True)

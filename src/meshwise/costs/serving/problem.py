@@ -16,7 +16,7 @@ from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
-from meshwise.sharding.serving_layout import ServingLayoutChoices
+from meshwise.sharding.serving import ServingLayoutChoices
 
 Step = Literal["prefill", "decode"]
 

@@ -15,7 +15,7 @@ from meshwise.costs.extents import Extents, WeightedSum
 from meshwise.costs.lower import LoweredServingBlock
 from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.sharding.placed import Held
-from meshwise.sharding.serving_layout import ServingLayoutChoices
+from meshwise.sharding.serving import ServingLayoutChoices
 
 #: Experts that a step touches are an expectation, as their slots are: neither is rounded up to whole ones.
 NEVER_PADDED = ("C", "E")

@@ -32,7 +32,7 @@ from meshwise.costs.serving.sizes import (
 from meshwise.costs.step import BlockTime, CollectivePrices, StepRates, Wires
 from meshwise.costs.traffic import CollectiveKey
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.serving_layout import ServingLayoutChoices
+from meshwise.sharding.serving import ServingLayoutChoices
 
 #: Term -> what it is. Every term is exposed time; they add up to the expected step time.
 TERMS = {

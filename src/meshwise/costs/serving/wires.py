@@ -14,8 +14,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.serving.problem import ServingProblem
 from meshwise.sharding import Mesh
-from meshwise.sharding.serving import SERVING_AXES
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 
 
 def fabric_of(problem: ServingProblem) -> Fabric:

@@ -20,7 +20,7 @@ from meshwise.jobs.traffic import parse_lengths
 from meshwise.models import Model
 from meshwise.models.spec import LatentAttention
 from meshwise.search.serving import ServingPlan
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 #: Fields that every engine answers for, by an option, a note or a refusal.
 _ANSWERED = {

@@ -21,7 +21,7 @@ from meshwise.exports.serving.benchmark import mean_note
 from meshwise.exports.serving.choices import ServingChoices
 from meshwise.exports.serving.notes import common_notes
 from meshwise.exports.serving.script import Script, command
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 VERSION = "MaxText's maxengine_server.py at commit 5505348, inference.yml at commit 106ee59"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwise.costs.serving.wires import fabric_of
 from meshwise.exports.serving.choices import ServingChoices
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 
 def common_notes(

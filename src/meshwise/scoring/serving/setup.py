@@ -21,7 +21,7 @@ from meshwise.scoring.machines import cluster_of
 from meshwise.scoring.models import model_of
 from meshwise.scoring.serving.modes import Sharing, parse_mode
 from meshwise.scoring.serving.reading import ServedRun
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 
 @dataclass(frozen=True)

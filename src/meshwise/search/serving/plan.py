@@ -18,7 +18,7 @@ from meshwise.costs.serving.problem import ServingProblem, check_context
 from meshwise.jobs import ServingLoad
 from meshwise.models import read_model_json
 from meshwise.search.plan import changed, check_kind, saved_cluster
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import ServingLayout
 
 #: What the key `kind` of a saved serving plan says; plans of training have no such key.
 SERVING = "serving"

@@ -21,8 +21,7 @@ from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.wires import engine_wirings
 from meshwise.models import Model
 from meshwise.models.spec import SelfAttention
-from meshwise.sharding.serving import SERVING_AXES
-from meshwise.sharding.serving_layout import ServingLayout, ServingLayoutChoices
+from meshwise.sharding.serving import SERVING_AXES, ServingLayout, ServingLayoutChoices
 
 _AXES: dict[Step, tuple[str, ...]] = {
     "decode": ("tensor", "cache", "width", "expert", "stage"),

@@ -26,8 +26,7 @@ from meshwise.costs.serving.step import time_step
 from meshwise.jobs import ServingLoad
 from meshwise.search.serving.space import Candidates
 from meshwise.sharding import CollectiveKind
-from meshwise.sharding.serving import SERVING_AXES
-from meshwise.sharding.serving_layout import ServingLayout
+from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 
 
 def _nothing() -> np.ndarray:
