@@ -32,6 +32,9 @@ EXPERT_DISPATCHES = ("slots", "ragged")
 #: Orders in which pipeline stages work through microbatches; `costs.schedules` prices them.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 
+#: Choices that are printed even where they are the default.
+_ALWAYS = ("micro_batch", "num_microbatches", "remat")
+
 #: What can live in the host's memory.
 OFFLOADABLE = ("optimizer", "parameters", "activations")
 
@@ -189,31 +192,23 @@ class Layout(MeshLayout):
         return tuple(a for a in reversed(MESH_AXES) if self.sizes[a] > 1)
 
     def __str__(self) -> str:
-        parts = [f"{a}={self.sizes[a]}" for a in self.used_axes] or ["data=1"]
-        replicas = self.data > 1 or (not self.fully_sharded and self.context * self.ulysses * self.expert > 1)
-        if self.zero and replicas:
-            parts.append(f"zero={self.zero}")
-        if not self.fully_sharded and self.context * self.ulysses * self.expert > 1:
-            parts.append("fully_sharded=off")
-        if self.tensor > 1 and not self.sequence_parallel:
-            parts.append("sequence_parallel=off")
-        if self.tensor > 1 and not self.expert_tensor_parallel:
-            parts.append("expert_tensor_parallel=off")
-        words = {"context_method": self.context > 1, "collective_matmul": self.tensor > 1, "expert_dispatch": True}
-        unusual = (name for name, means in words.items() if means and getattr(self, name) != getattr(Layout, name))
-        parts += [f"{name}={getattr(self, name)}" for name in unusual]
-        if self.stage > 1 and self.schedule != "1f1b":
-            parts.append(f"schedule={self.schedule}")
-        if self.virtual_stages > 1:
-            parts.append(f"virtual_stages={self.virtual_stages}")
-        parts += [f"micro_batch={self.micro_batch}", f"num_microbatches={self.num_microbatches}", f"remat={self.remat}"]
-        if self.remat_layers is not None:
-            parts.append(f"remat_layers={self.remat_layers}")
-        if self.offload:
-            parts.append(f"offload={'+'.join(self.offload)}")
-        if self.offload_layers is not None:
-            parts.append(f"offload_layers={self.offload_layers}")
-        return ",".join(parts)
+        partners = self.context * self.ulysses * self.expert > 1
+        return self.written(
+            self.used_axes or ("data",),
+            {
+                "zero": self.data > 1 or (not self.fully_sharded and partners),
+                "fully_sharded": partners,
+                "sequence_parallel": self.tensor > 1,
+                "expert_tensor_parallel": self.tensor > 1,
+                "context_method": self.context > 1,
+                "collective_matmul": self.tensor > 1,
+                "expert_dispatch": True,
+                "schedule": self.stage > 1,
+                "virtual_stages": True,
+                **dict.fromkeys((*_ALWAYS, "remat_layers", "offload", "offload_layers"), True),
+            },
+            _ALWAYS,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,50 +257,31 @@ def parse_layout(text: str, *, num_chips: int) -> LayoutRequest:
         LayoutError: not of that form, an axis given twice, sizes that do not multiply to at most `num_chips`.
         UnknownNameError: an axis or choice that does not exist.
     """
-    given: dict[str, Any] = {}
-    remat: RematRequest | None = None
-    for name, value, part in FIELDS.split(text):
-        if name in given:
-            raise LayoutError(f"layout: {name} is given twice in {text!r}")
-        if name == "remat":
-            remat = parse_remat(value)
-            given[name] = remat.policy
-        elif name == "offload":
-            given[name] = _read_offload(value, given, text)
-        else:
-            given[name] = FIELDS.read(name, value, part)
-    FIELDS.fill_rest(given, num_chips)
-    if remat is not None:
-        _add_remat(given, remat, text)
+    given = FIELDS.parse(text, num_chips, {"remat": _read_remat, "offload": _read_offload})
+    if "remat" in given:
+        remat: RematRequest = given["remat"]
+        given["remat"] = remat.policy
+        if remat.of_each_stage:
+            given["remat_layers"] *= given.get("stage", 1) * given.get("virtual_stages", 1)
+        if remat.offloads:
+            given["offload"] = tuple(dict.fromkeys((*given.get("offload", ()), "activations")))
     sizes = {a: given.get(a, 1) for a in MESH_AXES}
     choices = {name: value for name, value in given.items() if name not in MESH_AXES}
     Layout(**sizes, **choices)  # checks every value
-    request = LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if a in given))
-    if request.num_chips > num_chips:
-        raise LayoutError(
-            f"layout {text!r} needs {request.num_chips:,} chips, the cluster has {num_chips:,}; "
-            "lower an axis, or write -1 for one to let it take the rest"
-            + ("; expert is an axis of its own, not a part of data" if request.sizes["expert"] > 1 else "")
-        )
-    return request
+    hint = "; expert is an axis of its own, not a part of data" if sizes["expert"] > 1 else ""
+    FIELDS.check_chips(text, given, num_chips, hint)
+    return LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if a in given))
 
 
-def _read_offload(value: str, given: dict[str, Any], text: str) -> tuple[str, ...]:
+def _read_remat(value: str) -> dict[str, Any]:
+    """The policy, and how many layers follow it where that is said."""
+    remat = parse_remat(value)
+    return {"remat": remat} | ({} if remat.layers is None else {"remat_layers": remat.layers})
+
+
+def _read_offload(value: str) -> dict[str, Any]:
     """The parts to offload; `activations:N` gives the number of layers, too."""
-    if counted := re.search(r"activations:([0-9]+)", value.lower()):
-        if "offload_layers" in given:
-            raise LayoutError(f"layout: offload_layers is given twice in {text!r}")
-        given["offload_layers"] = int(counted[1])
+    counted = re.search(r"activations:([0-9]+)", value.lower())
     words = re.sub(r"(activations):[0-9]+", r"\1", value.lower()).split("+")
-    return tuple(word for word in words if word != "none")
-
-
-def _add_remat(given: dict[str, Any], remat: RematRequest, text: str) -> None:
-    """Add what a remat policy says besides its name: how many layers follow it, whether what is kept is offloaded."""
-    if remat.layers is not None:
-        if "remat_layers" in given:
-            raise LayoutError(f"layout: remat_layers is given twice in {text!r}")
-        pieces = given.get("stage", 1) * given.get("virtual_stages", 1) if remat.of_each_stage else 1
-        given["remat_layers"] = remat.layers * pieces
-    if remat.offloads:
-        given["offload"] = tuple(dict.fromkeys((*given.get("offload", ()), "activations")))
+    parts = {"offload": tuple(word for word in words if word != "none")}
+    return parts | ({"offload_layers": int(counted[1])} if counted else {})

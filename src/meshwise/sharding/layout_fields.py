@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -46,12 +46,44 @@ class LayoutFields:
         """The field that a word names, by its own name or a usual one; other words in lower case."""
         return self.aliases.get(word.lower(), word.lower())
 
-    def split(self, text: str) -> Iterator[tuple[str, str, str]]:
-        """Each `name=value` of a text: full name, value, and the part as it was typed.
+    def parse(
+        self, text: str, num_chips: int, readers: Mapping[str, Callable[[str], dict[str, Any]]] | None = None
+    ) -> dict[str, Any]:
+        """The fields that a text gives, -1 replaced by what the other axes leave of the chips.
+
+        Args:
+            text: `axis=size` and `choice=value`, separated by commas.
+            num_chips: of the cluster.
+            readers: of `texts`: value -> one field or several.
 
         Raises:
-            LayoutError: not of that form, or nothing at all.
+            LayoutError: not of that form, a field given twice, a value that it cannot have, a rest that is not even.
+            UnknownNameError: no such field.
         """
+        given: dict[str, Any] = {}
+        for name, value, part in self._split(text):
+            found = readers[name](value) if readers and name in readers else {name: self._read(name, value, part)}
+            for twice in given.keys() & found.keys():
+                raise LayoutError(f"layout: {twice} is given twice in {text!r}")
+            given |= found
+        self._fill_rest(given, num_chips)
+        return given
+
+    def check_chips(self, text: str, given: Mapping[str, Any], num_chips: int, hint: str = "") -> None:
+        """Refuse what needs more chips than there are.
+
+        Raises:
+            LayoutError: with both numbers, and `hint`.
+        """
+        needed = math.prod(given.get(axis, 1) for axis in self.axes)
+        if needed > num_chips:
+            raise LayoutError(
+                f"layout {text!r} needs {needed:,} chips, the cluster has {num_chips:,}; lower an axis, or write -1 "
+                f"for one to let it take the rest{hint}"
+            )
+
+    def _split(self, text: str) -> Iterator[tuple[str, str, str]]:
+        """Each `name=value` of a text: full name, value, and the part as it was typed."""
         parts = _parts(text)
         first = self.example.partition(",")[0]
         if not parts:
@@ -63,13 +95,8 @@ class LayoutFields:
                 raise LayoutError(f"layout: expected name=value (such as {first}{other}), found {part!r} in {text!r}")
             yield self.full_name(match[1]), match[2], part
 
-    def read(self, name: str, value: str, part: str) -> Any:
-        """A size, a count, a switch or a word; `part` is what the user typed.
-
-        Raises:
-            LayoutError: a value that the field cannot have.
-            UnknownNameError: no such field.
-        """
+    def _read(self, name: str, value: str, part: str) -> Any:
+        """A size, a count, a switch or a word; `part` is what the user typed."""
         if name in self.words:
             return value.lower()
         if name in self.switches:
@@ -86,12 +113,8 @@ class LayoutFields:
             raise LayoutError(f"layout: {name} must be at least 1, or -1 for the rest, found {part!r}")
         return size
 
-    def fill_rest(self, given: dict[str, Any], num_chips: int) -> None:
-        """Replace the -1 of one axis by what the others leave of the chips.
-
-        Raises:
-            LayoutError: several axes are -1, or the others do not divide the chips.
-        """
+    def _fill_rest(self, given: dict[str, Any], num_chips: int) -> None:
+        """Replace the -1 of one axis by what the others leave of the chips."""
         rest = [a for a in self.axes if given.get(a) == -1]
         if len(rest) > 1:
             raise LayoutError(f"layout: only one axis can be -1 (the rest), found {' and '.join(rest)}")
@@ -135,6 +158,18 @@ class MeshLayout:
                 raise LayoutError(
                     f"layout: wires of {axis} multiply to {math.prod(extents)}, but {axis} is {getattr(self, axis)}"
                 )
+
+    def written(self, axes: Iterable[str], choices: Mapping[str, bool], always: Collection[str] = ()) -> str:
+        """As users write it: sizes of axes, and the choices that differ from the default.
+
+        Args:
+            axes: to print.
+            choices: whether each has a meaning on this mesh.
+            always: choices to print even if they are the default.
+        """
+        own = type(self)
+        shown = (n for n, means in choices.items() if means and (n in always or getattr(self, n) != getattr(own, n)))
+        return ",".join(f"{name}={_word(getattr(self, name))}" for name in (*axes, *shown))
 
     def replace(self, **changes: Any) -> Self:
         """Copy with other choices."""
@@ -180,6 +215,12 @@ def check_word(title: str, word: object, known: tuple[str, ...]) -> None:
 def is_whole(value: object) -> bool:
     """Whether a value is an integer, which True is not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "+".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _read_wires(value: Any) -> Wires | None:

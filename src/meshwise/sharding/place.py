@@ -6,7 +6,6 @@ placement serves a million candidates. Not here: bytes per second, or any strate
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwise.core.backward import backward
@@ -44,11 +43,18 @@ class _Placer:
         self.slices_copies = slices_copies  # a part of a copy that was made before is there, too
         self.beside = beside  # names of what moves round a ring beside products, forward or as a gradient
         self.held = held
-        self.copies: dict[tuple[str, Sharding], Sharding] = {}
+        self.copies: set[tuple[str, Sharding]] = set()
         self.circling: set[str] = set()  # keys, values and their gradients, in ring attention
         self.forms: dict[str, list[Sharding]] = {}  # what each tensor became on its ways
         self.wanted: dict[str, set[Sharding]] = {}  # as what each tensor was read
         self.items: list[LocalOp | Transfer] = []
+
+    def run_forward(self, block: Block) -> None:
+        """Place all operations of a block, and complete its outputs."""
+        for op in block.ops:
+            self.run(op)
+        for name in block.outputs:
+            self.settle(name, "")
 
     def run(self, op: Op) -> None:
         """Place one operation."""
@@ -86,7 +92,7 @@ class _Placer:
             self.bring(source, wanted, op.name)
         elif held.sharding != wanted and (source.name, wanted) not in self.copies:
             self._move(held, wanted, op.name)
-            self.copies[source.name, wanted] = wanted
+            self.copies.add((source.name, wanted))
         return passed
 
     def _append(self, op: Op, inputs: tuple[Held, ...], output: Held, splits: dict[str, tuple[str, ...]]) -> None:
@@ -147,13 +153,11 @@ class _Placer:
 
     def bring(self, t: Tensor, wanted: Sharding, reader: str) -> Sharding:
         """Move tensor `t` to `wanted` for `reader`, reusing a copy that was made before."""
-        held = self.held[t.name]
         self.wanted.setdefault(t.name, set()).add(wanted)
-        if held.sharding.unreduced:
-            held = self.settle(held, reader)
+        held = self.settle(t.name, reader)
         if held.sharding != wanted and (t.name, wanted) not in self.copies and not self._lies_in_a_copy(t, wanted):
             self._move(held, wanted, reader)
-            self.copies[t.name, wanted] = wanted
+            self.copies.add((t.name, wanted))
         return wanted
 
     def _lies_in_a_copy(self, t: Tensor, wanted: Sharding) -> bool:
@@ -161,13 +165,14 @@ class _Placer:
         copies = (sharding for name, sharding in self.copies if name == t.name) if self.slices_copies else ()
         return any(all(c.kind is CollectiveKind.SLICE for c in reshard(copy, wanted)) for copy in copies)
 
-    def settle(self, held: Held, reader: str) -> Held:
+    def settle(self, name: str, reader: str) -> Held:
         """Sum a partial value into the place where its kind lives, once and for all readers."""
-        home = self.strategy.home(held.tensor.axes)
-        self._move(held, home, reader)
-        whole = Held(held.tensor, home)
-        self.held[held.tensor.name] = whole
-        return whole
+        held = self.held[name]
+        if held.sharding.unreduced:
+            home = self.strategy.home(held.tensor.axes)
+            self._move(held, home, reader)
+            held = self.held[name] = Held(held.tensor, home)
+        return held
 
     def _move(self, held: Held, target: Sharding, reader: str) -> None:
         purposes = {Kind.WEIGHT: Purpose.WEIGHTS, Kind.GRADIENT: Purpose.GRADIENTS}
@@ -224,52 +229,39 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     Raises:
         ShardingError: for rules that give one tensor the same mesh axis twice.
     """
-    weights = {t.name: Held(t, strategy.stored(t.axes, "weights")) for t in _all_weights(block)}
-    entry = _entries(block, strategy)
+    outside = _outside(block, strategy)
     beside = moves_beside_products(block, strategy) if strategy.pieces else frozenset[str]()
-    forward = _Placer(strategy, {**weights, **entry}, beside)
-    for op in block.ops:
-        forward.run(op)
-    for name in block.outputs:
-        if forward.held[name].sharding.unreduced:
-            forward.settle(forward.held[name], "")
+    forward = _Placer(strategy, dict(outside), beside)
+    forward.run_forward(block)
     saved = saved_activations(block, policy)
     made = {t.name: forward.held[t.name] for t in saved.kept}
-    back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **made}, forward)
+    back, gradients, recomputed = _place_backward(block, strategy, saved, outside | made, forward)
     kept = _as_read_again(made, forward.forms, back.wanted)
     if kept != made:
-        back, gradients, recomputed = _place_backward(block, strategy, saved, {**weights, **entry, **kept}, forward)
+        back, gradients, recomputed = _place_backward(block, strategy, saved, outside | kept, forward)
     # No operation makes the gradients of idle weights, so that there is nothing to add up or to move; their
     # accumulators are there all the same.
-    gradients |= {
+    idle = {
         t.name: Held(replace(t, name=f"d_{t.name}", kind=Kind.GRADIENT), strategy.stored(t.axes, "gradients"))
         for t in block.idle
         if not t.frozen
     }
-    moved = {n: h for n, h in gradients.items() if n not in {t.name for t in block.idle}}
-    gathered = {
-        h.tensor.name: h
-        for item in (*forward.items, *back.items)
-        if isinstance(item, LocalOp)
-        for h in item.inputs
-        if h.tensor.kind is Kind.WEIGHT and h.sharding != weights[h.tensor.name].sharding
-    }
-    own = {t.name: weights[t.name] for t in block.weights}
-    trained = [h.tensor for h in own.values() if not h.tensor.frozen]
-    optimizer = tuple(Held(t, strategy.stored(t.axes, "optimizer")) for t in trained)
-    return PlacedBlock(
-        block=block,
-        forward=tuple(forward.items),
+    placed = _placed(block, outside, forward.items, back.items)
+    own = {h.tensor.name: h for h in placed.weights}
+    optimizer = tuple(
+        Held(h.tensor, strategy.stored(h.tensor.axes, "optimizer")) for h in own.values() if not h.tensor.frozen
+    )
+    moved = {n: h for n, h in gradients.items() if n not in idle}
+    gradients |= idle
+    return replace(
+        placed,
         backward=tuple(back.items),
         recomputed=recomputed,
         kept=tuple(kept.values()),
         workspace=tuple(back.held[op.output.name] for op in saved.recompute if not _passing(op)),
-        weights=tuple(own.values()),
-        tied=tuple(h for n, h in weights.items() if n not in own),
         tied_gradients=tuple(h for n, h in gradients.items() if n not in own),
         gradients=tuple(gradients[n] for n in own if n in gradients),
         optimizer=optimizer,
-        gathered=tuple(gathered.values()),
         step=_step_transfers(own, moved, optimizer),
     )
 
@@ -284,37 +276,27 @@ def place_forward(block: Block, strategy: Strategy) -> PlacedBlock:
     Raises:
         ShardingError: for rules that give one tensor the same mesh axis twice.
     """
-    weights = {t.name: Held(t, strategy.stored(t.axes, "weights")) for t in _all_weights(block)}
-    entry = _entries(block, strategy)
-    placer = _Placer(strategy, {**weights, **entry}, slices_copies=True)
-    for op in block.ops:
-        placer.run(op)
-    for name in block.outputs:
-        if placer.held[name].sharding.unreduced:
-            placer.settle(placer.held[name], "")
+    outside = _outside(block, strategy)
+    placer = _Placer(strategy, dict(outside), slices_copies=True)
+    placer.run_forward(block)
+    return _placed(block, outside, placer.items)
+
+
+def _placed(block: Block, outside: dict[str, Held], *passes: list[LocalOp | Transfer]) -> PlacedBlock:
+    """A block with the items of its forward pass, and the weights that this and further passes read."""
+    weights = {n: h for n, h in outside.items() if h.tensor.kind is Kind.WEIGHT}
+    read = (h for items in passes for item in items if isinstance(item, LocalOp) for h in item.inputs)
     gathered = {
-        h.tensor.name: h
-        for item in placer.items
-        if isinstance(item, LocalOp)
-        for h in item.inputs
-        if h.tensor.kind is Kind.WEIGHT and h.sharding != weights[h.tensor.name].sharding
+        h.tensor.name: h for h in read if h.tensor.name in weights and h.sharding != weights[h.tensor.name].sharding
     }
     own = {t.name: weights[t.name] for t in block.weights}
     return PlacedBlock(
         block=block,
-        forward=tuple(placer.items),
-        backward=(),
-        recomputed=frozenset(),
-        kept=(),
-        workspace=(),
+        forward=tuple(passes[0]),
         weights=tuple(own.values()),
         tied=tuple(h for n, h in weights.items() if n not in own),
-        tied_gradients=(),
-        gradients=(),
-        optimizer=(),
         gathered=tuple(gathered.values()),
-        step=(),
-        caches=tuple(h for h in entry.values() if h.tensor.kind is Kind.KV_CACHE),
+        caches=tuple(h for h in outside.values() if h.tensor.kind is Kind.KV_CACHE),
     )
 
 
@@ -323,18 +305,17 @@ def _passing(op: Op) -> bool:
     return isinstance(op, Convert) and not op.lasting
 
 
-def _all_weights(block: Block) -> Iterable[Tensor]:
-    read = (t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT)
-    return {t.name: t for t in (*read, *block.idle)}.values()
-
-
-def _entries(block: Block, strategy: Strategy) -> dict[str, Held]:
-    """Say where that which comes into the block from outside is held: activations and indices at home, and caches."""
+def _outside(block: Block, strategy: Strategy) -> dict[str, Held]:
+    """How what enters the block is held: weights as stored, caches where they stay, all else at home."""
     made = {op.output.name for op in block.ops}
-    outside = (t for op in block.ops for t in op.inputs if t.kind is not Kind.WEIGHT and t.name not in made)
-    return {
-        t.name: Held(t, strategy.cached(t.axes) if t.kind is Kind.KV_CACHE else strategy.home(t.axes)) for t in outside
-    }
+    read = {t.name: t for t in (*(t for op in block.ops for t in op.inputs if t.name not in made), *block.idle)}
+
+    def sharding(t: Tensor) -> Sharding:
+        if t.kind is Kind.WEIGHT:
+            return strategy.stored(t.axes, "weights")
+        return strategy.cached(t.axes) if t.kind is Kind.KV_CACHE else strategy.home(t.axes)
+
+    return {t.name: Held(t, sharding(t)) for t in read.values()}
 
 
 def _as_read_again(
@@ -383,9 +364,8 @@ def _place_backward(
             weight = op.output.name.removeprefix("d_")
             gradients[weight] = _accumulate(placer, strategy, placer.held[op.output.name])
     for t in (t for op in block.ops for t in op.inputs if t.name in block.inputs and t.kind is Kind.ACTIVATION):
-        out = placer.held.get(f"d_{t.name}")
-        if out is not None and out.sharding.unreduced:
-            placer.settle(out, "")
+        if f"d_{t.name}" in placer.held:
+            placer.settle(f"d_{t.name}", "")
     return placer, gradients, recomputed
 
 

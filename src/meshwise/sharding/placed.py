@@ -75,30 +75,31 @@ class PlacedBlock:
     Args:
         block: what was placed.
         forward: operations and transfers of one forward pass, in order.
-        backward: those of one backward pass, recomputation first.
+        weights: as stored; those tied to another block's are left out.
+        tied: weights that another block owns; a pipeline stage without that block holds a copy.
+        gathered: weights as used, between their gathering and their last use.
+        caches: what stays between steps of serving, as it is held.
+        backward: operations and transfers of one backward pass, recomputation first; none in serving, as all below.
         recomputed: names of the operations in `backward` that repeat the forward pass.
         kept: activations held between the two passes.
         workspace: activations made again, alive during one block's backward pass.
-        weights, gradients, optimizer: the training state as stored; weights tied to another block's are left out.
-        tied: weights that another block owns; a pipeline stage without that block holds a copy.
-        tied_gradients: of those, as this block leaves them for the owner to add to its own.
-        gathered: weights as used, between their gathering and their last use.
+        tied_gradients: of tied weights, as this block leaves them for the owner to add to its own.
+        gradients, optimizer: the training state as stored, of the block's own weights.
         step: transfers once a step, of the block's own weights: gradients to where the optimizer wants them, new
             weights back to where they are stored.
-        caches: what stays between steps of serving, as it is held.
     """
 
     block: Block
     forward: tuple[LocalOp | Transfer, ...]
-    backward: tuple[LocalOp | Transfer, ...]
-    recomputed: frozenset[str]
-    kept: tuple[Held, ...]
-    workspace: tuple[Held, ...]
     weights: tuple[Held, ...]
     tied: tuple[Held, ...]
-    tied_gradients: tuple[Held, ...]
-    gradients: tuple[Held, ...]
-    optimizer: tuple[Held, ...]
     gathered: tuple[Held, ...]
-    step: tuple[Transfer, ...]
     caches: tuple[Held, ...] = ()
+    backward: tuple[LocalOp | Transfer, ...] = ()
+    recomputed: frozenset[str] = frozenset()
+    kept: tuple[Held, ...] = ()
+    workspace: tuple[Held, ...] = ()
+    tied_gradients: tuple[Held, ...] = ()
+    gradients: tuple[Held, ...] = ()
+    optimizer: tuple[Held, ...] = ()
+    step: tuple[Transfer, ...] = ()

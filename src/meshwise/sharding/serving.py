@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from meshwise.core.errors import LayoutError
 from meshwise.sharding.layout import CONTEXT_METHODS
@@ -242,27 +242,22 @@ class ServingLayout(MeshLayout):
     @property
     def structure(self) -> ServingLayoutChoices:
         """The choices that are no sizes; those that mean nothing on this mesh as if they had not been made."""
+        made = {name: getattr(self if means else ServingLayout, name) for name, means in self._choices.items()}
+        return ServingLayoutChoices(**made, wide=self.width > 1)
+
+    @property
+    def _choices(self) -> dict[str, bool]:
+        """Whether each choice has a meaning on this mesh."""
         ways = self.tensor * self.cache
-        return ServingLayoutChoices(
-            cache_split=self.cache_split if self.cache * self.width > 1 else "heads",
-            sequence_parallel=self.sequence_parallel and ways > 1,
-            expert_tensor_parallel=self.expert_tensor_parallel or ways * self.expert == 1,
-            context_method=self.context_method if self.context > 1 else "gather",
-            wide=self.width > 1,
-        )
+        return {
+            "cache_split": self.cache * self.width > 1,
+            "sequence_parallel": ways > 1,
+            "expert_tensor_parallel": ways * self.expert > 1,
+            "context_method": self.context > 1,
+        }
 
     def __str__(self) -> str:
-        parts = [f"{a}={getattr(self, a)}" for a in FIELDS.axes if getattr(self, a) > 1] or ["tensor=1"]
-        s = self.structure
-        if s.cache_split != "heads":
-            parts.append(f"cache_split={s.cache_split}")
-        if s.sequence_parallel:
-            parts.append("sequence_parallel=on")
-        if not s.expert_tensor_parallel:
-            parts.append("expert_tensor_parallel=off")
-        if s.context_method != "gather":
-            parts.append(f"context_method={s.context_method}")
-        return ",".join(parts)
+        return self.written([a for a in FIELDS.axes if getattr(self, a) > 1] or ["tensor"], self._choices)
 
 
 def parse_serving_layout(text: str, *, num_chips: int) -> ServingLayout:
@@ -279,16 +274,7 @@ def parse_serving_layout(text: str, *, num_chips: int) -> ServingLayout:
         LayoutError: not of that form, an axis given twice, sizes that need more than `num_chips`.
         UnknownNameError: an axis or choice that does not exist.
     """
-    given: dict[str, Any] = {}
-    for name, value, part in FIELDS.split(text):
-        if name in given:
-            raise LayoutError(f"layout: {name} is given twice in {text!r}")
-        given[name] = FIELDS.read(name, value, part)
-    FIELDS.fill_rest(given, num_chips)
+    given = FIELDS.parse(text, num_chips)
     layout = ServingLayout(**given)
-    if layout.num_chips > num_chips:
-        raise LayoutError(
-            f"layout {text!r} needs {layout.num_chips:,} chips, the cluster has {num_chips:,}; lower an axis, or write "
-            "-1 for one to let it take the rest"
-        )
+    FIELDS.check_chips(text, given, num_chips)
     return layout

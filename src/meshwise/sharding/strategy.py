@@ -98,7 +98,7 @@ class Strategy:
 
     def cached(self, axes: tuple[str, ...]) -> Sharding:
         """Where a cache lives."""
-        return _sharding(axes, self.cache_splits(axes))
+        return Sharding.of(axes, self.cache_splits(axes))
 
     @property
     def routes_sequence_shards(self) -> bool:
@@ -108,11 +108,11 @@ class Strategy:
 
     def home(self, axes: tuple[str, ...]) -> Sharding:
         """Where an activation lives between the operations that use it."""
-        return _sharding(axes, self.splits(axes))
+        return Sharding.of(axes, self.splits(axes))
 
     def stored(self, axes: tuple[str, ...], part: str) -> Sharding:
         """How a weight ("weights"), its accumulated gradient ("gradients") or its "optimizer" state is stored."""
-        return _sharding(axes, apply_rules((*self.compute, *getattr(self, part)), axes))
+        return Sharding.of(axes, apply_rules((*self.compute, *getattr(self, part)), axes))
 
 
 def apply_rules(rules: tuple[Rule, ...], axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -131,10 +131,6 @@ def _applied(rules: tuple[Rule, ...], axes: tuple[str, ...]) -> tuple[tuple[str,
             splits[axis] = (*splits.get(axis, ()), rule.mesh_axis)
             used.add(rule.mesh_axis)
     return tuple(splits.items())
-
-
-def _sharding(axes: tuple[str, ...], splits: dict[str, tuple[str, ...]]) -> Sharding:
-    return Sharding(tuple(splits.get(a, ()) for a in axes))
 
 
 def data(axis: str = "data", *, zero: int = 0) -> Strategy:
