@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.serving.problem import ServingProblem
-from meshwise.costs.serving.wires import fabric_of
+from meshwise.costs.problem import ServingProblem
+from meshwise.costs.serving.estimate import fabric_of
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model

@@ -2,8 +2,7 @@
 
 from meshwise.core.dtypes import DType
 from meshwise.costs import budgets
-from meshwise.costs.operation import parse_operation
-from meshwise.costs.roofline import critical_size
+from meshwise.costs.roofline import critical_size, parse_operation
 from meshwise.hardware import load_chip, networks
 from meshwise.models import load_model
 from tests.book.book_rows import MATMUL, answered, check

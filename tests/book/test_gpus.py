@@ -9,8 +9,7 @@ from meshwise.core.tensors import Tensor
 from meshwise.costs import rules
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import make_group_link
-from meshwise.costs.operation import parse_operation
-from meshwise.costs.roofline import roofline
+from meshwise.costs.roofline import parse_operation, roofline
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.sharding import Mesh
 from tests.book.book_rows import MATMUL, answered, catalog, check

@@ -6,8 +6,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Attention, Tensor
 from meshwise.costs import budgets, rules
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.operation import parse_operation
-from meshwise.costs.roofline import critical_size, roofline
+from meshwise.costs.roofline import critical_size, parse_operation, roofline
 from meshwise.jobs import ServingLoad
 from meshwise.models import CacheKind, KVCache, load_model
 from meshwise.sharding import CollectiveKind

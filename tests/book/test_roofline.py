@@ -8,8 +8,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Tensor
 from meshwise.costs import rules
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.operation import parse_operation
-from meshwise.costs.roofline import critical_size, rates_of, roofline
+from meshwise.costs.roofline import critical_size, parse_operation, rates_of, roofline
 from meshwise.hardware import load_chip
 from meshwise.sharding import CollectiveKind, Mesh, parse_tensor
 from tests.book.book_rows import MATMUL, answered, check, torus

@@ -8,7 +8,7 @@ from meshwise.core.dtypes import DType
 from meshwise.costs import rules
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import make_group_link
-from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import parse_operation
 from meshwise.hardware import SliceRules, chips, load_chip, networks, parse_cluster
 from tests.book.book_rows import answered, check, rows
 

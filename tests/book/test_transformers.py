@@ -5,7 +5,7 @@ import pytest
 from meshwise.core.backward import backward
 from meshwise.core.tensors import Attention, Block, Einsum
 from meshwise.costs import budgets
-from meshwise.costs.operation import parse_operation
+from meshwise.costs.roofline import parse_operation
 from meshwise.models import load_model
 from tests.book.book_rows import answered, check, decoder
 

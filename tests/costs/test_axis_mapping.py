@@ -6,8 +6,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError
-from meshwise.costs.axis_mapping import best_wiring, collective_bytes, parse_wiring, wirings
-from meshwise.costs.fabric import Fabric
+from meshwise.costs.fabric import Fabric, best_wiring, collective_bytes, parse_wiring, wirings
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import Mesh, parse_expression, reshard
 

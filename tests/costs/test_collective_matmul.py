@@ -4,12 +4,12 @@ import math
 
 import pytest
 
+from meshwise.costs.calibration import Links
 from meshwise.costs.collectives import ring_time, wire_time
 from meshwise.costs.estimate import layout_candidate, layout_wires
 from meshwise.costs.evaluate import evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.links import Links
 from meshwise.costs.network import make_group_link
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger

@@ -7,13 +7,12 @@ import pytest
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS
-from meshwise.costs.calibration_file import calibration_text
 from meshwise.costs.engines import ENGINES, find_serving_calibration, serving_calibration
-from meshwise.costs.fitted import find_calibration
+from meshwise.costs.fitted import calibration_text, find_calibration
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.hardware import load_chip, parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model

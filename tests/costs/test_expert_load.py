@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from meshwise.costs.expert_load import expert_load
+from meshwise.costs.routing import expert_load
 from meshwise.jobs import TrainingJob
 
 JOB = TrainingJob(batch_tokens=8192, seq_len=4096)

@@ -7,8 +7,7 @@ import pytest
 import meshwise
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.machine import machine_document
-from meshwise.costs.measured import MeasuredOperation
+from meshwise.costs.machine import MeasuredOperation, machine_document
 from meshwise.hardware.cluster_file import read_cluster
 
 GIB = 2**30

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from meshwise.costs.calibration import Links
 from meshwise.costs.collectives import collective_time, wire_time
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.links import Links
 from meshwise.costs.network import IN_NETWORK_GAIN, GroupLink, make_group_link
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import CollectiveKind as Kind

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshwise.costs.calibration import CALIBRATIONS
+from meshwise.costs.calibration import CALIBRATIONS, Links
 from meshwise.costs.estimate import evaluate_layout
+from meshwise.costs.explain import paddings
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
-from meshwise.costs.links import Links
 from meshwise.costs.lower import lowered_training
-from meshwise.costs.padding import paddings
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

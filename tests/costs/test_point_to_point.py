@@ -1,19 +1,11 @@
 """Distances on a torus against walks over its links."""
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs import point_to_point
-from meshwise.costs.point_to_point import torus_hops
-
-
-def test_the_books_numbers():
-    found = doctest.testmod(point_to_point)
-    assert (found.attempted, found.failed) == (2, 0)
+from meshwise.costs.rules import torus_hops
 
 
 @given(st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=1, max_size=3), st.data())

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 import meshwise
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
 from meshwise.costs.estimate import estimate_training, evaluate_layout
-from meshwise.costs.explain import collectives_of, work_out
+from meshwise.costs.explain import collectives_of, paddings, work_out
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.memory import MEMORY_CLASSES
-from meshwise.costs.padding import paddings
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Ledger
 from meshwise.costs.traffic import Pass

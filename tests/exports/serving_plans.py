@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fitted import find_calibration
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model

@@ -4,7 +4,7 @@ import pytest
 
 from meshwise.core.tensors import Route
 from meshwise.costs.engines import find_serving_calibration
-from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.problem import ServingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import SERVING_PRECISIONS, ServingLoad
 from meshwise.models import load_model

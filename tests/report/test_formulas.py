@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from meshwise.costs.calibration import IDENTITY, default_calibration
-from meshwise.costs.explain import collectives_of, work_out
+from meshwise.costs.explain import collectives_of, paddings, work_out
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.padding import paddings
 from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob

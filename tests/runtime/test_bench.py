@@ -11,7 +11,7 @@ import pytest
 import meshwise
 from meshwise.cli.bench import bench as bench_command
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.measured import MeasuredOperation, write_rows
+from meshwise.costs.machine import MeasuredOperation, write_rows
 from meshwise.hardware.cluster_file import read_cluster
 from meshwise.runtime.bench import Bench
 from meshwise.runtime.devices import machine_memory, share_of_machine

@@ -8,8 +8,7 @@ import pytest
 import meshwise
 from meshwise.cli.main import main
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration_file import calibration_text
-from meshwise.costs.fitted import find_calibration, fitted_calibration
+from meshwise.costs.fitted import calibration_text, find_calibration, fitted_calibration
 from meshwise.hardware import load_chip
 from meshwise.scoring import predict, shipped_runs
 from meshwise.scoring.calibrating import mean_error, refine

@@ -12,7 +12,7 @@ from meshwise.cli.progress import Progress
 from meshwise.commands.bench import BenchRequest, run_bench
 from meshwise.commands.where import WHERE_FLAGS
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.measured import check_new, write_new, write_rows
+from meshwise.costs.machine import check_new, write_new, write_rows
 from meshwise.report.bench import bench_report
 
 

@@ -25,8 +25,7 @@ from meshwise.commands.requests import PARAMETERS, validated
 from meshwise.commands.where import Where
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_duration, parse_bytes, parse_duration
-from meshwise.costs.machine import machine_document
-from meshwise.costs.measured import MeasuredOperation
+from meshwise.costs.machine import MeasuredOperation, machine_document
 from meshwise.report.bench import BenchResult, BenchRow
 from meshwise.runtime.bench import Bench
 from meshwise.runtime.devices import machine_memory, share_of_machine

@@ -10,9 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from meshwise.commands.requests import validated
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration_file import calibration_text, is_file_name
-from meshwise.costs.fitted import find_calibration
-from meshwise.costs.measured import check_new, write_new
+from meshwise.costs.fitted import calibration_text, find_calibration, is_file_name
+from meshwise.costs.machine import check_new, write_new
 from meshwise.hardware import load_chip
 from meshwise.scoring import read_runs
 from meshwise.scoring.calibrating import Refined, mean_error, refine

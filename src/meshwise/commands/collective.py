@@ -12,12 +12,11 @@ from meshwise.commands.requests import PARAMETERS, mesh_text, validated
 from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
-from meshwise.costs.algorithms import algorithms
-from meshwise.costs.axis_mapping import best_wiring, collective_bytes, parse_wiring
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.fabric import Fabric
+from meshwise.costs.fabric import Fabric, best_wiring, collective_bytes, parse_wiring
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import make_group_link
+from meshwise.costs.paths import algorithms
 from meshwise.costs.rules import distinct_destinations
 from meshwise.report.collective import CollectiveCase
 from meshwise.sharding import (

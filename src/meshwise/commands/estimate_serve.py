@@ -11,11 +11,11 @@ from pydantic import Field
 from meshwise.commands.requests import PARAMETERS, validated
 from meshwise.commands.serve import ServeRequest
 from meshwise.core.errors import LayoutError, MeshwiseError
+from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import ServingAnswer, ServingEstimate, ServingSetup
-from meshwise.costs.serving.capacity import frontier
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.memory import frontier
 from meshwise.search.serving import ServingPlan
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout
 

@@ -12,7 +12,7 @@ from meshwise.commands.requests import PARAMETERS, listed, validated
 from meshwise.commands.serve import ServeRequest
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import parse_count, parse_duration
-from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.problem import ServingProblem
 from meshwise.jobs import SERVING_PRECISIONS, ServingLoad, drawn_requests, parse_serving_precision
 from meshwise.jobs.traffic import Load, read_trace
 from meshwise.search.serving import ServingConstraints, ServingPlanResult, plan_serving, plan_simulated

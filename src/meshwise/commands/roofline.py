@@ -13,8 +13,7 @@ from meshwise.commands.requests import PARAMETERS, validated
 from meshwise.core.errors import UnknownNameError
 from meshwise.core.tensors import Einsum, Elementwise, Op
 from meshwise.core.units import Quantity, format_bandwidth, format_flops_per_s, parse_bandwidth, parse_flops_per_s
-from meshwise.costs.operation import parse_operation
-from meshwise.costs.roofline import Memory, Rates, bytes_per_flop, critical_size, rates_of
+from meshwise.costs.roofline import Memory, Rates, bytes_per_flop, critical_size, parse_operation, rates_of
 from meshwise.costs.roofline import roofline as time_of
 from meshwise.hardware import Chip, load_chip
 from meshwise.report.roofline import Critical, RooflineCase

@@ -13,7 +13,7 @@ from meshwise.commands.plan_file import no_plan_as_model
 from meshwise.commands.where import WHERE_FLAGS, PricedWhere
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.engines import find_serving_calibration
-from meshwise.costs.serving.problem import ServingProblem, check_context
+from meshwise.costs.problem import ServingProblem, check_context
 from meshwise.jobs import ServingConditions, ServingLoad
 from meshwise.jobs.traffic import Fixed, mix_lengths, mix_trace, parse_lengths, read_trace
 from meshwise.models import load_model

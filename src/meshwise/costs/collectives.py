@@ -7,7 +7,7 @@ the software achieves of it. Not here: which collectives a plan needs.
 from __future__ import annotations
 
 from meshwise.costs.arithmetic import Num, floor, maximum, minimum
-from meshwise.costs.links import IDEAL_LINKS, Links
+from meshwise.costs.calibration import IDEAL_LINKS, Links
 from meshwise.costs.network import GroupLink
 from meshwise.sharding import CollectiveKind
 

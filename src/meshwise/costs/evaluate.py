@@ -15,18 +15,18 @@ import numpy as np
 from meshwise.core.tensors import Tensor
 from meshwise.costs.arithmetic import Num, Rows, is_one, maximum, take, where
 from meshwise.costs.compute import OperationPrices, PassCompute
-from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, WeightedSum
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
 from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
+from meshwise.costs.memory_plan import UpdatePlan
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
 from meshwise.costs.overlap import role_sums
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.routing import expert_load
 from meshwise.costs.step import BlockTime, CollectivePrices, Ledger, StepRates, StepTime, Wires
 from meshwise.costs.step_time import StepParts, step_time
-from meshwise.costs.update import UpdatePlan
 from meshwise.sharding.placed import Held, Purpose
 
 #: Purposes of what moves for the activations of a microbatch.

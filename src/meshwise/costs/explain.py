@@ -1,13 +1,14 @@
 """What an estimate's numbers are sums of: operations, collectives, holdings of memory, padding. Values for `--explain`.
 
 Made by evaluating a complete layout once more with the estimate's own code, its entries kept: nothing has a second
-formula. Not here: words and units (`formulas`), tables (`report`).
+formula. Axes that a layout does not divide are named, too. Not here: words and units (`formulas`), tables (`report`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from meshwise.core.tensors import Block
 from meshwise.costs.breakdown import (
@@ -25,7 +26,7 @@ from meshwise.costs.collectives import schedules, wire_time
 from meshwise.costs.compute import ComputeRates, PassCompute, filling, op_compute
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
 from meshwise.costs.evaluate import local_extents, repeats_whole, whole_extents
-from meshwise.costs.extents import Extents
+from meshwise.costs.extents import NEVER_PADDED, Extents
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import RESERVE_SHARE
@@ -35,7 +36,7 @@ from meshwise.costs.step import Ledger
 from meshwise.costs.traffic import Pass
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.layout import Layout
-from meshwise.sharding.placed import LocalOp
+from meshwise.sharding.placed import Held, LocalOp, PlacedBlock
 
 
 def work_out(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Breakdown:
@@ -244,3 +245,79 @@ def _kept(
         for h in planned.placed.kept
     ]
     return tuple(sorted(rows, key=lambda row: -row[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """One axis that one split does not divide.
+
+    Args:
+        axis: of the tensor, with its letter of the nomenclature.
+        size: of it, whole.
+        mesh_axes: of more than one device, that split it; ways: their product.
+        local: elements that each device is given.
+        tensors: names of what is split so, in order of appearance.
+    """
+
+    axis: str
+    size: int
+    mesh_axes: tuple[str, ...]
+    ways: int
+    local: int
+    tensors: tuple[str, ...]
+
+    @property
+    def padded(self) -> int:
+        """Elements that all devices together are given."""
+        return self.local * self.ways
+
+    @property
+    def waste(self) -> float:
+        """What is added, as a share of the axis."""
+        return self.padded / self.size - 1
+
+    @property
+    def repeated(self) -> bool:
+        """Whether these are key/value heads, fewer than the ways: chips hold copies of them, counted as padding."""
+        return self.axis.partition(".")[0] == "K" and self.ways > self.size
+
+
+def paddings(problem: TrainingProblem, layout: Layout) -> tuple[Padding, ...]:
+    """Find every (axis, split) of the placed program that does not divide, the largest waste first.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        layout: sizes and choices.
+    """
+    structure, candidate = layout_candidate(problem.model, layout)
+    extents = whole_extents(problem, structure, candidate)
+    sizes = layout.sizes
+    found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    for block in problem.lowered.training(structure):
+        for held in _held(block.placed):
+            for axis, split in zip(held.tensor.axes, held.sharding.splits, strict=True):
+                used = tuple(a for a in split if sizes[a] > 1)
+                ways = math.prod(sizes[a] for a in used)
+                if axis not in NEVER_PADDED and extents.sizes[axis] % ways:
+                    found.setdefault((axis, used), {})[held.tensor.name] = None
+    rows = (
+        Padding(
+            axis=axis,
+            size=int(extents.sizes[axis]),
+            mesh_axes=used,
+            ways=math.prod(sizes[a] for a in used),
+            local=int(extents.length(axis, used)),
+            tensors=tuple(names),
+        )
+        for (axis, used), names in found.items()
+    )
+    return tuple(sorted(rows, key=lambda p: -p.waste))
+
+
+def _held(block: PlacedBlock) -> Iterator[Held]:
+    """Everything that a device holds of a block."""
+    stored: Iterable[Held] = (*block.weights, *block.tied, *block.gradients, *block.optimizer)
+    yield from stored
+    for item in (*block.forward, *block.backward):
+        if isinstance(item, LocalOp):
+            yield from (*item.inputs, item.output)

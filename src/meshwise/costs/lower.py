@@ -27,10 +27,9 @@ from meshwise.costs.arithmetic import Num
 from meshwise.costs.extents import Distinct, Split, Symbols, WeightedSum, element_bytes
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.local_ops import LoweredOp, lower_op
-from meshwise.costs.memory_plan import MemoryPlan, memory_plan
+from meshwise.costs.memory_plan import MemoryPlan, UpdatePlan, memory_plan, update_plan
 from meshwise.costs.pipeline import Part
 from meshwise.costs.traffic import CollectiveKey, CollectiveLowering, CollectiveTemplate
-from meshwise.costs.update import UpdatePlan, update_plan
 from meshwise.jobs import FineTuning, Optimizer, Precision, ServingPrecision, narrowed, quantised, with_adapters
 from meshwise.models import Model
 from meshwise.sharding.place import place_block, place_forward

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 from meshwise.costs.arithmetic import Condition, Num, ceil, floor, is_one, log2, maximum, where
 from meshwise.costs.fabric import Dimension, Fabric
-from meshwise.costs.routing import Routing
+from meshwise.costs.routing import Routing, routing_of
 
 #: Gain that an AllReduce which switches add up themselves is seen to have. Source: book, GPUs, "in-network reductions":
 #: about 30 % in practice where the ideal would be nearly twofold. Bounds take the ideal.
 IN_NETWORK_GAIN = 1.3
-
 
 #: Stands below a division for the rate of a group that sends nothing.
 _NO_RATE = 1e-300
@@ -321,11 +320,6 @@ class PlacedWires:
         if axes not in self._spans:
             self._spans[axes] = _spans_of(self.fabric, self._nested, axes)
         return self._spans[axes]
-
-
-def routing_of(axes: tuple[str, ...], routing: Routing | None) -> Routing | None:
-    """Experts are spread over groups along the expert axis."""
-    return routing if "expert" in axes else None
 
 
 def twisted_distance(short: int, doubled: int) -> float:

@@ -1,21 +1,24 @@
-"""What a training step is asked of: a model, a job, a cluster and its calibration: everything but the layout.
+"""What a training step or a serving layout is asked of: a model, a job or a load, a cluster and its calibration.
 
-Not here: layouts (`structure`), or what a step costs (`evaluate`).
+Not here: layouts, or what a step costs (`evaluate`, `serving.step`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
+from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Program
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates
-from meshwise.costs.lower import Lowered, lowered_training
+from meshwise.costs.lower import Lowered, LoweredServingBlock, lowered_serving, lowered_training
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster
-from meshwise.jobs import TrainingJob
+from meshwise.jobs import ServingLoad, TrainingJob
 from meshwise.models import Model
+from meshwise.sharding.serving import ServingLayoutChoices
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,57 @@ class TrainingProblem:
     def compute_rates(self) -> ComputeRates:
         """What operations take on the chip."""
         return ComputeRates.of(self.cluster.chip, self.job.formats, self.calibration)
+
+
+Step = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingProblem:
+    """What is given: everything but the layout."""
+
+    model: Model
+    load: ServingLoad
+    cluster: Cluster
+    calibration: Calibration
+
+    @property
+    def routing(self) -> Routing | None:
+        """How the model's router spreads tokens over experts; None without experts."""
+        kinds = [Routing(m.experts, m.top_k, m.router.groups, m.router.groups_limit) for m in self.model.mixtures]
+        return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
+
+    @property
+    def compute_rates(self) -> ComputeRates:
+        """Rates of the chip for the load's formats, as the calibration says they are achieved."""
+        return ComputeRates.of(self.cluster.chip, self.load.formats.formats, self.calibration)
+
+    def lowered(self, step: Step, choices: ServingLayoutChoices) -> Lowered:
+        """The program of a step in the load's formats, lowered."""
+        return lowered_serving(self.model, step, self.load.formats, wide=choices.wide)
+
+    def blocks(self, step: Step, choices: ServingLayoutChoices) -> tuple[LoweredServingBlock, ...]:
+        """The lowered blocks of a step."""
+        return self.lowered(step, choices).serving(step, choices)
+
+
+def check_context(model: Model, load: ServingLoad) -> None:
+    """Refuse requests longer than what the model was made for.
+
+    Raises:
+        LayoutError: with the longest prompt and output that it can read.
+    """
+    longest = model.max_seq_len
+    if longest is None or load.longest <= longest:
+        return
+    if load.mix is not None:
+        raise LayoutError(
+            f"prompt: {model.name} was made for {longest:,} tokens, found requests of up to {load.longest:,.0f} "
+            f"({load.mix.words}); cut them off at {longest:,} together, or use a model that reads more"
+        )
+    room = max(longest - load.output, 0)
+    fix = f"use a prompt of {room:,.0f} or less" if room else f"use an output of less than {longest:,}"
+    raise LayoutError(
+        f"prompt: {model.name} was made for {longest:,} tokens, found {load.prompt:,.0f} of the prompt and "
+        f"{load.output:,.0f} of the output; {fix}, or a model that reads more"
+    )

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
-from meshwise.costs.axis_mapping import AxisMapping, best_wiring, collective_bytes, parse_wiring
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.fabric import Fabric
+from meshwise.costs.fabric import AxisMapping, Fabric, best_wiring, collective_bytes, parse_wiring
 from meshwise.costs.network import make_group_link
 from meshwise.hardware import Cluster
 from meshwise.sharding import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from meshwise.costs.arithmetic import Num, is_zero, maximum, minimum, where
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.makespans import PipelineTimes, StageTimes
+from meshwise.costs.makespans import PipelineShape, PipelineTimes, StageTimes
 from meshwise.costs.overlap import OnceSums, RoleSums, Sums, split_exposed, total
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, device_shares
 from meshwise.costs.step import NETWORKS, TERMS, Ledger, StepRates, StepTime
@@ -77,12 +77,9 @@ def step_time(
     worked = {role: share * pipeline.work_share for role, share in stored.items()}
     micro = RoleSums.mixed(parts.sums, worked)
     once = _once(parts, micro, stored, ledger)
-    by_schedule: Num = 0.0
-    if "expert" in micro.terms:
-        exchanges, pairs = micro.terms["expert"], pipeline.paired_passes(beside=rates.calibration.beside_exchanges)
-        by_schedule = minimum(pairs * saved / maximum(microbatches * exchanges, 1e-30), 1.0)
-        micro.terms["expert"] = exchanges * (1 - by_schedule)
-        micro.hidden.add("expert", exchanges * by_schedule)
+    by_schedule = _hide_exchanges(
+        micro, saved, pipeline.paired_passes(beside=rates.calibration.beside_exchanges), shape
+    )
     send = _send(parts)
     copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
@@ -98,19 +95,18 @@ def step_time(
     waits = schedule.waits(shape) * _least(pipeline, shares)
     waited = {name: waits * seconds for name, seconds in parts.sums["layer"].resources.items()}
     update = {"compute": optimizer_matmul, "hbm": optimizer}
-    resources = dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0) | _in_step(
-        micro.resources, microbatches, waited, once.bounds, update
-    )
+    busy = _in_step(micro.resources, microbatches, waited, once.bounds, update)
+    resources = dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0) | busy
     sent = send * max(rates.calibration.late_sends, 1) * (shape.stages > 1)
     nothing_hidden = schedule.makespan(shape, PipelineTimes(*(_serial_times(parts.sums, of, sent) for of in shares)))
     if ledger is not None:
         _write(ledger, stored, worked)
-        ledger.pipeline, ledger.times, ledger.send = pipeline, times, send
+        ledger.pipeline, ledger.times = pipeline, times
         ledger.nothing_hidden, ledger.hidden_by_schedule = nothing_hidden, by_schedule
         ledger.waits = waits / maximum(worked["layer"], 1e-30)
-        ledger.boundary_bytes, ledger.optimizer_bytes = parts.boundary_bytes, optimizer_bytes
+        ledger.send, ledger.boundary_bytes = send, parts.boundary_bytes
         ledger.copied, ledger.copied_bytes = copied, copied_bytes
-        ledger.optimizer_matmul = optimizer_matmul
+        ledger.optimizer_bytes, ledger.optimizer_matmul = optimizer_bytes, optimizer_matmul
     return StepTime(
         terms=terms,
         hidden=dict.fromkeys(NETWORKS, 0.0) | _in_step(micro.hidden, microbatches, once.hidden),
@@ -120,6 +116,20 @@ def step_time(
         resources=resources,
         flops=microbatches * micro.flops["flops"],
     )
+
+
+def _hide_exchanges(micro: RoleSums, saved: Num, pairs: Num, shape: PipelineShape) -> Num:
+    """Hide exchanges of tokens behind another microbatch's compute, where `pairs` of passes run together.
+
+    Returns: share of the exposed exchanges of microbatches that is hidden so; `saved` are the seconds of a pair.
+    """
+    if "expert" not in micro.terms:
+        return 0.0
+    exchanges = micro.terms["expert"]
+    share = minimum(pairs * saved / maximum(shape.num_microbatches * exchanges, 1e-30), 1.0)
+    micro.terms["expert"] = exchanges * (1 - share)
+    micro.hidden.add("expert", exchanges * share)
+    return share
 
 
 def _in_step(of_microbatch: Sums, microbatches: Num, *besides: Mapping[str, Num]) -> Sums:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwise.core.units import format_bandwidth, format_flops_per_s, format_time
-from meshwise.costs.measured import MeasuredOperation
+from meshwise.costs.machine import MeasuredOperation
 from meshwise.report.report import Report
 from meshwise.report.table import table
 

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from meshwise.core.units import format_bytes, format_count, format_time
 from meshwise.costs.breakdown import BlockBreakdown, Breakdown, CollectiveBreakdown, OperationBreakdown
+from meshwise.costs.explain import Padding
 from meshwise.costs.makespans import StageTimes
-from meshwise.costs.padding import Padding
 from meshwise.report.report import listed
 from meshwise.report.sources import RULES
 from meshwise.report.table import noted_table, table

@@ -8,11 +8,10 @@ from typing import Any
 
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bandwidth, format_bytes, format_percent, format_time
-from meshwise.costs.algorithms import Algorithm, fastest
-from meshwise.costs.axis_mapping import AxisMapping
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.fabric import Fabric
+from meshwise.costs.fabric import AxisMapping, Fabric
 from meshwise.costs.network import GroupLink
+from meshwise.costs.paths import Algorithm, fastest
 from meshwise.hardware import Cluster
 from meshwise.report.report import Report
 from meshwise.report.table import facts

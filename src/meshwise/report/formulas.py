@@ -19,7 +19,7 @@ from meshwise.core.units import (
     format_time,
 )
 from meshwise.costs.breakdown import BlockBreakdown, Breakdown, CollectiveBreakdown
-from meshwise.costs.links import Links
+from meshwise.costs.calibration import Links
 from meshwise.costs.paths import Leg, Path
 from meshwise.costs.routing import Routing
 from meshwise.costs.traffic import Pass

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bytes, format_count, format_percent
 from meshwise.costs.breakdown import Breakdown, ClassBreakdown
+from meshwise.costs.explain import Padding
 from meshwise.costs.offload import HOST_CLASSES
-from meshwise.costs.padding import Padding
 from meshwise.report.formats import state_words
 from meshwise.report.sources import HOST, REMAT, SHARDED, STATE, number, sourced
 

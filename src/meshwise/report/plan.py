@@ -22,8 +22,7 @@ from meshwise.core.units import (
     format_time,
 )
 from meshwise.costs.estimate import Interval
-from meshwise.costs.explain import collectives_of
-from meshwise.costs.padding import paddings
+from meshwise.costs.explain import collectives_of, paddings
 from meshwise.costs.problem import TrainingProblem
 from meshwise.jobs import trainable_parameters
 from meshwise.report.breakdown import collective_data, padding_data

@@ -9,8 +9,7 @@ from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bytes, format_flops, format_money, format_percent, format_time
 from meshwise.costs.breakdown import Breakdown
 from meshwise.costs.estimate import tuned_flops
-from meshwise.costs.explain import work_out
-from meshwise.costs.padding import paddings
+from meshwise.costs.explain import paddings, work_out
 from meshwise.report.bounds import explain_lower, explain_upper
 from meshwise.report.breakdown import workings_data, workings_tables
 from meshwise.report.formats import explain_formats

@@ -19,8 +19,7 @@ from meshwise.core.units import (
     format_percent,
     format_time,
 )
-from meshwise.costs.operation import write_operation
-from meshwise.costs.roofline import Memory, Rates, Roofline
+from meshwise.costs.roofline import Memory, Rates, Roofline, write_operation
 from meshwise.report.chart import Chart
 from meshwise.report.drawing import new_figure, svg_of
 from meshwise.report.report import Report

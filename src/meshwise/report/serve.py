@@ -14,9 +14,9 @@ from rich.text import Text
 from meshwise.core.units import format_bytes, format_money, format_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import Interval
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import Engine, ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.memory import CLASSES
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.costs.serving.step import TERMS
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve_breakdown import serve_workings

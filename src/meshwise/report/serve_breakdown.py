@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bytes, format_count, format_flops, format_money, format_percent, format_time
+from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.costs.serving.operations import SlowOperation, slowest_operations
-from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.engine import SlowOperation, slowest_operations
 
 _OWN = "meshwise, docs/serving.md"
 _BOOK = "book, Inference"

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import GroupLink, PlacedWires, make_group_link, routing_of
-from meshwise.costs.routing import Routing
+from meshwise.costs.network import GroupLink, PlacedWires, make_group_link
+from meshwise.costs.routing import Routing, routing_of
 from meshwise.sharding.layout import MESH_AXES
 
 Array = NDArray[np.float64]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from meshwise.costs.calibration import IDENTITY, default_calibration
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.estimate import engine_wirings, estimate_serving, fabric_of, wires_of
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import price_step
-from meshwise.costs.serving.wires import engine_wirings, fabric_of, wires_of
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model

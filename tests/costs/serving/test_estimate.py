@@ -6,9 +6,9 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, LayoutError
-from meshwise.costs.serving.capacity import frontier, largest_batch, longest_context
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
+from meshwise.costs.serving.memory import frontier, largest_batch, longest_context
 from tests.costs.serving.cases import estimate, problem, setup, step
 
 

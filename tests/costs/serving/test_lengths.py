@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from meshwise.costs.calibration import default_calibration
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, parse_lengths

@@ -10,10 +10,9 @@ import pytest
 
 from meshwise.core.errors import InfeasibleError, LayoutError, UnknownNameError
 from meshwise.costs.calibration import default_calibration
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
-from meshwise.costs.serving.wires import fabric_of
+from meshwise.costs.serving.estimate import estimate_serving, fabric_of
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, parse_lengths

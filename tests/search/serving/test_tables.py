@@ -7,12 +7,11 @@ import pytest
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.network import PlacedWires
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import handover_seconds
-from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.serving.estimate import fabric_of, handover_seconds, wires_of
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import price_step, time_step
-from meshwise.costs.serving.wires import fabric_of, wires_of
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model

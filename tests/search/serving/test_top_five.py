@@ -7,7 +7,7 @@ import pytest
 
 from meshwise.core.errors import InfeasibleError
 from meshwise.costs.calibration import default_calibration
-from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.problem import ServingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad, drawn_requests
 from meshwise.jobs.traffic import mix_lengths, parse_lengths

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwise.costs.estimate import Interval
-from meshwise.costs.serving.problem import ServingProblem
+from meshwise.costs.problem import ServingProblem
 from meshwise.sharding.serving import ServingLayout
 
 Mode = Literal["aggregated", "disaggregated"]

@@ -1,24 +1,25 @@
 """What one serving layout would do: time to first token, time per output token, throughput, memory, cost.
 
-Closed forms of a constant load on the times of steps. Not here: queues (`simulation`), the search (`planning`), words
-(`report`).
+Closed forms of a constant load on the times of steps, on the best or a given mapping to the network. Not here: queues
+(`simulation`), the search (`search`), words (`report`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from meshwise.core.errors import ClusterError, LayoutError
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.estimate import Interval
-from meshwise.costs.fabric import Fabric
+from meshwise.costs.fabric import AxisMapping, Fabric, wirings
+from meshwise.costs.network import PlacedWires
+from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
-from meshwise.costs.serving.capacity import attended_sizes, decode_sizes, engine_memory, largest_batch, prefill_sizes
-from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.serving.memory import attended_sizes, decode_sizes, engine_memory, largest_batch, prefill_sizes
 from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
-from meshwise.costs.serving.wires import engine_wirings, fabric_of, layout_wires, wires_of
-from meshwise.sharding import CollectiveKind
+from meshwise.sharding import CollectiveKind, Mesh
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 
 
@@ -148,41 +149,19 @@ def estimate_serving(
     mixed = setup.mode == "aggregated" and setup.chunk is not None
     steps = (_mixed_costs if mixed else _prefill_costs)(problem, fabric, setup)
     prefill = _engine(steps, known.prefill.memory if known else engine_memory(problem, setup, "prefill"))
+    load, aggregated = problem.load, setup.mode == "aggregated"
+    full = _FullEngine(
+        setup, prefill, decode, len(steps), load.output - 1, load.tokens_per_step, mixed=mixed, aggregated=aggregated
+    )
     handover = handover_seconds(problem, fabric, setup)
-    load, b, p = problem.load, setup.batch, setup.prefill_batch
-    further = load.output - 1
-    per_prompt = (prefill.interval - (len(steps) * decode.interval if mixed else 0.0)) / p
-    gained = load.tokens_per_step
-    aggregated = setup.mode == "aggregated"
-    along = per_prompt * b / further if aggregated and further else 0.0
-    crowd = min(b * len(steps) * gained / (p * further), 1.0) if mixed and further else 0.0
-
-    def per_token(which: str) -> float:
-        step: float = getattr(decode.seconds, which)
-        share: float = getattr(prefill.seconds, which) / prefill.seconds.expected
-        if mixed:  # `crowd` of all steps take a chunk along: one each, however many wait
-            return ((1 - crowd) * step + crowd * prefill.interval / len(steps) * share) / gained
-        return step / gained + along * share
-
-    tpot = Interval(per_token("lower"), per_token("expected"), per_token("upper"))
+    gathering = full.gathering
     running = 0.5 if aggregated else 0.0
-    decoding = decode.seconds.expected * further / gained / b
-    each = per_prompt + decoding
-    if mixed:
-        each = max(each, prefill.interval / p)
-    gathering = (p - 1) / 2 * (each if aggregated else per_prompt)
     ttft = Interval(
         prefill.seconds.lower,
         prefill.seconds.expected + handover + gathering + running * decode.seconds.expected,
         prefill.seconds.upper + handover + 2 * gathering + running * 2 * decode.seconds.upper,
     )
-    if aggregated:
-        rate = setup.decode.replicas / each
-        share = per_prompt / each
-    else:
-        into, out = setup.prefill.replicas / per_prompt, setup.decode.replicas / decoding if decoding else math.inf
-        rate = min(into, out)
-        share = setup.prefill.num_chips / setup.num_chips
+    rate, share = full.requests_per_s_and_prefill_share()
     return ServingEstimate(
         setup=setup,
         prefill=prefill,
@@ -190,7 +169,7 @@ def estimate_serving(
         handover_s=handover,
         gathering_s=gathering,
         ttft=ttft,
-        tpot=tpot,
+        tpot=Interval(full.tpot("lower"), full.tpot("expected"), full.tpot("upper")),
         requests_per_s=rate,
         output_tokens_per_s=rate * load.output,
         prefill_share=share,
@@ -200,6 +179,75 @@ def estimate_serving(
         output=load.output,
         computed=load.computed,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _FullEngine:
+    """The closed forms of `estimate_serving`, of engines that are kept full.
+
+    Args:
+        setup: layouts and batches.
+        prefill, decode: their steps.
+        num_steps: of a prefill.
+        further: output tokens of a request after the first.
+        tokens_per_step: that a decode step gives each request.
+        mixed: whether chunks of prompts go along with decode steps.
+        aggregated: whether engines prefill and decode in turn.
+    """
+
+    setup: ServingSetup
+    prefill: Engine
+    decode: Engine
+    num_steps: int
+    further: float
+    tokens_per_step: float
+    mixed: bool
+    aggregated: bool
+
+    @property
+    def _per_prompt(self) -> float:
+        """Seconds of an engine that a prompt takes; in mixed steps, by how much these take longer."""
+        along = self.num_steps * self.decode.interval if self.mixed else 0.0
+        return (self.prefill.interval - along) / self.setup.prefill_batch
+
+    @property
+    def _per_output(self) -> float:
+        """Seconds of an engine that the rest of an output takes."""
+        return self.decode.seconds.expected * self.further / self.tokens_per_step / self.setup.batch
+
+    @property
+    def _per_request(self) -> float:
+        """Seconds between the requests of an aggregated engine."""
+        both = self._per_prompt + self._per_output
+        return max(both, self.prefill.interval / self.setup.prefill_batch) if self.mixed else both
+
+    @property
+    def gathering(self) -> float:
+        """Mean seconds that a prompt waits for the others that are prefilled with it."""
+        between = self._per_request if self.aggregated else self._per_prompt
+        return (self.setup.prefill_batch - 1) / 2 * between
+
+    def tpot(self, which: str) -> float:
+        """Seconds per output token after the first; `which` is "lower", "expected" or "upper"."""
+        setup, further, gained = self.setup, self.further, self.tokens_per_step
+        step: float = getattr(self.decode.seconds, which)
+        share: float = getattr(self.prefill.seconds, which) / self.prefill.seconds.expected
+        if self.mixed:  # this share of all steps takes a chunk along: one each, however many wait
+            mixed = (
+                min(setup.batch * self.num_steps * gained / (setup.prefill_batch * further), 1.0) if further else 0.0
+            )
+            return ((1 - mixed) * step + mixed * self.prefill.interval / self.num_steps * share) / gained
+        prefills = self._per_prompt * setup.batch / further if self.aggregated and further else 0.0
+        return step / gained + prefills * share
+
+    def requests_per_s_and_prefill_share(self) -> tuple[float, float]:
+        """Requests per second of all engines, and the share of time (disaggregated: of chips) that prefill takes."""
+        setup = self.setup
+        if self.aggregated:
+            return setup.decode.replicas / self._per_request, self._per_prompt / self._per_request
+        begun = setup.prefill.replicas / self._per_prompt
+        ended = setup.decode.replicas / self._per_output if self._per_output else math.inf
+        return min(begun, ended), setup.prefill.num_chips / setup.num_chips
 
 
 def _check_mode(setup: ServingSetup) -> None:
@@ -281,3 +329,36 @@ def handover_rate(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) 
     slowest = min(d.bandwidth_one_way for d in fabric.dimensions)
     chips = min(setup.prefill.engine_chips, setup.decode.engine_chips)
     return chips * slowest * links.efficiency, links.startup
+
+
+def fabric_of(problem: ServingProblem) -> Fabric:
+    """The network as the software of the calibration sees it."""
+    return Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+
+
+def engine_wirings(sizes: dict[str, int], fabric: Fabric) -> Iterator[AxisMapping]:
+    """Every way to lay an engine's axes on the network; engines that work apart take what is left."""
+    used = [(a, sizes[a]) for a in reversed(SERVING_AXES) if sizes[a] > 1]
+    yield from wirings(Mesh(tuple(used)), fabric) if used else iter([{}])
+
+
+def wires_of(problem: ServingProblem, fabric: Fabric, wiring: AxisMapping) -> PlacedWires:
+    """Mesh axes -> wire."""
+    dims = len(fabric.dimensions)
+    factors = {a: [float(e) for e in wiring.get(a, (1,) * dims)] for a in SERVING_AXES}
+    return PlacedWires(fabric, factors, problem.routing)
+
+
+def layout_wires(problem: ServingProblem, fabric: Fabric, layout: ServingLayout) -> PlacedWires:
+    """Wires of a complete layout.
+
+    Raises:
+        ClusterError: they do not fit on the network.
+    """
+    assert layout.wires is not None, "the best wires are chosen before"
+    wiring = dict(layout.wires)
+    for number, dimension in enumerate(fabric.dimensions):
+        used = math.prod(extents[number] for extents in wiring.values())
+        if used == 0 or dimension.size % used:
+            raise ClusterError(f"wires: {used} on {dimension.name} do not divide its {dimension.size}")
+    return wires_of(problem, fabric, wiring)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from meshwise.core.tensors import Program, Tensor
 from meshwise.costs.arithmetic import Num, ceil, maximum, minimum
-from meshwise.costs.expert_load import expert_load
 from meshwise.costs.extents import Extents, WeightedSum
 from meshwise.costs.lower import LoweredServingBlock
-from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.problem import ServingProblem, Step
+from meshwise.costs.routing import expert_load
 from meshwise.sharding.placed import Held
 from meshwise.sharding.serving import ServingLayoutChoices
 

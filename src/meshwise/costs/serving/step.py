@@ -19,7 +19,7 @@ from meshwise.costs.arithmetic import Num, is_one, maximum, minimum, where
 from meshwise.costs.compute import OperationPrices
 from meshwise.costs.extents import Extents
 from meshwise.costs.overlap import RoleSums, add_collectives, add_compute
-from meshwise.costs.serving.problem import ServingProblem, Step
+from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import (
     StepSizes,
     layer_share,

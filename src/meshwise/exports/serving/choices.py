@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from meshwise.core.dtypes import DType
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.exports.exported import Refusals
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import parse_lengths

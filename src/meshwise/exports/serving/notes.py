@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwise.costs.serving.wires import fabric_of
+from meshwise.costs.serving.estimate import fabric_of
 from meshwise.exports.serving.choices import ServingChoices
 from meshwise.sharding.serving import ServingLayout
 

@@ -11,16 +11,13 @@ from typing import Literal
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration import Calibration
+from meshwise.costs.calibration import IDEAL_LINKS, Calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.links import IDEAL_LINKS
+from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
-from meshwise.costs.serving.capacity import engine_memory, largest_batch
-from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.memory import cache_bytes
-from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.wires import fabric_of
+from meshwise.costs.serving.estimate import estimate_serving, fabric_of
+from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_batch
 from meshwise.costs.spread import Likely, doubts_of, likely_interval
 from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
 from meshwise.scoring.rates import tokens_per_second

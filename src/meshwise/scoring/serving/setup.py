@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.engines import find_serving_calibration, serving_calibration
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.hardware import Chip
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.plan import ServingPlan
 from meshwise.search.serving.planner import ServingPlanResult, SimulatedPlan

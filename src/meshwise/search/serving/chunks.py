@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.ranking import in_order, ties
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import Mode, ServingSetup
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.search.serving.tables import Table
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.costs.engines import find_serving_calibration
+from meshwise.costs.problem import ServingProblem, check_context
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem, check_context
 from meshwise.jobs import ServingLoad
 from meshwise.models import read_model_json
 from meshwise.search.plan import changed, check_kind, saved_cluster

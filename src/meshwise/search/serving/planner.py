@@ -18,10 +18,9 @@ from meshwise.core.errors import InfeasibleError
 from meshwise.core.units import format_bytes, format_time
 from meshwise.costs.compute import check_precision
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.costs.serving.problem import ServingProblem
-from meshwise.costs.serving.wires import fabric_of
+from meshwise.costs.serving.estimate import estimate_serving, fabric_of
 from meshwise.search.serving.chunks import with_chunks
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated

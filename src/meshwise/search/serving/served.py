@@ -5,9 +5,9 @@ Not here: the requests (`jobs.traffic`), what becomes of them (`simulation`).
 
 from __future__ import annotations
 
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.engine import engine_costs
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.simulation.serving import PrefillPool, Scheduling, ServingSystem, Speculation
 
 

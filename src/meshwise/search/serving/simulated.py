@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from meshwise.core.errors import InfeasibleError
 from meshwise.core.units import format_time
+from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.costs.serving.problem import ServingProblem
 from meshwise.jobs.traffic import Load
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.planner import ServingPlanResult, SimulatedPlan, plan_serving

@@ -15,10 +15,9 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from meshwise.costs.axis_mapping import AxisMapping
-from meshwise.costs.fabric import Fabric
-from meshwise.costs.serving.problem import ServingProblem, Step
-from meshwise.costs.serving.wires import engine_wirings
+from meshwise.costs.fabric import AxisMapping, Fabric
+from meshwise.costs.problem import ServingProblem, Step
+from meshwise.costs.serving.estimate import engine_wirings
 from meshwise.models import Model
 from meshwise.models.spec import SelfAttention
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout, ServingLayoutChoices

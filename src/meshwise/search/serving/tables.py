@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwise.costs.arithmetic import array
-from meshwise.costs.axis_mapping import AxisMapping
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.extents import Extents
-from meshwise.costs.fabric import Fabric
+from meshwise.costs.fabric import AxisMapping, Fabric
 from meshwise.costs.network import PlacedWires
+from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
-from meshwise.costs.serving.problem import ServingProblem, Step
 from meshwise.costs.serving.sizes import StepSizes, part_of_sequences, step_extents
 from meshwise.costs.serving.step import time_step
 from meshwise.jobs import ServingLoad
