@@ -43,11 +43,11 @@ def hold_bounds(case, generator):
     assert len(fitting)
     bounded = pricing.bounded(unbounded(fitting))
     assert (fitting.bound <= bounded.bound * BELOW).all()
-    assert (pricing.raised(unbounded(fitting)).bound <= bounded.bound).all()
-    sited = pricing.placed_best(unbounded(fitting))
-    for i in np.flatnonzero(sited.bound):
+    assert (pricing.placement_bounds[0].raised(unbounded(fitting)).bound <= bounded.bound).all()
+    placed = pricing.raised(unbounded(fitting), lambda bound: np.ones(len(bound), bool))
+    for i in range(len(placed)):
         best = min(priced.seconds.min() for priced in pricing.placed(fitting.take(slice(i, i + 1))))
-        assert sited.bound[i] <= best
+        assert placed.bound[i] <= best
     ideal = ideal_chip_seconds_per_token(pricing.problem, Choices(**case[1])) / math.prod(pricing.fabric.sizes)
     assert (ideal <= bounded.bound * BELOW).all()
     for priced in pricing.placed(bounded):

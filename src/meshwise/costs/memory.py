@@ -31,6 +31,9 @@ MEMORY_CLASSES = {
     "reserve": "runtime, code, compiler scratch and fragmentation (a stated share of HBM)",
 }
 
+#: Classes of the training state.
+STATE_CLASSES = ("parameters", "master_copies", "gradients", "optimizer")
+
 #: Share of HBM that is left to the runtime: about 2 GB of an 80 GB GPU (CUDA context and NCCL), a few hundred MB of a
 #: TPU.
 RESERVE_SHARE = 0.02
@@ -209,14 +212,22 @@ def held_activations(blocks: Iterable[tuple[Part, LocalMemory]]) -> HeldActivati
     return HeldActivations(kept, workspace)
 
 
-def activation_floor(held: HeldActivations, ends: Iterable[End], hbm_capacity: float, *, offloaded: bool) -> Num:
-    """Bytes that some chip holds at least, however weights and optimizer are stored: activations, logits, the reserve.
+def memory_floor(
+    held: HeldActivations,
+    ends: Iterable[End],
+    hbm_capacity: float,
+    *,
+    offloaded: bool = False,
+    state: Mapping[str, Num] | None = None,
+) -> Num:
+    """Bytes that some chip holds at least: activations, logits, training state, the reserve.
 
     Args:
-        held: of all blocks.
+        held: activations of all blocks.
         ends: the devices that may be the fullest.
         hbm_capacity: bytes; the reserve is a share of it.
         offloaded: whether kept activations may be in the host's memory, so that they do not count.
+        state: of all copies of the blocks of a role, bytes in `STATE_CLASSES`; None counts none.
     """
     kept, floor = held.kept, 0.0
     for end in ends:
@@ -224,6 +235,8 @@ def activation_floor(held: HeldActivations, ends: Iterable[End], hbm_capacity: f
         most: Num = (end.logits_in_flight - 1) * head + maximum(head, held.workspace)
         if not offloaded:
             most = most + end.in_flight * (end.counts["layer"] * kept["layer"] + end.counts["embed"] * kept["embed"])
+        for role, num_bytes in (state or {}).items():
+            most = most + end.counts[role] * num_bytes
         floor = maximum(floor, most)
     return floor + RESERVE_SHARE * hbm_capacity
 
@@ -415,7 +428,7 @@ def _stage_memory(
         present = (end.counts[block.role] > 0) * (part.share > 0) * 1.0
         if block.role == "layer":
             layers.append(LayerMemory(block, n, present, end.in_flight, held, local.kept))
-        for name in ("parameters", "master_copies", "gradients", "optimizer"):
+        for name in STATE_CLASSES:
             add(name, block, n, held[name])
         if holdings is not None or not is_zero(held["tied"]):
             add("parameters", block, end.tied_apart * n, held["tied"])

@@ -7,7 +7,7 @@ them. Not here: bounds and prices of single candidates (`pricing`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,14 +18,14 @@ from meshwise.costs.arithmetic import array, take
 from meshwise.costs.evaluate import evaluate_activations, evaluate_local, evaluate_local_memory
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
-from meshwise.costs.memory import End, HeldActivations, activation_floor, held_activations, pipeline_ends
+from meshwise.costs.memory import End, HeldActivations, held_activations, memory_floor, pipeline_ends
 from meshwise.costs.network import GroupLink
 from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums
 from meshwise.costs.pipeline import Pipeline, num_layers
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step_time import StepParts, passes_makespan
 from meshwise.search.local import LocalTables
-from meshwise.search.rows import Table, distinct
+from meshwise.search.rows import Rows, Table, distinct
 from meshwise.search.space import IdealWires
 from meshwise.search.structures import Choices, Work, allowed, works
 
@@ -192,11 +192,13 @@ class Bounds:
         total = 0
         for v in variants:
             runs = self.pipeline(v)[1][self.pipe]
-            by_family: dict[int, int] = {}
-            for family in map(self._family, self.works):
-                if id(family) not in by_family:
-                    by_family[id(family)] = int(self.meant[family.keys[runs[family.keys]]].sum())
-                total += by_family[id(family)]
+            by_family: dict[LayoutChoices, int] = {}
+            for work in self.works:
+                own = _all_remats(work)
+                if own not in by_family:
+                    keys = self._family(work).keys
+                    by_family[own] = int(self.meant[keys[runs[keys]]].sum())
+                total += by_family[own]
         return total
 
     def _groups_of(
@@ -224,9 +226,21 @@ class Bounds:
             mine = keys[can[self.pipe[keys]]]
             if len(mine):
                 own, there = take(held, row[mine]), take(ends, self.pipe[mine])
-                floors = np.broadcast_to(activation_floor(own, there, hbm, offloaded=self.offloaded), len(mine))
+                floors = np.broadcast_to(memory_floor(own, there, hbm, offloaded=self.offloaded), len(mine))
                 fits = np.flatnonzero((floors <= limit) & np.isfinite(floors))
                 yield v, mine[fits], floors[fits]
+
+    def fits(self, work: Work, rows: Rows, state: Mapping[str, Array]) -> Mask:
+        """Which candidates of one kind of work fit with their training state, by role, and nothing on the host."""
+        held, hbm = self._held(work), self.problem.cluster.chip.hbm_usable
+        key = self.key_of[rows.at]
+        size, fits = self._family(work).row[key], np.zeros(len(rows), bool)
+        for v in np.unique(rows.variant):
+            mine = np.flatnonzero(rows.variant == v)
+            own, there = take(held, size[mine]), take(self.pipeline(int(v))[2], self.pipe[key[mine]])
+            floor = memory_floor(own, there, hbm, state={role: of[mine] for role, of in state.items()})
+            fits[mine] = floor <= self.capacity
+        return fits
 
     def by_memory(self) -> Groups:
         """All groups that can run, whether they fit or not; those whose activations need least come first."""
@@ -250,7 +264,7 @@ class Bounds:
         return Groups(bound, memory, keys, np.full(len(keys), w), np.full(len(keys), v))
 
     def _family(self, work: Work) -> _Family:
-        own = replace(work.own, remat="", partial_remat=False)
+        own = _all_remats(work)
         if own not in self.families:
             keys = np.flatnonzero(work.applies(self.axes.__getitem__))
             sizes = np.unique(self.size[keys])
@@ -308,3 +322,8 @@ class Bounds:
                 ends = pipeline_ends(self.layers, pipeline)
             self.pipelines_of[v] = pipeline, np.broadcast_to(can, len(self.stages)), ends
         return self.pipelines_of[v]
+
+
+def _all_remats(work: Work) -> LayoutChoices:
+    """What works that differ in nothing but the remat policy have in common."""
+    return replace(work.own, remat="", partial_remat=False)

@@ -20,12 +20,12 @@ from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.traffic import term_of
+from meshwise.costs.weight_traffic import evaluate_weight_state, weight_choices
 from meshwise.search.bounds import CHUNK, Bounds, Groups
 from meshwise.search.front import Found
 from meshwise.search.local import LocalTables
-from meshwise.search.moving import MovingBounds
-from meshwise.search.rows import Rows, Table
-from meshwise.search.sited import SitedBounds
+from meshwise.search.placement_bounds import IdealMapping, PlacementBounds, Placements
+from meshwise.search.rows import KnownColumns, Rows, Table
 from meshwise.search.space import IdealWires, WireTable, placements, undominated
 from meshwise.search.structures import Choices, Variant, Work
 from meshwise.sharding.layout import MESH_AXES, Layout
@@ -77,6 +77,7 @@ class Pricing:
         self.fabric = fabric
         self.works = works
         self.structures = [(work, s) for work in works for s in work.structures]
+        numbered = tuple((w, s) for w, work in enumerate(works) for s in work.structures)
         self.capacity = capacity
         self.variants = choices.variants
         known = problem.cluster.chip.host_memory is not None
@@ -88,8 +89,11 @@ class Pricing:
         self.local = LocalTables(problem, works, table.sizes)
         elsewhere = any("activations" in o for o in self.offloads)
         self.bounds = Bounds(problem, fabric, works, choices, table, self.local, capacity, offloaded=elsewhere)
-        self.moving = MovingBounds(problem, self.structures, table, self.ideal, self.bounds)
-        self.sited = SitedBounds(problem, fabric, table, self.bounds, self.moving)
+        mappings: list[IdealMapping | Placements] = [IdealMapping(self.ideal)]
+        if not any(d.torus for d in fabric.dimensions):
+            mappings.append(Placements(fabric, table, problem.routing))
+        self.placement_bounds = [PlacementBounds(problem, numbered, works, table, m, self.bounds) for m in mappings]
+        self.state_of: dict[LayoutChoices, KnownColumns] = {}
         self.groups_of: dict[LayoutChoices, tuple[tuple[str, ...], ...]] = {}
         self.pairs_of: dict[LayoutChoices, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {}
         self.worthy: dict[tuple[Any, int], Array] = {}  # groups of axes, mesh -> its undominated placements
@@ -128,13 +132,30 @@ class Pricing:
             begin += len(work.structures)
         return Rows.joined(found)
 
-    def raised(self, rows: Rows) -> Rows:
-        """The rows, with a bound of their time that counts what moves their weights and gradients; see `moving`."""
-        return self.moving.raised(rows)
+    def possible(self, rows: Rows) -> Rows:
+        """The candidates whose activations and training state fit; all, where some of these may be on the host."""
+        if any(self.offloads):
+            return rows
+        kept = [np.zeros(0, int)]
+        for s in np.unique(rows.structure):
+            work, own = self.structures[s][0], weight_choices(self.structures[s][1])
+            if own not in self.state_of:
+                self.state_of[own] = KnownColumns(partial(self._evaluate_state, own))
+            mine = np.flatnonzero(rows.structure == s)
+            part = rows.take(mine)
+            state = self.state_of[own](self.table.mesh_id[part.at])
+            kept.append(mine[self.bounds.fits(work, part, state)])
+        return rows.take(np.sort(np.concatenate(kept)))
 
-    def placed_best(self, rows: Rows) -> Rows:
-        """The rows, with a bound of their time for the best of the ways to lay their mesh out; see `sited`."""
-        return self.sited.raised(rows)
+    def _evaluate_state(self, choices: LayoutChoices, meshes: Index) -> dict[str, Array]:
+        return evaluate_weight_state(self.problem, choices, self.table.axes(meshes))
+
+    def raised(self, rows: Rows, below: Callable[[Array], NDArray[np.bool_]]) -> Rows:
+        """The candidates whose bounds are `below`, with bounds that count their weight traffic on the best mapping."""
+        for bounds in self.placement_bounds:
+            rows = bounds.raised(rows)
+            rows = rows.take(np.flatnonzero(below(rows.bound)))
+        return rows
 
     def fitting(self, rows: Rows) -> tuple[Rows, float]:
         """The rows that fit in memory, with their memory; and the least memory of any.
@@ -248,7 +269,7 @@ class Pricing:
         inverse: Index,
     ) -> Array:
         """Seconds per token of rows with so many variants; `inverse` says which candidate is whose."""
-        shared = evaluated(self.problem, self.structures[structure][1], candidates, wires, local)
+        shared = evaluated(self.problem, self.structures[structure][1], candidates, wires, local, bounded=False)
         tokens = np.broadcast_to(candidates.sequences * self.problem.job.seq_len, len(candidates.micro_batch))
         out = np.zeros(len(variant))
         with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing

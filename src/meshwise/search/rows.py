@@ -6,7 +6,7 @@ Not here: placements (`space`), and what candidates cost or which are worth it (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,6 +47,10 @@ class Table:
         """Sizes of one mesh axis, in rows `at`."""
         sizes: Array = self.meshes[:, MESH_AXES.index(name)][self.mesh_id[at]]
         return sizes
+
+    def axes(self, mesh: Index) -> dict[str, Array]:
+        """Sizes of all mesh axes, of some of the meshes."""
+        return {a: self.meshes[mesh, k] for k, a in enumerate(MESH_AXES)}
 
     def candidates(self, at: Index, **others: Any) -> Candidates:
         """What the evaluator takes of rows `at`."""
@@ -98,6 +102,33 @@ class Rows:
     def joined(cls, parts: Sequence[Rows]) -> Rows:
         """Rows one after the other."""
         return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+
+class KnownColumns:
+    """Columns by role, worked out for the entries that were asked for so far.
+
+    Args:
+        evaluate: entries, each once -> role -> [..., entries].
+    """
+
+    def __init__(self, evaluate: Callable[[Index], Mapping[str, Array]]) -> None:
+        self.evaluate = evaluate
+        self.known = np.zeros(0, bool)
+        self.columns: dict[str, Array] = {}
+
+    def __call__(self, at: Index) -> dict[str, Array]:
+        """By role, [..., at]."""
+        new = int(at.max(initial=-1)) + 1 - len(self.known)
+        if new > 0:
+            self.known = np.pad(self.known, (0, new))
+            self.columns = {r: np.pad(of, [(0, 0)] * (of.ndim - 1) + [(0, new)]) for r, of in self.columns.items()}
+        missing = np.unique(at[~self.known[at]])
+        if len(missing):
+            for role, own in self.evaluate(missing).items():
+                into = self.columns.setdefault(role, np.zeros((*own.shape[:-1], len(self.known))))
+                into[..., missing] = own
+            self.known[missing] = True
+        return {role: of[..., at] for role, of in self.columns.items()}
 
 
 def candidate_table(

@@ -47,7 +47,7 @@ _LOOKED_AT, _GROUPS, _LEADERS = 4096, 1024, 32
 
 #: Rows for each structure that are priced in the first go, so that the cut falls before the next, which are so many
 #: times as large: a go takes time for each structure that its rows have, however few.
-_GO, _GROWTH = 2, 8
+_GO, _GROWTH = 64, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class _OnFabric:
         self.chips = float(math.prod(fabric.sizes))
         self.most_seconds = state.space.seconds_on(self.chips)
         self.waiting = Rows.none()
-        self.go = _GO * len(pricing.structures)
+        self.go = _GO
 
     @property
     def for_front(self) -> bool:
@@ -291,12 +291,18 @@ class _OnFabric:
 
     def look(self, groups: Groups) -> None:
         """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through."""
-        rows = self.pricing.raised(self.pricing.rows(groups.take(slice(0, _GROUPS))))
-        rows = self.pricing.placed_best(rows.take(np.argsort(rows.bound, kind="stable")[:CHUNK]))
+        rows = self._bounded(groups.take(slice(0, _GROUPS)))
         self._price(rows.take(np.argsort(rows.bound, kind="stable")[: self.go]))
         self.expand_waiting(_LEADERS)
         self.waiting = Rows.none()  # they come again
         self._tell()
+
+    def _bounded(self, groups: Groups) -> Rows:
+        """Candidates of groups that may fit, with their bounds."""
+        rows = self.pricing.rows(groups)
+        possible = self.pricing.possible(rows)
+        self.state.infeasible += len(rows) - len(possible)
+        return self.pricing.raised(possible, self.matters)
 
     def rank(self, groups: Groups) -> Groups:
         """Go through `groups`, sorted by their bound, until none can enter the ranking.
@@ -308,9 +314,8 @@ class _OnFabric:
         while begin < len(groups) and self.below_cut(groups.bound[begin : begin + 1])[0]:
             # Those over the cut wait on: they may be on the front.
             end = begin + int(self.below_cut(groups.bound[begin : begin + size]).sum())
-            rows = self.pricing.raised(self.pricing.rows(groups.take(slice(begin, end))))
-            rows = self.pricing.placed_best(rows.take(np.flatnonzero(self.matters(rows.bound))))
-            pool = Rows.joined([pool, rows.take(np.flatnonzero(self.matters(rows.bound)))])
+            rows = self._bounded(groups.take(slice(begin, end)))
+            pool = Rows.joined([pool, rows])
             if len(pool) > CHUNK:
                 self._price(pool)
                 self.expand_waiting(self.go)

@@ -1,0 +1,85 @@
+"""What weights take on their own, by role of their blocks: seconds of moving them and their gradients, bytes of state.
+
+Both depend on the mesh alone, not on microbatches or the pipeline's schedule. Not here: what compute hides of traffic
+(`overlap`, `step_time`), or what a device of a pipeline holds (`memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.costs.arithmetic import Num
+from meshwise.costs.evaluate import rates_of
+from meshwise.costs.extents import Extents
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.costs.memory import STATE_CLASSES, state_bytes
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.step import CollectivePrices, Wires
+from meshwise.costs.traffic import CollectiveTemplate, Pass
+from meshwise.sharding.placed import Purpose
+
+#: Seconds of all copies of the blocks of a role, [4, meshes]: beside the forward and the backward pass of one
+#: microbatch; once a step, of reducing gradients and of gathering new weights.
+WeightTraffic = NDArray[np.float64]
+
+
+def weight_choices(choices: LayoutChoices) -> LayoutChoices:
+    """The choices that stand for all that differ in remat and in how attention gets its keys: those of least traffic.
+
+    Gradients need the same weights whatever is recomputed, so that is the choice which recomputes nothing.
+    """
+    return replace(choices, remat="none", partial_remat=False, context_method="gather")
+
+
+def evaluate_weight_traffic(
+    problem: TrainingProblem, choices: LayoutChoices, mesh: Mapping[str, Num], links: Wires
+) -> dict[str, WeightTraffic]:
+    """Price the weight traffic of many meshes, by role.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        choices: whose layers all follow its remat policy.
+        mesh: mesh axis -> devices along it, [meshes].
+        links: mesh axes -> link of the group along them, of the same meshes.
+    """
+    extents = _extents(problem, mesh)
+    prices = CollectivePrices(rates_of(problem, choices, links, bounded=False), extents)
+    found: dict[str, WeightTraffic] = {}
+    for block in problem.lowered.training(choices):
+        seconds = found.setdefault(block.role, np.zeros((4, np.size(mesh["data"]))))
+        for one in block.collectives:
+            if one.when is Pass.STEP or one.purpose in (Purpose.WEIGHTS, Purpose.GRADIENTS):
+                seconds[_row(one)] += block.placed.block.repeat * prices.priced(one, {})[0].seconds
+    return found
+
+
+def _row(one: CollectiveTemplate) -> int:
+    if one.when is Pass.STEP:
+        return 2 if one.purpose is Purpose.GRADIENTS else 3
+    return 0 if one.when is Pass.FORWARD else 1
+
+
+def evaluate_weight_state(
+    problem: TrainingProblem, choices: LayoutChoices, mesh: Mapping[str, Num]
+) -> dict[str, NDArray[np.float64]]:
+    """Bytes of the training state of all copies of the blocks of a role on one pipeline stage, [meshes].
+
+    Args: as in `evaluate_weight_traffic`.
+    """
+    extents = _extents(problem, mesh)
+    found: dict[str, NDArray[np.float64]] = {}
+    for block in problem.lowered.training(choices):
+        num_bytes = found.setdefault(block.role, np.zeros(np.size(mesh["data"])))
+        state = state_bytes(block.memory, extents, problem.job.formats)
+        num_bytes += block.placed.block.repeat * sum(state[name] for name in STATE_CLASSES)
+    return found
+
+
+def _extents(problem: TrainingProblem, mesh: Mapping[str, Num]) -> Extents:
+    """Weights have neither sequences nor slots: any number of these will do."""
+    lowered = problem.lowered
+    return Extents(lowered.symbols, lowered.program.bind(batch=1.0, queries=problem.job.seq_len), mesh)
