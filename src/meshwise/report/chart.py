@@ -1,10 +1,21 @@
-"""A log-log chart drawn with braille dots, two by four to a character. Not here: what is drawn (`roofline`)."""
+"""Pictures: charts on logarithmic axes in braille dots for the terminal, figures as SVG, traces for Perfetto.
+
+Not here: what they show (one file a verb).
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from meshwise.core.errors import MissingDependencyError
+
+Points = Sequence[tuple[float, float]]
 
 #: Bit of each dot of a braille cell, by row and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -81,3 +92,91 @@ class Chart:
 def _share(value: float, span: tuple[float, float]) -> float:
     """Where `value` stands in `span` on a logarithmic scale, 0 to 1 inside."""
     return math.log(value / span[0]) / math.log(span[1] / span[0])
+
+
+def terminal_chart(
+    points: Points,
+    signs: str,
+    y_label: Callable[[float], str],
+    x_label: Callable[[float], str],
+    *,
+    joined: bool = False,
+) -> str:
+    """Draw points as characters, one sign each, and with `joined` the line through them."""
+    x, y = ((_span([p[k] for p in points])) for k in (0, 1))
+    chart = Chart(x, y, columns=58, rows=10)
+    if joined and len(points) > 1:
+        chart.curve(lambda at: _between(points, at))
+    for (px, py), sign in zip(points, signs, strict=True):
+        chart.mark(px, py, sign)
+    ticks = [(px, x_label(px)) for px, _ in sorted(points)]
+    return "\n".join(chart.lines(y_label, ticks))
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """Lowest and highest, with a little room."""
+    low, high = min(values), max(values)
+    return low / 1.1, high * 1.1
+
+
+def _between(points: Points, at: float) -> float:
+    """The line through the points, straight on logarithmic axes, level outside."""
+    (x0, y0), *_, (x1, y1) = points
+    if at <= x0 or at >= x1:
+        return y0 if at <= x0 else y1
+    (xa, ya), (xb, yb) = next((a, b) for a, b in pairwise(points) if a[0] <= at <= b[0])
+    share = math.log(at / xa) / math.log(xb / xa)
+    return float(ya * (yb / ya) ** share)
+
+
+def write_svg(points: Points, names: Sequence[str], x_title: str, y_title: str, *, joined: bool = False) -> str:
+    """Draw points with their names as SVG, on logarithmic axes.
+
+    Raises:
+        MissingDependencyError: when matplotlib is absent.
+    """
+    figure = new_figure(7, 4.5)
+    axes = figure.subplots()
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    axes.loglog(xs, ys, "o-" if joined else "o")
+    for (x, y), name in zip(points, names, strict=True):
+        axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 5), fontsize="small")
+    axes.set_xlabel(x_title)
+    axes.set_ylabel(y_title)
+    axes.grid(visible=True, which="both", alpha=0.3)
+    return svg_of(figure)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A new matplotlib figure, in inches.
+
+    Raises:
+        MissingDependencyError: when matplotlib is absent.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  (an optional extra)
+    except ImportError:
+        raise MissingDependencyError("--svg needs matplotlib: pip install 'meshwise[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def svg_of(figure: Any) -> str:
+    """Write a figure as SVG, without a date, so that equal figures are equal files."""
+    target = io.StringIO()
+    figure.savefig(target, format="svg", metadata={"Date": None})
+    return target.getvalue()
+
+
+def trace_process(pid: int, name: str) -> dict[str, Any]:
+    """The event that names a process of a trace."""
+    return {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+
+
+def trace_span(name: str, category: str, start: float, seconds: float, **fields: Any) -> dict[str, Any]:
+    """A complete event of a trace: times go in as seconds and are written as microseconds."""
+    return {"ph": "X", "name": name, "cat": category, "ts": start * 1e6, "dur": seconds * 1e6, **fields}
+
+
+def trace_text(events: Sequence[dict[str, Any]]) -> str:
+    """A file of Chrome trace events, which Perfetto opens."""
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"

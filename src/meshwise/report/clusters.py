@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.core.units import format_bandwidth, format_bytes, format_flops_per_s, format_money, format_time
 from meshwise.hardware import Cluster, Fabric, Machine, SliceRules, Torus, TorusAxis
 from meshwise.report.chips import chip_data
 from meshwise.report.report import Report
-from meshwise.report.table import facts, table
-from meshwise.report.words import counted
+from meshwise.report.table import Columns, counted, facts, picked, plain, table, tabulate
 
 #: How clusters are written, by example.
 FORMS = (
@@ -27,6 +26,8 @@ FORMS = (
     ("gb200-nvl72:576", "GPUs in NVLink domains of 72"),
 )
 
+_WRAPS = {"cubes": "every axis, in slices of full 4x4x4 cubes", "full-axis": "an axis that is as long as the pod's"}
+
 
 def clusters_report(
     networks: Mapping[str, SliceRules | Fabric], machines: Mapping[str, Machine], inputs: Mapping[str, Any]
@@ -34,6 +35,13 @@ def clusters_report(
     """Say how clusters are named."""
     slices = [n for n in networks.values() if isinstance(n, SliceRules)]
     fabrics = [n for n in networks.values() if isinstance(n, Fabric)]
+    slice_columns: Columns = {
+        "!TPU slices": "name",
+        ">largest": ("largest", lambda shape: "x".join(map(str, shape))),
+        "ends joined": ("wraps", _WRAPS.__getitem__),
+        ">DCN a chip": ("dcn_bandwidth_per_chip_one_way", format_bandwidth),
+    }
+    machine_columns: Columns = {"!machine": "name", ">chips": "num_chips", "!chip": "chip", "network": "network"}
     return Report(
         command="clusters",
         inputs=inputs,
@@ -42,33 +50,16 @@ def clusters_report(
             "forms": [{"name": name, "meaning": meaning} for name, meaning in FORMS],
             "slices": [_slice_data(n) for n in slices],
             "networks": [_fabric_data(n) for n in fabrics],
-            "machines": [dataclasses.asdict(m) | {"name": name} for name, m in machines.items()],
+            "machines": [plain(m) | {"name": name} for name, m in machines.items()],
         },
         body=(
             table(("!written", "means"), FORMS),
-            table(
-                ("!TPU slices", ">largest", "ends joined", ">DCN a chip"),
-                (
-                    (
-                        n.name,
-                        "x".join(map(str, n.largest)),
-                        _WRAPS[n.wraps],
-                        format_bandwidth(n.dcn_bandwidth_per_chip_one_way),
-                    )
-                    for n in slices
-                ),
-            ),
-            table(("!network", "levels, bandwidth of one chip one way"), ((n.name, _levels(n)) for n in fabrics)),
-            table(
-                ("!machine", ">chips", "!chip", "network"),
-                ((m.name, str(m.num_chips), m.chip, m.network) for name, m in machines.items() if name == m.name),
-            ),
+            tabulate(slice_columns, slices),
+            tabulate({"!network": "name", "levels, bandwidth of one chip one way": _levels}, fabrics),
+            tabulate(machine_columns, (m for name, m in machines.items() if name == m.name)),
         ),
         next_steps=("meshwise clusters v5p-128: what one name stands for",),
     )
-
-
-_WRAPS = {"cubes": "every axis, in slices of full 4x4x4 cubes", "full-axis": "an axis that is as long as the pod's"}
 
 
 def _levels(fabric: Fabric) -> str:
@@ -76,56 +67,38 @@ def _levels(fabric: Fabric) -> str:
 
 
 def _slice_data(rules: SliceRules) -> dict[str, Any]:
-    return {
-        "name": rules.name,
-        "title": rules.title,
-        "largest_chips": list(rules.largest),
-        "wraps": rules.wraps,
-        "twists": rules.twists,
-        "counts": rules.counts,
-        "cloud_name": rules.cloud_name,
-        "dcn_bandwidth_per_chip_one_way_bytes_per_s": rules.dcn_bandwidth_per_chip_one_way,
-        "dcn_latency_s": rules.dcn_latency,
-        "source": dataclasses.asdict(rules.source),
-    }
+    return picked(
+        rules,
+        *("name", "title", "wraps", "twists", "counts", "cloud_name", "source"),
+        largest_chips="largest",
+        dcn_bandwidth_per_chip_one_way_bytes_per_s="dcn_bandwidth_per_chip_one_way",
+        dcn_latency_s="dcn_latency",
+    )
 
 
 def _fabric_data(fabric: Fabric) -> dict[str, Any]:
-    return {
-        "name": fabric.name,
-        "title": fabric.title,
-        "domains_chips": list(fabric.domains),
-        "levels": [_level_data(v.level) for v in fabric.levels],
-        "in_network_reduction": fabric.in_network_reduction,
-        "source": dataclasses.asdict(fabric.source),
-        "notes": list(fabric.notes),
-    }
+    levels = [_level_data(v.level) for v in fabric.levels]
+    known = picked(fabric, "name", "title", "in_network_reduction", "source", "notes", domains_chips="domains")
+    return known | {"levels": levels}
 
 
 def _level_data(level: Any) -> dict[str, Any]:
-    return {
-        "name": level.name,
-        "degree": level.degree,
-        "bandwidth_per_chip_one_way_bytes_per_s": level.bandwidth_per_chip_one_way,
-        "latency_s": level.latency,
-        "switches_add": level.switches_add,
-    }
+    bandwidth = "bandwidth_per_chip_one_way"
+    return picked(
+        level, "name", "degree", "switches_add", latency_s="latency", **{f"{bandwidth}_bytes_per_s": bandwidth}
+    )
 
 
 def cluster_report(cluster: Cluster, inputs: Mapping[str, Any]) -> Report:
     """Say what a cluster's name stands for."""
-    chip = cluster.chip
-    rate_dtype, rate = next(iter(chip.flops_per_s.items()))
+    chip, hbm = cluster.chip, cluster.chip.hbm_usable
+    dtype, rate = next(iter(chip.flops_per_s.items()))
     rows: list[tuple[str, str, str]] = [
         ("chips", f"{cluster.num_chips:,}", f"{chip.title}, {counted(cluster.num_slices, 'slice')}"),
         ("hosts", f"{cluster.num_hosts:,}", f"{counted(chip.chips_per_host, 'chip')} each"),
         ("JAX devices", f"{cluster.num_devices:,}", ""),
-        ("peak", format_flops_per_s(rate * cluster.num_chips), f"{rate_dtype.value}, all chips"),
-        (
-            "HBM",
-            format_bytes(chip.hbm_usable * cluster.num_chips),
-            f"{format_bytes(chip.hbm_usable)} a chip, as programs see it",
-        ),
+        ("peak", format_flops_per_s(rate * cluster.num_chips), f"{dtype.value}, all chips"),
+        ("HBM", format_bytes(hbm * cluster.num_chips), f"{format_bytes(hbm)} a chip, as programs see it"),
     ]
     if cluster.price_per_chip_hour is not None:
         total = cluster.price_per_chip_hour * cluster.num_chips
@@ -134,10 +107,33 @@ def cluster_report(cluster: Cluster, inputs: Mapping[str, Any]) -> Report:
         command="clusters",
         inputs=inputs,
         answer=cluster.describe(),
-        data={"cluster": cluster_data(cluster)},
+        data={"cluster": _cluster_data(cluster)},
         body=(facts(rows), _network_table(cluster)),
         assumed=cluster.notes,
     )
+
+
+def _network_table(cluster: Cluster) -> RenderableType:
+    rows = list(_dimensions(cluster))
+    columns = ("!network", ">size", "kind", ">one way", ">latency")
+    cells = ((name, str(n), kind, format_bandwidth(rate), format_time(late)) for name, n, kind, rate, late in rows)
+    return table(columns, cells) if rows else Text("no network")
+
+
+def _dimensions(cluster: Cluster) -> Iterator[tuple[str, int, str, float, float]]:
+    """Name, size, kind, bandwidth and latency of each torus axis or level of switches, then of the DCN."""
+    net = cluster.network
+    if isinstance(net, Torus):
+        for letter, axis in zip("xyz", net.axes, strict=False):
+            yield f"axis {letter}", axis.size, _axis_words(net, axis), net.link_bandwidth_one_way, net.hop_latency
+    else:
+        for level in net.levels:
+            adds = level.switches_add or net.in_network_reduction
+            kind = "switches that reduce, per chip" if adds else "switches, per chip"
+            yield level.name, level.degree, kind, level.bandwidth_per_chip_one_way, level.latency
+    if cluster.num_slices > 1 and cluster.dcn_bandwidth_per_chip_one_way:
+        rate = cluster.dcn_bandwidth_per_chip_one_way
+        yield "dcn", cluster.num_slices, "between slices, per chip", rate, cluster.dcn_latency
 
 
 def _axis_words(net: Torus, axis: TorusAxis) -> str:
@@ -146,74 +142,20 @@ def _axis_words(net: Torus, axis: TorusAxis) -> str:
     return "ring: its ends are joined" if axis.wraps else "line: its ends are open"
 
 
-def _network_table(cluster: Cluster) -> Any:
-    net = cluster.network
-    columns = ("!network", ">size", "kind", ">one way", ">latency")
-    rows: list[tuple[str, ...]] = []
-    if isinstance(net, Torus):
-        link = (format_bandwidth(net.link_bandwidth_one_way), format_time(net.hop_latency))
-        rows += [
-            (
-                f"axis {'xyz'[i]}",
-                str(a.size),
-                _axis_words(net, a),
-                *link,
-            )
-            for i, a in enumerate(net.axes)
-        ]
-    else:
-        rows += [
-            (
-                v.name,
-                str(v.degree),
-                "switches that add, per chip" if v.switches_add or net.in_network_reduction else "switches, per chip",
-                format_bandwidth(v.bandwidth_per_chip_one_way),
-                format_time(v.latency),
-            )
-            for v in net.levels
-        ]
-    if cluster.num_slices > 1 and cluster.dcn_bandwidth_per_chip_one_way:
-        rows.append(
-            (
-                "dcn",
-                str(cluster.num_slices),
-                "between slices, per chip",
-                format_bandwidth(cluster.dcn_bandwidth_per_chip_one_way),
-                format_time(cluster.dcn_latency),
-            )
-        )
-    return table(columns, rows) if rows else Text("no network")
-
-
-def cluster_data(cluster: Cluster) -> dict[str, Any]:
-    """Give a cluster as JSON values; units in the names."""
+def _cluster_data(cluster: Cluster) -> dict[str, Any]:
     net = cluster.network
     network: dict[str, Any]
     if isinstance(net, Torus):
-        network = {
-            "kind": "torus",
-            "axes": [{"size": a.size, "wraps": a.wraps} for a in net.axes],
-            "twisted": net.twisted,
-            "link_bandwidth_one_way_bytes_per_s": net.link_bandwidth_one_way,
-            "hop_latency_s": net.hop_latency,
-        }
+        links = {"link_bandwidth_one_way_bytes_per_s": "link_bandwidth_one_way", "hop_latency_s": "hop_latency"}
+        network = {"kind": "torus", **picked(net, "axes", "twisted", **links)}
     else:
-        network = {
-            "kind": "tree",
-            "levels": [_level_data(v) for v in net.levels],
-            "in_network_reduction": net.in_network_reduction,
-        }
-    return {
-        "name": cluster.name,
-        "resolution": cluster.describe(),
-        "num_chips": cluster.num_chips,
-        "num_slices": cluster.num_slices,
-        "num_hosts": cluster.num_hosts,
-        "num_devices": cluster.num_devices,
-        "network": network,
-        "dcn_bandwidth_per_chip_one_way_bytes_per_s": cluster.dcn_bandwidth_per_chip_one_way,
-        "dcn_latency_s": cluster.dcn_latency,
-        "price_usd_per_chip_hour": cluster.price_per_chip_hour,
-        "chip": chip_data(cluster.chip),
-        "notes": list(cluster.notes),
-    }
+        levels = [_level_data(v) for v in net.levels]
+        network = {"kind": "tree", "levels": levels, "in_network_reduction": net.in_network_reduction}
+    known = picked(
+        cluster,
+        *("name", "num_chips", "num_slices", "num_hosts", "num_devices", "notes"),
+        dcn_bandwidth_per_chip_one_way_bytes_per_s="dcn_bandwidth_per_chip_one_way",
+        dcn_latency_s="dcn_latency",
+        price_usd_per_chip_hour="price_per_chip_hour",
+    )
+    return {**known, "resolution": cluster.describe(), "network": network, "chip": chip_data(cluster.chip)}

@@ -14,8 +14,7 @@ from meshwise.costs.network import GroupLink
 from meshwise.costs.paths import Algorithm, fastest
 from meshwise.hardware import Cluster
 from meshwise.report.report import Report
-from meshwise.report.table import facts
-from meshwise.report.words import counted
+from meshwise.report.table import counted, facts
 from meshwise.sharding import CollectiveKind, Mesh
 
 _BOOK = "the book, Sharded Matrices and How to Multiply Them"

@@ -7,7 +7,7 @@ from meshwise.core.tensors import Format
 from meshwise.core.units import format_flops_per_s
 from meshwise.hardware import Chip
 from meshwise.jobs import Optimizer, Precision, TrainingJob
-from meshwise.report.words import counted
+from meshwise.report.table import counted
 
 _RECIPES = (
     "Micikevicius et al. 2018 (mixed precision) and 2022 (fp8); DeepSeek-V3, section 3.3; OCP Microscaling 1.0; "

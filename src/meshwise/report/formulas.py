@@ -26,7 +26,7 @@ from meshwise.costs.traffic import Pass
 from meshwise.hardware import Cluster
 from meshwise.report.formats import peak_fields, peak_words
 from meshwise.report.sources import GPUS, HOST, OVERLAP, ROOFLINES, RULE, SHARDED, number, sourced
-from meshwise.report.words import counted
+from meshwise.report.table import counted
 from meshwise.sharding import CollectiveKind
 
 #: Relative difference below which two ways to write a number are the same.

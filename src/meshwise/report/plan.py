@@ -29,11 +29,11 @@ from meshwise.report.breakdown import collective_data, padding_data
 from meshwise.report.layouts import choice_words, layout_words
 from meshwise.report.likely import likely_data, likely_words
 from meshwise.report.memory import padding_words, stage_words
+from meshwise.report.model import length_words
 from meshwise.report.plan_details import plan_details
 from meshwise.report.report import Report, listed
 from meshwise.report.sensitivity import sensitivity_data, sensitivity_table
-from meshwise.report.table import table
-from meshwise.report.words import counted, length_words
+from meshwise.report.table import counted, table
 from meshwise.search import MAX_MEMORY, Baseline, Found, Plan, PlanResult
 
 

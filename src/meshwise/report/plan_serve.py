@@ -28,8 +28,7 @@ from meshwise.report.serve import (
 )
 from meshwise.report.serve_breakdown import serve_workings
 from meshwise.report.serving_front import front_svg
-from meshwise.report.table import noted_table, table
-from meshwise.report.words import counted
+from meshwise.report.table import counted, noted_table, table
 from meshwise.search.serving import ServingPlanResult
 from meshwise.search.serving.planner import FrontPoint, SimulatedPlan
 from meshwise.simulation.serving import Quantiles

@@ -20,8 +20,7 @@ from meshwise.core.units import (
     format_time,
 )
 from meshwise.costs.roofline import Memory, Rates, Roofline, write_operation
-from meshwise.report.chart import Chart
-from meshwise.report.drawing import new_figure, svg_of
+from meshwise.report.chart import Chart, new_figure, svg_of
 from meshwise.report.report import Report
 from meshwise.report.table import facts
 

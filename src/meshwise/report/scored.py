@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rich.console import RenderableType
 
 from meshwise.core.units import format_bytes, format_time
-from meshwise.report.drawing import new_figure, svg_of
+from meshwise.report.chart import new_figure, svg_of
 from meshwise.report.report import listed
 from meshwise.report.table import noted_table, table
 from meshwise.scoring import Errors, Refusal

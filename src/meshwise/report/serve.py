@@ -20,8 +20,7 @@ from meshwise.costs.serving.memory import CLASSES
 from meshwise.costs.serving.step import TERMS
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve_breakdown import serve_workings
-from meshwise.report.table import table
-from meshwise.report.words import counted
+from meshwise.report.table import counted, table
 
 NOT_MODELLED = (
     "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate serve' has arrivals",

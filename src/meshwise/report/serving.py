@@ -16,10 +16,9 @@ from rich.text import Text
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_money, format_percent, format_time
 from meshwise.jobs.traffic import Load
-from meshwise.report.drawing import new_figure, svg_of
+from meshwise.report.chart import new_figure, svg_of
 from meshwise.report.report import Report
-from meshwise.report.table import table
-from meshwise.report.words import counted
+from meshwise.report.table import counted, table
 from meshwise.simulation.serving import POLICIES, Capacity, Quantiles, ReplicaSummary, Sample, ServingResult, Targets
 
 #: Replicas that the terminal shows.

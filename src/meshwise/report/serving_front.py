@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.report.drawing import new_figure, svg_of
+from meshwise.report.chart import new_figure, svg_of
 from meshwise.search.serving.planner import FrontPoint
 
 

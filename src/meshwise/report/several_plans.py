@@ -13,12 +13,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.core.units import format_count, format_duration, format_money, format_percent, format_time
+from meshwise.report.chart import terminal_chart, write_svg
 from meshwise.report.layouts import layout_words
-from meshwise.report.pictures import terminal_chart, write_svg
 from meshwise.report.plan import plan_data
 from meshwise.report.report import Report, listed
-from meshwise.report.table import table
-from meshwise.report.words import counted
+from meshwise.report.table import counted, table
 from meshwise.search import Plan, PlanResult, Scaling
 
 

@@ -1,13 +1,86 @@
-"""Tables that fit 80 columns, all in one style. Not here: what they hold (one file a verb)."""
+"""From values to JSON fields, tables and words, all in one style: tables fit 80 columns.
+
+Not here: what they hold (one file a verb), and units (`meshwise.core.units`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+#: Where a row's cell is found: a path, a path and how its value is shown, or a function of the row.
+Cell = str | tuple[str, Callable[[Any], str]] | Callable[[Any], str]
+
+#: Header, written as for `table` -> its cells.
+Columns = Mapping[str, Cell]
+
+
+def pick(value: Any, path: str) -> Any:
+    """Follow a path through attributes and mappings; None where a part of it is None.
+
+    >>> pick({"size": {"bytes": 3}}, "size.bytes"), pick({"size": None}, "size.bytes"), pick(1 + 2j, "imag")
+    (3, None, 2.0)
+    """
+    for name in path.split("."):
+        value = None if value is None else value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return value
+
+
+def picked(value: Any, *names: str, **paths: str) -> dict[str, Any]:
+    """JSON fields of a value: attributes under their own names, paths under the names given.
+
+    >>> picked(1 + 2j, "real", imaginary="imag")
+    {'real': 1.0, 'imaginary': 2.0}
+    """
+    return {key: plain(pick(value, path)) for key, path in {**dict(zip(names, names, strict=True)), **paths}.items()}
+
+
+def plain(value: Any) -> Any:
+    """A value for JSON: records and enumerations as what they hold, infinite numbers as None."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things.
+
+    >>> counted(1, "chip"), counted(8960, "chip"), counted(0, "slice")
+    ('1 chip', '8,960 chips', '0 slices')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def tabulate(columns: Columns, rows: Iterable[Any], *, title: str = "", missing: str = "-") -> Table:
+    """Lay out a row for each value: a value of None is shown as `missing`."""
+    return table(tuple(columns), (cells(columns, row, missing=missing) for row in rows), title=title)
+
+
+def cells(columns: Columns, row: Any, *, missing: str = "-") -> list[str]:
+    """The cells of one row of `tabulate`."""
+    return [_cell(cell, row, missing) for cell in columns.values()]
+
+
+def _cell(cell: Cell, row: Any, missing: str) -> str:
+    if callable(cell):
+        return cell(row)
+    path, show = (cell, str) if isinstance(cell, str) else cell
+    value = pick(row, path)
+    return missing if value is None else show(value)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:

@@ -13,10 +13,9 @@ from rich.text import Text
 
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_percent, format_time
-from meshwise.report.drawing import new_figure, svg_of
+from meshwise.report.chart import new_figure, svg_of
 from meshwise.report.report import Details, Report
-from meshwise.report.table import table
-from meshwise.report.words import counted
+from meshwise.report.table import counted, table
 from meshwise.simulation import STREAMS, Span, StepTimeline
 
 #: Stages that the terminal shows: of more, the first and the last ones.

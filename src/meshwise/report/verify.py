@@ -16,8 +16,7 @@ from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
 from meshwise.compiler.verification import CompiledCopy, Verification
 from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
 from meshwise.report.report import Report, listed
-from meshwise.report.table import noted_table
-from meshwise.report.words import counted
+from meshwise.report.table import counted, noted_table
 
 #: Of a line through two copies.
 _PEAKS = (
