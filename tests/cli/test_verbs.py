@@ -175,7 +175,7 @@ def test_svg_into_a_folder_that_is_not_there(run, tmp_path):
 
 
 def test_sequences_longer_than_the_model_was_made_for_are_said(run):
-    words = "are longer than the 8,192 that llama-3-8b was made for"
+    words = "exceed the 8,192 that llama-3-8b was trained for"
     assert (
         f"sequences of 16,384 tokens {words}"
         in run("model", "llama-3-8b", "--seq-len", "16Ki", "--json").json["assumed"]
