@@ -8,7 +8,6 @@ Not here: attention on one device (`attention`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -18,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from meshwise.core.tensors import Attention
 from meshwise.runtime.attention import Masks, attend, weigh_scores
+from meshwise.runtime.circle import Circle
 from meshwise.runtime.shardings import Placement, part_index
 from meshwise.sharding import Sharding
 
@@ -50,7 +50,7 @@ def attend_placed(
     def local(start: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         if around:
             assert around == placement.split(positions), "a ring is of the axes that split queries"
-            return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]], op.output.name))
+            return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]], name=op.output.name))
         queries = start + part_index(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
         named: tuple[jax.Array, jax.Array] = checkpoint_name(attend(q, k, v, masks, (queries, keys)), op.output.name)
         return named
@@ -60,38 +60,27 @@ def attend_placed(
     specs = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in op.inputs)
     out = placement.spec(Sharding.of(op.output.axes, splits))
     total = placement.spec(Sharding.of(op.output.axes[:-1], splits))
-    attended: tuple[jax.Array, jax.Array] = placement.local(local, (PartitionSpec(), *specs), (out, total))(
-        jnp.asarray(start), *inputs
-    )
-    return attended
+    q, k, v = inputs
+    return placement.local(local, (PartitionSpec(), *specs), (out, total))(jnp.asarray(start), q, k, v)
 
 
 Outputs = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(Circle):
     """The devices of a ring.
 
     Args:
-        axis: mesh axis.
-        size: devices on it.
+        axis, size, both_ways: as of a circle.
         name: under which what was attended to is kept for the backward pass, "" for none.
     """
 
-    axis: str
-    size: int
     name: str = ""
-
-    def pass_on(self, x: jax.Array) -> jax.Array:
-        """Send to the next device."""
-        sent: jax.Array = jax.lax.ppermute(x, self.axis, [(i, (i + 1) % self.size) for i in range(self.size)])
-        return sent
 
     def positions(self, length: int, steps: jax.Array | int = 0) -> jax.Array:
         """Positions of the part that came round in so many steps; in none, of the device's own."""
-        origin = (jax.lax.axis_index(self.axis) - steps) % self.size
-        return origin * length + jnp.arange(length)
+        return (self.own - steps) % self.size * length + jnp.arange(length)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -116,7 +105,7 @@ def _forward(
 
     def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         keys, values, out, total = carry
-        keys, values = ring.pass_on(keys), ring.pass_on(values)
+        keys, values = ring.pass_on(keys, 1), ring.pass_on(values, 1)
         part, more = attend(q, keys, values, masks, (queries, ring.positions(k.shape[1], number)))
         both = jnp.logaddexp(total, more)
         scale = jnp.where(jnp.isfinite(both), both, 0.0)
@@ -145,13 +134,13 @@ def _backward(masks: Masks, ring: Ring, kept: tuple[jax.Array, ...], gradients: 
 
     def step(carry: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         keys, values, d_q, d_k, d_v = carry
-        keys, values, d_k, d_v = (ring.pass_on(x) for x in (keys, values, d_k, d_v))
+        keys, values, d_k, d_v = (ring.pass_on(x, 1) for x in (keys, values, d_k, d_v))
         more_q, more_k, more_v = part(keys, values, number)
         return (keys, values, d_q + more_q, d_k + more_k, d_v + more_v), None
 
     start = (k, v, *part(k, v, 0))
     (_, _, d_q, d_k, d_v), _ = jax.lax.scan(step, start, jnp.arange(1, ring.size))
-    d_k, d_v = ring.pass_on(d_k), ring.pass_on(d_v)  # the last step home
+    d_k, d_v = ring.pass_on(d_k, 1), ring.pass_on(d_v, 1)  # the last step home
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 

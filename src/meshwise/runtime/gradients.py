@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree, map_parameters
 from meshwise.runtime.pipeline import Pipeline
-from meshwise.runtime.shardings import complete
+from meshwise.runtime.shardings import complete, constrain
 from meshwise.runtime.watched import sunk, watch
 
 Batch = Mapping[str, jax.Array]
@@ -52,8 +52,7 @@ class Accumulation:
         def one(path: str, parameter: Parameter) -> jax.Array:
             key, _, name = path.partition("/")
             named = parameter.named(placement, placement.reduces, lead)
-            kept: jax.Array = jax.lax.with_sharding_constraint(gradients[key][name], named)
-            return kept
+            return constrain(gradients[key][name], named)
 
         return map_parameters(self.parameters, one)
 
@@ -109,8 +108,7 @@ def _of_all_replicas(how: Accumulation, gradients: Tree) -> Tree:
             return complete(own[0], each, home, (_REPLICAS,), placement)
 
         reads, made = PartitionSpec(_REPLICAS, *placement.spec(each)), placement.spec(home)
-        added: jax.Array = placement.local(local, reads, made)(gradients[key][name])
-        return added
+        return placement.local(local, reads, made)(gradients[key][name])
 
     return map_parameters(how.parameters, one)
 

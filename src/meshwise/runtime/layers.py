@@ -18,6 +18,7 @@ from meshwise.runtime.forward import run_block
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import Run, Segment, Tree
 from meshwise.runtime.shardings import Placement
+from meshwise.runtime.watched import linear
 from meshwise.sharding.remat import RematPolicy, remat_policy
 
 Arrays = Mapping[str, jax.Array]
@@ -84,7 +85,7 @@ class Stack:
         """From the residual stream to the head's outputs."""
         block = self.block("head")
         own = {**weights.get("head", {}), **{n: w for n, w in weights["embed"].items() if n in block.tied}}
-        x, held_back = _gradients_together(x, own)
+        x, held_back = _gradients_together((x, own))
         return self.run(block, {"x": x, "labels": labels}, held_back, jnp.arange(x.shape[1]))
 
     def logits(self, weights: Tree, x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -116,7 +117,7 @@ class Stack:
     ) -> Callable[[jax.Array, Arrays], jax.Array]:
         def layer(x: jax.Array, weights: Arrays) -> jax.Array:
             if self.rounds:
-                x, weights = _read_together(x, weights)
+                x, weights = _read_together((x, weights))
             if self.piece is not None:
                 weights = _chosen(weights, self.piece)
             return self.run(block, {"x": x}, weights, jnp.arange(x.shape[1]), recomputed)["x_out"]
@@ -173,46 +174,13 @@ def _chosen(weights: Arrays, piece: jax.Array) -> Arrays:
     return own
 
 
-@jax.custom_vjp
-def _read_together(x: jax.Array, weights: Arrays) -> tuple[jax.Array, Arrays]:
-    """Pass both on, the weights not before `x` is there.
+#: Pass stream and weights on, the weights not before the stream is there: else JAX takes what is made of weights alone
+#: out of loops, and gathers all of them first.
+_read_together = linear(jax.lax.optimization_barrier, lambda gradients: gradients)
 
-    Else JAX takes what is made of weights alone out of loops: it gathers all of them first.
-    """
-    together: tuple[jax.Array, Arrays] = jax.lax.optimization_barrier((x, weights))
-    return together
-
-
-def _read_forward(x: jax.Array, weights: Arrays) -> tuple[tuple[jax.Array, Arrays], None]:
-    return _read_together(x, weights), None
-
-
-def _read_backward(_: None, gradients: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
-    return gradients
-
-
-_read_together.defvjp(_read_forward, _read_backward)
-
-
-@jax.custom_vjp
-def _gradients_together(x: jax.Array, weights: Arrays) -> tuple[jax.Array, Arrays]:
-    """Pass both on, and nothing of the gradient of `x` before that of the weights is made.
-
-    Else a compiler may put off what only the update reads, and hold the gradient of the logits all the while.
-    """
-    return x, weights
-
-
-def _pass_on(x: jax.Array, weights: Arrays) -> tuple[tuple[jax.Array, Arrays], None]:
-    return (x, weights), None
-
-
-def _hold_back(_: None, gradients: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
-    together: tuple[jax.Array, Arrays] = jax.lax.optimization_barrier(gradients)
-    return together
-
-
-_gradients_together.defvjp(_pass_on, _hold_back)
+#: Pass stream and weights on, and nothing of the stream's gradient before that of the weights is made: else a compiler
+#: may put off what only the update reads, and hold the gradient of the logits all the while.
+_gradients_together = linear(lambda both: both, jax.lax.optimization_barrier)
 
 
 def _latent_rope(program: Program, block: Block) -> int | None:

@@ -49,8 +49,7 @@ def look_up(
     held = Sharding.of(axes, splits)
     copies = spread(table, held, placement.reduced(axes), placement)
     specs = (placement.spec(read), spread_spec(held, placement))
-    found: jax.Array = placement.local(local, specs, placement.spec(home))(index, copies)
-    return found
+    return placement.local(local, specs, placement.spec(home))(index, copies)
 
 
 def _picking(
@@ -118,5 +117,4 @@ def _gradient(
         return complete(part, held, back, over, placement)
 
     specs = (placement.spec(Sharding.of(op.inputs[0].axes, splits)), placement.spec(home))
-    found: jax.Array = placement.local(local, specs, placement.spec(back))(index, gradient)
-    return found
+    return placement.local(local, specs, placement.spec(back))(index, gradient)

@@ -130,8 +130,7 @@ class Experts:
         def local(x: jax.Array, gates: jax.Array, chosen: jax.Array, copies: Arrays) -> jax.Array:
             return self._local(x, gates, chosen, jax.tree.map(lambda w: w[0], copies))
 
-        out: jax.Array = placement.local(local, specs, home)(x, gates, chosen, copies)
-        return out
+        return placement.local(local, specs, home)(x, gates, chosen, copies)
 
     def _local(self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays) -> jax.Array:
         """Run on one device's tokens [b, t, D]."""

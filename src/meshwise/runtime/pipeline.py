@@ -7,7 +7,7 @@ embedding and head of its own and runs both; those of the first and of the last 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,8 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.core.errors import LayoutError
+from meshwise.runtime.circle import Circle
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree
+from meshwise.runtime.shardings import constrain
 from meshwise.runtime.watched import sunk, watch
 from meshwise.sharding.layout import Layout
 
@@ -199,50 +201,36 @@ class Pipeline:
         def one(key: str, name: str, w: Any) -> Any:
             named = self.parameters[key][name].named(self.stack.placement, "weights", (STAGE,))
 
-            def copied(part: jax.Array) -> jax.Array:
-                whole = jnp.broadcast_to(part, (self.stages, *part.shape))
-                there: jax.Array = jax.lax.with_sharding_constraint(whole, named)
-                return there
+            return jax.tree.map(lambda part: constrain(jnp.broadcast_to(part, (self.stages, *part.shape)), named), w)
 
-            return jax.tree.map(copied, w)
-
-        return {
-            key: {name: one(key, name, w) for name, w in run.items()} if self._lead(key) else run
-            for key, run in weights.items()
-        }
+        return {key: _each(key, run, one) if self._lead(key) else run for key, run in weights.items()}
 
     def _gathered_up(self, gradients: Tree) -> Tree:
         """Add up what stages have found for what they share."""
 
         def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
             named = self.parameters[key][name].named(self.stack.placement, "gradients")
-            summed: jax.Array = jax.lax.with_sharding_constraint(_added_up(gradient), named)
-            return summed
+            return constrain(_added_up(gradient), named)
 
-        return {
-            key: {name: one(key, name, g) for name, g in run.items()} if self._lead(key) else run
-            for key, run in gradients.items()
-        }
+        return {key: _each(key, run, one) if self._lead(key) else run for key, run in gradients.items()}
 
     def _accumulators(self, gradients: Tree) -> Tree:
         """Keep gradients where they are accumulated, each stage its own."""
 
         def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
             named = self.parameters[key][name].named(self.stack.placement, "gradients", self._lead(key))
-            kept: jax.Array = jax.lax.with_sharding_constraint(gradient, named)
-            return kept
+            return constrain(gradient, named)
 
-        return {key: {name: one(key, name, g) for name, g in run.items()} for key, run in gradients.items()}
+        return {key: _each(key, run, one) for key, run in gradients.items()}
 
     def _zeros(self, like: Tree) -> Tree:
         """Accumulators of these weights."""
-        shapes = {
-            key: {name: (*(self.stages for _ in self._lead(key)), *self.parameters[key][name].shape) for name in run}
-            for key, run in like.items()
-        }
-        return self._accumulators(
-            {key: {n: jnp.zeros(s, self.accumulates) for n, s in run.items()} for key, run in shapes.items()}
-        )
+
+        def zeros(key: str, name: str, _: Any) -> jax.Array:
+            lead = (self.stages,) if self._lead(key) else ()
+            return jnp.zeros((*lead, *self.parameters[key][name].shape), self.accumulates)
+
+        return self._accumulators({key: _each(key, run, zeros) for key, run in like.items()})
 
     def _stacked(self, weights: Tree) -> Tree:
         """Weights of layers, which stages hold for themselves."""
@@ -304,16 +292,16 @@ class Pipeline:
 
     def _constrain(self, x: jax.Array, lead: int = 0) -> jax.Array:
         """Keep [stages, ..., B, T, D] where the stages are."""
-        named = NamedSharding(self.stack.placement.mesh, self._spec(lead))
-        there: jax.Array = jax.lax.with_sharding_constraint(x, named)
-        return there
+        return constrain(x, NamedSharding(self.stack.placement.mesh, self._spec(lead)))
 
     def _shift(self, x: jax.Array, by: int) -> jax.Array:
         """Hand each stage's array on to the next stage, or back to the one before; the ends are joined."""
-        pairs = [(i, (i + by) % self.stages) for i in range(self.stages)]
-        send = partial(jax.lax.ppermute, axis_name=STAGE, perm=pairs)
-        sent: jax.Array = self.stack.placement.local(send, self._spec(), self._spec())(x)
-        return sent
+        send = Circle(STAGE, self.stages).pass_on
+        return self.stack.placement.local(lambda x: send(x, by), self._spec(), self._spec())(x)
+
+
+def _each(key: str, run: Mapping[str, Any], make: Callable[[str, str, Any], Any]) -> dict[str, Any]:
+    return {name: make(key, name, value) for name, value in run.items()}
 
 
 def _added_up(x: jax.Array) -> jax.Array:

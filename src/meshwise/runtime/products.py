@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from meshwise.core.tensors import Einsum, Kind
 from meshwise.runtime.shardings import Placement, complete
-from meshwise.runtime.watched import Watched, product
+from meshwise.runtime.watched import Watched, linear, product
 from meshwise.sharding import Sharding
 
 
@@ -29,9 +29,10 @@ def subscripts(op: Einsum) -> tuple[str, str, str]:
 
 def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched) -> jax.Array:
     """Multiply two arrays over the named axes of an operation."""
-    first, second, out = subscripts(op)
-    equation = f"{first},{second}->{out}"
-    return product(equation, left, right) if isinstance(right, Watched) else jnp.einsum(equation, left, right)
+    first, second, out = letters = subscripts(op)
+    if isinstance(right, Watched):
+        return product(letters, left, right)
+    return jnp.einsum(f"{first},{second}->{out}", left, right)
 
 
 def align(x: jax.Array, axes: tuple[str, ...], onto: tuple[str, ...]) -> jax.Array:
@@ -63,38 +64,19 @@ def multiply(
     """
     if placement.mesh.size == 1 or op.inputs[1].kind is not Kind.WEIGHT:
         return named_einsum(op, x, w)
-    left, right, out = subscripts(op)
-    value, sink = (w.value, w.sink) if isinstance(w, Watched) else (w, None)
-    wide = value.dtype if sink is None else sink.dtype
+    left, right, out = letters = subscripts(op)
+    held, back = Sharding.of(op.inputs[1].axes, splits), placement.reduced(op.inputs[1].axes)
+    partial = [m for s in splits.values() for m in s if m not in held.splitting_axes]
 
-    @jax.custom_vjp
-    def product(x: jax.Array, value: jax.Array, sink: jax.Array | None) -> jax.Array:  # noqa: ARG001
-        return jnp.einsum(f"{left},{right}->{out}", x, value)
-
-    def forward(x: jax.Array, value: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, Any]:
-        return product(x, value, sink), (x, value)
-
-    def backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[Any, ...]:
-        x, value = kept
-        d_x = jnp.einsum(f"{out},{right}->{left}", gradient, value).astype(x.dtype)
-        d_w = reduced(x, gradient)
-        return (d_x, d_w, None) if sink is None else (d_x, jnp.zeros_like(value), d_w)
-
-    def reduced(x: jax.Array, gradient: jax.Array) -> jax.Array:
-        held, back = Sharding.of(op.inputs[1].axes, splits), placement.reduced(op.inputs[1].axes)
-        split = {m for s in held.splits for m in s}
-        partial = [m for s in splits.values() for m in s if m not in split]
-
+    def reduced(x: jax.Array, gradient: jax.Array, dtype: Any) -> jax.Array:
         def local(x: jax.Array, gradient: jax.Array) -> jax.Array:
-            part = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=wide)
+            part = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
             return complete(part, held, back, partial, placement)
 
         reads = tuple(placement.spec(Sharding.of(t.axes, splits)) for t in (op.inputs[0], op.output))
-        made: jax.Array = placement.local(local, reads, placement.spec(back))(x, gradient)
-        return made
+        return placement.local(local, reads, placement.spec(back))(x, gradient)
 
-    product.defvjp(forward, backward)
-    return product(x, value, sink)
+    return product(letters, x, w, reduced)
 
 
 def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:
@@ -113,22 +95,11 @@ def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:
         return w.map(lambda part: spread(part, held, back, placement))
     one, many, over = placement.spec(held), spread_spec(held, placement), others(held, placement)
 
-    @jax.custom_vjp
-    def copied(w: jax.Array) -> jax.Array:
-        copies: jax.Array = placement.local(lambda w: w[None], one, many)(w)
-        return copies
+    def reduced(gradient: jax.Array) -> jax.Array:
+        return complete(gradient[0], held, back, over, placement)
 
-    def forward(w: jax.Array) -> tuple[jax.Array, None]:
-        return copied(w), None
-
-    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        def local(own: jax.Array) -> jax.Array:
-            return complete(own[0], held, back, over, placement)
-
-        return (placement.local(local, many, placement.spec(back))(gradient),)
-
-    copied.defvjp(forward, backward)
-    return copied(w)
+    copied = placement.local(lambda w: w[None], one, many)
+    return linear(copied, placement.local(reduced, many, placement.spec(back)))(w)
 
 
 def spread_spec(held: Sharding, placement: Placement) -> PartitionSpec:
@@ -138,5 +109,4 @@ def spread_spec(held: Sharding, placement: Placement) -> PartitionSpec:
 
 def others(held: Sharding, placement: Placement) -> tuple[str, ...]:
     """Mesh axes along which devices hold the same of what is split so; of stages each has its own."""
-    split = {m for s in held.splits for m in s} | _STAGES
-    return tuple(a for a in placement.axes if a not in split)
+    return tuple(a for a in placement.axes if a not in held.splitting_axes | _STAGES)

@@ -6,61 +6,23 @@ here: which sharding a tensor has (`meshwise.sharding`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwise.runtime.watched import Watched
+from meshwise.runtime.watched import Watched, linear
 from meshwise.sharding import Sharding
 from meshwise.sharding.strategy import Strategy
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _moved(x: jax.Array, ways: tuple[NamedSharding, ...], back: NamedSharding) -> jax.Array:  # noqa: ARG001
-    for place, way in enumerate(ways):
-        # The partitioner takes a chain of constraints for one, and lets all other readers have what its end gives.
-        x = jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x) if place else x, way)
-    return x
-
-
-def _moved_forward(x: jax.Array, ways: tuple[NamedSharding, ...], back: NamedSharding) -> tuple[jax.Array, None]:
-    return _moved(x, ways, back), None
-
-
-def _moved_backward(ways: tuple[NamedSharding, ...], back: NamedSharding, _: None, gradient: Any) -> tuple[Any]:  # noqa: ARG001
-    return (jax.lax.with_sharding_constraint(gradient, back),)
-
-
-_moved.defvjp(_moved_forward, _moved_backward)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """An AllToAll: a mesh axis that splits one dimension splits another one instead.
-
-    Args:
-        axis: of the mesh.
-        split, joined: the dimension that it splits afterwards, and the one that it split before.
-    """
-
-    axis: str
-    split: int
-    joined: int
-
-    @property
-    def back(self) -> _Exchange:
-        """The way back."""
-        return _Exchange(self.axis, self.joined, self.split)
-
-    def run(self, x: jax.Array) -> jax.Array:
-        """Exchange parts, on one device's block."""
-        sent: jax.Array = jax.lax.all_to_all(x, self.axis, self.split, self.joined, tiled=True)
-        return sent
+#: An AllToAll: the mesh axis, the dimension that it splits afterwards, and the one that it split before.
+_Exchange = tuple[str, int, int]
 
 
 def _find_exchange(source: Sharding, target: Sharding, axes: tuple[str, ...]) -> tuple[_Exchange, Sharding] | None:
@@ -74,31 +36,8 @@ def _find_exchange(source: Sharding, target: Sharding, axes: tuple[str, ...]) ->
         if axis and axis[0] not in after[joined] and before[split] + axis == after[split]:
             middle = [*before]
             middle[joined], middle[split] = before[joined][:-1], after[split]
-            return _Exchange(axis[0], split, joined), Sharding(tuple(middle))
+            return (axis[0], split, joined), Sharding(tuple(middle))
     return None
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _exchanged(x: jax.Array, placement: Placement, way: tuple[_Exchange, Sharding, Sharding]) -> jax.Array:
-    exchange, source, target = way
-    sent: jax.Array = placement.local(exchange.run, placement.spec(source), placement.spec(target))(x)
-    return sent
-
-
-def _exchanged_forward(
-    x: jax.Array, placement: Placement, way: tuple[_Exchange, Sharding, Sharding]
-) -> tuple[jax.Array, None]:
-    return _exchanged(x, placement, way), None
-
-
-def _exchanged_backward(
-    placement: Placement, way: tuple[_Exchange, Sharding, Sharding], _: None, gradient: Any
-) -> tuple[Any]:
-    exchange, source, target = way
-    return (_exchanged(gradient, placement, (exchange.back, target, source)),)
-
-
-_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 @dataclass(frozen=True)
@@ -154,8 +93,14 @@ class Placement:
         """
         found = _find_exchange(source, target, self.axes)
         if found is not None and back == source and not isinstance(x, Watched):
-            exchange, there = found
-            x = _exchanged(x, self, (exchange, source, there))
+            (axis, split, joined), there = found
+            away = self.local(
+                lambda x: jax.lax.all_to_all(x, axis, split, joined, tiled=True), *map(self.spec, (source, there))
+            )
+            home = self.local(
+                lambda x: jax.lax.all_to_all(x, axis, joined, split, tiled=True), *map(self.spec, (there, source))
+            )
+            x = linear(away, home)(x)
             return x if self.is_exchange(source, target) else self.move(x, there, target, there)
         return self._move(x, (self.named(source), self.named(target)), self.named(back))
 
@@ -171,11 +116,28 @@ class Placement:
     def _move(self, x: Any, ways: tuple[NamedSharding, ...], back: NamedSharding) -> Any:
         if self.mesh.size == 1:
             return x
-        return x.map(lambda part: _moved(part, ways, back)) if isinstance(x, Watched) else _moved(x, ways, back)
 
-    def local(self, function: Any, inputs: Any, outputs: Any) -> Any:
+        def moved(x: jax.Array) -> jax.Array:
+            for place, way in enumerate(ways):
+                # The partitioner takes a chain of constraints for one, and lets all other readers have its end.
+                x = constrain(jax.lax.optimization_barrier(x) if place else x, way)
+            return x
+
+        function = linear(moved, lambda gradient: constrain(gradient, back))
+        return x.map(function) if isinstance(x, Watched) else function(x)
+
+    def local(self, function: Callable[P, R], inputs: Any, outputs: Any) -> Callable[P, R]:
         """Run a function on each device's own blocks, which `inputs` and `outputs` (PartitionSpecs) say."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        mapped: Callable[P, R] = jax.shard_map(
+            function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
+        )
+        return mapped
+
+
+def constrain(x: jax.Array, where: NamedSharding) -> jax.Array:
+    """Keep an array, or its gradient, where this says."""
+    kept: jax.Array = jax.lax.with_sharding_constraint(x, where)
+    return kept
 
 
 def complete(

@@ -35,7 +35,7 @@ from meshwise.runtime.params import (
 )
 from meshwise.runtime.pipeline import Pipeline, piece_order
 from meshwise.runtime.refusals import check_dispatch, check_even, check_job, check_layout, check_model
-from meshwise.runtime.shardings import Placement
+from meshwise.runtime.shardings import Placement, constrain
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
@@ -184,8 +184,7 @@ class TrainStep:
         placement = self.stack.placement
 
         def held(x: jax.Array, part: str) -> jax.Array:
-            there: jax.Array = jax.lax.with_sharding_constraint(x, parameter.named(placement, part))
-            return there
+            return constrain(x, parameter.named(placement, part))
 
         kept = old["master"] if "master" in old else old["weights"]
         moments = {m: old["moments"][m][key][name] for m in self._moments}

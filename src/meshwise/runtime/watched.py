@@ -1,6 +1,6 @@
-"""Weights whose gradients are made and reduced in a wider format than they are multiplied in.
+"""Functions with gradients of our own; and weights whose gradients are wider than what they are multiplied in.
 
-Beside the weight stands a sink of zeros in the wider format: nothing reads it, and its gradient is the weight's. Not
+Beside such a weight stands a sink of zeros in the wider format: nothing reads it, and its gradient is the weight's. Not
 here: formats of accumulators (`gradients`).
 """
 
@@ -40,11 +40,11 @@ def watch(weights: Any, dtype: Any) -> Any:
 
 def sunk(gradients: Any) -> Any:
     """Take the gradients out of the sinks."""
-    return jax.tree.map(_sink, gradients, is_leaf=lambda w: isinstance(w, Watched))
 
+    def sink(w: Any) -> Any:
+        return w.sink if isinstance(w, Watched) else w
 
-def _sink(w: Any) -> Any:
-    return w.sink if isinstance(w, Watched) else w
+    return jax.tree.map(sink, gradients, is_leaf=lambda w: isinstance(w, Watched))
 
 
 def plain(w: Any) -> Any:
@@ -52,27 +52,42 @@ def plain(w: Any) -> Any:
     return jax.lax.stop_gradient(w.value).astype(w.sink.dtype) + w.sink if isinstance(w, Watched) else w
 
 
-def product(equation: str, x: jax.Array, w: Watched) -> jax.Array:
-    """Einsum of an array and a watched weight."""
-    return _product(equation, x, w.value, w.sink)
+def linear(apply: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A linear function of one value, whose gradient is `transpose` of its result's."""
+    function = jax.custom_vjp(apply)
+    function.defvjp(lambda x: (apply(x), None), lambda _, gradient: (transpose(gradient),))
+    return function
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(equation: str, x: jax.Array, value: jax.Array, sink: jax.Array) -> jax.Array:  # noqa: ARG001
-    return jnp.einsum(equation, x, value)
+def product(
+    letters: tuple[str, str, str],
+    x: jax.Array,
+    w: jax.Array | Watched,
+    weight_gradient: Callable[[jax.Array, jax.Array, Any], jax.Array] | None = None,
+) -> jax.Array:
+    """Einsum of an array and a weight.
 
+    Args:
+        letters: of `x`, of `w` and of the result.
+        x, w: operands.
+        weight_gradient: from `x`, the result's gradient and a format to the gradient of `w`; unless given, an einsum.
+    """
+    left, right, out = letters
+    value, sink = (w.value, w.sink) if isinstance(w, Watched) else (w, None)
+    watched, dtype = sink is not None, value.dtype if sink is None else sink.dtype
 
-def _product_forward(equation: str, x: jax.Array, value: jax.Array, sink: jax.Array) -> tuple[jax.Array, Any]:
-    return jnp.einsum(equation, x, value), (x, value, jnp.zeros((), sink.dtype))
+    def multiply(x: jax.Array, value: jax.Array, sink: jax.Array | None) -> jax.Array:  # noqa: ARG001
+        return jnp.einsum(f"{left},{right}->{out}", x, value)
 
+    def backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[Any, ...]:
+        x, value = kept
+        d_x = jnp.einsum(f"{out},{right}->{left}", gradient, value).astype(x.dtype)
+        if weight_gradient is None:
+            d_w = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
+        else:
+            d_w = weight_gradient(x, gradient, dtype)
+        return (d_x, jnp.zeros_like(value), d_w) if watched else (d_x, d_w, None)
 
-def _product_backward(equation: str, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    x, value, like = kept
-    read, out = equation.split("->")
-    left, right = read.split(",")
-    d_x = jnp.einsum(f"{out},{right}->{left}", gradient, value)
-    d_w = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=like.dtype)
-    return d_x.astype(x.dtype), jnp.zeros_like(value), d_w
-
-
-_product.defvjp(_product_forward, _product_backward)
+    function = jax.custom_vjp(multiply)
+    function.defvjp(lambda x, value, sink: (multiply(x, value, sink), (x, value)), backward)
+    return function(x, value, sink)
