@@ -8,6 +8,7 @@ Not here: attention on one device (`attention`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax

@@ -6,8 +6,9 @@ requests, or sampling other than by the largest logit.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,11 +23,13 @@ from meshwise.core.tensors import Attention
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.models import Model
 from meshwise.models.numeric_readers import read_numerics
-from meshwise.runtime.devices import make_mesh, one_at_a_time
-from meshwise.runtime.layers import Stack
+from meshwise.runtime.devices import make_mesh
+from meshwise.runtime.layers import Layer, Stack, run_segment
 from meshwise.runtime.loop import in_words
+from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import (
     Parameter,
+    Run,
     Segment,
     Tree,
     describe_parameters,
@@ -35,6 +38,7 @@ from meshwise.runtime.params import (
     layer_order,
     map_parameters,
     plan_segments,
+    zeros,
 )
 from meshwise.runtime.refusals import check_even, check_model
 from meshwise.runtime.shardings import Placement
@@ -91,12 +95,8 @@ class Generator:
         return cache
 
     def empty_cache(self) -> Cache:
-        """Give a cache of zeros, where it is held."""
-        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_cache)
-        zeros: Any = jax.jit(
-            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.abstract_cache), out_shardings=shardings
-        )
-        return dict(zeros())
+        """A cache of zeros, where it is held."""
+        return dict(zeros(self.abstract_cache))
 
     def load(self, published: Weights) -> Tree:
         """Read weights from published files, each where it is held."""
@@ -116,10 +116,7 @@ class Generator:
         The cache is donated. `start` is the number of tokens before: 0 for a prompt (prefill), and one more for each
         token that is generated.
         """
-        weights, cache = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_weights, self.abstract_cache))
-        return jax.jit(
-            self._extend, in_shardings=(weights, cache, None, None), out_shardings=(None, cache), donate_argnums=1
-        )
+        return self._jitted(self._extend)
 
     @cached_property
     def next_token(self) -> Any:
@@ -127,10 +124,11 @@ class Generator:
 
         As `extend`, with the head on the last position alone.
         """
+        return self._jitted(self._next)
+
+    def _jitted(self, extend: Callable[..., Any]) -> Any:
         weights, cache = (jax.tree.map(lambda a: a.sharding, t) for t in (self.abstract_weights, self.abstract_cache))
-        return jax.jit(
-            self._next, in_shardings=(weights, cache, None, None), out_shardings=(None, cache), donate_argnums=1
-        )
+        return jax.jit(extend, in_shardings=(weights, cache, None, None), out_shardings=(None, cache), donate_argnums=1)
 
     def greedy(self, weights: Tree, prompt: jax.Array, count: int) -> jax.Array:
         """Generate the most likely tokens.
@@ -150,12 +148,22 @@ class Generator:
                 f"generate: {prompt.shape[1]} tokens of the prompt and {count} new ones do not fit the cache of "
                 f"{self.length}; give a longer one"
             )
-        token, cache = self.next_token(weights, self.empty_cache(), prompt, 0)
-        made = [one_at_a_time(token)]
-        for i in range(count - 1):
-            token, cache = self.next_token(weights, cache, token[:, None], prompt.shape[1] + i)
-            made.append(one_at_a_time(token))
-        return jnp.stack(made, axis=1)
+        made = self.each_token(self.next_token, self.next_token, weights, self.empty_cache(), prompt)
+        return jnp.stack(list(itertools.islice(made, count)), axis=1)
+
+    def each_token(self, prefill: Any, decode: Any, weights: Tree, cache: Cache, prompt: Any) -> Iterator[np.ndarray]:
+        """Generate the most likely tokens without end, a step for each.
+
+        Args:
+            prefill, decode: `next_token`, or what it is compiled to for the prompt and for one token.
+            weights, prompt: as for `greedy`.
+            cache: empty; it is donated.
+        """
+        token, cache = prefill(weights, cache, jnp.asarray(prompt), jnp.int32(0))
+        for start in itertools.count(prompt.shape[1]):
+            row = np.asarray(token)
+            yield row
+            token, cache = decode(weights, cache, jnp.asarray(row[:, None]), jnp.int32(start))
 
     def _extend(self, weights: Tree, cache: Cache, tokens: jax.Array, start: jax.Array) -> tuple[jax.Array, Cache]:
         x, positions, kept = self._stream(weights, cache, tokens, start)
@@ -180,33 +188,16 @@ class Generator:
     def _segment(
         self, segment: Segment, weights: Tree, cache: Cache, x: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        keys = [run.key for run in segment.runs]
+        def layer(run: Run) -> Layer:
+            def one(x: jax.Array, own: Any) -> tuple[jax.Array, Any]:
+                weights, cache = own
+                inputs = {"x": x, "cache.k": cache["k"], "cache.v": cache["v"]}
+                made = self.stack.run(self.stack.block(run.block), inputs, weights, positions)
+                return made["x_out"], {"k": made["cache.k"], "v": made["cache.v"]}
 
-        def once(x: jax.Array, own: tuple[Tree, Cache]) -> tuple[jax.Array, Cache]:
-            kept = {}
-            for run in segment.runs:
-                layer = self._layer(run.block, positions)
-                x, kept[run.key] = _repeat(layer, x, (own[0][run.key], own[1][run.key]), run.count)
-            return x, kept
+            return one
 
-        made: tuple[jax.Array, Cache] = _repeat(
-            once, x, ({k: weights[k] for k in keys}, {k: cache[k] for k in keys}), segment.times
-        )
-        return made
-
-    def _layer(self, name: str, positions: jax.Array) -> Callable[[jax.Array, Any], tuple[jax.Array, Any]]:
-        def layer(x: jax.Array, own: Any) -> tuple[jax.Array, Any]:
-            weights, cache = own
-            inputs = {"x": x, "cache.k": cache["k"], "cache.v": cache["v"]}
-            made = self.stack.run(self.stack.block(name), inputs, weights, positions)
-            return made["x_out"], {"k": made["cache.k"], "v": made["cache.v"]}
-
-        return layer
-
-
-def _repeat(body: Callable[[jax.Array, Any], Any], x: jax.Array, own: Any, times: int) -> Any:
-    """Run `body` once, or over the leading dimension of `own`, collecting what it gives besides."""
-    return body(x, own) if times == 1 else jax.lax.scan(body, x, own)
+        return run_segment(segment, x, {r.key: (weights[r.key], cache[r.key]) for r in segment.runs}, layer)
 
 
 def generator(
@@ -236,7 +227,8 @@ def generator(
     placement = Placement(mesh, LayoutChoices.of(whole).strategy)
     program = model.train_program()
     check_even(program, placement, program.bind(batch=sequences, queries=1, keys=length))
-    stack = Stack(program, numerics, plan_segments(numerics.order), placement, remat_policy("none"), dtype_of(dtype))
+    around = Surroundings(numerics, dtype_of(dtype), program.sizes)
+    stack = Stack(program, around, plan_segments(numerics.order), placement, remat_policy("none"))
     return Generator(stack, describe_parameters(program, stack.segments, numerics), sequences, length, dtype_of(dtype))
 
 
@@ -281,15 +273,11 @@ def generate_timed(
         lowered = [made.next_token.lower(made.abstract_weights, made.abstract_cache, t, start) for t in tokens]
         prefill, decode = (program.compile() for program in lowered)
         compiled = time.perf_counter() - begun
-        cache = jax.block_until_ready(made.empty_cache())
-        rows, times = [], []
-        token = np.asarray(prompt, np.int32)
+        cache, rows, times = jax.block_until_ready(made.empty_cache()), [], []
+        steps = made.each_token(prefill, decode, weights, cache, np.asarray(prompt, np.int32))
         for i in range(count):
             begun = time.perf_counter()
-            program, at = (prefill, 0) if i == 0 else (decode, prompt.shape[1] + i - 1)
-            found, cache = program(weights, cache, jnp.asarray(token), jnp.int32(at))
-            rows.append(np.asarray(found))
-            token = rows[-1][:, None]
+            rows.append(next(steps))
             times.append(time.perf_counter() - begun)
             progress(f"token {i + 1:,} of {count:,}: {times[-1]:.3g} s")
     return Generated(np.stack(rows, axis=1), compiled, times[0], tuple(times[1:]))

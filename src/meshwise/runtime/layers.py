@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from meshwise.core.tensors import Block, Program
-from meshwise.models.numerics import Numerics
 from meshwise.runtime.forward import run_block
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.params import Run, Segment, Tree
@@ -22,6 +21,8 @@ from meshwise.runtime.watched import linear
 from meshwise.sharding.remat import RematPolicy, remat_policy
 
 Arrays = Mapping[str, jax.Array]
+#: From the residual stream, and what a layer reads, to the stream after it and what it gives besides.
+Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 #: Of layers that follow no policy.
 _KEEP_ALL = remat_policy("none")
@@ -33,13 +34,10 @@ class Stack:
 
     Args:
         program: of the model, as the job trains it.
-        numerics: of the model.
+        around: what operations read besides their inputs, whichever block they are of.
         segments: order of the layers.
         placement: of the layout.
         policy: what is kept for the backward pass, in layers that follow it.
-        activations: format of activations.
-        capacity: slots of an expert over the mean, or None where none may be dropped.
-        collective_matmul, expert_dispatch: as in `Layout`.
         rounds: whether something around runs layers again and again with the same weights, and differentiates all of
             it: what is gathered, or chosen, for a layer belongs to its own round then.
         piece: number of the piece of the model that is run, where a layer's weights are those of several, stacked in
@@ -47,14 +45,10 @@ class Stack:
     """
 
     program: Program
-    numerics: Numerics
+    around: Surroundings
     segments: tuple[Segment, ...]
     placement: Placement
     policy: RematPolicy
-    activations: Any
-    capacity: float | None = None
-    collective_matmul: str = "compiler"
-    expert_dispatch: str = "slots"
     rounds: bool = False
     piece: jax.Array | None = None
 
@@ -83,34 +77,31 @@ class Stack:
 
     def head(self, weights: Tree, x: jax.Array, labels: jax.Array) -> Arrays:
         """From the residual stream to the head's outputs."""
-        block = self.block("head")
-        own = {**weights.get("head", {}), **{n: w for n, w in weights["embed"].items() if n in block.tied}}
-        x, held_back = _gradients_together((x, own))
-        return self.run(block, {"x": x, "labels": labels}, held_back, jnp.arange(x.shape[1]))
+        x, own = _gradients_together((x, self._head_weights(weights)))
+        return self.run(self.block("head"), {"x": x, "labels": labels}, own, jnp.arange(x.shape[1]))
 
     def logits(self, weights: Tree, x: jax.Array, positions: jax.Array) -> jax.Array:
         """From the residual stream [B, T, D] to logits [B, T, V]: the head without its loss."""
         block = self.block("head")
         ops = tuple(op for op in block.ops if op.name != "loss")
         last = ops[-1].output.name
-        own = {**weights.get("head", {}), **{n: w for n, w in weights["embed"].items() if n in block.tied}}
-        return self.run(replace(block, ops=ops, outputs=(last,)), {"x": x}, own, positions)[last]
+        headless = replace(block, ops=ops, outputs=(last,))
+        return self.run(headless, {"x": x}, self._head_weights(weights), positions)[last]
+
+    def _head_weights(self, weights: Tree) -> Arrays:
+        """Weights that the head reads; tied ones belong to the embedding."""
+        tied = self.block("head").tied
+        return {**weights.get("head", {}), **{name: w for name, w in weights["embed"].items() if name in tied}}
 
     def segment(self, segment: Segment, weights: Tree, x: jax.Array) -> jax.Array:
         """Run the layers of a segment."""
-        own = {run.key: weights[run.key] for run in segment.runs}
 
-        def once(x: jax.Array, own: Tree) -> jax.Array:
-            for run in segment.runs:
-                x = self._layers(run, own[run.key], x, looped=segment.times * run.count > 1)
-            return x
+        def layer(run: Run) -> Layer:
+            policy = self.policy if run.remat else _KEEP_ALL
+            keeping = self._keeping(self.block(run.block), policy, looped=segment.times * run.count > 1)
+            return lambda x, own: (keeping(x, own), None)
 
-        return _repeat(once, x, own, segment.times)
-
-    def _layers(self, run: Run, weights: Arrays, x: jax.Array, *, looped: bool) -> jax.Array:
-        block = self.block(run.block)
-        layer = self._keeping(block, self.policy if run.remat else _KEEP_ALL, looped=looped)
-        return _repeat(layer, x, weights, run.count)
+        return run_segment(segment, x, {run.key: weights[run.key] for run in segment.runs}, layer)[0]
 
     def _layer(
         self, block: Block, recomputed: frozenset[str] = frozenset()
@@ -152,16 +143,11 @@ class Stack:
             block, inputs, weights, positions: as there.
             recomputed: names of the operations that the backward pass runs again.
         """
-        around = Surroundings(
-            numerics=self.numerics,
+        around = replace(
+            self.around,
             block=block.name,
             positions=positions,
-            activations=self.activations,
-            sizes=self.program.sizes,
             latent_rope=_latent_rope(self.program, block),
-            capacity=self.capacity,
-            collective_matmul=self.collective_matmul,
-            expert_dispatch=self.expert_dispatch,
             recomputed=recomputed,
         )
         with jax.named_scope(block.name):
@@ -189,9 +175,29 @@ def _latent_rope(program: Program, block: Block) -> int | None:
     return next((int(program.sizes[t.axes[-1]]) for t in shared), None)
 
 
-def _repeat(body: Callable[[jax.Array, Any], jax.Array], x: jax.Array, weights: Any, times: int) -> jax.Array:
-    """Run `body` once, or over the leading dimension of `weights`."""
-    if times == 1:
-        return body(x, weights)
-    out, _ = jax.lax.scan(lambda x, own: (body(x, own), None), x, weights)
-    return out
+def run_segment(
+    segment: Segment, x: jax.Array, own: Mapping[str, Any], layer: Callable[[Run], Layer]
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Run the layers of a segment, in loops.
+
+    Args:
+        segment: order of the layers.
+        x: residual stream.
+        own: what the layers of each run read, stacked, by the run's key.
+        layer: makes one layer of a run.
+
+    Returns: the residual stream, and what layers give besides, stacked likewise.
+    """
+
+    def once(x: jax.Array, own: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+        given = {}
+        for run in segment.runs:
+            x, given[run.key] = _repeat(layer(run), x, own[run.key], run.count)
+        return x, given
+
+    return _repeat(once, x, own, segment.times)
+
+
+def _repeat(body: Layer, x: jax.Array, own: Any, times: int) -> tuple[jax.Array, Any]:
+    """Run `body` once, or over the leading dimension of `own`, collecting what it gives besides."""
+    return body(x, own) if times == 1 else jax.lax.scan(body, x, own)

@@ -31,25 +31,24 @@ class Surroundings:
 
     Args:
         numerics: of the model.
-        block: its name.
-        positions: of the tokens, [T].
         activations: format of activations, to which weights are brought as they are read.
         sizes: of the program's axes.
-        latent_rope: width of the part that latent attention rotates, or None.
         capacity: slots of an expert over the mean, or None where none may be dropped.
         collective_matmul, expert_dispatch: as in `Layout`.
+        block, positions: the block that is run, and the positions of its tokens [T].
+        latent_rope: width of the part that latent attention rotates, or None.
         recomputed: names of the operations that the backward pass runs again.
     """
 
     numerics: Numerics
-    block: str
-    positions: jax.Array
     activations: Any
     sizes: Mapping[str, float]
-    latent_rope: int | None = None
     capacity: float | None = None
     collective_matmul: str = "compiler"
     expert_dispatch: str = "slots"
+    block: str = ""
+    positions: Any = None
+    latent_rope: int | None = None
     recomputed: frozenset[str] = frozenset()
 
     @property

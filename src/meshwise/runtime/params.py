@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwise.core.dtypes import DType
-from meshwise.core.tensors import Block, Einsum, Kind, Lookup, Program, Tensor
+from meshwise.core.tensors import Block, Einsum, Lookup, Program, Tensor
 from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
@@ -200,18 +200,18 @@ def _parameter(
     return Parameter(t, stack, shape, 0.0, 1.0 - numerics.norm_offset if is_norm else 0.0)
 
 
-def _walk(parameters: Mapping[str, Mapping[str, Parameter]]) -> Iterator[tuple[str, str, Parameter]]:
-    for key, weights in parameters.items():
-        for name, parameter in weights.items():
-            yield key, name, parameter
-
-
 def map_parameters(parameters: Mapping[str, Mapping[str, Parameter]], make: Callable[[str, Parameter], Any]) -> Tree:
     """Make something of every parameter, given its path "run/weight"."""
-    tree: Tree = {key: {} for key in parameters}
-    for key, name, parameter in _walk(parameters):
-        tree[key][name] = make(f"{key}/{name}", parameter)
-    return tree
+    return {key: {name: make(f"{key}/{name}", p) for name, p in run.items()} for key, run in parameters.items()}
+
+
+def zeros(abstract: Any) -> Any:
+    """Arrays of zeros for a tree of abstract ones, each where it is held."""
+    made = jax.jit(
+        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract),
+        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
+    )
+    return made()
 
 
 def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: Any, dtype: Any) -> Tree:
@@ -227,11 +227,6 @@ def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: Any,
         return (jax.random.normal(key, parameter.shape, jnp.float32) * parameter.scale).astype(dtype)
 
     return map_parameters(parameters, draw)
-
-
-def is_trained(parameter: Parameter) -> bool:
-    """Whether it has a gradient."""
-    return parameter.tensor.kind is Kind.WEIGHT and not parameter.tensor.frozen
 
 
 #: Run -> its block, its layers among those of the block in the order in which they are stacked, and the stack's sizes.

@@ -137,7 +137,7 @@ class Pipeline:
             y = self._stages(self._stacked(stored), x, piece)
             return self._shift(y, 1), y
 
-        start = self._constrain(jnp.zeros((self.stages, *self._stream_shape(tokens)), self.stack.activations))
+        start = self._constrain(jnp.zeros((self.stages, *self._stream_shape(tokens)), self.stack.around.activations))
         _, made = jax.lax.scan(tick, start, jnp.arange(works + self.stages - 1))
         last = [w + self.stages - 1 for w in range(works) if (w % rounds) // self.stages == self.pieces - 1]
         leaving: jax.Array = made[self.stages - 1 :] if self.pieces == 1 else made[np.array(last)]
@@ -179,8 +179,8 @@ class Pipeline:
             return (*sent, kept, self._accumulators(gradients), total + loss), None
 
         shape = self._stream_shape(batch["tokens"])
-        stream = self._constrain(jnp.zeros((stages, *shape), self.stack.activations))
-        kept = self._constrain(jnp.zeros((stages, depth, *shape), self.stack.activations), lead=1)
+        stream = self._constrain(jnp.zeros((stages, *shape), self.stack.around.activations))
+        kept = self._constrain(jnp.zeros((stages, depth, *shape), self.stack.around.activations), lead=1)
         start = (stream, stream, kept, self._zeros(weights), jnp.zeros((), jnp.float32))
         (_, _, _, gradients, total), _ = jax.lax.scan(tick, start, jnp.arange(count + lag))
         return total, gradients

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from meshwise.runtime.params import zeros
 from meshwise.runtime.train import State, TrainStep
 from meshwise.runtime.weights.loading import Weights
 
@@ -30,10 +29,7 @@ def starting_state(step: TrainStep, published: Weights) -> State:
         for part in ("weights", "master")
         if part in abstract
     }
-    rest = {name: abstract[name] for name in ("step", "moments")}
-    shardings = jax.tree.map(lambda a: a.sharding, rest)
-    zeros: Any = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest), out_shardings=shardings)
-    return {**zeros(), **held}
+    return {**zeros({name: abstract[name] for name in ("step", "moments")}), **held}
 
 
 def rearranged(state: State, order: Mapping[str, Mapping[str, Any]], step: TrainStep) -> State:

@@ -21,6 +21,7 @@ from meshwise.models.numeric_readers import read_numerics
 from meshwise.runtime.devices import make_mesh
 from meshwise.runtime.gradients import Accumulation, accumulate
 from meshwise.runtime.layers import Stack
+from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.optimizer import RUNNABLE, Hyperparameters, update
 from meshwise.runtime.params import (
     Order,
@@ -86,7 +87,12 @@ class TrainStep:
         state["weights"] = self._abstract("weights", dtype_of(formats.weights))
         if formats.master is not None:
             state["master"] = self._abstract("optimizer", dtype_of(formats.master))
-        state["moments"] = {name: self._abstract("optimizer", self._moment(name)) for name in self._moments}
+        state["moments"] = {
+            name: self._abstract(
+                "optimizer", dtype_of(formats.second_moments if name == "variance" else formats.moments)
+            )
+            for name in self._moments
+        }
         return state
 
     @cached_property
@@ -129,10 +135,6 @@ class TrainStep:
     @property
     def _moments(self) -> tuple[str, ...]:
         return RUNNABLE[self.constants.name]
-
-    def _moment(self, name: str) -> Any:
-        formats = self.job.formats
-        return dtype_of(formats.second_moments if name == "variance" else formats.moments)
 
     def _abstract(self, part: str, dtype: Any) -> Tree:
         placement = self.stack.placement
@@ -237,22 +239,18 @@ def train_step(
         order = piece_order(order, layout)
         remat_layers = None if remat_layers is None else remat_layers // pieces
     segments = plan_segments(order, remat_layers)
-    stack = Stack(
-        program,
+    around = Surroundings(
         numerics,
-        segments,
-        placement,
-        policy=remat_policy(layout.remat),
         activations=dtype_of(job.formats.activations),
+        sizes=program.sizes,
         capacity=job.capacity_factor,
         collective_matmul=layout.collective_matmul,
         expert_dispatch=layout.expert_dispatch,
-        rounds=layout.stage > 1 and layout.schedule != "1f1b",
     )
+    in_rounds = layout.stage > 1 and layout.schedule != "1f1b"
+    stack = Stack(program, around, segments, placement, remat_policy(layout.remat), rounds=in_rounds)
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
-    if layout.stage == 1:
-        return TrainStep(stack, describe_parameters(program, segments, numerics), job, layout, named)
-    stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1)
+    stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
     parameters = describe_parameters(program, segments, numerics, stacked)
     pipeline = Pipeline(
         stack,
@@ -263,4 +261,4 @@ def train_step(
         accumulates=dtype_of(job.formats.gradients),
         reductions=dtype_of(job.formats.reductions),
     )
-    return TrainStep(stack, parameters, job, layout, named, pipeline)
+    return TrainStep(stack, parameters, job, layout, named, pipeline if layout.stage > 1 else None)
