@@ -5,15 +5,14 @@ The table's gradient is the transpose of this. Not here: sums over devices (`sha
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshwise.core.tensors import Lookup
-from meshwise.runtime.products import others, spread, spread_spec
+from meshwise.runtime.products import others
 from meshwise.runtime.shardings import Placement, complete, part_index
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
@@ -36,85 +35,62 @@ def look_up(
 
     Returns: the rows, where the output lives.
     """
-    if isinstance(table, Watched):
-        return _look_up_watched(op, index, table, placement, splits)
-    if placement.mesh.size == 1:
-        return jnp.take(table, index, axis=0)
-    pick, home = _picking(op, placement, splits), placement.strategy.home(op.output.axes)
+    value, sink = (table.value, table.sink) if isinstance(table, Watched) else (table, None)
+    rows, shape, narrow = _Rows(op, placement, splits), value.shape, value.dtype
+    watched, dtype = sink is not None, narrow if sink is None else sink.dtype
 
-    def local(index: jax.Array, copies: jax.Array) -> jax.Array:
-        return pick(index, copies[0])
-
-    read, axes = Sharding.of(op.inputs[0].axes, splits), op.inputs[1].axes
-    held = Sharding.of(axes, splits)
-    copies = spread(table, held, placement.reduced(axes), placement)
-    specs = (placement.spec(read), spread_spec(held, placement))
-    return placement.local(local, specs, placement.spec(home))(index, copies)
-
-
-def _picking(
-    op: Lookup, placement: Placement, splits: Mapping[str, tuple[str, ...]]
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Give what a device does with its part of index and table."""
-    rows = placement.split(splits.get(op.inputs[1].axes[0], ()))
-    made, home = Sharding.of(op.output.axes, splits), placement.strategy.home(op.output.axes)
-
-    def pick(index: jax.Array, table: jax.Array) -> jax.Array:
-        own = index - part_index(rows, placement) * table.shape[0]
-        held = (own >= 0) & (own < table.shape[0])
-        picked = jnp.take(table, jnp.where(held, own, 0), axis=0)
-        return complete(jnp.where(held[..., None], picked, 0), made, home, rows, placement)
-
-    return pick
-
-
-def _look_up_watched(
-    op: Lookup, index: jax.Array, table: Watched, placement: Placement, splits: Mapping[str, tuple[str, ...]]
-) -> jax.Array:
-    """Pick rows; their gradients are added up in the format of the sink."""
-    shape, dtype = table.sink.shape, table.sink.dtype
-
-    @jax.custom_vjp
-    def picked(index: jax.Array, value: jax.Array, sink: jax.Array) -> jax.Array:  # noqa: ARG001
-        return look_up(op, index, value, placement, splits)
-
-    def forward(index: jax.Array, value: jax.Array, sink: jax.Array) -> tuple[jax.Array, Any]:
-        return picked(index, value, sink), index
+    def picked(index: jax.Array, value: jax.Array, sink: jax.Array | None) -> jax.Array:  # noqa: ARG001
+        return rows.pick(index, value)
 
     def backward(index: jax.Array, gradient: jax.Array) -> tuple[Any, ...]:
-        found = _gradient(op, index, gradient.astype(dtype), shape=shape, placement=placement, splits=splits)
-        return None, jnp.zeros(shape, table.value.dtype), found
+        found = rows.gradient(index, gradient.astype(dtype), shape)
+        return (None, jnp.zeros(shape, narrow), found) if watched else (None, found, None)
 
-    picked.defvjp(forward, backward)
-    return picked(index, table.value, table.sink)
+    function = jax.custom_vjp(picked)
+    function.defvjp(lambda index, value, sink: (picked(index, value, sink), index), backward)
+    return function(index, value, sink)
 
 
-def _gradient(
-    op: Lookup,
-    index: jax.Array,
-    gradient: jax.Array,
-    *,
-    shape: tuple[int, ...],
-    placement: Placement,
-    splits: Mapping[str, tuple[str, ...]],
-) -> jax.Array:
-    """Give the gradient of a table of this shape, where gradients are accumulated.
+class _Rows:
+    """The rows of a table that a lookup reads, where a layout places them."""
 
-    Differentiated on each device: between two `shard_map`s a stage of a pipeline could hand nothing over.
-    """
-    if placement.mesh.size == 1:
-        return jnp.zeros(shape, gradient.dtype).at[index].add(gradient)
-    pick, home, axes = _picking(op, placement, splits), placement.strategy.home(op.output.axes), op.inputs[1].axes
-    held, back = Sharding.of(axes, splits), placement.reduced(axes)
-    own = tuple(n // placement.ways(split) for n, split in zip(shape, held.splits, strict=True))
-    over = others(held, placement)
-    # Devices that hold the same rows of the output have the same gradient of them, of which each takes its share.
-    alike = math.prod(placement.mesh.shape[a] for a in others(home, placement))
+    def __init__(self, op: Lookup, placement: Placement, splits: Mapping[str, tuple[str, ...]]) -> None:
+        index, table = op.inputs
+        self.placement = placement
+        self.index, self.table, self.made = (Sharding.of(t.axes, splits) for t in (index, table, op.output))
+        self.home, self.back = placement.strategy.home(op.output.axes), placement.reduced(table.axes)
 
-    def local(index: jax.Array, gradient: jax.Array) -> jax.Array:
-        _, transposed = jax.vjp(lambda table: pick(index, table), jnp.zeros(own, gradient.dtype))
-        (part,) = transposed(gradient / alike)
-        return complete(part, held, back, over, placement)
+    def pick(self, index: jax.Array, table: jax.Array) -> jax.Array:
+        """Pick rows."""
+        if self.placement.mesh.size == 1:
+            return jnp.take(table, index, axis=0)
+        index_spec, table_spec, home = map(self.placement.spec, (self.index, self.table, self.home))
+        return self.placement.local(self._pick_local, (index_spec, table_spec), home)(index, table)
 
-    specs = (placement.spec(Sharding.of(op.inputs[0].axes, splits)), placement.spec(home))
-    return placement.local(local, specs, placement.spec(back))(index, gradient)
+    def _pick_local(self, index: jax.Array, table: jax.Array) -> jax.Array:
+        """Pick rows from one device's part of the table, zeros for those of others, and add up."""
+        split = self.placement.split(self.table.splits[0])
+        own = index - part_index(split, self.placement) * table.shape[0]
+        held = (own >= 0) & (own < table.shape[0])
+        picked = jnp.take(table, jnp.where(held, own, 0), axis=0)
+        return complete(jnp.where(held[..., None], picked, 0), self.made, self.home, split, self.placement)
+
+    def gradient(self, index: jax.Array, gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The gradient of a table of this shape, where gradients are accumulated.
+
+        Differentiated on each device: between two `shard_map`s a stage of a pipeline could hand nothing over.
+        """
+        placement = self.placement
+        if placement.mesh.size == 1:
+            return jnp.zeros(shape, gradient.dtype).at[index].add(gradient)
+        own = tuple(n // placement.ways(split) for n, split in zip(shape, self.table.splits, strict=True))
+        # Devices that hold the same rows of the output have the same gradient of them, of which each takes its share.
+        alike = placement.ways(others(self.home, placement))
+
+        def local(index: jax.Array, gradient: jax.Array) -> jax.Array:
+            _, transposed = jax.vjp(lambda table: self._pick_local(index, table), jnp.zeros(own, gradient.dtype))
+            (part,) = transposed(gradient / alike)
+            return complete(part, self.table, self.back, others(self.table, placement), placement)
+
+        index_spec, home, back = map(placement.spec, (self.index, self.home, self.back))
+        return placement.local(local, (index_spec, home), back)(index, gradient)
