@@ -1,6 +1,7 @@
 """Writes what the documents show: the outputs under their commands, the tables, and the whole of reference.md.
 
-`python docs/generate.py` rewrites the pages; a test compares them with what it would write. Not here: the prose.
+And the signatures that type checkers read, `__init__.pyi`. `python docs/generate.py` rewrites the pages; a test
+compares them with what it would write. Not here: the prose.
 
 In a page, a fenced block `console` holds commands (`$ meshwise ...`) and their output. A comment before the block,
 `<!-- shown: 1, 3, Why -->`, trims it to the paragraphs with these numbers or first words; `...` stands for the others.
@@ -28,7 +29,7 @@ __all__ = ["PAGES", "generated", "output_of", "stable"]
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 
-#: Pages with examples or generated tables; reference.md is written as a whole.
+#: Pages with examples or generated tables; reference.md and the signatures are written as a whole.
 PAGES = (
     ROOT / "README.md",
     DOCS / "planning.md",
@@ -38,6 +39,7 @@ PAGES = (
     DOCS / "export.md",
     *sorted((DOCS / "strategies").glob("*.md")),
     DOCS / "reference.md",
+    ROOT / "src" / "meshwise" / "__init__.pyi",
 )
 
 _BLOCK = re.compile(r"(?:<!-- shown: (?P<shown>[^\n]*?) -->\n)?```console\n(?P<body>.*?)```\n", re.DOTALL)
@@ -121,6 +123,8 @@ def generated(page: Path) -> str:
     """Give a page as it should be, for a terminal of 80 columns."""
     os.environ["COLUMNS"] = "80"
     reference = _script("reference")
+    if page.suffix == ".pyi":
+        return str(_script("stub").stub())
     if page.name == "reference.md":
         return str(reference.reference_page())
     tables = _script("strategy_tables").strategy_tables() if page.parent.name == "strategies" else reference.tables()

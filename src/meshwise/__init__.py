@@ -1,108 +1,44 @@
 """meshwise: the best way to split a large language model over the chips of a cluster, and why.
 
 The verbs of the command line are functions here: `meshwise.plan_train(...)` is `meshwise plan train ...`. They are
-loaded when first used, so that importing the package is quick and loads nothing else.
+loaded when first used, so that importing the package is quick and loads nothing else. Type checkers read their
+signatures in `__init__.pyi`, which `python docs/generate.py` writes.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-from meshwise.core.errors import InfeasibleError, MeshwiseError
-
-if TYPE_CHECKING:
-    from meshwise.commands.bench import bench
-    from meshwise.commands.calibrate import calibrate
-    from meshwise.commands.catalogs import all_models, chip, chips, cluster, clusters, model
-    from meshwise.commands.collective import collective
-    from meshwise.commands.estimate_serve import estimate_serve
-    from meshwise.commands.estimate_train import estimate_train
-    from meshwise.commands.export import export
-    from meshwise.commands.generate import generate
-    from meshwise.commands.plan_serve import plan_serve
-    from meshwise.commands.plan_serve_many import compare_serve
-    from meshwise.commands.plan_train import plan_train
-    from meshwise.commands.roofline import roofline
-    from meshwise.commands.run import run_plan
-    from meshwise.commands.score import score
-    from meshwise.commands.shard import shard
-    from meshwise.commands.simulate import simulate_step
-    from meshwise.commands.simulate_serve import simulate_serve
-    from meshwise.commands.verify import verify
-    from meshwise.exports import Exported
-    from meshwise.scoring import Score
-    from meshwise.search import Plan, PlanResult
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Exported",
-    "InfeasibleError",
-    "MeshwiseError",
-    "Plan",
-    "PlanResult",
-    "Score",
-    "__version__",
-    "all_models",
-    "bench",
-    "calibrate",
-    "chip",
-    "chips",
-    "cluster",
-    "clusters",
-    "collective",
-    "compare_serve",
-    "compare_train",
-    "estimate_serve",
-    "estimate_train",
-    "export",
-    "generate",
-    "model",
-    "plan_serve",
-    "plan_train",
-    "roofline",
-    "run_plan",
-    "scale_train",
-    "score",
-    "shard",
-    "simulate_serve",
-    "simulate_step",
-    "verify",
-]
-
-#: Public name -> the module that it is loaded from.
-_HOMES = {
-    "Exported": "meshwise.exports",
-    "run_plan": "meshwise.commands.run",
-    "simulate_serve": "meshwise.commands.simulate_serve",
-    "simulate_step": "meshwise.commands.simulate",
-    "compare_serve": "meshwise.commands.plan_serve_many",
-    "compare_train": "meshwise.commands.plan_many",
-    "scale_train": "meshwise.commands.plan_many",
-    "Plan": "meshwise.search",
-    "PlanResult": "meshwise.search",
-    "Score": "meshwise.scoring",
-    **dict.fromkeys(("all_models", "chip", "chips", "cluster", "clusters", "model"), "meshwise.commands.catalogs"),
-    **{
-        name: f"meshwise.commands.{name}"
-        for name in (
-            "bench",
-            "calibrate",
-            "collective",
-            "estimate_serve",
-            "estimate_train",
-            "export",
-            "generate",
-            "plan_serve",
-            "plan_train",
-            "roofline",
-            "score",
-            "shard",
-            "verify",
-        )
-    },
+#: Module -> the public names that are loaded from it.
+_NAMES = {
+    "meshwise.commands.bench": ("bench",),
+    "meshwise.commands.calibrate": ("calibrate",),
+    "meshwise.commands.catalogs": ("all_models", "chip", "chips", "cluster", "clusters", "model"),
+    "meshwise.commands.collective": ("collective",),
+    "meshwise.commands.estimate_serve": ("estimate_serve",),
+    "meshwise.commands.estimate_train": ("estimate_train",),
+    "meshwise.commands.export": ("export",),
+    "meshwise.commands.plan_serve": ("compare_serve", "plan_serve"),
+    "meshwise.commands.plan_train": ("compare_train", "plan_train", "scale_train"),
+    "meshwise.commands.roofline": ("roofline",),
+    "meshwise.commands.run": ("generate", "run_plan"),
+    "meshwise.commands.score": ("score",),
+    "meshwise.commands.shard": ("shard",),
+    "meshwise.commands.simulate_serve": ("simulate_serve",),
+    "meshwise.commands.simulate_train": ("simulate_step",),
+    "meshwise.commands.verify": ("verify",),
+    "meshwise.core.errors": ("InfeasibleError", "MeshwiseError"),
+    "meshwise.exports": ("Exported",),
+    "meshwise.scoring": ("Score",),
+    "meshwise.search": ("Plan", "PlanResult"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = ["__version__"]
+__all__ += _HOMES  # noqa: PLE0605  (the names of the table)
 
 
 def __getattr__(name: str) -> Any:

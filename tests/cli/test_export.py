@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import meshwise
-from meshwise.commands.serving_plan import read_serving_plan
+from meshwise.commands.estimate_serve import read_serving_plan
 
 PLAN = Path(__file__).parents[1] / "data" / "export" / "plan.json"
 

@@ -1,43 +1,46 @@
 """A pydantic model's fields as click options."""
 
-from typing import Annotated, Literal
+import inspect
+from typing import Annotated, ClassVar, Literal
 
-import click
 import pytest
 from click.testing import CliRunner
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, Field
 
-from meshwise.cli.options import request_options
-from meshwise.commands.requests import validated
+from meshwise.cli.options import click_command
+from meshwise.commands.command import command, verb
+from meshwise.commands.requests import Flag, Request, validated
 from meshwise.core.errors import MeshwiseError, UnitError
 from meshwise.core.units import Quantity, format_count, parse_count
 
 
-class Order(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Order(Request):
+    positional = ("name",)
 
     name: str = Field(description="Whose.")
     batch_tokens: Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")] = Field(
         default=4096, gt=0, le=1e12, description="How many."
     )
-    share: float = Field(default=0.5, ge=0, lt=1, description="Which part.")
+    share: Annotated[float, Flag(name="--part")] = Field(default=0.5, ge=0, lt=1, description="Which part.")
     maybe: Annotated[float | None, Quantity("tokens", parse_count, format_count, "4Mi")] = Field(
         default=None, description="Or not."
     )
     mode: Literal["fast", "slow"] = Field(default="fast", description="How.")
     loud: bool = Field(default=False, description="Whether.")
     tags: tuple[str, ...] = Field(default=(), description="Labels.")
+    most: int = Field(
+        default=9, validation_alias=AliasChoices("most", "limit"), serialization_alias="most_s", description="Limit."
+    )
 
 
 def invoke(*words: str):
     seen: list[Order] = []
 
-    @click.command()
-    @request_options(Order, arguments=("name",), flags={"share": "--part"})
-    def command(request: Order) -> None:
+    @verb(Order)
+    def order(_screen, request: Order) -> None:
         seen.append(request)
 
-    result = CliRunner().invoke(command, list(words))
+    result = CliRunner().invoke(click_command(order), list(words))
     return seen[0] if seen else result
 
 
@@ -109,3 +112,51 @@ def test_schema_carries_the_unit():
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(MeshwiseError, match="batch_tokens"):
         validated(Order, {"name": "me", "batch_tokens": value})
+
+
+def test_a_former_flag_works_and_stays_out_of_the_help():
+    assert invoke("me", "--limit", "3") == invoke("me", "--most", "3") == Order(name="me", limit=3)
+    text = invoke("--help").output
+    assert "--most N" in text
+    assert "limit" not in text
+
+
+def test_options_stand_under_their_sections_and_the_rest_is_less_common():
+    class Sectioned(Order):
+        sections: ClassVar = {"First": ("mode", "share")}
+
+    text = CliRunner().invoke(click_command(verb(Sectioned)(lambda *_: None)), ["--help"]).output
+    found = [line.split()[0] for line in text.splitlines() if line.endswith(":") or line.startswith("  --")]
+    assert found == ["First:", "--mode", "--part", "Output:", "--explain", "--json", "--help", "Less", *found[8:]]
+    assert found[8:] == ["--batch-tokens", "--maybe", "--loud", "--tags", "--most"]
+
+
+def test_the_json_key_of_a_field_is_its_name_unless_the_field_says_another():
+    assert list(Order(name="me").echo()) == [*list(Order.model_fields)[:-1], "most_s"]
+
+
+def test_a_function_of_a_request_has_the_parameters_of_its_fields():
+    @command(Order)
+    def order(place: int, request: Order, *, told: str = "", **more: int) -> tuple[int, Order, str, int]:
+        """Order.
+
+        Args:
+            told: to whom.
+
+        Raises:
+            MeshwiseError: always.
+        """
+        return place, request, told, sum(more.values())
+
+    assert order(1, "me", limit=4, tags=None, told="x", other=3) == (1, Order(name="me", most=4), "x", 3)
+    assert str(inspect.signature(order)).startswith(
+        "(place: int, name: 'str', *, batch_tokens: 'str | float' = 4096, share: 'float' = 0.5, "
+        "maybe: 'str | float | None' = None, mode: 'Literal[\"fast\", \"slow\"]' = 'fast', loud: 'bool' = False, "
+        "tags: 'tuple | None' = None, most: 'int' = 9, told: str = '', **more: int)"
+    )
+    assert "    maybe: Or not. (e.g. 4Mi)\n" in order.__doc__
+    assert "    told: to whom.\n\nRaises:" in order.__doc__
+    with pytest.raises(TypeError, match=r"order\(\): missing a required argument: 'name'"):
+        order(1)
+    with pytest.raises(MeshwiseError, match="mode: expected 'fast' or 'slow', found 'medium'"):
+        order(1, "me", mode="medium")

@@ -67,7 +67,7 @@ def test_what_cannot_be_is_left_out_with_its_reason(run):
         (("--on", "h100:1,nochip:4"), "nochip"),
         (("--on", "h100:1,,h100:2"), "--on: expected something on both sides of each ',', found 'h100:1,,h100:2'"),
         (("--on", "h100:1", "--precision", "bf16,,fp8"), "--precision: expected something on both sides of each ','"),
-        (("--on", "h100:1", "--chunks", "256,"), "--chunks: expected something on both sides of each ','"),
+        (("--on", "h100:1", "--chunks", "256,"), "--chunk: expected something on both sides of each ','"),
         (("--on", "h100:1", "--precision", "bf16,fp7"), "unknown serving precision 'fp7'"),
     ],
 )

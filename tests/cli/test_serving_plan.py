@@ -5,7 +5,7 @@ import json
 import pytest
 
 import meshwise
-from meshwise.commands.serving_plan import read_serving_plan
+from meshwise.commands.estimate_serve import read_serving_plan
 from meshwise.search.serving import ServingPlan
 
 ASKED = ("plan", "serve", "llama-3-8b", "--on", "h100:4", "--prompt", "1024", "--output", "128", "--max-batch", "32")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import meshwise
-from meshwise.cli import progress
+from meshwise.cli import output
 from meshwise.cli.main import main
 
 ENGINE = str(Path(__file__).parents[1] / "data" / "serving" / "engine.json")
@@ -38,8 +38,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    monkeypatch.setattr(progress, "PACE", 0.0)
+    monkeypatch.setattr(output, "PATIENCE", 0.0)
+    monkeypatch.setattr(output, "PACE", 0.0)
     return monkeypatch
 
 
@@ -56,7 +56,7 @@ def test_a_terminal_is_told_how_many_requests_are_done(impatient, capsys):
 
 def test_a_terminal_is_told_of_every_rate_that_a_capacity_is_sought_at(impatient):
     impatient.setattr("sys.stderr", Terminal())
-    assert main((*MANY, "--capacity", "--ttft", "500ms", "--tpot", "30ms")) == 0
+    assert main((*MANY, "--capacity", "--max-ttft", "500ms", "--max-tpot", "30ms")) == 0
     told = sys.stderr.getvalue()
     assert "rate 1, 4 requests/s: 500 of 1,200 requests are done" in told
     assert "rate 2, " in told
@@ -97,7 +97,17 @@ def test_pictures(run, tmp_path):
 
 def test_capacity_is_a_rate_that_keeps_the_targets(run):
     done = run(
-        "simulate", "serve", ENGINE, "--capacity", "--requests", "400", "--ttft", "200ms", "--tpot", "25ms", "--json"
+        "simulate",
+        "serve",
+        ENGINE,
+        "--capacity",
+        "--requests",
+        "400",
+        "--max-ttft",
+        "200ms",
+        "--max-tpot",
+        "25ms",
+        "--json",
     )
     assert done.code == 0
     rate = done.json["capacity_requests_per_s"]
@@ -126,7 +136,7 @@ def test_a_file_of_requests(run, tmp_path):
         ((), 2, "--rate is missing: requests per second, or a file of requests (--csv), or --capacity"),
         (("--rate", "0"), 2, "--rate: expected more than 0"),
         (("--rate", "1", "--prompt", "long"), 2, "--prompt: expected a number such as"),
-        (("--rate", "1", "--ttft", "5"), 2, "has no unit"),
+        (("--rate", "1", "--max-ttft", "5"), 2, "has no unit"),
         (("--rate", "1", "--speculate", "0.7"), 2, "--speculate: expected ACCEPTANCE:DRAFTS"),
         (("--rate", "1", "--autoscale", "5:1"), 2, "--autoscale: expected REQUESTS:LEAST-MOST"),
         (("--rate", "1", "--prefill-costs", "x.json"), 2, "Give --prefill-replicas"),
@@ -134,7 +144,7 @@ def test_a_file_of_requests(run, tmp_path):
         (("--csv", "none.csv", "--prompt", "5"), 2, "--csv has its own requests: leave out --prompt"),
         (("--csv", "none.csv"), 2, "none.csv"),
         (("--capacity",), 2, "needs a target"),
-        (("--capacity", "--ttft", "1ms", "--requests", "50"), 3, "the targets are missed at any rate"),
+        (("--capacity", "--max-ttft", "1ms", "--requests", "50"), 3, "the targets are missed at any rate"),
         (("--rate", "1", "--prompt", "1M"), 3, "no request fits"),
     ],
 )

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from meshwise.cli import plan_train
+from meshwise.commands import plan_train
 from meshwise.core.units import format_bytes
 from meshwise.hardware import load_chip
 from meshwise.search import Plan

@@ -12,18 +12,17 @@ from meshwise.cli.main import main
 from meshwise.commands.collective import CollectiveRequest
 from meshwise.commands.estimate_train import EstimateTrainRequest
 from meshwise.commands.plan_train import PlanTrainRequest
-from meshwise.commands.requests import PARAMETERS
 from meshwise.commands.roofline import RooflineRequest
 from meshwise.commands.shard import ShardRequest
 from meshwise.core.errors import MeshwiseError
 
 TRAIN = {"on": "v5p:4x4x4", "batch_tokens": "1Mi", "seq_len": 4096}
 REQUESTS = {
-    "plan_train": (PlanTrainRequest, PARAMETERS),
-    "estimate_train": (EstimateTrainRequest, PARAMETERS),
-    "roofline": (RooflineRequest, {"chip": "on"}),
-    "shard": (ShardRequest, PARAMETERS),
-    "collective": (CollectiveRequest, PARAMETERS),
+    "plan_train": PlanTrainRequest,
+    "estimate_train": EstimateTrainRequest,
+    "roofline": RooflineRequest,
+    "shard": ShardRequest,
+    "collective": CollectiveRequest,
 }
 
 
@@ -34,11 +33,10 @@ def told(capsys, *words):
 
 @pytest.mark.parametrize("verb", REQUESTS)
 def test_parameters_and_defaults_are_those_of_the_request(verb):
-    request, names = REQUESTS[verb]
+    request = REQUESTS[verb]
     parameters = {n: p for n, p in inspect.signature(getattr(meshwise, verb)).parameters.items() if n != "progress"}
-    fields = {names.get(n, n): info for n, info in request.model_fields.items()}
-    assert set(parameters) == set(fields)
-    for name, info in fields.items():
+    assert set(parameters) == set(request.model_fields)
+    for name, info in request.model_fields.items():
         default = parameters[name].default
         if info.default is PydanticUndefined:
             assert default is inspect.Parameter.empty, name

@@ -9,8 +9,7 @@ import pytest
 
 import meshwise
 from meshwise.commands.compile_worker import compile_apart
-from meshwise.commands.verify import compare_copy, verify, verify_plan
-from meshwise.commands.verify_best import verify_best
+from meshwise.commands.verify import compare_copy, verify, verify_best, verify_plan
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.hlo.device_mesh import DeviceMesh
 from meshwise.compiler.lines import REASONS, UNEXPLAINED

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 import meshwise
-from meshwise.cli.bench import bench as bench_command
+from meshwise.cli.main import COMMANDS
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.machine import MeasuredOperation, write_rows
 from meshwise.hardware.cluster_file import read_cluster
@@ -85,14 +85,14 @@ def test_a_machine_is_a_cluster_of_the_devices_that_share_it():
 
 def test_files_that_cannot_be_written_are_said_before_anything_is_measured(tmp_path, monkeypatch):
     (tmp_path / "there.csv").touch()
-    monkeypatch.setattr("meshwise.cli.bench.run_bench", lambda *_, **__: pytest.fail("it was measured"))
+    monkeypatch.setattr("meshwise.commands.bench.run_bench", lambda *_, **__: pytest.fail("it was measured"))
     for words, message in [
         (["matmul", "--save-cluster", "m.toml"], "matmul describes no cluster"),
         (["matmul", "--save", str(tmp_path / "there.csv")], "nothing was overwritten"),
         (["machine", "--save-cluster", str(tmp_path / "none" / "m.toml")], "is no folder that can be written to"),
     ]:
         with pytest.raises(MeshwiseError, match=message):
-            bench_command.main(words, standalone_mode=False)
+            COMMANDS["bench"].load().main(words, standalone_mode=False)
 
 
 @pytest.mark.jax

@@ -11,8 +11,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import meshwise
 from meshwise.cli.main import main
-from meshwise.commands.generate_run import least_times
-from meshwise.commands.run_request import RunRequest
+from meshwise.commands.execution import least_times
+from meshwise.commands.run_requests import RunOptions
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.hardware import load_chip
@@ -116,7 +116,7 @@ def test_options_that_do_not_go_together_are_refused(folder):
             meshwise.generate(plan, tokens=3, **options)
     for options, match in (
         ({"prompt": "w1"}, "--prompt needs --generate"),
-        ({"generate": 3, "prompt_tokens": "1", "steps": 3}, "--steps is for training; with --generate leave it out"),
+        ({"tokens": 3, "prompt_tokens": "1", "steps": 3}, "--steps is for training; with --generate leave it out"),
     ):
         with pytest.raises(MeshwiseError, match=match):
-            RunRequest(**options).check()
+            RunOptions(**options).check()

@@ -1,6 +1,4 @@
-"""The command line: parses text into typed requests, calls, prints. One file per verb.
+"""The command line: builds each verb's options from its requests, and prints its answer.
 
-Not here: arithmetic (`costs`, `planning`) and what a report looks like (`report`).
+Not here: what a verb does (`commands`) and what a report looks like (`report`).
 """
-
-__all__: list[str] = []

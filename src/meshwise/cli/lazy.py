@@ -1,4 +1,4 @@
-"""A click group whose commands are imported when they are called, so that `meshwise --help` stays quick.
+"""Click commands that are imported when they are called, so that `meshwise --help` stays quick.
 
 Not here: which commands exist (`main`).
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import click
 
@@ -18,28 +18,34 @@ from meshwise.core.errors import UnknownNameError
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """Where a command lives and the line that `--help` shows for it.
+    """One line of `--help`, and where its command lives.
 
     Args:
-        target: `module:attribute`.
-        summary: one line; a test compares it with the command's own.
+        summary: the line; a test compares it with the command's own.
+        target: `module:attribute` of a verb; of a group "".
+        verbs: of a group, its verbs.
+        default: of a group, the verb that is meant if none is named.
     """
 
-    target: str
     summary: str
+    target: str = ""
+    verbs: Mapping[str, LazyCommand] = field(default_factory=dict)
+    default: str = ""
 
     def load(self) -> click.Command:
         """Import the command."""
+        if self.verbs:
+            return LazyGroup(help=self.summary, lazy=self.verbs, default=self.default)
         module, attribute = self.target.split(":")
         with _without_collecting():
-            command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command), f"{self.target} is not a command"
-        return command
+            from meshwise.cli.options import click_command  # noqa: PLC0415  (what reads requests is loaded with one)
+
+            return click_command(getattr(importlib.import_module(module), attribute))
 
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Load code without looking for garbage meanwhile, nor in it later: what is loaded stays, and it is a lot."""
+    """Load code without collecting garbage meanwhile, nor in it later: what is loaded stays, and it is a lot."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -53,9 +59,14 @@ def _without_collecting() -> Iterator[None]:
 class LazyGroup(click.Group):
     """A group that knows its commands by name and summary only."""
 
-    def __init__(self, *args: object, lazy: dict[str, LazyCommand], **kwargs: object) -> None:
+    def __init__(self, *args: object, lazy: Mapping[str, LazyCommand], default: str = "", **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.lazy = lazy
+        self.lazy, self.default = lazy, default
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take what does not begin with a verb for what the default verb is asked."""
+        named = not args or args[0] in (*self.lazy, *self.get_help_option_names(ctx))
+        return super().parse_args(ctx, [self.default, *args] if self.default and not named else args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  (click's signature)
         """Names in the order in which they are declared."""

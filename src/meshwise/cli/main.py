@@ -21,33 +21,62 @@ from meshwise import __version__
 from meshwise.cli.lazy import LazyCommand, LazyGroup
 from meshwise.core.errors import MeshwiseError
 
+_AT = "meshwise.commands"
+
 COMMANDS = {
-    "plan": LazyCommand("meshwise.cli.plan:plan", "Find the best plans, and say why others lose."),
-    "estimate": LazyCommand("meshwise.cli.estimate:estimate", "Estimate what one layout would do."),
-    "export": LazyCommand("meshwise.cli.export:export", "Write a saved plan as the configuration of another tool."),
-    "simulate": LazyCommand(
-        "meshwise.cli.simulate:simulate", "Simulate a training step, or traffic through a serving engine."
+    "plan": LazyCommand(
+        "Find the best plans, and say why others lose.",
+        verbs={
+            "train": LazyCommand(
+                "Find the best layouts for a training job, and why the others lose.", f"{_AT}.plan_train:show_plans"
+            ),
+            "serve": LazyCommand(
+                "Find the best layouts for a serving load, and why the others lose.", f"{_AT}.plan_serve:show_plans"
+            ),
+        },
     ),
-    "verify": LazyCommand("meshwise.cli.verify:verify", "Compile a step for its target, and compare with the plan."),
-    "run": LazyCommand("meshwise.cli.run:run", "Train, or generate, as a plan says on the devices that are there."),
+    "estimate": LazyCommand(
+        "Estimate what one layout would do.",
+        verbs={
+            "train": LazyCommand(
+                "Estimate what one layout would do for a training job.", f"{_AT}.estimate_train:show_estimate"
+            ),
+            "serve": LazyCommand(
+                "Estimate what one layout would do for a serving load.", f"{_AT}.estimate_serve:show_estimate"
+            ),
+        },
+    ),
+    "export": LazyCommand("Write a saved plan as the configuration of another tool.", f"{_AT}.export:show_export"),
+    "simulate": LazyCommand(
+        "Simulate a training step, or traffic through a serving engine.",
+        verbs={
+            "train": LazyCommand("Show one training step as a timeline.", f"{_AT}.simulate_train:show_timeline"),
+            "serve": LazyCommand(
+                "Serve requests over time by replicas of an engine.", f"{_AT}.simulate_serve:show_simulation"
+            ),
+        },
+        default="train",
+    ),
+    "verify": LazyCommand(
+        "Compile a step for its target, and compare with the plan.", f"{_AT}.verify:show_verification"
+    ),
+    "run": LazyCommand("Train, or generate, as a plan says on the devices that are there.", f"{_AT}.run:show_run"),
     "score": LazyCommand(
-        "meshwise.cli.score:score", "Compare predictions with measured training runs, or with measured serving."
+        "Compare predictions with measured training runs, or with measured serving.", f"{_AT}.score:show_score"
     ),
     "calibrate": LazyCommand(
-        "meshwise.cli.calibrate:calibrate", "Refine a chip's calibration by your own measured steps."
+        "Refine a chip's calibration by your own measured steps.", f"{_AT}.calibrate:show_calibration"
     ),
-    "model": LazyCommand("meshwise.cli.model:model", "Count a model: parameters, FLOPs and KV cache, part by part."),
-    "models": LazyCommand("meshwise.cli.models:models", "List the models known by name."),
-    "chips": LazyCommand("meshwise.cli.chips:chips", "List the chips known by name, with their numbers and sources."),
-    "clusters": LazyCommand(
-        "meshwise.cli.clusters:clusters", "Say how clusters are named, and what a name stands for."
-    ),
+    "model": LazyCommand("Count a model: parameters, FLOPs and KV cache, part by part.", f"{_AT}.catalogs:show_model"),
+    "models": LazyCommand("List the models known by name.", f"{_AT}.catalogs:show_models"),
+    "chips": LazyCommand("List the chips known by name, with their numbers and sources.", f"{_AT}.catalogs:show_chips"),
+    "clusters": LazyCommand("Say how clusters are named, and what a name stands for.", f"{_AT}.catalogs:show_clusters"),
     "roofline": LazyCommand(
-        "meshwise.cli.roofline:roofline", "Time one operation on one chip: what binds, and from which batch on."
+        "Time one operation on one chip: what binds, and from which batch on.", f"{_AT}.roofline:show_roofline"
     ),
-    "shard": LazyCommand("meshwise.cli.shard:shard", "List the collectives that a sharded product needs."),
-    "collective": LazyCommand("meshwise.cli.collective:collective", "Time one collective on a cluster."),
-    "bench": LazyCommand("meshwise.cli.bench:bench", "Measure single operations on the devices that are there."),
+    "shard": LazyCommand("List the collectives that a sharded product needs.", f"{_AT}.shard:show_product"),
+    "collective": LazyCommand("Time one collective on a cluster.", f"{_AT}.collective:show_collective"),
+    "bench": LazyCommand("Measure single operations on the devices that are there.", f"{_AT}.bench:show_bench"),
 }
 
 INTERRUPTED = 130

@@ -1,80 +1,106 @@
-"""How a verb's report reaches stdout: text for a terminal or a pipe, or JSON. The two options that every verb has.
+"""How a report reaches stdout: text for a terminal or a pipe, or JSON. And progress, on stderr.
 
 Not here: what a report says (`report`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 import click
 from rich.console import Console
 
-from meshwise.core.errors import MeshwiseError
 from meshwise.report import Report
 
 #: Columns when nobody looks at a terminal.
 WIDTH = 80
 
+#: Seconds of silence at the start, and between two lines of progress.
+PATIENCE, PACE = 1.0, 0.5
 
-@dataclass(frozen=True, slots=True)
+
 class Output:
-    """What `--json` and `--explain` ask for."""
+    """Where a verb's answer goes, as `--json` and `--explain` ask; a `Screen` of `commands`.
 
-    as_json: bool
-    explain: bool
+    Args:
+        as_json: whether reports are printed as JSON.
+        explain: whether they show the workings of each number.
+    """
+
+    def __init__(self, as_json: bool, explain: bool) -> None:
+        self.as_json, self.explain = as_json, explain
+        self.progress = Progress()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.wipe()
+
+    @property
+    def terminal_progress(self) -> Callable[[str], None] | None:
+        """Progress where stderr is a terminal; else, and with JSON, None: nothing need be counted."""
+        return None if self.as_json or sys.stderr is None or not sys.stderr.isatty() else self.progress
+
+    def say(self, line: str) -> None:
+        """Tell something at once, on stderr, whatever the form of the answer."""
+        click.echo(line, err=True)
+
+    def write(self, text: str) -> None:
+        """Print text on stdout as it is."""
+        self.progress.wipe()
+        click.echo(text, nl=False)
 
     def show(self, report: Report) -> None:
         """Print a report on stdout."""
         if self.as_json:
-            click.echo(json.dumps(report.envelope(explain=self.explain), indent=2, allow_nan=False))
+            self.write(json.dumps(report.envelope(explain=self.explain), indent=2, allow_nan=False) + "\n")
         else:
-            click.echo(to_text(report.renderable(explain=self.explain)), nl=False)
+            self.write(to_text(report.renderable(explain=self.explain)))
 
 
-def say(line: str) -> None:
-    """Tell something at once, on stderr, whatever the form of the answer."""
-    click.echo(line, err=True)
+class Progress:
+    """Progress of what takes over a second: on a terminal one line that changes, elsewhere lines below each other.
 
-
-@contextlib.contextmanager
-def stdout_for_the_answer(noisy: bool) -> Iterator[None]:
-    """Send what libraries print on stdout to stderr meanwhile, where `noisy`: an answer in JSON is alone there.
-
-    They print from C++, below `sys.stdout`.
+    Args:
+        stream: where to write (default: stderr; where that is closed, nothing is told).
+        clock: seconds; tests pass their own.
     """
-    if not noisy:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream: TextIO | None = stream or sys.stderr
+        self.clock = clock
+        self.begun = self.last = clock()
+        self.shown = False
+        self.line = ""
 
-def write_picture(svg: Path, text: str) -> None:
-    """Write what `--svg` asks for.
+    def wipe(self) -> None:
+        """Clear the line on a terminal."""
+        if self.shown and self.stream is not None and self.stream.isatty():
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
+        self.shown = False
 
-    Raises:
-        MeshwiseError: the file cannot be written.
-    """
-    try:
-        svg.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MeshwiseError(f"--svg {svg}: {error.strerror}") from None
+    def __call__(self, line: str) -> None:
+        """Tell what is being done; most lines are swallowed."""
+        now = self.clock()
+        if self.stream is None or line == self.line:
+            return
+        # Below each other they pile up in logs: each waits for half as long again as all before it took.
+        pace = PACE if self.stream.isatty() else max(PACE, (self.last - self.begun) / 2)
+        if now - self.begun < PATIENCE or now - self.last < pace:
+            return
+        self.last, self.shown, self.line = now, True, line
+        self.stream.write(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n")
+        self.stream.flush()
 
 
 def to_text(renderable: Any) -> str:
@@ -92,15 +118,3 @@ def to_text(renderable: Any) -> str:
     console.print(renderable)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text if terminal else "\n".join(line.rstrip() for line in text.split("\n"))
-
-
-def output_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb `--json` and `--explain`, and pass it an `Output` as `output`."""
-
-    @click.option("--explain", is_flag=True, help="Show formula, substitution, result and source of each number.")
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON (errors too, on stderr); units are in the names.")
-    @functools.wraps(function)
-    def verb(*args: Any, as_json: bool, explain: bool, **kwargs: Any) -> None:
-        function(*args, output=Output(as_json, explain), **kwargs)
-
-    return verb

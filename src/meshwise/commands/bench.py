@@ -1,12 +1,13 @@
 """`bench`: single operations measured on the devices that are there, beside what they should take.
 
-Not here: flags (`cli`), words (`report`), and how they are timed (`runtime.bench`).
+Not here: words (`report`), and how they are timed (`runtime.bench`).
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -21,33 +22,35 @@ from meshwise.commands.bench_operations import (
     machine,
     matmuls,
 )
-from meshwise.commands.requests import PARAMETERS, validated
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.requests import Flag, Request
 from meshwise.commands.where import Where
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_duration, parse_bytes, parse_duration
-from meshwise.costs.machine import MeasuredOperation, machine_document
-from meshwise.report.bench import BenchResult, BenchRow
+from meshwise.costs.machine import MeasuredOperation, check_new, machine_document, write_new, write_rows
+from meshwise.report.bench import BenchResult, BenchRow, bench_report
 from meshwise.runtime.bench import Bench
 from meshwise.runtime.devices import machine_memory, share_of_machine
 
 Progress = Callable[[str], None]
-What = Literal["matmul", "attention", "memory", "collectives", "machine"]
-DType = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
 Sizes = tuple[tuple[int, ...], ...] | None
 
 
 class BenchRequest(Where):
     """What `meshwise bench` is asked; the cluster is the one that it runs on."""
 
-    what: What = Field(description="What to measure.")
-    dtype: DType | None = Field(
-        default=None, description="Format of the operands; unless given, bf16, of a machine bf16 and fp32."
+    positional = ("what",)
+
+    what: Literal["matmul", "attention", "memory", "collectives", "machine"] = Field(
+        description="What to measure; machine: what describes a CPU's devices as chips."
     )
-    sizes: str | None = Field(
+    dtype: Literal["bf16", "fp16", "fp32", "fp8", "int8"] | None = Field(
+        default=None, description="Format of the operands; by default bf16, and for a machine bf16 and fp32."
+    )
+    sizes: Annotated[str | None, Flag("SIZES")] = Field(
         default=None,
         description="Instead of the usual sizes, separated by commas: MxKxN of a matmul, BATCHxQUERIESxKEYS of "
         "attention (as many queries as keys are causal), bytes of a copy or a collective.",
-        json_schema_extra={"metavar": "SIZES"},
     )
     heads: int = Field(default=32, ge=1, le=4096, description="Query heads of attention.")
     kv_heads: int = Field(default=8, ge=1, le=4096, description="Key/value heads of attention.")
@@ -56,52 +59,22 @@ class BenchRequest(Where):
         default=0.5, gt=0, le=600, description="Time to spend on each operation."
     )
     cpu_devices: int | None = Field(
-        default=None, ge=1, le=512, description="Use so many fake devices of the CPU, whatever else is there."
+        default=None,
+        ge=1,
+        le=512,
+        description="Use this many fake devices of the CPU, whatever other devices there are.",
     )
 
 
-def bench(
-    what: What,
-    *,
-    dtype: DType | None = None,
-    sizes: str | None = None,
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_dim: int = 128,
-    seconds: str | float = 0.5,
-    cpu_devices: int | None = None,
-    on: str | None = None,
-    cluster: str | None = None,
-) -> BenchResult:
+@command(BenchRequest)
+def bench(request: BenchRequest) -> BenchResult:
     """Measure single operations on the devices that are there: what `meshwise bench` answers, as values.
-
-    Args:
-        what: "matmul", "attention", "memory", "collectives", or "machine": what describes a CPU's devices as chips.
-        dtype: format of the operands (default bf16; of a machine bf16 and fp32).
-        sizes: instead of the usual ones; see `meshwise bench --help`.
-        heads, kv_heads, head_dim: of attention.
-        seconds: to spend on each operation.
-        cpu_devices: use so many fake devices of the CPU; to be asked for before JAX is used in the process.
-        on: the cluster that this runs on, for what collectives should take.
-        cluster: a TOML file with own numbers, instead of `on`.
 
     Raises:
         MissingDependencyError: JAX is missing.
         MeshwiseError: an argument that cannot be understood, or an operation that the devices cannot run.
     """
-    given = {
-        "what": what,
-        "dtype": dtype,
-        "sizes": sizes,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "seconds": seconds,
-        "cpu_devices": cpu_devices,
-        "cluster": on,
-        "cluster_file": cluster,
-    }
-    return run_bench(validated(BenchRequest, given, PARAMETERS))
+    return run_bench(request)
 
 
 def run_bench(
@@ -221,3 +194,38 @@ def _sizes(request: BenchRequest) -> Sizes:
     if not found:
         raise MeshwiseError(f"--sizes: expected sizes such as {example}, found {request.sizes!r}")
     return tuple(found)
+
+
+class _Files(Request):
+    save: Path | None = Field(default=None, description="Write the rows to this new file, as CSV.")
+    save_cluster: Path | None = Field(
+        default=None, description="Of a machine: write it to this new file, for --cluster."
+    )
+
+
+@verb(BenchRequest, _Files)
+def show_bench(screen: Screen, request: BenchRequest, files: _Files) -> None:
+    """Measure single operations on the devices that are there.
+
+    WHAT is matmul, attention, memory, collectives, or machine: what describes a CPU's fake devices as chips. The rows
+    are in the format of measurements that docs/measurements.md describes; beside them stands what they should take,
+    where chip and network are known.
+
+    \b
+      meshwise bench matmul --save rows.csv
+      meshwise bench collectives --on h100:8
+      meshwise bench collectives --cpu-devices 8 --sizes 64KiB,1MiB
+      meshwise bench machine --cpu-devices 4 --save-cluster machine.toml
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    if files.save_cluster is not None and request.what != "machine":
+        raise MeshwiseError(
+            f"--save-cluster {files.save_cluster}: {request.what} describes no cluster; bench machine does"
+        )
+    check_new(files.save)
+    check_new(files.save_cluster)
+    result = run_bench(request, screen.progress, told=screen.say)
+    if files.save is not None:
+        write_rows(files.save, [row.measured for row in result.rows])
+    if files.save_cluster is not None:
+        write_new(files.save_cluster, str(result.document))
+    screen.show(bench_report(result, request.echo() | files.echo()))

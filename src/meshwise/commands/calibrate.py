@@ -1,30 +1,30 @@
-"""`calibrate`: a chip's calibration refined by measured steps. Not here: fitting (`scoring`), flags, words."""
+"""`calibrate`: a chip's calibration refined by measured steps. Not here: fitting (`scoring`)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from meshwise.commands.requests import validated
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.fitted import calibration_text, find_calibration, is_file_name
 from meshwise.costs.machine import check_new, write_new
 from meshwise.hardware import load_chip
+from meshwise.report.calibrate import calibrate_report
 from meshwise.scoring import read_runs
 from meshwise.scoring.calibrating import Refined, mean_error, refine
 
 
-class CalibrateRequest(BaseModel):
+class CalibrateRequest(Request):
     """What `meshwise calibrate` is asked."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    positional = ("file",)
 
-    file: str = Field(
-        description="Measured training steps of one chip, as CSV (docs/measurements.md); one row is enough.",
-        json_schema_extra={"metavar": "FILE"},
+    file: File = Field(
+        description="Measured training steps of one chip, as CSV (docs/measurements.md); one row is enough."
     )
     calibration: str = Field(
         default="fitted",
@@ -57,19 +57,11 @@ def find_refined(request: CalibrateRequest, progress: Callable[[str], None] = la
     return refined
 
 
-def calibrate(
-    file: str | os.PathLike[str],
-    *,
-    calibration: str = "fitted",
-    save: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Refined:
+@command(CalibrateRequest)
+def calibrate(request: CalibrateRequest, *, progress: Callable[[str], None] = lambda _: None) -> Refined:
     """Refine a chip's calibration by measured steps: what `meshwise calibrate` answers, as values.
 
     Args:
-        file: CSV in the format of docs/measurements.md; one row is enough.
-        calibration: what is refined: "fitted", "operations", or a family by name.
-        save: a new file for the result, which `calibration=` of other verbs takes.
         progress: told a line now and then.
 
     Returns: constants before and after, errors before, after, and with each row left out, rows refused.
@@ -77,5 +69,18 @@ def calibrate(
     Raises:
         MeshwiseError: a file that cannot be read or written; no row that can be used; rows of several chips.
     """
-    given = {"file": os.fspath(file), "calibration": calibration, "save": None if save is None else Path(save)}
-    return find_refined(validated(CalibrateRequest, given), progress)
+    return find_refined(request, progress)
+
+
+@verb(CalibrateRequest)
+def show_calibration(screen: Screen, request: CalibrateRequest) -> None:
+    """Refine a chip's calibration by your own measured steps.
+
+    FILE has one measurement a row, in the columns of docs/measurements.md. Constants move as far as rows speak for it,
+    and no further than what is known of the chip allows. Rows that are faster than physics are refused.
+
+    \b
+      meshwise calibrate runs.csv --save ours.json
+      meshwise plan train llama-3-70b --on h100:64 --batch-tokens 1Mi --calibration ours.json
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    screen.show(calibrate_report(find_refined(request, screen.progress), request.echo()))

@@ -1,11 +1,18 @@
-"""Looking up models, chips and clusters by name. Not here: the catalogs themselves (`models`, `hardware`)."""
+"""Models, chips and clusters by name: `model`, `models`, `chips`, `clusters`. Not here: the catalogs themselves."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Annotated
 
+from pydantic import Field
+
+from meshwise.commands.command import Screen, verb
+from meshwise.commands.requests import Request
+from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import Quantity, format_count, parse_count
 from meshwise.hardware import (
     Chip,
     Cluster,
@@ -21,6 +28,13 @@ from meshwise.hardware import (
 from meshwise.hardware import chips as all_chips
 from meshwise.hardware.names import reprice
 from meshwise.models import Model, load_model, model_names
+from meshwise.models.lengths import check_length
+from meshwise.report.chips import chip_report, chips_report
+from meshwise.report.clusters import cluster_report, clusters_report
+from meshwise.report.model import model_report, models_report
+
+#: Where FLOPs are counted by default; shorter for models that cannot read so far.
+DEFAULT_SEQ_LEN = 4096
 
 
 def model(name: str | os.PathLike[str]) -> Model:
@@ -87,3 +101,79 @@ def _text(name: str | os.PathLike[str], what: str) -> str:
     if not isinstance(name, str | os.PathLike):
         raise MeshwiseError(f"{what}: expected a name, found {name!r}")
     return os.fspath(name)
+
+
+class _ModelRequest(Request):
+    positional = ("model",)
+
+    model: str = Field(
+        description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
+    )
+    seq_len: Annotated[int | None, Quantity("tokens", parse_count, format_count, "4096")] = Field(
+        default=None,
+        gt=0,
+        le=10**9,
+        serialization_alias="seq_len_tokens",
+        description=f"Tokens of the sequence that FLOPs are counted for; {DEFAULT_SEQ_LEN}, or the model's longest.",
+    )
+    kv_dtype: DType = Field(default=DType.BF16, description="Number format of the KV cache.")
+
+
+@verb(_ModelRequest)
+def show_model(screen: Screen, request: _ModelRequest) -> None:
+    """Count a model: parameters, FLOPs and KV cache, part by part.
+
+    MODEL is a built-in name (see 'meshwise models'), a path to a config.json or its folder, a hub name,
+    or dimensions in the book's letters: 'D=4096 F=14336 L=32 N=32 K=8 V=128256' (see also E, top_k, Fe; gated, tied).
+    """
+    loaded = load_model(request.model)
+    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, loaded.max_seq_len or DEFAULT_SEQ_LEN)
+    check_length(loaded, seq_len)
+    inputs = request.echo() | {"seq_len_tokens": seq_len}
+    screen.show(model_report(loaded, seq_len=seq_len, kv_dtype=request.kv_dtype, inputs=inputs))
+
+
+@verb()
+def show_models(screen: Screen) -> None:
+    """List the models known by name.
+
+    Any other model is read from its config.json: 'meshwise model PATH'.
+    """
+    screen.show(models_report(list(all_models().values()), {}))
+
+
+class _ChipsRequest(Request):
+    positional = ("chip",)
+
+    chip: str | None = Field(default=None, description="The name of one.")
+
+
+@verb(_ChipsRequest)
+def show_chips(screen: Screen, request: _ChipsRequest) -> None:
+    """List the chips known by name, with their numbers and sources.
+
+    Without CHIP the whole catalog; with one, each of its numbers and the document it is from.
+    """
+    if request.chip is None:
+        screen.show(chips_report(chips().values(), request.echo()))
+    else:
+        screen.show(chip_report(load_chip(request.chip), request.echo()))
+
+
+class _ClustersRequest(Request):
+    positional = ("cluster",)
+
+    cluster: str | None = Field(default=None, description="The name of one, or its TOML file.")
+
+
+@verb(_ClustersRequest)
+def show_clusters(screen: Screen, request: _ClustersRequest) -> None:
+    """Say how clusters are named, and what a name stands for.
+
+    Without CLUSTER, the ways to write one, and the known slices, networks and machines; with one, or with a TOML file
+    that describes one, what it stands for.
+    """
+    if request.cluster is None:
+        screen.show(clusters_report(networks(), machines(), request.echo()))
+    else:
+        screen.show(cluster_report(cluster(request.cluster), request.echo()))

@@ -1,14 +1,15 @@
-"""`collective`: the request, and one collective on a cluster. Not here: flags (`cli`) and words (`report`)."""
+"""`collective`: one collective on a cluster. Not here: words (`report`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from meshwise.commands.pairs import parse_sizes
-from meshwise.commands.requests import PARAMETERS, mesh_text, validated
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.pairs import MeshText, Sizes
+from meshwise.commands.requests import Flag
 from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
@@ -18,7 +19,7 @@ from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import make_group_link
 from meshwise.costs.paths import algorithms
 from meshwise.costs.rules import distinct_destinations
-from meshwise.report.collective import CollectiveCase
+from meshwise.report.collective import CollectiveCase, collective_report
 from meshwise.sharding import (
     Collective,
     CollectiveKind,
@@ -35,23 +36,20 @@ from meshwise.sharding import (
 class CollectiveRequest(Where):
     """What `meshwise collective` is asked."""
 
+    positional = ("kind", "array")
+
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"] = Field(
         description="The collective."
     )
     array: str = Field(description="The array, 'bf16[1024, 4096_X]', or before and after: 'A[I_X, J] -> A[I, J_X]'.")
-    mesh: str = Field(description="Mesh axes, X=4,Y=8, the last one innermost.", json_schema_extra={"metavar": "AXES"})
-    over: str | None = Field(
-        default=None,
-        description="Mesh axes of the group, X or X,Y; by default those that the array names, else all.",
-        json_schema_extra={"metavar": "AXES"},
+    mesh: MeshText = Field(description="Mesh axes, X=4,Y=8, the last one innermost.")
+    over: Annotated[str | None, Flag("AXES")] = Field(
+        default=None, description="Mesh axes of the group, X or X,Y; by default those that the array names, else all."
     )
-    sizes: Annotated[dict[str, int], BeforeValidator(parse_sizes)] = Field(
-        default={}, description="Sizes of named axes, I=1024.", json_schema_extra={"metavar": "AXIS=SIZE"}
-    )
-    wires: str | None = Field(
+    sizes: Sizes = Field(default={}, description="Sizes of named axes, I=1024.")
+    wires: Annotated[str | None, Flag("WIRES")] = Field(
         default=None,
         description="Where mesh axes lie: extents on the network's dimensions, X=8x2; one axis each by default.",
-        json_schema_extra={"metavar": "WIRES"},
     )
     dtype: DType = Field(default=DType.BF16, description="Format of an array written without one.")
     choices: float | None = Field(
@@ -66,59 +64,6 @@ class CollectiveRequest(Where):
         description="Achieved rates and algorithms: none (data-sheet rates, the best schedule), operations (the "
         "chip's own software), or a family by name.",
     )
-
-
-def collective(
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"],
-    array: str,
-    *,
-    mesh: str | Mapping[str, int],
-    on: str | None = None,
-    over: str | None = None,
-    sizes: str | Mapping[str, int] | None = None,
-    cluster: str | None = None,
-    wires: str | None = None,
-    dtype: str = "bf16",
-    choices: float | None = None,
-    calibration: str = "none",
-) -> CollectiveCase:
-    """Time one collective on a cluster: what `meshwise collective` answers, as values.
-
-    >>> import meshwise
-    >>> case = meshwise.collective("all-gather", "bf16[1024, 4096_X]", mesh="X=16", on="v5e:16x16")
-    >>> case.num_bytes, case.mesh_axes
-    (8388608.0, ('X',))
-
-    Args:
-        kind: the collective.
-        array: with its sharding: before an all-gather, after a reduce-scatter; with an arrow, before and after.
-        mesh: mesh axes, "X=4,Y=8" or a mapping, the last one innermost.
-        on: the cluster.
-        over: mesh axes of the group; by default those that the array names, else all.
-        sizes: of named axes.
-        cluster: a TOML file with own numbers, instead of `on`.
-        wires: where mesh axes lie on the network, "X=8x2".
-        dtype: of an array written without one.
-        choices: ragged all-to-all: members that each row goes to, drawn at random.
-        calibration: achieved rates and algorithms: "none", "operations", or a family by name.
-
-    Raises:
-        MeshwiseError: an argument that cannot be understood.
-    """
-    given = {
-        "kind": kind,
-        "array": array,
-        "mesh": mesh_text(mesh),
-        "cluster": on,
-        "over": over,
-        "sizes": {} if sizes is None else sizes,
-        "cluster_file": cluster,
-        "wires": wires,
-        "dtype": dtype,
-        "choices": choices,
-        "calibration": calibration,
-    }
-    return examine_collective(validated(CollectiveRequest, given, PARAMETERS))
 
 
 def examine_collective(request: CollectiveRequest) -> CollectiveCase:
@@ -217,3 +162,37 @@ def _between(kind: CollectiveKind, text: str, mesh: Mesh) -> tuple[ShardedTensor
         found = ", then ".join(s.kind.value for s in steps) or "nothing that moves data"
         raise ShardingError(f"{text}: this is not one {kind.value} but {found}")
     return expression.inputs[0], steps[0]
+
+
+@command(CollectiveRequest)
+def collective(request: CollectiveRequest) -> CollectiveCase:
+    """Time one collective on a cluster: what `meshwise collective` answers, as values.
+
+    >>> import meshwise
+    >>> case = meshwise.collective("all-gather", "bf16[1024, 4096_X]", mesh="X=16", on="v5e:16x16")
+    >>> case.num_bytes, case.mesh_axes
+    (8388608.0, ('X',))
+
+    Raises:
+        MeshwiseError: an argument that cannot be understood.
+    """
+    return examine_collective(request)
+
+
+@verb(CollectiveRequest)
+def show_collective(screen: Screen, request: CollectiveRequest) -> None:
+    """Time one collective on a cluster.
+
+    KIND is all-gather, reduce-scatter, all-reduce, all-to-all or permute. ARRAY is the array with its sharding: before
+    an all-gather, after a reduce-scatter; with an arrow, before and after.
+
+    \b
+      meshwise collective all-gather "bf16[1024, 4096_X]" --mesh X=16 \\
+        --on v5e:16x16
+      meshwise collective all-reduce "bf16[8192, 8192]" --mesh X=8 --on h100:8
+      meshwise collective all-to-all "bf16[4096_X, 8192] -> bf16[4096, 8192_X]" \\
+        --mesh X=4 --on v5e:4x4
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    case = examine_collective(request)
+    found = {"mesh": dict(case.mesh.axes), "over": list(case.mesh_axes), "calibration": case.calibration.name}
+    screen.show(collective_report(case, request.echo() | found))

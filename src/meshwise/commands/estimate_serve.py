@@ -1,47 +1,162 @@
-"""`estimate serve`: the request, and the estimate that answers it. Not here: flags (`cli`) and words (`report`)."""
+"""`estimate serve`, and what every command of serving shares: the load as a request, and saved plans of serving.
+
+Not here: searching (`plan_serve`) and what the answer looks like (`report.serve`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from meshwise.commands.requests import PARAMETERS, validated
-from meshwise.commands.serve import ServeRequest
-from meshwise.core.errors import LayoutError, MeshwiseError
-from meshwise.costs.problem import ServingProblem, Step
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.plan_files import check_save, no_plan_as_model, read_saved, save_plan, write_file
+from meshwise.commands.requests import File, Flag, Request
+from meshwise.commands.where import PricedWhere
+from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
+from meshwise.costs.engines import find_serving_calibration
+from meshwise.costs.problem import ServingProblem, Step, check_context
 from meshwise.costs.serving.answer import ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import frontier
+from meshwise.jobs import ServingConditions, ServingLoad
+from meshwise.jobs.traffic import Fixed, mix_lengths, mix_trace, parse_lengths, read_trace
+from meshwise.models import load_model
+from meshwise.report.serve import estimate_serve_report
 from meshwise.search.serving import ServingPlan
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout
+
+
+def _as_text(value: Any) -> Any:
+    """Numbers of tokens as users write them."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return f"{value:.0f}" if value == value // 1 else f"{value!r}"
+
+
+#: Tokens of prompts or outputs: a number, or how they are distributed.
+Lengths = Annotated[str, Flag("LENGTHS"), BeforeValidator(_as_text, json_schema_input_type=str | float)]
+
+
+class ServeRequest(PricedWhere, ServingConditions):
+    """A model, a serving load and a cluster."""
+
+    positional = ("model",)
+    sections: ClassVar = {"Load": ("on", "prompt", "output", "precision")}
+
+    prompt: Lengths | None = Field(
+        default=None,
+        serialization_alias="prompt_lengths",
+        description="Tokens of prompts: a number, uniform:128-2048, or lognormal:MEAN:VARIATION:MOST.",
+    )
+    output: Lengths | None = Field(
+        default=None,
+        serialization_alias="output_lengths",
+        description="Tokens that a request decodes, the first included; written as --prompt is.",
+    )
+    csv: File | None = Field(
+        default=None, description="CSV file of requests: arrival, prompt, output (instead of --prompt and --output)."
+    )
+    model: str = Field(
+        description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
+    )
+    calibration: str = Field(
+        default="fitted",
+        description="Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; "
+        "alone: vllm on GPUs, jax on TPUs), operations (of the chip's family, alone), none, or a family by name.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_is_no_plan(cls, asked: Any) -> Any:
+        return no_plan_as_model(asked)
+
+    @model_validator(mode="after")
+    def _lengths_are_given(self) -> ServeRequest:
+        self.load()
+        return self
+
+    def load(self) -> ServingLoad:
+        """The serving load alone.
+
+        Raises:
+            MeshwiseError: no lengths, or lengths and a file of them; a file that cannot be read.
+        """
+        conditions = {name: getattr(self, name) for name in ServingConditions.model_fields}
+        given = {"--prompt": self.prompt, "--output": self.output}
+        if self.csv is not None:
+            if drawn := [name for name, value in given.items() if value is not None]:
+                raise MeshwiseError(f"--csv has its own requests: leave out {' and '.join(drawn)}")
+            trace = read_trace(self.csv)
+            mix, first = mix_trace(trace), trace.demands[0]
+            if mix is None:
+                return ServingLoad(prompt=first.prompt, output=first.output, **conditions)
+            return ServingLoad.of_mix(mix, **conditions)
+        if missing := [name for name, value in given.items() if value is None]:
+            raise MeshwiseError(
+                f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: tokens of requests, 1024 or "
+                "uniform:128-2048; or a file of requests (--csv)"
+            )
+        assert self.prompt is not None
+        assert self.output is not None
+        prompt, output = parse_lengths(self.prompt, "--prompt"), parse_lengths(self.output, "--output")
+        if isinstance(prompt, Fixed) and isinstance(output, Fixed):
+            return ServingLoad(prompt=prompt.tokens, output=output.tokens, **conditions)
+        mix = mix_lengths(prompt, output)
+        if mix is None:
+            return ServingLoad(prompt=prompt.mean, output=output.mean, **conditions)
+        return ServingLoad.of_mix(mix, **conditions)
+
+    def problem(self) -> ServingProblem:
+        """Resolve the names.
+
+        Raises:
+            MeshwiseError: a model, cluster or calibration that cannot be found; requests that the model cannot read.
+        """
+        cluster = self.must_find()
+        model = load_model(self.model)
+        load = self.load()
+        check_context(model, load)
+        model.serving_program("decode")  # refuses what cannot be served
+        return ServingProblem(model, load, cluster, find_serving_calibration(self.calibration, cluster.chip))
+
+    def echo_load(self, load: ServingLoad) -> dict[str, Any]:
+        """The inputs for JSON, with the mean lengths of the requests."""
+        return self.echo() | {"prompt_tokens": load.prompt, "output_tokens": load.output}
+
+    def echo_problem(self, problem: ServingProblem) -> dict[str, Any]:
+        """The inputs for JSON, as they were resolved."""
+        return self.echo_load(problem.load) | self.echo_resolved(problem.cluster, problem.calibration.name)
 
 
 class EstimateServeRequest(ServeRequest):
     """What `meshwise estimate serve` is asked."""
 
+    sections: ClassVar = {
+        "Load and layout": ("on", "prompt", "output", "batch", "layout", "precision", "mode", "prefill_layout")
+    }
+
     batch: int = Field(ge=1, le=1 << 24, description="Requests that one engine decodes for at once.")
-    layout: str = Field(
+    layout: Annotated[str, Flag("LAYOUT")] = Field(
         description="The layout: tensor=8,replicas=4 (tp cp ep pp dp; -1 for the rest), with cache=, width=, fsdp= and "
-        "cache_split=, sequence_parallel=, ... where they are used.",
-        json_schema_extra={"metavar": "LAYOUT"},
+        "cache_split=, sequence_parallel=, ... where they are used."
     )
-    prefill_layout: str | None = Field(
-        default=None, description="Another layout for prefill.", json_schema_extra={"metavar": "LAYOUT"}
+    prefill_layout: Annotated[str | None, Flag("LAYOUT")] = Field(
+        default=None, description="Another layout for prefill."
     )
     mode: Literal["aggregated", "disaggregated"] = Field(
         default="aggregated",
-        description="Whether engines prefill and decode in turn, or each does one of the two (--prefill-layout).",
+        description="Whether each engine prefills and decodes in turn, or does only one of the two (--prefill-layout).",
     )
     prefill_batch: int = Field(default=1, ge=1, le=1 << 20, description="Prompts that are prefilled together.")
     chunk: int | None = Field(
         default=None,
         ge=1,
         le=1 << 30,
-        description="Tokens of a prompt that are prefilled in one step; all unless given.",
+        description="Tokens of a prompt that are prefilled in one step; the whole prompt by default.",
     )
 
     def setup(self, problem: ServingProblem) -> ServingSetup:
@@ -76,27 +191,6 @@ def _layout(flag: str, text: str, chips: int) -> ServingLayout:
         raise LayoutError(f"{flag}: {str(error).removeprefix('layout: ')}") from None
 
 
-def write_engines(problem: ServingProblem, estimate: ServingEstimate, files: Mapping[Step, Path | None]) -> None:
-    """Write what steps of engines take, where a file is given.
-
-    Raises:
-        MeshwiseError: an engine that does not fit or does not exist; a file that cannot be written.
-    """
-    for step, file in files.items():
-        if file is None:
-            continue
-        flag = "--engine" if step == "decode" else "--prefill-engine"
-        if not estimate.fits:
-            raise MeshwiseError(f"{flag}: an engine that does not fit has no costs; give a layout or a batch that does")
-        if step == "prefill" and estimate.setup.mode == "aggregated":
-            raise MeshwiseError(f"{flag}: engines prefill and decode in turn: --engine has both")
-        costs = engine_costs(problem, estimate.setup, step)
-        try:
-            file.write_text(costs.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None
-
-
 def find_serving_estimate(request: EstimateServeRequest, problem: ServingProblem) -> ServingAnswer:
     """Answer the request; `problem` is its own, resolved.
 
@@ -108,35 +202,8 @@ def find_serving_estimate(request: EstimateServeRequest, problem: ServingProblem
     return ServingAnswer(problem, estimate, frontier(problem, estimate.setup))
 
 
-def answer_plan(plan: ServingPlan) -> ServingAnswer:
-    """Say of a plan what else would fit."""
-    return ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup))
-
-
-def estimate_serve(
-    model: str,
-    *,
-    on: str | None = None,
-    layout: str,
-    prompt: str | float | None = None,
-    output: str | float | None = None,
-    csv: str | None = None,
-    batch: int,
-    prefill_layout: str | None = None,
-    mode: Literal["aggregated", "disaggregated"] = "aggregated",
-    prefill_batch: int = 1,
-    chunk: int | None = None,
-    cached_prefix: str | float = 0,
-    precision: str = "bf16",
-    block_tokens: int = 16,
-    reserve: str | float = 0.1,
-    draft_tokens: int = 0,
-    acceptance: float = 0.7,
-    expert_imbalance: float | None = None,
-    cluster: str | None = None,
-    price: str | float | None = None,
-    calibration: str = "fitted",
-) -> ServingEstimate:
+@command(EstimateServeRequest)
+def estimate_serve(request: EstimateServeRequest) -> ServingEstimate:
     """Estimate what one serving layout would do: what `meshwise estimate serve` answers, as values.
 
     >>> import meshwise
@@ -146,55 +213,88 @@ def estimate_serve(
     >>> estimate.fits, estimate.bound, estimate.tpot.lower < estimate.tpot.expected
     (True, 'hbm', True)
 
-    Args:
-        model: a built-in name, a hub name, a config.json or its folder.
-        on: the cluster by name, `v5e:4x4` or `h100:8`.
-        layout: "tensor=8,replicas=4", as `--layout`.
-        prompt, output: tokens of a request: numbers, "uniform:128-2048" or "lognormal:1024:0.8:8192".
-        csv: a file of requests instead.
-        batch: requests that one engine decodes for at once.
-        prefill_layout: another layout for prefill.
-        mode: "aggregated", or "disaggregated" with a `prefill_layout` for engines of their own.
-        prefill_batch: prompts that are prefilled together.
-        chunk: tokens of a prompt that are prefilled in one step.
-        cached_prefix: tokens of the prompt whose cache is there already.
-        precision: number formats, "bf16", "fp8", "int4-weights", ..., or by role "weights=int8,kv=int8".
-        block_tokens: tokens of a block of the paged cache.
-        reserve: share of HBM that the engine leaves alone.
-        draft_tokens: tokens that a draft proposes for each step.
-        acceptance: chance that a proposed token is accepted, given those before it were.
-        expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
-        cluster: a TOML file with own numbers, instead of `on`.
-        price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted", "fitted+ENGINE", "operations", "none", a family by name, or a file.
-
     Returns: the estimate; `fits` says whether it fits in memory.
 
     Raises:
         MeshwiseError: an argument that cannot be understood, or a layout that cannot be placed.
     """
-    given = {
-        "model": model,
-        "cluster": on,
-        "layout": layout,
-        "prompt": prompt,
-        "output": output,
-        "csv": csv,
-        "batch": batch,
-        "prefill_layout": prefill_layout,
-        "mode": mode,
-        "prefill_batch": prefill_batch,
-        "chunk": chunk,
-        "cached_prefix": cached_prefix,
-        "precision": precision,
-        "block_tokens": block_tokens,
-        "reserve": reserve,
-        "draft_tokens": draft_tokens,
-        "acceptance": acceptance,
-        "expert_imbalance": expert_imbalance,
-        "cluster_file": cluster,
-        "price": price,
-        "calibration": calibration,
-    }
-    request = validated(EstimateServeRequest, given, PARAMETERS)
     return find_serving_estimate(request, request.problem()).estimate
+
+
+def read_serving_plan(file: str | os.PathLike[str]) -> ServingPlan:
+    """Read the plan that `plan serve --save` wrote.
+
+    Raises:
+        MeshwiseError: there is no such file, or it holds no serving plan.
+    """
+    return read_saved(file, ServingPlan.from_json, "plan serve")
+
+
+class EngineFiles(Request):
+    """Files for what steps of engines take."""
+
+    sections: ClassVar = {"Output": ("engine", "prefill_engine")}
+
+    engine: Path | None = Field(
+        default=None, description="Write the step costs of the engine to this file, for 'simulate serve'."
+    )
+    prefill_engine: Path | None = Field(
+        default=None, description="Write the step costs of the prefill engines (disaggregated mode)."
+    )
+
+    def write_engines(self, problem: ServingProblem, estimate: ServingEstimate) -> None:
+        """Write what steps of engines take, where a file is given.
+
+        Raises:
+            MeshwiseError: an engine that does not fit or does not exist; a file that cannot be written.
+        """
+        write_file("--engine", self.engine, lambda: _engine_text("--engine", problem, estimate, "decode"))
+        write_file(
+            "--prefill-engine",
+            self.prefill_engine,
+            lambda: _engine_text("--prefill-engine", problem, estimate, "prefill"),
+        )
+
+
+def _engine_text(flag: str, problem: ServingProblem, estimate: ServingEstimate, step: Step) -> str:
+    if not estimate.fits:
+        raise MeshwiseError(f"{flag}: an engine that does not fit has no costs; give a layout or a batch that does")
+    if step == "prefill" and estimate.setup.mode == "aggregated":
+        raise MeshwiseError(f"{flag}: engines prefill and decode in turn: --engine has both")
+    return engine_costs(problem, estimate.setup, step).to_json() + "\n"
+
+
+class _Files(EngineFiles):
+    sections: ClassVar = {"Output": ("save", "engine", "prefill_engine")}
+
+    save: Path | None = Field(default=None, description="Write the plan to this file, as JSON.")
+
+
+@verb(EstimateServeRequest, _Files, plan_or=EstimateServeRequest)
+def show_estimate(screen: Screen, asked: EstimateServeRequest | str, files: _Files) -> int | None:
+    """Estimate what one layout would do for a serving load.
+
+    Of a saved plan (what 'plan serve --save' wrote, and no option that states a load), or of a model, a load and a
+    layout. Where the mesh lies on the network is chosen best unless the layout says it. When it does not fit in memory,
+    the exit code is 3.
+
+    \b
+      meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\
+        --output 256 --batch 64 --layout tensor=8 --precision fp8
+      meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\
+        --output 256 --batch 64 --layout tensor=8 --engine engine.json
+      meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\
+        --output 256 --batch 64 --layout tensor=8 --save plan.json
+      meshwise estimate serve plan.json
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    check_save(files.save)
+    if isinstance(asked, str):
+        plan = read_serving_plan(asked)
+        answer, inputs = ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup)), {"plan": asked}
+    else:
+        problem = asked.problem()
+        answer, inputs = find_serving_estimate(asked, problem), asked.echo_problem(problem)
+    screen.show(estimate_serve_report(answer, inputs))
+    files.write_engines(answer.problem, answer.estimate)
+    save_plan(ServingPlan(answer.problem, answer.estimate), files.save)
+    return None if answer.estimate.fits else InfeasibleError.exit_code

@@ -1,25 +1,80 @@
-"""`estimate train`: the request, and the estimate that answers it. Not here: flags (`cli`) and words (`report`)."""
+"""`estimate train`, and what every command of training shares: the job as a request, and the plan that it is about.
+
+Not here: searching (`plan_train`) and what the answer looks like (`report.plan`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from meshwise.commands.requests import PARAMETERS, validated
-from meshwise.commands.train import TrainRequest
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.plan_files import no_plan_as_model, read_plan, save_plan
+from meshwise.commands.requests import Flag, Request
+from meshwise.commands.where import PricedWhere
+from meshwise.core.errors import InfeasibleError, MeshwiseError
+from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.search import PlanResult, estimate_layout
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.models.lengths import check_length
+from meshwise.report.plan import estimate_report
+from meshwise.search import Plan, PlanResult, estimate_layout
 from meshwise.sharding.layout import parse_layout
+
+
+class TrainRequest(PricedWhere, TrainingJob):
+    """A model, a training job and a cluster."""
+
+    positional = ("model",)
+    sections: ClassVar = {"Job": ("on", "batch_tokens", "seq_len", "tokens", "precision", "optimizer", "fine_tune")}
+
+    model: str = Field(
+        description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
+    )
+    calibration: str = Field(
+        default="fitted",
+        description="Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), "
+        "none, a family by name, or a file of meshwise calibrate.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_is_no_plan(cls, asked: Any) -> Any:
+        return no_plan_as_model(asked)
+
+    def job(self) -> TrainingJob:
+        """The training job alone."""
+        return TrainingJob(**{name: getattr(self, name) for name in TrainingJob.model_fields})
+
+    def problem(self) -> TrainingProblem:
+        """Resolve the names.
+
+        Raises:
+            MeshwiseError: a model, cluster or calibration that cannot be found; sequences that the model cannot read.
+        """
+        cluster = self.must_find()
+        model = load_model(self.model)
+        check_length(model, self.seq_len)
+        return TrainingProblem(model, self.job(), cluster, find_calibration(self.calibration, cluster.chip))
+
+    def echo_problem(self, problem: TrainingProblem) -> dict[str, Any]:
+        """The inputs for JSON, as they were resolved."""
+        return self.echo_resolved(problem.cluster, problem.calibration.name)
 
 
 class EstimateTrainRequest(TrainRequest):
     """What `meshwise estimate train` is asked."""
 
-    layout: str = Field(
+    sections: ClassVar = {"Job": ("on", "layout", *TrainRequest.sections["Job"][1:])}
+
+    layout: Annotated[str, Flag("LAYOUT")] = Field(
         description="The layout: fsdp=512,tensor=4 (dp fsdp tp cp ulysses ep pp; -1 for the rest), and remat=, zero=, "
-        "schedule=, offload=, micro_batch=, num_microbatches=, ... where they are not to be chosen.",
-        json_schema_extra={"metavar": "LAYOUT"},
+        "schedule=, offload=, micro_batch=, num_microbatches=, ... where they are not to be chosen."
     )
 
 
@@ -35,25 +90,8 @@ def find_estimate(
     return estimate_layout(problem, layout, progress=progress)
 
 
-def estimate_train(
-    model: str,
-    *,
-    on: str | None = None,
-    layout: str,
-    batch_tokens: str | float,
-    seq_len: str | float,
-    tokens: str | float | None = None,
-    batch_slack: str | float = 0.1,
-    precision: str = "bf16",
-    expert_imbalance: str | float | None = None,
-    capacity_factor: str | float | None = None,
-    optimizer: str = "adamw",
-    fine_tune: str = "full",
-    cluster: str | None = None,
-    price: str | float | None = None,
-    calibration: str = "fitted",
-    progress: Callable[[str], None] = lambda _: None,
-) -> PlanResult:
+@command(EstimateTrainRequest)
+def estimate_train(request: EstimateTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> PlanResult:
     """Estimate what one layout would do: what `meshwise estimate train` answers, as values.
 
     >>> import meshwise
@@ -64,21 +102,6 @@ def estimate_train(
     4
 
     Args:
-        model: a built-in name, a hub name, a config.json or its folder.
-        on: the cluster by name, `v5p:16x20x28` or `h100:1024`.
-        layout: "fsdp=16,tensor=4", as `--layout`; what it leaves open is chosen best.
-        batch_tokens: tokens per optimizer step over all chips; text such as "4Mi" or a number.
-        seq_len: tokens per sequence.
-        tokens: tokens of the whole run; without it there are no days and dollars.
-        batch_slack: share by which the batch may be rounded to what divides; 0 for exact.
-        precision: number formats, "bf16", "mixed", "fp8-block", ..., or by role.
-        expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
-        capacity_factor: slots of an expert over the mean, all of them sent and multiplied.
-        optimizer: "adamw", "muon", "adafactor", "adamw-8bit", ...
-        fine_tune: what is trained: "full", "lora:rank=16,targets=all", "qlora:rank=64".
-        cluster: a TOML file with own numbers, instead of `on`.
-        price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted", "fitted+SOFTWARE", "operations", "none", a family by name, or a file.
         progress: told a line now and then.
 
     Returns: one plan; `plans[0].estimate.fits` says whether it fits in memory.
@@ -86,22 +109,56 @@ def estimate_train(
     Raises:
         MeshwiseError: an argument that cannot be understood, or a layout that cannot be placed.
     """
-    given = {
-        "model": model,
-        "cluster": on,
-        "layout": layout,
-        "batch_tokens": batch_tokens,
-        "seq_len": seq_len,
-        "tokens": tokens,
-        "batch_slack": batch_slack,
-        "precision": precision,
-        "expert_imbalance": expert_imbalance,
-        "capacity_factor": capacity_factor,
-        "optimizer": optimizer,
-        "fine_tune": fine_tune,
-        "cluster_file": cluster,
-        "price": price,
-        "calibration": calibration,
-    }
-    request = validated(EstimateTrainRequest, given, PARAMETERS)
     return find_estimate(request, request.problem(), progress=progress)
+
+
+class _Files(Request):
+    sections: ClassVar = {"Output": ("save",)}
+
+    save: Path | None = Field(default=None, description="Write the plan to this file as JSON.")
+
+
+@verb(EstimateTrainRequest, _Files)
+def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) -> int | None:
+    """Estimate what one layout would do for a training job.
+
+    What the layout leaves open (remat, microbatches, where the mesh lies) is chosen best. When it does not fit in
+    memory in any way, the leanest is shown, and the exit code is 3.
+
+    \b
+      meshwise estimate train llama-3-70b --on v5p:16x20x28 \\
+        --batch-tokens 4Mi --seq-len 4096 --layout fsdp=-1,tensor=4
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    problem = request.problem()
+    planning = find_estimate(request, problem, progress=screen.progress)
+    save_plan(planning.plans[0], files.save)
+    screen.show(estimate_report(planning, request.echo_problem(problem)))
+    return None if planning.plans[0].estimate.fits else InfeasibleError.exit_code
+
+
+def plan_asked(asked: EstimateTrainRequest | str, screen: Screen) -> tuple[Plan, dict[str, Any]]:
+    """The plan that a verb is about: of a job and a layout, or saved in a file. And the inputs for JSON."""
+    if isinstance(asked, str):
+        return read_plan(asked), {"plan": asked}
+    problem = asked.problem()
+    planning = find_estimate(asked, problem, progress=screen.progress)
+    return planning.plans[0], asked.echo_problem(problem)
+
+
+def plan_given(plan: Plan | str | os.PathLike[str], job: Mapping[str, Any]) -> Plan:
+    """The plan that a Python function is about: itself, its file, or that of a model with a job.
+
+    Args:
+        plan: a plan, or the file that one was saved in; with `job`, a model.
+        job: the keywords of `estimate_train`.
+
+    Raises:
+        MeshwiseError: a file that holds no plan; a plan and a job; an argument that cannot be understood.
+    """
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
+    if not isinstance(plan, Plan):
+        return estimate_train(str(plan), **job).plans[0] if job else read_plan(plan)
+    if job:
+        raise MeshwiseError(f"plan: a plan has its job in it, found {', '.join(sorted(job))} besides; leave them out")
+    return plan

@@ -1,38 +1,23 @@
-"""`export`: a saved plan in the words of another tool. Not here: flags (`cli`), and what the tools say (`handover`)."""
+"""`export`: a saved plan as the configuration of another tool. Not here: what the tools say (`exports`)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
-from meshwise.commands.plan_file import is_serving_plan, read_saved
-from meshwise.commands.serving_plan import read_serving_plan
+from pydantic import Field
+
+from meshwise.commands.command import Screen, verb
+from meshwise.commands.estimate_serve import read_serving_plan
+from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
+from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.exports import SERVING_TARGETS, TARGETS, Exported, hand_over, hand_over_serving
+from meshwise.report.exported import handover_report
 from meshwise.search import Plan
 from meshwise.search.serving import ServingPlan
-
-
-def read_plan(file: str | os.PathLike[str]) -> Plan:
-    """Read the plan that `--save` wrote.
-
-    Raises:
-        MeshwiseError: there is no such file, or it holds no plan.
-    """
-    return read_saved(file, Plan.from_json, "plan train")
-
-
-def write_text(handed: Exported, file: Path) -> None:
-    """Write what was handed over.
-
-    Raises:
-        MeshwiseError: the file cannot be written.
-    """
-    try:
-        file.write_text(handed.text, encoding="utf-8")
-    except OSError as error:
-        raise MeshwiseError(f"--output {file}: {error.strerror}") from None
 
 
 def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exported:
@@ -62,7 +47,7 @@ def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exp
     if not isinstance(plan, Plan | ServingPlan | str | os.PathLike):
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
     if not isinstance(plan, Plan | ServingPlan):
-        plan = read_serving_plan(plan) if is_serving_plan(plan) else read_plan(plan)
+        plan = read_serving_plan(plan) if kind_of_plan(plan) == "serving" else read_plan(plan)
     if isinstance(plan, ServingPlan):
         _check_tool(to, "serving", SERVING_TARGETS, TARGETS)
         return hand_over_serving(plan, to)
@@ -78,3 +63,35 @@ def _check_tool(to: str, kind: str, fitting: Iterable[str], others: Iterable[str
     """
     if to in others:
         raise MeshwiseError(f"to: {to} does no {kind}, and this is a plan of {kind}: use {', '.join(fitting)}")
+
+
+class _ExportRequest(Request):
+    positional = ("plan",)
+
+    plan: File = Field(description="A saved plan.")
+    to: Literal[(*TARGETS, *SERVING_TARGETS)] = Field(description="The tool that is to run the plan.")  # type: ignore[valid-type]
+    output: Path | None = Field(default=None, description="Write to this file.")
+
+
+@verb(_ExportRequest)
+def show_export(screen: Screen, request: _ExportRequest) -> None:
+    """Write a saved plan as the configuration of another tool.
+
+    PLAN is what --save wrote, of training (maxtext to jax) or of serving (vllm to jetstream). Without --output the
+    file itself is printed; --explain tells what it leaves to you. A choice that the tool cannot express is an error
+    that names it and the nearest that it can.
+
+    \b
+      meshwise plan train llama-3-70b --on h100:512 --batch-tokens 4Mi \\
+        --seq-len 4096 --precision mixed --save plan.json
+      meshwise export plan.json --to megatron --output megatron-args.sh
+      meshwise plan serve llama-3-8b --on h100:8 --prompt 1024 \\
+        --output 256 --save plan.json
+      meshwise export plan.json --to vllm --output serve.sh
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    handed = export(request.plan, to=request.to)
+    write_file("--output", request.output, lambda: handed.text)
+    if request.output is None and not screen.as_json and not screen.explain:
+        screen.write(handed.text)
+    else:
+        screen.show(handover_report(handed, request.echo()))

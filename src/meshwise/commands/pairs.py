@@ -1,10 +1,13 @@
-"""Text such as `B=1024` or `X=4,Y=8` into a dict, for `--set` and `--mesh`. Not here: what the names mean."""
+"""Pairs such as `B=1024` or `X=4,Y=8`, as text or as a dict: `--set` and `--mesh`. Not here: what the names mean."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator
+
+from meshwise.commands.requests import Flag
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import parse_count
 
@@ -59,3 +62,22 @@ def _pair(text: str, example: str) -> tuple[str, str]:
     if not equals or not name.strip() or not size.strip():
         raise MeshwiseError(f"expected NAME=SIZE such as {example}, found {text!r}")
     return name.strip(), size.strip()
+
+
+def mesh_text(mesh: str | Mapping[str, int] | None) -> str | None:
+    """Write a mapping as users write a mesh; text is passed on.
+
+    >>> mesh_text({"X": 4, "Y": 8})
+    'X=4,Y=8'
+    """
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items()) if isinstance(mesh, Mapping) else mesh
+
+
+#: A mesh as text.
+MeshText = Annotated[str, Flag("AXES"), BeforeValidator(mesh_text, json_schema_input_type=str | Mapping[str, int])]
+#: Axis -> size.
+Sizes = Annotated[
+    dict[str, int],
+    Flag("AXIS=SIZE", "--set"),
+    BeforeValidator(parse_sizes, json_schema_input_type=str | Mapping[str, int]),
+]

@@ -1,21 +1,30 @@
-"""`plan serve`: the request, and the planner's answer to it. Not here: flags (`cli`) and words (`report`)."""
+"""`plan serve`: the best ways to serve a load on one cluster, or on several and in several precisions.
+
+Not here: words and pictures (`report`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
-from pydantic.config import JsonDict
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 
-from meshwise.commands.requests import PARAMETERS, listed, validated
-from meshwise.commands.serve import ServeRequest
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.estimate_serve import EngineFiles, ServeRequest
+from meshwise.commands.plan_files import check_save, save_plan, write_file
+from meshwise.commands.requests import Flag, listed, validated
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import parse_count, parse_duration
 from meshwise.costs.problem import ServingProblem
 from meshwise.jobs import SERVING_PRECISIONS, ServingLoad, drawn_requests, parse_serving_precision
 from meshwise.jobs.traffic import Load, read_trace
-from meshwise.search.serving import ServingConstraints, ServingPlanResult, plan_serving, plan_simulated
+from meshwise.report.plan_serve import plan_serve_report, plan_serve_svg
+from meshwise.report.serve_alternatives import alternatives_report, alternatives_svg
+from meshwise.search.serving import ServingConstraints, ServingPlan, ServingPlanResult, plan_serving, plan_simulated
+from meshwise.search.serving.alternatives import Alternative, ServingAlternatives, plan_alternatives
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.simulation.serving import Aims, LatencyTarget
 
@@ -39,9 +48,9 @@ def _target(value: Any) -> Any:
 
 def _tokens(text: str) -> int:
     """A whole number of tokens of a chunk."""
-    value = parse_count(text, "--chunks")
+    value = parse_count(text, "--chunk")
     if value != int(value) or value < 1:
-        raise MeshwiseError(f"--chunks: expected whole numbers of tokens, at least 1, found {text!r}")
+        raise MeshwiseError(f"--chunk: expected whole numbers of tokens, at least 1, found {text!r}")
     return int(value)
 
 
@@ -52,17 +61,21 @@ def _aim(seconds: float, share: float | None, text: str) -> LatencyTarget:
         raise MeshwiseError(f"{str(error).removeprefix('target: ')} in {text!r}") from None
 
 
-_Target = Annotated[LatencyTarget, BeforeValidator(_target)]
-_TIME: JsonDict = {"metavar": "TIME"}
+_Target = Annotated[LatencyTarget, Flag("TIME"), BeforeValidator(_target, json_schema_input_type=str | float)]
 
 
 class PlanServeRequest(ServeRequest):
     """What `meshwise plan serve` is asked."""
 
-    cluster: str | None = Field(
+    sections: ClassVar = {
+        **ServeRequest.sections,
+        "Search": ("objective", "max_ttft", "max_tpot", "rate", "max_batch", "mode", "chunk", "forbid", "top"),
+    }
+
+    on: Annotated[str | None, Flag("CLUSTERS")] = Field(
         default=None,
+        serialization_alias="cluster",
         description="The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64; several, h100:8,h200:8, are compared.",
-        json_schema_extra={"metavar": "CLUSTERS"},
     )
     precision: str = Field(
         default="bf16",
@@ -75,36 +88,36 @@ class PlanServeRequest(ServeRequest):
     )
     max_ttft: _Target | None = Field(
         default=None,
+        exclude=True,
         description="Time to first token that no plan may exceed: 500ms of the mean without queues, or p99:500ms of "
         "simulated requests.",
-        json_schema_extra=_TIME,
     )
     max_tpot: _Target | None = Field(
         default=None,
-        description="Time per output token that no plan may exceed, written as --max-ttft is.",
-        json_schema_extra=_TIME,
+        exclude=True,
+        description="Time per output token that no plan may exceed; written as --max-ttft is.",
     )
     rate: float | None = Field(
         default=None,
         gt=0,
-        description="Requests per second to be served, on as few chips as that takes; else as many as can be.",
+        serialization_alias="requests_per_s",
+        description="Requests per second to serve, on as few chips as possible; by default as many as possible.",
     )
     mode: Literal["aggregated", "disaggregated"] | None = Field(
-        default=None, description="Only engines that do both, or only engines apart; both kinds compete unless given."
+        default=None, description="Restrict the search to aggregated or disaggregated serving; default: both."
     )
     max_batch: int = Field(
-        default=4096, ge=1, le=1 << 16, description="Requests that one engine decodes for at once, at most."
+        default=4096, ge=1, le=1 << 16, description="Most requests that one engine decodes for at once."
     )
-    forbid: str = Field(
-        default="",
-        description=f"Mesh axes that no plan may use, separated by commas: {', '.join(SERVING_AXES)}.",
-        json_schema_extra={"metavar": "AXES"},
+    forbid: Annotated[str, Flag("AXES")] = Field(
+        default="", description=f"Mesh axes that no plan may use, separated by commas: {', '.join(SERVING_AXES)}."
     )
-    chunks: str = Field(
+    chunk: Annotated[str, Flag("TOKENS")] = Field(
         default="",
-        description="Tokens of a prompt in one step, separated by commas (256,512,1024), that are tried besides whole "
-        "prompts on the best plans whose engines do both.",
-        json_schema_extra={"metavar": "TOKENS"},
+        validation_alias=AliasChoices("chunk", "chunks"),
+        serialization_alias="chunks",
+        description="Chunk sizes to try for the best plans of aggregated serving, besides whole prompts: 256,512,1024 "
+        "tokens of a prompt in one step.",
     )
     top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
 
@@ -117,12 +130,12 @@ class PlanServeRequest(ServeRequest):
 
     @property
     def clusters(self) -> tuple[str, ...]:
-        """Names of the clusters that are compared; one where nothing is."""
-        return listed(self.cluster, "--on")
+        """Clusters to compare; one name if there is no comparison."""
+        return listed(self.on, "--on")
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Precisions that are compared; one where nothing is."""
+        """Precisions to compare; one if there is no comparison."""
         return split_precisions(self.precision)
 
     @property
@@ -140,7 +153,7 @@ class PlanServeRequest(ServeRequest):
     def constraints(self) -> ServingConstraints:
         """Targets and objective."""
         ttft, tpot = (None if aim is None else aim.seconds for aim in (self.max_ttft, self.max_tpot))
-        forbid, chunks = listed(self.forbid, "--forbid"), tuple(map(_tokens, listed(self.chunks, "--chunks")))
+        forbid, chunks = listed(self.forbid, "--forbid"), tuple(map(_tokens, listed(self.chunk, "--chunk")))
         return ServingConstraints(self.objective, ttft, tpot, self.rate, self.mode, self.max_batch, forbid, chunks)
 
     @property
@@ -155,20 +168,13 @@ class PlanServeRequest(ServeRequest):
         trace = read_trace(self.csv)
         return lambda rate, count: trace.first(count).at_rate(rate)
 
-    def echo_search(self) -> dict[str, Any]:
-        """Give the inputs of this part with defaults, for JSON."""
+    def echo(self) -> dict[str, Any]:
+        """The inputs for JSON; targets as seconds and as they were written."""
+        targets = {"max_ttft": self.max_ttft, "max_tpot": self.max_tpot}
         return {
-            "objective": self.objective,
-            "max_ttft_s": None if self.max_ttft is None else self.max_ttft.seconds,
-            "max_ttft_of": None if self.max_ttft is None else str(self.max_ttft),
-            "max_tpot_s": None if self.max_tpot is None else self.max_tpot.seconds,
-            "max_tpot_of": None if self.max_tpot is None else str(self.max_tpot),
-            "requests_per_s": self.rate,
-            "mode": self.mode,
-            "max_batch": self.max_batch,
-            "forbid": self.forbid,
-            "chunks": self.chunks,
-            "top": self.top,
+            **super().echo(),
+            **{f"{name}_s": None if target is None else target.seconds for name, target in targets.items()},
+            **{f"{name}_of": None if target is None else str(target) for name, target in targets.items()},
         }
 
 
@@ -199,33 +205,8 @@ def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> Se
     return plan_simulated(problem, request.constraints, aims, request.requests(problem.load), request.top)
 
 
-def plan_serve(
-    model: str,
-    *,
-    on: str | None = None,
-    prompt: str | float | None = None,
-    output: str | float | None = None,
-    csv: str | None = None,
-    objective: Literal["throughput", "tpot", "ttft"] = "throughput",
-    max_ttft: str | float | None = None,
-    max_tpot: str | float | None = None,
-    rate: float | None = None,
-    mode: Literal["aggregated", "disaggregated"] | None = None,
-    max_batch: int = 4096,
-    forbid: str = "",
-    chunks: str = "",
-    top: int = 5,
-    cached_prefix: str | float = 0,
-    precision: str = "bf16",
-    block_tokens: int = 16,
-    reserve: str | float = 0.1,
-    draft_tokens: int = 0,
-    acceptance: float = 0.7,
-    expert_imbalance: float | None = None,
-    cluster: str | None = None,
-    price: str | float | None = None,
-    calibration: str = "fitted",
-) -> ServingPlanResult:
+@command(PlanServeRequest)
+def plan_serve(request: PlanServeRequest) -> ServingPlanResult:
     """Find the best ways to serve a load: what `meshwise plan serve` answers, as values.
 
     >>> import meshwise
@@ -234,62 +215,97 @@ def plan_serve(
     >>> best.fits, best.tpot.expected <= 0.02
     (True, True)
 
-    Args:
-        model: a built-in name, a hub name, a config.json or its folder.
-        on: the cluster by name, `v5e:4x4` or `h100:8`.
-        prompt, output: tokens of a request: numbers, "uniform:128-2048" or "lognormal:1024:0.8:8192".
-        csv: a file of requests instead.
-        objective: most "throughput" a chip, least "tpot", or least "ttft".
-        max_ttft, max_tpot: targets, "50ms" or seconds of the mean, "p99:50ms" of simulated requests.
-        rate: requests per second to be served, with as few chips as that takes.
-        mode: only "aggregated" or only "disaggregated" engines.
-        max_batch: requests that one engine decodes for at once, at most.
-        forbid: mesh axes that no plan may use, "stage,width".
-        chunks: tokens of a prompt in one step that are tried besides whole prompts, "256,512".
-        top: how many plans to give.
-        cached_prefix: tokens of the prompt whose cache is there already.
-        precision: number formats, "bf16", "fp8", "int4-weights", ..., or by role "weights=int8,kv=int8".
-        block_tokens: tokens of a block of the paged cache.
-        reserve: share of HBM that the engine leaves alone.
-        draft_tokens: tokens that a draft proposes for each step.
-        acceptance: chance that a proposed token is accepted, given those before it were.
-        expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
-        cluster: a TOML file with own numbers, instead of `on`.
-        price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted", "fitted+ENGINE", "operations", "none", a family by name, or a file.
-
     Returns: the plans, best first, and why others lose.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits or keeps the targets.
     """
-    given = {
-        "model": model,
-        "cluster": on,
-        "prompt": prompt,
-        "output": output,
-        "csv": csv,
-        "objective": objective,
-        "max_ttft": max_ttft,
-        "max_tpot": max_tpot,
-        "rate": rate,
-        "mode": mode,
-        "max_batch": max_batch,
-        "forbid": forbid,
-        "chunks": chunks,
-        "top": top,
-        "cached_prefix": cached_prefix,
-        "precision": precision,
-        "block_tokens": block_tokens,
-        "reserve": reserve,
-        "draft_tokens": draft_tokens,
-        "acceptance": acceptance,
-        "expert_imbalance": expert_imbalance,
-        "cluster_file": cluster,
-        "price": price,
-        "calibration": calibration,
-    }
-    request = validated(PlanServeRequest, given, PARAMETERS)
     if request.several:
         raise MeshwiseError("on, precision: several are compared by meshwise.compare_serve; give one of each")
     return find_serving_plans(request, request.problem())
+
+
+def find_alternatives(request: PlanServeRequest) -> ServingAlternatives:
+    """Plan on each of the clusters that `--on a,b` names, in each of the precisions that `--precision a,b` names.
+
+    Raises:
+        MeshwiseError: a cluster that cannot be found; one, or a precision, given twice.
+        InfeasibleError: none of them has a plan.
+    """
+    for flag, names in (("--on", request.clusters), ("--precision", request.precisions)):
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise MeshwiseError(f"{flag}: {twice[0]} is named twice; leave one out")
+    clusters: tuple[str | None, ...] = request.clusters or (None,)
+    problems = {
+        Alternative(name or str(request.cluster), precision): request.model_copy(
+            update={"on": name, "precision": precision}
+        ).problem()
+        for name in clusters
+        for precision in request.precisions
+    }
+    return plan_alternatives(problems, lambda problem: find_serving_plans(request, problem), request.top)
+
+
+def compare_serve(
+    model: str, *, on: Iterable[str], precisions: Iterable[str] = ("bf16",), **options: Any
+) -> ServingAlternatives:
+    """Compare clusters and precisions for a serving load.
+
+    >>> import meshwise
+    >>> found = meshwise.compare_serve(
+    ...     "llama-3-8b", on=["h100:1", "h200:1"], precisions=["bf16", "fp8"], prompt=1024, output=256, max_batch=8
+    ... )
+    >>> len(found.found), found.ranked[0][0].precision
+    (4, 'fp8')
+
+    Args:
+        model: as `plan_serve` takes it.
+        on: the clusters, by name.
+        precisions: as `plan_serve` takes one.
+        options: those of `plan_serve`, by the same names.
+
+    Raises:
+        MeshwiseError: as `plan_serve`; InfeasibleError where nothing has a plan.
+    """
+    given = {"model": model, "on": ",".join(on), "precision": ";".join(precisions), **options}
+    return find_alternatives(validated(PlanServeRequest, given))
+
+
+class _Files(EngineFiles):
+    sections: ClassVar = {"Output": ("save", "svg", "engine", "prefill_engine")}
+
+    save: Path | None = Field(default=None, description="Write the best plan to this file, as JSON.")
+    svg: Path | None = Field(default=None, description="Write the front of latency and throughput to this file.")
+
+
+@verb(PlanServeRequest, _Files)
+def show_plans(screen: Screen, request: PlanServeRequest, files: _Files) -> None:
+    """Find the best layouts for a serving load, and why the others lose.
+
+    Searches engines of every size, layouts of prefill and of generation, together or apart, and batches. Several
+    clusters (--on h100:8,h200:8) or precisions (--precision bf16,fp8) are compared. When nothing fits or keeps the
+    targets, the exit code is 3.
+
+    \b
+      meshwise plan serve llama-3-70b --on h100:64 --prompt 1024 \\
+        --output 256 --precision fp8 --max-ttft 500ms --max-tpot 30ms
+      meshwise plan serve llama-3-8b --on h100:8,v5e:4x4 --precision bf16,int8 \\
+        --prompt uniform:512-2048 --output 256 --svg front.svg
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    check_save(files.save)
+    picture: Callable[[], str]
+    if request.several:
+        found = find_alternatives(request)
+        best = found.ranked[0][1]
+        inputs = request.echo_load(best.problem.load)
+        report, picture = alternatives_report(found, inputs), partial(alternatives_svg, found)
+    else:
+        problem = request.problem()
+        planning = find_serving_plans(request, problem)
+        best = ServingPlan(problem, planning.plans[0])
+        inputs = request.echo_problem(problem)
+        report, picture = plan_serve_report(planning, inputs), partial(plan_serve_svg, planning)
+    files.write_engines(best.problem, best.estimate)
+    write_file("--svg", files.svg, picture)
+    screen.show(report)
+    save_plan(best, files.save)  # last: an answer that cannot be saved is shown all the same

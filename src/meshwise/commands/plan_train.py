@@ -1,17 +1,24 @@
-"""`plan train`: the request, and the planner's answer to it. Not here: flags (`cli`) and words (`report`)."""
+"""`plan train`: the best plans for a job on one cluster, on several, or on more and more chips.
+
+Not here: words and pictures (`report`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from meshwise.commands.requests import PARAMETERS, listed, validated
-from meshwise.commands.train import TrainRequest
-from meshwise.core.errors import LayoutError
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.estimate_train import TrainRequest
+from meshwise.commands.plan_files import check_save, save_plan, write_file
+from meshwise.commands.requests import Flag, Request, listed, validated
+from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.core.units import (
     Quantity,
     format_duration,
@@ -22,53 +29,76 @@ from meshwise.core.units import (
     parse_money,
 )
 from meshwise.costs.problem import TrainingProblem
+from meshwise.report import Report
+from meshwise.report.plan import plan_report
+from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
 from meshwise.search import (
     MAX_MEMORY,
     Constraints,
     PlanResult,
+    Scaling,
     most_seconds_per_token,
     parse_fixed,
     parse_forbidden,
     plan_training,
+    scale_training,
 )
 from meshwise.search import sensitivity as sensitivities
 from meshwise.sharding.layout import MESH_AXES
 
-_Run = Annotated[float, Quantity("time", parse_duration, format_duration, "30d")]
+if TYPE_CHECKING:
+    from meshwise.commands.verify import Verified
+
+_Time = Annotated[float, Quantity("time", parse_duration, format_duration, "30d")]
+_Fixed = str | Mapping[str, Any]
+_Words = str | Sequence[str]
 _Dollars = Annotated[float, Quantity("dollars", parse_money, format_money, "5M$")]
 
 
 class PlanTrainRequest(TrainRequest):
     """What `meshwise plan train` is asked."""
 
+    sections: ClassVar = {
+        **TrainRequest.sections,
+        "Search": ("objective", "deadline", "budget", "max_chips", "max_memory", "fix", "forbid", "top"),
+    }
+
     objective: Literal["time", "cost", "chips"] = Field(
         default="time", description="Least time, least cost, or fewest chips for the deadline."
     )
-    deadline: _Run | None = Field(
-        default=None, gt=0, description="How long the whole run (--tokens) may take; slower plans are left out."
+    deadline: _Time | None = Field(
+        default=None,
+        gt=0,
+        serialization_alias="deadline_s",
+        description="How long the whole run (--tokens) may take; slower plans are left out.",
     )
     budget: _Dollars | None = Field(
-        default=None, gt=0, description="What the whole run (--tokens) may cost; dearer plans are left out."
+        default=None,
+        gt=0,
+        serialization_alias="budget_usd",
+        description="What the whole run (--tokens) may cost; dearer plans are left out.",
     )
-    max_chips: int | None = Field(default=None, ge=1, description="Use at most so many chips of the cluster.")
-    fix: Annotated[dict[str, Any], BeforeValidator(parse_fixed)] = Field(
-        default={},
-        description=f"Fix mesh axes ({', '.join(MESH_AXES)}) and choices: tensor=8,stage=16,schedule=1f1b,remat=full; "
-        "the others are searched.",
-        json_schema_extra={"metavar": "NAME=VALUE"},
+    max_chips: int | None = Field(default=None, ge=1, description="Most chips of the cluster to use.")
+    fix: Annotated[dict[str, Any], Flag("NAME=VALUE"), BeforeValidator(parse_fixed, json_schema_input_type=_Fixed)] = (
+        Field(
+            default={},
+            description=f"Fix mesh axes ({', '.join(MESH_AXES)}) and choices, and search the others: "
+            "tensor=8,stage=16,schedule=1f1b,remat=full.",
+        )
     )
-    forbid: Annotated[tuple[str, ...], BeforeValidator(parse_forbidden)] = Field(
+    forbid: Annotated[
+        tuple[str, ...], Flag("WORDS"), BeforeValidator(parse_forbidden, json_schema_input_type=_Words)
+    ] = Field(
         default=(),
         description="What no plan may use: mesh axes (pipeline, expert, ...), offload, ring, schedules (dualpipe, "
         "interleaved, zero-bubble, ...), partial-remat, or values of choices (zero=2, remat=full).",
-        json_schema_extra={"metavar": "WORDS"},
     )
     max_memory: Annotated[float | None, Quantity("share", parse_fraction, format_percent, "80%")] = Field(
         default=None,
         gt=0,
         le=1,
         description="Share of a chip's HBM that no plan may exceed; "
-        f"unless given, {MAX_MEMORY:.0%}, and all of it where that finds nothing.",
+        f"by default {MAX_MEMORY:.0%}, or all of it if no plan fits in that.",
     )
     top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
     front: bool = Field(
@@ -87,8 +117,8 @@ class PlanTrainRequest(TrainRequest):
 
     @property
     def clusters(self) -> tuple[str, ...]:
-        """Names of the clusters that are compared; one where nothing is."""
-        return listed(self.cluster, "--on")
+        """Clusters to compare; one name if there is no comparison."""
+        return listed(self.on, "--on")
 
     @property
     def constraints(self) -> Constraints:
@@ -127,28 +157,6 @@ class PlanTrainRequest(TrainRequest):
         most_seconds_per_token(constraints, problem.job.tokens, problem.cluster.price_per_chip_hour)
         return constraints
 
-    def echo_search(self, memory_share: float | None) -> dict[str, Any]:
-        """Give the inputs of this part with defaults, for JSON."""
-        return {
-            "objective": self.objective,
-            "deadline_s": self.deadline,
-            "budget_usd": self.budget,
-            "max_chips": self.max_chips,
-            "fix": {name: list(v) if isinstance(v, tuple) else v for name, v in self.fix.items()},
-            "forbid": list(self.forbid),
-            "max_memory": memory_share,
-            "top": self.top,
-            "front": self.front,
-            "offload": self.offload,
-            "sensitivity": self.sensitivity,
-        }
-
-    def echo_many(self) -> dict[str, Any]:
-        """Give the inputs of several searches, for JSON."""
-        job = {n: getattr(self, n) for n in ("batch_slack", "precision", "optimizer", "fine_tune", "calibration")}
-        lengths = {"batch_tokens": self.batch_tokens, "seq_len_tokens": self.seq_len, "tokens": self.tokens}
-        return {"model": self.model, **self.echo_where(), **lengths, **job, **self.echo_search(self.max_memory)}
-
 
 def find_plans(
     request: PlanTrainRequest, problem: TrainingProblem, *, progress: Callable[[str], None] = lambda _: None
@@ -169,35 +177,8 @@ def find_plans(
     return replace(planning, sensitivity=changes)
 
 
-def plan_train(
-    model: str,
-    *,
-    on: str | None = None,
-    batch_tokens: str | float,
-    seq_len: str | float,
-    tokens: str | float | None = None,
-    batch_slack: str | float = 0.1,
-    precision: str = "bf16",
-    expert_imbalance: str | float | None = None,
-    capacity_factor: str | float | None = None,
-    optimizer: str = "adamw",
-    fine_tune: str = "full",
-    cluster: str | None = None,
-    price: str | float | None = None,
-    calibration: str = "fitted",
-    objective: Literal["time", "cost", "chips"] = "time",
-    deadline: str | float | None = None,
-    budget: str | float | None = None,
-    max_chips: int | None = None,
-    fix: str | Mapping[str, Any] | None = None,
-    forbid: str | Sequence[str] | None = None,
-    max_memory: str | float | None = None,
-    top: int = 5,
-    front: bool = False,
-    offload: bool = False,
-    sensitivity: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
-) -> PlanResult:
+@command(PlanTrainRequest)
+def plan_train(request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> PlanResult:
     """Find the best layouts for a training job: what `meshwise plan train` answers, as values.
 
     >>> import meshwise
@@ -207,63 +188,174 @@ def plan_train(
     (True, 64, True)
 
     Args:
-        model: a built-in name, a hub name, a config.json or its folder.
-        on: the cluster by name, `v5p:16x20x28` or `h100:1024`.
-        batch_tokens: tokens per optimizer step over all chips; text such as "4Mi" or a number.
-        seq_len: tokens per sequence.
-        tokens: tokens of the whole run; without it there are no days and dollars.
-        batch_slack: share by which the batch may be rounded to what divides; 0 for exact.
-        precision: number formats, "bf16", "mixed", "fp8-block", ..., or by role.
-        expert_imbalance: load of the busiest device's experts over the mean, instead of random routing's.
-        capacity_factor: slots of an expert over the mean, all of them sent and multiplied.
-        optimizer: "adamw", "muon", "adafactor", "adamw-8bit", ...
-        fine_tune: what is trained: "full", "lora:rank=16,targets=all", "qlora:rank=64".
-        cluster: a TOML file with own numbers, instead of `on`.
-        price: dollars for a chip-hour, instead of the catalog's.
-        calibration: achieved rates: "fitted", "fitted+SOFTWARE", "operations", "none", a family by name, or a file.
-        objective: least "time", least "cost", or fewest "chips" for the deadline.
-        deadline: what the whole run may take: "30d", or seconds.
-        budget: what it may cost: "5M$", or dollars.
-        max_chips: how many chips of the cluster may be used.
-        fix: mesh axes and choices that are not searched, "tensor=8,schedule=1f1b" or a mapping.
-        forbid: what no plan may use: "pipeline,offload,zero=2", or a list of such words.
-        max_memory: share of a chip's HBM that no plan may exceed; unless given, 90 %, and all of it where that finds
-            nothing.
-        top: how many plans to return.
-        front: whether to find the front of time against memory, too.
-        offload: whether plans that keep a part in the host's memory compete with those that fit without.
-        sensitivity: whether to search again with 10 % less of each thing.
         progress: told a line now and then.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits.
     """
-    given = {
-        "model": model,
-        "cluster": on,
-        "batch_tokens": batch_tokens,
-        "seq_len": seq_len,
-        "tokens": tokens,
-        "batch_slack": batch_slack,
-        "precision": precision,
-        "expert_imbalance": expert_imbalance,
-        "capacity_factor": capacity_factor,
-        "optimizer": optimizer,
-        "fine_tune": fine_tune,
-        "cluster_file": cluster,
-        "price": price,
-        "calibration": calibration,
-        "objective": objective,
-        "deadline": deadline,
-        "budget": budget,
-        "max_chips": max_chips,
-        "fix": {} if fix is None else fix,
-        "forbid": () if forbid is None else forbid,
-        "max_memory": max_memory,
-        "top": top,
-        "front": front,
-        "offload": offload,
-        "sensitivity": sensitivity,
-    }
-    request = validated(PlanTrainRequest, given, PARAMETERS)
     return find_plans(request, request.problem(), progress=progress)
+
+
+def compare_clusters(
+    request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, PlanResult | str]:
+    """Plan on each of the clusters that `--on a,b,c` names; where there is no plan, its reason.
+
+    Raises:
+        MeshwiseError: a cluster that cannot be found, or given twice.
+        InfeasibleError: no cluster has a plan.
+    """
+    one_each = {name: request.model_copy(update={"on": name}) for name in request.clusters}
+    if len(one_each) < len(request.clusters):
+        raise MeshwiseError(f"--on {request.on}: a cluster is named twice")
+    problems = {name: one.problem() for name, one in one_each.items()}
+    found: dict[str, PlanResult | str] = {}
+    for name, problem in problems.items():
+        try:
+            found[name] = find_plans(
+                one_each[name],
+                problem,
+                progress=lambda line, name=name: progress(f"{name}: {line}"),  # type: ignore[misc]
+            )
+        except (InfeasibleError, LayoutError) as error:
+            found[name] = str(error)
+    if all(isinstance(p, str) for p in found.values()):
+        raise InfeasibleError("\n".join(f"{name}: {reason}" for name, reason in found.items()))
+    return found
+
+
+def find_scaling(request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> Scaling:
+    """Plan on powers of two of the chips.
+
+    Raises:
+        MeshwiseError: several clusters, or limits that have no meaning here.
+    """
+    given = [flag for flag, value in (("--deadline", request.deadline), ("--budget", request.budget)) if value]
+    if given or request.objective != "time":
+        raise MeshwiseError(f"--scaling asks for the least time; leave out {' and '.join(given) or '--objective'}")
+    problem = request.problem()
+    return scale_training(problem, constraints=request.check(problem), progress=progress)
+
+
+def compare_train(model: str, *, on: Iterable[str], **options: Any) -> dict[str, PlanResult | str]:
+    """Compare clusters: cluster -> its plans, or why there is none.
+
+    Args:
+        model: as `plan_train` takes it.
+        on: the clusters, by name.
+        options: those of `plan_train`, by the same names, and `progress`.
+
+    Raises:
+        MeshwiseError: as `plan_train`; InfeasibleError where no cluster has a plan.
+    """
+    progress = options.pop("progress", lambda _: None)
+    request = validated(PlanTrainRequest, {"model": model, "on": ",".join(on), **options})
+    return compare_clusters(request, progress=progress)
+
+
+def scale_train(model: str, *, on: str, **options: Any) -> Scaling:
+    """Find the best plan on powers of two of a cluster's chips, for one batch, and where strong scaling ends.
+
+    Args:
+        model: as `plan_train` takes it.
+        on: the cluster by name.
+        options: those of `plan_train`, by the same names, and `progress`.
+
+    Raises:
+        MeshwiseError: as `plan_train`; InfeasibleError where no number of chips has a plan.
+    """
+    progress = options.pop("progress", lambda _: None)
+    request = validated(PlanTrainRequest, {"model": model, "on": on, **options})
+    return find_scaling(request, progress=progress)
+
+
+class _Further(Request):
+    """What the command line adds."""
+
+    sections: ClassVar = {"Search": ("scaling", "verify"), "Output": ("save", "svg")}
+
+    scaling: Annotated[bool, Flag(name="--scaling")] = Field(
+        default=False, description="Plan on powers of two of the chips: MFU against chips, and where scaling ends."
+    )
+    verify: int | None = Field(
+        default=None,
+        ge=1,
+        description="Compile the best N plans for their target; plans that do not fit go to the end "
+        "('meshwise verify').",
+    )
+    save: Path | None = Field(default=None, description="Write the best plan to this file, as JSON.")
+    svg: Path | None = Field(
+        default=None, description="With several clusters (--on a,b,c) or --scaling: write the picture to this file."
+    )
+
+    def check(self, *, several: bool) -> None:
+        """Refuse flags that have no meaning together.
+
+        Raises:
+            MeshwiseError: naming them.
+        """
+        check_save(self.save)
+        if several and self.scaling:
+            raise MeshwiseError("--scaling is of one cluster, found several in --on; leave one of them out")
+        if self.save is not None and (several or self.scaling):
+            raise MeshwiseError("--save writes one plan: leave it out with several clusters or --scaling")
+        if self.svg is not None and not (several or self.scaling):
+            raise MeshwiseError(
+                "--svg is the picture of several clusters (--on a,b,c) or of --scaling: give one of them"
+            )
+        if self.verify is not None and (several or self.scaling):
+            raise MeshwiseError(
+                "--verify: expected one cluster and no --scaling; verify a plan of one with 'meshwise verify'"
+            )
+
+
+@verb(PlanTrainRequest, _Further)
+def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> int | None:
+    """Find the best layouts for a training job, and why the others lose.
+
+    \b
+      meshwise plan train llama-3-70b --on v5p:16x20x28 \\
+        --batch-tokens 4Mi --seq-len 4096 --tokens 15T
+      meshwise plan train gemma-3-27b --on v6e:16x16 \\
+        --batch-tokens 2Mi --seq-len 8192
+
+    Several clusters (--on h100:512,b200:256) are compared. Ctrl-C during a search shows the best plan so far, with exit
+    code 0; 130 when there is none yet.
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    several = len(request.clusters) > 1
+    further.check(several=several)
+    if not several and not further.scaling:
+        return _show_plans_of_one(screen, request, further)
+    report: Report
+    picture: Callable[[], str]
+    if several:
+        compared = compare_clusters(request, progress=screen.progress)
+        report, picture = comparison_report(compared, request.echo()), partial(comparison_svg, compared)
+    else:
+        scaled = find_scaling(request, progress=screen.progress)
+        report, picture = scaling_report(scaled, request.echo()), partial(scaling_svg, scaled)
+    write_file("--svg", further.svg, picture)
+    screen.show(report)
+    return None
+
+
+def _show_plans_of_one(screen: Screen, request: PlanTrainRequest, further: _Further) -> int | None:
+    """Search one cluster; compile the best plans, if that is asked for."""
+    problem = request.problem()
+    planning = find_plans(request, problem, progress=screen.progress)
+    inputs = request.echo_problem(problem) | {"max_memory": planning.memory_share, "verify": further.verify}
+    verified: tuple[Verified, ...] = ()
+    if further.verify is not None:  # what reads compiled programs is loaded where it is asked for
+        from meshwise.commands.verify import verify_best  # noqa: PLC0415
+
+        planning, verified = verify_best(planning, further.verify, progress=screen.progress)
+    report = plan_report(planning, inputs)
+    if verified:
+        from meshwise.report.verify import VerifiedRow, with_verified  # noqa: PLC0415
+
+        report = with_verified(report, [VerifiedRow(v.rank, str(v.plan.layout), v.found, v.refused) for v in verified])
+    screen.show(report)
+    if further.verify is not None and all(v.fails for v in verified):
+        return InfeasibleError.exit_code
+    save_plan(planning.plans[0], further.save)  # last: an answer that cannot be saved is shown all the same
+    return None

@@ -1,32 +1,87 @@
-"""What a user gave into a validated request; pydantic's errors end here, in the user's own words (flags, parameters).
+"""Requests: the base class, what a field says of itself, and validation with errors in the user's own words.
 
-Not here: which requests there are (each verb's file, `jobs`).
+A parameter is declared once, as a field: unit, bounds, default, help. The command line's options (`cli.options`),
+Python signatures (`command`), the JSON echo and the reference page come from it.
+Not here: which requests there are (each command's file, `jobs`).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import types
+import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+import annotated_types
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import Quantity
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
-#: Field -> Python parameter, where they differ: `on=` is the flag `--on`.
-PARAMETERS = {"cluster": "on", "cluster_file": "cluster"}
 
-_BOUND_WORDS = {
-    "greater_than": ("gt", "more than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
+@dataclass(frozen=True)
+class Flag:
+    """How a field is typed on the command line, where its type and name do not say so.
+
+    Args:
+        metavar: what stands for the value in the help, such as FILE.
+        name: the flag, such as `--set`.
+    """
+
+    metavar: str = ""
+    name: str = ""
+
+
+def _path_as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+#: The path of a file, as text.
+File = Annotated[str, Flag("FILE"), BeforeValidator(_path_as_text, json_schema_input_type=str | os.PathLike[str])]
+
+
+class Request(BaseModel):
+    """What a command is asked. A field's `serialization_alias` is its JSON key where that is not its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    #: Fields that are given by position.
+    positional: ClassVar[tuple[str, ...]] = ()
+    #: Heading in the help -> its fields, in the order in which they are shown; the other fields are less common.
+    sections: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def echo(self) -> dict[str, Any]:
+        """The inputs for JSON, defaults included; units are in the keys."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+#: Kind of bound -> its attribute, and how it is said.
+_BOUNDS = {
+    annotated_types.Gt: ("gt", "more than"),
+    annotated_types.Ge: ("ge", "at least"),
+    annotated_types.Lt: ("lt", "less than"),
+    annotated_types.Le: ("le", "at most"),
+}
+#: Kind of pydantic's error -> the same.
+_BOUND_ERRORS = {
+    "greater_than": annotated_types.Gt,
+    "greater_than_equal": annotated_types.Ge,
+    "less_than": annotated_types.Lt,
+    "less_than_equal": annotated_types.Le,
 }
 
-
-#: Kind of error -> what was expected.
+#: Kind of pydantic's error -> what was expected.
 _KIND_WORDS = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -38,6 +93,81 @@ _KIND_WORDS = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
 }
+
+
+def marker(info: FieldInfo, kind: type[T]) -> T | None:
+    """What `Annotated` says of a field, also inside `Annotated[...] | None`."""
+    inner = [m for a in typing.get_args(info.annotation) for m in getattr(a, "__metadata__", ())]
+    return next((m for m in [*info.metadata, *inner] if isinstance(m, kind)), None)
+
+
+def bare_type(annotation: Any) -> Any:
+    """Strip a type of `| None` and `Annotated`."""
+    if typing.get_origin(annotation) is Annotated:
+        return bare_type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        members = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return bare_type(members[0]) if len(members) == 1 else annotation
+    return annotation
+
+
+def choices(kind: Any) -> list[str]:
+    """The words that a closed set of values allows; else none."""
+    if typing.get_origin(kind) is Literal:
+        return [str(value) for value in typing.get_args(kind)]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [str(member.value) for member in kind]
+    return []
+
+
+def former_names(name: str, info: FieldInfo) -> list[str]:
+    """Earlier names of a field, which still work."""
+    accepted = info.validation_alias.choices if isinstance(info.validation_alias, AliasChoices) else ()
+    return [str(former) for former in accepted if former != name]
+
+
+def python_type(info: FieldInfo) -> str:
+    """What a Python caller may give for a field, as a type is written."""
+    kind, parser = bare_type(info.annotation), marker(info, BeforeValidator)
+    if parser is not None and parser.json_schema_input_type is not PydanticUndefined:
+        text = re.sub(r"\b(collections\.abc|typing)\.", "", str(parser.json_schema_input_type))
+    elif words := choices(kind):
+        text = f"Literal[{', '.join(map(json.dumps, words))}]"
+    elif kind is Path:
+        text = "str | os.PathLike[str]"
+    else:
+        text = f"str | {kind.__name__}" if marker(info, Quantity) else str(kind.__name__)
+    optional = type(None) in typing.get_args(info.annotation) or info.default in ((), {})
+    return f"{text} | None" if optional else text
+
+
+def notes(info: FieldInfo) -> list[str]:
+    """Example, bounds and default of a field, each in a few words."""
+    quantity = marker(info, Quantity)
+    words = [f"e.g. {quantity.example}"] if quantity else []
+    words += _bounds(info, quantity)
+    if info.default not in (None, PydanticUndefined, (), {}, ""):
+        words.append(f"default: {_shown(info.default, quantity)}")
+    return words
+
+
+def _shown(value: Any, quantity: Quantity | None) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return quantity.show(value) if quantity else str(value)
+
+
+def _bounds(info: FieldInfo, quantity: Quantity | None) -> list[str]:
+    """The bounds; "more than 0" goes without saying for quantities."""
+    show = quantity.show if quantity else format_bound
+    words = []
+    for m in info.metadata:
+        for kind, (field, prefix) in _BOUNDS.items():
+            if isinstance(m, kind) and not (kind is annotated_types.Gt and quantity):
+                words.append(f"{prefix} {show(getattr(m, field))}")
+    return words
 
 
 def validated(model: type[M], values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> M:
@@ -106,20 +236,11 @@ def _words(problem: ErrorDetails, names: Mapping[str, str], values: Mapping[str,
 
 
 def _expected(problem: ErrorDetails) -> str:
-    """Say what was expected, where pydantic's kind of error tells; else ""."""
+    """What was expected, if pydantic's kind of error tells; else ""."""
     kind, context = problem["type"], problem.get("ctx", {})
-    if kind in _BOUND_WORDS:
-        key, words = _BOUND_WORDS[kind]
+    if kind in _BOUND_ERRORS:
+        key, words = _BOUNDS[_BOUND_ERRORS[kind]]
         return f"{words} {format_bound(context[key])}"
     if kind in ("literal_error", "enum"):
         return str(context["expected"])
     return _KIND_WORDS.get(kind, "")
-
-
-def mesh_text(mesh: str | Mapping[str, int] | None) -> str | None:
-    """Write a mapping as users write a mesh; text is passed on.
-
-    >>> mesh_text({"X": 4, "Y": 8})
-    'X=4,Y=8'
-    """
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items()) if isinstance(mesh, Mapping) else mesh

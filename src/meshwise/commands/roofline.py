@@ -1,50 +1,61 @@
-"""`roofline`: the request, and one operation on one chip computed. Not here: flags (`cli`) and words (`report`)."""
+"""`roofline`: one operation on one chip. Not here: words and the picture (`report`)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-from meshwise.commands.pairs import parse_sizes
-from meshwise.commands.requests import PARAMETERS, validated
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.pairs import Sizes
+from meshwise.commands.plan_files import write_file
+from meshwise.commands.requests import Flag, Request
 from meshwise.core.errors import UnknownNameError
 from meshwise.core.tensors import Einsum, Elementwise, Op
 from meshwise.core.units import Quantity, format_bandwidth, format_flops_per_s, parse_bandwidth, parse_flops_per_s
 from meshwise.costs.roofline import Memory, Rates, bytes_per_flop, critical_size, parse_operation, rates_of
 from meshwise.costs.roofline import roofline as time_of
 from meshwise.hardware import Chip, load_chip
-from meshwise.report.roofline import Critical, RooflineCase
+from meshwise.report.roofline import Critical, RooflineCase, roofline_report, roofline_svg
+
+_Rate = Annotated[float, Quantity("FLOP/s", parse_flops_per_s, format_flops_per_s, "989TFLOP/s")]
+_Bandwidth = Annotated[float, Quantity("bytes/s", parse_bandwidth, format_bandwidth, "3.35TB/s")]
 
 
-class RooflineRequest(BaseModel):
+class RooflineRequest(Request):
     """What `meshwise roofline` is asked."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    positional = ("expression",)
 
     expression: str = Field(description="The operation: 'bf16[B, D] * int8[D, F] -> bf16[B, F]'.")
-    chip: str = Field(description="The chip, as 'meshwise chips' lists it.", json_schema_extra={"metavar": "CHIP"})
-    sizes: Annotated[dict[str, int], BeforeValidator(parse_sizes)] = Field(
-        default={},
-        description="Axis sizes, B=1024 or B=1024,D=8Ki; may be repeated. Axes without one are taken as very large.",
-        json_schema_extra={"metavar": "AXIS=SIZE"},
+    on: Annotated[str, Flag("CHIP")] = Field(
+        serialization_alias="chip", description="The chip, as 'meshwise chips' lists it."
     )
-    vary: str | None = Field(
+    sizes: Sizes = Field(
+        default={},
+        description="Axis sizes, B=1024 or B=1024,D=8Ki; may be repeated. Axes without a size are taken as very large.",
+    )
+    vary: Annotated[str | None, Flag("AXIS")] = Field(
         default=None,
-        description="The axis whose critical size is sought; the first of the first input by default.",
-        json_schema_extra={"metavar": "AXIS"},
+        description="The axis whose critical size is sought; the first axis of the first input by default.",
     )
     memory: Memory = Field(
         default=Memory.HBM, description="Where the operands live: hbm, vmem (on-chip memory) or host."
     )
     padding: bool = Field(default=True, description="Count the partly filled tiles of the matrix unit.")
-    flops_per_s: Annotated[float | None, Quantity("FLOP/s", parse_flops_per_s, format_flops_per_s, "989TFLOP/s")] = (
-        Field(default=None, gt=0, description="Take this peak instead of the catalog's.")
+    flops_per_s: _Rate | None = Field(
+        default=None,
+        gt=0,
+        serialization_alias="peak_flops_per_s",
+        description="Take this peak instead of the catalog's.",
     )
-    memory_bandwidth: Annotated[float | None, Quantity("bytes/s", parse_bandwidth, format_bandwidth, "3.35TB/s")] = (
-        Field(default=None, gt=0, description="Take this bandwidth instead of the catalog's.")
+    memory_bandwidth: _Bandwidth | None = Field(
+        default=None,
+        gt=0,
+        serialization_alias="memory_bandwidth_bytes_per_s",
+        description="Take this bandwidth instead of the catalog's.",
     )
 
 
@@ -57,7 +68,7 @@ def examine_roofline(request: RooflineRequest) -> RooflineCase:
     """
     op = parse_operation(request.expression)
     assert isinstance(op, (Einsum, Elementwise))
-    chip = load_chip(request.chip)
+    chip = load_chip(request.on)
     for name in (*request.sizes, *([request.vary] if request.vary else [])):
         if name not in op.axes:
             raise UnknownNameError("axis", name, op.axes, hint="Axes are the names in the expression.")
@@ -111,17 +122,8 @@ def _memory_source(chip: Chip, request: RooflineRequest) -> str:
     return f"{source.title}, {source.date}"
 
 
-def roofline(
-    expression: str,
-    *,
-    on: str,
-    sizes: str | Mapping[str, int] | None = None,
-    vary: str | None = None,
-    memory: Literal["hbm", "vmem", "host"] = "hbm",
-    padding: bool = True,
-    flops_per_s: str | float | None = None,
-    memory_bandwidth: str | float | None = None,
-) -> RooflineCase:
+@command(RooflineRequest)
+def roofline(request: RooflineRequest) -> RooflineCase:
     """Time one operation on one chip: what `meshwise roofline` answers, as values.
 
     >>> import meshwise
@@ -129,27 +131,26 @@ def roofline(
     >>> case.critical.axis, round(case.critical.size)
     ('B', 125)
 
-    Args:
-        expression: the operation, a dtype and axes for each tensor.
-        on: the chip.
-        sizes: axis -> size, or text; axes without one are taken as very large.
-        vary: the axis whose critical size is sought.
-        memory: where the operands live.
-        padding: whether partly filled tiles of the matrix unit are counted.
-        flops_per_s: a peak instead of the catalog's, FLOP/s.
-        memory_bandwidth: a bandwidth instead of the catalog's, bytes/s.
-
     Raises:
         MeshwiseError: an argument that cannot be understood.
     """
-    given = {
-        "expression": expression,
-        "chip": on,
-        "sizes": {} if sizes is None else sizes,
-        "vary": vary,
-        "memory": memory,
-        "padding": padding,
-        "flops_per_s": flops_per_s,
-        "memory_bandwidth": memory_bandwidth,
-    }
-    return examine_roofline(validated(RooflineRequest, given, PARAMETERS | {"chip": "on"}))
+    return examine_roofline(request)
+
+
+class _Files(Request):
+    svg: Path | None = Field(default=None, exclude=True, description="Write the picture to this file as SVG.")
+
+
+@verb(RooflineRequest, _Files)
+def show_roofline(screen: Screen, request: RooflineRequest, files: _Files) -> None:
+    """Time one operation on one chip: what binds, and from which batch on.
+
+    \b
+    EXPRESSION names dtype and axes of each tensor:
+      meshwise roofline "bf16[B, D] * int8[D, F] -> bf16[B, F]" --on v5e \\
+        --set D=8192,F=32Ki
+      meshwise roofline "fp32[N] + fp32[N] -> fp32[N]" --on h100 --set N=1Gi
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    case = examine_roofline(request)
+    write_file("--svg", files.svg, lambda: roofline_svg(case))
+    screen.show(roofline_report(case, request.echo() | {"vary": case.critical.axis if case.critical else None}))

@@ -1,44 +1,30 @@
-"""`run`: a training plan executed on the devices that are there, beside what it was predicted to do.
+"""`run`: a training plan executed on the devices that are there, or generation with its layout, beside predictions.
 
-JAX is loaded when something runs. Not here: flags (`cli`), words (`report`), how it is executed (`train_run`).
+JAX is loaded when something runs. Not here: words (`report`), how it is executed (`execution`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshwise.commands.estimate_train import estimate_train
-from meshwise.commands.export import read_plan
-from meshwise.commands.requests import validated
-from meshwise.commands.run_request import RunRequest
-from meshwise.core.errors import MeshwiseError
-from meshwise.report.run import RunResult
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
+from meshwise.commands.run_requests import GenerateRequest, RunOptions, RunRequest
+from meshwise.report.generate import GenerateResult, generate_report
+from meshwise.report.run import RunResult, run_report
 from meshwise.runtime.devices import load_jax
 from meshwise.search import Plan
 
 
+@command(RunRequest)
 def run_plan(
     plan: Plan | str | os.PathLike[str],
+    request: RunRequest,
     *,
-    steps: int = 20,
-    learning_rate: float = 3e-4,
-    warmup_steps: int = 0,
-    learning_rate_decay: str = "none",
-    decay_steps: int | None = None,
-    final_learning_rate: float | None = None,
-    seed: int = 0,
-    text: str | None = None,
-    tokenizer: str | None = None,
-    weights: str | None = None,
-    cpu_devices: int | None = None,
-    profile: str | None = None,
-    checkpoint: str | None = None,
-    every: int | None = None,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
     saved: Callable[[int], None] = lambda _: None,
     **job: Any,
@@ -47,20 +33,6 @@ def run_plan(
 
     Args:
         plan: a plan, or the file that one was saved in; with `job`, a model.
-        steps: number of the last step; those that an earlier run saved in `checkpoint` count.
-        learning_rate: of every step, or the highest.
-        warmup_steps: in which it rises from zero.
-        learning_rate_decay: "none", "linear" or "cosine": how it falls from there.
-        decay_steps: step at which it has fallen (default: `steps`); final_learning_rate: to which (default 0).
-        seed: of the initial weights and of the order of tokens.
-        text: a text file to train on, instead of synthetic tokens; tokenizer: the model's tokenizer.json.
-        weights: begin with these: a .safetensors or .gguf file, or a folder; without it they are drawn.
-        cpu_devices: use so many fake devices of the CPU; to be asked for before JAX is used in the process.
-        profile: a folder for JAX's profile of a few steps.
-        checkpoint: a folder to save steps in, and to go on from the last one in it.
-        every: steps from one that is saved to the next (default 100); the last one always is.
-        coordinator: of several processes that run together, the address HOST:PORT of the first, or "auto".
-        num_processes, process_id: how many they are, and which of them this one is.
         progress: told a line now and then.
         saved: told the number of each step that is safely on disk.
         job: cluster, batch, layout and the like: the keywords of `estimate_train`.
@@ -71,34 +43,7 @@ def run_plan(
         MeshwiseError: a plan that cannot be executed, or not on these devices; an argument that cannot be understood;
             a checkpoint of another run, or a torn one.
     """
-    given = {
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "warmup_steps": warmup_steps,
-        "learning_rate_decay": learning_rate_decay,
-        "decay_steps": decay_steps,
-        "final_learning_rate": final_learning_rate,
-        "seed": seed,
-        "text": text,
-        "tokenizer": tokenizer,
-        "weights": weights,
-        "cpu_devices": cpu_devices,
-        "profile": profile,
-        "checkpoint": checkpoint,
-        "every": every,
-        "coordinator": coordinator,
-        "num_processes": num_processes,
-        "process_id": process_id,
-    }
-    request = validated(RunRequest, given)
-    if job and isinstance(plan, Plan):
-        raise MeshwiseError(f"plan: a plan has its job in it, found {', '.join(sorted(job))} besides; leave them out")
-    if not isinstance(plan, Plan | str | os.PathLike):
-        raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
-    if job:
-        plan = estimate_train(str(plan), **job).plans[0]
-    found = plan if isinstance(plan, Plan) else read_plan(plan)
-    return execute(found, request, progress=progress, saved=saved)
+    return execute(plan_given(plan, job), request, progress=progress, saved=saved)
 
 
 def execute(
@@ -120,6 +65,105 @@ def execute(
     """
     request.check()
     load_jax()
-    from meshwise.commands.train_run import train_as_planned  # noqa: PLC0415  (an optional extra)
+    from meshwise.commands.execution import train_as_planned  # noqa: PLC0415  (an optional extra)
 
     return train_as_planned(plan, request, progress=progress, saved=saved, told=told)
+
+
+@command(GenerateRequest)
+def generate(
+    plan: Plan | str | os.PathLike[str],
+    request: GenerateRequest,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+) -> GenerateResult:
+    """Generate with a plan's layout on the devices that are there: what `meshwise run --generate` answers.
+
+    Args:
+        plan: a plan, or the file that one was saved in.
+        progress: told a line now and then.
+
+    Raises:
+        MissingDependencyError: JAX, or a library that an option needs, is missing.
+        InfeasibleError: memory does not suffice.
+        MeshwiseError: a plan that cannot generate, or not on these devices; weights that are not the model's; an
+            argument that cannot be understood.
+    """
+    return execute_generation(plan_given(plan, {}), request, progress=progress)
+
+
+def execute_generation(
+    plan: Plan,
+    request: GenerateRequest,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    told: Callable[[str], None] = lambda _: None,
+) -> GenerateResult:
+    """Generate with a plan's layout.
+
+    Args:
+        plan, request: what to do.
+        progress: told a line now and then; told: what is to be known of the devices.
+
+    Raises: as `generate`.
+    """
+    request.check()
+    load_jax()
+    from meshwise.commands.execution import generate_as_planned  # noqa: PLC0415  (an optional extra)
+
+    return generate_as_planned(plan, request, progress=progress, told=told)
+
+
+@verb(RunOptions, EstimateTrainRequest, plan_or=EstimateTrainRequest)
+def show_run(screen: Screen, options: RunOptions, asked: EstimateTrainRequest | str) -> None:
+    """Train, or generate, as a plan says on the devices that are there.
+
+    Of a saved plan (what --save wrote, and no option that states a job), or of a model, a job and a layout as
+    'estimate train' takes them. Prints time, tokens/s, MFU and memory beside the prediction. A step of --checkpoint is
+    reported as saved when it is safely on disk; the same command goes on from the last one. Exit code 3 when memory
+    does not suffice, or when the loss is no number. With --generate it generates with the plan's layout instead, and
+    prints tokens/s and the time to the first token.
+
+    \b
+      meshwise run plan.json --steps 100 --checkpoint steps --every 10
+      meshwise run plan.json --cpu-devices 8 --profile profile
+      meshwise run plan.json --text book.txt --tokenizer tokenizer.json
+      meshwise run plan.json --coordinator host0:1234 --num-processes 2 --process-id 0
+      meshwise run plan.json --weights model.safetensors --prompt "Once upon" --generate 50
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    plan, inputs = plan_asked(asked, screen)
+    options.check()
+    if options.tokens is not None:
+        request = options.generation()
+        made = execute_generation(plan, request, progress=screen.progress, told=screen.say)
+        screen.show(generate_report(made, inputs | request.echo()))
+        return
+    with _stdout_for_the_answer(noisy=options.processes is not None):  # gloo tells whom it is connected to
+        result = execute(
+            plan,
+            options,
+            progress=screen.progress,
+            saved=lambda step: screen.say(f"saved step {step}"),
+            told=screen.say,
+        )
+    if result.is_first_process:
+        screen.show(run_report(result, inputs | options.echo()))
+
+
+@contextlib.contextmanager
+def _stdout_for_the_answer(noisy: bool) -> Iterator[None]:
+    """Send what libraries print on stdout to stderr meanwhile, where `noisy`: an answer in JSON is alone there.
+
+    They print from C++, below `sys.stdout`.
+    """
+    if not noisy:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,17 +1,22 @@
-"""`score`: predictions against measurements. Not here: predicting rows (`scoring`), flags (`cli`), words (`report`)."""
+"""`score`: predictions against measurements. Not here: predicting rows (`scoring`), words (`report`)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from meshwise.commands.requests import validated
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.plan_files import write_file
+from meshwise.commands.requests import File, Request
 from meshwise.costs.engines import ENGINES
 from meshwise.costs.fitted import find_calibration
 from meshwise.hardware import load_chip
+from meshwise.report.score import score_report
+from meshwise.report.score_serving import served_report
+from meshwise.report.scored import scored_svg
 from meshwise.scoring import Score, runs_of, score_runs, shipped_runs
 from meshwise.scoring.rows import read_text
 from meshwise.scoring.serving import ServedScore, is_serving, score_served, served_runs_of, shipped_served_runs
@@ -22,22 +27,20 @@ SHIPPED = "shipped"
 SHIPPED_SERVING = "shipped-serving"
 
 
-class ScoreRequest(BaseModel):
+class ScoreRequest(Request):
     """What `meshwise score` is asked."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    positional = ("file",)
 
-    file: str = Field(
+    file: File = Field(
         description="Measured training runs or serving, as CSV (docs/measurements.md), or 'shipped', "
-        "'shipped-serving': those of the package.",
-        json_schema_extra={"metavar": "FILE"},
+        "'shipped-serving': those of the package."
     )
     calibration: str | None = Field(
         default=None,
         description="Achieved rates: fitted (unless given; with the software or the engine that a row names), "
         "operations (each chip's family), none, or a family by name.",
     )
-    worst: int = Field(default=5, ge=0, le=1000, description="How many of the worst rows to show.")
 
 
 def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _: None) -> Score | ServedScore:
@@ -66,18 +69,11 @@ def _check_name(calibration: str) -> None:
         find_calibration(calibration, load_chip("h100-sxm"))
 
 
-def score(
-    file: str | os.PathLike[str],
-    *,
-    calibration: str | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Score | ServedScore:
+@command(ScoreRequest)
+def score(request: ScoreRequest, *, progress: Callable[[str], None] = lambda _: None) -> Score | ServedScore:
     """Predict measured training runs or serving, and compare: what `meshwise score` answers, as values.
 
     Args:
-        file: CSV in a format of docs/measurements.md, "shipped" for the training runs that come with the package, or
-            "shipped-serving" for its measurements of serving.
-        calibration: achieved rates: "fitted" (unless given), "operations", "none", or a family by name.
         progress: told a line now and then.
 
     Returns: predictions and refusals with their reasons; `overall.mape` and the errors of groups sum them up.
@@ -85,5 +81,32 @@ def score(
     Raises:
         MeshwiseError: a file that cannot be read, or whose columns are not those of a format.
     """
-    given = {"file": os.fspath(file), "calibration": calibration}
-    return find_score(validated(ScoreRequest, given), progress)
+    return find_score(request, progress)
+
+
+class _Shown(Request):
+    worst: int = Field(default=5, ge=0, le=1000, description="How many of the worst rows to show.")
+    svg: Path | None = Field(default=None, description="Write predicted against measured to this file.")
+
+
+@verb(ScoreRequest, _Shown)
+def show_score(screen: Screen, request: ScoreRequest, shown: _Shown) -> None:
+    """Compare predictions with measured training runs, or with measured serving.
+
+    FILE has one measurement a row, in the columns of docs/measurements.md; 'shipped' stands for the published training
+    runs that come with the package, 'shipped-serving' for its measurements of serving. Every row is predicted, or
+    refused with its reason. Errors are predicted / measured - 1.
+
+    \b
+      meshwise score runs.csv
+      meshwise score shipped --worst 20 --svg accuracy.svg
+      meshwise score shipped-serving
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    found = find_score(request, screen.progress)
+    inputs = request.echo() | shown.echo() | {"calibration": found.calibration}
+    if isinstance(found, Score):
+        write_file("--svg", shown.svg, partial(scored_svg, found, "step"))
+        screen.show(score_report(found, inputs, worst=shown.worst))
+    else:
+        write_file("--svg", shown.svg, partial(scored_svg, found, "time"))
+        screen.show(served_report(found, inputs, worst=shown.worst))

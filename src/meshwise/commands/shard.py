@@ -1,44 +1,39 @@
-"""`shard`: the request, and a sharded product with its collectives. Not here: flags (`cli`) and words (`report`)."""
+"""`shard`: a sharded product with its collectives. Not here: words (`report`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from meshwise.commands.pairs import parse_sizes
-from meshwise.commands.requests import PARAMETERS, mesh_text, validated
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.pairs import MeshText, Sizes
+from meshwise.commands.requests import Flag
 from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.costs.product import Product, price_product
 from meshwise.hardware import Cluster
+from meshwise.report.shard import shard_report
 from meshwise.sharding import Mesh, parse_expression, parse_mesh
 
 
 class ShardRequest(Where):
     """What `meshwise shard` is asked; a cluster gives times."""
 
+    positional = ("expression",)
+
     expression: str = Field(description="The product, 'A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]'.")
-    mesh: str | None = Field(
-        default=None,
-        description="Mesh axes, X=4,Y=8, the last one innermost.",
-        json_schema_extra={"metavar": "AXES"},
-    )
-    sizes: Annotated[dict[str, int], BeforeValidator(parse_sizes)] = Field(
-        default={}, description="Sizes of the axes, I=1024,J=8Ki.", json_schema_extra={"metavar": "AXIS=SIZE"}
-    )
-    wires: str | None = Field(
-        default=None,
-        description="Where mesh axes lie: extents on the network's dimensions, X=4x1,Y=1x8.",
-        json_schema_extra={"metavar": "WIRES"},
+    mesh: MeshText | None = Field(default=None, description="Mesh axes, X=4,Y=8, the last one innermost.")
+    sizes: Sizes = Field(default={}, description="Sizes of the axes, I=1024,J=8Ki.")
+    wires: Annotated[str | None, Flag("WIRES")] = Field(
+        default=None, description="Where mesh axes lie: extents on the network's dimensions, X=4x1,Y=1x8."
     )
     dtype: DType = Field(default=DType.BF16, description="Format of tensors written without one.")
 
 
 def examine_shard(request: ShardRequest) -> tuple[Product, Mesh | None, Cluster | None]:
-    """Price the product; also give mesh and cluster as understood, where there are any.
+    """Price the product; also return the mesh and the cluster as understood, if there are any.
 
     Raises:
         NotationError, ShardingError, UnknownNameError, ClusterError: what was asked does not parse or cannot be.
@@ -56,16 +51,8 @@ def examine_shard(request: ShardRequest) -> tuple[Product, Mesh | None, Cluster 
     return product, mesh, cluster
 
 
-def shard(
-    expression: str,
-    *,
-    mesh: str | Mapping[str, int] | None = None,
-    sizes: str | Mapping[str, int] | None = None,
-    on: str | None = None,
-    cluster: str | None = None,
-    wires: str | None = None,
-    dtype: str = "bf16",
-) -> Product:
+@command(ShardRequest)
+def shard(request: ShardRequest) -> Product:
     """List the collectives that a sharded product needs: what `meshwise shard` answers, as values.
 
     >>> import meshwise
@@ -73,25 +60,25 @@ def shard(
     >>> [str(step.collective) for step in product.ways[0].steps]
     ['all-reduce over X: [, ]{U_X} -> [, ]']
 
-    Args:
-        expression: the product, or one array before and after, in the notation of docs/sharding.md.
-        mesh: mesh axes, "X=4,Y=8" or a mapping, the last one innermost.
-        sizes: axis -> size, or text.
-        on: a cluster, which gives times.
-        cluster: a TOML file with own numbers, instead of `on`.
-        wires: where mesh axes lie on the network, "X=4x1,Y=1x8".
-        dtype: of tensors written without one.
-
     Raises:
         MeshwiseError: an argument that cannot be understood.
     """
-    given = {
-        "expression": expression,
-        "mesh": mesh_text(mesh),
-        "sizes": {} if sizes is None else sizes,
-        "cluster": on,
-        "cluster_file": cluster,
-        "wires": wires,
-        "dtype": dtype,
-    }
-    return examine_shard(validated(ShardRequest, given, PARAMETERS))[0]
+    return examine_shard(request)[0]
+
+
+@verb(ShardRequest)
+def show_product(screen: Screen, request: ShardRequest) -> None:
+    """List the collectives that a sharded product needs.
+
+    EXPRESSION is a product of sharded tensors, or one array before and after. An axis that is split carries its mesh
+    axes: I_X, I_XY, I_(data,tensor); {U_X} marks a value still to be summed over X.
+
+    \b
+      meshwise shard "A[I, J_X] * B[J_X, K] -> C[I, K]"
+      meshwise shard "A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]" --mesh X=4,Y=8
+      meshwise shard "A[I, J_X] * B[J, K] -> C[I, K]" --mesh X=4 \\
+        --set I=1Ki,J=8Ki,K=8Ki --on v5e:4x4
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    product, mesh, cluster = examine_shard(request)
+    inputs = request.echo() | {"mesh": None if mesh is None else dict(mesh.axes)}
+    screen.show(shard_report(product, cluster, request.sizes, inputs))

@@ -1,4 +1,4 @@
-"""`simulate serve`: the request, and a load served by an engine. Not here: flags (`cli`), words (`report`)."""
+"""`simulate serve`: a load served over time by an engine, or by the engines of a plan. Not here: words (`report`)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic.config import JsonDict
+from pydantic import AliasChoices, Field
 
-from meshwise.commands.plan_file import is_serving_plan, is_training_plan
-from meshwise.commands.requests import validated
-from meshwise.commands.serving_plan import read_serving_plan
-from meshwise.commands.simulate_plan import check_requests, planned_requests, planned_system
-from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.estimate_serve import Lengths, read_serving_plan
+from meshwise.commands.plan_files import kind_of_plan, write_file
+from meshwise.commands.requests import File, Flag, Request
+from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.core.units import Quantity, format_count, format_time, parse_count, parse_duration
 from meshwise.costs.engine import EngineCosts
+from meshwise.jobs import computed_lengths, output_lengths
 from meshwise.jobs.traffic import DrawnLoad, Load, SharedPrefixes, parse_arrivals, parse_lengths, read_trace
-from meshwise.search.serving import ServingPlan
+from meshwise.report.serving import serving_report, serving_svg, serving_trace
+from meshwise.search.serving import ServingPlan, served_system
 from meshwise.simulation.serving import (
     Autoscaling,
     Capacity,
@@ -37,75 +38,91 @@ from meshwise.simulation.serving import (
 Seconds = Annotated[float, Quantity("seconds", parse_duration, format_time, "200ms")]
 Count = Annotated[int, Quantity("", parse_count, format_count, "10k")]
 
-_TEXT: JsonDict = {"metavar": "TEXT"}
+#: What the scheduler of a plan's engines may be told.
+_SCHEDULING = ("policy", "max_batch", "max_step_tokens", "preemption", "watermark", "prefix_cache")
+
+#: Steps that a trace shows.
+_SPANS = 20_000
 
 
-class SimulateServeRequest(BaseModel):
+class SimulateServeRequest(Request):
     """What `meshwise simulate serve` is asked."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    sections: ClassVar = {
+        "Load": ("rate", "prompt", "output", "arrivals", "requests", "csv", "seed"),
+        "Targets": ("max_ttft", "max_tpot", "share", "capacity"),
+        "System": ("replicas", "routing", "policy", "max_batch", "max_step_tokens", "prefill_replicas", "autoscale"),
+    }
 
-    costs: str = Field(description="A plan of serving, or what a step of an engine takes: a JSON file.")
-    rate: float | None = Field(default=None, gt=0, description="Requests per second, the mean; a CSV file has its own.")
-    prompt: str = Field(
+    rate: float | None = Field(default=None, gt=0, description="Mean requests per second; a CSV file has its own.")
+    prompt: Lengths = Field(
         default="1024",
         description="Tokens of prompts: a number, uniform:128-2048, or lognormal:MEAN:VARIATION[:MOST].",
-        json_schema_extra=_TEXT,
     )
-    output: str = Field(
-        default="256", description="Tokens of outputs, written as --prompt is.", json_schema_extra=_TEXT
-    )
+    output: Lengths = Field(default="256", description="Tokens of outputs, written as --prompt is.")
     arrivals: str = Field(
         default="poisson",
         description="How requests arrive: poisson, constant, gamma:VARIATION (clumps), on-off:10s/50s (bursts).",
-        json_schema_extra=_TEXT,
     )
-    csv: str | None = Field(
+    csv: File | None = Field(
         default=None,
-        description="Or a CSV file of requests: arrival, prompt, output, and optionally prefix and keep_as.",
-        json_schema_extra={"metavar": "FILE"},
+        description="CSV file of requests (instead of --prompt and --output): arrival, prompt, output, and optionally "
+        "prefix and keep_as.",
     )
     requests: Count | None = Field(
-        default=None, ge=1, description="How many requests; by default 10k, and of a CSV file all."
+        default=None, ge=1, description="How many requests; by default 10k, or all of a CSV file."
     )
-    seed: int = Field(default=0, ge=0, description="Of all that is drawn.")
+    seed: int = Field(default=0, ge=0, description="Seed of everything that is drawn at random.")
     prefix_tokens: int = Field(
-        default=0, ge=0, description="Tokens that prompts begin with and share with others, before those of --prompt."
+        default=0,
+        ge=0,
+        description="Tokens that prompts share with others at their beginning, before those of --prompt.",
     )
-    prefix_groups: int = Field(default=1, ge=1, description="How many different beginnings there are.")
-    ttft: Seconds | None = Field(default=None, gt=0, description="Target: time to the first token.")
-    tpot: Seconds | None = Field(default=None, gt=0, description="Target: time per output token after the first.")
-    share: float = Field(default=0.99, gt=0, le=1, description="Share of the requests that are to keep the targets.")
+    prefix_groups: int = Field(default=1, ge=1, description="Number of different shared beginnings.")
+    max_ttft: Seconds | None = Field(
+        default=None,
+        gt=0,
+        validation_alias=AliasChoices("max_ttft", "ttft"),
+        serialization_alias="ttft",
+        description="Target: longest time to the first token.",
+    )
+    max_tpot: Seconds | None = Field(
+        default=None,
+        gt=0,
+        validation_alias=AliasChoices("max_tpot", "tpot"),
+        serialization_alias="tpot",
+        description="Target: longest time per output token after the first.",
+    )
+    share: float = Field(default=0.99, gt=0, le=1, description="Share of the requests that must keep the targets.")
     capacity: bool = Field(default=False, description="Find the highest rate that keeps the targets.")
     replicas: int = Field(default=1, ge=1, description="Replicas of the engine.")
     routing: Literal["round-robin", "least-loaded", "affinity"] = Field(
-        default="least-loaded", description="Which replica a request goes to; affinity: the one that has its prefix."
+        default="least-loaded", description="Which replica a request goes to; affinity: the one that holds its prefix."
     )
     policy: Literal["prefill-first", "decode-first", "chunked"] = Field(
         default="prefill-first", description="What a step does first."
     )
-    max_batch: int = Field(default=256, ge=1, description="Requests that a replica works on at once.")
-    max_step_tokens: int = Field(default=2048, ge=1, description="Tokens of a step.")
+    max_batch: int = Field(default=256, ge=1, description="Most requests that a replica works on at once.")
+    max_step_tokens: int = Field(default=2048, ge=1, description="Most tokens in one step.")
     preemption: Literal["recompute", "swap"] = Field(
-        default="recompute", description="What becomes of the cache of a request that gives way."
+        default="recompute", description="What happens to the cache of a request that is preempted."
     )
-    watermark: float = Field(default=0.01, ge=0, lt=1, description="Share of the cache that newcomers leave free.")
-    prefix_cache: bool = Field(default=False, description="Keep beginnings of prompts in the cache for later ones.")
+    watermark: float = Field(default=0.01, ge=0, lt=1, description="Share of the cache that new requests leave free.")
+    prefix_cache: bool = Field(
+        default=False, description="Keep the beginnings of prompts in the cache for later requests."
+    )
     speculate: str | None = Field(
         default=None,
         description="Speculative decoding: ACCEPTANCE:DRAFTS[:TIME of one draft step], such as 0.7:4:1ms.",
-        json_schema_extra=_TEXT,
     )
     prefill_replicas: int = Field(default=0, ge=0, description="Replicas that only prefill; the others only decode.")
-    prefill_costs: str | None = Field(
+    prefill_costs: File | None = Field(
         default=None,
-        description="What a step of theirs takes, if not the same.",
-        json_schema_extra={"metavar": "FILE"},
+        description="Step costs of the prefill replicas, if they differ.",
     )
     autoscale: str | None = Field(
         default=None,
         description="Replicas follow the load: REQUESTS:LEAST-MOST[:INTERVAL:STARTUP], such as 50:1-8:10s:60s.",
-        json_schema_extra=_TEXT,
     )
 
     def load(self) -> Load:
@@ -156,7 +173,7 @@ class SimulateServeRequest(BaseModel):
 
     def targets(self) -> Targets:
         """What users are to notice at most."""
-        return Targets(self.ttft, self.tpot, self.share)
+        return Targets(self.max_ttft, self.max_tpot, self.share)
 
 
 def _speculation(text: str) -> Speculation:
@@ -210,7 +227,7 @@ def read_served(file: str | os.PathLike[str]) -> EngineCosts | ServingPlan:
     Raises:
         MeshwiseError: there is no such file, or it holds neither.
     """
-    if is_serving_plan(file) or is_training_plan(file):  # of the latter it says what reads it
+    if kind_of_plan(file) is not None:  # of a plan of training it says what reads it
         return read_serving_plan(file)
     return read_engine_costs(file)
 
@@ -235,14 +252,15 @@ class ServedLoad:
 def serve_load(
     request: SimulateServeRequest,
     served: EngineCosts | ServingPlan,
+    name: str,
     *,
     spans: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> ServedLoad:
     """Do what a request asks; `spans` steps are kept for a timeline, `progress` is told a line now and then."""
     if isinstance(served, ServingPlan):
-        request = planned_requests(request, served)
-        system = planned_system(request, served)
+        request = planned_requests(request, served, name)
+        system = planned_system(request, served, name)
     else:
         system = request.system(served)
     load, targets = request.load(), request.targets()
@@ -257,23 +275,138 @@ def serve_load(
     return ServedLoad(load, targets, result, None)
 
 
-def simulate_serve(costs: EngineCosts | ServingPlan | str | os.PathLike[str], **asked: Any) -> ServedLoad:
+def planned_requests(request: SimulateServeRequest, plan: ServingPlan, name: str) -> SimulateServeRequest:
+    """Give the request with the plan's lengths of prompts and outputs, where it has none of its own.
+
+    Raises:
+        MeshwiseError: the plan's requests were recorded, and are not in it.
+    """
+    load = plan.problem.load
+    if request.csv is not None:
+        return request
+    own: dict[str, Any] = {}
+    given = request.model_fields_set
+    drawn = load.mix is None or load.mix.prompt is not None
+    if not drawn and not {"prompt", "output"} <= given:
+        raise MeshwiseError(
+            f"the requests of {name} were {load.mix.words if load.mix else ''}: give the file (--csv), or "
+            "--prompt and --output"
+        )
+    if not {"prompt", "prefix_tokens"} & given:
+        own |= {"prompt": str(computed_lengths(load)), "prefix_tokens": int(load.cached_prefix)}
+    if "output" not in given:
+        own["output"] = str(output_lengths(load))
+    return request.model_copy(update=own)
+
+
+def check_requests(load: Load, plan: ServingPlan) -> None:
+    """Refuse requests longer than what the plan's model was made for; lengths without an end are not looked at.
+
+    Raises:
+        LayoutError: with what the model can read.
+    """
+    model = plan.problem.model
+    longest = _longest(load)
+    if model.max_seq_len is not None and longest is not None and longest > model.max_seq_len:
+        raise LayoutError(
+            f"{model.name} was made for {model.max_seq_len:,} tokens, found requests of up to {longest:,}, prompt and "
+            "output together; use shorter ones, or a plan of a model that reads more"
+        )
+
+
+def _longest(load: Load) -> int | None:
+    """Tokens of the longest request; None where lengths have no end."""
+    if not isinstance(load, DrawnLoad):
+        return max(d.prompt + d.output for d in load.requests())
+    shared = 0 if load.prefixes is None else load.prefixes.tokens
+    prompt, output = load.prompt.most, load.output.most
+    return None if prompt is None or output is None else shared + prompt + output
+
+
+def planned_system(request: SimulateServeRequest, plan: ServingPlan, name: str) -> ServingSystem:
+    """Give the plan's engines, with the number of replicas and the scheduling that the request says.
+
+    Raises:
+        MeshwiseError: what a plan has decided already, or a number of prefill replicas of a plan that has none.
+    """
+    given = request.model_fields_set
+    if decided := sorted(given & {"speculate", "prefill_costs"}):
+        raise MeshwiseError(f"--{decided[0].replace('_', '-')}: the plan {name} says it; leave it out")
+    system = served_system(plan.problem, plan.setup)
+    changes = {field: getattr(request, field) for field in _SCHEDULING if field in given}
+    system = system.replace(scheduling=system.scheduling.replace(**changes))
+    if "prefill_replicas" in given:
+        if system.prefill is None:
+            raise MeshwiseError(
+                f"--prefill-replicas: the engines of {name} prefill themselves; leave it out, or plan with "
+                "--mode disaggregated"
+            )
+        system = system.replace(prefill=system.prefill.replace(replicas=request.prefill_replicas))
+    system = system.replace(**{field: getattr(request, field) for field in ("replicas", "routing") if field in given})
+    scaling = request.scaling()
+    return system if scaling is None else system.replace(autoscaling=scaling)
+
+
+@command(SimulateServeRequest)
+def simulate_serve(
+    costs: EngineCosts | ServingPlan | str | os.PathLike[str], request: SimulateServeRequest
+) -> ServedLoad:
     """Serve a load by replicas of an engine: what `meshwise simulate serve` answers, as values.
 
     >>> import meshwise
     >>> from meshwise.costs.engine import AttentionCosts, EngineCosts
     >>> costs = EngineCosts(0.001, ((1, 0.012), (2048, 0.08)), 4096, (AttentionCosts(1e-8, 1e-10),))
-    >>> served = meshwise.simulate_serve(costs, rate=2.0, prompt="1024", output="64", requests=500, ttft=0.2)
+    >>> served = meshwise.simulate_serve(costs, rate=2.0, prompt="1024", output="64", requests=500, max_ttft=0.2)
     >>> served.result.requests, bool(served.result.kept(served.targets).mean() > 0.5)
     (500, True)
 
     Args:
         costs: what a step takes, or a plan of serving; or the JSON file of either.
-        asked: the flags of `simulate serve`, with `_` for `-`.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; no request fits; the targets cannot be kept.
     """
     found = costs if isinstance(costs, EngineCosts | ServingPlan) else read_served(costs)
-    named = "given" if found is costs else str(costs)
-    return serve_load(validated(SimulateServeRequest, {"costs": named, **asked}), found)
+    return serve_load(request, found, "given" if found is costs else str(costs))
+
+
+class _Files(Request):
+    positional = ("costs",)
+    sections: ClassVar = {"Output": ("svg", "trace")}
+
+    costs: Annotated[str, Flag(name="PLAN|COSTS")] = Field(
+        description="A plan of serving, or the step costs of an engine: a JSON file."
+    )
+    svg: Path | None = Field(default=None, description="Write the load over time to this file as SVG.")
+    trace: Path | None = Field(
+        default=None, description=f"Write the first {_SPANS:,} steps to this file, for Perfetto."
+    )
+
+
+@verb(_Files, SimulateServeRequest)
+def show_simulation(screen: Screen, files: _Files, request: SimulateServeRequest) -> None:
+    """Serve requests over time by replicas of an engine.
+
+    PLAN is what 'plan serve --save' wrote: its engines serve its load, except where options say otherwise. COSTS is a
+    JSON file with the step costs of an engine. Requests arrive, wait, are batched, prefilled and decoded, are preempted
+    when the cache is full, and find prefixes that others left; the answer is what users notice, and how busy the
+    replicas are. With --capacity it is the highest rate that keeps the targets.
+
+    \b
+      meshwise simulate serve engine.json --rate 6 --prompt 1024 --output 256
+      meshwise simulate serve engine.json --capacity --max-ttft 500ms --max-tpot 30ms \\
+        --prompt lognormal:1024:1:8192 --replicas 4
+      meshwise simulate serve plan.json --rate 40
+      meshwise simulate serve engine.json --csv requests.csv --policy chunked
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    served = serve_load(
+        request,
+        read_served(files.costs),
+        files.costs,
+        spans=_SPANS if files.trace else 0,
+        progress=screen.terminal_progress,
+    )
+    write_file("--svg", files.svg, lambda: serving_svg(served.result))
+    write_file("--trace", files.trace, lambda: serving_trace(served.result))
+    inputs = files.echo() | request.echo()
+    screen.show(serving_report(served.result, served.load, served.targets, served.capacity, inputs))

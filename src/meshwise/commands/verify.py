@@ -1,18 +1,22 @@
 """`verify`: a plan's step compiled for its target by the real compiler, predicted beside compiled.
 
-Not here: compiling (`compile_worker`), comparing (`compiler`), flags (`cli`) and words (`report`).
+And the best plans of a search (`plan train --verify`); plans that do not fit go to the end of the ranking.
+Not here: compiling (`compile_worker`), comparing (`compiler`), words (`report`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from meshwise.commands.command import Screen, verb
 from meshwise.commands.compile_worker import compile_apart
-from meshwise.commands.estimate_train import estimate_train
-from meshwise.commands.export import read_plan
+from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
+from meshwise.commands.requests import Flag, Request
 from meshwise.compiler.comparison import STATE, WITHIN, compare
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.environment import check_compiler
@@ -23,9 +27,10 @@ from meshwise.compiler.lines import Line, extrapolated
 from meshwise.compiler.reduction import Reduction, reduce_layers, reduction_of
 from meshwise.compiler.targets import Target
 from meshwise.compiler.verification import CompiledCopy, Verification
-from meshwise.core.errors import MeshwiseError
+from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError
 from meshwise.costs.estimate import estimate_training
-from meshwise.search import Plan
+from meshwise.report.verify import verification_report
+from meshwise.search import Plan, PlanResult
 
 Compile = Callable[..., tuple[Compiled, DeviceMesh]]
 
@@ -50,15 +55,7 @@ def verify(
         CompilerError: chips that no compiler here knows, or a program that does not compile.
         MeshwiseError: a file that holds no plan; a plan that is not executed yet.
     """
-    if job:
-        if isinstance(plan, Plan):
-            raise MeshwiseError(
-                f"plan: a plan has its job in it, found {', '.join(sorted(job))} besides; leave them out"
-            )
-        return verify_plan(estimate_train(str(plan), **job).plans[0], reduced=reduced, progress=progress)
-    if not isinstance(plan, Plan | str | os.PathLike):
-        raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
-    return verify_plan(plan if isinstance(plan, Plan) else read_plan(plan), reduced=reduced, progress=progress)
+    return verify_plan(plan_given(plan, job), reduced=reduced, progress=progress)
 
 
 def verify_plan(
@@ -111,3 +108,95 @@ def compare_copy(plan: Plan, layers: int | None, compiled: Compiled, mesh: Devic
 
 def _whole(compared: list[tuple[Line, ...]], reduction: Reduction | None) -> tuple[Line, ...]:
     return compared[0] if reduction is None else extrapolated(compared[0], compared[1], reduction)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One plan of a ranking, verified.
+
+    Args:
+        rank: that the search gave it, from 1.
+        plan: itself.
+        found: what compiling it found, None where it could not be compiled.
+        refused: why it could not, else "".
+    """
+
+    rank: int
+    plan: Plan
+    found: Verification | None
+    refused: str
+
+    @property
+    def fails(self) -> bool:
+        """Whether its program does not fit."""
+        return self.found is not None and not self.found.fits
+
+
+def verify_best(
+    planning: PlanResult,
+    number: int,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    compiler: Compile = compile_apart,
+) -> tuple[PlanResult, tuple[Verified, ...]]:
+    """Verify the best plans, and rank those whose programs do not fit last.
+
+    Args:
+        planning: of a search.
+        number: how many of its plans.
+        progress: told a line now and then.
+        compiler: compiles one copy of a plan.
+
+    Returns: the ranking, and what was found, in the order of the search. A plan that is not executed keeps its rank.
+
+    Raises:
+        MissingDependencyError: when the target's compiler is not installed.
+    """
+    verified = []
+    for rank, plan in enumerate(planning.plans[:number], 1):
+        verified.append(_verified(rank, plan, progress, compiler))
+    failed = [v.plan for v in verified if v.fails]
+    if not failed:
+        return planning, tuple(verified)
+    kept = [plan for plan in planning.plans if not any(plan is f for f in failed)]
+    ranking = replace(planning, plans=(*kept, *failed))
+    if ranking.plans[0] is not planning.plans[0]:  # why the best is best was said of another plan
+        reason = f"it is the fastest whose compiled program is not known to exceed a chip; {len(failed)} do"
+        ranking = replace(ranking, reasons=(reason,), rejected=())
+    return ranking, tuple(verified)
+
+
+def _verified(rank: int, plan: Plan, progress: Callable[[str], None], compiler: Compile) -> Verified:
+    try:
+        return Verified(rank, plan, verify_plan(plan, progress=progress, compiler=compiler), "")
+    except MissingDependencyError:
+        raise
+    except MeshwiseError as error:
+        return Verified(rank, plan, None, str(error))
+
+
+class _Copies(Request):
+    reduced: Annotated[bool, Flag(name="--reduced/--full")] = Field(
+        default=False,
+        description="Compile two smaller models and extrapolate to all layers, or compile all layers.",
+    )
+
+
+@verb(EstimateTrainRequest, _Copies, plan_or=EstimateTrainRequest)
+def show_verification(screen: Screen, asked: EstimateTrainRequest | str, copies: _Copies) -> int | None:
+    """Compile a step for its target, and compare with the plan.
+
+    The real compiler, XLA: memory, every collective and every matmul, predicted beside compiled. Of a saved plan (what
+    --save wrote, and no option that states a job), or of a model, a job and a layout as 'estimate train' takes them. No
+    accelerator is needed; the compilers are extras: pip install 'meshwise[tpu]' or 'meshwise[cuda]'. The exit code is 3
+    when the program does not fit in memory.
+
+    \b
+      meshwise verify plan.json
+      meshwise verify llama-3-8b --on v5p:2x2x2 --batch-tokens 64Ki --seq-len 4096 \\
+        --layout fsdp=4,tensor=2,remat=full
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    plan, inputs = plan_asked(asked, screen)
+    found = verify_plan(plan, reduced=copies.reduced, progress=screen.progress)
+    screen.show(verification_report(found, str(plan.layout), inputs | copies.echo()))
+    return None if found.fits else InfeasibleError.exit_code

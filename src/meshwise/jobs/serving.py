@@ -27,7 +27,11 @@ class ServingConditions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cached_prefix: _Length = Field(
-        default=0, ge=0, le=1e9, description="Tokens of the prompt whose cache is there already (prefix reuse)."
+        default=0,
+        ge=0,
+        le=1e9,
+        serialization_alias="cached_prefix_tokens",
+        description="Tokens of the prompt whose cache is there already (prefix reuse).",
     )
     precision: str = Field(
         default="bf16",

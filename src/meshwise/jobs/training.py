@@ -35,7 +35,7 @@ class TrainingJob(BaseModel):
     batch_tokens: _Batch = Field(
         gt=0, le=1e12, description="Tokens per optimizer step, over all chips; a target that may be rounded."
     )
-    seq_len: _Length = Field(gt=0, le=1e9, description="Tokens per sequence.")
+    seq_len: _Length = Field(gt=0, le=1e9, serialization_alias="seq_len_tokens", description="Tokens per sequence.")
     tokens: _Run | None = Field(default=None, gt=0, le=1e18, description="Tokens of the whole training run.")
     batch_slack: _Share = Field(
         default=0.1, ge=0, le=0.5, description="How far the batch may be rounded to what divides evenly (0 for exact)."

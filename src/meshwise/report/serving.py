@@ -185,7 +185,7 @@ def _over_time(result: ServingResult) -> Iterable[str]:
 def _next_steps(targets: Targets, capacity: Capacity | None) -> tuple[str, ...]:
     if capacity is None and (targets.ttft_s is not None or targets.tpot_s is not None):
         return ("--capacity finds the highest rate that keeps the targets; --svg and --trace draw the load over time",)
-    return ("--ttft and --tpot set targets, --capacity finds the highest rate; --svg and --trace draw the load",)
+    return ("--max-ttft and --max-tpot set targets, --capacity finds the highest rate; --svg and --trace draw it",)
 
 
 def _explanations(result: ServingResult, targets: Targets) -> Iterable[Explanation]:

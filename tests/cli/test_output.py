@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from meshwise.cli.progress import Progress
+from meshwise.cli.output import Output, Progress
 
 
 class Terminal(io.StringIO):
@@ -15,9 +15,10 @@ class Terminal(io.StringIO):
 
 def told(stream: io.StringIO, times: list[float]) -> str:
     clock = iter([0.0, *times])
-    with Progress(stream, lambda: next(clock)) as progress:
-        for number in range(len(times)):
-            progress(f"line {number}")
+    progress = Progress(stream, lambda: next(clock))
+    for number in range(len(times)):
+        progress(f"line {number}")
+    progress.wipe()
     return stream.getvalue()
 
 
@@ -41,12 +42,13 @@ def test_a_terminal_shows_one_line_and_wipes_it():
 def test_a_closed_stderr_is_not_written_to(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     clock = iter([0.0, 1.1, 1.7])
-    with Progress(clock=lambda: next(clock)) as progress:
-        progress("line 0")
-        progress("line 1")
+    progress = Progress(clock=lambda: next(clock))
+    progress("line 0")
+    progress("line 1")
+    progress.wipe()
     assert not progress.shown
 
 
 def test_errors_pass():
-    with pytest.raises(ZeroDivisionError), Progress(Terminal()):
+    with pytest.raises(ZeroDivisionError), Output(as_json=False, explain=False):
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Plans as files, of training or of serving: read and written, with errors that name the file. Not here: their keys."""
+"""Plans and other answers as files: read and written, with errors that name the file. Not here: what is in them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.models import load_model
+from meshwise.search import Plan
 from meshwise.search.plan import kind_of
 
 P = TypeVar("P")
+
+
+class _Plan(Protocol):
+    """Of training or of serving."""
+
+    def to_json(self) -> str: ...
+
+
+def read_plan(file: str | os.PathLike[str]) -> Plan:
+    """Read the plan of training that `--save` wrote.
+
+    Raises:
+        MeshwiseError: there is no such file, or it holds no such plan.
+    """
+    return read_saved(file, Plan.from_json, "plan train")
 
 
 def read_saved(file: str | os.PathLike[str], parse: Callable[[str], P], verb: str) -> P:
@@ -40,18 +56,16 @@ def read_saved(file: str | os.PathLike[str], parse: Callable[[str], P], verb: st
         raise ConfigError(str(error).replace("plan JSON", f"plan {str(file)!r}", 1)) from None
 
 
-def is_serving_plan(file: str | os.PathLike[str]) -> bool:
-    """Whether a file can be read, and is JSON that says of itself that it is a serving plan."""
-    return _kind(file) == "serving"
-
-
-def is_training_plan(file: str | os.PathLike[str]) -> bool:
-    """Whether a file can be read, and is JSON with the keys of a training plan."""
-    return _kind(file) == "training"
+def kind_of_plan(file: str | os.PathLike[str]) -> str | None:
+    """What a file holds a plan of, "training" or "serving"; None if it cannot be read or holds none."""
+    try:
+        return kind_of(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
 
 
 def no_plan_as_model(asked: Any) -> Any:
-    """Refuse a saved plan where a model is expected, before what else is missing is said.
+    """Refuse a saved plan where a model is expected, before anything else that is missing is named.
 
     Args:
         asked: what a request is made of, before it is checked.
@@ -60,35 +74,45 @@ def no_plan_as_model(asked: Any) -> Any:
         ConfigError: with the commands that read such a plan.
     """
     text = asked.get("model") if isinstance(asked, Mapping) else None
-    if isinstance(text, str) and text.endswith(".json") and _kind(text) is not None:
+    if isinstance(text, str) and text.endswith(".json") and kind_of_plan(text) is not None:
         load_model(text)  # which says so
     return asked
 
 
-def _kind(file: str | os.PathLike[str]) -> str | None:
-    try:
-        return kind_of(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
-
-
-def check_save(file: Path) -> None:
+def check_save(file: Path | None) -> None:
     """Refuse, before a search, a file that could not be written after it.
 
     Raises:
         MeshwiseError: its folder does not exist, or is none.
     """
-    if not file.parent.is_dir():
+    if file is not None and not file.parent.is_dir():
         raise MeshwiseError(f"--save {file}: there is no folder {str(file.parent)!r}; make it first")
 
 
-def write_saved(document: str, file: Path) -> None:
-    """Write the JSON that reproduces a plan.
+def write_file(flag: str, file: Path | None, text: Callable[[], str]) -> None:
+    """Write what a flag asks for, if it asks for a file.
+
+    Args:
+        flag: as typed, for errors.
+        file: where to.
+        text: makes what is written.
 
     Raises:
         MeshwiseError: the file cannot be written.
     """
+    if file is None:
+        return
+    made = text()
     try:
-        file.write_text(document + "\n", encoding="utf-8")
+        file.write_text(made, encoding="utf-8")
     except OSError as error:
-        raise MeshwiseError(f"--save {file}: {error.strerror}") from None
+        raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None
+
+
+def save_plan(plan: _Plan, file: Path | None) -> None:
+    """Write the JSON that reproduces a plan, if `--save` asks for it.
+
+    Raises:
+        MeshwiseError: the file cannot be written.
+    """
+    write_file("--save", file, lambda: plan.to_json() + "\n")

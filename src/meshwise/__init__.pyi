@@ -1,0 +1,265 @@
+# Written by `python docs/generate.py` from the requests of the commands; a test fails when it is stale.
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from meshwise.commands.catalogs import all_models as all_models
+from meshwise.commands.catalogs import chip as chip
+from meshwise.commands.catalogs import chips as chips
+from meshwise.commands.catalogs import cluster as cluster
+from meshwise.commands.catalogs import clusters as clusters
+from meshwise.commands.catalogs import model as model
+from meshwise.commands.export import export as export
+from meshwise.commands.plan_serve import compare_serve as compare_serve
+from meshwise.commands.plan_train import compare_train as compare_train
+from meshwise.commands.plan_train import scale_train as scale_train
+from meshwise.commands.simulate_serve import ServedLoad
+from meshwise.commands.simulate_train import simulate_step as simulate_step
+from meshwise.commands.verify import verify as verify
+from meshwise.core.errors import InfeasibleError as InfeasibleError
+from meshwise.core.errors import MeshwiseError as MeshwiseError
+from meshwise.costs.engine import EngineCosts
+from meshwise.costs.product import Product
+from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.exports.exported import Exported as Exported
+from meshwise.report.bench import BenchResult
+from meshwise.report.collective import CollectiveCase
+from meshwise.report.generate import GenerateResult
+from meshwise.report.roofline import RooflineCase
+from meshwise.report.run import RunResult
+from meshwise.scoring.calibrating import Refined
+from meshwise.scoring.score import Score as Score
+from meshwise.scoring.serving.score import ServedScore
+from meshwise.search.plan import Plan as Plan
+from meshwise.search.planner import PlanResult as PlanResult
+from meshwise.search.serving.plan import ServingPlan
+from meshwise.search.serving.planner import ServingPlanResult
+
+__version__: str
+
+def bench(
+    what: Literal["matmul", "attention", "memory", "collectives", "machine"],
+    *,
+    on: str | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    dtype: Literal["bf16", "fp16", "fp32", "fp8", "int8"] | None = None,
+    sizes: str | None = None,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    seconds: str | float = 0.5,
+    cpu_devices: int | None = None,
+) -> BenchResult: ...
+def calibrate(
+    file: str | os.PathLike[str],
+    *,
+    calibration: str = "fitted",
+    save: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] = ...,
+) -> Refined: ...
+def collective(
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"],
+    array: str,
+    *,
+    on: str | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    mesh: str | Mapping[str, int],
+    over: str | None = None,
+    sizes: str | Mapping[str, int] | None = None,
+    wires: str | None = None,
+    dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4"] = "bf16",
+    choices: float | None = None,
+    calibration: str = "none",
+) -> CollectiveCase: ...
+def estimate_serve(
+    model: str,
+    *,
+    on: str | None = None,
+    prompt: str | float | None = None,
+    output: str | float | None = None,
+    batch: int,
+    layout: str,
+    precision: str = "bf16",
+    mode: Literal["aggregated", "disaggregated"] = "aggregated",
+    prefill_layout: str | None = None,
+    cached_prefix: str | float = 0,
+    block_tokens: int = 16,
+    reserve: str | float = 0.1,
+    draft_tokens: int = 0,
+    acceptance: float = 0.7,
+    expert_imbalance: float | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    price: str | float | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    calibration: str = "fitted",
+    prefill_batch: int = 1,
+    chunk: int | None = None,
+) -> ServingEstimate: ...
+def estimate_train(
+    model: str,
+    *,
+    on: str | None = None,
+    layout: str,
+    batch_tokens: str | float,
+    seq_len: str | float,
+    tokens: str | float | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    fine_tune: str = "full",
+    batch_slack: str | float = 0.1,
+    expert_imbalance: float | None = None,
+    capacity_factor: float | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    price: str | float | None = None,
+    calibration: str = "fitted",
+    progress: Callable[[str], None] = ...,
+) -> PlanResult: ...
+def generate(
+    plan: Plan | str | os.PathLike[str],
+    *,
+    tokens: int,
+    prompt: str | None = None,
+    prompt_tokens: str | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    cpu_devices: int | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = ...,
+) -> GenerateResult: ...
+def plan_serve(
+    model: str,
+    *,
+    on: str | None = None,
+    prompt: str | float | None = None,
+    output: str | float | None = None,
+    precision: str = "bf16",
+    objective: Literal["throughput", "tpot", "ttft"] = "throughput",
+    max_ttft: str | float | None = None,
+    max_tpot: str | float | None = None,
+    rate: float | None = None,
+    max_batch: int = 4096,
+    mode: Literal["aggregated", "disaggregated"] | None = None,
+    chunk: str = "",
+    forbid: str = "",
+    top: int = 5,
+    cached_prefix: str | float = 0,
+    block_tokens: int = 16,
+    reserve: str | float = 0.1,
+    draft_tokens: int = 0,
+    acceptance: float = 0.7,
+    expert_imbalance: float | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    price: str | float | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    calibration: str = "fitted",
+) -> ServingPlanResult: ...
+def plan_train(
+    model: str,
+    *,
+    on: str | None = None,
+    batch_tokens: str | float,
+    seq_len: str | float,
+    tokens: str | float | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    fine_tune: str = "full",
+    objective: Literal["time", "cost", "chips"] = "time",
+    deadline: str | float | None = None,
+    budget: str | float | None = None,
+    max_chips: int | None = None,
+    max_memory: str | float | None = None,
+    fix: str | Mapping[str, Any] | None = None,
+    forbid: str | Sequence[str] | None = None,
+    top: int = 5,
+    batch_slack: str | float = 0.1,
+    expert_imbalance: float | None = None,
+    capacity_factor: float | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    price: str | float | None = None,
+    calibration: str = "fitted",
+    front: bool = False,
+    offload: bool = False,
+    sensitivity: bool = False,
+    progress: Callable[[str], None] = ...,
+) -> PlanResult: ...
+def roofline(
+    expression: str,
+    *,
+    on: str,
+    sizes: str | Mapping[str, int] | None = None,
+    vary: str | None = None,
+    memory: Literal["hbm", "vmem", "host"] = "hbm",
+    padding: bool = True,
+    flops_per_s: str | float | None = None,
+    memory_bandwidth: str | float | None = None,
+) -> RooflineCase: ...
+def run_plan(
+    plan: Plan | str | os.PathLike[str],
+    *,
+    steps: int = 20,
+    learning_rate: float = 0.0003,
+    text: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    checkpoint: str | None = None,
+    every: int | None = None,
+    cpu_devices: int | None = None,
+    seed: int = 0,
+    warmup_steps: int = 0,
+    learning_rate_decay: Literal["none", "linear", "cosine"] = "none",
+    decay_steps: int | None = None,
+    final_learning_rate: float | None = None,
+    profile: str | None = None,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    progress: Callable[[str], None] = ...,
+    saved: Callable[[int], None] = ...,
+    **job: Any,
+) -> RunResult: ...
+def score(
+    file: str | os.PathLike[str],
+    *,
+    calibration: str | None = None,
+    progress: Callable[[str], None] = ...,
+) -> Score | ServedScore: ...
+def shard(
+    expression: str,
+    *,
+    on: str | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    sizes: str | Mapping[str, int] | None = None,
+    wires: str | None = None,
+    dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4"] = "bf16",
+) -> Product: ...
+def simulate_serve(
+    costs: EngineCosts | ServingPlan | str | os.PathLike[str],
+    *,
+    rate: float | None = None,
+    prompt: str | float = "1024",
+    output: str | float = "256",
+    arrivals: str = "poisson",
+    requests: str | int | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    max_ttft: str | float | None = None,
+    max_tpot: str | float | None = None,
+    share: float = 0.99,
+    capacity: bool = False,
+    replicas: int = 1,
+    routing: Literal["round-robin", "least-loaded", "affinity"] = "least-loaded",
+    policy: Literal["prefill-first", "decode-first", "chunked"] = "prefill-first",
+    max_batch: int = 256,
+    max_step_tokens: int = 2048,
+    prefill_replicas: int = 0,
+    autoscale: str | None = None,
+    prefix_tokens: int = 0,
+    prefix_groups: int = 1,
+    preemption: Literal["recompute", "swap"] = "recompute",
+    watermark: float = 0.01,
+    prefix_cache: bool = False,
+    speculate: str | None = None,
+    prefill_costs: str | os.PathLike[str] | None = None,
+) -> ServedLoad: ...

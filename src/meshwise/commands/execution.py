@@ -1,0 +1,342 @@
+"""Plans executed: devices, weights, data and program brought together, for training and for generation.
+
+It loads JAX. Not here: the requests (`run_requests`), the step, the loop and the program (`runtime`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwise.commands.run_requests import DEFAULT_EVERY, GenerateRequest, RunRequest
+from meshwise.compiler.placement import place_devices
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import ClusterError, MeshwiseError
+from meshwise.hardware import Chip, load_chip
+from meshwise.hardware.device_kinds import chip_of_device
+from meshwise.report.generate import GenerateResult
+from meshwise.report.run import RunResult
+from meshwise.runtime.checkpoints import Checkpoints
+from meshwise.runtime.data import SyntheticTokens, TokenSource, read_text, read_tokenizer
+from meshwise.runtime.devices import find_devices, share_of_machine, software_of
+from meshwise.runtime.generate import generate_timed, generator
+from meshwise.runtime.loop import Trained, train
+from meshwise.runtime.optimizer import Hyperparameters, LearningRate
+from meshwise.runtime.processes import Processes, first_process, join
+from meshwise.runtime.states import starting_state
+from meshwise.runtime.train import State, TrainStep, train_step
+from meshwise.runtime.weights import Weights, open_weights
+from meshwise.search import Plan
+
+
+def train_as_planned(
+    plan: Plan,
+    request: RunRequest,
+    *,
+    progress: Callable[[str], None],
+    saved: Callable[[int], None],
+    told: Callable[[str], None],
+) -> RunResult:
+    """Train as a plan says.
+
+    Args: as of `execute`.
+
+    Raises: as `run_plan`.
+    """
+    devices = plan_devices(plan, request.cpu_devices, told, request.processes)
+    chip = chip_of(plan, devices)
+    step = train_step(
+        plan.problem.model,
+        plan.layout,
+        plan.problem.job,
+        place_devices(devices, plan.layout),
+        Hyperparameters(learning_rate=_learning_rate(request)),
+    )
+    source = _source(plan, request)
+    published = None if request.weights is None else open_weights(Path(request.weights), plan.problem.model)
+    run = _Run(step, source, request, progress, published)
+    if request.checkpoint is None:
+        trained = run.train()
+    else:
+        trained = run.train_kept(Path(request.checkpoint), _identity(plan, request, step, source), saved)
+    compute = plan.problem.job.formats.compute
+    peak = None if chip is None else chip.flops_per_s.get(compute)
+    compiled = trained.compiled
+    return RunResult(
+        plan=plan,
+        hardware=str(devices[0].device_kind),
+        num_devices=len(devices),
+        is_first_process=first_process(),
+        software=software_of(devices[0]),
+        chip=None if chip is None else chip.name,
+        peak_flops_per_s=peak,
+        first=trained.first,
+        losses=trained.losses,
+        seconds=trained.seconds,
+        timed=trained.timed,
+        saved=trained.saved,
+        compile_seconds=trained.compile_seconds,
+        state_bytes=None if compiled is None else compiled.arguments,
+        temporary_bytes=None if compiled is None else compiled.temporaries,
+        peak_bytes_in_use=trained.in_use,
+        learning_rate=str(_learning_rate(request)),
+        data="synthetic" if request.text is None else f"random windows of {request.text}",
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of the loop, as it was asked for."""
+
+    step: TrainStep
+    source: TokenSource
+    request: RunRequest
+    progress: Callable[[str], None]
+    published: Weights | None = None
+
+    def train(self, kept: Checkpoints | None = None) -> Trained:
+        """Train, from the last step that was saved where there is one, else from published weights if asked."""
+        asked, load = self.request, None
+        if kept is not None and kept.latest:
+            load = kept.load
+        elif self.published is not None:
+            load = partial(_start, self.published)
+        return train(
+            self.step,
+            self.source,
+            last=asked.steps,
+            seed=asked.seed,
+            load=load,
+            keeper=kept,
+            profile=None if asked.profile is None else Path(asked.profile),
+            progress=self.progress,
+        )
+
+    def train_kept(self, folder: Path, identity: dict[str, dict[str, Any]], saved: Callable[[int], None]) -> Trained:
+        """Train with a folder of saved steps."""
+        kept = Checkpoints.open(folder, identity, self.request.every or DEFAULT_EVERY, self.step, saved)
+        try:
+            if kept.latest >= self.request.steps:
+                raise MeshwiseError(
+                    f"--steps {self.request.steps}: --checkpoint {folder} holds step {kept.latest} already; "
+                    "ask for a later one"
+                )
+            return self.train(kept)
+        finally:
+            kept.close()
+
+
+def _start(published: Weights, step: TrainStep) -> tuple[int, State]:
+    """No steps, and the state before the first."""
+    return 0, starting_state(step, published)
+
+
+def _source(plan: Plan, request: RunRequest) -> TokenSource:
+    """Find the tokens to train on.
+
+    Raises:
+        MeshwiseError: a text or tokenizer that cannot be used.
+    """
+    vocabulary = plan.problem.model.vocab_size
+    if request.text is None or request.tokenizer is None:
+        return SyntheticTokens(vocabulary, request.seed)
+    return read_text(
+        Path(request.text),
+        Path(request.tokenizer),
+        vocabulary=vocabulary,
+        shortest=int(plan.problem.job.seq_len) + 1,
+        seed=request.seed,
+    )
+
+
+def _learning_rate(request: RunRequest) -> LearningRate:
+    return LearningRate(
+        request.learning_rate,
+        request.warmup_steps,
+        request.learning_rate_decay,
+        request.decay_steps or request.steps,
+        request.final_learning_rate or 0.0,
+    )
+
+
+def _rates(request: RunRequest) -> dict[str, Any]:
+    """Say what decides the rates of all steps: what is not asked for has no part in it."""
+    falls = request.learning_rate_decay != "none"
+    return {
+        "learning_rate": request.learning_rate,
+        **({"warmup_steps": request.warmup_steps} if request.warmup_steps else {}),
+        **({"learning_rate_decay": request.learning_rate_decay} if falls else {}),
+        **({"decay_steps": request.decay_steps or request.steps} if falls else {}),
+        **({"final_learning_rate": request.final_learning_rate} if request.final_learning_rate else {}),
+    }
+
+
+def _identity(plan: Plan, request: RunRequest, step: TrainStep, source: TokenSource) -> dict[str, dict[str, Any]]:
+    """Say what a checkpoint is of; what only plans, such as a token budget, is left out."""
+    job, model = plan.problem.job, plan.problem.model
+    weights = {} if request.weights is None else {"weights": Path(request.weights).resolve().name}
+    return {
+        "model": {"name": model.name, **model.config},
+        "job": {
+            "sequences": step.layout.sequences,
+            "seq_len": job.seq_len,
+            "precision": job.precision,
+            "optimizer": job.optimizer,
+            "fine_tune": job.fine_tune,
+            "capacity_factor": job.capacity_factor,
+        },
+        "run": {**_rates(request), **source.identity, **weights},
+    }
+
+
+def generate_as_planned(
+    plan: Plan, request: GenerateRequest, *, progress: Callable[[str], None], told: Callable[[str], None]
+) -> GenerateResult:
+    """Generate with a plan's layout.
+
+    Args: as of `execute_generation`.
+
+    Raises: as `generate`.
+    """
+    model, layout, dtype = plan.problem.model, plan.layout, plan.problem.job.formats.activations
+    tokenizer = None if request.tokenizer_file is None else read_tokenizer(request.tokenizer_file)[0]
+    prompt = _prompt(request, tokenizer, model.vocab_size)
+    published = None if request.weights is None else open_weights(Path(request.weights), model)
+    devices = plan_devices(plan, request.cpu_devices, told)
+    sequences = layout.data * layout.fsdp * layout.expert
+    made = generator(
+        model,
+        layout,
+        place_devices(devices, layout),
+        sequences=sequences,
+        length=len(prompt) + request.tokens,
+        dtype=dtype,
+    )
+    progress("reading weights")
+    weights = made.initial_weights(request.seed) if published is None else made.load(published)
+    found = generate_timed(made, weights, np.tile(prompt, (sequences, 1)), request.tokens, progress)
+    chip, new = chip_of(plan, devices), tuple(int(t) for t in found.tokens[0])
+    least = (None, None) if chip is None else least_times(plan, chip, dtype, sequences, len(prompt))
+    return GenerateResult(
+        plan=plan,
+        hardware=str(devices[0].device_kind),
+        num_devices=len(devices),
+        software=software_of(devices[0]),
+        chip=None if chip is None else chip.name,
+        weights=f"drawn by seed {request.seed}" if request.weights is None else request.weights,
+        prompt=tuple(int(t) for t in prompt),
+        tokens=new,
+        text=None if tokenizer is None else tokenizer.decode(list(new)),
+        sequences=sequences,
+        compile_seconds=found.compile_seconds,
+        first_seconds=found.first_seconds,
+        seconds=found.seconds,
+        least_first_seconds=least[0],
+        least_seconds=least[1],
+    )
+
+
+def _prompt(request: GenerateRequest, tokenizer: Any, vocabulary: int) -> np.ndarray:
+    """Give the prompt's tokens.
+
+    Raises:
+        MeshwiseError: it has none, or one that the model does not know.
+    """
+    if request.prompt is not None:
+        flag, ids = "--prompt", tokenizer.encode(request.prompt).ids
+    else:
+        flag, said = "--prompt-tokens", (request.prompt_tokens or "").split(",")
+        if not all(s.strip().isdecimal() for s in said):
+            raise MeshwiseError(f"{flag} {request.prompt_tokens!r}: expected numbers of tokens, 1,2,3")
+        ids = [int(s) for s in said]
+    if not ids:
+        raise MeshwiseError(f"{flag}: expected at least one token, found none")
+    if max(ids) >= vocabulary:
+        hint = "; give the tokenizer of this model" if request.prompt is not None else ""
+        raise MeshwiseError(f"{flag}: token {max(ids):,} is not among the {vocabulary:,} of the model{hint}")
+    return np.asarray(ids, np.int32)
+
+
+def least_times(plan: Plan, chip: Chip, dtype: DType, sequences: int, length: int) -> tuple[float | None, float | None]:
+    """Give the least time to a first token, and that of each after it, in seconds; None where the peak is not known.
+
+    A device reads the active weights that it multiplies by at least once, and computes its share of the prompt.
+
+    Args:
+        plan: whose model and layout run.
+        chip: that runs them.
+        dtype: of weights and activations.
+        sequences: that are extended together; length: of their prompt.
+    """
+    model, layout = plan.problem.model, plan.layout
+    table = 0 if model.spec.head.tied else model.vocab_size * model.d_model  # of which a token reads one row
+    multiplied = model.parameters.active - table
+    reading = multiplied * dtype.bytes / layout.sizes["tensor"] / chip.hbm_bandwidth
+    peak = chip.flops_per_s.get(dtype)
+    if peak is None:
+        return None, reading
+    head = model.vocab_size * model.d_model * (length - 1)  # of the prompt's last position alone
+    flops = 2 * sequences * (multiplied * length - head)
+    return max(reading, flops / (layout.num_chips * peak)), reading
+
+
+def plan_devices(
+    plan: Plan, cpu_devices: int | None, told: Callable[[str], None], processes: Processes | None = None
+) -> list[Any]:
+    """Find as many devices as the plan has chips.
+
+    Args:
+        plan: to be executed.
+        cpu_devices: so many fake devices of the CPU in each process, or None.
+        told: hears what is to be known of the devices.
+        processes: to be joined first; their devices count.
+
+    Raises:
+        ClusterError: there are others.
+    """
+    needed = plan.layout.num_chips
+    words = f"the plan runs on {needed:,} devices (layout {plan.layout})"
+    number = 1 if processes is None else processes.number
+    if cpu_devices is not None and number is not None and cpu_devices * number != needed:
+        among = "" if number == 1 else f" in all {number} processes together"
+        raise ClusterError(f"--cpu-devices {cpu_devices}: {words}; ask for as many{among}")
+    if processes is not None:
+        join(processes)
+    found = find_devices(cpu_devices, told)
+    kind, on_cpu = found[0].device_kind, found[0].platform == "cpu"
+    if len(found) < needed and on_cpu:
+        raise ClusterError(
+            f"{words}, found {len(found):,} x {kind}; --cpu-devices {needed} makes as many fake ones of the CPU"
+        )
+    if on_cpu and processes is None:  # fake ones: any of them
+        return found[:needed]
+    chip = _chip(found[0])
+    if chip is not None and chip.devices_per_chip > 1:
+        raise ClusterError(
+            f"a plan counts chips, and JAX finds {chip.devices_per_chip} devices in each {chip.title}: "
+            "not yet executed there"
+        )
+    if len(found) != needed:
+        raise ClusterError(
+            f"{words}, found {len(found):,} x {kind}; plan for the devices that are there, "
+            f"such as --on {'CHIP' if chip is None else chip.name}:{len(found)}"
+        )
+    return found
+
+
+def chip_of(plan: Plan, devices: Sequence[Any]) -> Chip | None:
+    """Find what each device is: a chip of the catalog, or the share of this machine that the plan is for; else None."""
+    planned = plan.problem.cluster.chip
+    if devices[0].platform == "cpu" and planned.vendor == "cpu" and planned.title == share_of_machine(len(devices)):
+        return planned
+    return _chip(devices[0])
+
+
+def _chip(device: Any) -> Chip | None:
+    name = chip_of_device(str(device.device_kind))
+    return None if name is None else load_chip(name)

@@ -1,0 +1,225 @@
+"""What `run` is asked beside the plan: to train, or to generate. Not here: executing (`execution`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from meshwise.commands.requests import File, Flag, Request
+from meshwise.core.errors import MeshwiseError
+from meshwise.runtime.processes import Processes
+
+#: Steps from one that is saved to the next, by default.
+DEFAULT_EVERY = 100
+
+
+_TOKENS = Field(
+    ge=1,
+    le=10**6,
+    serialization_alias="generate",
+    description="Do not train: generate this many tokens, each the most likely.",
+)
+
+
+class ExecutionRequest(Request):
+    """What training and generation share."""
+
+    weights: Annotated[File | None, Flag("PATH")] = Field(
+        default=None,
+        description="Begin with these weights: a .safetensors or .gguf file, or a folder of .safetensors files.",
+    )
+    tokenizer: File | None = Field(
+        default=None,
+        description="The model's tokenizer.json, for --text; for --prompt by default the one beside the --weights.",
+    )
+    cpu_devices: int | None = Field(
+        default=None,
+        ge=1,
+        le=512,
+        description="Use this many fake devices of the CPU, whatever other devices there are; a Python process asks "
+        "for them before it uses JAX.",
+    )
+    seed: int = Field(
+        default=0, ge=0, le=2**31 - 1, description="Seed of the initial weights and of the order of tokens."
+    )
+
+
+class RunRequest(ExecutionRequest):
+    """How a plan is to be trained."""
+
+    sections: ClassVar = {
+        "Training": ("steps", "learning_rate", "text", "tokenizer", "weights", "checkpoint", "every", "cpu_devices")
+    }
+
+    steps: int = Field(
+        default=20, ge=1, le=10**8, description="Train up to this step, including the steps of a --checkpoint."
+    )
+    learning_rate: float = Field(
+        default=3e-4,
+        gt=0,
+        le=1e3,
+        description="Learning rate of every step; with --warmup-steps or --learning-rate-decay, the highest.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, le=10**8, description="Steps in which the learning rate rises from zero."
+    )
+    learning_rate_decay: Literal["none", "linear", "cosine"] = Field(
+        default="none", description="How the learning rate falls after the warmup: linearly, or as half a cosine."
+    )
+    decay_steps: int | None = Field(
+        default=None, ge=1, le=10**8, description="Step at which the learning rate reaches its end; by default --steps."
+    )
+    final_learning_rate: float | None = Field(
+        default=None, ge=0, le=1e3, description="Learning rate at the end of the decay; by default 0."
+    )
+    text: File | None = Field(
+        default=None, description="Train on random windows of this text file, instead of synthetic tokens."
+    )
+    profile: Annotated[str | None, Flag("DIR")] = Field(
+        default=None, description="Write a profile of a few steps to this folder."
+    )
+    checkpoint: Annotated[str | None, Flag("DIR")] = Field(
+        default=None, description="Save steps in this folder, and go on from the last step saved there."
+    )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**8,
+        description=f"Save every so many steps, and the last one; by default {DEFAULT_EVERY}.",
+    )
+    coordinator: Annotated[str | None, Flag("HOST:PORT")] = Field(
+        default=None,
+        description="Address of the first of several processes, or auto where JAX knows the cluster (Slurm, TPUs).",
+    )
+    num_processes: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="How many processes run together; each is started with the same options.",
+    )
+    process_id: int | None = Field(
+        default=None, ge=0, le=10**6, description="Number of this process, from 0, the coordinator."
+    )
+
+    def check(self) -> None:
+        """See that options go together.
+
+        Raises:
+            MeshwiseError: for one that means nothing without another.
+        """
+        if (self.text is None) != (self.tokenizer is None):
+            there, missing = ("--text", "--tokenizer") if self.tokenizer is None else ("--tokenizer", "--text")
+            raise MeshwiseError(f"{there} needs {missing}")
+        if self.every is not None and self.checkpoint is None:
+            raise MeshwiseError("--every needs --checkpoint, the folder that steps are saved in")
+        self._check_decay()
+        self._check_processes()
+
+    @property
+    def processes(self) -> Processes | None:
+        """The processes that run together; None where this one runs alone."""
+        return None if self.coordinator is None else Processes(self.coordinator, self.num_processes, self.process_id)
+
+    def _check_processes(self) -> None:
+        numbers = {"--num-processes": self.num_processes, "--process-id": self.process_id}
+        given = [flag for flag, value in numbers.items() if value is not None]
+        if self.coordinator in (None, "auto"):
+            if given and self.coordinator is None:
+                raise MeshwiseError(f"{given[0]} needs --coordinator HOST:PORT, the address of the first process")
+            if given:
+                raise MeshwiseError(f"{given[0]}: with --coordinator auto JAX finds it itself; leave it out")
+            return
+        if len(given) < len(numbers):
+            raise MeshwiseError(f"--coordinator {self.coordinator} needs --num-processes and --process-id")
+        host, _, port = str(self.coordinator).rpartition(":")
+        if not host or not port.isdigit():
+            raise MeshwiseError(f"--coordinator: expected HOST:PORT or auto, found {self.coordinator!r}")
+        if (self.process_id or 0) >= (self.num_processes or 1):
+            raise MeshwiseError(
+                f"--process-id {self.process_id}: expected less than --num-processes {self.num_processes}"
+            )
+
+    def _check_decay(self) -> None:
+        if self.learning_rate_decay == "none":
+            for flag, given in (
+                ("--decay-steps", self.decay_steps),
+                ("--final-learning-rate", self.final_learning_rate),
+            ):
+                if given is not None:
+                    raise MeshwiseError(f"{flag} needs --learning-rate-decay linear or cosine")
+            return
+        flag, end = ("--steps", self.steps) if self.decay_steps is None else ("--decay-steps", self.decay_steps)
+        if end <= self.warmup_steps:
+            raise MeshwiseError(
+                f"{flag} {end}: expected more steps than --warmup-steps {self.warmup_steps}, after which the learning "
+                "rate falls"
+            )
+        if (self.final_learning_rate or 0.0) > self.learning_rate:
+            raise MeshwiseError(
+                f"--final-learning-rate {self.final_learning_rate:g}: expected at most --learning-rate "
+                f"{self.learning_rate:g}, from which it falls"
+            )
+
+
+class GenerateRequest(ExecutionRequest):
+    """What is to be generated with a plan's layout."""
+
+    sections: ClassVar = {"Generation": ("tokens", "prompt", "prompt_tokens")}
+
+    tokens: Annotated[int, Flag(name="--generate"), _TOKENS]
+    prompt: str | None = Field(default=None, description="Text to go on from, for --generate.")
+    prompt_tokens: Annotated[str | None, Flag("NUMBERS")] = Field(
+        default=None, description="Tokens to go on from, instead of --prompt: 1,2,3."
+    )
+
+    def check(self) -> None:
+        """See that options go together.
+
+        Raises:
+            MeshwiseError: for what is missing, or one too many.
+        """
+        if (self.prompt is None) == (self.prompt_tokens is None):
+            raise MeshwiseError("--generate needs one of --prompt, a text, and --prompt-tokens, numbers: 1,2,3")
+        if self.prompt is not None and self.tokenizer_file is None:
+            raise MeshwiseError("--prompt needs --tokenizer, the model's tokenizer.json")
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer that was given, else the one beside the weights, else None."""
+        if self.tokenizer is not None:
+            return Path(self.tokenizer)
+        if self.weights is None:
+            return None
+        weights = Path(self.weights)
+        beside = (weights if weights.is_dir() else weights.parent) / "tokenizer.json"
+        return beside if beside.is_file() else None
+
+
+class RunOptions(RunRequest, GenerateRequest):
+    """Both, as the command line takes them."""
+
+    sections: ClassVar = {**RunRequest.sections, **GenerateRequest.sections}
+
+    tokens: Annotated[int | None, Flag(name="--generate"), _TOKENS] = None  # type: ignore[assignment]
+
+    def check(self) -> None:
+        """See that options go together: those that only training reads are not for generation.
+
+        Raises:
+            MeshwiseError: names one.
+        """
+        if self.tokens is None:
+            for name in ("prompt", "prompt_tokens"):
+                if getattr(self, name) is not None:
+                    raise MeshwiseError(f"--{name.replace('_', '-')} needs --generate, the number of new tokens")
+            return RunRequest.check(self)
+        training = sorted(self.model_fields_set - set(GenerateRequest.model_fields))
+        if others := [name for name in training if getattr(self, name) is not None]:
+            raise MeshwiseError(f"--{others[0].replace('_', '-')} is for training; with --generate leave it out")
+        return GenerateRequest.check(self)
+
+    def generation(self) -> GenerateRequest:
+        """The part that generation reads."""
+        return GenerateRequest(**self.model_dump(include=set(GenerateRequest.model_fields)))

@@ -1,0 +1,79 @@
+"""`simulate train`: one training step in time, of a plan or of a layout. Not here: pictures and words (`report`)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from meshwise.commands.command import Screen, verb
+from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
+from meshwise.commands.plan_files import write_file
+from meshwise.commands.requests import Request
+from meshwise.core.errors import InfeasibleError
+from meshwise.report.timeline import timeline_report, timeline_svg, timeline_trace
+from meshwise.search import Plan
+from meshwise.simulation import StepTimeline, simulate_training_step
+
+
+def simulate_step(plan: Plan | str | os.PathLike[str], **job: Any) -> StepTimeline:
+    """Place one step of a training plan in time: what `meshwise simulate` answers, as values.
+
+    >>> import meshwise
+    >>> planning = meshwise.estimate_train(
+    ...     "llama-3-8b", on="v5p:4x4x4", batch_tokens="1Mi", seq_len=4096, layout="stage=4,fsdp=4,tensor=4"
+    ... )
+    >>> timeline = meshwise.simulate_step(planning.plans[0])
+    >>> abs(timeline.total / planning.plans[0].estimate.step_time.expected - 1) < 1e-9
+    True
+
+    The same in one call:
+
+    >>> again = meshwise.simulate_step(
+    ...     "llama-3-8b", on="v5p:4x4x4", batch_tokens="1Mi", seq_len=4096, layout="stage=4,fsdp=4,tensor=4"
+    ... )
+    >>> again.total == timeline.total
+    True
+
+    Args:
+        plan: a plan, or the file that one was saved in; with `job`, a model.
+        job: cluster, batch, layout and the like: the keywords of `estimate_train`.
+
+    Raises:
+        MeshwiseError: a file that holds no plan; an argument that cannot be understood.
+    """
+    found = plan_given(plan, job)
+    return simulate_training_step(found.problem, found.fabric, found.layout)
+
+
+class _Pictures(Request):
+    sections: ClassVar = {"Output": ("svg", "trace")}
+
+    svg: Path | None = Field(default=None, description="Write the picture to this file as SVG.")
+    trace: Path | None = Field(
+        default=None, description="Write a trace to this file that opens in Perfetto or chrome://tracing."
+    )
+
+
+@verb(EstimateTrainRequest, _Pictures, plan_or=EstimateTrainRequest)
+def show_timeline(screen: Screen, asked: EstimateTrainRequest | str, files: _Pictures) -> int | None:
+    """Show one training step as a timeline.
+
+    Of a saved plan (what --save wrote, and no option that states a job), or of a model, a job and a layout as
+    'estimate train' takes them. For every pipeline stage: compute, each stream of communication, and when it waits.
+    The end is the estimate's expected step time. Of a layout that does not fit in memory the exit code is 3.
+
+    \b
+      meshwise simulate train plan.json --trace step.json
+      meshwise simulate train llama-3-70b --on h100:512 --batch-tokens 4Mi --seq-len 4096 \\
+        --layout stage=8,tensor=8,fsdp=8 --svg step.svg
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    plan, inputs = plan_asked(asked, screen)
+    timeline = simulate_step(plan)
+    write_file("--svg", files.svg, lambda: timeline_svg(timeline))
+    write_file("--trace", files.trace, lambda: timeline_trace(timeline))
+    fits = plan.estimate.fits
+    screen.show(timeline_report(timeline, str(plan.layout), inputs | files.echo(), fits=fits))
+    return None if fits else InfeasibleError.exit_code
