@@ -22,7 +22,7 @@ def load(name: str):
 
 
 generate, reference = load("generate"), load("reference")
-PROSE = [p for p in generate.PAGES if p.name != "reference.md"]
+PROSE = [p for p in generate.PAGES if p.name not in ("reference.md", "__init__.pyi")]
 ALL = sorted({*generate.PAGES, *(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"})
 
 
