@@ -16,7 +16,7 @@ from accuracy_page import tell
 from meshwise.scoring import score_runs, shipped_runs
 from meshwise.scoring.leaving_out import LeavingOut
 from meshwise.scoring.serving import score_served, shipped_served_runs
-from meshwise.scoring.serving.leaving_out import ServedLeavingOut
+from meshwise.scoring.serving.score import ServedLeavingOut
 
 
 def main(words: list[str]) -> int:

@@ -17,7 +17,7 @@ from accuracy_page import errors_table, tell, write_or_check
 from meshwise.costs.engines import ENGINES
 from meshwise.scoring.serving import ServedPrediction, ServedScore, score_served, shipped_served_runs
 from meshwise.scoring.serving.constants import engine_of
-from meshwise.scoring.serving.leaving_out import ServedLeavingOut
+from meshwise.scoring.serving.score import ServedLeavingOut
 from meshwise.scoring.statistics import by, errors_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving-accuracy.md"

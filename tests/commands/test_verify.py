@@ -11,7 +11,7 @@ import meshwise
 from meshwise.commands.compile_worker import compile_apart
 from meshwise.commands.verify import compare_copy, verify, verify_best, verify_plan
 from meshwise.compiler.compiling import Compiled
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.lines import REASONS, UNEXPLAINED
 from meshwise.compiler.memory import CompiledMemory
 from meshwise.core.errors import CompilerError, ConfigError, MeshwiseError

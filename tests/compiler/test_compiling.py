@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from meshwise.compiler import environment
-from meshwise.compiler.cache import cache_folder, content_key, read_entry, write_entry
-from meshwise.compiler.compiling import Compiled, compile_ahead
+from meshwise.compiler.compiling import Compiled, cache_folder, compile_ahead, content_key, read_entry, write_entry
 from meshwise.compiler.memory import CompiledMemory, OutOfMemory
 from meshwise.compiler.targets import Target
 from meshwise.core.errors import CompilerError, MissingDependencyError

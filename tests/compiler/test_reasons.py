@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from meshwise.compiler.expected import Expected, ExpectedCollective
-from meshwise.compiler.hlo.instructions import Computation, Instruction
 from meshwise.compiler.hlo.loops import Execution
+from meshwise.compiler.hlo.reader import Computation, Instruction
 from meshwise.compiler.hlo.rewrites import Meant
 from meshwise.compiler.hlo.shapes import parse_shape
 from meshwise.compiler.hlo.traffic import Emitted

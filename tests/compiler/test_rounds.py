@@ -4,8 +4,7 @@ import pytest
 
 import meshwise
 from meshwise.compiler.comparison import STATE
-from meshwise.compiler.expected import expect
-from meshwise.compiler.rounds import Rounds
+from meshwise.compiler.expected import Rounds, expect
 from meshwise.sharding.layout import Layout
 
 MODEL = "D=1024 F=4096 L=8 N=8 K=8 V=32768"

@@ -8,6 +8,7 @@ from meshwise.costs.problem import ServingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import SERVING_PRECISIONS, ServingLoad
 from meshwise.models import load_model
+from meshwise.sharding.serving import ServingLayoutChoices
 
 
 @pytest.mark.parametrize("precision", sorted(SERVING_PRECISIONS))
@@ -17,7 +18,9 @@ def test_tokens_are_dispatched_as_activations_are(precision):
     calibration = find_serving_calibration("operations", cluster.chip)
     problem = ServingProblem(load_model("mixtral-8x7b"), load, cluster, calibration)
     for step in ("prefill", "decode"):
-        routes = [op for b in problem.program(step) for op in b.ops if isinstance(op, Route)]
+        routes = [
+            op for b in problem.lowered(step, ServingLayoutChoices()).program for op in b.ops if isinstance(op, Route)
+        ]
         assert {op.name.partition(".")[0] for op in routes} == {"dispatch", "combine"}
         for op in routes:
             assert op.output.dtype is None, "None is the format of activations"

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.reader import read_module
 from meshwise.compiler.hlo.rewrites import meant_collectives
 from meshwise.sharding.layout import Layout

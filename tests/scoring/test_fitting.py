@@ -7,8 +7,7 @@ import pytest
 
 from meshwise.costs.calibration import IDENTITY, default_calibration
 from meshwise.scoring import predict, shipped_runs
-from meshwise.scoring.constants import all_constants
-from meshwise.scoring.fitting import Constant, Repriced, Sensitivities, fit, sensitivities
+from meshwise.scoring.fitting import Constant, Repriced, Sensitivities, all_constants, fit, sensitivities
 from meshwise.scoring.leaving_out import LeavingOut
 
 RUNS = {run.id: run for run in shipped_runs()}

@@ -5,8 +5,7 @@ import pytest
 from meshwise.core.errors import MeshwiseError
 from meshwise.scoring import MeasuredRun, Refusal, predict, shipped_runs
 from meshwise.scoring.conventions import convention_flops, measured_bytes, measured_seconds
-from meshwise.scoring.machines import cluster_of, node_bandwidth
-from meshwise.scoring.models import model_of
+from meshwise.scoring.models import cluster_of, model_of, node_bandwidth
 from meshwise.scoring.setup import set_up
 
 RUNS = {run.id: run for run in shipped_runs()}

@@ -15,7 +15,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.machine import counted_bytes
 from meshwise.costs.network import make_group_link
 from meshwise.hardware import Chip, Cluster, load_chip
-from meshwise.hardware.device_kinds import chip_of_device
+from meshwise.hardware.names import chip_of_device
 from meshwise.runtime.bench import Bench, Sample, attention_sizes, matmul_sizes
 from meshwise.sharding import CollectiveKind
 

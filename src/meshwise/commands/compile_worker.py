@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.compiler.compiling import Compiled, compile_ahead, target_devices
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.placement import device_mesh, place_devices
 from meshwise.compiler.reduction import reduce_layers
 from meshwise.compiler.targets import Target

@@ -18,7 +18,7 @@ from meshwise.compiler.placement import place_devices
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.hardware import Chip, load_chip
-from meshwise.hardware.device_kinds import chip_of_device
+from meshwise.hardware.names import chip_of_device
 from meshwise.report.generate import GenerateResult
 from meshwise.report.run import RunResult
 from meshwise.runtime.checkpoints import Checkpoints

@@ -21,8 +21,8 @@ from meshwise.compiler.comparison import STATE, WITHIN, compare
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.environment import check_compiler
 from meshwise.compiler.expected import expect
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
-from meshwise.compiler.hlo.unread import unread
+from meshwise.compiler.hlo.groups import DeviceMesh
+from meshwise.compiler.hlo.traffic import unread
 from meshwise.compiler.lines import Line, extrapolated
 from meshwise.compiler.reduction import Reduction, reduce_layers, reduction_of
 from meshwise.compiler.targets import Target

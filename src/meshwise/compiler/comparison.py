@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.expected import Expected, Operation
-from meshwise.compiler.hlo.bytes_moved import Movement, movements
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
-from meshwise.compiler.hlo.flops import Matmul, matmuls
+from meshwise.compiler.hlo.bytes_moved import Matmul, Movement, matmuls, movements
+from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.rewrites import meant_collectives
 from meshwise.compiler.lines import Difference, Line, explained
 from meshwise.compiler.memory import CompiledMemory

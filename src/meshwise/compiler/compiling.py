@@ -1,10 +1,16 @@
 """Compiles a lowered program ahead of time for devices that are not there, or finds it compiled already.
 
-The program is handed in as JAX lowered it. Not here: what the compiled program holds (`hlo`, `summary`).
+The program is handed in as JAX lowered it. What is on disk is found by what went in: the lowered text, the target, the
+order of devices, versions. Not here: what the compiled program holds (`hlo`).
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
+import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +18,63 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwise.compiler.cache import content_key, read_entry, write_entry
 from meshwise.compiler.environment import compiler_versions, prepare
-from meshwise.compiler.hlo.instructions import Module
-from meshwise.compiler.hlo.reader import read_module
+from meshwise.compiler.hlo.reader import Module, read_module
 from meshwise.compiler.memory import CompiledMemory, OutOfMemory
 from meshwise.compiler.targets import Target
 from meshwise.core.errors import CompilerError
+
+#: Changes when entries are written differently.
+_FORMAT = 1
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept."""
+    own = os.environ.get("MESHWISE_CACHE")
+    if own:
+        return Path(own) / "compiled"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "meshwise" / "compiled"
+
+
+def content_key(text: str, facts: Mapping[str, Any]) -> str:
+    """Name an entry by all that its content depends on.
+
+    >>> content_key("a", {"x": 1}) == content_key("a", {"x": 1}), content_key("a", {"x": 1}) == content_key("a", {})
+    (True, False)
+    """
+    digest = hashlib.sha256()
+    digest.update(json.dumps({"format": _FORMAT, **facts}, sort_keys=True).encode())
+    digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def read_entry(key: str, folder: Path | None = None) -> dict[str, Any] | None:
+    """Read an entry, None where there is none that can be read."""
+    path = (folder or cache_folder()) / f"{key}.json.gz"
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            value = json.load(file)
+    except (OSError, EOFError, ValueError):
+        return None
+    return value if isinstance(value, dict) and value.get("key") == key else None
+
+
+def write_entry(key: str, value: Mapping[str, Any], folder: Path | None = None) -> Path | None:
+    """Write an entry; give its file, or None where the folder cannot be written: a cache is never a must."""
+    home = folder or cache_folder()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=home, prefix=".new-", delete=False) as raw:
+            try:
+                with gzip.open(raw, "wt", encoding="utf-8", compresslevel=5) as file:
+                    json.dump({**value, "key": key}, file)
+            except BaseException:
+                Path(raw.name).unlink(missing_ok=True)
+                raise
+        return Path(raw.name).replace(home / f"{key}.json.gz")
+    except OSError:
+        return None
 
 
 class Lowered(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
+from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.core.errors import CompilerError
 from meshwise.sharding.layout import MESH_AXES, Layout
 

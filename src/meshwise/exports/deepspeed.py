@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshwise.exports.choices import Choices
+from meshwise.exports.choices import Choices, header_lines
 from meshwise.exports.exported import Exported, Refusals
-from meshwise.exports.text import header_lines
 
 TITLE = "DeepSpeed"
 VERSION = "docs/_pages/config-json.md at commit 00376da"

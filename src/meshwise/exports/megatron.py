@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwise.exports.choices import Choices
+from meshwise.exports.choices import Choices, commented, header_lines
 from meshwise.exports.exported import Exported, Refusals
 from meshwise.exports.megatron_model import model_arguments
 from meshwise.exports.shape import read_shape
-from meshwise.exports.text import commented, header_lines
 from meshwise.models.spec import Mlp
 from meshwise.sharding.remat import MODULES
 

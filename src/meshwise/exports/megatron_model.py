@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwise.exports.choices import Choices
+from meshwise.exports.choices import MTP_NOTE, Choices
 from meshwise.exports.exported import Refusals
 from meshwise.exports.shape import ModelShape
-from meshwise.exports.text import MTP_NOTE
 from meshwise.models.spec import LatentAttention, Mixture, SelfAttention
 
 Argument = tuple[str | int, ...]

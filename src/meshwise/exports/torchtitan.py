@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.exports.choices import Choices
+from meshwise.exports.choices import ONE_COPY, Choices, commented, header_lines
 from meshwise.exports.exported import Exported, Refusals
-from meshwise.exports.text import ONE_COPY, commented, header_lines
 
 TITLE = "torchtitan"
 VERSION = "torchtitan/config/parallelism.py at commit 15e2431, training.py at f204eb6"

@@ -12,12 +12,25 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshwise.core.errors import ClusterError, ConfigError
-from meshwise.hardware.catalog import chip_row, load_chip, networks, resolve_chip_name, source_rows
 from meshwise.hardware.chip import Chip
 from meshwise.hardware.cluster import Cluster
 from meshwise.hardware.names import assemble, reprice
 from meshwise.hardware.network import Torus, TorusAxis, Tree
-from meshwise.hardware.schema import Bandwidth, ChipRow, Count, Dollars, LevelRow, Seconds, SourceRow, validate
+from meshwise.hardware.schema import (
+    Bandwidth,
+    ChipRow,
+    Count,
+    Dollars,
+    LevelRow,
+    Seconds,
+    SourceRow,
+    chip_row,
+    load_chip,
+    networks,
+    resolve_chip_name,
+    source_rows,
+    validate,
+)
 from meshwise.hardware.slices import SliceRules
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from meshwise.core.dtypes import DType, parse_dtype
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.core.tensors import Block, Format, Kind, Op, Program, Tensor
-from meshwise.jobs.narrowing import is_projection, narrowed
-from meshwise.jobs.precision import PRECISIONS, Precision, Recipe
+from meshwise.jobs.precision import PRECISIONS, Precision, Recipe, is_projection, narrowed
 
 #: Scales of weights in four bits: one fp16 number for 128 elements (AWQ, GPTQ), or one e4m3 number for 16 (NVFP4).
 _SCALES = {DType.INT4: 2 / 128, DType.FP4: 1 / 16}

@@ -17,7 +17,7 @@ from meshwise.report.chart import new_figure, svg_of
 from meshwise.report.report import listed
 from meshwise.report.table import noted_table, table
 from meshwise.scoring import Errors, Refusal
-from meshwise.scoring.scored import Scored, source_of
+from meshwise.scoring.score import Scored, source_of
 from meshwise.scoring.statistics import AnyPredicted
 
 P = TypeVar("P", bound=AnyPredicted)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from meshwise.scoring.columns import COLUMNS, METRICS
 from meshwise.scoring.outcomes import Refusal
 from meshwise.scoring.prediction import Prediction, predict
-from meshwise.scoring.reading import MeasuredRun, read_runs, runs_of
-from meshwise.scoring.rows import UnreadRow
+from meshwise.scoring.rows import COLUMNS, METRICS, MeasuredRun, UnreadRow, read_runs, runs_of
 from meshwise.scoring.score import Score, score_runs, shipped_runs
 from meshwise.scoring.statistics import Errors, Ranking
 

@@ -15,13 +15,11 @@ import numpy as np
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration, default_calibration
 from meshwise.hardware import Chip
-from meshwise.scoring.constants import all_constants
-from meshwise.scoring.fitting import Constant, Fit, Repriced, Sensitivities, fit, sensitivities
+from meshwise.scoring.fitting import Constant, Fit, Repriced, Sensitivities, all_constants, fit, sensitivities
 from meshwise.scoring.outcomes import Refusal
 from meshwise.scoring.prediction import Prediction, predict
-from meshwise.scoring.reading import MeasuredRun
-from meshwise.scoring.rows import UnreadRow
-from meshwise.scoring.scored import predict_all
+from meshwise.scoring.rows import MeasuredRun, UnreadRow
+from meshwise.scoring.score import predict_all
 
 #: A constant that moves no step by this share when it doubles is left alone.
 _IDLE = 0.005

@@ -1,4 +1,4 @@
-"""From a measured number to seconds of a step: units, and the conventions by which sources count FLOPs.
+"""From a measured number to seconds of a step or tokens a second: units, and how sources count FLOPs.
 
 Not here: which convention is right (`costs.estimate.model_flops` is ours).
 """
@@ -10,8 +10,24 @@ import re
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
 from meshwise.models import Model
-from meshwise.scoring.rates import tokens_per_second
-from meshwise.scoring.reading import MeasuredRun
+from meshwise.scoring.rows import MeasuredRun, Row
+
+_UNIT = re.compile(r"tok(?:en)?s?(?:/s(?:ec|econd)?| (?:per|a) second)((?:/| per )[a-z]+)?(?=$|[\s(,;])")
+
+
+def tokens_per_second(run: Row) -> float:
+    """Give the rate of all chips together; metrics that end in `_per_chip` or `_per_gpu` are of each.
+
+    Raises:
+        MeshwiseError: a unit that is not tokens a second, or that is of each chip where the metric is of all.
+    """
+    each = run.measured_metric.endswith(("_per_chip", "_per_gpu"))
+    found = _UNIT.match(run.unit.strip().lower())
+    if found is None or (found[1] and not each):
+        expected = "tokens/s/chip" if each else "tokens/s, of all chips together"
+        raise MeshwiseError(f"unit of {run.measured_metric}: expected {expected}, found {run.unit!r}")
+    return run.measured_value * (run.n_chips if each else 1)
+
 
 _BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
 

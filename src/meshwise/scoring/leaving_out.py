@@ -14,8 +14,16 @@ import numpy as np
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.spread import Likely
-from meshwise.scoring.constants import all_constants
-from meshwise.scoring.fitting import Constant, Fit, Repriced, RepricedRow, Sensitivities, fit, sensitivities
+from meshwise.scoring.fitting import (
+    Constant,
+    Fit,
+    Repriced,
+    RepricedRow,
+    Sensitivities,
+    all_constants,
+    fit,
+    sensitivities,
+)
 from meshwise.scoring.prediction import Prediction
 from meshwise.scoring.statistics import AnyPredicted
 

@@ -12,7 +12,7 @@ from meshwise.costs.estimate import Estimate
 from meshwise.costs.spread import doubts_of, likely_interval
 from meshwise.scoring.conventions import measured_bytes, measured_seconds
 from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
-from meshwise.scoring.reading import MeasuredRun
+from meshwise.scoring.rows import MeasuredRun
 from meshwise.scoring.setup import Setup, set_up
 from meshwise.search import estimate_layout
 from meshwise.sharding.layout import Layout

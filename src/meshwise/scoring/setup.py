@@ -18,9 +18,8 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import Model
-from meshwise.scoring.machines import cluster_of
-from meshwise.scoring.models import model_of
-from meshwise.scoring.reading import MeasuredRun
+from meshwise.scoring.models import cluster_of, model_of
+from meshwise.scoring.rows import MeasuredRun
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 from meshwise.sharding.remat import parse_remat
 

@@ -19,8 +19,7 @@ from meshwise.costs.step import NETWORKS, Ledger, StepTime
 from meshwise.costs.traffic import CollectiveTemplate, Pass
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Purpose
-from meshwise.simulation.events import Event, Timeline, run_schedule
-from meshwise.simulation.orders import Task, Work
+from meshwise.simulation.orders import Event, Task, Timeline, Work, run_schedule
 
 #: Stream -> what runs on it.
 STREAMS = {

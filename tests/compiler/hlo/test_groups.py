@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
-from meshwise.compiler.hlo.groups import axes_of_groups, axes_of_pairs, parse_groups
+from meshwise.compiler.hlo.groups import DeviceMesh, axes_of_groups, axes_of_pairs, parse_groups
 from meshwise.core.errors import CompilerError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
-from meshwise.compiler.hlo.flops import matmuls
+from meshwise.compiler.hlo.bytes_moved import matmuls
+from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.hlo.reader import read_module
 from meshwise.compiler.hlo.rewrites import meant_collectives
 from meshwise.compiler.hlo.traffic import emitted_collectives

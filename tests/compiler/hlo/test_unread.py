@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.compiler.hlo.reader import read_module
-from meshwise.compiler.hlo.unread import unread
+from meshwise.compiler.hlo.traffic import unread
 from meshwise.core.errors import CompilerError
 
 DATA = Path(__file__).parents[2] / "data" / "compiled"

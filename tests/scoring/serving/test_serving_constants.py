@@ -10,7 +10,7 @@ import pytest
 from meshwise.scoring.fitting import sensitivities
 from meshwise.scoring.serving import predict_served, shipped_served_runs
 from meshwise.scoring.serving.constants import serving_constants, start_values
-from meshwise.scoring.serving.leaving_out import RepricedServed, ServedLeavingOut
+from meshwise.scoring.serving.score import RepricedServed, ServedLeavingOut
 
 NAMES = ("S-gptfast-0001", "S-gptfast-0009", "S-ft-0104", "S-aicsilicon-2387", "S-aicsilicon-0061", "S-esti-0011")
 

@@ -1,4 +1,4 @@
-"""Who talks to whom: replica groups of a collective, in each form that XLA writes, and the mesh axes that they are.
+"""Who talks to whom: the mesh of a program, its replica groups in each form that XLA writes, and their mesh axes.
 
 Numbers are partitions: places in the device order that the program was compiled with, which is the mesh, flattened.
 Not here: bytes (`traffic`).
@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from meshwise.compiler.hlo.instructions import Instruction
+from meshwise.compiler.hlo.reader import Instruction
 from meshwise.core.errors import CompilerError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -174,3 +175,44 @@ def _differing(pairs: Sequence[tuple[int, int]], names: Sequence[str], sizes: Se
     for name, a, b in zip(names, sources, targets, strict=True):
         if bool((a != b).any()):
             yield name
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMesh:
+    """A mesh.
+
+    Args:
+        sizes: axis -> size, outermost first.
+        slices: slice of each place of the flattened mesh; empty where there is one.
+
+    >>> mesh = DeviceMesh({"fsdp": 2, "tensor": 4}, (0, 0, 0, 0, 1, 1, 1, 1))
+    >>> mesh.num_slices, mesh.slice_axes, mesh.partitions(4)
+    (2, ('fsdp',), (0, 1, 2, 3))
+    """
+
+    sizes: Mapping[str, int]
+    slices: Sequence[int] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Places of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def num_slices(self) -> int:
+        """How many slices its devices lie in."""
+        return len(set(self.slices)) or 1
+
+    @property
+    def slice_axes(self) -> tuple[str, ...]:
+        """Mesh axes that cross slices, outermost first."""
+        if self.num_slices == 1:
+            return ()
+        array = np.array(self.slices).reshape(tuple(self.sizes.values()))
+        return tuple(name for d, name in enumerate(self.sizes) if bool((np.diff(array, axis=d) != 0).any()))
+
+    def partitions(self, number: int) -> tuple[int, ...]:
+        """Places of the mesh of the partitions that a program counts: all, or those of the first slice."""
+        if number == self.num_devices or not self.slices:
+            return tuple(range(number))
+        return tuple(p for p, s in enumerate(self.slices) if s == min(self.slices))

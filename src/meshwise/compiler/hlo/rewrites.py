@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
-from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
+from meshwise.compiler.hlo.groups import DeviceMesh
+from meshwise.compiler.hlo.reader import Computation, Instruction, Module
 from meshwise.compiler.hlo.traffic import Emitted, emitted_collectives
 
 #: Name of a rewrite -> what XLA did.

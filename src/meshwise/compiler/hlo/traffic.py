@@ -1,7 +1,8 @@
 """The collectives of a compiled program: kind, mesh axes, bytes and how often, each as XLA emitted it.
 
 Asynchronous pairs count once, at their start; what TPU programs write as an AllReduce and a slice in one fusion is the
-ReduceScatter that it is. Not here: what XLA made them from (`rewrites`), and what was expected (`comparison`).
+ReduceScatter that it is. What nothing here can count is named, so that it is not ignored in silence. Not here: what XLA
+made them from (`rewrites`), and what was expected (`comparison`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshwise.compiler.hlo.device_mesh import DeviceMesh
-from meshwise.compiler.hlo.groups import axes_of_groups, axes_of_pairs, groups_of, pairs_of
-from meshwise.compiler.hlo.instructions import Computation, Instruction, Module
-from meshwise.compiler.hlo.loops import Execution, executions
+from meshwise.compiler.hlo.bytes_moved import GEMM
+from meshwise.compiler.hlo.groups import DeviceMesh, axes_of_groups, axes_of_pairs, groups_of, pairs_of
+from meshwise.compiler.hlo.loops import Execution, executions, trip_count
+from meshwise.compiler.hlo.reader import Computation, Instruction, Module
 from meshwise.compiler.hlo.shapes import ArrayShape, Shape, TupleShape
 
 #: Kinds of collectives, by the word that `Emitted.kind` has.
@@ -213,3 +214,50 @@ def _results(i: Instruction) -> tuple[ArrayShape, ...]:
 def _nested(i: Instruction, shape: TupleShape) -> bool:
     """Whether a start writes its operands as a tuple in front."""
     return i.opcode.endswith("-start") and isinstance(shape.parts[0], TupleShape)
+
+
+#: Calls of libraries and of the compiler's own that neither multiply nor send.
+_HARMLESS = re.compile(
+    r"AllocateBuffer|AssumeGatherIndicesInBound|AsyncCollective(Start|Done)|ConcatBitcast|Sharding|LayoutConstraint"
+    r"|X64(Combine|SplitLow|SplitHigh)|MoveToHost|MoveToDevice|annotate_device_placement|TopK|ResizeDynamic|SliceId"
+)
+#: Attributes that only collectives have.
+_GROUPS = re.compile(r"\b(replica_groups|source_target_pairs|channel_id)=")
+#: Ends and halves of collectives that are counted at their start.
+_ENDS = ("-done", "-update", "recv", "optimization-barrier")
+
+
+def unread(module: Module) -> tuple[str, ...]:
+    """List, in words, what of a program is not counted or counted by assumption.
+
+    >>> from meshwise.compiler.hlo.reader import read_module
+    >>> unread(read_module('''HloModule m
+    ...
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0)
+    ...   ROOT %y = f32[8]{0} custom-call(%x), custom_call_target="mine"
+    ... }'''))
+    ('calls of mine: neither products nor bytes of them are counted',)
+    """
+    runs = executions(module)
+    found: dict[str, None] = {}
+    for computation in module.computations.values():
+        for execution in runs.get(computation.name, ())[:1]:
+            for i in computation.instructions:
+                found.update(dict.fromkeys(_of(module, computation, i, execution)))
+    return tuple(found)
+
+
+def _of(module: Module, computation: Computation, i: Instruction, execution: Execution) -> Iterator[str]:
+    opcode = i.opcode.removesuffix("-start")
+    sends = opcode in OPCODES
+    if i.opcode == "while" and trip_count(module, computation, i) is None:
+        yield f"the loop {i.name} ({i.op_name}): its rounds depend on data, and one is counted"
+    elif i.opcode == "custom-call":
+        target = i.attributes.get("custom_call_target", "").strip('"')
+        if not (GEMM.search(target) or _HARMLESS.search(target)):
+            yield f"calls of {target}: neither products nor bytes of them are counted"
+    elif _GROUPS.search(i.tail) and not sends and not i.opcode.endswith(_ENDS):
+        yield f"{i.opcode}: devices take part in it together, and what it sends is not counted"
+    if sends and execution.branch:
+        yield f"{i.opcode} in a branch ({i.op_name}): counted as if it were taken in every round"

@@ -3,6 +3,6 @@
 Not here: plans of training (`handover.targets`).
 """
 
-from meshwise.exports.serving.targets import SERVING_TARGETS, hand_over_serving
+from meshwise.exports.targets import SERVING_TARGETS, hand_over_serving
 
 __all__ = ["SERVING_TARGETS", "hand_over_serving"]

@@ -17,10 +17,9 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.core.units import format_time
 from meshwise.exports.exported import Refusals
-from meshwise.exports.serving.benchmark import mean_note
 from meshwise.exports.serving.choices import ServingChoices
-from meshwise.exports.serving.notes import common_notes
-from meshwise.exports.serving.script import Script, command
+from meshwise.exports.serving.script import Script, command, mean_note
+from meshwise.exports.serving.settings import common_notes
 from meshwise.sharding.serving import ServingLayout
 
 VERSION = "MaxText's maxengine_server.py at commit 5505348, inference.yml at commit 106ee59"

@@ -1,6 +1,6 @@
 """A shell script of functions, one a command: the engines, what stands before them, the measurement.
 
-Values in, text out. Not here: any engine's own names.
+Measurements of all engines take requests of the plan's lengths, as many at once. Not here: any engine's own names.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.core.units import format_time
+from meshwise.exports.choices import commented
 from meshwise.exports.serving.choices import ServingChoices
-from meshwise.exports.text import commented
+from meshwise.jobs.traffic import Fixed, Uniform, parse_lengths
 
 #: Flag -> its value as the shell takes it; None for a switch.
 Options = Mapping[str, str | int | float | None]
@@ -100,3 +101,63 @@ def _header(choices: ServingChoices) -> list[str]:
             f"{tokens:,.0f} output tokens/s{where}"
         ),
     ]
+
+
+#: How a measurement is to be read.
+_MEASURED = (
+    "'bench' keeps as many requests on their way as the plan has; the first ones come at once and wait for each other, "
+    "so compare medians of TTFT and TPOT"
+)
+
+
+def drawn_alike(choices: ServingChoices) -> dict[str, float] | None:
+    """How far lengths are from their means at most, as shares of these, where they are alike or uniform; else None.
+
+    Of prompts without what is cached, which is the same for all.
+    """
+    load = choices.load
+    if load.mix is None:
+        return {"input": 0.0, "output": 0.0}
+    if load.mix.prompt is None or load.mix.output is None:
+        return None
+    out = {}
+    for name, text, cached in (("input", load.mix.prompt, load.cached_prefix), ("output", load.mix.output, 0.0)):
+        lengths = parse_lengths(text)
+        if not isinstance(lengths, Uniform | Fixed) or lengths.most is None:
+            return None
+        out[name] = round((lengths.most - lengths.least) / (lengths.most + lengths.least - 2 * cached), 6)
+    return out
+
+
+def mean_note(choices: ServingChoices) -> str:
+    """Say that a measurement sends requests of the mean length."""
+    words = choices.load.mix.words if choices.load.mix else ""
+    return f"'bench' sends requests of the mean length, the plan has {words}"
+
+
+def serving_benchmark(choices: ServingChoices) -> dict[str, str | int | float | None]:
+    """Give the options of a closed loop of requests of the plan's lengths."""
+    load = choices.load
+    return {
+        "--model": '"$MODEL"',
+        "--dataset-name": "random",
+        "--random-input-len": choices.new_tokens,
+        "--random-prefix-len": int(load.cached_prefix),
+        "--random-output-len": choices.output_tokens,
+        "--random-range-ratio": "0.0",
+        "--ignore-eos": None,
+        "--num-prompts": choices.num_prompts,
+        "--max-concurrency": choices.on_their_way,
+        "--request-rate": "inf",
+        "--seed": 0,
+        "--percentile-metrics": "ttft,tpot,itl,e2el",
+        "--metric-percentiles": "50,90,99",
+    }
+
+
+def add_measurement(choices: ServingChoices, script: Script, run: list[str]) -> None:
+    """End a script with the command that measures, how its numbers are to be read, and how the script is run."""
+    script.add("bench", "measure what was predicted", run=run)
+    script.notes.append(_MEASURED)
+    first = "prefill, decode and router" if choices.apart else "serve"
+    script.use = f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"

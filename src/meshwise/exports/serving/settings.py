@@ -1,13 +1,18 @@
-"""The checkpoint that an engine loads, what quantises it, formats of its caches. Not here: any engine's methods."""
+"""The checkpoint that an engine loads, what quantises it, formats of its caches, and what else it has to be told.
+
+Not here: any engine's methods.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshwise.core.dtypes import DType
+from meshwise.costs.serving.estimate import fabric_of
 from meshwise.exports.exported import Refusals
 from meshwise.exports.serving.choices import ServingChoices
 from meshwise.exports.serving.script import Script
+from meshwise.sharding.serving import ServingLayout
 
 #: Formats of published checkpoints that are stored otherwise than their config's dtype, by quantization method.
 _PUBLISHED = {"fp8": (DType.FP8, DType.FP8)}
@@ -78,3 +83,72 @@ def model_setting(choices: ServingChoices, methods: Methods, refusals: Refusals,
 
 def _name(script: Script, hub: str, wanted: str) -> None:
     script.settings["MODEL"] = f'"${{MODEL:-{hub}}}"' if hub else f'"${{MODEL:?{wanted}}}"'
+
+
+def common_notes(
+    choices: ServingChoices, title: str, *, numbered: Sequence[Sequence[str]], mixes: bool, prefix_option: str
+) -> list[str]:
+    """Say what an engine decides itself, and what the plan counts on.
+
+    Args:
+        choices: the plan.
+        title: the engine's own name.
+        numbered: groups of mesh axes as the engine nests its ranks, innermost first.
+        mixes: whether it puts whole prompts into one step with what is generated.
+        prefix_option: what turns prefix caching off.
+    """
+    setup, load = choices.setup, choices.load
+    layouts = dict.fromkeys((setup.prefill, setup.decode))
+    notes = [_how_many(choices)]
+    if any(pool.layout.replicas > 1 for pool in choices.pools):
+        more = "" if choices.apart else "; 'bench' measures one"
+        notes.append(f"give each engine of a kind the same number of requests{more}")
+    if any(layout.structure.sequence_parallel for layout in layouts):
+        notes.append(
+            f"sequence_parallel=on: {title} keeps positions whole between the matmuls of prefill, by an AllReduce "
+            "where the plan has a ReduceScatter and an AllGather of as many bytes"
+        )
+    if mixes and not choices.apart and setup.chunk is None:
+        notes.append(f"{title} puts a prompt and what is generated into one step; in the plan they take turns")
+    if any(layout.stage > 1 for layout in layouts):
+        notes.append(f"{title} forms the parts of the batch that its stages work on; the plan has as many as stages")
+    if not load.cached_prefix:
+        notes.append(f"the plan counts on no cached prefix; for traffic that has some, leave out {prefix_option}")
+    if load.draft_tokens:
+        notes.append(
+            f"the plan counts on {load.acceptance:.0%} of proposed tokens accepted, and on a draft that takes no time"
+        )
+    placed = (_placement_note(choices, layout, numbered, title) for layout in layouts)
+    return [*notes, *(note for note in placed if note)]
+
+
+def _how_many(choices: ServingChoices) -> str:
+    """Say how many servers there are, and on what."""
+    each = [
+        f"{pool.layout.replicas} x '{pool.name}' on {_chips(pool.layout.engine_chips)}"
+        + (" each" if pool.layout.replicas > 1 else "")
+        for pool in choices.pools
+    ]
+    return "start " + " and ".join(each)
+
+
+def _chips(count: int) -> str:
+    return "1 chip" if count == 1 else f"{count:,} chips"
+
+
+def _placement_note(
+    choices: ServingChoices, layout: ServingLayout, numbered: Sequence[Sequence[str]], title: str
+) -> str:
+    """Say where axes lie, where an engine would number its ranks otherwise; "" where it would not."""
+    group = {axis: number for number, axes in enumerate(numbered) for axis in axes}
+    wires = [(axis, extents) for axis, extents in layout.wires or () if max(extents) > 1 and axis in group]
+    names = [d.name for d in fabric_of(choices.problem).dimensions]
+    # Axes on one level of the network may nest in any order there.
+    order = [n for d in range(len(names)) for n in sorted(group[axis] for axis, e in wires if e[d] > 1)]
+    if order == sorted(order):
+        return ""
+    placed = "; ".join(
+        f"{axis} on " + " x ".join(f"{n} {e}" for n, e in zip(names, extents, strict=True) if e > 1)
+        for axis, extents in wires
+    )
+    return f"{title} numbers its ranks otherwise than the plan lies ({placed}): order the hosts so"

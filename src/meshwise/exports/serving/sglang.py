@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from meshwise.core.dtypes import DType
 from meshwise.exports.exported import Refusals
-from meshwise.exports.serving.benchmark import add_measurement, mean_note
 from meshwise.exports.serving.choices import Pool, ServingChoices
-from meshwise.exports.serving.notes import common_notes
-from meshwise.exports.serving.script import Options, Script, command, router_urls
-from meshwise.exports.serving.settings import Methods, format_options
+from meshwise.exports.serving.script import Options, Script, add_measurement, command, mean_note, router_urls
+from meshwise.exports.serving.settings import Methods, common_notes, format_options
 
 VERSION, ROUTER = "0.5.23", "sglang-router 0.3.2"
 

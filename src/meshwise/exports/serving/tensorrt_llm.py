@@ -13,11 +13,19 @@ from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.exports.exported import Refusals
-from meshwise.exports.serving.benchmark import add_measurement, drawn_alike, mean_note, serving_benchmark
 from meshwise.exports.serving.choices import Pool, ServingChoices
-from meshwise.exports.serving.notes import common_notes
-from meshwise.exports.serving.script import Options, Script, command, heredoc, router_urls
-from meshwise.exports.serving.settings import Methods, model_setting
+from meshwise.exports.serving.script import (
+    Options,
+    Script,
+    add_measurement,
+    command,
+    drawn_alike,
+    heredoc,
+    mean_note,
+    router_urls,
+    serving_benchmark,
+)
+from meshwise.exports.serving.settings import Methods, common_notes, model_setting
 
 VERSION = "1.2 (commands/serve.py at commit 00209af)"
 

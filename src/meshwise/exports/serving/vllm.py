@@ -15,11 +15,19 @@ from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.exports.exported import Refusals
-from meshwise.exports.serving.benchmark import add_measurement, drawn_alike, mean_note, serving_benchmark
 from meshwise.exports.serving.choices import Pool, ServingChoices
-from meshwise.exports.serving.notes import common_notes
-from meshwise.exports.serving.script import Options, Script, command, router_urls, shell_json
-from meshwise.exports.serving.settings import Methods, format_options
+from meshwise.exports.serving.script import (
+    Options,
+    Script,
+    add_measurement,
+    command,
+    drawn_alike,
+    mean_note,
+    router_urls,
+    serving_benchmark,
+    shell_json,
+)
+from meshwise.exports.serving.settings import Methods, common_notes, format_options
 
 VERSION, ROUTER = "0.33.0", "vllm-router 0.1.17"
 

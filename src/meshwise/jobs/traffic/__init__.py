@@ -1,8 +1,7 @@
 """What is asked of a serving system: requests over time, drawn by a seed or recorded. Not here: how they are served."""
 
-from meshwise.jobs.traffic.arrivals import Arrivals, parse_arrivals
 from meshwise.jobs.traffic.lengths import Fixed, Lengths, Lognormal, Uniform, parse_lengths
-from meshwise.jobs.traffic.load import Demand, DrawnLoad, Load, SharedPrefixes
+from meshwise.jobs.traffic.load import Arrivals, Demand, DrawnLoad, Load, SharedPrefixes, parse_arrivals
 from meshwise.jobs.traffic.mix import RequestMix, mix_lengths, mix_trace
 from meshwise.jobs.traffic.trace import Trace, read_trace
 

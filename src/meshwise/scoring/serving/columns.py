@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwise.scoring.columns import COLUMNS, Column, Metric
+from meshwise.scoring.rows import COLUMNS, Column, Metric
 
 #: Columns that mean what they mean of training runs.
 _SHARED = (

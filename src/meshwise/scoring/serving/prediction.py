@@ -19,8 +19,8 @@ from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving, fabric_of
 from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_batch
 from meshwise.costs.spread import Likely, doubts_of, likely_interval
+from meshwise.scoring.conventions import tokens_per_second
 from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
-from meshwise.scoring.rates import tokens_per_second
 from meshwise.scoring.serving.reading import ServedRun
 from meshwise.scoring.serving.setup import ServedSetup, set_up_served
 

@@ -17,10 +17,8 @@ from meshwise.costs.serving.answer import ServingSetup
 from meshwise.hardware import Chip
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
-from meshwise.scoring.machines import cluster_of
-from meshwise.scoring.models import model_of
-from meshwise.scoring.serving.modes import Sharing, parse_mode
-from meshwise.scoring.serving.reading import ServedRun
+from meshwise.scoring.models import cluster_of, model_of
+from meshwise.scoring.serving.reading import ServedRun, Sharing, parse_mode
 from meshwise.sharding.serving import ServingLayout
 
 

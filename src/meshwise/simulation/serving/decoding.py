@@ -16,8 +16,7 @@ from collections.abc import Iterator
 
 from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.simulation.serving.pages import FluidPages, Pages
-from meshwise.simulation.serving.request import Request
-from meshwise.simulation.serving.scheduling import Speculation
+from meshwise.simulation.serving.scheduling import Request, Speculation
 
 #: Numbers of tokens of a prefill whose seconds are remembered.
 _REMEMBERED = 4096

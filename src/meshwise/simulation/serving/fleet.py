@@ -12,8 +12,8 @@ import math
 from meshwise.jobs.traffic import Load
 from meshwise.simulation.serving.recording import Recorder
 from meshwise.simulation.serving.replica import Replica
-from meshwise.simulation.serving.request import Request
 from meshwise.simulation.serving.routing import ROUTERS
+from meshwise.simulation.serving.scheduling import Request
 from meshwise.simulation.serving.system import Autoscaling, PrefillPool, ServingSystem
 
 

@@ -1,9 +1,12 @@
-"""Blocks of the cache that growing requests take, in closed form over any number of steps.
+"""Blocks of the cache: what growing requests take, in closed form over any number of steps, and what prefixes share.
 
-Not here: who gets blocks (`replica`).
+The prefix cache is a radix tree of named parts of prompts; least recently used blocks go first. Not here: who gets
+blocks (`replica`).
 """
 
 from __future__ import annotations
+
+import heapq
 
 
 class Pages:
@@ -93,3 +96,153 @@ class FluidPages:
     def steps_within(self, count: int, step: int, blocks: float) -> int:  # noqa: ARG002
         """Steps for which so many blocks are enough."""
         return int(blocks * self.block_tokens / (count * self.growth))
+
+
+Path = tuple[tuple[str, int], ...]
+
+
+class Node:
+    """A part of prompts in the cache.
+
+    Attributes:
+        parent: the part before it.
+        name: what it is known by there.
+        begin: tokens before it.
+        tokens: of it that are cached, counted from its begin; fewer than it has where its end was evicted.
+        pins: requests that use it or what comes after it.
+        used: when it was last used, a counter.
+        children: what may come after it.
+        offered: whether it is among those that may be evicted; it has one entry there, maybe of an earlier use.
+    """
+
+    __slots__ = ("begin", "children", "name", "offered", "parent", "pins", "tokens", "used")
+
+    def __init__(self, parent: Node | None, name: str, begin: int) -> None:
+        self.parent, self.name, self.begin = parent, name, begin
+        self.tokens = self.pins = self.used = 0
+        self.children: dict[str, Node] = {}
+        self.offered = False
+
+    @property
+    def end(self) -> int:
+        """Tokens up to where it is cached."""
+        return self.begin + self.tokens
+
+
+class PrefixCache:
+    """The tree of one replica.
+
+    Args:
+        block_tokens: tokens of a block.
+
+    Attributes:
+        blocks: that it holds.
+        pinned: of these, blocks that requests use now; the others can be had by evicting.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.root = Node(None, "", 0)
+        self.blocks = self.pinned = 0
+        self._clock = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._pushed = 0
+
+    def _size(self, node: Node) -> int:
+        """Whole blocks that end in a part."""
+        return node.end // self.block_tokens - node.begin // self.block_tokens
+
+    def match(self, path: Path) -> tuple[Node, int]:
+        """Find the last part of a path that is cached, and how many tokens up to there are."""
+        node, tokens = self.root, 0
+        for name, size in path:
+            child = node.children.get(name)
+            if child is None:
+                break
+            node, tokens = child, child.begin + min(child.tokens, size)
+            if child.tokens < size:
+                break
+        return node, tokens
+
+    def pin(self, node: Node) -> None:
+        """Keep a part and those before it from being evicted, and mark them as just used."""
+        self._clock += 1
+        step: Node | None = node
+        while step is not None:
+            if not step.pins:
+                self.pinned += self._size(step)
+            step.pins += 1
+            step.used = self._clock
+            step = step.parent
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin`."""
+        step: Node | None = node
+        while step is not None:
+            step.pins -= 1
+            if not step.pins:
+                self.pinned -= self._size(step)
+                self._offer(step)
+            step = step.parent
+
+    def insert(self, path: Path) -> Node:
+        """Put a path into the cache, pinned; the caller's blocks of it are the tree's from now on.
+
+        Parts that are there already stay; blocks that both had are to be freed by the caller.
+        """
+        node = self.root
+        nodes = [node]
+        for name, size in path:
+            child = node.children.get(name)
+            if child is None:
+                child = node.children[name] = Node(node, name, node.end)
+            node = child
+            nodes.append(node)
+            if node.tokens < size:
+                if not node.children:
+                    self._grow(node, size)
+                else:
+                    break  # others went on from a shorter part of this name
+        self.pin(node)
+        return node
+
+    def _grow(self, node: Node, tokens: int) -> None:
+        before = self._size(node)
+        node.tokens = tokens
+        grown = self._size(node) - before
+        self.blocks += grown
+        if node.pins:
+            self.pinned += grown
+
+    def evict(self, blocks: int) -> None:
+        """Free blocks, those least recently used, from the ends of paths.
+
+        The caller makes sure that so many are not pinned.
+        """
+        while blocks > 0 and self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            node.offered = False
+            if node.used != used:
+                self._offer(node)
+                continue
+            if node.pins or node.children or node.parent is None:
+                continue  # it is offered again when that changes
+            size = self._size(node)
+            if size > blocks:
+                node.tokens = (node.begin // self.block_tokens + size - blocks) * self.block_tokens - node.begin
+                self.blocks -= blocks
+                self._offer(node)
+                return
+            self.blocks -= size
+            blocks -= size
+            parent = node.parent
+            del parent.children[node.name]
+            node.parent = None
+            self._offer(parent)
+
+    def _offer(self, node: Node) -> None:
+        """Put a part among those that may be evicted, if it is one."""
+        if not node.pins and not node.children and node.parent is not None and not node.offered:
+            node.offered = True
+            self._pushed += 1
+            heapq.heappush(self._leaves, (node.used, self._pushed, node))

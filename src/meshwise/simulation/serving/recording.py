@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from meshwise.simulation.serving.replica import Replica
-    from meshwise.simulation.serving.request import Request
+    from meshwise.simulation.serving.scheduling import Request
 
 #: Columns of a request's row.
 COLUMNS = ("index", "arrival", "started", "first", "finished", "prompt", "output", "preemptions")

@@ -18,10 +18,9 @@ import numpy as np
 
 from meshwise.costs.engine import EngineCosts, query_key_pairs
 from meshwise.simulation.serving.decoding import Decoding
-from meshwise.simulation.serving.prefixes import PrefixCache
+from meshwise.simulation.serving.pages import PrefixCache
 from meshwise.simulation.serving.recording import Activity, Recorder
-from meshwise.simulation.serving.request import Request
-from meshwise.simulation.serving.scheduling import Scheduling
+from meshwise.simulation.serving.scheduling import Request, Scheduling
 
 
 class Piece:

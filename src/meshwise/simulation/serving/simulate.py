@@ -12,8 +12,7 @@ from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.jobs.traffic import Load
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import Recorder, TellingRecorder
-from meshwise.simulation.serving.results import ServingResult, Targets
-from meshwise.simulation.serving.slo import Aims
+from meshwise.simulation.serving.results import Aims, ServingResult, Targets
 from meshwise.simulation.serving.system import ServingSystem
 
 #: Capacity is found to this share of itself.
