@@ -11,6 +11,7 @@ import pytest
 from meshwise.core.errors import ConfigError
 from meshwise.models import load_model, model_names, read_config
 from meshwise.models.families import FAMILIES
+from meshwise.models.families.keys import known_keys
 
 FILE = Path(__file__).parents[1] / "data" / "models" / "reference_counts.jsonl"
 SMALL: list[dict[str, Any]] = [json.loads(line)["config"] for line in FILE.read_text(encoding="utf-8").splitlines()]
@@ -81,14 +82,13 @@ def small(family: str) -> dict[str, Any]:
 @pytest.mark.parametrize("field", BASIC)
 def test_basic_sizes_are_never_assumed(family: str, field: str) -> None:
     config = small(family)
-    if field == "num_attention_heads" and field not in FAMILIES[family].model_fields:
+    if field == "num_attention_heads" and field not in FAMILIES[family].keys:
         assert FAMILIES[family] in WITHOUT_ATTENTION
         return
-    info = FAMILIES[family].model_fields[field]
-    spellings = {field, *(str(c) for c in getattr(info.validation_alias, "choices", ()))}
+    spellings = set(FAMILIES[family].keys[field].spellings)
     assert spellings & set(config)
     torn = {k: v for k, v in config.items() if k not in spellings}
-    key = FAMILIES[family].spelling(field)
+    key = FAMILIES[family].keys[field].spellings[0]
     with pytest.raises(ConfigError, match=f"^config.json: key '{key}' is missing; sizes are not guessed"):
         read_config(torn, name="x")
 
@@ -149,9 +149,8 @@ def test_defaults_that_take_part_are_noted(config: dict[str, Any], note: str) ->
 
 
 def field_of(family: str, key: str) -> str:
-    """Give the field that a spelling stands for."""
-    fields = FAMILIES[family].model_fields
-    return next(f for f, i in fields.items() if key in (f, *getattr(i.validation_alias, "choices", ())))
+    """The field that a spelling stands for."""
+    return next(name for name, known in FAMILIES[family].keys.items() if key in known.spellings)
 
 
 def test_a_key_that_changes_the_count_when_it_is_left_out_is_noted_or_refused() -> None:
@@ -160,16 +159,16 @@ def test_a_key_that_changes_the_count_when_it_is_left_out_is_noted_or_refused() 
     noted = 0
     for config in SMALL:
         family, count = config["model_type"], read_config(config, name="x").parameters
-        for key in config.keys() & FAMILIES[family].known_keys() - {"model_type"} - conventions - steps:
+        for key in config.keys() & known_keys(FAMILIES[family].keys) - {"model_type"} - conventions - steps:
             field = field_of(family, key)
-            default = FAMILIES[family].model_fields[field].get_default(call_default_factory=True)
+            default = FAMILIES[family].keys[field].default
             torn = {k: v for k, v in config.items() if k != key}
             try:
                 model = read_config(torn, name="x")
             except ConfigError:
                 continue
             if model.parameters != count and default not in (None, False):
-                spelled = FAMILIES[family].spelling(field)
+                spelled = FAMILIES[family].keys[field].spellings[0]
                 assert f"{spelled} = " in assumed(torn) or f"{spelled}." in assumed(torn), (family, key)
                 noted += 1
     assert noted > 100

@@ -5,7 +5,7 @@ from gguf import GGUFWriter
 
 from meshwise.core.errors import ConfigError
 from meshwise.models import load_model
-from meshwise.models.numeric_readers import read_numerics
+from meshwise.models.numerics import read_numerics
 from tests.runtime.gguf_writing import write_gguf
 from tests.runtime.golden import Golden
 

@@ -11,7 +11,7 @@ import pytest
 import meshwise
 from meshwise.core.errors import ConfigError
 from meshwise.models import load_model, read_config
-from meshwise.models.numeric_readers import read_numerics
+from meshwise.models.numerics import read_numerics
 from meshwise.models.spec import Mixture, Router
 
 ROOT = Path(meshwise.__file__).parent

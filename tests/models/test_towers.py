@@ -57,7 +57,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         (changed("vision_config.num_experts", 4), ["'vision_config.num_experts'", "not understood for this tower"]),
         (changed("vision_config.hidden_act", "waves"), ["'vision_config.hidden_act'", "waves"]),
         (changed("vision_config.hidden_size", 1150), ["'vision_config.hidden_size'", "multiple", "found 1150"]),
-        (changed("vision_config.depth", "many"), ["'depth'", "a whole number", '"many"']),
+        (changed("vision_config.depth", "many"), ["'vision_config.depth'", "a whole number", '"many"']),
         (changed("text_config.model_type", "llama"), ["'text_config.model_type'", "'qwen3_vl_text'", "'llama'"]),
         (changed("text_config.sparse_indexer", 4), ["'sparse_indexer'", "not understood"]),
         ({**QWEN, "vision_adapters": 2}, ["'vision_adapters'", "not understood"]),

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError, MeshwiseError
-from meshwise.models.numeric_readers import read_numerics
+from meshwise.models.numerics import read_numerics
 from meshwise.runtime import generator
 from meshwise.runtime.weights import open_weights
 from meshwise.sharding.layout import Layout

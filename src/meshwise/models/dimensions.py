@@ -1,6 +1,6 @@
 """Models written as their dimensions: `D=8192 F=28672 L=80 N=64 K=8 H=128 V=128256`, as text, .dims, .txt or .toml.
 
-Not here: what the letters mean (`families.plain`).
+Not here: what the letters mean (`families.dimensions`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tomllib
 from typing import Any
 
 from meshwise.core.errors import ConfigError
-from meshwise.models.families.plain import Dimensions
+from meshwise.models.families.dimensions import LETTERS
 from meshwise.models.model import Model, Source
 from meshwise.models.reading import read_config
 
@@ -20,12 +20,6 @@ DIMENSION_SUFFIXES = (".dims", ".txt", ".toml")
 
 _SWITCHES = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 _EXAMPLE = "D=8192 F=28672 L=80 N=64 K=8 H=128 V=128256"
-
-
-def _letters() -> dict[str, str]:
-    """What may be written, and what it is."""
-    fields = {k: f for k, f in Dimensions.model_fields.items() if f.description}
-    return {k: f.description or "" for k, f in fields.items()}
 
 
 def looks_like_dimensions(text: str) -> bool:
@@ -54,7 +48,7 @@ def read_dimensions(text: str, *, name: str, where: str = "dimensions", toml: bo
     70553706496
     """
     values = _from_toml(text, where) if toml else _from_text(text, where)
-    known = _letters()
+    known = {key: what for key, (_, what) in LETTERS.items()}
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or [
@@ -94,8 +88,7 @@ def _from_text(text: str, where: str) -> dict[str, Any]:
 
 def _value(key: str, text: str, where: str) -> Any:
     """A whole number, a switch, or a word."""
-    field = Dimensions.model_fields.get(key)
-    if field is not None and field.annotation is bool:
+    if key in LETTERS and isinstance(LETTERS[key][0], bool):
         if text.lower() not in _SWITCHES:
             raise ConfigError(f"{where}: {key}: expected yes or no, found {text!r}")
         return _SWITCHES[text.lower()]

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from meshwise.core.errors import ConfigError
-from meshwise.models.families import FAMILIES, NOT_YET, FamilyConfig
+from meshwise.models.families import FAMILIES, NOT_YET, Family, Reading, Towered, read_family
+from meshwise.models.families.keys import Fault
 from meshwise.models.model import Model, Source
 from meshwise.models.spec import Architecture, Functions, Mixture
 
@@ -66,8 +65,8 @@ def _found(value: Any) -> str:
     return type(value).__name__
 
 
-def _family(config: Mapping[str, Any], where: str) -> type[FamilyConfig]:
-    """Give the family that reads this configuration."""
+def _family(config: Mapping[str, Any], where: str) -> Family | Towered:
+    """The row of the family that reads this configuration."""
     kind = config.get("model_type")
     if "model_type" not in config and isinstance(config.get("ssm_cfg"), dict):
         kind = "mamba_ssm"  # the first publication of Mamba and Mamba-2 names no family
@@ -101,39 +100,6 @@ def _readers(plan: Mapping[str, Any]) -> str:
     return "of training: 'meshwise simulate train', 'verify', 'run', 'export'"
 
 
-#: Kind of error of the validator -> what was expected.
-_EXPECTED = {
-    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
-    "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
-    "model_type": "an object", "model_attributes_type": "an object",
-    "greater_than": "more than {gt:,}", "greater_than_equal": "at least {ge:,}",
-    "less_than": "less than {lt:,}", "less_than_equal": "at most {le:,}",
-    "too_long": "an empty object",
-}  # fmt: skip
-
-
-def _explain(error: ValidationError, where: str) -> ConfigError:
-    """Give what the validator says, in our words: every key that is missing, or else the first complaint."""
-    errors = error.errors(include_url=False)
-    missing = [repr(_path(e["loc"])) for e in errors if e["type"] == "missing"]
-    if missing:
-        keys = f"key {missing[0]} is missing" if len(missing) == 1 else f"keys {', '.join(missing)} are missing"
-        return ConfigError(f"{where}: {keys}; sizes are not guessed: is the file complete?")
-    first = errors[0]
-    if first["type"] == "value_error":
-        return ConfigError(f"{where}: {first['msg'].removeprefix('Value error, ')}")
-    if first["type"] == "literal_error":  # written by Python; JSON has other words
-        first["msg"] = first["msg"].replace("True", "true").replace("False", "false")
-    words = _EXPECTED.get(first["type"])
-    expected = words.format(**first.get("ctx", {})) if words else first["msg"].removeprefix("Input should be ")
-    return ConfigError(f"{where}: key {_path(first['loc'])!r}: expected {expected}, found {_found(first['input'])}")
-
-
-def _path(steps: tuple[int | str, ...]) -> str:
-    """Give the keys that lead to an error, with dots."""
-    return ".".join(str(step) for step in steps if not str(step).startswith("function-"))
-
-
 def _refuse_endless(config: Mapping[str, Any]) -> None:
     """Refuse NaN and infinities, however deep they stand."""
     # A bound of time steps that has no upper end is written as infinity, and bounds nothing that is counted.
@@ -161,15 +127,16 @@ def _value(value: Any) -> str:
     return json.dumps(value)
 
 
-def _architecture(read: FamilyConfig) -> Architecture:
+def _architecture(read: Reading) -> Architecture:
     """Build the architecture, with a note of every default that took part."""
+    kind = read.keys.model_type
     try:
         spec = read.architecture()
     except ConfigError as e:
         blamed = {k: v for k, v in read.defaulted().items() if k in str(e)}
-        raise ConfigError(f"{e}; {_taken(blamed, read.model_type)}" if blamed else str(e)) from None
+        raise ConfigError(f"{e}; {_taken(blamed, kind)}" if blamed else str(e)) from None
     defaults = read.defaulted()
-    return replace(spec, notes=(*spec.notes, _taken(defaults, read.model_type))) if defaults else spec
+    return replace(spec, notes=(*spec.notes, _taken(defaults, kind))) if defaults else spec
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:
@@ -177,16 +144,24 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
     return next((config[n] for n in names if config.get(n) is not None), None)
 
 
-def _functions(config: Mapping[str, Any]) -> Functions:
-    """What a configuration says of the functions around matmuls."""
+def _number(config: Mapping[str, Any], *names: str) -> float | None:
+    """The first of several spellings that is a number."""
+    value = _first(config, *names)
+    return value if type(value) in (int, float) else None
+
+
+def _functions(text: Reading) -> Functions:
+    """What a configuration, or else its family, says of the functions around matmuls."""
+    config, own = text.config, text.family.numbers
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or parameters
     return Functions(
         activation=str(_first(config, "hidden_act", "hidden_activation", "activation_function") or ""),
-        norm_epsilon=_first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-        rope_base=_first({**config, **parameters}, "rope_theta", "rotary_emb_base"),
+        norm_epsilon=_number(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        or (own.epsilon if own else None),
+        rope_base=_number({**config, **parameters}, "rope_theta", "rotary_emb_base") or (own.theta if own else None),
         rope_scaled=_first(scaling, "rope_type", "type") not in (None, "default"),
-        rope_share=float(_first(config, "partial_rotary_factor", "rotary_pct") or 1),
+        rope_share=float(_number(config, "partial_rotary_factor", "rotary_pct") or 1),
     )
 
 
@@ -225,28 +200,27 @@ def read_config(
     """
     family = _family(config, where)
     try:
-        values = family.unwrap(dict(config))
-        read = family.model_validate(values)
+        read = read_family(family, config)
         _refuse_endless(config)
-        read.refuse_unknown(values)
+        read.refuse_unknown()
         spec = _architecture(read)
-        read.refuse_activations(values, (group.layer for group in spec.groups))
-        _refuse_impossible(spec, values)
-    except ValidationError as e:
-        raise _explain(e, where) from None
+        read.refuse_activations(group.layer for group in spec.groups)
+        _refuse_impossible(spec, read.config)
+    except Fault as e:
+        found = _found(e.value)
+        raise ConfigError(f"{where}: key {e.path!r}: expected {e.expected}, found {found}") from None
     except ConfigError as e:
         raise ConfigError(f"{where}: {e}") from None
-    text = config.get("text_config") or config
-    quantized = config.get("quantization_config") or text.get("quantization_config") or {}
+    quantized = read.keys.quantization_config or read.text.keys.quantization_config or {}
     return Model(
         name=name,
-        family=read.model_type,
+        family=read.keys.model_type,
         spec=spec,
         config=dict(config),
         source=source or Source(where),
         weight_dtype=read.weight_dtype(),
         hub_names=hub_names,
-        functions=_functions(text),
+        functions=_functions(read.text),
         quantization=str(quantized.get("quant_method", "")),
     )
 

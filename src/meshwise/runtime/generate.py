@@ -22,7 +22,7 @@ from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Attention
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.models import Model
-from meshwise.models.numeric_readers import read_numerics
+from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
 from meshwise.runtime.layers import Layer, Stack, run_segment
 from meshwise.runtime.loop import in_words

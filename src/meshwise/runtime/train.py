@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
-from meshwise.models.numeric_readers import read_numerics
+from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
 from meshwise.runtime.gradients import Accumulation, accumulate
 from meshwise.runtime.layers import Stack

@@ -1,154 +1,197 @@
-"""Llama and the dense families that follow its plan closely, and the mixtures built on it."""
+"""Llama's plan and the dense families that follow it, as rows: names, keys with their reference defaults, features.
 
-# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+Not here: what a feature does (`features`), mixtures (`mixtures`), families whose layers are made of something else.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from meshwise.models.families.features import LAYER_NORM, Numbers, family
+from meshwise.models.families.keys import OFF, ON, REQUIRED, Keys, maybe, only
+from meshwise.models.spec import Norm, QkNorm
 
-from pydantic import AliasChoices, Field
+#: Llama's plan: a norm before each branch, rotary positions, grouped queries, a gated feed-forward.
+DECODER = family("", keys={
+    "hidden_size": REQUIRED, "intermediate_size": None, "num_hidden_layers": REQUIRED, "num_attention_heads": REQUIRED,
+    "num_key_value_heads": None, "head_dim": None, "vocab_size": REQUIRED, "max_position_embeddings": None,
+    "tie_word_embeddings": False,
+})  # fmt: skip
 
-from meshwise.core.errors import ConfigError
-from meshwise.models.families.base import Count, Index, Off, Positions, Size
-from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
-from meshwise.models.spec import Embedding, Head, Mixture, Mlp
-
-
-class Llama(Decoder):
-    """Llama 1 to 3.3 and models published in its format."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("llama",)
-    classes: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "LLaMAForCausalLM")
-
-    intermediate_size: Size | None = 11008
-    max_position_embeddings: Positions | None = 2048
-    attention_bias: bool = False
-    mlp_bias: bool = False
+#: Queries and keys normalised by head with one weight for all; with a weight for each; over all heads together.
+BY_HEAD, OWN_HEADS, ALL_HEADS = QkNorm(), QkNorm(shared=False), QkNorm(span="heads", shared=False)
 
 
-class Mistral(PatternMixin):
-    """Mistral: a window over all layers, when there is one."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("mistral",)
-    classes: ClassVar[tuple[str, ...]] = ("MistralForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = frozenset({"attention_sink_size"})
-
-    intermediate_size: Size | None = 14336
-    num_key_value_heads: Count | None = 8
-    max_position_embeddings: Positions | None = 4096 * 32
-    sliding_window: Positions | None = Field(
-        default=4096, validation_alias=AliasChoices("sliding_window", "sliding_window_size")
-    )
-    attention_bias: Off = None
-    mlp_bias: Off = None
-
-    def default_type(self, index: int) -> LayerType:
-        """Every layer slides when there is a window."""
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
+def _windows_are_given(k: Keys, index: int) -> bool:
+    return k.sliding_window is not None
 
 
-class Ministral(Mistral):
-    """Ministral: Mistral with a list of layer types."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("ministral",)
-    classes: ClassVar[tuple[str, ...]] = ("MinistralForCausalLM",)
+def windows_are_on(k: Keys, index: int) -> bool:
+    """Whether there are windows, and the switch is on."""
+    return bool(k.use_sliding_window) and k.sliding_window is not None
 
 
-class Ministral3(Mistral):
-    """Ministral 3: a head width of its own, no window unless given."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("ministral3",)
-    classes: ClassVar[tuple[str, ...]] = ("Ministral3ForCausalLM",)
-
-    head_dim: Size | None = 128
-    max_position_embeddings: Positions | None = 262144
-    sliding_window: Positions | None = None
+def _from_max_window_layers(k: Keys, index: int) -> bool:
+    return windows_are_on(k, index) and index >= k.max_window_layers
 
 
-class Mixtral(Mistral):
-    """Mixtral: every feed-forward is a mixture."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("mixtral",)
-    classes: ClassVar[tuple[str, ...]] = ("MixtralForCausalLM",)
-
-    sliding_window: Positions | None = None
-    num_experts_per_tok: Count = 2
-    num_local_experts: Count = Field(default=8, validation_alias=AliasChoices("num_local_experts", "num_experts"))
-
-    def ffn(self, index: int) -> Mlp | Mixture:
-        """Routed experts."""
-        return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width)
+def has_positions(k: Keys, index: int) -> bool:
+    """Whether a layer rotates positions: an entry of 0 in `no_rope_layers` means that it does not."""
+    if k.no_rope_layers:
+        return bool(k.per_layer("no_rope_layers")[index])
+    return bool((index + 1) % k.no_rope_layer_interval)
 
 
-class SmolLM3(PatternMixin):
-    """SmolLM3: every fourth layer has no positions."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("smollm3",)
-    classes: ClassVar[tuple[str, ...]] = ("SmolLM3ForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
-
-    intermediate_size: Size | None = 11008
-    num_key_value_heads: Count | None = 4
-    max_position_embeddings: Positions | None = 32768
-    tie_word_embeddings: bool = True
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: Count = 4
-
-    def rope(self, index: int) -> bool:
-        """Say whether the layer has positions: an entry of 0 in `no_rope_layers` means that it has none."""
-        if self.no_rope_layers is not None:
-            return bool(self.per_layer("no_rope_layers", self.no_rope_layers)[index])
-        return (index + 1) % self.no_rope_layer_interval != 0
-
-    def default_type(self, index: int) -> LayerType:
-        """Layers without positions slide, when windows are on."""
-        slides = self.use_sliding_window and self.sliding_window is not None and not self.rope(index)
-        return "sliding_attention" if slides else "full_attention"
-
-
-class Granite(Decoder):
-    """Granite: Llama with multipliers."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("granite",)
-    classes: ClassVar[tuple[str, ...]] = ("GraniteForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
-    )
-
-    intermediate_size: Size | None = 11008
-    max_position_embeddings: Positions | None = 2048
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-    def embedding(self) -> Embedding:
-        """Multiplied."""
-        return Embedding(scaled=True)
-
-    def head(self) -> Head:
-        """Scaled."""
-        return Head(tied=self.tie_word_embeddings, scaled=True)
+LLAMA = family(
+    "llama", "LlamaForCausalLM LLaMAForCausalLM", DECODER, {
+        "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
+    }, numbers=Numbers(),
+)  # fmt: skip
+MISTRAL = family(
+    "mistral", "MistralForCausalLM", DECODER, {
+        "sliding_window": 4096, "layer_types": None, "intermediate_size": 14336, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "attention_bias": OFF, "mlp_bias": OFF,
+    }, ignored="attention_sink_size", local=_windows_are_given, numbers=Numbers(),
+)  # fmt: skip
+MINISTRAL = family("ministral", "MinistralForCausalLM", MISTRAL, numbers=Numbers())
+MINISTRAL3 = family("ministral3", "Ministral3ForCausalLM", MISTRAL, {
+    "head_dim": 128, "max_position_embeddings": 262144, "sliding_window": None,
+})  # fmt: skip
+SMOLLM3 = family(
+    "smollm3", "SmolLM3ForCausalLM", DECODER, {
+        "sliding_window": None, "layer_types": None, "intermediate_size": 11008, "num_key_value_heads": 4,
+        "max_position_embeddings": 32768, "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False,
+        "use_sliding_window": False, "no_rope_layers": None, "no_rope_layer_interval": 4,
+    }, ignored="max_window_layers", rope=has_positions, numbers=Numbers(2_000_000.0),
+    local=lambda k, index: windows_are_on(k, index) and not has_positions(k, index),
+)  # fmt: skip
+GRANITE = family(
+    "granite", "GraniteForCausalLM", LLAMA, scaled=True, head_scaled=True,
+    ignored="embedding_multiplier logits_scaling residual_multiplier attention_multiplier",
+)  # fmt: skip
 
 
-class GraniteMoe(Granite):
-    """Granite with routed experts, and a shared one when it has a width."""
+QWEN2 = family(
+    "qwen2", "Qwen2ForCausalLM", DECODER, {
+        "sliding_window": 4096, "layer_types": None, "intermediate_size": 22016, "num_key_value_heads": 32,
+        "max_position_embeddings": 32768, "use_sliding_window": False, "max_window_layers": 28, "qkv_bias": ON,
+    }, ignored="use_mrope", bias=True, bias_out=False, local=_from_max_window_layers, windows_if="use_sliding_window",
+    numbers=Numbers(),
+)  # fmt: skip
+QWEN3 = family(
+    "qwen3", "Qwen3ForCausalLM", QWEN2, {"head_dim": 128, "attention_bias": False},
+    bias="attention_bias", bias_out=None, qk_norm=BY_HEAD, numbers=Numbers(),
+)  # fmt: skip
+GEMMA = family(
+    "gemma", "GemmaForCausalLM", DECODER, {
+        "intermediate_size": 24576, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
+        "tie_word_embeddings": True, "attention_bias": False, "use_bidirectional_attention": OFF,
+    }, scaled=True, numbers=Numbers(activation="gelu_pytorch_tanh", style="gemma"),
+)  # fmt: skip
+GEMMA2 = family(
+    "gemma2", "Gemma2ForCausalLM", GEMMA, {
+        "sliding_window": 4096, "layer_types": None, "intermediate_size": 9216, "num_key_value_heads": 4,
+        "final_logit_softcapping": 30.0,
+    }, ignored="attn_logit_softcapping", local=2, norms="around",
+    head_scaled=lambda k: k.final_logit_softcapping is not None,
+    numbers=Numbers(activation="gelu_pytorch_tanh", style="gemma2"),
+)  # fmt: skip
+GEMMA3 = family(
+    "gemma3_text", "Gemma3ForCausalLM Gemma3TextModel", GEMMA2,
+    {"max_position_embeddings": 131_072, "final_logit_softcapping": None, "sliding_window_pattern": 6},
+    local="sliding_window_pattern", qk_norm=BY_HEAD,
+    numbers=Numbers(activation="gelu_pytorch_tanh", style="gemma3"),
+)  # fmt: skip
 
-    model_types: ClassVar[tuple[str, ...]] = ("granitemoe", "granitemoeshared")
-    classes: ClassVar[tuple[str, ...]] = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
+PHI = family(
+    "phi", "PhiForCausalLM", DECODER,
+    {"intermediate_size": 8192, "max_position_embeddings": 2048, "qk_layernorm": False},
+    norm=LAYER_NORM, norms="shared", bias=True, gated=False, mlp_bias=True, qk_norm=QkNorm(norm=LAYER_NORM),
+    qk_norm_if="qk_layernorm", head_bias=True,
+)  # fmt: skip
+PHI3 = family(
+    "phi3", "Phi3ForCausalLM", MISTRAL, {
+        "intermediate_size": 8192, "num_key_value_heads": None, "max_position_embeddings": 4096, "sliding_window": None,
+        "lm_head_bias": OFF, "full_attn_mod": only(1),
+    }, ignored="interpolate_factor", numbers=Numbers(epsilon=1e-5, style="phi3"),
+)  # fmt: skip
+STABLELM = family(
+    "stablelm", "StableLmForCausalLM", DECODER, {
+        "intermediate_size": 6912, "num_key_value_heads": 32, "max_position_embeddings": 4096, "use_qkv_bias": False,
+        "qk_layernorm": False, "use_parallel_residual": False,
+    }, norm=LAYER_NORM, ignored="rotary_scaling_factor", bias="use_qkv_bias", bias_out=False, qk_norm=OWN_HEADS,
+    qk_norm_if="qk_layernorm",
+    norms=lambda k, norm: {
+        "pre_attn": norm, "pre_mlp": None if k.use_parallel_residual else norm, "parallel": k.use_parallel_residual,
+    },
+)  # fmt: skip
+STARCODER2 = family(
+    "starcoder2", "Starcoder2ForCausalLM", MISTRAL, {
+        "intermediate_size": 12288, "num_key_value_heads": 2, "max_position_embeddings": 4096, "sliding_window": None,
+        "tie_word_embeddings": True, "use_bias": True, "mlp_type": only("default"), "norm_type": only("layer_norm"),
+    }, norm=LAYER_NORM, bias="use_bias", mlp_bias="use_bias", gated=False,
+)  # fmt: skip
 
-    mlp_bias: Off = None  # type: ignore[assignment]
-    num_local_experts: Count = 8
-    num_experts_per_tok: Count = 2
-    shared_intermediate_size: Index = 0
+COHERE = family(
+    "cohere", "CohereForCausalLM", DECODER, {
+        "intermediate_size": 22528, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+        "attention_bias": False, "use_qk_norm": False,
+    }, norms="shared", qk_norm=OWN_HEADS, qk_norm_if="use_qk_norm", head_scaled=True,
+)  # fmt: skip
+COHERE2 = family(
+    "cohere2", "Cohere2ForCausalLM", COHERE, {
+        "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4, "use_qk_norm": only(False),
+        "use_gated_activation": ON, "use_parallel_block": ON,
+    }, ignored="order_of_interleaved_layers position_embedding_type use_parallel_embedding",
+    local="sliding_window_pattern", rope="local",
+)  # fmt: skip
+#: PaLM (Chowdhery et al. 2022, section 2): multi-query, gated, tied, no biases. The keys are our own. Its published
+#: 540.35B leaves no room for scales in the norms (they would make it 540.36B).
+PALM = family(
+    "palm", "", DECODER, {"tie_word_embeddings": True}, norm=Norm(weight=False), norms="shared", head_scaled=True
+)
 
-    def ffn(self, index: int) -> Mlp | Mixture:
-        """Routed experts."""
-        shared = self.shared_intermediate_size
-        if shared and self.model_type == "granitemoe":
-            raise ConfigError(f"key 'shared_intermediate_size': expected 0 for model_type 'granitemoe', found {shared}")
-        return Mixture(self.num_local_experts, self.num_experts_per_tok, self.width, shared=shared)
+OLMO = family(
+    "olmo", "OlmoForCausalLM", DECODER,
+    {"intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False},
+    norm=Norm(weight=False), ignored="clip_qkv",
+)  # fmt: skip
+OLMO2 = family(
+    "olmo2", "Olmo2ForCausalLM", OLMO, norm=Norm(), ignored="", norms="after", qk_norm=ALL_HEADS,
+    numbers=Numbers(epsilon=1e-5),
+)  # fmt: skip
+OLMO3 = family("olmo3", "Olmo3ForCausalLM", OLMO2, {"sliding_window": 4096, "layer_types": None}, local=4)
+EXAONE4 = family(
+    "exaone4", "Exaone4ForCausalLM", OLMO2, {
+        "intermediate_size": 16384, "num_key_value_heads": 32, "attention_bias": OFF, "sliding_window": 4096,
+        "layer_types": None, "sliding_window_pattern": maybe(4),
+    }, qk_norm=BY_HEAD, rope="local",
+    local=lambda k, index: k.sliding_window is not None and bool((index + 1) % (k.sliding_window_pattern or 1)),
+)  # fmt: skip
 
-
-FAMILIES = (Llama, Mistral, Ministral, Ministral3, Mixtral, SmolLM3, Granite, GraniteMoe)
+ARCEE = family(
+    "arcee", "ArceeForCausalLM", LLAMA, {"intermediate_size": 18432, "max_position_embeddings": 4096}, gated=False
+)
+NEMOTRON = family(
+    "nemotron", "NemotronForCausalLM", ARCEE, {"intermediate_size": 24576}, norm=LAYER_NORM,
+    ignored="rope_percent partial_rotary_percent",
+)  # fmt: skip
+SEED_OSS = family(
+    "seed_oss", "SeedOssForCausalLM", LLAMA, {
+        "intermediate_size": 27648, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288,
+        "attention_bias": True, "attention_out_bias": False,
+    }, bias_out="attention_out_bias",
+)  # fmt: skip
+INTERNLM2 = family("internlm2", "InternLM2ForCausalLM", LLAMA, {"bias": OFF, "attention_bias": OFF, "mlp_bias": OFF})
+HUNYUAN_DENSE = family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", LLAMA, {"mlp_bias": OFF}, qk_norm=BY_HEAD)
+GLM = family(
+    "glm", "GlmForCausalLM", DECODER, {
+        "intermediate_size": 13696, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "attention_bias": True,
+    }, bias_out=False,
+)  # fmt: skip
+GLM4 = family("glm4", "Glm4ForCausalLM", GLM, norms="around")
+ERNIE = family(
+    "ernie4_5", "Ernie4_5ForCausalLM Ernie4_5_ForCausalLM", DECODER, {
+        "intermediate_size": 3072, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True, "use_bias": False,
+    }, bias="use_bias", mlp_bias="use_bias",
+)  # fmt: skip

@@ -1,272 +1,283 @@
-"""Mixtures with a plan of their own: DBRX, MiniMax-M2, gpt-oss, Llama 4, ERNIE 4.5."""
+"""Mixtures whose layers follow Llama's plan, as rows.
 
-# ruff: noqa: ARG002 -- a method that asks about one layer takes its index even where all layers are alike
+Not here: what a feature does (`features`), latent and compressed attention (`deepseek`), hybrids.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import AliasChoices, ConfigDict, Field
+from dataclasses import replace
+from typing import Any
 
 from meshwise.core.errors import ConfigError
-from meshwise.models.families.activations import check_activation
-from meshwise.models.families.base import Count, Index, Layers, Positions, Size, divide
-from meshwise.models.families.decoder import Decoder, LayerType, PatternMixin
-from meshwise.models.families.keys import Keys
-from meshwise.models.spec import Head, LatentAttention, Mixture, Mlp, Norm, QkNorm, Router, SelfAttention
+from meshwise.models.families.features import (
+    LAYER_NORM,
+    Experts,
+    Family,
+    Heads,
+    Numbers,
+    biases,
+    family,
+    heads,
+    layer,
+    layer_type,
+    mixture,
+    mlp,
+    modules_note,
+)
+from meshwise.models.families.ignored import check_activation
+from meshwise.models.families.keys import (
+    COUNT,
+    INDEX,
+    OFF,
+    ON,
+    REQUIRED,
+    Held,
+    Inside,
+    Keys,
+    Listed,
+    Only,
+    Whole,
+    divide,
+    maybe,
+    only,
+    schema,
+)
+from meshwise.models.families.llama import (
+    ALL_HEADS,
+    BY_HEAD,
+    DECODER,
+    ERNIE,
+    GRANITE,
+    MISTRAL,
+    OLMO,
+    QWEN2,
+    QWEN3,
+    has_positions,
+    windows_are_on,
+)
+from meshwise.models.spec import Mixer, Mixture, Mlp, Norm, QkNorm, Router, SelfAttention
 
 
-class DbrxAttention(Keys):
-    """DBRX's `attn_config`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kv_n_heads: Count = 1
-    attn_pdrop: float = 0
-    clip_qkv: float | None = None
-    rope_theta: float = 10000
-    model_type: str = ""
+def by_sparse_step(k: Keys, index: int) -> bool:
+    """Every `decoder_sparse_step`-th layer is a mixture, but those listed."""
+    sparse = k.num_experts > 0 and (index + 1) % k.decoder_sparse_step == 0
+    return sparse and index not in (k.mlp_only_layers or ())
 
 
-class DbrxFfn(Keys):
-    """DBRX's `ffn_config`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    ffn_hidden_size: Size = 3584
-    moe_num_experts: Count = 4
-    moe_top_k: Count = 1
-    hidden_size: Size | None = None
-    ffn_act_fn: dict[str, Any] | None = None
-    moe_jitter_eps: float | None = None
-    moe_loss_weight: float = 0.01
-    moe_normalize_expert_weights: float | None = 1.0
-    uniform_expert_assignment: bool = False
-    model_type: str = ""
+def _shared_experts(k: Keys) -> int:
+    return int(k.moe_intermediate_size * (k.n_shared_experts or 0))
 
 
-class Dbrx(Decoder):
-    """DBRX: layer norms without bias."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("dbrx",)
-    classes: ClassVar[tuple[str, ...]] = ("DbrxForCausalLM",)
-
-    hidden_size: Size = Field(validation_alias=AliasChoices("d_model", "hidden_size"))
-    num_hidden_layers: Layers = Field(validation_alias=AliasChoices("n_layers", "num_hidden_layers"))
-    num_attention_heads: Count = Field(validation_alias=AliasChoices("n_heads", "num_attention_heads"))
-    max_position_embeddings: Positions | None = Field(default=2048, validation_alias=AliasChoices("max_seq_len"))
-    tie_word_embeddings: Literal[False] = False
-    attn_config: DbrxAttention = Field(default_factory=DbrxAttention)
-    ffn_config: DbrxFfn = Field(default_factory=DbrxFfn)
-
-    def heads(self) -> tuple[int, int, int]:
-        """Key/value heads are nested."""
-        n, _, h = super().heads()
-        divide(n, self.attn_config.kv_n_heads, "n_heads", "attn_config.kv_n_heads")
-        return n, self.attn_config.kv_n_heads, h
-
-    def ffn(self, index: int) -> Mlp | Mixture:
-        """Routed experts."""
-        activation = (self.ffn_config.ffn_act_fn or {}).get("name")
-        check_activation("ffn_config.ffn_act_fn.name", activation, gated=True)
-        return Mixture(self.ffn_config.moe_num_experts, self.ffn_config.moe_top_k, self.ffn_config.ffn_hidden_size)
+def mtp_extras(f: Family, k: Keys) -> dict[str, Any]:
+    """Multi-token-prediction modules of the plan of the last layers."""
+    modules = k.num_nextn_predict_layers
+    if not modules:
+        return {}
+    like_last = layer(f, k, max(k.num_hidden_layers, k.first_k_dense_replace))
+    note = modules_note(modules, "counted apart (mtp), not in the total")
+    return {"mtp": like_last, "mtp_modules": modules, "notes": (note,)}
 
 
-class MiniMaxM2(Decoder):
-    """MiniMax-M2: queries and keys normalised over all heads, routing corrected towards balance."""
+#: The first `first_k_dense_replace` layers are dense, the others mixtures with shared experts.
+LEADING_DENSE = Experts(
+    "n_routed_experts", hidden="moe_intermediate_size", shared=_shared_experts, router=Router("sigmoid"),
+    layers=lambda k, index: index >= k.first_k_dense_replace, options={"correction_bias": True},
+)  # fmt: skip
+LEADING_DENSE_KEYS: dict[str, object] = {
+    "moe_intermediate_size": REQUIRED, "num_experts_per_tok": REQUIRED, "n_routed_experts": REQUIRED,
+    "n_shared_experts": 1, "first_k_dense_replace": REQUIRED, "moe_layer_freq": only(1),
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
-    model_types: ClassVar[tuple[str, ...]] = ("minimax_m2",)
-    classes: ClassVar[tuple[str, ...]] = ("MiniMaxM2ForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "mtp_transformer_layers",
-            "use_routing_bias",
-            "shared_moe_mode",
-            "layernorm_full_attention_beta",
-            "layernorm_linear_attention_beta",
-            "layernorm_mlp_beta",
-        }
-    )
-
-    intermediate_size: Size | None = 1536
-    num_key_value_heads: Count | None = 8
-    head_dim: Size | None = 128
-    max_position_embeddings: Positions | None = 196608
-    num_experts_per_tok: Count = 8
-    num_local_experts: Count = Field(default=256, validation_alias=AliasChoices("num_local_experts", "num_experts"))
-    use_qk_norm: Literal[True] = True
-    qk_norm_type: Literal["per_layer"] = "per_layer"
-    attn_type_list: list[Literal[1]] | None = None
-    shared_intermediate_size: Annotated[int, Field(ge=0, le=0)] | None = None
-    use_mtp: bool = False
-    num_mtp_modules: Index = 0
-
-    def qk_norm(self) -> QkNorm | None:
-        """All heads together."""
-        return QkNorm(span="heads", shared=False)
-
-    def ffn(self, index: int) -> Mlp | Mixture:
-        """Routed experts."""
-        router = Router("sigmoid")
-        return Mixture(
-            self.num_local_experts, self.num_experts_per_tok, self.width, correction_bias=True, router=router
-        )
-
-    def extras(self) -> dict[str, Any]:
-        """Say what is left out."""
-        if self.attn_type_list is not None:
-            self.per_layer("attn_type_list", list(self.attn_type_list))
-        modules = self.num_mtp_modules if self.use_mtp else 0
-        return {"notes": (f"{modules} multi-token-prediction modules are not counted",)} if modules else {}
+MIXTRAL = family(
+    "mixtral", "MixtralForCausalLM", MISTRAL,
+    {"sliding_window": None, "num_experts_per_tok": 2, "num_local_experts": 8},
+    experts=Experts(), numbers=Numbers(1_000_000.0, 1e-5),
+)  # fmt: skip
 
 
-class GptOss(PatternMixin):
-    """gpt-oss: biases everywhere, a learned sink in each head, every other layer local."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
-    classes: ClassVar[tuple[str, ...]] = ("GptOssForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = frozenset({"swiglu_limit", "swiglu_alpha"})
-    fixed_pattern: ClassVar[bool] = True
-
-    intermediate_size: Size | None = 2880
-    num_key_value_heads: Count | None = 8
-    head_dim: Size | None = 64
-    max_position_embeddings: Positions | None = 131072
-    sliding_window: Positions | None = 128
-    attention_bias: bool = True
-    num_local_experts: Count = Field(default=128, validation_alias=AliasChoices("num_local_experts", "num_experts"))
-    num_experts_per_tok: Count = Field(
-        default=4, validation_alias=AliasChoices("num_experts_per_tok", "experts_per_token")
-    )
-
-    def default_type(self, index: int) -> LayerType:
-        """Even layers slide."""
-        return "sliding_attention" if (index + 1) % 2 else "full_attention"
-
-    def attention(self, index: int) -> SelfAttention | LatentAttention:
-        """With a sink in each head."""
-        bias = self.attention_bias
-        return SelfAttention(*self.heads(), bias=bias, bias_out=bias, window=self.window(index), sinks=True)
-
-    def ffn(self, index: int) -> Mlp | Mixture:
-        """Routed experts with biases."""
-        experts, chosen = self.num_local_experts, self.num_experts_per_tok
-        return Mixture(experts, chosen, self.width, expert_bias=True, router_bias=True)
+def _granite_shared(k: Keys) -> int:
+    shared = k.shared_intermediate_size
+    if shared and k.model_type == "granitemoe":
+        raise ConfigError(f"key 'shared_intermediate_size': expected 0 for model_type 'granitemoe', found {shared}")
+    return int(shared)
 
 
-class Llama4Text(PatternMixin):
-    """Llama 4: chunked layers with positions, full ones without; mixtures at regular layers, with a shared expert."""
+GRANITE_MOE = family(
+    "granitemoe granitemoeshared", "GraniteMoeForCausalLM GraniteMoeSharedForCausalLM", GRANITE,
+    {"mlp_bias": OFF, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": Held(INDEX, 0)},
+    experts=Experts(shared=_granite_shared),
+)  # fmt: skip
 
-    model_types: ClassVar[tuple[str, ...]] = ("llama4_text",)
-    classes: ClassVar[tuple[str, ...]] = ("Llama4ForCausalLM",)
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"attn_temperature_tuning", "floor_scale", "attn_scale", "for_llm_compressor"}
-    )
+SPARSE_STEP: dict[str, object] = {
+    "decoder_sparse_step": 1, "moe_intermediate_size": REQUIRED, "num_experts_per_tok": REQUIRED,
+    "num_experts": REQUIRED, "mlp_only_layers": None,
+}  # fmt: skip
+QWEN_EXPERTS = Experts(
+    "num_experts", hidden="moe_intermediate_size", layers=by_sparse_step, router=Router(normalised=False)
+)
+QWEN2_MOE = family(
+    "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2, {
+        **SPARSE_STEP, "intermediate_size": 5632, "num_key_value_heads": 16, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True,
+    }, bias="qkv_bias",
+    local=lambda k, index: bool(k.use_sliding_window) and index % 2 == 0 and index < k.max_window_layers,
+    experts=Experts(
+        "num_experts", hidden="moe_intermediate_size", layers=by_sparse_step, router=Router(normalised=False),
+        shared="shared_expert_intermediate_size", options={"shared_gate": True},
+    ),
+)  # fmt: skip
+QWEN3_MOE = family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", QWEN3, {
+        **SPARSE_STEP, "intermediate_size": 6144, "num_key_value_heads": 4, "head_dim": None, "qkv_bias": OFF,
+        "use_qk_norm": ON, "shared_expert_intermediate_size": only(0), "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8, "num_experts": 128,
+    }, local=windows_are_on, experts=QWEN_EXPERTS, numbers=Numbers(),
+)  # fmt: skip
 
-    intermediate_size: Size | None = 8192
-    intermediate_size_mlp: Size = 16384
-    num_key_value_heads: Count | None = 8
-    head_dim: Size | None = 128
-    max_position_embeddings: Positions | None = 131072
-    num_experts_per_tok: Count = 1
-    num_local_experts: Count = 16
-    moe_layers: list[Index] | None = None
-    interleave_moe_layer_step: Count = 1
-    use_qk_norm: bool = True
-    no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: Count = 4
-    attention_chunk_size: Positions | None = 8192
-    attention_bias: bool = False
-
-    def rope(self, index: int) -> bool:
-        """Say whether the layer has positions: an entry of 0 in `no_rope_layers` means that it has none."""
-        if self.no_rope_layers:
-            return bool(self.per_layer("no_rope_layers", self.no_rope_layers)[index])
-        return (index + 1) % self.no_rope_layer_interval != 0
-
-    def default_type(self, index: int) -> LayerType:
-        """Layers with positions are chunked."""
-        return "chunked_attention" if self.rope(index) else "full_attention"
-
-    def attention(self, index: int) -> SelfAttention | LatentAttention:
-        """Chunked or full; queries and keys normalised, without weights, where they are rotated."""
-        kind, rope = self.layer_type(index), self.rope(index)
-        if kind == "sliding_attention":
-            raise ConfigError("key 'layer_types': 'sliding_attention' is not understood for Llama 4")
-        norm = QkNorm(norm=Norm(weight=False)) if self.use_qk_norm and rope else None
-        chunk = self.attention_chunk_size if kind == "chunked_attention" else None
-        bias = self.attention_bias
-        return SelfAttention(*self.heads(), bias=bias, bias_out=bias, qk_norm=norm, rope=rope, chunk=chunk)
-
-    def ffn(self, index: int) -> Mlp | Mixture:
-        """Mixtures as listed, or at every `interleave_moe_layer_step`-th layer."""
-        sparse = (index + 1) % self.interleave_moe_layer_step == 0
-        if self.moe_layers is not None:
-            sparse = index in self.moe_layers
-        if not sparse:
-            return Mlp(self.intermediate_size_mlp)
-        experts, chosen = self.num_local_experts, self.num_experts_per_tok
-        return Mixture(experts, chosen, self.width, shared=self.width, weighs_inputs=True)
-
-
-class Ernie45(Decoder):
-    """ERNIE 4.5, dense."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("ernie4_5",)
-    classes: ClassVar[tuple[str, ...]] = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
-
-    intermediate_size: Size | None = 3072
-    num_key_value_heads: Count | None = 2
-    head_dim: Size | None = 128
-    max_position_embeddings: Positions | None = 131072
-    tie_word_embeddings: bool = True
-    use_bias: bool = False
-
-    def bias(self) -> bool:
-        """As configured."""
-        return self.use_bias
-
-    def ffn(self, index: int) -> Mlp | Mixture:
-        """Gated."""
-        return Mlp(self.width, bias=self.use_bias, bias_out=self.use_bias)
+PHIMOE = family(
+    "phimoe", "PhimoeForCausalLM PhiMoEForCausalLM", MISTRAL, {
+        "intermediate_size": 6400, "sliding_window": None, "attention_bias": False, "num_experts_per_tok": 2,
+        "num_local_experts": 16, "lm_head_bias": False,
+    }, norm=LAYER_NORM, experts=Experts(), head_bias="lm_head_bias",
+)  # fmt: skip
+OLMOE = family(
+    "olmoe", "OlmoeForCausalLM", OLMO, {
+        "intermediate_size": 2048, "max_position_embeddings": 4096, "num_experts_per_tok": 8,
+        "num_experts": Held(COUNT, 64),
+    }, norm=Norm(), qk_norm=ALL_HEADS, experts=Experts("num_experts", router=Router(normalised=False)),
+)  # fmt: skip
+DBRX_ATTENTION = schema({}, {
+    "kv_n_heads": 1, "attn_pdrop": 0.0, "clip_qkv": None, "rope_theta": 10000.0, "model_type": "",
+}, {})  # fmt: skip
+DBRX_FFN = schema({}, {
+    "ffn_hidden_size": 3584, "moe_num_experts": 4, "moe_top_k": 1, "hidden_size": None, "ffn_act_fn": None,
+    "moe_jitter_eps": None, "moe_loss_weight": 0.01, "moe_normalize_expert_weights": maybe(1.0),
+    "uniform_expert_assignment": False, "model_type": "",
+}, {})  # fmt: skip
 
 
-class Ernie45Moe(Ernie45):
-    """ERNIE 4.5 mixtures: shared experts, routing corrected towards balance."""
-
-    model_types: ClassVar[tuple[str, ...]] = ("ernie4_5_moe",)
-    classes: ClassVar[tuple[str, ...]] = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM")
-    ignored: ClassVar[frozenset[str]] = frozenset({"moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"})
-
-    intermediate_size: Size | None = 12288
-    num_key_value_heads: Count | None = 4
-    head_dim: Size | None = None
-    moe_intermediate_size: Size = 1536
-    moe_k: Count = Field(default=6, validation_alias=AliasChoices("moe_k", "num_experts_per_tok"))
-    moe_num_experts: Count = Field(default=64, validation_alias=AliasChoices("moe_num_experts", "num_experts"))
-    moe_num_shared_experts: Index = 2
-    moe_layer_start_index: Index = 1
-    moe_layer_end_index: Annotated[int, Field(ge=-1, le=10_000)] = -1
-    moe_layer_interval: Count = 1
-
-    def head(self) -> Head:
-        """With a bias, when configured."""
-        return Head(tied=self.tie_word_embeddings, bias=self.use_bias)
-
-    def ffn(self, index: int) -> Mlp | Mixture:
-        """Mixtures between the first and the last index, at the interval."""
-        last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
-        sparse = (index + 1) % self.moe_layer_interval == 0 and self.moe_layer_start_index <= index <= last
-        if not sparse:
-            return super().ffn(index)
-        return Mixture(
-            self.moe_num_experts,
-            self.moe_k,
-            self.moe_intermediate_size,
-            correction_bias=True,
-            shared=self.moe_intermediate_size * self.moe_num_shared_experts,
-            shared_bias=self.use_bias,
-        )
+def _dbrx_heads(k: Keys, usual: Heads) -> Heads:
+    n, _, h = usual
+    divide(n, k.attn_config.kv_n_heads, "n_heads", "attn_config.kv_n_heads")
+    return n, k.attn_config.kv_n_heads, h
 
 
-FAMILIES = (Dbrx, MiniMaxM2, GptOss, Llama4Text, Ernie45, Ernie45Moe)
+def _dbrx_ffn(f: Family, k: Keys, index: int) -> Mixture:
+    c = k.ffn_config
+    check_activation("ffn_config.ffn_act_fn.name", (c.ffn_act_fn or {}).get("name"), gated=True)
+    return Mixture(c.moe_num_experts, c.moe_top_k, c.ffn_hidden_size)
+
+
+DBRX = family(
+    "dbrx", "DbrxForCausalLM", DECODER, {
+        "max_position_embeddings": 2048, "tie_word_embeddings": only(False, default=False),
+        "attn_config": Held(Inside(DBRX_ATTENTION), {}), "ffn_config": Held(Inside(DBRX_FFN), {}),
+    }, spelled={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+                "max_position_embeddings": "max_seq_len"},
+    heads=_dbrx_heads, ffn=_dbrx_ffn,
+)  # fmt: skip
+
+
+def _minimax_m2_extras(f: Family, k: Keys) -> dict[str, Any]:
+    if k.attn_type_list is not None:
+        k.per_layer("attn_type_list")
+    modules = k.num_mtp_modules if k.use_mtp else 0
+    return {"notes": (f"{modules} multi-token-prediction modules are not counted",)} if modules else {}
+
+
+MINIMAX_M2 = family(
+    "minimax_m2", "MiniMaxM2ForCausalLM", DECODER, {
+        "intermediate_size": 1536, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
+        "num_experts_per_tok": 8, "num_local_experts": 256, "use_qk_norm": only(True, default=True),
+        "qk_norm_type": only("per_layer", default="per_layer"), "attn_type_list": Held(Listed(Only((1,)))),
+        "shared_intermediate_size": Held(Whole(0, 0)), "use_mtp": False, "num_mtp_modules": 0,
+    }, ignored="mtp_transformer_layers use_routing_bias shared_moe_mode layernorm_full_attention_beta "
+               "layernorm_linear_attention_beta layernorm_mlp_beta",
+    qk_norm=ALL_HEADS, extras=_minimax_m2_extras,
+    experts=Experts(router=Router("sigmoid"), options={"correction_bias": True}),
+)  # fmt: skip
+GPT_OSS = family(
+    "gpt_oss", "GptOssForCausalLM", DECODER, {
+        "sliding_window": 128, "layer_types": None, "intermediate_size": 2880, "num_key_value_heads": 8,
+        "head_dim": 64, "max_position_embeddings": 131072, "attention_bias": True, "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    }, spelled={"num_experts_per_tok": "num_experts_per_tok experts_per_token"},
+    ignored="swiglu_limit swiglu_alpha", local=2, sinks=True,
+    experts=Experts(options={"expert_bias": True, "router_bias": True}),
+    numbers=Numbers(150_000.0, 1e-5, style="gpt_oss"),
+)  # fmt: skip
+
+
+def _llama4_attention(f: Family, k: Keys, index: int) -> Mixer:
+    """Chunked or full; queries and keys normalised, without weights, where they are rotated."""
+    kind, rope = layer_type(f, k, index), has_positions(k, index)
+    if kind == "sliding_attention" and k.layer_types is not None:
+        raise ConfigError("key 'layer_types': 'sliding_attention' is not understood for Llama 4")
+    norm = QkNorm(norm=Norm(weight=False)) if k.use_qk_norm and rope else None
+    chunk = None if kind == "full_attention" else k.attention_chunk_size
+    return SelfAttention(*heads(f, k), **biases(f, k), qk_norm=norm, rope=rope, chunk=chunk)
+
+
+def _llama4_mixtures(k: Keys, index: int) -> bool:
+    """As listed, or every `interleave_moe_layer_step`-th layer."""
+    return index in k.moe_layers if k.moe_layers is not None else (index + 1) % k.interleave_moe_layer_step == 0
+
+
+LLAMA4 = family(
+    "llama4_text", "Llama4ForCausalLM", DECODER, {
+        "sliding_window": None, "layer_types": None, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "num_experts_per_tok": 1,
+        "num_local_experts": 16, "moe_layers": None, "interleave_moe_layer_step": 1, "use_qk_norm": True,
+        "no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attention_bias": False,
+    }, ignored="attn_temperature_tuning floor_scale attn_scale for_llm_compressor",
+    attention=_llama4_attention, local=has_positions, hidden="intermediate_size_mlp", mlp_bias=False,
+    experts=Experts(
+        shared="intermediate_size", layers=_llama4_mixtures, router=Router("sigmoid", normalised=False),
+        options={"weighs_inputs": True},
+    ),
+)  # fmt: skip
+
+
+def _ernie_mixtures(k: Keys, index: int) -> bool:
+    """Between the first and the last index, at the interval."""
+    last = k.num_hidden_layers - 1 if k.moe_layer_end_index == -1 else k.moe_layer_end_index
+    return bool((index + 1) % k.moe_layer_interval == 0 and k.moe_layer_start_index <= index <= last)
+
+
+def _ernie_ffn(f: Family, k: Keys, index: int) -> Mlp | Mixture:
+    return replace(mixture(f, k), shared_bias=k.use_bias) if _ernie_mixtures(k, index) else mlp(f, k)
+
+
+ERNIE_MOE = family(
+    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM Ernie4_5_MoEForCausalLM", ERNIE, {
+        "intermediate_size": 12288, "num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 1536,
+        "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_layer_end_index": Held(Whole(-1, 10_000), -1), "moe_layer_interval": 1,
+    }, spelled={"moe_k": "moe_k num_experts_per_tok", "moe_num_experts": "moe_num_experts num_experts"},
+    ignored="moe_norm_min moe_capacity moe_gate moe_use_aux_free", head_bias="use_bias", ffn=_ernie_ffn,
+    experts=Experts(
+        "moe_num_experts", "moe_k", "moe_intermediate_size", options={"correction_bias": True},
+        shared=lambda k: k.moe_intermediate_size * k.moe_num_shared_experts,
+    ),
+)  # fmt: skip
+DEEPSEEK = family(
+    "deepseek", "DeepseekForCausalLM", DECODER,
+    {**LEADING_DENSE_KEYS, "intermediate_size": REQUIRED, "attention_bias": False}, extras=mtp_extras,
+    experts=replace(LEADING_DENSE, router=Router("softmax", normalised=False), options={}),
+)  # fmt: skip
+GLM4_MOE = family(
+    "glm4_moe", "Glm4MoeForCausalLM", DECODER, {
+        **LEADING_DENSE_KEYS, "intermediate_size": 10944, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "attention_bias": False, "use_qk_norm": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+        "n_routed_experts": 128, "first_k_dense_replace": 1,
+    }, bias_out=False, qk_norm=BY_HEAD, qk_norm_if="use_qk_norm", experts=LEADING_DENSE, extras=mtp_extras,
+)  # fmt: skip
+DOTS1 = family(
+    "dots1", "Dots1ForCausalLM", DECODER, {
+        "sliding_window": 4096, "layer_types": None, **LEADING_DENSE_KEYS, "intermediate_size": 10944,
+        "num_key_value_heads": 32, "max_position_embeddings": 2048, "attention_bias": False,
+        "moe_intermediate_size": 1408, "first_k_dense_replace": 0, "max_window_layers": 62,
+    }, qk_norm=BY_HEAD, experts=replace(LEADING_DENSE, router=Router("sigmoid", normalised=False)), extras=mtp_extras,
+    local=lambda k, index: k.sliding_window is not None and index >= k.max_window_layers,
+)  # fmt: skip

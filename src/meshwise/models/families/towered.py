@@ -1,196 +1,346 @@
-"""Language models with towers: the text part is read by its own family, the towers by their configuration's classes.
+"""Language models beside towers, as rows: which text families, which towers, and what stands between.
 
-A step is priced on text: the towers' weights are counted and held, and none of their operations run. Not here: which
-towers there are (`vision_towers`), nor which families have them (`vision`).
+A step is priced on text: the towers' weights are counted and held, and none of their operations run. Not here: what a
+tower holds (`tower_kinds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from functools import cached_property
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pydantic import ConfigDict
-
-from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError
-from meshwise.models.families.activations import ACTIVATION_KEYS, check_activation
-from meshwise.models.families.base import FamilyConfig
-from meshwise.models.families.irrelevant import IRRELEVANT
-from meshwise.models.families.keys import Keys
-from meshwise.models.spec import Architecture, Layer
-from meshwise.models.towers import Tower, TowerPart
+from meshwise.models.families import deepseek, hybrids, llama, mixed, mixtures
+from meshwise.models.families import tower_kinds as kinds
+from meshwise.models.families.features import COMMON, Family, build_decoder, heads, layer, width
+from meshwise.models.families.keys import (
+    INTEGER,
+    ON,
+    REQUIRED,
+    Either,
+    Held,
+    Keys,
+    Listed,
+    Number,
+    Schema,
+    Whole,
+    schema,
+)
+from meshwise.models.families.tower_kinds import Parts, TowerKind
+from meshwise.models.spec import Architecture, Embedding, group_layers
+from meshwise.models.towers import Tower, TowerPart, attention, linear, mlp, norm
 
 #: Keys beside the two configurations that say how images stand among the tokens: ids, sizes of pictures, switches of
 #: preprocessing.
-MEDIA_KEYS = frozenset({
-    "image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id",
-    "vision_token_id", "image_token_index", "video_token_index", "audio_token_index", "boi_token_index",
-    "eoi_token_index", "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
-    "mm_tokens_per_image", "vision_soft_tokens_per_image", "image_seq_length", "image_start_token_id",
-    "image_end_token_id", "video_start_token_id", "video_end_token_id", "image_grid_pinpoints", "vision_feature_layer",
-    "vision_feature_select_strategy", "ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk",
-    "video_placeholder", "process_image_mode", "image_break_token_id",
-})  # fmt: skip
+MEDIA_KEYS = """
+image_token_id video_token_id audio_token_id vision_start_token_id vision_end_token_id vision_token_id
+image_token_index video_token_index audio_token_index boi_token_index eoi_token_index boi_token_id eoi_token_id
+boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image vision_soft_tokens_per_image image_seq_length
+image_start_token_id image_end_token_id video_start_token_id video_end_token_id image_grid_pinpoints
+vision_feature_layer vision_feature_select_strategy ignore_index media_placeholder_token_id
+use_unified_vision_chunk video_placeholder process_image_mode image_break_token_id
+"""
+
+#: What brings a tower's output to the width of the language model: of the outer keys, the tower's, and that width.
+Projector = Callable[[Keys, Keys, int], Parts]
 
 
-#: Kind of tower -> what a note calls it.
-_WORDS = {"vision": "vision tower", "audio": "audio tower", "cross": "layers that attend to pictures"}
+@dataclass(frozen=True)
+class Towered:
+    """A row: a language model beside towers.
+
+    Args:
+        model_types, classes, keys, ignored: as of a `Family`, of the outer object.
+        texts: `model_type` of the text configuration -> its family, that of a file that does not say first.
+        visions: `model_type` of the vision configuration -> its kind, likewise.
+        projector: what stands between.
+        tied: whether head and embedding are one where neither level says it; None leaves it to the family.
+        either: whether either level may tie them: a "no" of the outer one leaves it to the inner one.
+        flat: whether there are files that have the language model's keys beside the tower, not nested.
+        crossing: further towers, of the text's keys.
+    """
+
+    model_types: tuple[str, ...]
+    classes: tuple[str, ...]
+    keys: Schema
+    ignored: frozenset[str]
+    texts: Mapping[str, Family]
+    visions: Mapping[str, TowerKind]
+    projector: Projector
+    tied: bool | None = None
+    either: bool = False
+    flat: bool = False
+    crossing: Callable[[Keys], tuple[Tower, ...]] | None = None
 
 
-class TowerConfig(Keys):
-    """The configuration of one tower. Fields are keys; what is not a field and not irrelevant is refused."""
-
-    model_config = ConfigDict(extra="allow", populate_by_name=True)
-
-    #: Keys without consequence for what is counted, in this tower only.
-    ignored: ClassVar[frozenset[str]] = frozenset()
-
-    model_type: str | None = None
-
-    def parts(self) -> tuple[TowerPart, ...]:
-        """Say what it holds."""
-        raise AssertionError(f"{type(self).__name__} must say what it holds")
-
-    def refuse_unknown(self, config: Mapping[str, Any], where: str) -> None:
-        """Refuse the first key that is neither used nor known to be of no consequence.
-
-        Args:
-            config: the tower's object.
-            where: the key that holds it, with a dot.
-        """
-        known = self.known_keys() | IRRELEVANT | self.ignored | {"architectures", "torch_dtype", "dtype"}
-        known |= {"rope_parameters", "rope_scaling", "is_encoder_decoder", "add_cross_attention", "pruned_heads"}
-        for key, value in config.items():
-            if key in ACTIVATION_KEYS:
-                check_activation(f"{where}{key}", value, gated=False)
-            elif key not in known and value is not None:
-                raise ConfigError(
-                    f"key '{where}{key}' is not understood for this tower, and may change what is counted; "
-                    "remove it if it does not"
-                )
+def towered(  # noqa: PLR0917 -- the columns of a row
+    model_types: str,
+    classes: str,
+    texts: Mapping[str, Family],
+    visions: Mapping[str, TowerKind],
+    projector: Projector,
+    keys: Mapping[str, object] | None = None,
+    *,
+    ignored: str = "",
+    **features: Any,
+) -> Towered:
+    """A row; what is text of several words is parted by spaces."""
+    outer = {"text_config": REQUIRED, "vision_config": None, "tie_word_embeddings": None, **(keys or {})}
+    return Towered(
+        tuple(model_types.split()), tuple(classes.split()), schema(COMMON, outer, {}),
+        frozenset(f"{MEDIA_KEYS} {ignored}".split()) - set(outer), texts, visions, projector, **features,
+    )  # fmt: skip
 
 
-class Towered(FamilyConfig):
-    """A language model beside towers."""
+def _nothing(k: Keys, vision: Keys, width: int) -> Parts:
+    return ()
 
-    #: `model_type` of the text configuration -> the reader of it, the one of a file that does not say first.
-    readers: ClassVar[Mapping[str, type[FamilyConfig]]] = {}
-    #: `model_type` of the vision configuration -> the reader of it, the one of a file that does not say first.
-    vision_readers: ClassVar[Mapping[str, type[TowerConfig]]] = {}
-    #: Whether head and embedding are one where neither level says it; None leaves it to the reader.
-    tied: ClassVar[bool | None] = None
-    #: Whether either level may tie them: a "no" of the outer one leaves it to the inner one.
-    either: ClassVar[bool] = False
-    #: Whether there are files that have the language model's keys beside the tower, not nested.
-    flat: ClassVar[bool] = False
-    ignored: ClassVar[frozenset[str]] = MEDIA_KEYS
 
-    text_config: dict[str, Any]
-    vision_config: dict[str, Any] | None = None
-    tie_word_embeddings: bool | None = None
+def _project(size: str = "hidden_size", side: str = "", *, bias: bool = False, normed: bool = False) -> Projector:
+    """One projection, of patches that are merged along a `side`, perhaps with a norm before."""
 
-    @classmethod
-    def unwrap(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Check that the language model's sizes are there, and nest them where the file does not."""
-        text = config.get("text_config")
-        if text is None and cls.flat and "hidden_size" in config:
-            outer = {
-                "model_type",
-                "architectures",
-                "vision_config",
-                "tie_word_embeddings",
-                *cls.known_keys(),
-                *MEDIA_KEYS,
-            }
-            beside = {k: v for k, v in config.items() if k in outer}
-            return {**beside, "text_config": {k: v for k, v in config.items() if k not in outer}}
-        if text is None:
-            raise ConfigError("key 'text_config' is missing; it holds the language model's sizes")
-        if not isinstance(text, dict):
-            raise ConfigError(f"key 'text_config': expected an object, found {text!r:.60}")
-        return config
+    def parts(k: Keys, vision: Keys, width: int) -> Parts:
+        d = getattr(vision, size) * (getattr(k, side) ** 2 if side else 1)
+        before = norm("norm", d, bias=False) if normed else ()
+        return (TowerPart("projector", before + linear("project", d, width, bias=bias)),)
 
-    @cached_property
-    def text_values(self) -> dict[str, Any]:
-        """The keys of the text configuration, as its reader shall see them."""
-        kind = self.text_config.get("model_type", next(iter(self.readers)))
-        if not isinstance(kind, str) or kind not in self.readers:
-            raise ConfigError(
-                f"key 'text_config.model_type': expected {' or '.join(map(repr, self.readers))}, found {kind!r}"
-            )
-        reader = self.readers[kind]
-        unread = {"architectures", "top_k"} if "top_p" in self.text_config else {"architectures"}  # of sampling
-        values = {k: v for k, v in self.text_config.items() if k not in unread}
-        if self.tie_word_embeddings or (self.tie_word_embeddings is False and not self.either):
-            values["tie_word_embeddings"] = self.tie_word_embeddings
-        elif self.tied is not None:
-            values.setdefault("tie_word_embeddings", self.tied)
-        return {**values, "model_type": reader.model_types[0] if kind not in reader.model_types else kind}
+    return parts
 
-    @cached_property
-    def text(self) -> FamilyConfig:
-        """The language model, read by its family."""
-        kind = self.text_config.get("model_type", next(iter(self.readers)))
-        values = self.text_values
-        return self.readers[kind].model_validate(self.readers[kind].unwrap(values))
 
-    @cached_property
-    def vision(self) -> Any:
-        """The vision tower's configuration, or None when the file has none."""
-        if self.vision_config is None:
-            return None
-        kind, kinds = self.vision_config.get("model_type"), self.vision_readers
-        if len(kinds) > 1 and kind is not None and (not isinstance(kind, str) or kind not in kinds):
-            raise ConfigError(
-                f"key 'vision_config.model_type': expected {' or '.join(map(repr, kinds))}, found {kind!r:.60}"
-            )
-        return kinds.get(str(kind), next(iter(kinds.values()))).model_validate(self.vision_config)
+def _llava(k: Keys, vision: Keys, width: int) -> Parts:
+    """Two projections, of the features of one layer or of several together."""
+    several = k.vision_feature_layer if isinstance(k.vision_feature_layer, list) else [0]
+    features = vision.hidden_size * len(several)
+    return (TowerPart("projector", mlp(features, width, bias=k.multimodal_projector_bias, out=width)),)
 
-    def projector(self, width: int) -> tuple[TowerPart, ...]:
-        """Give what brings the tower's output to the width of the language model."""
-        assert width > 0
+
+def _llava_next(k: Keys, vision: Keys, width: int) -> Parts:
+    """With a learned end of each row of patches."""
+    return (*_llava(k, vision, width), TowerPart("newline", norm("row", width, bias=False)))
+
+
+def _mistral3(k: Keys, vision: Keys, width: int) -> Parts:
+    """A norm, a merger of patches, and two projections."""
+    d = vision.hidden_size
+    merger = norm("norm", d, bias=False) + linear("merge", d * k.spatial_merge_size**2, d, bias=False, into="O")
+    return (TowerPart("merger", merger), *_llava(k, vision, width))
+
+
+def _kimi(k: Keys, vision: Keys, width: int) -> Parts:
+    """A norm of patches, and a feed-forward of merged ones."""
+    narrow = k.projection_hidden_size or vision.mm_hidden_size
+    wide = vision.vt_hidden_size * vision.merge_kernel_size[0] * vision.merge_kernel_size[1]
+    return (TowerPart("projector", norm("norm", narrow) + mlp(wide, wide, out=width)),)
+
+
+def _minimax(k: Keys, vision: Keys, width: int) -> Parts:
+    """Two feed-forwards: of patches, and of merged ones."""
+    hidden, merged = k.projector_hidden_size, kinds.merged(vision, "spatial_merge_size") ** 2
+    if k.merged_hidden_size not in (None, width * merged):
+        raise ConfigError(
+            f"key 'merged_hidden_size': expected {width * merged}, that of {merged} merged patches; "
+            f"found {k.merged_hidden_size}"
+        )
+    return (
+        TowerPart("projector", mlp(vision.hidden_size, hidden, out=width)),
+        TowerPart("merger", mlp(width * merged, hidden, out=width)),
+    )
+
+
+def _aya(k: Keys, vision: Keys, width: int) -> Parts:
+    """A norm, and a feed-forward of merged patches whose first half gates the second."""
+    merged = vision.hidden_size * k.downsample_factor**2
+    hidden = k.alignment_intermediate_size or width
+    into, back = linear("into", merged, hidden), linear("back", hidden // 2, width, into="O")
+    return (TowerPart("projector", norm("norm", merged) + into + back),)
+
+
+def _intern(k: Keys, vision: Keys, width: int) -> Parts:
+    """A norm, and two projections of merged patches."""
+    merged = vision.hidden_size * int(1 / k.downsample_ratio) ** 2
+    return (TowerPart("projector", norm("norm", merged) + mlp(merged, width, out=width)),)
+
+
+def _step(k: Keys, vision: Keys, width: int) -> Parts:
+    """A projection."""
+    return (TowerPart("projector", linear("project", 4 * vision.hidden_size, width, bias=k.projector_bias)),)
+
+
+#: Language models that towers are put beside.
+ANY_TEXT: Mapping[str, Family] = {
+    "llama": llama.LLAMA, "mistral": llama.MISTRAL, "ministral3": llama.MINISTRAL3, "qwen2": llama.QWEN2,
+    "qwen3": llama.QWEN3, "qwen3_moe": mixtures.QWEN3_MOE, "gemma": llama.GEMMA, "gemma2": llama.GEMMA2,
+    "cohere2": llama.COHERE2,
+}  # fmt: skip
+ANY_VISION = {"clip_vision_model": kinds.CLIP, "siglip_vision_model": kinds.SIGLIP, "pixtral": kinds.PIXTRAL}
+LLAVA_KEYS: dict[str, object] = {
+    "multimodal_projector_bias": True, "vision_feature_layer": Held(Either((INTEGER, Listed(INTEGER))), -2),
+}  # fmt: skip
+
+
+def _uncorrected(f: Family) -> Family:
+    """A text part whose reference implementation holds the routing corrections as no parameters."""
+    assert f.experts is not None, "a mixture"
+    return replace(f, experts=replace(f.experts, options={}))
+
+
+# Kimi-K2.5, GLM-4.1V (biases on queries, keys and values always), and Gemma 3, whose published files leave out even
+# basic sizes, that of the 4B for one.
+_KIMI_TEXT = _uncorrected(deepseek.DEEPSEEK_V3)
+_GLM4V_TEXT = replace(llama.GLM4, bias=True, keys=schema(llama.GLM4.keys, {"head_dim": None, "attention_bias": ON}, {}))
+_GEMMA3_TEXT = replace(
+    llama.GEMMA3, keys=schema(llama.GEMMA3.keys, {"num_attention_heads": 8, "vocab_size": 262_208}, {})
+)
+
+QWEN2_VL = towered(
+    "qwen2_vl", "Qwen2VLForConditionalGeneration", {"qwen2_vl_text": llama.QWEN2}, {"qwen2_vl": kinds.QWEN2}, _nothing,
+    tied=False, either=True, flat=True,
+)  # fmt: skip
+QWEN25_VL = towered(
+    "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"qwen2_5_vl_text": llama.QWEN2},
+    {"qwen2_5_vl": kinds.QWEN25}, _nothing, tied=False, either=True, flat=True,
+)  # fmt: skip
+QWEN3_VL = towered(
+    "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": llama.QWEN3}, {"qwen3_vl": kinds.QWEN3}, _nothing,
+    tied=False,
+)  # fmt: skip
+QWEN3_VL_MOE = towered(
+    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", {"qwen3_vl_moe_text": mixtures.QWEN3_MOE},
+    {"qwen3_vl": kinds.QWEN3}, _nothing, tied=False,
+)  # fmt: skip
+QWEN35 = towered(
+    "qwen3_5", "Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM", {"qwen3_5_text": hybrids.QWEN35},
+    {"qwen3_5_vision": kinds.QWEN35}, _nothing, tied=False,
+)  # fmt: skip
+QWEN35_MOE = towered(
+    "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration Qwen3_5MoeForCausalLM", {"qwen3_5_moe_text": hybrids.QWEN35_MOE},
+    {"qwen3_5_vision": kinds.QWEN35}, _nothing, tied=False,
+)  # fmt: skip
+KIMI_K25 = towered(
+    "kimi_k25", "KimiK25ForConditionalGeneration Kimi_K25ForConditionalGeneration",
+    {"kimi_k2": _KIMI_TEXT, "deepseek_v3": _KIMI_TEXT}, {"kimi_k25_vision": kinds.KIMI}, _kimi,
+    {"projection_hidden_size": None}, ignored="projection_layer_norm_eps",
+)  # fmt: skip
+MINIMAX_M3 = towered(
+    "minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", {"minimax_m3_vl_text": deepseek.MINIMAX_M3},
+    {"clip_vision_model": kinds.MINIMAX}, _minimax, {
+        "projector_hidden_size": 6144, "merged_hidden_size": None,
+        "img_token_compression_config": Held(kinds.COMPRESSION_KIND), "num_reward_heads": Held(Whole(0, 0), 0),
+    }, ignored="multimodal_projector_bias projector_hidden_act",
+)  # fmt: skip
+GEMMA3 = towered(
+    "gemma3", "Gemma3ForConditionalGeneration Gemma3ForCausalLM", {"gemma3_text": _GEMMA3_TEXT},
+    {"siglip_vision_model": kinds.SIGLIP}, _project(normed=True),
+)  # fmt: skip
+GEMMA4 = towered(
+    "gemma4", "Gemma4ForConditionalGeneration Gemma4ForCausalLM", {"gemma4_text": mixed.GEMMA4},
+    {"gemma4_vision": kinds.GEMMA4}, _project(), {"audio_config": None},
+)  # fmt: skip
+LLAMA4 = towered(
+    "llama4", "Llama4ForConditionalGeneration Llama4ForCausalLM", {"llama4_text": mixtures.LLAMA4},
+    {"llama4_vision_model": kinds.LLAMA4}, _project("vision_output_dim"),
+)  # fmt: skip
+GLM4V = towered(
+    "glm4v", "Glm4vForConditionalGeneration", {"glm4v_text": _GLM4V_TEXT}, {"glm4v": kinds.GLM4V}, _nothing,
+    tied=False, either=True,
+)  # fmt: skip
+GLM4V_MOE = towered(
+    "glm4v_moe", "Glm4vMoeForConditionalGeneration", {"glm4v_moe_text": _uncorrected(mixtures.GLM4_MOE)},
+    {"glm4v": kinds.GLM4V}, _nothing, tied=False, either=True,
+)  # fmt: skip
+LLAVA = towered(
+    "llava", "LlavaForConditionalGeneration", ANY_TEXT, ANY_VISION, _llava, LLAVA_KEYS, ignored="projector_hidden_act",
+)  # fmt: skip
+LLAVA_NEXT = towered(
+    "llava_next", "LlavaNextForConditionalGeneration", ANY_TEXT, ANY_VISION, _llava_next, LLAVA_KEYS,
+    ignored="projector_hidden_act use_image_newline_parameter",
+)  # fmt: skip
+MISTRAL3 = towered(
+    "mistral3", "Mistral3ForConditionalGeneration", {"mistral": llama.MISTRAL, "ministral3": llama.MINISTRAL3},
+    {"pixtral": kinds.PIXTRAL}, _mistral3, {
+        "multimodal_projector_bias": False, "vision_feature_layer": Held(Either((INTEGER, Listed(INTEGER))), -1),
+        "spatial_merge_size": 2,
+    }, ignored="projector_hidden_act", tied=True,
+)  # fmt: skip
+PALIGEMMA = towered(
+    "paligemma", "PaliGemmaForConditionalGeneration", {"gemma": llama.GEMMA, "gemma2": llama.GEMMA2},
+    {"siglip_vision_model": kinds.SIGLIP}, _project(bias=True),
+    ignored="hidden_size vocab_size projection_dim", tied=True,
+)  # fmt: skip
+AYA_VISION = towered(
+    "aya_vision", "AyaVisionForConditionalGeneration", {"cohere2": llama.COHERE2},
+    {"siglip_vision_model": kinds.SIGLIP}, _aya, {"downsample_factor": 2, "alignment_intermediate_size": None},
+    ignored="adapter_layer_norm_eps", tied=True,
+)  # fmt: skip
+INTERNVL = towered(
+    "internvl", "InternVLForConditionalGeneration", {"qwen2": llama.QWEN2, **ANY_TEXT},
+    {"internvl_vision": kinds.INTERN}, _intern, {"downsample_ratio": Held(Number(1), 0.5)},
+    ignored="projector_hidden_act",
+    tied=True,
+)  # fmt: skip
+IDEFICS3 = towered(
+    "idefics3 smolvlm", "Idefics3ForConditionalGeneration SmolVLMForConditionalGeneration", ANY_TEXT,
+    {"idefics3_vision": kinds.IDEFICS}, _project(side="scale_factor"), {"scale_factor": 2}, tied=False,
+)  # fmt: skip
+STEP37 = towered(
+    "step3p7", "Step3p7ForConditionalGeneration", {"step3p5": mixed.STEP35}, {"step3p5_vision": kinds.STEP}, _step,
+    {"projector_bias": False}, ignored="understand_projector_stride", tied=False,
+)  # fmt: skip
+
+
+#: Rows of the table of tokens for pictures, beyond the vocabulary.
+_FURTHER_ROWS = 8
+
+
+def _own_layers(k: Keys) -> list[int]:
+    """Indices of the layers that a step on text runs."""
+    crossing = set(k.cross_attention_layers)
+    if len(crossing) != len(k.cross_attention_layers) or max(crossing, default=0) >= k.num_hidden_layers:
+        raise ConfigError(
+            f"key 'cross_attention_layers': expected indices under {k.num_hidden_layers}, each once, "
+            f"found {k.cross_attention_layers!r:.60}"
+        )
+    own = [i for i in range(k.num_hidden_layers) if i not in crossing]
+    if not own:
+        raise ConfigError("key 'cross_attention_layers': expected some layers that are not listed, found none")
+    return own
+
+
+def _crossing(k: Keys) -> tuple[Tower, ...]:
+    """The layers of Llama 3.2 Vision that attend to pictures."""
+    if not k.cross_attention_layers:
         return ()
+    n, kv, h = heads(llama.LLAMA, k)
+    d = k.hidden_size
+    part = (
+        *(w for name in ("norm.attn", "norm.mlp") for w in norm(name, d, bias=False)),
+        *(w for name in ("norm.q", "norm.k") for w in norm(name, h, bias=False)),
+        *attention(d, n, head_dim=h, kv_heads=kv, bias=False),
+        *mlp(d, width(k), gated=True, bias=False),
+        *kinds.scalars("gate_attn", "gate_mlp"),
+    )
+    return (Tower("cross", (TowerPart("cross", part, len(k.cross_attention_layers)),)),)
 
-    def towers(self, width: int) -> tuple[Tower, ...]:
-        """Give the towers beside a language model of this width."""
-        return () if self.vision is None else (Tower("vision", (*self.vision.parts(), *self.projector(width))),)
 
-    def refuse_unknown(self, config: Mapping[str, Any]) -> None:
-        """Refuse unknown keys at every level."""
-        super().refuse_unknown(config)
-        self.text.refuse_unknown(self.text_values)
-        if self.vision is not None and self.vision_config is not None:
-            self.vision.refuse_unknown(self.vision_config, "vision_config.")
+def _mllama_text(k: Keys) -> Architecture:
+    """Llama's layers; those that attend to pictures are left out."""
+    if k.tie_word_embeddings:
+        raise ConfigError("key 'tie_word_embeddings': expected false, as the two tables differ in rows; found true")
+    spec = build_decoder(llama.LLAMA, k)
+    return replace(
+        spec,
+        groups=group_layers(layer(llama.LLAMA, k, i) for i in _own_layers(k)),
+        embedding=Embedding(rows=k.vocab_size + _FURTHER_ROWS),
+    )
 
-    def refuse_activations(self, config: Mapping[str, Any], layers: Iterable[Layer]) -> None:  # noqa: ARG002 -- not nested
-        """Refuse activations of the language model; those of the towers are checked with their keys."""
-        self.text.refuse_activations(self.text_values, layers)
 
-    def architecture(self) -> Architecture:
-        """The language model's, with the towers and what is to be said of them."""
-        spec = self.text.architecture()
-        towers = self.towers(spec.d_model)
-        notes = [
-            f"{_WORDS[tower.kind]}: {tower.parameters:,} parameters are counted and held in memory; a step is priced "
-            "on text alone, 0 image or sound tokens"
-            for tower in towers
-        ]
-        if not towers:
-            notes = ["counted without its vision tower, whose sizes the configuration does not say"]
-        return replace(spec, towers=towers, notes=(*spec.notes, *notes))
-
-    def defaulted(self, prefix: str = "") -> Mapping[str, Any]:
-        """Tell also what was left to the defaults of the parts."""
-        found = {**super().defaulted(prefix), **self.text.defaulted(prefix)}
-        if self.tied and self.tie_word_embeddings is None and "tie_word_embeddings" not in self.text_config:
-            found[f"{prefix}tie_word_embeddings"] = True
-        return found if self.vision is None else {**found, **self.vision.defaulted(f"{prefix}vision_config.")}
-
-    def weight_dtype(self) -> DType | None:
-        """As the outer level says, unless only the language model's is quantized; else the language model's."""
-        inner = self.text.weight_dtype()
-        if self.quantization_config is None and self.text.quantization_config is not None:
-            return inner
-        return super().weight_dtype() or inner
+MLLAMA = towered(
+    "mllama", "MllamaForConditionalGeneration", {
+        "mllama_text_model": replace(
+            llama.LLAMA, build=_mllama_text, keys=schema(llama.LLAMA.keys, {
+                "max_position_embeddings": 131_072, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+            }, {}),
+        ),
+    }, {"mllama_vision_model": kinds.MLLAMA}, _project("vision_output_dim", bias=True), tied=False, crossing=_crossing,
+)  # fmt: skip

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.models import Model
-from meshwise.models.numeric_readers import read_numerics
+from meshwise.models.numerics import read_numerics
 from meshwise.runtime.params import Order, Parameter, Tree
 from meshwise.runtime.weights.files import GgufFile, SafetensorsFiles
 from meshwise.runtime.weights.names import gguf_names, hub_names

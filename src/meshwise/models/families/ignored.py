@@ -1,9 +1,13 @@
-"""Keys of configuration files that change nothing that is counted: ids of tokens, dropout, initial values, bookkeeping.
+"""Keys that change nothing that is counted, names of activations, and families that are not supported yet.
 
-A key belongs here only when no value of it changes a shape, an operation, or which positions are attended to.
+A key is ignored only when no value of it changes a shape, an operation, or which positions are attended to.
 """
 
 from __future__ import annotations
+
+import difflib
+
+from meshwise.core.errors import ConfigError
 
 _TOKENS = """
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
@@ -53,3 +57,77 @@ routed_scaling_factor topk_method n_group topk_group
 """
 
 IRRELEVANT = frozenset(f"{_TOKENS} {_TRAINING} {_BOOKKEEPING} {NUMERICS}".split())
+
+#: Spellings of the key.
+ACTIVATION_KEYS = frozenset(
+    {"hidden_act", "hidden_activation", "activation_function", "activation_type", "activation", "act_fn"}
+)
+
+#: Functions without parameters of their own, by every spelling that is common.
+ACTIVATIONS = (
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "gelu_tanh", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6",
+    "relu_squared", "sigmoid", "silu", "squared_relu", "swish", "tanh",
+)  # fmt: skip
+
+#: Names of a gated layer's activation.
+GATED_ACTIVATIONS = ("geglu", "reglu", "swiglu", "swigluoai")
+
+
+def check_activation(key: str, value: object, *, gated: bool) -> None:
+    """Refuse an activation that is not known, or that would make gated what is not.
+
+    Args:
+        key: as the configuration spells it.
+        value: what it says; null says nothing.
+        gated: whether every feed-forward layer of the model is gated.
+
+    Raises:
+        ConfigError: names the activations that are known.
+    """
+    name = value.lower() if isinstance(value, str) else value
+    known = (*ACTIVATIONS, *GATED_ACTIVATIONS) if gated else ACTIVATIONS
+    if value is None or name in known:
+        return
+    if name in GATED_ACTIVATIONS:
+        raise ConfigError(
+            f"key {key!r}: {value!r} would make the feed-forward layers gated, and this model_type's are not; "
+            f"expected one of {', '.join(known)}"
+        )
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.75)
+    hint = f" (nearest: {near[0]})" if near else ""
+    raise ConfigError(f"key {key!r}: expected one of {', '.join(known)}; found {value!r:.60}{hint}")
+
+
+#: `model_type` -> what is missing.
+NOT_YET: dict[str, str] = {
+    kind: why
+    for kinds, why in (
+        (
+            "zamba zamba2 falcon_h1 plamo2 codestral_mamba",
+            "what this family has around its state-space layers is not modelled",
+        ),
+        (
+            "kimi_linear rwkv recurrent_gemma xlstm lfm2 lfm2_moe olmo_hybrid bailing_hybrid",
+            "its kind of linear-attention or recurrent layers is not modelled",
+        ),
+        ("qwen2_5_omni qwen3_omni_moe", "a sound tower and a model that speaks are not modelled"),
+        ("gemma3n gemma3n_text", "streams that are updated by turns (AltUp) are not modelled"),
+        ("idefics idefics2 blip-2 instructblip", "resamplers behind a tower are not modelled"),
+        ("chameleon emu3 janus", "tokenizers that turn pictures into tokens are not modelled"),
+        (
+            "pixtral phi4_multimodal phi3_v ernie4_5_vl_moe llava_onevision internvl_chat deepseek_vl_v2 molmo",
+            "the tower of this family is not modelled",
+        ),
+        (
+            "bert roberta distilbert deberta-v2 modernbert xlm-roberta clip siglip vit",
+            "encoders without a decoder are not modelled",
+        ),
+        (
+            "mbart pegasus marian longt5 switch_transformers t5gemma whisper m2m_100 led",
+            "this encoder-decoder is not modelled",
+        ),
+        ("openelm", "layers whose heads differ in width are not modelled"),
+    )
+    for kind in kinds.split()
+}

@@ -1,0 +1,83 @@
+"""A model given by its dimensions in the book's letters, for those that are published without a configuration.
+
+Not here: the text in which they are written (`models.dimensions`).
+"""
+
+from __future__ import annotations
+
+from meshwise.core.errors import ConfigError
+from meshwise.models.families.features import LAYER_NORM, RMS_NORM, Numbers, family
+from meshwise.models.families.keys import REQUIRED, Keys, divide, only
+from meshwise.models.spec import Architecture, Embedding, Head, Layer, Mixture, Mlp, SelfAttention, group_layers
+
+#: Letter or switch -> its default, and what it is. A mixture has `E`, `top_k` and `Fe`.
+LETTERS: dict[str, tuple[object, str]] = {
+    "D": (REQUIRED, "residual width"),
+    "F": (None, "feed-forward width, of dense layers"),
+    "L": (REQUIRED, "layers"),
+    "N": (REQUIRED, "query heads"),
+    "K": (None, "key/value heads (default: N)"),
+    "H": (None, "width of a head (default: D / N)"),
+    "V": (REQUIRED, "vocabulary"),
+    "E": (None, "routed experts of a mixture"),
+    "top_k": (None, "experts that a token visits"),
+    "Fe": (None, "feed-forward width of an expert"),
+    "Fs": (0, "total width of the experts that every token visits"),
+    "dense": (0, "layers before the first mixture"),
+    "window": (None, "latest positions that a query sees"),
+    "positions": (None, "learned positions (default: rotary)"),
+    "gated": (True, "three feed-forward matrices, not two"),
+    "tied": (False, "the head is the embedding table"),
+    "bias": (False, "biases on every projection"),
+    "parallel": (False, "both branches read one norm of the layer's input"),
+    "norm": (only("rms", "layer", default="rms"), "norms with a weight, or with a bias too"),
+}
+
+
+def _check(k: Keys) -> None:
+    """Refuse a mixture that is half said, and a model without a feed-forward part."""
+    mixture = {"E": k.E, "top_k": k.top_k, "Fe": k.Fe}
+    said = [key for key, value in mixture.items() if value is not None]
+    missing = [key for key, value in mixture.items() if value is None]
+    if said and missing:
+        raise ConfigError(f"dimensions: {', '.join(missing)} missing; a mixture has E, top_k and Fe")
+    if not said and (k.Fs or k.dense):
+        raise ConfigError("dimensions: Fs and dense are of mixtures, and E, top_k and Fe are missing")
+    if k.F is None and (not said or k.dense):
+        raise ConfigError("dimensions: F is missing; it is the feed-forward width of dense layers")
+    if said and k.top_k > k.E:
+        raise ConfigError(f"key 'top_k': expected at most {k.E}, the experts there are; found {k.top_k}")
+
+
+def _ffn(k: Keys, index: int) -> Mlp | Mixture:
+    if k.E is None or index < k.dense:
+        return Mlp(k.F, gated=k.gated, bias=k.bias, bias_out=k.bias)
+    return Mixture(k.E, k.top_k, k.Fe, gated=k.gated, expert_bias=k.bias, shared=k.Fs, shared_bias=k.bias)
+
+
+def _architecture(k: Keys) -> Architecture:
+    _check(k)
+    kv, norm = k.K or k.N, LAYER_NORM if k.norm == "layer" else RMS_NORM
+    divide(k.N, kv, "N", "K")
+    h = k.H or divide(k.D, k.N, "D", "N")
+    heads = SelfAttention(k.N, kv, h, bias=k.bias, bias_out=k.bias, rope=k.positions is None, window=k.window)
+    second = None if k.parallel else norm
+    layers = (Layer(heads, _ffn(k, i), norm, None, second, parallel=k.parallel) for i in range(k.L))
+    return Architecture(
+        d_model=k.D,
+        vocab=k.V,
+        groups=group_layers(layers),
+        embedding=Embedding(positions=k.positions),
+        head=Head(norm=norm, tied=k.tied),
+        max_positions=k.positions,
+    )
+
+
+DIMENSIONS = family(
+    "dimensions",
+    "",
+    None,
+    {letter: default for letter, (default, _) in LETTERS.items()},
+    build=_architecture,
+    numbers=Numbers(style="dimensions"),
+)
