@@ -53,8 +53,7 @@ def attend_placed(
             assert around == placement.split(positions), "a ring is of the axes that split queries"
             return ring_attend(q, k, v, masks, Ring(around[0], placement.mesh.shape[around[0]], name=op.output.name))
         queries = start + part_index(positions, placement) * q.shape[1] + jnp.arange(q.shape[1])
-        named: tuple[jax.Array, jax.Array] = checkpoint_name(attend(q, k, v, masks, (queries, keys)), op.output.name)
-        return named
+        return checkpoint_name(attend(q, k, v, masks, (queries, keys)), op.output.name)
 
     if placement.mesh.size == 1:
         return local(jnp.asarray(start), inputs[0], inputs[1], inputs[2])

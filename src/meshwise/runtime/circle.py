@@ -56,8 +56,7 @@ class Circle:
     def pass_on(self, x: jax.Array, by: int) -> jax.Array:
         """Send to the next device (by 1) or to the one before (by -1)."""
         pairs = [(i, (i + by) % self.size) for i in range(self.size)]
-        sent: jax.Array = jax.lax.ppermute(x, self.axis, pairs)
-        return sent
+        return jax.lax.ppermute(x, self.axis, pairs)
 
     def arriving(self, shard: jax.Array, dimension: int) -> Iterator[Piece]:
         """Give the shards of all devices as they come round, this device's first.

@@ -189,8 +189,7 @@ def _rows(x: jax.Array, letters: str, letter: str, at: jax.Array, count: int) ->
     """Cut rows out of an operand that has the letter."""
     if letter not in letters:
         return x
-    cut: jax.Array = jax.lax.dynamic_slice_in_dim(x, at, count, letters.index(letter))
-    return cut
+    return jax.lax.dynamic_slice_in_dim(x, at, count, letters.index(letter))
 
 
 def _length(left: jax.Array, right: jax.Array, equation: Equation, letter: str) -> int:

@@ -131,8 +131,7 @@ class TextTokens:
         """Give the sequences of a step: int32 [count, length]."""
         random = np.random.default_rng([self.seed, step])
         starts = random.integers(0, len(self.ids) - length + 1, count)
-        windows: np.ndarray = self.ids[starts[:, None] + np.arange(length)]
-        return windows
+        return self.ids[starts[:, None] + np.arange(length)]
 
 
 def read_text(text: Path, tokenizer: Path, *, vocabulary: int, shortest: int, seed: int) -> TextTokens:

@@ -124,10 +124,7 @@ class Stack:
         kept = [op.output.name for op in block.ops if policy.keeps(op)]
         saved = jax.checkpoint_policies.save_only_these_names(*kept)
         recomputed = frozenset(op.name for op in block.ops if op.output.name not in kept)
-        checkpointed: Callable[[jax.Array, Arrays], jax.Array] = jax.checkpoint(
-            self._layer(block, recomputed), policy=saved, prevent_cse=not looped
-        )
-        return checkpointed
+        return jax.checkpoint(self._layer(block, recomputed), policy=saved, prevent_cse=not looped)
 
     def run(
         self,
@@ -156,8 +153,7 @@ class Stack:
 
 def _chosen(weights: Arrays, piece: jax.Array) -> Arrays:
     """Of weights of several pieces those of one."""
-    own: Arrays = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, piece, keepdims=False), weights)
-    return own
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, piece, keepdims=False), weights)
 
 
 #: Pass stream and weights on, the weights not before the stream is there: else JAX takes what is made of weights alone

@@ -238,8 +238,7 @@ class Experts:
                     slots = jax.lax.dynamic_slice_in_dim(slots, jax.lax.axis_index(a) * each, each)
             for a in self._gathered:
                 slots = jax.lax.all_gather(slots, a, axis=1, tiled=True)
-        named: jax.Array = checkpoint_name(slots, op.output.name)
-        return named
+        return checkpoint_name(slots, op.output.name)
 
     def _return(self, slots: jax.Array) -> jax.Array:
         """Bring what the experts made back to where the tokens are."""

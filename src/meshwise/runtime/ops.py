@@ -270,8 +270,7 @@ def _yarn(plain: NDArray[np.float64], scaling: Scaling, theta: float, width: int
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     ramp = np.clip((np.arange(width // 2) - low) / max(high - low, 1e-3), 0, 1)
-    stretched: NDArray[np.float64] = plain * (1 - ramp) + plain / scaling.factor * ramp
-    return stretched
+    return plain * (1 - ramp) + plain / scaling.factor * ramp
 
 
 def rotate(x: jax.Array, rotary: Rotary, positions: jax.Array) -> jax.Array:

@@ -140,8 +140,7 @@ class Pipeline:
         start = self._constrain(jnp.zeros((self.stages, *self._stream_shape(tokens)), self.stack.around.activations))
         _, made = jax.lax.scan(tick, start, jnp.arange(works + self.stages - 1))
         last = [w + self.stages - 1 for w in range(works) if (w % rounds) // self.stages == self.pieces - 1]
-        leaving: jax.Array = made[self.stages - 1 :] if self.pieces == 1 else made[np.array(last)]
-        return leaving
+        return made[self.stages - 1 :] if self.pieces == 1 else made[np.array(last)]
 
     # One forward, one backward ---------------------------------------------------------------------------------------
 
@@ -306,8 +305,7 @@ def _each(key: str, run: Mapping[str, Any], make: Callable[[str, str, Any], Any]
 
 def _added_up(x: jax.Array) -> jax.Array:
     """Sum over the first dimension in the array's own format; `jnp.sum` would add, and send, bf16 in fp32."""
-    total: jax.Array = jax.lax.reduce(x, np.zeros((), x.dtype), jax.lax.add, (0,))
-    return total
+    return jax.lax.reduce(x, np.zeros((), x.dtype), jax.lax.add, (0,))
 
 
 def _added(total: Tree, more: Tree) -> Tree:

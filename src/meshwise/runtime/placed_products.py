@@ -150,8 +150,7 @@ class PlacedProducts:
         return d_x, tuple(self._accumulate(i, d) for i, d in enumerate(d_weights))
 
     def _whole(self, shard: jax.Array, letters: str) -> jax.Array:
-        whole: jax.Array = jax.lax.all_gather(shard, AXIS, axis=letters.index(self.letter), tiled=True)
-        return whole
+        return jax.lax.all_gather(shard, AXIS, axis=letters.index(self.letter), tiled=True)
 
     def _accumulate(self, number: int, gradient: jax.Array) -> jax.Array:
         """Add up a weight's gradient over devices that have other rows, each keeping its part."""

@@ -47,8 +47,7 @@ class RaggedExchange:
         """Rows of this device's groups, by the device that they came from: [ways, groups / ways]."""
         ways = self.sizes.shape[0]
         each = self.sizes.shape[1] // ways
-        mine: jax.Array = jax.lax.dynamic_slice_in_dim(self.sizes, self._here * each, each, axis=1)
-        return mine
+        return jax.lax.dynamic_slice_in_dim(self.sizes, self._here * each, each, axis=1)
 
     @property
     def _here(self) -> jax.Array:
@@ -85,8 +84,7 @@ def _exchange(  # noqa: PLR0917 -- as the primitive takes them
     axis: str,
 ) -> jax.Array:
     """Send slices of rows, each to a place of one device's array `into`."""
-    made: jax.Array = jax.lax.ragged_all_to_all(rows, into, starts, sizes, places, received, axis_name=axis)
-    return made
+    return jax.lax.ragged_all_to_all(rows, into, starts, sizes, places, received, axis_name=axis)
 
 
 def by_group(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:

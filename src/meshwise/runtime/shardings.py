@@ -128,16 +128,12 @@ class Placement:
 
     def local(self, function: Callable[P, R], inputs: Any, outputs: Any) -> Callable[P, R]:
         """Run a function on each device's own blocks, which `inputs` and `outputs` (PartitionSpecs) say."""
-        mapped: Callable[P, R] = jax.shard_map(
-            function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
-        )
-        return mapped
+        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
 def constrain(x: jax.Array, where: NamedSharding) -> jax.Array:
     """Keep an array, or its gradient, where this says."""
-    kept: jax.Array = jax.lax.with_sharding_constraint(x, where)
-    return kept
+    return jax.lax.with_sharding_constraint(x, where)
 
 
 def complete(
@@ -164,8 +160,7 @@ def complete(
             else:
                 each = x.shape[dimension] // placement.mesh.shape[a]
                 x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(a) * each, each, axis=dimension)
-    whole: jax.Array = jax.lax.psum(x, tuple(waiting)) if waiting else x
-    return whole
+    return jax.lax.psum(x, tuple(waiting)) if waiting else x
 
 
 def part_index(axes: tuple[str, ...], placement: Placement) -> jax.Array | int:

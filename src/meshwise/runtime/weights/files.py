@@ -81,8 +81,7 @@ class SafetensorsFiles:
                 f"{self.path}: tensor {name!r}: expected {', '.join(_PLAIN)}, found {found}, which is not dequantised "
                 "here; give a checkpoint in bf16"
             )
-        array: Array = file.get_tensor(name)
-        return array
+        return file.get_tensor(name)
 
 
 class GgufFile:
@@ -131,5 +130,4 @@ class GgufFile:
         from gguf import dequantize  # noqa: PLC0415
 
         t = self._of[name]
-        array: Array = dequantize(t.data, t.tensor_type).reshape(self.shapes[name])
-        return array
+        return dequantize(t.data, t.tensor_type).reshape(self.shapes[name])
