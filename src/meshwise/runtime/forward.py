@@ -26,7 +26,6 @@ from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched, plain
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, collective_products
-from meshwise.sharding.strategy import iteration_space
 
 #: Keys and values of earlier positions, where a block is given them.
 _CACHED = ("cache.k", "cache.v")
@@ -73,12 +72,14 @@ class _Walk:
 
     def _run_experts(self, ops: tuple[Op, ...]) -> None:
         kind = RaggedExperts if self.around.expert_dispatch == "ragged" else Experts
-        experts = kind(ops, self.placement, self.around)
-        splits = iteration_space(self.placement.strategy, experts.dispatch)
-        x, gates = (self.bring(replace(t, kind=Kind.ACTIVATION), splits) for t in experts.dispatch.inputs)
-        chosen = self.arrays[f"{experts.dispatch.inputs[1].name}.chosen"]
+        dispatch, *between, combine = ops
+        assert isinstance(dispatch, Route) and isinstance(combine, Route)  # noqa: PT018 -- as `run` finds them
+        experts = kind(dispatch, tuple(between), combine, self.placement, self.around)
+        splits = self.placement.splits(dispatch)
+        x, gates = (self.bring(replace(t, kind=Kind.ACTIVATION), splits) for t in dispatch.inputs)
+        chosen = self.arrays[f"{dispatch.inputs[1].name}.chosen"]
         weights = {t.name: self._bring_to(t, sharding) for t, sharding in experts.weights}
-        self._keep(experts.combine, experts.run(x, gates, chosen, weights))
+        self._keep(combine, experts.run(x, gates, chosen, weights))
 
     def _run_ring(self, products: CollectiveProducts) -> None:
         """Execute products that share a collective, all at once."""
@@ -95,7 +96,7 @@ class _Walk:
             if op.name == products.ops[0].name:
                 self._run_ring(products)
             return
-        splits = iteration_space(self.placement.strategy, op)
+        splits = self.placement.splits(op)
         if isinstance(op, Attention) and self.placement.strategy.ring:  # keys stay where their positions are
             splits[op.key_axis] = splits.get(op.query_axis, ())
         inputs = [self.bring(t, splits) for t in op.inputs]

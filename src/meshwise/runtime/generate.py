@@ -36,7 +36,6 @@ from meshwise.runtime.params import (
     dtype_of,
     initial_values,
     layer_order,
-    map_parameters,
     plan_segments,
     zeros,
 )
@@ -73,7 +72,7 @@ class Generator:
     def abstract_weights(self) -> Tree:
         """Shapes, formats and shardings of the weights, by run and name."""
         placement = self.stack.placement
-        return map_parameters(self.parameters, lambda _, p: p.abstract(placement, "weights", self.dtype))
+        return jax.tree.map(lambda p: p.abstract(placement, "weights", self.dtype), self.parameters)
 
     @cached_property
     def abstract_cache(self) -> Cache:

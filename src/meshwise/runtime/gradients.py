@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwise.runtime.layers import Stack
-from meshwise.runtime.params import Parameter, Tree, map_parameters
+from meshwise.runtime.params import Parameter, Tree
 from meshwise.runtime.pipeline import Pipeline
-from meshwise.runtime.shardings import complete, constrain
+from meshwise.runtime.shardings import complete
 from meshwise.runtime.watched import sunk, watch
 
 Batch = Mapping[str, jax.Array]
@@ -49,12 +49,10 @@ class Accumulation:
         placement = replace(self.stack.placement, outside=frozenset({_REPLICAS} if self.replicas else ()))
         lead = (_REPLICAS,) if self.replicas else ()
 
-        def one(path: str, parameter: Parameter) -> jax.Array:
-            key, _, name = path.partition("/")
-            named = parameter.named(placement, placement.reduces, lead)
-            return constrain(gradients[key][name], named)
+        def one(parameter: Parameter, gradient: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(gradient, parameter.named(placement, placement.reduces, lead))
 
-        return map_parameters(self.parameters, one)
+        return jax.tree.map(one, self.parameters, gradients)
 
 
 def accumulate(how: Accumulation, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
@@ -85,7 +83,7 @@ def accumulate(how: Accumulation, weights: Tree, batch: Batch) -> tuple[jax.Arra
         return (total[0] + loss, how.constrain(added)), None
 
     lead = (how.stack.placement.mesh.shape[_REPLICAS],) if how.replicas else ()
-    zeros = map_parameters(how.parameters, lambda _, p: jnp.zeros((*lead, *p.shape), how.dtype))
+    zeros = jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), how.dtype), how.parameters)
     start = (jnp.zeros(lead, jnp.float32), how.constrain(zeros))
     (loss, gradients), _ = jax.lax.scan(add, start, batch)
     return _finish(how, loss, gradients)
@@ -100,17 +98,16 @@ def _of_all_replicas(how: Accumulation, gradients: Tree) -> Tree:
     """Add up what replicas have, and leave each device what its optimizer reads."""
     placement = how.stack.placement
 
-    def one(path: str, parameter: Parameter) -> jax.Array:
-        key, _, name = path.partition("/")
+    def one(parameter: Parameter, gradient: jax.Array) -> jax.Array:
         each, home = (parameter.stacked_sharding(placement, part) for part in ("gradients", "optimizer"))
 
         def local(own: jax.Array) -> jax.Array:
             return complete(own[0], each, home, (_REPLICAS,), placement)
 
         reads, made = PartitionSpec(_REPLICAS, *placement.spec(each)), placement.spec(home)
-        return placement.local(local, reads, made)(gradients[key][name])
+        return placement.local(local, reads, made)(gradient)
 
-    return map_parameters(how.parameters, one)
+    return jax.tree.map(one, how.parameters, gradients)
 
 
 def _of_microbatch(stack: Stack, reductions: Any) -> Any:

@@ -22,7 +22,6 @@ from meshwise.runtime.products import named_einsum, spread, spread_spec
 from meshwise.runtime.shardings import Placement, complete
 from meshwise.runtime.watched import plain
 from meshwise.sharding import Sharding
-from meshwise.sharding.strategy import iteration_space
 
 
 def choose(logits: jax.Array, correction: jax.Array | None, router: Router, top_k: int) -> tuple[jax.Array, jax.Array]:
@@ -70,39 +69,23 @@ class Experts:
     """The routed part of a block.
 
     Args:
-        ops: from the dispatch to the combination.
+        dispatch: tokens to slots.
+        ops: between the dispatch and the combination.
+        combine: slots to tokens.
         placement: of the layout.
         around: what operations read besides.
     """
 
+    dispatch: Route
     ops: tuple[Op, ...]
+    combine: Route
     placement: Placement
     around: Surroundings
 
     @property
-    def dispatch(self) -> Route:
-        """Tokens to slots."""
-        op = self.ops[0]
-        assert isinstance(op, Route)
-        return op
-
-    @property
-    def combine(self) -> Route:
-        """Slots to tokens."""
-        op = self.ops[-1]
-        assert isinstance(op, Route)
-        return op
-
-    @property
     def weights(self) -> tuple[tuple[Tensor, Sharding], ...]:
         """Weights of the experts, and where the operations read them."""
-        strategy = self.placement.strategy
-        return tuple(
-            (t, Sharding.of(t.axes, iteration_space(strategy, op)))
-            for op in self.ops
-            for t in op.inputs
-            if t.kind is Kind.WEIGHT
-        )
+        return tuple((t, self.placement.at(op, t)) for op in self.ops for t in op.inputs if t.kind is Kind.WEIGHT)
 
     def run(self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays) -> jax.Array:
         """Send tokens to their experts, compute, and bring the results back.
@@ -116,16 +99,15 @@ class Experts:
         """
         if self.placement.mesh.size == 1:
             return self._local(x, gates, chosen, weights)
-        strategy, placement = self.placement.strategy, self.placement
-        splits = iteration_space(strategy, self.dispatch)
-        tokens = [placement.spec(Sharding.of(t.axes, splits)) for t in self.dispatch.inputs]
+        placement = self.placement
+        x_spec, gates_spec = (placement.spec(placement.at(self.dispatch, t)) for t in self.dispatch.inputs)
         held = {t.name: spread_spec(sharding, placement) for t, sharding in self.weights}
         copies = {
             t.name: spread(weights[t.name], sharding, placement.reduced(t.axes), placement)
             for t, sharding in self.weights
         }
-        home = placement.spec(strategy.home(self.combine.output.axes))
-        specs = (tokens[0], tokens[1], tokens[1], held)
+        home = placement.spec(placement.strategy.home(self.combine.output.axes))
+        specs = (x_spec, gates_spec, gates_spec, held)
 
         def local(x: jax.Array, gates: jax.Array, chosen: jax.Array, copies: Arrays) -> jax.Array:
             return self._local(x, gates, chosen, jax.tree.map(lambda w: w[0], copies))
@@ -137,12 +119,12 @@ class Experts:
         tokens = x.reshape(-1, x.shape[-1])
         picked = chosen.reshape(tokens.shape[0], -1)
         slots, count = self._slots(picked)
-        experts = int(self.num_experts)
+        experts = self.num_experts
         filled = jnp.zeros((experts * count + 1, x.shape[-1]), x.dtype)
         filled = filled.at[slots].set(tokens[:, None, :].astype(x.dtype))[:-1]  # the last row takes what is dropped
         values: dict[str, jax.Array] = dict(weights)
         values[self.dispatch.output.name] = self._leave(self.dispatch, filled.reshape(experts, count, -1))
-        for op in self.ops[1:-1]:
+        for op in self.ops:
             if isinstance(op, Route):  # the gates of slots, on the way that these took
                 weighed = jnp.zeros(experts * count + 1, gates.dtype).at[slots].set(gates.reshape(picked.shape))[:-1]
                 values[op.output.name] = self._leave(op, weighed.reshape(experts, count))
@@ -156,15 +138,10 @@ class Experts:
         return self._settle(made)
 
     @property
-    def num_experts(self) -> float:
+    def num_experts(self) -> int:
         """E."""
         (weight, *_) = (t for t, _ in self.weights)
-        return self.sizes[weight.axes[0]]
-
-    @property
-    def sizes(self) -> Mapping[str, float]:
-        """Axis sizes of the program."""
-        return self.around.sizes
+        return int(self.around.sizes[weight.axes[0]])
 
     def _slots(self, picked: jax.Array) -> tuple[jax.Array, int]:
         """Number the slots of a device's tokens: expert by expert, in the order of tokens.
@@ -175,7 +152,7 @@ class Experts:
         Returns: a slot for each [tokens, top_k], and the slots of an expert; what has none is numbered after the last.
         """
         tokens, top_k = picked.shape
-        experts = int(self.num_experts)
+        experts = self.num_experts
         count = tokens  # no expert is chosen twice by a token
         if self.around.capacity is not None:  # what is beyond it is dropped
             count = min(count, math.ceil(self.around.capacity * tokens * top_k / experts))
@@ -197,29 +174,27 @@ class Experts:
     def _partial_after(self, op: Op) -> tuple[str, ...]:
         """Mesh axes over which the first input of `op` is a partial sum."""
         maker = next((o for o in self.ops if o.output.name == op.inputs[0].name), None)
-        if not isinstance(maker, Einsum):
-            return ()
-        splits = iteration_space(self.placement.strategy, maker)
-        return self.placement.split(tuple(m for a in maker.contracted for m in splits.get(a, ())))
+        return self._partial(maker) if isinstance(maker, Einsum) else ()
 
     @property
     def _partial_over(self) -> tuple[str, ...]:
         """Mesh axes over which the last product of the experts is a partial sum."""
-        last = next(op for op in reversed(self.ops) if isinstance(op, Einsum))
-        splits = iteration_space(self.placement.strategy, last)
-        return self.placement.split(tuple(m for a in last.contracted for m in splits.get(a, ())))
+        return self._partial(next(op for op in reversed(self.ops) if isinstance(op, Einsum)))
+
+    def _partial(self, op: Einsum) -> tuple[str, ...]:
+        splits = self.placement.splits(op)
+        return self.placement.split(tuple(m for a in op.contracted for m in splits.get(a, ())))
 
     @property
     def _split(self) -> tuple[str, ...]:
         """Mesh axes that split the experts, major to minor."""
         product = next(op for op in self.ops if isinstance(op, Einsum))
-        splits = iteration_space(self.placement.strategy, product)
-        return self.placement.split(splits.get(product.output.axes[0], ()))
+        return self.placement.split(self.placement.splits(product).get(product.output.axes[0], ()))
 
     @property
     def _token_axes(self) -> frozenset[str]:
         """Mesh axes over which devices route tokens of their own."""
-        splits = iteration_space(self.placement.strategy, self.dispatch)
+        splits = self.placement.splits(self.dispatch)
         return frozenset(self.placement.split(tuple(m for a in ("B", "T") for m in splits.get(a, ()))))
 
     @property
@@ -254,7 +229,6 @@ class Experts:
 
     def _settle(self, made: jax.Array) -> jax.Array:
         """Complete partial sums of [b, t, D], and leave each device what it holds of them."""
-        strategy = self.placement.strategy
-        source = Sharding.of(self.combine.output.axes, iteration_space(strategy, self.combine))
+        source, home = self.placement.at(self.combine, self.combine.output), self.combine.output.axes
         partial = tuple(a for a in self._partial_over if a not in self._gathered)
-        return complete(made, source, strategy.home(self.combine.output.axes), partial, self.placement)
+        return complete(made, source, self.placement.strategy.home(home), partial, self.placement)

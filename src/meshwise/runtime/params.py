@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -200,11 +200,6 @@ def _parameter(
     return Parameter(t, stack, shape, 0.0, 1.0 - numerics.norm_offset if is_norm else 0.0)
 
 
-def map_parameters(parameters: Mapping[str, Mapping[str, Parameter]], make: Callable[[str, Parameter], Any]) -> Tree:
-    """Make something of every parameter, given its path "run/weight"."""
-    return {key: {name: make(f"{key}/{name}", p) for name, p in run.items()} for key, run in parameters.items()}
-
-
 def zeros(abstract: Any) -> Any:
     """Arrays of zeros for a tree of abstract ones, each where it is held."""
     made = jax.jit(
@@ -226,7 +221,7 @@ def initial_values(parameters: Mapping[str, Mapping[str, Parameter]], seed: Any,
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
         return (jax.random.normal(key, parameter.shape, jnp.float32) * parameter.scale).astype(dtype)
 
-    return map_parameters(parameters, draw)
+    return {key: {name: draw(f"{key}/{name}", p) for name, p in run.items()} for key, run in parameters.items()}
 
 
 #: Run -> its block, its layers among those of the block in the order in which they are stacked, and the stack's sizes.

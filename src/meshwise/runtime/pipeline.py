@@ -21,7 +21,6 @@ from meshwise.core.errors import LayoutError
 from meshwise.runtime.circle import Circle
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.params import Parameter, Tree
-from meshwise.runtime.shardings import constrain
 from meshwise.runtime.watched import sunk, watch
 from meshwise.sharding.layout import Layout
 
@@ -200,7 +199,12 @@ class Pipeline:
         def one(key: str, name: str, w: Any) -> Any:
             named = self.parameters[key][name].named(self.stack.placement, "weights", (STAGE,))
 
-            return jax.tree.map(lambda part: constrain(jnp.broadcast_to(part, (self.stages, *part.shape)), named), w)
+            return jax.tree.map(
+                lambda part: jax.lax.with_sharding_constraint(
+                    jnp.broadcast_to(part, (self.stages, *part.shape)), named
+                ),
+                w,
+            )
 
         return {key: _each(key, run, one) if self._lead(key) else run for key, run in weights.items()}
 
@@ -209,7 +213,7 @@ class Pipeline:
 
         def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
             named = self.parameters[key][name].named(self.stack.placement, "gradients")
-            return constrain(_added_up(gradient), named)
+            return jax.lax.with_sharding_constraint(_added_up(gradient), named)
 
         return {key: _each(key, run, one) if self._lead(key) else run for key, run in gradients.items()}
 
@@ -218,7 +222,7 @@ class Pipeline:
 
         def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
             named = self.parameters[key][name].named(self.stack.placement, "gradients", self._lead(key))
-            return constrain(gradient, named)
+            return jax.lax.with_sharding_constraint(gradient, named)
 
         return {key: _each(key, run, one) for key, run in gradients.items()}
 
@@ -291,7 +295,7 @@ class Pipeline:
 
     def _constrain(self, x: jax.Array, lead: int = 0) -> jax.Array:
         """Keep [stages, ..., B, T, D] where the stages are."""
-        return constrain(x, NamedSharding(self.stack.placement.mesh, self._spec(lead)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.stack.placement.mesh, self._spec(lead)))
 
     def _shift(self, x: jax.Array, by: int) -> jax.Array:
         """Hand each stage's array on to the next stage, or back to the one before; the ends are joined."""

@@ -22,7 +22,6 @@ from meshwise.runtime.shardings import Placement, complete
 from meshwise.runtime.watched import Watched
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form
-from meshwise.sharding.strategy import iteration_space
 
 Arrays = tuple[jax.Array, ...]
 
@@ -101,7 +100,7 @@ class PlacedProducts:
         return tuple(self.placement.reduced(op.inputs[1].axes) for op in self.products.ops)
 
     def _read(self, op: Einsum, t: Tensor) -> Sharding:
-        return Sharding.of(t.axes, iteration_space(self.placement.strategy, op))
+        return self.placement.at(op, t)
 
     def _by_rows(self, t: Tensor) -> Sharding:
         whole = self._read(self.products.ops[0], t)
@@ -155,7 +154,7 @@ class PlacedProducts:
     def _accumulate(self, number: int, gradient: jax.Array) -> jax.Array:
         """Add up a weight's gradient over devices that have other rows, each keeping its part."""
         op = self.products.ops[number]
-        splits, weight = iteration_space(self.placement.strategy, op), op.inputs[1]
+        splits, weight = self.placement.splits(op), op.inputs[1]
         others = tuple(m for a in op.axes if a not in weight.axes for m in splits.get(a, ()))
         return complete(gradient, self.weights[number], self.gradients[number], others, self.placement)
 

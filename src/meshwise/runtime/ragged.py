@@ -59,7 +59,7 @@ class RaggedExchange:
         start = _before(sent, axis=1)[here]  # in this device's rows
         there = _before(sent, axis=0)[here]  # at the device that they go to
         empty = jnp.zeros((self.room, *rows.shape[1:]), rows.dtype)
-        return _exchange(rows, empty, start, sent[here], there, sent[:, here], self.axis)
+        return jax.lax.ragged_all_to_all(rows, empty, start, sent[here], there, sent[:, here], axis_name=self.axis)
 
     def come_back(self, rows: jax.Array, count: int) -> jax.Array:
         """Send what was made of rows [room, ...] back to where these came from: [count, ...], in their order there."""
@@ -67,24 +67,11 @@ class RaggedExchange:
         start = _before(sent, axis=0)[:, here]
         there = _before(sent, axis=1)[:, here]
         empty = jnp.zeros((count, *rows.shape[1:]), rows.dtype)
-        return _exchange(rows, empty, start, sent[:, here], there, sent[here], self.axis)
+        return jax.lax.ragged_all_to_all(rows, empty, start, sent[:, here], there, sent[here], axis_name=self.axis)
 
 
 def _before(counts: jax.Array, axis: int) -> jax.Array:
     return jnp.cumsum(counts, axis=axis) - counts
-
-
-def _exchange(  # noqa: PLR0917 -- as the primitive takes them
-    rows: jax.Array,
-    into: jax.Array,
-    starts: jax.Array,
-    sizes: jax.Array,
-    places: jax.Array,
-    received: jax.Array,
-    axis: str,
-) -> jax.Array:
-    """Send slices of rows, each to a place of one device's array `into`."""
-    return jax.lax.ragged_all_to_all(rows, into, starts, sizes, places, received, axis_name=axis)
 
 
 def by_group(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
@@ -182,7 +169,7 @@ class RaggedExperts(Experts):
         ways = self._ways(picked)
         values: dict[str, jax.Array] = dict(weights)
         values[self.dispatch.output.name] = self._send(self.dispatch, tokens[ways.order // picked.shape[1]], ways)
-        for op in self.ops[1:-1]:
+        for op in self.ops:
             if isinstance(op, Route):  # the gates of rows, on the way that these took
                 values[op.output.name] = self._send(op, gates.reshape(-1)[ways.order], ways)
                 continue
@@ -197,7 +184,7 @@ class RaggedExperts(Experts):
     def _ways(self, picked: jax.Array) -> _Ways:
         """Plan the ways of rows from the experts of each token [tokens, top_k]."""
         tokens, top_k = picked.shape
-        experts = int(self.num_experts)
+        experts = self.num_experts
         sizes = jnp.bincount(picked.reshape(-1), length=experts)
         exchange, room, came = None, picked.size, sizes[None]
         if self._split:

@@ -14,9 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwise.core.tensors import Op, Tensor
 from meshwise.runtime.watched import Watched, linear
 from meshwise.sharding import Sharding
-from meshwise.sharding.strategy import Strategy
+from meshwise.sharding.strategy import Strategy, iteration_space
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,6 +82,14 @@ class Placement:
         """Give JAX's sharding."""
         return NamedSharding(self.mesh, self.spec(sharding, stack))
 
+    def splits(self, op: Op) -> dict[str, tuple[str, ...]]:
+        """Which mesh axes split which index of an operation."""
+        return iteration_space(self.strategy, op)
+
+    def at(self, op: Op, t: Tensor) -> Sharding:
+        """How an operation reads or makes a tensor."""
+        return Sharding.of(t.axes, self.splits(op))
+
     def reduced(self, axes: tuple[str, ...]) -> Sharding:
         """Say where the gradient of a weight with these axes is reduced to."""
         return self.strategy.stored(axes, self.reduces)
@@ -120,20 +129,15 @@ class Placement:
         def moved(x: jax.Array) -> jax.Array:
             for place, way in enumerate(ways):
                 # The partitioner takes a chain of constraints for one, and lets all other readers have its end.
-                x = constrain(jax.lax.optimization_barrier(x) if place else x, way)
+                x = jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x) if place else x, way)
             return x
 
-        function = linear(moved, lambda gradient: constrain(gradient, back))
+        function = linear(moved, lambda gradient: jax.lax.with_sharding_constraint(gradient, back))
         return x.map(function) if isinstance(x, Watched) else function(x)
 
     def local(self, function: Callable[P, R], inputs: Any, outputs: Any) -> Callable[P, R]:
         """Run a function on each device's own blocks, which `inputs` and `outputs` (PartitionSpecs) say."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-
-
-def constrain(x: jax.Array, where: NamedSharding) -> jax.Array:
-    """Keep an array, or its gradient, where this says."""
-    return jax.lax.with_sharding_constraint(x, where)
 
 
 def complete(

@@ -31,12 +31,11 @@ from meshwise.runtime.params import (
     dtype_of,
     initial_values,
     layer_order,
-    map_parameters,
     plan_segments,
 )
 from meshwise.runtime.pipeline import Pipeline, piece_order
 from meshwise.runtime.refusals import check_dispatch, check_even, check_job, check_layout, check_model
-from meshwise.runtime.shardings import Placement, constrain
+from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import remat_policy
@@ -138,7 +137,7 @@ class TrainStep:
 
     def _abstract(self, part: str, dtype: Any) -> Tree:
         placement = self.stack.placement
-        return map_parameters(self.parameters, lambda _, p: p.abstract(placement, part, dtype))
+        return jax.tree.map(lambda p: p.abstract(placement, part, dtype), self.parameters)
 
     def _initial(self, seed: jax.Array) -> State:
         formats = self.job.formats
@@ -172,39 +171,29 @@ class TrainStep:
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         loss, gradients = self._gradients(state["weights"], batch)
-        step = state["step"] + 1
-        new: State = {"step": step, "weights": {}, "moments": {name: {} for name in self._moments}}
+        step, kept = state["step"] + 1, state.get("master", state["weights"])
+        moments = {name: state["moments"][name] for name in self._moments}
+
+        def one(parameter: Parameter, weight: jax.Array, kept: jax.Array, gradient: jax.Array, *old: jax.Array) -> Any:
+            """Update a parameter where its optimizer state is, and bring the new weight to where weights are stored."""
+
+            def held(x: jax.Array, part: str) -> jax.Array:
+                return jax.lax.with_sharding_constraint(x, parameter.named(self.stack.placement, part))
+
+            named = dict(zip(moments, old, strict=True))
+            new, changed = update(self.constants, held(kept, "optimizer"), held(gradient, "optimizer"), named, step)
+            made = {name: held(value.astype(named[name].dtype), "optimizer") for name, value in changed.items()}
+            stored = held(held(new.astype(weight.dtype), "optimizer"), "weights")
+            return made | {"weights": stored, "master": held(new.astype(kept.dtype), "optimizer")}
+
         with jax.named_scope("update"):
-            for key, run in self.parameters.items():
-                for name, parameter in run.items():
-                    self._update(new, state, (key, name), parameter, gradients[key][name])
-        return new, {"loss": loss}
+            made = jax.tree.map(one, self.parameters, state["weights"], kept, gradients, *moments.values())
 
-    def _update(self, new: State, old: State, path: tuple[str, str], parameter: Parameter, gradient: jax.Array) -> None:
-        """Update one parameter where its optimizer state is, and bring the new weight to where weights are stored."""
-        key, name = path
-        placement = self.stack.placement
+        def part(name: str) -> Tree:
+            return {key: {own: found[name] for own, found in run.items()} for key, run in made.items()}
 
-        def held(x: jax.Array, part: str) -> jax.Array:
-            return constrain(x, parameter.named(placement, part))
-
-        kept = old["master"] if "master" in old else old["weights"]
-        moments = {m: old["moments"][m][key][name] for m in self._moments}
-        weight, changed = update(
-            self.constants,
-            held(kept[key][name], "optimizer"),
-            held(gradient, "optimizer"),
-            moments,
-            new["step"],
-        )
-        if "master" in old:
-            new.setdefault("master", {}).setdefault(key, {})[name] = held(
-                weight.astype(old["master"][key][name].dtype), "optimizer"
-            )
-        stored = held(weight.astype(old["weights"][key][name].dtype), "optimizer")
-        new["weights"].setdefault(key, {})[name] = held(stored, "weights")
-        for m, value in changed.items():
-            new["moments"][m].setdefault(key, {})[name] = held(value.astype(moments[m].dtype), "optimizer")
+        new = {name: part(name) for name in ("weights", "master") if name in state}
+        return new | {"step": step, "moments": {name: part(name) for name in moments}}, {"loss": loss}
 
 
 def train_step(
