@@ -41,6 +41,9 @@ FEW = {
     )
 }
 
+#: Fewer still, for searches that also try every part of a cluster.
+FEWER = {"forbidden": (*FEW["forbidden"], "remat=attention", "remat=matmuls", "zero=0", "pipeline")}
+
 
 @cache
 def tiny(*, layers=4, width=256, heads=8, kv_heads=4, hidden=512, vocab=1024, tied=False):

@@ -7,6 +7,7 @@ and shared experts: what is counted is what the closed forms say.
 import math
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -128,12 +129,18 @@ def text(request):
 
 @pytest.fixture(params=MODELS)
 def model(request):
-    return MODELS[request.param]
+    return request.param
 
 
 @pytest.fixture(params=["none", "full"])
 def case(text, model, request):
-    return Case(model, read(text, request.param))
+    return made(text, model, request.param)
+
+
+@cache
+def made(text, model, remat):
+    """One walk for every test of it."""
+    return Case(MODELS[model], read(text, remat))
 
 
 def test_bytes_that_devices_receive(case):

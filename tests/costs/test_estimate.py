@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import LayoutError, UnknownNameError
@@ -17,7 +16,8 @@ from meshwise.hardware import chips, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding.layout import Layout
-from tests.costs.small_problems import LEARNED, MIXTURE, NODE_LIMITED, cases, tiny, torus
+from tests.costs.corpus import every_case
+from tests.costs.small_problems import LEARNED, MIXTURE, NODE_LIMITED, tiny, torus
 
 D, F, NH, KH, V, L, T = 4096, 14336, 4096, 1024, 128256, 32, 4096
 
@@ -59,8 +59,7 @@ def test_recomputed_flops_by_policy():
     assert without.hfu == without.mfu
 
 
-@settings(max_examples=100, deadline=None)
-@given(cases())
+@every_case()
 def test_utilisation_is_below_one_and_consistent(case):
     problem, fabric, layout = case
     e = estimate_training(problem, fabric, layout)

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from meshwise.costs.calibration import CALIBRATIONS, Links
 from meshwise.costs.estimate import evaluate_layout
@@ -20,13 +18,13 @@ from meshwise.search import SearchSpace, search, training_limits
 from meshwise.search.structures import Choices
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.placed import Purpose, Transfer
-from tests.costs.small_problems import REMATS, cases, tiny
+from tests.costs.corpus import assume, every_case, one_of
+from tests.costs.small_problems import REMATS, tiny
 
 LESS = 1 + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
-@given(cases())
+@every_case()
 def test_stage_one_sends_no_more_and_holds_no_more_than_stage_zero(case):
     """The same bytes on the wires (unless switches add them up), and a share of the state."""
     problem, fabric, layout = case
@@ -68,8 +66,7 @@ def test_stage_zero_is_looked_at_because_it_can_be_faster():
     assert found[2] == found[0]
 
 
-@settings(max_examples=100, deadline=None)
-@given(cases())
+@every_case()
 def test_splitting_the_residual_never_holds_more(case):
     problem, fabric, layout = case
     assume(problem.job.seq_len % (layout.context * layout.tensor) == 0)
@@ -101,8 +98,7 @@ def test_splitting_the_residual_never_sends_more_but_for_what_it_gathers_again(r
     assert backward - sent(False)[1] <= 2
 
 
-@settings(max_examples=80, deadline=None)
-@given(cases(), st.sampled_from([1, 2, 3]))
+@every_case(one_of(1, 2, 3))
 def test_remat_trades_time_for_activations(case, i):
     """Each policy keeps no more than the one before it, and recomputes no less."""
     problem, fabric, layout = case

@@ -5,8 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from meshwise.core.errors import LayoutError
 from meshwise.costs.calibration import IDENTITY
@@ -19,10 +17,11 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding.layout import OFFLOADABLE, Layout
-from tests.costs.small_problems import cases, tiny
+from tests.costs.corpus import assume, every_case, one_of
+from tests.costs.small_problems import tiny
 
 SUBSETS = [s for n in range(4) for s in itertools.combinations(OFFLOADABLE, n)]
-offloads = st.sampled_from(SUBSETS)
+offloads = one_of(*SUBSETS)
 
 D, F, NH, KH, V, L, T = 4096, 14336, 4096, 1024, 128256, 32, 4096  # LLaMA-3-8B
 LAYER = 2 * D * NH + 2 * D * KH + 3 * D * F + 2 * D
@@ -160,8 +159,7 @@ def test_a_host_that_is_not_known_is_refused_by_name():
         costed(on="h800:8", fsdp=8, offload=("optimizer", "activations"))
 
 
-@given(cases(), offloads)
-@settings(max_examples=60, deadline=None)
+@every_case(offloads)
 def test_terms_and_classes_add_up(drawn, offload):
     problem, fabric, layout = drawn
     assume(problem.cluster.chip.host_memory)
@@ -175,8 +173,7 @@ def test_terms_and_classes_add_up(drawn, offload):
     )
 
 
-@given(cases(), offloads, st.sampled_from(OFFLOADABLE))
-@settings(max_examples=60, deadline=None)
+@every_case(offloads, one_of(*OFFLOADABLE))
 def test_more_on_the_host_never_needs_more_of_the_chip_nor_less_time(drawn, offload, more):
     problem, fabric, layout = drawn
     assume(problem.cluster.chip.host_memory)
@@ -191,8 +188,7 @@ def test_more_on_the_host_never_needs_more_of_the_chip_nor_less_time(drawn, offl
     assert some.host_memory["total"] >= fewer.host_memory.get("total", 0.0)
 
 
-@given(cases(), offloads)
-@settings(max_examples=30, deadline=None)
+@every_case(offloads, count=50)
 def test_a_faster_link_never_takes_longer(drawn, offload):
     problem, fabric, layout = drawn
     assume(problem.cluster.chip.host_memory)
@@ -207,8 +203,7 @@ def test_a_faster_link_never_takes_longer(drawn, offload):
     assert times[-1] == pytest.approx(plain, rel=1e-3)
 
 
-@given(cases(), offloads)
-@settings(max_examples=30, deadline=None)
+@every_case(offloads, count=50)
 def test_trying_parts_afterwards_is_what_pricing_them_says(drawn, offload):
     problem, fabric, layout = drawn
     assume(problem.cluster.chip.host_memory)

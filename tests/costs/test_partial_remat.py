@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshwise.core.errors import LayoutError
 from meshwise.costs.calibration import IDENTITY
@@ -15,7 +13,8 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.sharding.layout import Layout
-from tests.costs.small_problems import cases, tiny
+from tests.costs.corpus import between, every_case
+from tests.costs.small_problems import tiny
 
 SUMS = ("forward", "backward", "recompute", "tensor", "optimizer")
 HELD = ("parameters", "master_copies", "gradients", "optimizer", "activations", "logits_and_loss")
@@ -56,8 +55,7 @@ def test_what_a_layer_keeps_by_hand():
     assert m["activations"] == pytest.approx(2 * 4096 * 2 * (3 * 256 + 5 * elements) / 8, rel=1e-12)
 
 
-@given(cases(), st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
+@every_case(between(1, 6), count=50)
 def test_terms_add_up_and_nothing_leaves_the_range_of_its_ends(drawn, layers):
     problem, fabric, layout = drawn
     layers = min(layers, problem.model.num_layers)
@@ -77,8 +75,7 @@ def test_terms_add_up_and_nothing_leaves_the_range_of_its_ends(drawn, layers):
         assert some.memory["total"] == pytest.approx(every.memory["total"], rel=1e-12)
 
 
-@given(cases())
-@settings(max_examples=15, deadline=None)
+@every_case(count=15, anew=50)
 def test_workings_add_up(drawn):
     problem, fabric, layout = drawn
     layout = layout.replace(remat="attention", remat_layers=2)

@@ -7,8 +7,6 @@ import math
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.estimate import estimate_training, evaluate_layout, layout_wires
@@ -20,7 +18,8 @@ from meshwise.costs.network import GroupLink
 from meshwise.costs.step import TERMS
 from meshwise.hardware import Torus, Tree
 from meshwise.sharding.layout import Layout
-from tests.costs.small_problems import case, cases, structure_of
+from tests.costs.corpus import assume, between, every_case, one_of
+from tests.costs.small_problems import case, structure_of
 
 NEAR = 1 - 1e-9
 
@@ -63,8 +62,7 @@ def into_a_chip(fabric):
     )
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
+@every_case()
 def test_a_step_is_never_faster_than_its_flops(case):
     problem, fabric, layout = case
     step = evaluate_layout(problem, fabric, layout).step
@@ -72,8 +70,7 @@ def test_a_step_is_never_faster_than_its_flops(case):
     assert step.lower >= Llama(problem, layout).matmul_flops / layout.num_chips / peak * NEAR
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
+@every_case()
 def test_a_step_is_never_faster_than_its_matmuls_bytes(case):
     """Every matmul reads both operands and writes its result, in the forward pass and twice in the backward pass."""
     problem, fabric, layout = case
@@ -102,8 +99,7 @@ def test_a_step_is_never_faster_than_its_matmuls_bytes(case):
     assert step.lower >= num_bytes / problem.cluster.chip.hbm_bandwidth * NEAR
 
 
-@settings(max_examples=100, deadline=None)
-@given(cases())
+@every_case()
 def test_a_step_is_never_faster_than_its_bytes_on_the_wires(case):
     problem, fabric, layout = case
     assume(layout.num_chips > 1)
@@ -145,8 +141,7 @@ def test_a_step_is_never_faster_than_its_bytes_on_the_wires(case):
         assert sum(step.resources[u] for u in set(used) & set(step.resources)) >= num_bytes / links * NEAR, name
 
 
-@settings(max_examples=100, deadline=None)
-@given(cases())
+@every_case()
 def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     problem, fabric, layout = case
     e = estimate_training(problem, fabric, layout)
@@ -164,8 +159,7 @@ def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     assert e.memory["reserve"] == RESERVE_SHARE * problem.cluster.chip.hbm_usable
 
 
-@settings(max_examples=80, deadline=None)
-@given(cases())
+@every_case()
 def test_hidden_and_exposed_are_all_of_the_communication(case):
     """Per microbatch and step: exposed + hidden = what the collectives take, by network."""
     problem, fabric, layout = case
@@ -222,10 +216,14 @@ SHIFTING = case(
 )
 
 
-@settings(max_examples=120, deadline=None)
-@given(cases(), st.sampled_from(["flops", "hbm", "links"]), st.floats(1.0, 30.0))
-@example(SHIFTING, "flops", 1.15)
-@example(SHIFTING, "flops", 2.0)
+@every_case(
+    one_of("flops", "hbm", "links"),
+    between(1.0, 30.0),
+    examples=(
+        (SHIFTING, "flops", 1.15),
+        (SHIFTING, "flops", 2.0),
+    ),
+)
 def test_faster_hardware_never_slows_a_plan(case, what, factor):
     problem, fabric, layout = case
     before = evaluate_layout(problem, fabric, layout).step
@@ -234,8 +232,7 @@ def test_faster_hardware_never_slows_a_plan(case, what, factor):
         assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9), name
 
 
-@settings(max_examples=120, deadline=None)
-@given(cases(), st.integers(2, 5))
+@every_case(between(2, 5))
 def test_a_smaller_batch_never_takes_longer(case, factor):
     problem, fabric, layout = case
     before = evaluate_layout(problem, fabric, layout.replace(micro_batch=layout.micro_batch * factor)).step
@@ -248,10 +245,11 @@ def test_a_smaller_batch_never_takes_longer(case, factor):
         assert getattr(fewer, name) <= getattr(more, name) * (1 + 1e-9), name
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from([f.name for f in fields(GroupLink) if f.name != "size"]),
-       st.sampled_from([("tensor",), ("context",), ("context", "fsdp"), ("data",), ("stage",)]),
-       st.floats(0.0, 1.0))  # fmt: skip
+@every_case(
+    one_of(*[f.name for f in fields(GroupLink) if f.name != "size"]),
+    one_of(("tensor",), ("context",), ("context", "fsdp"), ("data",), ("stage",)),
+    between(0.0, 1.0),
+)
 def test_a_faster_wire_never_slows_a_step(case, field, group, factor):
     """The search relies on it: wires that no placement beats give a bound."""
     problem, fabric, layout = case
@@ -269,8 +267,7 @@ def test_a_faster_wire_never_slows_a_step(case, field, group, factor):
         assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9), name
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
+@every_case()
 def test_splitting_conserves_flops(case):
     """What all chips do together is what one chip would do alone, where sizes divide."""
     problem, fabric, layout = case
@@ -296,8 +293,7 @@ def _alone(cluster):
     return replace(net, levels=(replace(net.levels[0], degree=1),))
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
+@every_case()
 def test_splitting_conserves_the_training_state(case):
     """Weights over everything that shares them out hold together what one chip would hold."""
     problem, fabric, layout = case

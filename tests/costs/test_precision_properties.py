@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.compute import check_precision
@@ -16,7 +14,7 @@ from meshwise.costs.explain import work_out
 from meshwise.costs.memory import MEMORY_CLASSES
 from meshwise.jobs import OPTIMIZERS, PRECISIONS
 from meshwise.report.bounds import upper_parts
-from tests.costs.small_problems import cases
+from tests.costs.corpus import assume, between, every_case, one_of
 
 TUNINGS = ("full", "lora:rank=8", "qlora:rank=8,storage=int4", "lora:rank=4,targets=q+down")
 
@@ -34,19 +32,16 @@ def changed(case, **changes):
     return replace(case.problem, job=type(job)(**{**job.model_dump(), **changes}))
 
 
-@st.composite
-def trained(draw):
-    """(problem, fabric, layout) with any precision that the chip has, any optimizer, any fine-tuning."""
-    case = draw(cases())
+def trained(case, choose):
+    """With any precision that the chip has, any optimizer, any fine-tuning."""
     chip = case.problem.cluster.chip
-    precision = draw(st.sampled_from([n for n in sorted(PRECISIONS) if can(chip, n)]))
-    tuning = "full" if PRECISIONS[precision].recipe else draw(st.sampled_from(TUNINGS))
-    optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    precision = choose.choice([n for n in sorted(PRECISIONS) if can(chip, n)])
+    tuning = "full" if PRECISIONS[precision].recipe else choose.choice(TUNINGS)
+    optimizer = choose.choice(sorted(OPTIMIZERS))
     return case._replace(problem=changed(case, precision=precision, optimizer=optimizer, fine_tune=tuning))
 
 
-@settings(max_examples=120, deadline=None)
-@given(trained())
+@every_case(of=trained, count=75)
 def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     problem, fabric, layout = case
     e = estimate_training(problem, fabric, layout)
@@ -59,8 +54,7 @@ def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     assert t.lower >= e.model_flops / layout.num_chips / e.peak_flops_per_s * (1 - 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
-@given(trained())
+@every_case(of=trained, count=50)
 def test_workings_add_up_to_the_bounds(case):
     problem, fabric, layout = case
     e = estimate_training(problem, fabric, layout)
@@ -75,8 +69,7 @@ def test_workings_add_up_to_the_bounds(case):
             assert math.fsum(o.flops for o in own) == pytest.approx(float(sums.flops), rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
-@given(trained(), st.sampled_from(["flops_per_s", "hbm_bandwidth"]), st.floats(1.0, 20.0))
+@every_case(one_of("flops_per_s", "hbm_bandwidth"), between(1.0, 20.0), of=trained, count=50)
 def test_a_faster_chip_never_slows_a_step(case, what, factor):
     problem, fabric, layout = case
     chip = problem.cluster.chip
@@ -88,8 +81,7 @@ def test_a_faster_chip_never_slows_a_step(case, what, factor):
         assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9), name
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from(sorted(n for n, p in PRECISIONS.items() if p.recipe)))
+@every_case(one_of(*sorted(n for n, p in PRECISIONS.items() if p.recipe)))
 def test_a_recipe_never_gains_more_than_its_bits(case, name):
     chip = case.problem.cluster.chip
     assume(can(chip, name))
@@ -100,8 +92,7 @@ def test_a_recipe_never_gains_more_than_its_bits(case, name):
         assert getattr(narrow, bound) * most >= getattr(wide, bound) * (1 - 1e-9), bound
 
 
-@settings(max_examples=40, deadline=None)
-@given(cases(), st.sampled_from(TUNINGS[1:]), st.sampled_from(["bf16", "mixed"]))
+@every_case(one_of(*TUNINGS[1:]), one_of("bf16", "mixed"), count=50)
 def test_adapters_hold_less_state_than_training_everything(case, tuning, precision):
     full, adapters = (
         estimate_training(changed(case, precision=precision, fine_tune=t), *case[1:]).memory for t in ("full", tuning)
@@ -112,8 +103,7 @@ def test_adapters_hold_less_state_than_training_everything(case, tuning, precisi
     assert adapters["parameters"] > 0
 
 
-@settings(max_examples=40, deadline=None)
-@given(trained())
+@every_case(of=trained, count=50)
 def test_arrays_of_candidates_cost_what_each_of_them_costs(case):
     problem, fabric, layout = case
     structure, one = layout_candidate(problem.model, layout)

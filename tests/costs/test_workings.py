@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from hypothesis import given, settings
 
 import meshwise
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY
@@ -19,7 +18,8 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.sharding import parse_tensor
 from meshwise.sharding.layout import Layout
-from tests.costs.small_problems import Case, cases, tiny
+from tests.costs.corpus import every_case
+from tests.costs.small_problems import Case, tiny
 
 EXACTLY = {"rel": 1e-9, "abs": 1e-15}
 COMPUTE = ("forward", "backward", "recompute")
@@ -43,8 +43,7 @@ PIPELINED = {
 }  # fmt: skip
 
 
-@given(cases())
-@settings(max_examples=60, deadline=None)
+@every_case()
 def test_terms_are_the_sums_of_their_workings(drawn):
     w, estimate = work_out(*drawn), estimate_training(*drawn)
     for term in COMPUTE:
@@ -65,8 +64,7 @@ def test_terms_are_the_sums_of_their_workings(drawn):
     assert w.optimizer_bytes / rate == pytest.approx(estimate.terms["optimizer"], **EXACTLY)
 
 
-@given(cases())
-@settings(max_examples=60, deadline=None)
+@every_case()
 def test_memory_classes_are_made_of_their_holdings(drawn):
     w, estimate = work_out(*drawn), estimate_training(*drawn)
     by_name = {c.name: c.total for c in w.memory}
@@ -75,8 +73,7 @@ def test_memory_classes_are_made_of_their_holdings(drawn):
         assert by_name.get(name, 0.0) == pytest.approx(estimate.memory[name], **EXACTLY), name
 
 
-@given(cases())
-@settings(max_examples=60, deadline=None)
+@every_case()
 def test_each_collective_takes_its_latency_or_its_bytes_on_the_slowest_leg(drawn):
     links = drawn.problem.calibration.links
     for c in collectives_of(*drawn):
@@ -89,8 +86,7 @@ def test_each_collective_takes_its_latency_or_its_bytes_on_the_slowest_leg(drawn
         assert c.rule == (4 if c.when is Pass.STEP else 2 if c.purpose == "activations" else 3)
 
 
-@given(cases())
-@settings(max_examples=30, deadline=None)
+@every_case(count=50)
 def test_the_notation_of_workings_reads_back(drawn):
     w = work_out(*drawn)
     for c in w.collectives:
@@ -107,8 +103,7 @@ def test_the_notation_of_workings_reads_back(drawn):
             assert str(parse_tensor(text.replace(".", "_"))) == text.replace(".", "_")
 
 
-@given(cases())
-@settings(max_examples=30, deadline=None)
+@every_case(count=50)
 def test_keeping_a_ledger_changes_nothing(drawn):
     assert evaluate_layout(*drawn, Ledger()) == evaluate_layout(*drawn)
 

@@ -12,7 +12,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import read_config
 from meshwise.search import Constraints, parse_fixed, parse_forbidden, plan_training
 from meshwise.search.structures import OFFLOADS, SCHEDULED, Choices
-from tests.costs.small_problems import FEW, tiny
+from tests.costs.small_problems import FEW, FEWER, tiny
 
 MIXTURE = read_config(
     {
@@ -21,7 +21,7 @@ MIXTURE = read_config(
         "intermediate_size": 1024,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "vocab_size": 1024,
@@ -169,14 +169,14 @@ def cost(plan):
 def extremes():
     """A problem with its fastest and its cheapest plan."""
     p = problem(tiny(layers=8, width=2048, hidden=8192, heads=16), "h100:16", tokens="100B", batch_tokens="128Ki")
-    return p, *(plan_training(p, **FEW, objective=o, top=1).plans[0] for o in ("time", "cost"))
+    return p, *(plan_training(p, **FEWER, objective=o, top=1).plans[0] for o in ("time", "cost"))
 
 
 def test_a_budget_takes_fewer_chips_where_that_is_cheaper(extremes):
     p, fast, cheap = extremes
     assert cost(cheap) < cost(fast)
     budget = (cost(cheap) + cost(fast)) / 2
-    planning = plan_training(p, **FEW, top=3, budget_usd=budget)
+    planning = plan_training(p, **FEWER, top=3, budget_usd=budget)
     assert all(cost(plan) <= budget for plan in planning.plans)
     assert fast.training.days.expected < planning.plans[0].training.days.expected <= cheap.training.days.expected
     left = planning.rejected[0]
@@ -186,23 +186,23 @@ def test_a_budget_takes_fewer_chips_where_that_is_cheaper(extremes):
     with pytest.raises(
         InfeasibleError, match=r"no part of h100:16 trains 100B tokens for \$\S+: the cheapest plan costs"
     ):
-        plan_training(p, **FEW, budget_usd=cost(cheap) * 0.99)
-    assert cost(plan_training(p, **FEW, top=1, budget_usd=cost(cheap) * 1.0001).plans[0]) <= cost(cheap) * 1.0001
+        plan_training(p, **FEWER, budget_usd=cost(cheap) * 0.99)
+    assert cost(plan_training(p, **FEWER, top=1, budget_usd=cost(cheap) * 1.0001).plans[0]) <= cost(cheap) * 1.0001
 
 
 def test_a_deadline_holds_for_every_objective(extremes):
     p, fast, cheap = extremes
     days = (fast.training.days.expected + cheap.training.days.expected) / 2
-    found = {o: plan_training(p, **FEW, objective=o, top=2, deadline_days=days) for o in ("time", "cost", "chips")}
+    found = {o: plan_training(p, **FEWER, objective=o, top=2, deadline_days=days) for o in ("time", "cost", "chips")}
     for planning in found.values():
         assert all(plan.training.days.expected <= days for plan in planning.plans)
     within = found["cost"]
     assert cost(cheap) < cost(within.plans[0]) <= cost(fast)
     assert within.rejected[0].name.startswith("cheaper, but beyond the limits (")
     with pytest.raises(InfeasibleError, match="the fastest plan takes"):
-        plan_training(p, **FEW, objective="cost", deadline_days=fast.training.days.expected * 0.99)
+        plan_training(p, **FEWER, objective="cost", deadline_days=fast.training.days.expected * 0.99)
     with pytest.raises(InfeasibleError, match=r"the nearest plan takes .* and costs|the cheapest plan costs"):
-        plan_training(p, **FEW, deadline_days=fast.training.days.expected * 1.001, budget_usd=cost(cheap) * 0.99)
+        plan_training(p, **FEWER, deadline_days=fast.training.days.expected * 1.001, budget_usd=cost(cheap) * 0.99)
 
 
 @pytest.mark.parametrize("limit", [{"deadline_days": 3.0}, {"budget_usd": 1e6}])
@@ -220,7 +220,8 @@ def test_a_budget_needs_a_price():
 
 def test_the_front_is_found_when_asked_for():
     p = problem(tiny(layers=4, width=1024, hidden=4096), cluster="v5e:4x4", batch_tokens="64Ki", seq_len="2048")
-    assert plan_training(p, top=1).search.front == ()
-    front = plan_training(p, top=1, front=True).search.front
+    alone = plan_training(p, top=1, **FEW).search
+    assert alone.front == ()
+    front = plan_training(p, top=1, front=True, **FEW).search.front
     assert len(front) > 1
-    assert front[0].seconds_per_token == plan_training(p, top=1).search.best[0].seconds_per_token
+    assert front[0].seconds_per_token == alone.best[0].seconds_per_token

@@ -13,7 +13,7 @@ from meshwise.costs.memory import RESERVE_SHARE
 from meshwise.jobs import TrainingJob
 from meshwise.search import SearchSpace, plan_training, search, training_limits
 from meshwise.search.constraints import Constraints
-from tests.costs.small_problems import FEW, tiny
+from tests.costs.small_problems import FEW, FEWER, tiny
 from tests.search.asked import estimate, problem
 
 
@@ -49,15 +49,15 @@ def small():
 
 
 def least_memory(p):
-    """What the leanest layout needs, bytes, of FEW."""
+    """What the leanest layout needs, bytes, of FEWER."""
     fabric = Fabric.of(p.cluster, flat_rings=p.calibration.flat_rings)
-    constraints = Constraints(**FEW)
+    constraints = Constraints(**FEWER)
     space = SearchSpace(training_limits(p, constraints.sizes), constraints.choices, memory_share=1e-6)
     return search(p, [fabric], space).least_memory
 
 
 def test_the_front_is_found_when_asked_for():
-    s = plan_training(small(), top=1, front=True).search
+    s = plan_training(small(), **FEW, top=1, front=True).search
     times = [f.seconds_per_token for f in s.front]
     memories = [f.memory_bytes for f in s.front]
     assert times == sorted(times)
@@ -119,7 +119,7 @@ def test_an_unknown_objective_is_named():
 @pytest.mark.parametrize("cluster", ["v5e:4x4", "h100:16"])
 def test_cost_never_takes_more_chip_seconds_than_time(cluster):
     p = problem(tiny(layers=4, width=1024, hidden=4096), cluster, batch_tokens="64Ki", seq_len="2048")
-    fast, cheap = (plan_training(p, objective=o, top=1).plans[0].estimate for o in ("time", "cost"))
+    fast, cheap = (plan_training(p, **FEW, objective=o, top=1).plans[0].estimate for o in ("time", "cost"))
 
     def cost(e):
         return e.num_chips * e.step_time.expected / e.tokens
@@ -132,19 +132,18 @@ def test_fewest_chips_for_a_deadline():
     p = problem(
         tiny(layers=8, width=2048, hidden=8192, heads=16), cluster="h100:32", tokens="100B", batch_tokens="512Ki"
     )
-    free = plan_training(p, **FEW, top=1).plans[0]
+    free = plan_training(p, **FEWER, top=1).plans[0]
     days = 3 * free.training.days.expected
-    plan = plan_training(p, **FEW, objective="chips", deadline_days=days, top=1).plans[0]
+    plan = plan_training(p, **FEWER, objective="chips", deadline_days=days, top=1).plans[0]
     assert plan.estimate.num_chips < 32
     assert plan.training.days.expected <= days
-    tight = plan_training(p, **FEW, objective="chips", deadline_days=free.training.days.expected * 1.001, top=1).plans[
-        0
-    ]
+    fastest = 1.001 * free.training.days.expected
+    tight = plan_training(p, **FEWER, objective="chips", deadline_days=fastest, top=1).plans[0]
     assert tight.estimate.num_chips > plan.estimate.num_chips
     with pytest.raises(
         InfeasibleError, match=r"no part of h100:32 trains 100B tokens in 3 hours: the fastest plan takes [\d.]+ hours;"
     ):
-        plan_training(p, **FEW, objective="chips", deadline_days=0.125)
+        plan_training(p, **FEWER, objective="chips", deadline_days=0.125)
 
 
 def test_fewest_chips_keep_hosts_whole():
@@ -152,8 +151,8 @@ def test_fewest_chips_keep_hosts_whole():
         tiny(layers=8, width=2048, hidden=8192, heads=16), cluster="h100:128", tokens="100B", batch_tokens="512Ki"
     )
     small = problem(p.model, cluster="h100:32", tokens="100B", batch_tokens="512Ki")
-    days = 1.001 * plan_training(small, **FEW, top=1).plans[0].training.days.expected
-    plan = plan_training(p, **FEW, objective="chips", deadline_days=days, top=1).plans[0]
+    days = 1.001 * plan_training(small, **FEWER, top=1).plans[0].training.days.expected
+    plan = plan_training(p, **FEWER, objective="chips", deadline_days=days, top=1).plans[0]
     assert plan.fabric.sizes[0] == 8
     assert plan.estimate.num_chips <= 32
 
@@ -184,11 +183,11 @@ def test_memory_that_is_short_is_used_whole_before_giving_up():
     chip = replace(chip, hbm_capacity=need / 0.95, hbm_reported=None)
     short = replace(p, cluster=p.cluster.replace(chip=chip))
     for more in ({}, {"objective": "chips", "deadline_days": 1e6}):
-        found = plan_training(short, **FEW, **more)
+        found = plan_training(short, **FEWER, **more)
         assert (found.memory_share, found.memory_asked) == (1.0, False)
         assert found.plans[0].estimate.fits
         with pytest.raises(InfeasibleError, match=r"does not fit on h100:8 in 90\.0 % of the HBM \(--max-memory\)"):
-            plan_training(short, **FEW, max_memory=0.9, **more)
+            plan_training(short, **FEWER, max_memory=0.9, **more)
 
 
 @pytest.mark.parametrize("objective", ["time", "cost", "chips"])
@@ -197,15 +196,15 @@ def test_a_memory_that_is_asked_for_is_never_exceeded(objective):
     more = {"objective": objective, "top": 2} | ({"deadline_days": 1e6} if objective == "chips" else {})
     usable = p.cluster.chip.hbm_usable
     leanest = least_memory(p) / usable
-    found = plan_training(p, **FEW, max_memory=1.02 * leanest, **more)
+    found = plan_training(p, **FEWER, max_memory=1.02 * leanest, **more)
     assert found.memory_asked
     assert all(plan.estimate.memory["total"] <= 1.02 * leanest * usable for plan in found.plans)
     with pytest.raises(InfeasibleError, match=r"the leanest of [\d,]+ layouts needs [\d.]+ GiB per chip") as e:
-        plan_training(p, **FEW, max_memory=0.5 * leanest, **more)
+        plan_training(p, **FEWER, max_memory=0.5 * leanest, **more)
     named = float(re.search(r"raise --max-memory to ([\d.]+)% or more", str(e.value))[1]) / 100
-    assert plan_training(p, **FEW, max_memory=named, **more).plans[0].estimate.fits
+    assert plan_training(p, **FEWER, max_memory=named, **more).plans[0].estimate.fits
     with pytest.raises(InfeasibleError, match="--max-memory"):
-        plan_training(p, **FEW, max_memory=named - 1.001e-3, **more)
+        plan_training(p, **FEWER, max_memory=named - 1.001e-3, **more)
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, 90, math.nan])
@@ -217,7 +216,7 @@ def test_a_share_of_memory_is_a_share(share):
 def test_the_chips_that_are_tried_are_told():
     p = problem(tiny(layers=4, width=1024, hidden=4096), "h100:8", tokens="1B", batch_tokens="64Ki", seq_len="2048")
     lines: list[str] = []
-    best = plan_training(p, objective="chips", deadline_days=1e6, top=1, progress=lines.append).plans[0]
+    best = plan_training(p, **FEW, objective="chips", deadline_days=1e6, top=1, progress=lines.append).plans[0]
     assert best.estimate.num_chips == 1
     assert lines[0] == "trying 8 chips"
     assert "trying 4 chips; 6 keep the deadline" in lines

@@ -56,7 +56,9 @@ def test_meshes_within_limits_are_those_that_keep_them():
     assert {m[MESH_AXES.index("fsdp")] for m in meshes(48, limits(fixed={"fsdp": 12})).tolist()} == {12}
 
 
-@pytest.mark.parametrize("room", [(4, 4), (2, 2, 4), (8, 2), (3, 4), (6, 6), (5, 4), (1,), (16,)])
+@pytest.mark.parametrize(
+    "room", [(4, 4), (2, 2, 4), (8, 2), (3, 4), pytest.param((6, 6), marks=pytest.mark.slow), (5, 4), (1,), (16,)]
+)
 def test_placements_are_all_there_are(room):
     for sizes in all_factorings(math.prod(room), len(MESH_AXES)):
         found = [tuple(map(tuple, way)) for way in placements(room, sizes).astype(int).tolist()]

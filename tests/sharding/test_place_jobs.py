@@ -65,15 +65,15 @@ each_layer = pytest.mark.parametrize("name", LAYERS)
 
 def turn(name, of):
     """One of these for each layer, in turn; the slow proofs try all on all."""
-    return of[list(LAYERS).index(name) % len(of)]
+    return of[list(LAYERS).index(name) // 2 % len(of)]
 
 
-@each_layer
+@pytest.mark.parametrize("name", list(LAYERS)[::2])
 def test_conversions_compute_what_one_device_computes(name):
     prove_conversions(name, turn(name, PRECISIONS), SEEDS)
 
 
-@each_layer
+@pytest.mark.parametrize("name", list(LAYERS)[1::2])
 def test_adapters_compute_what_one_device_computes(name):
     prove_adapters(name, turn(name, TUNINGS), SEEDS)
 

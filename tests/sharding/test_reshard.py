@@ -156,17 +156,18 @@ def test_random_reshards_are_right_and_minimal(data):
     check_by_execution(source, target, mesh, data.draw(st.integers(0, 2**32 - 1)))
 
 
-def test_thousands_of_reshards_are_right_and_minimal():
+@pytest.mark.parametrize("count", [1000, pytest.param(3000, marks=pytest.mark.slow)])  # slow: the same of more
+def test_many_reshards_are_right_and_minimal(count):
     choose = random.Random(20240229)  # noqa: S311 - a seed, no secret
     lengths = []
-    for seed in range(3000):
+    for seed in range(count):
         mesh = choose.choice(MESHES)
         ndim = choose.choice([1, 2, 2, 3])
         source = random_sharding(choose, ndim, mesh, frozenset("XYZ"))
         target = random_sharding(choose, ndim, mesh, source.unreduced)
         lengths.append(check_by_execution(source, target, mesh, seed))
     assert max(lengths) >= 5
-    assert sum(n > 0 for n in lengths) > 2000
+    assert sum(n > 0 for n in lengths) > count * 2 / 3
 
 
 def test_the_referee_notices_wrong_steps():
