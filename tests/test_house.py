@@ -1,0 +1,259 @@
+"""The house rules of the source: words that are retired, cycles of imports, long functions and files, `id()`.
+
+Each rule lists what still breaks it: a name leaves the list when it is mended, and none enters.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+CODE_LINES_OF_A_FUNCTION, LINES_OF_A_FILE = 50, 450
+
+#: Words that are retired in names, and what is said now.
+RETIRED = {
+    "aim": "latency target", "aims": "SLO", "alike": "deduplicated", "assembly": "step time",
+    "doubt": "uncertainty source", "doubts": "uncertainty sources", "flow": "collective", "flows": "collectives",
+    "handover": "export", "heeded": "relevant rules", "moving": "weight traffic", "planned block": "lowered block",
+    "rival": "baseline", "rivals": "baselines", "room": "capacity", "served block": "lowered block",
+    "served system": "simulator setup", "set up": "scenario", "setup": "scenario", "sited": "placement",
+    "stage sums": "overlap", "the same": "interned", "told": "on progress", "wiring": "axis mapping",
+    "wirings": "axis mappings", "wishes": "constraints", "worked": "breakdown",
+    "working": "explanation", "workings": "explanations",
+}  # fmt: skip
+
+#: What breaks a rule still, by the last part of its name.
+NAMES = frozenset(
+    [
+        "HandoverError",
+        "Aims",
+        "ServedSetup",
+        "ServingSetup",
+        "SetUp",
+        "Setup",
+        "_aim",
+        "_check_room",
+        "_check_wishes",
+        "_handover",
+        "_reads_alike",
+        "_rival_data",
+        "_room",
+        "_setup",
+        "_told",
+        "_workings",
+        "best_wiring",
+        "doubts_of",
+        "drawn_alike",
+        "engine_wirings",
+        "handover_rate",
+        "handover_report",
+        "handover_seconds",
+        "parse_wiring",
+        "room_for_cache",
+        "serve_workings",
+        "served_system",
+        "set_up",
+        "set_up_served",
+        "setup",
+        "wiring_words",
+        "wirings",
+        "workings_data",
+        "workings_tables",
+    ]
+)
+CYCLES: frozenset[frozenset[str]] = frozenset()
+LONG_FUNCTIONS = frozenset(
+    [
+        "plan_serve",
+        "plan_train",
+        "run_plan",
+        "step_time",
+        "_time_explanations",
+        "run_report",
+        "comparison_report",
+        "scaling_report",
+        "timeline_report",
+    ]
+)
+LONG_FILES = frozenset(["build", "spec"])
+IDS = frozenset(["alternatives", "traffic"])
+
+
+#: What has a docstring.
+HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class File(NamedTuple):
+    """One module: its dotted name without `meshwise`, its text and its tree."""
+
+    name: str
+    path: Path
+    text: str
+    tree: ast.Module
+
+
+@cache
+def files() -> tuple[File, ...]:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        parts = path.relative_to(SOURCE / "meshwise").with_suffix("").parts
+        found.append(File(".".join(p for p in parts if p != "__init__"), path, text, ast.parse(text)))
+    return tuple(found)
+
+
+def last(name: str) -> str:
+    return re.split(r"[.:]", name)[-1]
+
+
+def words_of(name: str) -> str:
+    """A name's words between spaces, from snake case or camel case."""
+    snake = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
+    return f" {snake.replace('_', ' ').strip()} "
+
+
+def names() -> Iterator[str]:
+    """Of files, classes and functions, each with where it stands."""
+    for file in files():
+        yield file.name
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{file.name}:{node.name}"
+
+
+def test_no_name_has_a_retired_word():
+    found = {
+        name: f"{word}: use {instead}"
+        for name in names()
+        if last(name) not in NAMES
+        for word, instead in RETIRED.items()
+        if f" {word} " in words_of(last(name))
+    }
+    assert not found
+
+
+# Imports.
+
+
+def imported(file: File, known: frozenset[str]) -> Iterator[str]:
+    """Modules that a file imports as it is loaded; what only type checkers or functions import is left out."""
+    for node in module_level(file.tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "meshwise":
+            base = node.module.removeprefix("meshwise").lstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                yield inner if inner in known else base
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("meshwise.") for a in node.names if a.name.startswith("meshwise."))
+
+
+def module_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    waiting: list[ast.stmt] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            waiting += [*node.body, *node.orelse]
+        elif isinstance(node, ast.Try):
+            waiting += [*node.body, *node.orelse, *node.finalbody]
+        else:
+            yield node
+
+
+def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of files that reach each other (Tarjan's strongly connected components of more than one)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: set[frozenset[str]] = set()
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            if len(stack) - at > 1:
+                found.add(frozenset(stack[at:]))
+            del stack[at:]
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    known = frozenset(file.name for file in files())
+    graph = {file.name: {name for name in imported(file, known) if name in known} - {file.name} for file in files()}
+    assert len(graph) > 100
+    new = [sorted(c) for c in cycles(graph) if c not in CYCLES]
+    assert not new
+
+
+def test_circles_are_found():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {frozenset("abc")}
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+
+
+# Lengths.
+
+
+def code_lines(file: File) -> set[int]:
+    """Lines that hold code: no comments, docstrings, imports and blanks."""
+    left_out: set[int] = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            left_out.update(range(node.lineno, node.end_lineno + 1))
+        elif isinstance(node, HOLDERS) and ast.get_docstring(node, clean=False) is not None:
+            left_out.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
+        if token.type not in no_code:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return lines - left_out
+
+
+def test_no_function_is_long():
+    long = {}
+    for file in files():
+        lines = code_lines(file)
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                own = len(lines & set(range(node.lineno, node.end_lineno + 1)))
+                if own > CODE_LINES_OF_A_FUNCTION:
+                    long[f"{file.name}:{node.name}"] = own
+    assert not {name: n for name, n in long.items() if last(name) not in LONG_FUNCTIONS}
+
+
+def test_no_file_is_long():
+    long = {file.name: n for file in files() if (n := file.text.count("\n")) > LINES_OF_A_FILE}
+    assert not {name: n for name, n in long.items() if last(name) not in LONG_FILES}
+
+
+def test_nothing_is_known_by_its_id():
+    """A cache whose keys are ids holds what was freed for what took its place."""
+    found = {
+        file.name
+        for file in files()
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id"
+    }
+    assert not {name for name in found if last(name) not in IDS}
+
+
+@pytest.mark.parametrize("name", ["served_system", "ServedSystem", "_told", "aims"])
+def test_retired_words_are_found(name):
+    assert any(f" {word} " in words_of(name) for word in RETIRED)
