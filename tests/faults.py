@@ -67,7 +67,7 @@ def catch(fault: Fault, root: Path) -> str:
 
 
 def orders(fault: Fault, root: Path) -> Iterator[list[str]]:
-    first = [name for name in FIRST[fault.part] if (root / name).exists()]
+    first = [name for name in FIRST.get(fault.part, [f"tests/{fault.part}"]) if (root / name).exists()]
     yield from ([name] for name in first)
     yield [*(f"--ignore={name}" for name in first), "tests"]
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.faults import FAULTS, read
+
 SOURCE = Path(__file__).parents[1] / "src"
 CODE_LINES_OF_A_FUNCTION, LINES_OF_A_FILE = 50, 450
 
@@ -257,3 +259,9 @@ def test_nothing_is_known_by_its_id():
 @pytest.mark.parametrize("name", ["served_system", "ServedSystem", "_told", "aims"])
 def test_retired_words_are_found(name):
     assert any(f" {word} " in words_of(name) for word in RETIRED)
+
+
+@pytest.mark.parametrize("fault", read(FAULTS), ids=lambda fault: fault.breaks)
+def test_faults_can_be_planted(fault):
+    """Their texts stand once in the source, so that tests/faults.py can still try them all."""
+    assert fault.find(SOURCE.parent).is_file()
