@@ -47,6 +47,11 @@ def passes_makespan(parts: StepParts, pipeline: Pipeline) -> Any:
     return pipeline.schedule.makespan(pipeline.shape, times)
 
 
+_NOTHING_HIDDEN = dict.fromkeys(NETWORKS, 0.0)
+_NO_RESOURCES = dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0)
+_NO_TERMS = dict.fromkeys(TERMS, 0.0)
+
+
 def step_time(
     parts: StepParts,
     pipeline: Pipeline,
@@ -69,7 +74,7 @@ def step_time(
     The busiest device's work is what the terms say; `pipeline_bubble` is what it waits for. See `makespans`.
     """
     rates, schedule, shape = parts.rates, pipeline.schedule, pipeline.shape
-    microbatches = shape.num_microbatches
+    calibration, microbatches = rates.calibration, shape.num_microbatches
     shares = chunk_shares(parts.layers, pipeline)
     times = _times(parts, pipeline, shares)
     works = schedule.works(shape, times)
@@ -77,39 +82,32 @@ def step_time(
     worked = {role: share * pipeline.work_share for role, share in stored.items()}
     micro = RoleSums.mixed(parts.sums, worked)
     once = _once(parts, micro, stored, ledger)
-    by_schedule = _hide_exchanges(
-        micro, saved, pipeline.paired_passes(beside=rates.calibration.beside_exchanges), shape
-    )
+    by_schedule = _hide_exchanges(micro, saved, pipeline.paired_passes(beside=calibration.beside_exchanges), shape)
     send = _send(parts)
     copied = _send_of(parts, copied_bytes) if schedule.copies > 1 else 0.0
     optimizer = optimizer_bytes / rates.chip.hbm_bandwidth
-    terms = dict.fromkeys(TERMS, 0.0) | _in_step(micro.terms, microbatches, once.exposed)
+    terms = _NO_TERMS | _in_step(micro.terms, microbatches, once.exposed)
     terms["pipeline_bubble"] = schedule.makespan(shape, times) - maximum(*works)
-    terms["pipeline_send"] = pipeline.waited_sends(rates.calibration.late_sends) * send + copied
-    terms["optimizer"] = (
-        optimizer / rates.calibration.hbm_efficiency + optimizer_matmul / rates.calibration.matmul_efficiency
-    )
+    terms["pipeline_send"] = pipeline.waited_sends(calibration.late_sends) * send + copied
+    terms["optimizer"] = optimizer / calibration.hbm_efficiency + optimizer_matmul / calibration.matmul_efficiency
     expected = total(terms.values())
     if not rates.bounded:
         return StepTime(terms, {}, math.nan, expected, math.nan, {}, math.nan)
     waits = schedule.waits(shape) * _least(pipeline, shares)
     waited = {name: waits * seconds for name, seconds in parts.sums["layer"].resources.items()}
     update = {"compute": optimizer_matmul, "hbm": optimizer}
-    busy = _in_step(micro.resources, microbatches, waited, once.bounds, update)
-    resources = dict.fromkeys(("compute", "hbm", *NETWORKS), 0.0) | busy
-    sent = send * max(rates.calibration.late_sends, 1) * (shape.stages > 1)
-    nothing_hidden = schedule.makespan(shape, PipelineTimes(*(_serial_times(parts.sums, of, sent) for of in shares)))
+    resources = _NO_RESOURCES | _in_step(micro.resources, microbatches, waited, once.bounds, update)
+    nothing_hidden = _nothing_hidden(parts, pipeline, shares, send)
     if ledger is not None:
-        _write(ledger, stored, worked)
-        ledger.pipeline, ledger.times = pipeline, times
-        ledger.nothing_hidden, ledger.hidden_by_schedule = nothing_hidden, by_schedule
-        ledger.waits = waits / maximum(worked["layer"], 1e-30)
+        ledger.pipeline, ledger.times, ledger.nothing_hidden = pipeline, times, nothing_hidden
+        ledger.hidden_by_schedule, ledger.waits = by_schedule, waits / maximum(worked["layer"], 1e-30)
         ledger.send, ledger.boundary_bytes = send, parts.boundary_bytes
         ledger.copied, ledger.copied_bytes = copied, copied_bytes
         ledger.optimizer_bytes, ledger.optimizer_matmul = optimizer_bytes, optimizer_matmul
+        _on_the_busiest_device(ledger, stored, worked)
     return StepTime(
         terms=terms,
-        hidden=dict.fromkeys(NETWORKS, 0.0) | _in_step(micro.hidden, microbatches, once.hidden),
+        hidden=_NOTHING_HIDDEN | _in_step(micro.hidden, microbatches, once.hidden),
         lower=maximum(*resources.values()),
         expected=expected,
         upper=nothing_hidden + once.serial + copied + terms["optimizer"],
@@ -209,7 +207,7 @@ def _once(parts: StepParts, micro: RoleSums, stored: Shares, ledger: Ledger | No
     return once
 
 
-def _write(ledger: Ledger, stored: Shares, worked: Shares) -> None:
+def _on_the_busiest_device(ledger: Ledger, stored: Shares, worked: Shares) -> None:
     """Turn what all copies of a block do into what the busiest device does."""
     ledger.blocks = [replace(b, count=b.count * worked[b.time.block.role]) for b in ledger.blocks]
     ledger.hidings = [
@@ -258,6 +256,13 @@ def _beside(sums: Mapping[str, RoleSums], shares: Shares, interference: float, p
         passes[name] = passes[name] - won * paired
         saved = saved + won
     return StageTimes(**passes, saved=saved)
+
+
+def _nothing_hidden(parts: StepParts, pipeline: Pipeline, shares: tuple[Shares, Shares, Shares], send: Num) -> Num:
+    """Seconds of all microbatches with nothing overlapped."""
+    sent = send * max(parts.rates.calibration.late_sends, 1) * (pipeline.shape.stages > 1)
+    serial = PipelineTimes(*(_serial_times(parts.sums, of, sent) for of in shares))
+    return pipeline.schedule.makespan(pipeline.shape, serial)
 
 
 def _serial_times(sums: Mapping[str, RoleSums], shares: Shares, send: Num) -> StageTimes:

@@ -119,9 +119,9 @@ def _once(found: Iterable[Emitted]) -> Iterator[Emitted]:
     Some steps stand in loops of the computation that waits for it; it runs as often as the outermost.
     """
     chains: dict[object, list[Emitted]] = defaultdict(list)
-    for one in found:
+    for number, one in enumerate(found):
         chain = _CHAIN.search(one.instruction.tail)
-        chains[id(one) if chain is None else (chain[1], one.channel)].append(one)
+        chains[number if chain is None else (chain[1], one.channel)].append(one)
     for steps in chains.values():
         outermost: list[Emitted] = []
         for one in sorted(steps, key=lambda s: len(s.execution.loops)):
