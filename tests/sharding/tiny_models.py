@@ -18,7 +18,6 @@ from meshwise.models.build import build_mtp, build_train
 from meshwise.models.recurrences import GatedDelta, LightningAttention, SelectiveStateSpace, StateSpace
 from meshwise.models.spec import (
     Architecture,
-    BlockIndexer,
     Compressed,
     Embedding,
     Head,
@@ -195,7 +194,7 @@ LAYERS: dict[str, Callable[[Shape], Layer]] = {
     ),
     "mimo-v2": lambda s: Layer(self_attention(s, value_dim=3, sinks=True, window=3), Mlp(s.split())),
     "step-3.5": lambda s: Layer(self_attention(s, head_gate=True), Mlp(s.split())),
-    "minimax-m3": lambda s: Layer(self_attention(s, indexer=BlockIndexer(2, 3, top_k=3)), Mlp(s.split())),
+    "minimax-m3": lambda s: Layer(self_attention(s, indexer=Indexer(2, 3, top_k=3)), Mlp(s.split())),
     "deepseek-v4 (window)": lambda s: Layer(
         compressed_attention(s), mixture(s, shared=s.split()), streams=Streams(2, 3)
     ),

@@ -28,7 +28,7 @@ from meshwise.hardware import (
 from meshwise.hardware import chips as all_chips
 from meshwise.hardware.names import reprice
 from meshwise.models import Model, load_model, model_names
-from meshwise.models.lengths import check_length
+from meshwise.models.model import check_length
 from meshwise.report.chips import chip_report, chips_report
 from meshwise.report.clusters import cluster_report, clusters_report
 from meshwise.report.model import model_report, models_report

@@ -21,7 +21,7 @@ from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
-from meshwise.models.lengths import check_length
+from meshwise.models.model import check_length
 from meshwise.report.plan import estimate_report
 from meshwise.search import Plan, PlanResult, estimate_layout
 from meshwise.sharding.layout import parse_layout

@@ -10,7 +10,8 @@ from typing import Any
 
 from meshwise.exports.exported import Refusals
 from meshwise.models import Model
-from meshwise.models.spec import Functions, LatentAttention, Layer, LayerGroup, Mixture, Mlp, SelfAttention
+from meshwise.models.model import Functions
+from meshwise.models.spec import LatentAttention, Layer, LayerGroup, Mixture, Mlp, SelfAttention
 
 _NEAREST = "the parallelism of this plan by hand, with a model of the tool's own"
 

@@ -18,8 +18,8 @@ from meshwise.core.kernels import (
     SparseAttention,
 )
 from meshwise.core.tensors import Attention, CacheUpdate, Fused, Kind, Op, Tensor
-from meshwise.models.operations import NORM_FLOPS, ROPE_FLOPS, TOKENS, Axes, Ops, by_key, weight
-from meshwise.models.spec import LatentAttention, Norm
+from meshwise.models.operations import NORM_FLOPS, Axes, Ops, weight
+from meshwise.models.spec import Norm
 
 #: States of recurrences are kept in fp32, as vLLM and SGLang keep them unless told otherwise.
 _STATE_FORMAT = DType.FP32
@@ -113,65 +113,3 @@ def _read_axis(op: Attention, t: Tensor) -> str:
         return f"S.latest{span}"
     chosen = op.chosen if isinstance(op, AbsorbedAttention | SparseAttention) else None
     return "S" if chosen is None else f"S.chosen{chosen}"
-
-
-def attend_to_cached_latents(
-    spec: LatentAttention, read: tuple[Tensor, Tensor, Tensor, Tensor | None], axes: Axes, ops: CachedOps
-) -> Tensor:
-    """Attend to cached latents: as they are, or expanded to keys and values of every cached position.
-
-    Args:
-        spec: sizes.
-        read: queries before rotation, the latent, the shared rotated key before rotation, and what an indexer chose.
-        axes, ops: of the block.
-    """
-    q, latent, shared, chosen = read
-    if ops.absorbs or chosen is not None:
-        return _attend_as_cached(spec, read, axes, ops)
-    n, nope, hv = axes("N", spec.heads), axes("Hn", spec.nope_dim), axes("Hv", spec.v_dim)
-    shared = ops.elementwise("rope.k_rope", shared, output="k_rope.rope", flops=ROPE_FLOPS, linear=True)
-    cached, rotated = ops.cached(latent), ops.cached(shared)
-    positions = cached.axes[:2]
-    k = ops.einsum("k", cached, weight("w_k", cached.axes[-1], n, nope), (*positions, n, nope))
-    v = ops.einsum("v", cached, weight("w_v", cached.axes[-1], n, hv), (*positions, n, hv))
-    q = ops.elementwise("rope.q", q, output="q.rope", flops=ROPE_FLOPS, linear=True)
-    whole = (*positions, *q.axes[2:])
-    k = ops.elementwise("join.k", k, rotated, output="k.joined", flops=0, linear=True, axes=whole, counted=whole)
-    return ops.attention(q, k, v)
-
-
-def _attend_as_cached(
-    spec: LatentAttention, read: tuple[Tensor, Tensor, Tensor, Tensor | None], axes: Axes, ops: CachedOps
-) -> Tensor:
-    """Attend to cached latents, with the expansions of keys and values absorbed into queries and outputs.
-
-    Per head q w_k is as wide as the latent; scores are products of latents, and what is summed is a latent, which w_v
-    expands after (DeepSeek-V2, section 2.1.2).
-
-    Args:
-        spec: sizes.
-        read: queries before rotation, the latent, the shared rotated key before rotation, and what an indexer chose.
-        axes, ops: of the block.
-    """
-    q, latent, shared, chosen = read
-    n, nope = axes("N", spec.heads), axes("Hn", spec.nope_dim)
-    rank, hv = axes("Rkv", spec.kv_rank), axes("Hv", spec.v_dim)
-    whole, wide = q.axes, axes("Hl", spec.kv_rank + spec.rope_dim)
-    shared = ops.elementwise("rope.k", shared, output="k_rope.rope", flops=ROPE_FLOPS, linear=True)
-    q = ops.elementwise("rope.q", q, output="q.rope", flops=ROPE_FLOPS, linear=True)
-    plain = ops.elementwise("split.q", q, output="q.plain", flops=0, axes=(*TOKENS, n, nope), counted=whole)
-    absorbed = ops.einsum("q_absorb", plain, weight("w_k", rank, n, nope), (*TOKENS, n, rank))
-    joined = (*TOKENS, n, wide)
-    q = ops.elementwise("join.q", absorbed, q, output="q.latent", flops=0, axes=joined, counted=joined)
-    top_k = None if spec.indexer is None else spec.indexer.top_k
-    out = Tensor("attention", (*TOKENS, n, rank))
-    attention = AbsorbedAttention(
-        name="attention",
-        inputs=(q, by_key(latent), by_key(shared), *([] if chosen is None else [chosen])),
-        output=out,
-        heads_axis=n,
-        kv_heads_axis=n,
-        top_k=top_k,
-    )
-    made = ops.add(attention)
-    return ops.einsum("v_absorb", made, weight("w_v", rank, n, hv), (*TOKENS, n, hv))

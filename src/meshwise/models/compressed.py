@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwise.core.kernels import CompressedAttention
 from meshwise.core.tensors import Tensor
-from meshwise.models.indexing import choose_keys
+from meshwise.models.attention import choose_keys
 from meshwise.models.operations import ACT_FLOPS, ROPE_FLOPS, SOFTMAX_FLOPS, TOKENS, Axes, Ops, by_key, weight
 from meshwise.models.spec import Compressed, Norm
 

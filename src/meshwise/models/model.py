@@ -9,14 +9,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 from meshwise.core.dtypes import DType
-from meshwise.core.errors import ConfigError
+from meshwise.core.errors import ConfigError, LayoutError
 from meshwise.core.kernels import Scan
 from meshwise.core.tensors import Attention, Program, Tensor
-from meshwise.models.build import build_mtp, build_train
+from meshwise.models.build import build_mtp, build_serving, build_train
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount, count_parameters
 from meshwise.models.recurrences import Recurrence
-from meshwise.models.serving import build_serving
-from meshwise.models.spec import Architecture, Compressed, Functions, LayerGroup, Mixture
+from meshwise.models.spec import Architecture, Compressed, LayerGroup, Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +24,25 @@ class Source:
 
     text: str
     date: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """What a model computes around its matmuls, as far as its configuration says; "" and None where it does not.
+
+    Args:
+        activation: of the feed-forward parts, by its published name ("silu", "gelu_pytorch_tanh").
+        norm_epsilon: added to variances.
+        rope_base: of the rotary frequencies.
+        rope_scaled: whether the frequencies are stretched.
+        rope_share: share of a head's width that is rotated.
+    """
+
+    activation: str = ""
+    norm_epsilon: float | None = None
+    rope_base: float | None = None
+    rope_scaled: bool = False
+    rope_share: float = 1.0
 
 
 def _cached(group: LayerGroup) -> Iterator[CacheKind]:
@@ -217,3 +235,26 @@ class Model:
             "config": self.config,
         }
         return json.dumps(value, indent=2)
+
+
+def check_length(model: Model, seq_len: float) -> None:
+    """Refuse sequences longer than the model's table of learned positions (its axis P).
+
+    >>> import meshwise
+    >>> check_length(meshwise.model("gpt2"), 1024)
+    >>> check_length(meshwise.model("gpt2"), 1025)
+    Traceback (most recent call last):
+    ...
+    meshwise.core.errors.LayoutError: seq_len: gpt2 has learned positions for 1,024 tokens, found 1,025; ...
+
+    Raises:
+        LayoutError: with the longest length that it can read.
+    """
+    if "P" not in model.sizes:
+        return
+    longest = model.max_seq_len or int(model.sizes["P"])
+    if seq_len > longest:
+        raise LayoutError(
+            f"seq_len: {model.name} has learned positions for {longest:,} tokens, "
+            f"found {seq_len:,.0f}; use {longest:,} or less"
+        )

@@ -17,8 +17,8 @@ from typing import Any
 from meshwise.core.errors import ConfigError
 from meshwise.models.families import FAMILIES, NOT_YET, Family, Reading, Towered, read_family
 from meshwise.models.families.keys import Fault
-from meshwise.models.model import Model, Source
-from meshwise.models.spec import Architecture, Functions, Mixture
+from meshwise.models.model import Functions, Model, Source
+from meshwise.models.spec import Architecture, Mixture
 
 
 def parse_json(text: str, where: str) -> dict[str, Any]:

@@ -38,13 +38,12 @@ class QkNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockIndexer:
-    """Heads that choose which blocks of positions a query attends to (MiniMax-M3).
+class Indexer:
+    """What chooses the keys that a query attends to (DeepSeek-V3.2, section 2): heads of its own and one key for all.
 
     Args:
-        heads: of its queries; one key serves them all.
-        head_dim: of queries and keys, both normalised.
-        top_k: positions of the blocks that are chosen.
+        heads, head_dim: of its queries.
+        top_k: keys that are chosen; where whole blocks are (MiniMax-M3), the positions of these.
     """
 
     heads: int
@@ -89,7 +88,7 @@ class SelfAttention:
     kv: Literal["own", "keys", "earlier"] = "own"
     head_gate: bool = False
     causal: bool = True
-    indexer: BlockIndexer | None = None
+    indexer: Indexer | None = None
     distances: int | None = None
     shared_distances: bool = False
     gated: bool = False
@@ -105,20 +104,6 @@ class SelfAttention:
     def span(self) -> int | None:
         """Latest positions that are kept in the cache; None when all are."""
         return self.window if self.window is not None else self.chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Indexer:
-    """What chooses the keys that a query attends to (DeepSeek-V3.2, section 2): heads of its own and one key for all.
-
-    Args:
-        heads, head_dim: of its queries.
-        top_k: keys that are chosen.
-    """
-
-    heads: int
-    head_dim: int
-    top_k: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,25 +374,6 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Functions:
-    """What a model computes around its matmuls, as far as its configuration says; "" and None where it does not.
-
-    Args:
-        activation: of the feed-forward parts, by its published name ("silu", "gelu_pytorch_tanh").
-        norm_epsilon: added to variances.
-        rope_base: of the rotary frequencies.
-        rope_scaled: whether the frequencies are stretched.
-        rope_share: share of a head's width that is rotated.
-    """
-
-    activation: str = ""
-    norm_epsilon: float | None = None
-    rope_base: float | None = None
-    rope_scaled: bool = False
-    rope_share: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Architecture:
     """A whole decoder, with an encoder before it in encoder-decoders.
 
@@ -450,18 +416,17 @@ class Architecture:
 
 def _kind_words(layer: Layer) -> tuple[str, str, str]:
     """Words that tell this layer's attention, positions and feed-forward from others."""
-    attention = layer.attention
-    span = "global"
+    attention, span, rope = layer.attention, "global", "rope"
+    part = "" if layer.ffn is None else "moe" if isinstance(layer.ffn, Mixture) else "dense"
     if attention is None:
-        return "", "rope", "moe" if isinstance(layer.ffn, Mixture) else "dense"
-    if not isinstance(attention, SelfAttention | LatentAttention):
+        return "", rope, part
+    if isinstance(attention, SelfAttention):
+        rope = "rope" if attention.rope else "nope"
+        if attention.span is not None:
+            span = "local" if attention.window is not None else "chunked"
+    elif not isinstance(attention, LatentAttention):
         span = attention.word
-    if isinstance(attention, SelfAttention) and attention.span is not None:
-        span = "local" if attention.window is not None else "chunked"
-    rope = "nope" if isinstance(attention, SelfAttention) and not attention.rope else "rope"
-    if layer.ffn is None:
-        return span, rope, ""
-    return span, rope, "moe" if isinstance(layer.ffn, Mixture) else "dense"
+    return span, rope, part
 
 
 def group_layers(layers: Iterable[Layer]) -> tuple[LayerGroup, ...]:

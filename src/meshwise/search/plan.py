@@ -20,7 +20,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import read_model_json
-from meshwise.models.lengths import check_length
+from meshwise.models.model import check_length
 from meshwise.sharding.layout import Layout
 
 #: Kind of a plan -> commands that read its file.

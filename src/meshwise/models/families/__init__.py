@@ -11,6 +11,7 @@ from meshwise.models.families import (
     gpt,
     hybrids,
     llama,
+    mamba,
     mixed,
     mixtures,
     towered,
@@ -22,7 +23,7 @@ from meshwise.models.families.towered import Towered
 
 __all__ = ["FAMILIES", "NOT_YET", "Family", "Reading", "Towered", "read_family"]
 
-_MODULES = (llama, mixtures, gpt, deepseek, mixed, hybrids, encoder_decoder, towered, dimensions)
+_MODULES = (llama, mixtures, gpt, deepseek, mixed, mamba, hybrids, encoder_decoder, towered, dimensions)
 #: Every row; those that a leading underscore hides are parts of others.
 ROWS: list[Family | Towered] = [
     row

@@ -40,7 +40,6 @@ from meshwise.models.families.keys import (
 from meshwise.models.families.llama import BY_HEAD, DECODER
 from meshwise.models.families.mixtures import LEADING_DENSE, LEADING_DENSE_KEYS, mtp_extras
 from meshwise.models.spec import (
-    BlockIndexer,
     Compressed,
     Embedding,
     Indexer,
@@ -197,7 +196,7 @@ SPARSE_ATTENTION = schema({}, {
 }, {})  # fmt: skip
 
 
-def _m3_indexer(k: Keys, index: int) -> BlockIndexer | None:
+def _m3_indexer(k: Keys, index: int) -> Indexer | None:
     """What chooses blocks for a layer, by either way to say it."""
     sparse = k.sparse_attention_config
     if k.layer_types is not None:
@@ -209,8 +208,8 @@ def _m3_indexer(k: Keys, index: int) -> BlockIndexer | None:
         return None
     if sparse is not None:
         positions = sparse.sparse_topk_blocks * sparse.sparse_block_size
-        return BlockIndexer(sparse.sparse_num_index_heads, sparse.sparse_index_dim, positions)
-    return BlockIndexer(k.index_n_heads, k.index_head_dim, k.index_topk_blocks * k.index_block_size)
+        return Indexer(sparse.sparse_num_index_heads, sparse.sparse_index_dim, positions)
+    return Indexer(k.index_n_heads, k.index_head_dim, k.index_topk_blocks * k.index_block_size)
 
 
 def _m3_attention(f: Family, k: Keys, index: int) -> SelfAttention:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from meshwise.core.errors import ConfigError
 from meshwise.models.families.keys import REQUIRED, Keys, Schema, divide, only, schema
+from meshwise.models.recurrences import Recurrence
 from meshwise.models.spec import (
     Architecture,
     Embedding,
@@ -96,6 +97,7 @@ class Family:
         windows_if: a key that turns windows off altogether.
         sinks: whether heads have a learned sink.
         experts: of mixtures.
+        recurrent, recurrence: which layers mix positions by a recurrence, and by which.
         attention, ffn, layer, embedding, head, extras: in place of the usual.
         scaled, positions: of embeddings: whether they are multiplied; spare rows of a table of learned positions.
         head_bias, head_scaled: of the head.
@@ -125,6 +127,8 @@ class Family:
     windows_if: str = ""
     sinks: bool = False
     experts: Experts | None = None
+    recurrent: Rule | None = None
+    recurrence: Callable[[Keys], Recurrence] | None = None
     attention: Callable[[Family, Keys, int], Mixer] | None = None
     ffn: Callable[[Family, Keys, int], Mlp | Mixture] | None = None
     layer: Callable[[Family, Keys, int], Layer] | None = None
@@ -267,6 +271,8 @@ def biases(f: Family, k: Keys) -> dict[str, Any]:
 
 def attention(f: Family, k: Keys, index: int) -> Mixer:
     """What mixes positions in a layer."""
+    if f.recurrent is not None and f.recurrence is not None and f.recurrent(k, index):
+        return f.recurrence(k)
     if f.attention is not None:
         return f.attention(f, k, index)
     return SelfAttention(

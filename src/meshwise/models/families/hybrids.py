@@ -1,17 +1,15 @@
-"""Recurrences, alone or beside attention: Mamba, Jamba, Bamba, Granite 4, Nemotron-H, Qwen3-Next and 3.5, MiniMax-01.
+"""Recurrences beside attention: Jamba, Bamba, Granite 4, Nemotron-H, Qwen3-Next and 3.5, MiniMax-01.
 
 Not here: what their mixers are made of (`recurrent`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import ConfigError
 from meshwise.models.families.features import (
-    RMS_NORM,
     Experts,
     Family,
     attention,
@@ -30,160 +28,27 @@ from meshwise.models.families.keys import (
     INDEX,
     OFF,
     ON,
-    REQUIRED,
     SIZE,
     Held,
-    Inside,
     Keys,
     Listed,
     Only,
     divide,
     only,
-    schema,
 )
 from meshwise.models.families.llama import BY_HEAD, DECODER, GRANITE
+from meshwise.models.families.mamba import MAMBA1_KEYS, MAMBA2_KEYS, STEPS, mamba1, mamba2
 from meshwise.models.families.mixtures import by_sparse_step
-from meshwise.models.recurrences import GatedDelta, LightningAttention, Recurrence, SelectiveStateSpace, StateSpace
+from meshwise.models.recurrences import GatedDelta, LightningAttention, Recurrence
 from meshwise.models.spec import (
     Architecture,
-    Head,
     Layer,
-    Mixer,
     Mixture,
     Mlp,
-    Norm,
     Router,
     SelfAttention,
     group_layers,
 )
-
-#: Initial values of time steps, and which kernels compute the recurrence.
-STEPS = (
-    "time_step_limit time_step_min time_step_max time_step_floor time_step_scale time_step_init_scheme "
-    "rescale_prenorm_residual residual_in_fp32 use_mamba_kernels use_mambapy use_falcon_mambapy use_associative_scan "
-    "num_logits_to_keep mamba_ssm_cache_dtype mixer_rms_eps d_inner "
-)
-
-
-def _rank(said: int | str, width: int) -> int:
-    """Rank of the projection that makes the time steps."""
-    return math.ceil(width / 16) if isinstance(said, str) else said
-
-
-def _alone(k: Keys, mixer: Recurrence, norm: Norm = RMS_NORM) -> Architecture:
-    """A model of one mixer a layer, and nothing else."""
-    return Architecture(
-        d_model=k.hidden_size,
-        vocab=k.vocab_size,
-        groups=group_layers([Layer(mixer, None, pre_attn=norm)] * k.num_hidden_layers),
-        head=Head(norm, tied=k.tie_word_embeddings),
-    )
-
-
-def _mamba(k: Keys) -> Architecture:
-    falcon = k.model_type == "falcon_mamba"
-    return _alone(
-        k,
-        SelectiveStateSpace(
-            channels=k.intermediate_size or k.expand * k.hidden_size,
-            state=k.state_size,
-            step_rank=_rank(k.time_step_rank, k.hidden_size),
-            taps=k.conv_kernel,
-            conv_bias=k.use_conv_bias,
-            bias=k.use_bias,
-            inner_norms=falcon,
-            weightless=falcon,
-        ),
-    )
-
-
-MAMBA = family(
-    "mamba falcon_mamba", "MambaForCausalLM FalconMambaForCausalLM", None, {
-        "vocab_size": REQUIRED, "hidden_size": REQUIRED, "state_size": 16, "num_hidden_layers": REQUIRED, "expand": 2,
-        "intermediate_size": None, "ssm_cfg": only({}), "conv_kernel": 4, "use_bias": False, "use_conv_bias": True,
-        "time_step_rank": "auto", "tie_word_embeddings": True,
-    }, spelled={"hidden_size": "hidden_size d_model", "num_hidden_layers": "num_hidden_layers n_layer"},
-    ignored=STEPS + "fused_add_norm rms_norm pad_vocab_size_multiple", build=_mamba,
-)  # fmt: skip
-
-
-def _mamba2(k: Keys) -> Architecture:
-    if k.intermediate_size not in (None, k.num_heads * k.head_dim):
-        raise ConfigError(
-            f"key 'intermediate_size': expected num_heads x head_dim ({k.num_heads * k.head_dim}), "
-            f"found {k.intermediate_size}"
-        )
-    if k.num_heads * k.head_dim != k.expand * k.hidden_size:
-        raise ConfigError(
-            f"key 'num_heads': expected expand x hidden_size / head_dim "
-            f"({k.expand} x {k.hidden_size} / {k.head_dim}), found {k.num_heads}"
-        )
-    divide(k.num_heads, k.n_groups, "num_heads", "n_groups")
-    return _alone(
-        k,
-        StateSpace(
-            heads=k.num_heads,
-            head_dim=k.head_dim,
-            groups=k.n_groups,
-            state=k.state_size,
-            taps=k.conv_kernel,
-            chunk=k.chunk_size,
-            conv_bias=k.use_conv_bias,
-            bias=k.use_bias,
-            bias_out=k.use_bias,
-            norm_groups=1,
-        ),
-    )
-
-
-MAMBA2 = family(
-    "mamba2", "Mamba2ForCausalLM", MAMBA, {
-        "num_heads": 128, "head_dim": Held(SIZE, 64), "state_size": 128, "n_groups": 8, "chunk_size": 256,
-        "time_step_rank": None, "tie_word_embeddings": False,
-    }, ignored=STEPS + "norm_before_gate rms_norm", build=_mamba2,
-)  # fmt: skip
-
-#: `ssm_cfg` of the original implementation: arguments of its mixer, with that one's defaults.
-SSM_CONFIG = schema({}, {
-    "layer": only("Mamba1", "Mamba2", default="Mamba1"), "d_state": None, "d_conv": 4, "expand": 2, "headdim": 64,
-    "ngroups": 1, "chunk_size": 256, "dt_rank": "auto", "conv_bias": True, "bias": False, "rmsnorm": True,
-}, {})  # fmt: skip
-
-
-def _mamba_ssm(k: Keys) -> Architecture:
-    c, inner = k.ssm_cfg, k.ssm_cfg.expand * k.hidden_size
-    mixer: Recurrence
-    if c.layer == "Mamba1":
-        rank = _rank(c.dt_rank, k.hidden_size)
-        mixer = SelectiveStateSpace(inner, c.d_state or 16, rank, c.d_conv, conv_bias=c.conv_bias, bias=c.bias)
-    else:
-        count = divide(inner, c.headdim, "d_model", "headdim")
-        divide(count, c.ngroups, "ssm_cfg: number of heads", "ngroups")
-        mixer = StateSpace(
-            heads=count,
-            head_dim=c.headdim,
-            groups=c.ngroups,
-            state=c.d_state or 128,
-            taps=c.d_conv,
-            chunk=c.chunk_size,
-            conv_bias=c.conv_bias,
-            bias=c.bias,
-            bias_out=c.bias,
-            norm=c.rmsnorm,
-        )
-    step = k.pad_vocab_size_multiple
-    return replace(_alone(k, mixer, Norm(bias=not k.rms_norm)), vocab=-(-k.vocab_size // step) * step)
-
-
-#: Mamba and Mamba-2 as first published: the keys of the `mamba_ssm` package, which has no `model_type`.
-MAMBA_SSM = family(
-    "mamba_ssm", "", None, {
-        "model_type": "mamba_ssm", "hidden_size": REQUIRED, "num_hidden_layers": REQUIRED, "vocab_size": REQUIRED,
-        "d_intermediate": only(0), "ssm_cfg": Held(Inside(SSM_CONFIG), {}), "attn_layer_idx": Held(Listed(INDEX, 0)),
-        "attn_cfg": None, "rms_norm": True, "pad_vocab_size_multiple": 8, "tie_word_embeddings": True,
-    }, spelled={"hidden_size": "d_model", "num_hidden_layers": "n_layer", "tie_word_embeddings": "tie_embeddings"},
-    ignored="residual_in_fp32 fused_add_norm", build=_mamba_ssm,
-)  # fmt: skip
 
 
 def _within(k: Keys, what: str) -> tuple[int, int]:
@@ -194,20 +59,15 @@ def _within(k: Keys, what: str) -> tuple[int, int]:
     return period, offset
 
 
-def _jamba_mixer(f: Family, k: Keys, index: int) -> Mixer:
-    """Mamba-1 with norms inside, in all but one layer of each period."""
+def _jamba(k: Keys) -> Recurrence:
+    """Mamba-1 with norms inside."""
+    return mamba1(k, k.mamba_expand * k.hidden_size, k.hidden_size, inner_norms=True)
+
+
+def _jamba_recurrent(k: Keys, index: int) -> bool:
+    """All but one layer of each period."""
     period, offset = _within(k, "attn")
-    if index % period == offset:
-        return attention(replace(f, attention=None), k, index)
-    return SelectiveStateSpace(
-        channels=k.mamba_expand * k.hidden_size,
-        state=k.mamba_d_state,
-        step_rank=_rank(k.mamba_dt_rank, k.hidden_size),
-        taps=k.mamba_d_conv,
-        conv_bias=k.mamba_conv_bias,
-        bias=k.mamba_proj_bias,
-        inner_norms=True,
-    )
+    return index % period != offset
 
 
 def _jamba_mixtures(k: Keys, index: int) -> bool:
@@ -220,60 +80,35 @@ JAMBA = family(
     "jamba", "JambaForCausalLM", DECODER, {
         "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 262144,
         "num_experts": Held(COUNT, 16), "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
-        "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
-        "mamba_dt_rank": "auto", "mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_inner_layernorms": ON,
-    }, ignored=STEPS, rope=False, attention=_jamba_mixer,
+        "attn_layer_period": 8, "attn_layer_offset": 4, **MAMBA1_KEYS,
+        "mamba_inner_layernorms": ON,
+    }, ignored=STEPS, rope=False, recurrent=_jamba_recurrent, recurrence=_jamba,
     experts=Experts("num_experts", layers=_jamba_mixtures, router=Router(normalised=False)),
 )  # fmt: skip
 
-#: Mamba-2 by the keys of Bamba and Granite 4.
-MAMBA2_KEYS: dict[str, object] = {
-    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4,
-    "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
-}  # fmt: skip
 
-
-def _mamba2_mixer(k: Keys) -> StateSpace:
+def _bamba(k: Keys) -> Recurrence:
     """Mamba-2; the gated norm is over all heads."""
     width = divide(k.mamba_expand * k.hidden_size, k.mamba_n_heads, "mamba_expand x hidden_size", "mamba_n_heads")
     if k.mamba_d_head not in ("auto", width):
         raise ConfigError(
             f"key 'mamba_d_head': expected mamba_expand x hidden_size / mamba_n_heads ({width}), found {k.mamba_d_head}"
         )
-    divide(k.mamba_n_heads, k.mamba_n_groups, "mamba_n_heads", "mamba_n_groups")
-    return StateSpace(
-        heads=k.mamba_n_heads,
-        head_dim=width,
-        groups=k.mamba_n_groups,
-        state=k.mamba_d_state,
-        taps=k.mamba_d_conv,
-        chunk=k.mamba_chunk_size,
-        conv_bias=k.mamba_conv_bias,
-        bias=k.mamba_proj_bias,
-        bias_out=k.mamba_proj_bias,
-        norm_groups=1,
-    )
-
-
-def _bamba_mixer(f: Family, k: Keys, index: int) -> Mixer:
-    """Attention in the layers that are listed."""
-    listed = index in (k.attn_layer_indices or ())
-    return attention(replace(f, attention=None), k, index) if listed else _mamba2_mixer(k)
+    return mamba2(k, k.mamba_n_heads, width, norm_groups=1)
 
 
 BAMBA = family(
     "bamba", "BambaForCausalLM", DECODER, {
         **MAMBA2_KEYS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 262144,
         "attention_bias": False, "mlp_bias": False, "attn_layer_indices": None,
-    }, ignored=STEPS + "z_loss_coefficient attn_rotary_emb", attention=_bamba_mixer,
+    }, ignored=STEPS + "z_loss_coefficient attn_rotary_emb", recurrence=_bamba,
+    recurrent=lambda k, index: index not in (k.attn_layer_indices or ()),
 )  # fmt: skip
 
 
-def _granite_mixer(f: Family, k: Keys, index: int) -> Mixer:
-    """As listed; all layers are recurrent where nothing is."""
-    if k.layer_types is None or k.per_layer("layer_types")[index] in ("mamba", "linear_attention"):
-        return _mamba2_mixer(k)
-    return attention(replace(f, attention=None), k, index)
+def _granite_recurrent(k: Keys, index: int) -> bool:
+    """As listed; all layers where nothing is."""
+    return k.layer_types is None or k.per_layer("layer_types")[index] in ("mamba", "linear_attention")
 
 
 def _granite_ffn(f: Family, k: Keys, index: int) -> Mlp | Mixture:
@@ -293,7 +128,8 @@ GRANITE_HYBRID = family(
         "position_embedding_type": only("rope", "nope"),
         "layer_types": Held(Listed(Only(("mamba", "attention", "linear_attention", "full_attention")))),
     }, spelled={"layer_types": "layer_types layers_block_type"},
-    ignored=STEPS + " ".join(GRANITE.ignored) + " init_method normalization_function", attention=_granite_mixer,
+    ignored=STEPS + " ".join(GRANITE.ignored) + " init_method normalization_function",
+    recurrent=_granite_recurrent, recurrence=_bamba,
     rope=lambda k, index: k.position_embedding_type == "rope", ffn=_granite_ffn,
     experts=Experts(shared="shared_intermediate_size"),
 )  # fmt: skip
@@ -330,27 +166,11 @@ def _nemotron_kinds(k: Keys) -> list[str]:
     return kinds
 
 
-def _nemotron_mixer(k: Keys) -> StateSpace:
-    """Mamba-2; the gated norm is by group."""
-    divide(k.mamba_num_heads, k.n_groups, "mamba_num_heads", "n_groups")
-    return StateSpace(
-        heads=k.mamba_num_heads,
-        head_dim=k.mamba_head_dim,
-        groups=k.n_groups,
-        state=k.ssm_state_size,
-        taps=k.conv_kernel,
-        chunk=k.chunk_size,
-        conv_bias=k.use_conv_bias,
-        bias=k.use_bias,
-        bias_out=k.use_bias,
-    )
-
-
 def _nemotron_branch(k: Keys, kind: str) -> Layer:
     """The layer of one kind: one branch."""
     f = NEMOTRON_H
     if kind == "mamba":
-        return Layer(_nemotron_mixer(k), None)
+        return Layer(mamba2(k, k.mamba_n_heads, k.mamba_d_head), None)  # the gated norm is by group
     if kind == "attention":
         return Layer(attention(f, k, 0), None)
     return Layer(
@@ -374,22 +194,22 @@ NEMOTRON_H = family(
     "nemotron_h", "NemotronHForCausalLM", DECODER, {
         "num_hidden_layers": None, "intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": 4096, "attention_bias": False, "mlp_bias": False, "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": only("silu", default="silu"), "use_bias": False, "hybrid_override_pattern": None,
+        "mamba_hidden_act": only("silu", default="silu"), "mamba_proj_bias": False, "hybrid_override_pattern": None,
         "layers_block_type": Held(
             Listed(Only(("mamba", "attention", "mlp", "moe", "linear_attention", "full_attention")))
         ),
-        "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4,
-        "chunk_size": 128, "use_conv_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 2,
-        "n_shared_experts": only(1, default=1), "moe_intermediate_size": 7688,
+        "mamba_d_state": 128, "mamba_n_heads": 128, "mamba_d_head": Held(SIZE, 64), "mamba_n_groups": 8,
+        "mamba_d_conv": 4, "mamba_chunk_size": 128, "mamba_conv_bias": True, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_shared_experts": only(1, default=1), "moe_intermediate_size": 7688,
         "moe_shared_expert_intermediate_size": 7688, "moe_latent_size": None,
         "tie_word_embeddings": only(False, default=False),  # the reference implementation never ties them
         "num_nextn_predict_layers": None,
-    }, spelled={"head_dim": "head_dim attention_head_dim", "n_groups": "n_groups mamba_n_groups",
-                "layers_block_type": "layers_block_type layer_types",
-                "conv_kernel": "conv_kernel mamba_d_conv", "chunk_size": "chunk_size mamba_chunk_size",
-                "use_conv_bias": "use_conv_bias mamba_conv_bias"},
+    }, spelled={"head_dim": "head_dim attention_head_dim", "layers_block_type": "layers_block_type layer_types",
+                "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_chunk_size": "chunk_size",
+                "mamba_conv_bias": "use_conv_bias", "mamba_d_state": "ssm_state_size", "mamba_proj_bias": "use_bias",
+                "mamba_n_heads": "mamba_num_heads", "mamba_d_head": "mamba_head_dim"},
     # The width inside is that of the heads, whatever `expand` says.
-    ignored=STEPS + "time_step_rank expand mamba_expand moe_shared_expert_overlap sliding_window mamba_proj_bias "
+    ignored=STEPS + "time_step_rank expand mamba_expand moe_shared_expert_overlap sliding_window "
             "mtp_hybrid_override_pattern mtp_layers_block_type",
     rope=False, bias=False, gated=False, build=_nemotron_h,
     experts=Experts(
@@ -408,15 +228,13 @@ def _is_linear(k: Keys, index: int) -> bool:
     return bool(k.per_layer("layer_types")[index] == "linear_attention")
 
 
-def _full_attention(f: Family, k: Keys) -> SelfAttention:
+def _full_attention(f: Family, k: Keys, index: int) -> SelfAttention:
     """Grouped queries, normalised by head, and a gate."""
     return SelfAttention(*heads(f, k), **biases(f, k), qk_norm=BY_HEAD, gated=True)
 
 
-def _delta_or_attention(f: Family, k: Keys, index: int) -> Mixer:
-    """Gated DeltaNet in linear layers."""
-    if not _is_linear(k, index):
-        return _full_attention(f, k)
+def _delta_net(k: Keys) -> Recurrence:
+    """Gated DeltaNet."""
     divide(k.linear_num_value_heads, k.linear_num_key_heads, "linear_num_value_heads", "linear_num_key_heads")
     return GatedDelta(
         heads=k.linear_num_value_heads,
@@ -432,7 +250,8 @@ DELTA_NET = family("", "", DECODER, {
     "full_attention_interval": 4, "layer_types": _KINDS, "max_position_embeddings": 32768, "head_dim": 256,
     "attention_bias": False, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-}, ignored="mamba_ssm_dtype mtp_use_dedicated_embeddings", attention=_delta_or_attention)  # fmt: skip
+}, ignored="mamba_ssm_dtype mtp_use_dedicated_embeddings",
+    attention=_full_attention, recurrent=_is_linear, recurrence=_delta_net)  # fmt: skip
 DELTA_EXPERTS: dict[str, object] = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
@@ -457,7 +276,7 @@ def _qwen35_extras(f: Family, k: Keys) -> dict[str, Any]:
     if not modules:
         return {}
     note = modules_note(modules, "counted apart (mtp), not in the total")
-    return {"mtp": Layer(_full_attention(f, k), ffn(f, k, 0)), "mtp_modules": modules, "notes": (note,)}
+    return {"mtp": Layer(_full_attention(f, k, 0), ffn(f, k, 0)), "mtp_modules": modules, "notes": (note,)}
 
 
 QWEN35 = family(
@@ -476,18 +295,16 @@ QWEN35_MOE = family(
 
 def _minimax_linear(k: Keys, index: int) -> bool:
     """By either list; without them every second layer."""
+    if k.attn_type_list is not None and k.layer_types is not None:
+        raise ConfigError("keys 'attn_type_list' and 'layer_types' both say which layers are linear; keep one")
     if k.attn_type_list is not None:
         return bool(k.per_layer("attn_type_list")[index] == 0)
     return index % 2 == 1 if k.layer_types is None else _is_linear(k, index)
 
 
-def _minimax_mixer(f: Family, k: Keys, index: int) -> Mixer:
-    """Lightning attention, with as many keys as queries, in linear layers."""
-    if k.attn_type_list is not None and k.layer_types is not None:
-        raise ConfigError("keys 'attn_type_list' and 'layer_types' both say which layers are linear; keep one")
-    if not _minimax_linear(k, index):
-        return attention(replace(f, attention=None), k, index)
-    count, _, width = heads(f, k)
+def _lightning(k: Keys) -> Recurrence:
+    """Lightning attention, with as many keys as queries."""
+    count, _, width = heads(MINIMAX, k)
     return LightningAttention(count, width, chunk=k.block_size)
 
 
@@ -506,5 +323,5 @@ MINIMAX = family(
     }, ignored=" ".join(
         [f"{of}_{by}_factor" for of in ("full_attn", "linear_attn", "mlp") for by in ("alpha", "beta")]
         + [f"layernorm_{of}_{by}" for of in ("full_attention", "linear_attention", "mlp") for by in ("alpha", "beta")]
-    ), attention=_minimax_mixer, experts=Experts(), pattern=_minimax_pattern,
+    ), recurrent=_minimax_linear, recurrence=_lightning, experts=Experts(), pattern=_minimax_pattern,
 )  # fmt: skip
