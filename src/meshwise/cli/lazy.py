@@ -24,18 +24,16 @@ class LazyCommand:
         summary: the line; a test compares it with the command's own.
         target: `module:attribute` of a verb; of a group "".
         verbs: of a group, its verbs.
-        default: of a group, the verb that is meant if none is named.
     """
 
     summary: str
     target: str = ""
     verbs: Mapping[str, LazyCommand] = field(default_factory=dict)
-    default: str = ""
 
     def load(self) -> click.Command:
         """Import the command."""
         if self.verbs:
-            return LazyGroup(help=self.summary, lazy=self.verbs, default=self.default)
+            return LazyGroup(help=self.summary, lazy=self.verbs)
         module, attribute = self.target.split(":")
         with _without_collecting():
             from meshwise.cli.options import click_command  # noqa: PLC0415  (what reads requests is loaded with one)
@@ -59,14 +57,14 @@ def _without_collecting() -> Iterator[None]:
 class LazyGroup(click.Group):
     """A group that knows its commands by name and summary only."""
 
-    def __init__(self, *args: object, lazy: Mapping[str, LazyCommand], default: str = "", **kwargs: object) -> None:
+    def __init__(self, *args: object, lazy: Mapping[str, LazyCommand], **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.lazy, self.default = lazy, default
+        self.lazy = lazy
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take what does not begin with a verb for what the default verb is asked."""
+        """`meshwise simulate PLAN` is `meshwise simulate train PLAN`."""
         named = not args or args[0] in (*self.lazy, *self.get_help_option_names(ctx))
-        return super().parse_args(ctx, [self.default, *args] if self.default and not named else args)
+        return super().parse_args(ctx, args if named or ctx.info_name != "simulate" else ["train", *args])
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  (click's signature)
         """Names in the order in which they are declared."""

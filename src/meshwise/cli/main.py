@@ -21,63 +21,49 @@ from meshwise import __version__
 from meshwise.cli.lazy import LazyCommand, LazyGroup
 from meshwise.core.errors import MeshwiseError
 
-_AT = "meshwise.commands"
-
-COMMANDS = {
-    "plan": LazyCommand(
-        "Find the best plans, and say why others lose.",
-        verbs={
-            "train": LazyCommand(
-                "Find the best layouts for a training job, and why the others lose.", f"{_AT}.plan_train:show_plans"
-            ),
-            "serve": LazyCommand(
-                "Find the best layouts for a serving load, and why the others lose.", f"{_AT}.plan_serve:show_plans"
-            ),
-        },
-    ),
-    "estimate": LazyCommand(
-        "Estimate what one layout would do.",
-        verbs={
-            "train": LazyCommand(
-                "Estimate what one layout would do for a training job.", f"{_AT}.estimate_train:show_estimate"
-            ),
-            "serve": LazyCommand(
-                "Estimate what one layout would do for a serving load.", f"{_AT}.estimate_serve:show_estimate"
-            ),
-        },
-    ),
-    "export": LazyCommand("Write a saved plan as the configuration of another tool.", f"{_AT}.export:show_export"),
-    "simulate": LazyCommand(
-        "Simulate a training step, or traffic through a serving engine.",
-        verbs={
-            "train": LazyCommand("Show one training step as a timeline.", f"{_AT}.simulate_train:show_timeline"),
-            "serve": LazyCommand(
-                "Serve requests over time by replicas of an engine.", f"{_AT}.simulate_serve:show_simulation"
-            ),
-        },
-        default="train",
-    ),
-    "verify": LazyCommand(
-        "Compile a step for its target, and compare with the plan.", f"{_AT}.verify:show_verification"
-    ),
-    "run": LazyCommand("Train, or generate, as a plan says on the devices that are there.", f"{_AT}.run:show_run"),
-    "score": LazyCommand(
-        "Compare predictions with measured training runs, or with measured serving.", f"{_AT}.score:show_score"
-    ),
-    "calibrate": LazyCommand(
-        "Refine a chip's calibration by your own measured steps.", f"{_AT}.calibrate:show_calibration"
-    ),
-    "model": LazyCommand("Count a model: parameters, FLOPs and KV cache, part by part.", f"{_AT}.catalogs:show_model"),
-    "models": LazyCommand("List the models known by name.", f"{_AT}.catalogs:show_models"),
-    "chips": LazyCommand("List the chips known by name, with their numbers and sources.", f"{_AT}.catalogs:show_chips"),
-    "clusters": LazyCommand("Say how clusters are named, and what a name stands for.", f"{_AT}.catalogs:show_clusters"),
-    "roofline": LazyCommand(
-        "Time one operation on one chip: what binds, and from which batch on.", f"{_AT}.roofline:show_roofline"
-    ),
-    "shard": LazyCommand("List the collectives that a sharded product needs.", f"{_AT}.shard:show_product"),
-    "collective": LazyCommand("Time one collective on a cluster.", f"{_AT}.collective:show_collective"),
-    "bench": LazyCommand("Measure single operations on the devices that are there.", f"{_AT}.bench:show_bench"),
+_GROUPS = {
+    "plan": "Find the best plans, and say why others lose.",
+    "estimate": "Estimate what one layout would do.",
+    "simulate": "Simulate a training step, or traffic through a serving engine.",
 }
+
+#: Verb -> where in `commands` it is, and its line in the help.
+_VERBS = {
+    "plan train": ("plan_train:show_plans", "Find the best layouts for a training job, and why the others lose."),
+    "plan serve": ("plan_serve:show_plans", "Find the best layouts for a serving load, and why the others lose."),
+    "estimate train": ("estimate_train:show_estimate", "Estimate what one layout would do for a training job."),
+    "estimate serve": ("estimate_serve:show_estimate", "Estimate what one layout would do for a serving load."),
+    "export": ("export:show_export", "Write a saved plan as the configuration of another tool."),
+    "simulate train": ("simulate_train:show_timeline", "Show one training step as a timeline."),
+    "simulate serve": ("simulate_serve:show_simulation", "Serve requests over time by replicas of an engine."),
+    "verify": ("verify:show_verification", "Compile a step for its target, and compare with the plan."),
+    "run": ("run:show_run", "Train, or generate, as a plan says on the devices that are there."),
+    "score": ("score:show_score", "Compare predictions with measured training runs, or with measured serving."),
+    "calibrate": ("calibrate:show_calibration", "Refine a chip's calibration by your own measured steps."),
+    "model": ("catalogs:show_model", "Count a model: parameters, FLOPs and KV cache, part by part."),
+    "models": ("catalogs:show_models", "List the models known by name."),
+    "chips": ("catalogs:show_chips", "List the chips known by name, with their numbers and sources."),
+    "clusters": ("catalogs:show_clusters", "Say how clusters are named, and what a name stands for."),
+    "roofline": ("roofline:show_roofline", "Time one operation on one chip: what binds, and from which batch on."),
+    "shard": ("shard:show_product", "List the collectives that a sharded product needs."),
+    "collective": ("collective:show_collective", "Time one collective on a cluster."),
+    "bench": ("bench:show_bench", "Measure single operations on the devices that are there."),
+}
+
+
+def _commands(prefix: str = "") -> dict[str, LazyCommand]:
+    """Name -> command, of a group's verbs or of all; groups stand where their first verb does."""
+    found: dict[str, LazyCommand] = {}
+    for name, (target, summary) in _VERBS.items():
+        word, _, verb = name.removeprefix(prefix).partition(" ")
+        if name.startswith(prefix) and not verb:
+            found[word] = LazyCommand(summary, f"meshwise.commands.{target}")
+        elif name.startswith(prefix) and word not in found:
+            found[word] = LazyCommand(_GROUPS[word], verbs=_commands(f"{word} "))
+    return found
+
+
+COMMANDS = _commands()
 
 INTERRUPTED = 130
 

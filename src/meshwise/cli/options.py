@@ -12,12 +12,11 @@ import typing
 from typing import Any
 
 import click
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from meshwise.cli.output import Output
 from meshwise.commands.command import Verb, in_order
-from meshwise.commands.requests import Flag, bare_type, choices, former_names, marker, notes, validated
+from meshwise.commands.requests import Flag, Request, bare_type, choices, flag, former_names, marker, notes, validated
 from meshwise.core.units import Quantity
 
 #: Where options stand that no section names, in a request with sections and in one without.
@@ -44,7 +43,7 @@ def click_command(verb: Verb) -> click.Command:
     return _Command(None, params=[*params, *about], callback=run, help=inspect.getdoc(verb.function))
 
 
-def _asked(verb: Verb, number: int, request: type[BaseModel], given: dict[str, Any]) -> BaseModel | str:
+def _asked(verb: Verb, number: int, request: type[Request], given: dict[str, Any]) -> Request | str:
     """Build one of a verb's requests from what was typed; the path of a plan, if that is all."""
     typed = {name: given[f"{name}_{number}"] for name in request.model_fields}
     kept = {name: value for name, value in typed.items() if value is not None and value != ()}
@@ -53,38 +52,37 @@ def _asked(verb: Verb, number: int, request: type[BaseModel], given: dict[str, A
     return validated(request, kept, {name: _flag(verb, request, name) for name in typed})
 
 
-def _flag(verb: Verb, request: type[BaseModel], name: str) -> str:
+def _flag(verb: Verb, request: type[Request], name: str) -> str:
     """What the help calls a field: its flag, or an argument in capitals."""
-    flag = marker(request.model_fields[name], Flag) or Flag()
-    if name in getattr(request, "positional", ()):
-        return "PLAN|MODEL" if request is verb.plan_or else flag.name or name.upper()
-    return flag.name or f"--{name.replace('_', '-')}"
+    typed = marker(request.model_fields[name], Flag) or Flag()
+    if name in request.positional:
+        return "PLAN|MODEL" if request is verb.plan_or else typed.name or name.upper()
+    return typed.name or flag(name)
 
 
-def _parameters(verb: Verb, number: int, request: type[BaseModel]) -> list[click.Parameter]:
+def _parameters(verb: Verb, number: int, request: type[Request]) -> list[click.Parameter]:
     """The options and arguments of one request, in the order of the help."""
-    sections = getattr(request, "sections", {})
-    where = {name: section for section, names in sections.items() for name in names}
+    where = {name: section for section, names in request.sections.items() for name in names}
     out: list[click.Parameter] = []
     for name, info in in_order(request).items():
-        flag, key = _flag(verb, request, name), f"{name}_{number}"
-        if name in getattr(request, "positional", ()):
-            out.append(click.Argument([key], required=info.is_required(), metavar=flag))
+        shown, key = _flag(verb, request, name), f"{name}_{number}"
+        if name in request.positional:
+            out.append(click.Argument([key], required=info.is_required(), metavar=shown))
         else:
-            option = _option(info, flag, key, [f"--{old.replace('_', '-')}" for old in former_names(name, info)])
-            option.section = where.get(name, _RARE if sections else _PLAIN)
+            option = _option(info, shown, key, [flag(old) for old in former_names(name, info)])
+            option.section = where.get(name, _RARE if where else _PLAIN)
             out.append(option)
     return out
 
 
-def _option(info: FieldInfo, flag: str, key: str, former: list[str]) -> _Option:
+def _option(info: FieldInfo, shown: str, key: str, former: list[str]) -> _Option:
     """The click option of one field."""
     kind, quantity = bare_type(info.annotation), marker(info, Quantity)
     words = [*notes(info), *(["required"] if info.is_required() else [])]
-    assert info.description, f"a field needs a description: {flag}"
+    assert info.description, f"a field needs a description: {shown}"
     options: dict[str, Any] = {"help": info.description + (f"  [{'; '.join(words)}]" if words else "")}
     if kind is bool:
-        switch = flag if "/" in flag else f"{flag}/--no-{flag.removeprefix('--')}"
+        switch = shown if "/" in shown else f"{shown}/--no-{shown.removeprefix('--')}"
         return _Option([switch, *former, key], default=None, **options)
     if words := choices(kind):
         options["type"] = click.Choice(words)
@@ -93,7 +91,7 @@ def _option(info: FieldInfo, flag: str, key: str, former: list[str]) -> _Option:
         plain = {"STR": "TEXT", "INT": "N", "FLOAT": "NUMBER", "PATH": "FILE"}.get(unit, unit)
         options["metavar"] = (marker(info, Flag) or Flag()).metavar or plain
     multiple = typing.get_origin(kind) in (tuple, list, dict)
-    return _Option([flag, *former, key], default=() if multiple else None, multiple=multiple, **options)
+    return _Option([shown, *former, key], default=() if multiple else None, multiple=multiple, **options)
 
 
 class _Option(click.Option):
@@ -117,8 +115,8 @@ class _Command(click.Command):
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
                 sections.setdefault(getattr(param, "section", _OUTPUT), []).append(record)
-        if _PLAIN in sections and len(sections) == 2:  # no sections but one's own
-            sections = {_PLAIN: sections[_PLAIN] + sections.get(_OUTPUT, [])}
+        if set(sections) <= {_PLAIN, _OUTPUT}:  # few options: one list
+            sections = {_PLAIN: sections.get(_PLAIN, []) + sections[_OUTPUT]}
         for section in sorted(sections, key=lambda name: {_OUTPUT: 1, _RARE: 2}.get(name, 0)):
             with formatter.section(section):
                 formatter.write_dl(sections[section])

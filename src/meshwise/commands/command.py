@@ -17,7 +17,6 @@ from enum import Enum
 from inspect import Parameter
 from typing import Any, Protocol, TypeVar
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -60,10 +59,9 @@ def command(request: type[Request]) -> Callable[[Callable[..., R]], Callable[...
     return decorate
 
 
-def in_order(request: type[BaseModel]) -> dict[str, FieldInfo]:
+def in_order(request: type[Request]) -> dict[str, FieldInfo]:
     """Field name -> field: those given by position, those of the sections, and the others."""
-    sections = getattr(request, "sections", {})
-    first = [*getattr(request, "positional", ()), *(name for names in sections.values() for name in names)]
+    first = [*request.positional, *(name for names in request.sections.values() for name in names)]
     fields = request.model_fields
     return {name: fields[name] for name in dict.fromkeys((*first, *fields))}
 
@@ -135,12 +133,10 @@ class Verb:
     """
 
     function: Callable[..., int | None]
-    requests: tuple[type[BaseModel], ...]
-    plan_or: type[BaseModel] | None = None
+    requests: tuple[type[Request], ...]
+    plan_or: type[Request] | None = None
 
 
-def verb(
-    *requests: type[BaseModel], plan_or: type[BaseModel] | None = None
-) -> Callable[[Callable[..., int | None]], Verb]:
+def verb(*requests: type[Request], plan_or: type[Request] | None = None) -> Callable[[Callable[..., int | None]], Verb]:
     """Keep what a verb asks for beside the function that answers it."""
     return lambda function: Verb(function, requests, plan_or)

@@ -42,18 +42,34 @@ def read_saved(file: str | os.PathLike[str], parse: Callable[[str], P], verb: st
     Raises:
         MeshwiseError: there is no such file, or it holds no such plan.
     """
-    path = Path(file)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        hint = f"; 'meshwise {verb} ... --save plan.json' writes one" if not path.exists() else ""
-        raise MeshwiseError(f"plan {str(file)!r}: {error.strerror}{hint}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"plan {str(file)!r}: expected JSON as --save writes it, found no text") from None
+    hint = f"'meshwise {verb} ... --save plan.json' writes one"
+    text = read_text("plan", file, hint, "JSON as --save writes it")
     try:
         return parse(text)
     except ConfigError as error:
         raise ConfigError(str(error).replace("plan JSON", f"plan {str(file)!r}", 1)) from None
+
+
+def read_text(what: str, file: str | os.PathLike[str], hint: str, expected: str = "JSON") -> str:
+    """Read a file of JSON.
+
+    Args:
+        what: the file is, for errors.
+        file: where it is.
+        hint: where such a file comes from.
+        expected: what it holds.
+
+    Raises:
+        MeshwiseError: there is no such file; ConfigError: it holds no text.
+    """
+    path = Path(file)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        more = "" if path.exists() else f"; {hint}"
+        raise MeshwiseError(f"{what} {str(file)!r}: {error.strerror}{more}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} {str(file)!r}: expected {expected}, found no text") from None
 
 
 def kind_of_plan(file: str | os.PathLike[str]) -> str | None:

@@ -120,6 +120,11 @@ def choices(kind: Any) -> list[str]:
     return []
 
 
+def flag(name: str) -> str:
+    """How the command line writes a field's name."""
+    return f"--{name.replace('_', '-')}"
+
+
 def former_names(name: str, info: FieldInfo) -> list[str]:
     """Earlier names of a field, which still work."""
     accepted = info.validation_alias.choices if isinstance(info.validation_alias, AliasChoices) else ()

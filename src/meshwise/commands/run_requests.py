@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from meshwise.commands.requests import File, Flag, Request
+from meshwise.commands.requests import File, Flag, Request, flag
 from meshwise.core.errors import MeshwiseError
 from meshwise.runtime.processes import Processes
 
@@ -143,18 +143,15 @@ class RunRequest(ExecutionRequest):
 
     def _check_decay(self) -> None:
         if self.learning_rate_decay == "none":
-            for flag, given in (
-                ("--decay-steps", self.decay_steps),
-                ("--final-learning-rate", self.final_learning_rate),
-            ):
-                if given is not None:
-                    raise MeshwiseError(f"{flag} needs --learning-rate-decay linear or cosine")
+            for name in ("decay_steps", "final_learning_rate"):
+                if getattr(self, name) is not None:
+                    raise MeshwiseError(f"{flag(name)} needs --learning-rate-decay linear or cosine")
             return
-        flag, end = ("--steps", self.steps) if self.decay_steps is None else ("--decay-steps", self.decay_steps)
+        name, end = ("steps", self.steps) if self.decay_steps is None else ("decay_steps", self.decay_steps)
         if end <= self.warmup_steps:
             raise MeshwiseError(
-                f"{flag} {end}: expected more steps than --warmup-steps {self.warmup_steps}, after which the learning "
-                "rate falls"
+                f"{flag(name)} {end}: expected more steps than --warmup-steps {self.warmup_steps}, after which the "
+                "learning rate falls"
             )
         if (self.final_learning_rate or 0.0) > self.learning_rate:
             raise MeshwiseError(
@@ -213,11 +210,11 @@ class RunOptions(RunRequest, GenerateRequest):
         if self.tokens is None:
             for name in ("prompt", "prompt_tokens"):
                 if getattr(self, name) is not None:
-                    raise MeshwiseError(f"--{name.replace('_', '-')} needs --generate, the number of new tokens")
+                    raise MeshwiseError(f"{flag(name)} needs --generate, the number of new tokens")
             return RunRequest.check(self)
         training = sorted(self.model_fields_set - set(GenerateRequest.model_fields))
         if others := [name for name in training if getattr(self, name) is not None]:
-            raise MeshwiseError(f"--{others[0].replace('_', '-')} is for training; with --generate leave it out")
+            raise MeshwiseError(f"{flag(others[0])} is for training; with --generate leave it out")
         return GenerateRequest.check(self)
 
     def generation(self) -> GenerateRequest:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,9 +12,9 @@ from pydantic import AliasChoices, Field
 
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.estimate_serve import Lengths, read_serving_plan
-from meshwise.commands.plan_files import kind_of_plan, write_file
-from meshwise.commands.requests import File, Flag, Request
-from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
+from meshwise.commands.plan_files import kind_of_plan, read_text, write_file
+from meshwise.commands.requests import File, Flag, Request, flag
+from meshwise.core.errors import LayoutError, MeshwiseError
 from meshwise.core.units import Quantity, format_count, format_time, parse_count, parse_duration
 from meshwise.costs.engine import EngineCosts
 from meshwise.jobs import computed_lengths, output_lengths
@@ -126,7 +125,7 @@ class SimulateServeRequest(Request):
     )
 
     def load(self) -> Load:
-        """What is asked of the system.
+        """The requests that arrive.
 
         Raises:
             MeshwiseError: neither a rate nor a file; both a file and what is drawn.
@@ -134,7 +133,7 @@ class SimulateServeRequest(Request):
         if self.csv is not None:
             drawn = {"prompt", "output", "arrivals", "prefix_tokens", "prefix_groups"} & self.model_fields_set
             if drawn:
-                raise MeshwiseError(f"--csv has its own requests: leave out --{min(drawn).replace('_', '-')}")
+                raise MeshwiseError(f"--csv has its own requests: leave out {flag(min(drawn))}")
             trace = read_trace(self.csv)
             trace = trace if self.requests is None else trace.first(self.requests)
             return trace if self.rate is None else trace.at_rate(self.rate)
@@ -149,16 +148,9 @@ class SimulateServeRequest(Request):
 
     def system(self, costs: EngineCosts) -> ServingSystem:
         """What serves, with replicas of these costs."""
+        chosen = {field: getattr(self, field) for field in _SCHEDULING}
         speculation = None if self.speculate is None else _speculation(self.speculate)
-        scheduling = Scheduling(
-            self.policy,
-            self.max_batch,
-            self.max_step_tokens,
-            self.preemption,
-            self.watermark,
-            self.prefix_cache,
-            speculation,
-        )
+        scheduling = Scheduling(**chosen, speculation=speculation)
         pool = None
         if self.prefill_replicas:
             own = costs if self.prefill_costs is None else read_engine_costs(self.prefill_costs)
@@ -172,7 +164,7 @@ class SimulateServeRequest(Request):
         return None if self.autoscale is None else _autoscaling(self.autoscale)
 
     def targets(self) -> Targets:
-        """What users are to notice at most."""
+        """The latencies that requests must keep."""
         return Targets(self.max_ttft, self.max_tpot, self.share)
 
 
@@ -210,14 +202,7 @@ def read_engine_costs(file: str | os.PathLike[str]) -> EngineCosts:
     Raises:
         ConfigError: there is no such file, or it holds no such numbers.
     """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"engine costs {str(file)!r}: {error.strerror}; docs/simulation.md shows such a file"
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"engine costs {str(file)!r}: expected JSON, found no text") from None
+    text = read_text("engine costs", file, "docs/simulation.md shows such a file")
     return EngineCosts.from_json(text, f"engine costs {str(file)!r}")
 
 
@@ -227,9 +212,7 @@ def read_served(file: str | os.PathLike[str]) -> EngineCosts | ServingPlan:
     Raises:
         MeshwiseError: there is no such file, or it holds neither.
     """
-    if kind_of_plan(file) is not None:  # of a plan of training it says what reads it
-        return read_serving_plan(file)
-    return read_engine_costs(file)
+    return read_engine_costs(file) if kind_of_plan(file) is None else read_serving_plan(file)
 
 
 @dataclass(frozen=True)
@@ -238,7 +221,7 @@ class ServedLoad:
 
     Args:
         load: as it was asked for.
-        targets: what users were to notice at most.
+        targets: the latencies that requests must keep.
         result: what became of it; with a capacity, at the highest rate that keeps the targets.
         capacity: how that rate was found, None where it was not asked for.
     """
@@ -257,7 +240,7 @@ def serve_load(
     spans: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> ServedLoad:
-    """Do what a request asks; `spans` steps are kept for a timeline, `progress` is told a line now and then."""
+    """Answer a request; `spans` steps are kept for a timeline, `progress` is told a line now and then."""
     if isinstance(served, ServingPlan):
         request = planned_requests(request, served, name)
         system = planned_system(request, served, name)
@@ -266,17 +249,18 @@ def serve_load(
     load, targets = request.load(), request.targets()
     if isinstance(served, ServingPlan):
         check_requests(load, served)
+    capacity = None
     if request.capacity:
         capacity = find_capacity(system, load, targets, seed=request.seed, progress=progress)
         load = load.at_rate(capacity.rate)
-        again = partial(simulate_serving, system, load, seed=request.seed, spans=spans, progress=progress)
-        return ServedLoad(load, targets, again() if spans else capacity.result, capacity)
+        if not spans:
+            return ServedLoad(load, targets, capacity.result, capacity)
     result = simulate_serving(system, load, seed=request.seed, spans=spans, progress=progress)
-    return ServedLoad(load, targets, result, None)
+    return ServedLoad(load, targets, result, capacity)
 
 
 def planned_requests(request: SimulateServeRequest, plan: ServingPlan, name: str) -> SimulateServeRequest:
-    """Give the request with the plan's lengths of prompts and outputs, where it has none of its own.
+    """The request, with the plan's lengths of prompts and outputs where it has none of its own.
 
     Raises:
         MeshwiseError: the plan's requests were recorded, and are not in it.
@@ -300,7 +284,7 @@ def planned_requests(request: SimulateServeRequest, plan: ServingPlan, name: str
 
 
 def check_requests(load: Load, plan: ServingPlan) -> None:
-    """Refuse requests longer than what the plan's model was made for; lengths without an end are not looked at.
+    """Refuse requests longer than the plan's model was made for; unbounded lengths are not checked.
 
     Raises:
         LayoutError: with what the model can read.
@@ -315,7 +299,7 @@ def check_requests(load: Load, plan: ServingPlan) -> None:
 
 
 def _longest(load: Load) -> int | None:
-    """Tokens of the longest request; None where lengths have no end."""
+    """Tokens of the longest request; None if lengths are unbounded."""
     if not isinstance(load, DrawnLoad):
         return max(d.prompt + d.output for d in load.requests())
     shared = 0 if load.prefixes is None else load.prefixes.tokens
@@ -324,14 +308,14 @@ def _longest(load: Load) -> int | None:
 
 
 def planned_system(request: SimulateServeRequest, plan: ServingPlan, name: str) -> ServingSystem:
-    """Give the plan's engines, with the number of replicas and the scheduling that the request says.
+    """The plan's engines, with the number of replicas and the scheduling that the request asks for.
 
     Raises:
         MeshwiseError: what a plan has decided already, or a number of prefill replicas of a plan that has none.
     """
     given = request.model_fields_set
     if decided := sorted(given & {"speculate", "prefill_costs"}):
-        raise MeshwiseError(f"--{decided[0].replace('_', '-')}: the plan {name} says it; leave it out")
+        raise MeshwiseError(f"{flag(decided[0])}: the plan {name} says it; leave it out")
     system = served_system(plan.problem, plan.setup)
     changes = {field: getattr(request, field) for field in _SCHEDULING if field in given}
     system = system.replace(scheduling=system.scheduling.replace(**changes))
