@@ -42,7 +42,7 @@ class BenchRequest(Where):
     positional = ("what",)
 
     what: Literal["matmul", "attention", "memory", "collectives", "machine"] = Field(
-        description="What to measure; machine: what describes a CPU's devices as chips."
+        description="What to measure; machine: everything that describes a CPU's devices as chips."
     )
     dtype: Literal["bf16", "fp16", "fp32", "fp8", "int8"] | None = Field(
         default=None, description="Format of the operands; by default bf16, and for a machine bf16 and fp32."
@@ -54,7 +54,7 @@ class BenchRequest(Where):
     )
     heads: int = Field(default=32, ge=1, le=4096, description="Query heads of attention.")
     kv_heads: int = Field(default=8, ge=1, le=4096, description="Key/value heads of attention.")
-    head_dim: int = Field(default=128, ge=1, le=4096, description="Width of a head of attention.")
+    head_dim: int = Field(default=128, ge=1, le=4096, description="Head dimension of attention.")
     seconds: Annotated[float, Quantity("seconds", parse_duration, format_duration, "0.5s")] = Field(
         default=0.5, gt=0, le=600, description="Time to spend on each operation."
     )
@@ -199,7 +199,7 @@ def _sizes(request: BenchRequest) -> Sizes:
 class _Files(Request):
     save: Path | None = Field(default=None, description="Write the rows to this new file, as CSV.")
     save_cluster: Path | None = Field(
-        default=None, description="Of a machine: write it to this new file, for --cluster."
+        default=None, description="With machine: write the cluster file, for --cluster, to this new file."
     )
 
 
@@ -207,9 +207,9 @@ class _Files(Request):
 def show_bench(screen: Screen, request: BenchRequest, files: _Files) -> None:
     """Measure single operations on the devices that are there.
 
-    WHAT is matmul, attention, memory, collectives, or machine: what describes a CPU's fake devices as chips. The rows
-    are in the format of measurements that docs/measurements.md describes; beside them stands what they should take,
-    where chip and network are known.
+    WHAT is matmul, attention, memory, collectives, or machine (what is needed to describe a CPU's fake devices as
+    chips). Rows have the columns of docs/measurements.md; the predicted time stands beside them where chip and
+    network are known.
 
     \b
       meshwise bench matmul --save rows.csv

@@ -28,7 +28,7 @@ class CalibrateRequest(Request):
     )
     calibration: str = Field(
         default="fitted",
-        description="What is refined: fitted (with the software that rows name), operations, or a family by name.",
+        description="Calibration to refine: fitted (with the rows' software), operations, or a family by name.",
     )
     save: Path | None = Field(
         default=None, description="Write the calibration to this new file (.json), which --calibration takes."
@@ -76,8 +76,8 @@ def calibrate(request: CalibrateRequest, *, progress: Callable[[str], None] = la
 def show_calibration(screen: Screen, request: CalibrateRequest) -> None:
     """Refine a chip's calibration by your own measured steps.
 
-    FILE has one measurement a row, in the columns of docs/measurements.md. Constants move as far as rows speak for it,
-    and no further than what is known of the chip allows. Rows that are faster than physics are refused.
+    FILE has one measurement a row, in the columns of docs/measurements.md. Constants move as far as the rows
+    support it, within what is known of the chip. Rows that are faster than physically possible are refused.
 
     \b
       meshwise calibrate runs.csv --save ours.json

@@ -114,7 +114,7 @@ class _ModelRequest(Request):
         gt=0,
         le=10**9,
         serialization_alias="seq_len_tokens",
-        description=f"Tokens of the sequence that FLOPs are counted for; {DEFAULT_SEQ_LEN}, or the model's longest.",
+        description=f"Sequence length for counting FLOPs; by default {DEFAULT_SEQ_LEN}, or the model's longest.",
     )
     kv_dtype: DType = Field(default=DType.BF16, description="Number format of the KV cache.")
 
@@ -152,7 +152,7 @@ class _ChipsRequest(Request):
 def show_chips(screen: Screen, request: _ChipsRequest) -> None:
     """List the chips known by name, with their numbers and sources.
 
-    Without CHIP the whole catalog; with one, each of its numbers and the document it is from.
+    Without CHIP, the whole catalog; with one, each of its numbers and its source.
     """
     if request.chip is None:
         screen.show(chips_report(chips().values(), request.echo()))

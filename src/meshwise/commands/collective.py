@@ -44,14 +44,15 @@ class CollectiveRequest(Where):
     array: str = Field(description="The array, 'bf16[1024, 4096_X]', or before and after: 'A[I_X, J] -> A[I, J_X]'.")
     mesh: MeshText = Field(description="Mesh axes, X=4,Y=8, the last one innermost.")
     over: Annotated[str | None, Flag("AXES")] = Field(
-        default=None, description="Mesh axes of the group, X or X,Y; by default those that the array names, else all."
+        default=None,
+        description="Mesh axes of the group, X or X,Y; by default the axes that the array names, else all.",
     )
     sizes: Sizes = Field(default={}, description="Sizes of named axes, I=1024.")
     wires: Annotated[str | None, Flag("WIRES")] = Field(
         default=None,
-        description="Where mesh axes lie: extents on the network's dimensions, X=8x2; one axis each by default.",
+        description="How mesh axes map to the network's dimensions, as extents: X=8x2; one axis each by default.",
     )
-    dtype: DType = Field(default=DType.BF16, description="Format of an array written without one.")
+    dtype: DType = Field(default=DType.BF16, description="Number format of an array written without one.")
     choices: float | None = Field(
         default=None,
         gt=0,

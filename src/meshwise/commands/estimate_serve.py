@@ -50,12 +50,12 @@ class ServeRequest(PricedWhere, ServingConditions):
     prompt: Lengths | None = Field(
         default=None,
         serialization_alias="prompt_lengths",
-        description="Tokens of prompts: a number, uniform:128-2048, or lognormal:MEAN:VARIATION:MOST.",
+        description="Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION:MOST.",
     )
     output: Lengths | None = Field(
         default=None,
         serialization_alias="output_lengths",
-        description="Tokens that a request decodes, the first included; written as --prompt is.",
+        description="Output tokens per request, including the first, written as --prompt.",
     )
     csv: File | None = Field(
         default=None, description="CSV file of requests: arrival, prompt, output (instead of --prompt and --output)."
@@ -142,21 +142,21 @@ class EstimateServeRequest(ServeRequest):
     batch: int = Field(ge=1, le=1 << 24, description="Requests that one engine decodes for at once.")
     layout: Annotated[str, Flag("LAYOUT")] = Field(
         description="The layout: tensor=8,replicas=4 (tp cp ep pp dp; -1 for the rest), with cache=, width=, fsdp= and "
-        "cache_split=, sequence_parallel=, ... where they are used."
+        "cache_split=, sequence_parallel=, ... where needed."
     )
     prefill_layout: Annotated[str | None, Flag("LAYOUT")] = Field(
-        default=None, description="Another layout for prefill."
+        default=None, description="Layout for prefill, if it differs."
     )
     mode: Literal["aggregated", "disaggregated"] = Field(
         default="aggregated",
         description="Whether each engine prefills and decodes in turn, or does only one of the two (--prefill-layout).",
     )
-    prefill_batch: int = Field(default=1, ge=1, le=1 << 20, description="Prompts that are prefilled together.")
+    prefill_batch: int = Field(default=1, ge=1, le=1 << 20, description="Prompts prefilled together.")
     chunk: int | None = Field(
         default=None,
         ge=1,
         le=1 << 30,
-        description="Tokens of a prompt that are prefilled in one step; the whole prompt by default.",
+        description="Tokens of a prompt prefilled in one step; by default, the whole prompt.",
     )
 
     def setup(self, problem: ServingProblem) -> ServingSetup:
@@ -274,9 +274,9 @@ class _Files(EngineFiles):
 def show_estimate(screen: Screen, asked: EstimateServeRequest | str, files: _Files) -> int | None:
     """Estimate what one layout would do for a serving load.
 
-    Of a saved plan (what 'plan serve --save' wrote, and no option that states a load), or of a model, a load and a
-    layout. Where the mesh lies on the network is chosen best unless the layout says it. When it does not fit in memory,
-    the exit code is 3.
+    PLAN is a file that 'plan serve --save' wrote; give no load with it. MODEL takes a load and a layout. The mesh
+    is mapped to the network in the best way unless the layout says how. If it does not fit in memory, the exit code
+    is 3.
 
     \b
       meshwise estimate serve llama-3-70b --on h100:8 --prompt 1024 \\

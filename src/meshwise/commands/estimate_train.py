@@ -74,7 +74,7 @@ class EstimateTrainRequest(TrainRequest):
 
     layout: Annotated[str, Flag("LAYOUT")] = Field(
         description="The layout: fsdp=512,tensor=4 (dp fsdp tp cp ulysses ep pp; -1 for the rest), and remat=, zero=, "
-        "schedule=, offload=, micro_batch=, num_microbatches=, ... where they are not to be chosen."
+        "schedule=, offload=, micro_batch=, num_microbatches=, ... to fix what is otherwise chosen."
     )
 
 
@@ -122,8 +122,8 @@ class _Files(Request):
 def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) -> int | None:
     """Estimate what one layout would do for a training job.
 
-    What the layout leaves open (remat, microbatches, where the mesh lies) is chosen best. When it does not fit in
-    memory in any way, the leanest is shown, and the exit code is 3.
+    What the layout leaves open (remat, microbatches, the mapping to the network) is chosen for the least time. If
+    nothing fits in memory, the leanest choice is shown, and the exit code is 3.
 
     \b
       meshwise estimate train llama-3-70b --on v5p:16x20x28 \\

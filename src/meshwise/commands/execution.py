@@ -165,7 +165,7 @@ def _learning_rate(request: RunRequest) -> LearningRate:
 
 
 def _rates(request: RunRequest) -> dict[str, Any]:
-    """Say what decides the rates of all steps: what is not asked for has no part in it."""
+    """What decides the learning rates of all steps; options that were not given do not."""
     falls = request.learning_rate_decay != "none"
     return {
         "learning_rate": request.learning_rate,
@@ -177,7 +177,7 @@ def _rates(request: RunRequest) -> dict[str, Any]:
 
 
 def _identity(plan: Plan, request: RunRequest, step: TrainStep, source: TokenSource) -> dict[str, dict[str, Any]]:
-    """Say what a checkpoint is of; what only plans, such as a token budget, is left out."""
+    """What a checkpoint belongs to; the inputs of planning alone, such as a token budget, are left out."""
     job, model = plan.problem.job, plan.problem.model
     weights = {} if request.weights is None else {"weights": Path(request.weights).resolve().name}
     return {
@@ -242,7 +242,7 @@ def generate_as_planned(
 
 
 def _prompt(request: GenerateRequest, tokenizer: Any, vocabulary: int) -> np.ndarray:
-    """Give the prompt's tokens.
+    """The prompt's tokens.
 
     Raises:
         MeshwiseError: it has none, or one that the model does not know.
@@ -263,7 +263,7 @@ def _prompt(request: GenerateRequest, tokenizer: Any, vocabulary: int) -> np.nda
 
 
 def least_times(plan: Plan, chip: Chip, dtype: DType, sequences: int, length: int) -> tuple[float | None, float | None]:
-    """Give the least time to a first token, and that of each after it, in seconds; None where the peak is not known.
+    """Least seconds to the first token, and for each token after it; None if the peak is not known.
 
     A device reads the active weights that it multiplies by at least once, and computes its share of the prompt.
 

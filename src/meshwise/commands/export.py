@@ -21,7 +21,7 @@ from meshwise.search.serving import ServingPlan
 
 
 def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exported:
-    """Say a plan in the words of another tool: what `meshwise export` answers, as values.
+    """Write a plan as the configuration of another tool: what `meshwise export` answers, as values.
 
     >>> import meshwise
     >>> planning = meshwise.estimate_train(
@@ -69,7 +69,7 @@ class _ExportRequest(Request):
     positional = ("plan",)
 
     plan: File = Field(description="A saved plan.")
-    to: Literal[(*TARGETS, *SERVING_TARGETS)] = Field(description="The tool that is to run the plan.")  # type: ignore[valid-type]
+    to: Literal[(*TARGETS, *SERVING_TARGETS)] = Field(description="Tool that will run the plan.")  # type: ignore[valid-type]
     output: Path | None = Field(default=None, description="Write to this file.")
 
 
@@ -77,9 +77,9 @@ class _ExportRequest(Request):
 def show_export(screen: Screen, request: _ExportRequest) -> None:
     """Write a saved plan as the configuration of another tool.
 
-    PLAN is what --save wrote, of training (maxtext to jax) or of serving (vllm to jetstream). Without --output the
-    file itself is printed; --explain tells what it leaves to you. A choice that the tool cannot express is an error
-    that names it and the nearest that it can.
+    PLAN is a file that --save wrote, of training (maxtext to jax) or of serving (vllm to jetstream). Without
+    --output the configuration is printed; --explain lists what it leaves to you. A choice that the tool cannot
+    express is an error that names it and the nearest possible choice.
 
     \b
       meshwise plan train llama-3-70b --on h100:512 --batch-tokens 4Mi \\

@@ -75,27 +75,27 @@ class PlanServeRequest(ServeRequest):
     on: Annotated[str | None, Flag("CLUSTERS")] = Field(
         default=None,
         serialization_alias="cluster",
-        description="The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64; several, h100:8,h200:8, are compared.",
+        description="The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64; several (h100:8,h200:8) are compared.",
     )
     precision: str = Field(
         default="bf16",
         description=f"Number formats: {', '.join(SERVING_PRECISIONS)}, or roles such as weights=int8,kv=int8 "
-        "(weights, activations, kv, compute, head); several, bf16,fp8 or bf16;weights=int8,kv=int8, are compared.",
+        "(weights, activations, kv, compute, head); several (bf16,fp8 or bf16;weights=int8,kv=int8) are compared.",
     )
     objective: Literal["throughput", "tpot", "ttft"] = Field(
         default="throughput",
-        description="Most output tokens a second and chip (least cost), least time per output token, or to the first.",
+        description="Most output tokens/s per chip (least cost), least time per output token, or least time to the first.",
     )
     max_ttft: _Target | None = Field(
         default=None,
         exclude=True,
-        description="Time to first token that no plan may exceed: 500ms of the mean without queues, or p99:500ms of "
-        "simulated requests.",
+        description="Longest time to the first token: 500ms for the mean without queues, or p99:500ms for simulated "
+        "requests.",
     )
     max_tpot: _Target | None = Field(
         default=None,
         exclude=True,
-        description="Time per output token that no plan may exceed; written as --max-ttft is.",
+        description="Longest time per output token, written as --max-ttft.",
     )
     rate: float | None = Field(
         default=None,
@@ -110,7 +110,7 @@ class PlanServeRequest(ServeRequest):
         default=4096, ge=1, le=1 << 16, description="Most requests that one engine decodes for at once."
     )
     forbid: Annotated[str, Flag("AXES")] = Field(
-        default="", description=f"Mesh axes that no plan may use, separated by commas: {', '.join(SERVING_AXES)}."
+        default="", description=f"Mesh axes to exclude, separated by commas: {', '.join(SERVING_AXES)}."
     )
     chunk: Annotated[str, Flag("TOKENS")] = Field(
         default="",
@@ -144,7 +144,7 @@ class PlanServeRequest(ServeRequest):
         return max(len(self.clusters), len(self.precisions)) > 1
 
     def load(self) -> ServingLoad:
-        """Give the serving load alone; of several precisions, in the first."""
+        """The serving load alone, in the first of several precisions."""
         if len(self.precisions) > 1:
             return self.model_copy(update={"precision": self.precisions[0]}).load()
         return super().load()
@@ -162,7 +162,7 @@ class PlanServeRequest(ServeRequest):
         return any(aim is not None and aim.share is not None for aim in (self.max_ttft, self.max_tpot))
 
     def requests(self, load: ServingLoad) -> Callable[[float, int], Load]:
-        """Give a function that gives so many requests at a rate."""
+        """A function of a rate and a number that returns that many requests."""
         if self.csv is None:
             return lambda rate, count: drawn_requests(load, rate, count)
         trace = read_trace(self.csv)
@@ -275,15 +275,15 @@ class _Files(EngineFiles):
     sections: ClassVar = {"Output": ("save", "svg", "engine", "prefill_engine")}
 
     save: Path | None = Field(default=None, description="Write the best plan to this file, as JSON.")
-    svg: Path | None = Field(default=None, description="Write the front of latency and throughput to this file.")
+    svg: Path | None = Field(default=None, description="Write the picture of latency against throughput to this file.")
 
 
 @verb(PlanServeRequest, _Files)
 def show_plans(screen: Screen, request: PlanServeRequest, files: _Files) -> None:
     """Find the best layouts for a serving load, and why the others lose.
 
-    Searches engines of every size, layouts of prefill and of generation, together or apart, and batches. Several
-    clusters (--on h100:8,h200:8) or precisions (--precision bf16,fp8) are compared. When nothing fits or keeps the
+    Searches engines of every size, layouts of prefill and decode, aggregated or disaggregated, and batches. Several
+    clusters (--on h100:8,h200:8) or precisions (--precision bf16,fp8) are compared. If nothing fits or meets the
     targets, the exit code is 3.
 
     \b

@@ -64,19 +64,19 @@ class PlanTrainRequest(TrainRequest):
     }
 
     objective: Literal["time", "cost", "chips"] = Field(
-        default="time", description="Least time, least cost, or fewest chips for the deadline."
+        default="time", description="Minimize time, cost, or the chips that meet the deadline."
     )
     deadline: _Time | None = Field(
         default=None,
         gt=0,
         serialization_alias="deadline_s",
-        description="How long the whole run (--tokens) may take; slower plans are left out.",
+        description="Longest time for the whole run (--tokens); slower plans are dropped.",
     )
     budget: _Dollars | None = Field(
         default=None,
         gt=0,
         serialization_alias="budget_usd",
-        description="What the whole run (--tokens) may cost; dearer plans are left out.",
+        description="Most dollars for the whole run (--tokens); dearer plans are dropped.",
     )
     max_chips: int | None = Field(default=None, ge=1, description="Most chips of the cluster to use.")
     fix: Annotated[dict[str, Any], Flag("NAME=VALUE"), BeforeValidator(parse_fixed, json_schema_input_type=_Fixed)] = (
@@ -90,29 +90,29 @@ class PlanTrainRequest(TrainRequest):
         tuple[str, ...], Flag("WORDS"), BeforeValidator(parse_forbidden, json_schema_input_type=_Words)
     ] = Field(
         default=(),
-        description="What no plan may use: mesh axes (pipeline, expert, ...), offload, ring, schedules (dualpipe, "
+        description="Exclude from all plans: mesh axes (pipeline, expert, ...), offload, ring, schedules (dualpipe, "
         "interleaved, zero-bubble, ...), partial-remat, or values of choices (zero=2, remat=full).",
     )
     max_memory: Annotated[float | None, Quantity("share", parse_fraction, format_percent, "80%")] = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of a chip's HBM that no plan may exceed; "
+        description="Most of a chip's HBM that a plan may fill; "
         f"by default {MAX_MEMORY:.0%}, or all of it if no plan fits in that.",
     )
     top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
     front: bool = Field(
         default=False,
-        description="Find the front of time against memory, too: several times as long a search.",
+        description="Also find the Pareto front of time and memory; the search takes several times as long.",
     )
     offload: bool = Field(
         default=False,
-        description="Let plans that keep a part in the host's memory compete; else only where nothing fits without.",
+        description="Let plans with offload to the host's memory compete; by default, only if nothing fits without.",
     )
     sensitivity: bool = Field(
         default=False,
-        description="Search again with 10 % less of each thing (bandwidths, FLOP/s, HBM, batch, length): what the plan "
-        "depends on.",
+        description="Search again with 10 % less of each resource (bandwidths, FLOP/s, HBM, batch, length): "
+        "what does the plan depend on?",
     )
 
     @property
@@ -275,7 +275,7 @@ class _Further(Request):
     sections: ClassVar = {"Search": ("scaling", "verify"), "Output": ("save", "svg")}
 
     scaling: Annotated[bool, Flag(name="--scaling")] = Field(
-        default=False, description="Plan on powers of two of the chips: MFU against chips, and where scaling ends."
+        default=False, description="Plan for 1, 2, 4, ... chips: MFU against chips, and where strong scaling ends."
     )
     verify: int | None = Field(
         default=None,
@@ -285,7 +285,7 @@ class _Further(Request):
     )
     save: Path | None = Field(default=None, description="Write the best plan to this file, as JSON.")
     svg: Path | None = Field(
-        default=None, description="With several clusters (--on a,b,c) or --scaling: write the picture to this file."
+        default=None, description="Write the picture to this file; needs several clusters (--on a,b,c) or --scaling."
     )
 
     def check(self, *, several: bool) -> None:

@@ -35,14 +35,14 @@ class RooflineRequest(Request):
     )
     sizes: Sizes = Field(
         default={},
-        description="Axis sizes, B=1024 or B=1024,D=8Ki; may be repeated. Axes without a size are taken as very large.",
+        description="Axis sizes, B=1024 or B=1024,D=8Ki; may be repeated. Axes without a size count as very large.",
     )
     vary: Annotated[str | None, Flag("AXIS")] = Field(
         default=None,
-        description="The axis whose critical size is sought; the first axis of the first input by default.",
+        description="Axis whose critical size is computed; by default the first axis of the first input.",
     )
     memory: Memory = Field(
-        default=Memory.HBM, description="Where the operands live: hbm, vmem (on-chip memory) or host."
+        default=Memory.HBM, description="Memory of the operands: hbm, vmem (on-chip memory) or host."
     )
     padding: bool = Field(default=True, description="Count the partly filled tiles of the matrix unit.")
     flops_per_s: _Rate | None = Field(

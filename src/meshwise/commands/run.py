@@ -118,11 +118,11 @@ def execute_generation(
 def show_run(screen: Screen, options: RunOptions, asked: EstimateTrainRequest | str) -> None:
     """Train, or generate, as a plan says on the devices that are there.
 
-    Of a saved plan (what --save wrote, and no option that states a job), or of a model, a job and a layout as
-    'estimate train' takes them. Prints time, tokens/s, MFU and memory beside the prediction. A step of --checkpoint is
-    reported as saved when it is safely on disk; the same command goes on from the last one. Exit code 3 when memory
-    does not suffice, or when the loss is no number. With --generate it generates with the plan's layout instead, and
-    prints tokens/s and the time to the first token.
+    PLAN is a file that --save wrote; give no job with it. MODEL takes a job and a layout as 'estimate train' does.
+    Prints time, tokens/s, MFU and memory beside the prediction. A step of --checkpoint is reported as saved when it
+    is safely on disk; the same command continues from the last one. With --generate it decodes with the plan's
+    layout instead, and prints tokens/s and the time to the first token. The exit code is 3 when memory runs out or
+    the loss is not finite.
 
     \b
       meshwise run plan.json --steps 100 --checkpoint steps --every 10

@@ -87,7 +87,7 @@ class RunRequest(ExecutionRequest):
         default=None,
         ge=1,
         le=10**8,
-        description=f"Save every so many steps, and the last one; by default {DEFAULT_EVERY}.",
+        description=f"Save every N steps, and the last one; by default {DEFAULT_EVERY}.",
     )
     coordinator: Annotated[str | None, Flag("HOST:PORT")] = Field(
         default=None,

@@ -34,12 +34,12 @@ class ScoreRequest(Request):
 
     file: File = Field(
         description="Measured training runs or serving, as CSV (docs/measurements.md), or 'shipped', "
-        "'shipped-serving': those of the package."
+        "'shipped-serving': the package's own."
     )
     calibration: str | None = Field(
         default=None,
-        description="Achieved rates: fitted (unless given; with the software or the engine that a row names), "
-        "operations (each chip's family), none, or a family by name.",
+        description="Achieved rates: fitted (the default, with the row's software or engine), operations (each "
+        "chip's family), none, or a family by name.",
     )
 
 

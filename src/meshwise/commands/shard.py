@@ -27,9 +27,9 @@ class ShardRequest(Where):
     mesh: MeshText | None = Field(default=None, description="Mesh axes, X=4,Y=8, the last one innermost.")
     sizes: Sizes = Field(default={}, description="Sizes of the axes, I=1024,J=8Ki.")
     wires: Annotated[str | None, Flag("WIRES")] = Field(
-        default=None, description="Where mesh axes lie: extents on the network's dimensions, X=4x1,Y=1x8."
+        default=None, description="How mesh axes map to the network's dimensions, as extents: X=4x1,Y=1x8."
     )
-    dtype: DType = Field(default=DType.BF16, description="Format of tensors written without one.")
+    dtype: DType = Field(default=DType.BF16, description="Number format of tensors written without one.")
 
 
 def examine_shard(request: ShardRequest) -> tuple[Product, Mesh | None, Cluster | None]:

@@ -56,9 +56,9 @@ class SimulateServeRequest(Request):
     rate: float | None = Field(default=None, gt=0, description="Mean requests per second; a CSV file has its own.")
     prompt: Lengths = Field(
         default="1024",
-        description="Tokens of prompts: a number, uniform:128-2048, or lognormal:MEAN:VARIATION[:MOST].",
+        description="Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION[:MOST].",
     )
-    output: Lengths = Field(default="256", description="Tokens of outputs, written as --prompt is.")
+    output: Lengths = Field(default="256", description="Output tokens per request, written as --prompt.")
     arrivals: str = Field(
         default="poisson",
         description="How requests arrive: poisson, constant, gamma:VARIATION (clumps), on-off:10s/50s (bursts).",
@@ -75,9 +75,9 @@ class SimulateServeRequest(Request):
     prefix_tokens: int = Field(
         default=0,
         ge=0,
-        description="Tokens that prompts share with others at their beginning, before those of --prompt.",
+        description="Tokens of a prefix shared between prompts, in addition to --prompt.",
     )
-    prefix_groups: int = Field(default=1, ge=1, description="Number of different shared beginnings.")
+    prefix_groups: int = Field(default=1, ge=1, description="Number of distinct shared prefixes.")
     max_ttft: Seconds | None = Field(
         default=None,
         gt=0,
@@ -99,17 +99,17 @@ class SimulateServeRequest(Request):
         default="least-loaded", description="Which replica a request goes to; affinity: the one that holds its prefix."
     )
     policy: Literal["prefill-first", "decode-first", "chunked"] = Field(
-        default="prefill-first", description="What a step does first."
+        default="prefill-first", description="What the scheduler puts into a step first."
     )
     max_batch: int = Field(default=256, ge=1, description="Most requests that a replica works on at once.")
     max_step_tokens: int = Field(default=2048, ge=1, description="Most tokens in one step.")
     preemption: Literal["recompute", "swap"] = Field(
         default="recompute", description="What happens to the cache of a request that is preempted."
     )
-    watermark: float = Field(default=0.01, ge=0, lt=1, description="Share of the cache that new requests leave free.")
-    prefix_cache: bool = Field(
-        default=False, description="Keep the beginnings of prompts in the cache for later requests."
+    watermark: float = Field(
+        default=0.01, ge=0, lt=1, description="Share of the cache that must stay free when a request is admitted."
     )
+    prefix_cache: bool = Field(default=False, description="Keep prompt prefixes in the cache for later requests.")
     speculate: str | None = Field(
         default=None,
         description="Speculative decoding: ACCEPTANCE:DRAFTS[:TIME of one draft step], such as 0.7:4:1ms.",
@@ -121,7 +121,7 @@ class SimulateServeRequest(Request):
     )
     autoscale: str | None = Field(
         default=None,
-        description="Replicas follow the load: REQUESTS:LEAST-MOST[:INTERVAL:STARTUP], such as 50:1-8:10s:60s.",
+        description="Autoscaling with the load: REQUESTS:LEAST-MOST[:INTERVAL:STARTUP], such as 50:1-8:10s:60s.",
     )
 
     def load(self) -> Load:

@@ -61,9 +61,9 @@ class _Pictures(Request):
 def show_timeline(screen: Screen, asked: EstimateTrainRequest | str, files: _Pictures) -> int | None:
     """Show one training step as a timeline.
 
-    Of a saved plan (what --save wrote, and no option that states a job), or of a model, a job and a layout as
-    'estimate train' takes them. For every pipeline stage: compute, each stream of communication, and when it waits.
-    The end is the estimate's expected step time. Of a layout that does not fit in memory the exit code is 3.
+    PLAN is a file that --save wrote; give no job with it. MODEL takes a job and a layout as 'estimate train' does.
+    For every pipeline stage: compute, each stream of communication, and when it waits. It ends at the estimate's
+    expected step time. If the layout does not fit in memory, the exit code is 3.
 
     \b
       meshwise simulate train plan.json --trace step.json

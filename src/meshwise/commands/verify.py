@@ -186,10 +186,10 @@ class _Copies(Request):
 def show_verification(screen: Screen, asked: EstimateTrainRequest | str, copies: _Copies) -> int | None:
     """Compile a step for its target, and compare with the plan.
 
-    The real compiler, XLA: memory, every collective and every matmul, predicted beside compiled. Of a saved plan (what
-    --save wrote, and no option that states a job), or of a model, a job and a layout as 'estimate train' takes them. No
-    accelerator is needed; the compilers are extras: pip install 'meshwise[tpu]' or 'meshwise[cuda]'. The exit code is 3
-    when the program does not fit in memory.
+    Compares memory, every collective and every matmul with what XLA, the real compiler, makes of them. PLAN is a
+    file that --save wrote; give no job with it. MODEL takes a job and a layout as 'estimate train' does. No
+    accelerator is needed; the compilers are extras: pip install 'meshwise[tpu]' or 'meshwise[cuda]'. The exit code
+    is 3 when the program does not fit in memory.
 
     \b
       meshwise verify plan.json

@@ -36,25 +36,28 @@ class ServingConditions(BaseModel):
         ge=0,
         le=1e9,
         serialization_alias="cached_prefix_tokens",
-        description="Tokens of the prompt whose cache is there already (prefix reuse).",
+        description="Prompt tokens whose cache entries already exist (prefix reuse).",
     )
     precision: str = Field(
         default="bf16",
         description=f"Number formats: {', '.join(SERVING_PRECISIONS)}, or roles such as weights=int8,kv=int8 "
         "(weights, activations, kv, compute, head).",
     )
-    block_tokens: int = Field(default=16, ge=1, le=65536, description="Tokens of a block of the paged cache.")
+    block_tokens: int = Field(default=16, ge=1, le=65536, description="Tokens per block of the paged cache.")
     reserve: _Share = Field(
-        default=0.1, ge=0, lt=1, description="Share of HBM that the engine leaves alone: its runtime, fragmentation."
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="Share of HBM not used for weights and cache: the engine's runtime, fragmentation.",
     )
     draft_tokens: int = Field(
         default=0,
         ge=0,
         le=64,
-        description="Tokens that a draft proposes for each step (speculative decoding, multi-token prediction).",
+        description="Tokens drafted per step (speculative decoding, multi-token prediction).",
     )
     acceptance: float = Field(
-        default=0.7, gt=0, le=1, description="Chance that a proposed token is accepted, given those before it were."
+        default=0.7, gt=0, le=1, description="Probability that a drafted token is accepted if all before it were."
     )
     expert_imbalance: float | None = Field(
         default=None,

@@ -116,12 +116,17 @@ class TrainingJob(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch_tokens: _Batch = Field(
-        gt=0, le=1e12, description="Tokens per optimizer step, over all chips; a target that may be rounded."
+        gt=0,
+        le=1e12,
+        description="Tokens per optimizer step over all chips, a target that may be rounded (--batch-slack).",
     )
     seq_len: _Length = Field(gt=0, le=1e9, serialization_alias="seq_len_tokens", description="Tokens per sequence.")
     tokens: _Run | None = Field(default=None, gt=0, le=1e18, description="Tokens of the whole training run.")
     batch_slack: _Share = Field(
-        default=0.1, ge=0, le=0.5, description="How far the batch may be rounded to what divides evenly (0 for exact)."
+        default=0.1,
+        ge=0,
+        le=0.5,
+        description="Share by which the batch may be rounded so that it divides evenly (0 for exact).",
     )
     precision: str = Field(
         default="bf16",
@@ -137,7 +142,7 @@ class TrainingJob(BaseModel):
         default=None,
         ge=1,
         le=100,
-        description="Slots of an expert over the mean, all of them sent and multiplied; unless given, none are padded.",
+        description="Slots per expert over the mean load, all of them sent and multiplied; by default, no padding.",
     )
     optimizer: str = Field(default="adamw", description=f"Optimizer: {', '.join(OPTIMIZERS)}.")
     fine_tune: str = Field(
