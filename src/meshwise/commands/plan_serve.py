@@ -84,7 +84,7 @@ class PlanServeRequest(ServeRequest):
     )
     objective: Literal["throughput", "tpot", "ttft"] = Field(
         default="throughput",
-        description="Most output tokens/s per chip (least cost), least time per output token, or least time to the first.",
+        description="Most output tokens/s per chip (least cost), least TPOT, or least TTFT.",
     )
     max_ttft: _Target | None = Field(
         default=None,
