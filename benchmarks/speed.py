@@ -31,7 +31,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.search import MAX_MEMORY, SearchResult, SearchSpace, plan_training, search, training_limits
-from meshwise.search.allocator import keep_freed_memory
+from meshwise.search.network import keep_freed_memory
 from meshwise.search.space import WireTable, meshes, placements
 from meshwise.sharding.layout import MESH_AXES
 

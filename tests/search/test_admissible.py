@@ -12,55 +12,68 @@ from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.search import training_limits
 from meshwise.search.bounds import ideal_chip_seconds_per_token
+from meshwise.search.candidates import candidate_table
+from meshwise.search.choices import Choices
+from meshwise.search.network import LocalTables, SearchedNetwork
 from meshwise.search.pricing import Pricing
-from meshwise.search.rows import candidate_table
 from meshwise.search.space import meshes, placements
-from meshwise.search.structures import Choices, works
 from meshwise.sharding.layout import MESH_AXES, Layout, parse_layout
 from tests.search.test_search_exact import small_searches
 
 BELOW = 1 + 1e-12
 
 
-def pricing_of(case):
+def pricing_of(case, **others):
     problem, varied, _ = case
     fabric = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    choices = Choices(**varied)
+    choices = Choices(**varied, **others)
     table = candidate_table(problem.job, meshes(math.prod(fabric.sizes), training_limits(problem)))
-    return Pricing(problem, fabric, works(problem.model, choices), choices, table, math.inf)
+    return Pricing(SearchedNetwork(LocalTables(problem, choices), fabric, table, math.inf))
 
 
-def unbounded(rows):
+def some_candidates(pricing, generator, groups, candidates):
+    """Of some groups, some candidates."""
+    every = pricing.bounds.groups(range(len(pricing.network.schedules)), everything)
+    batch = pricing.bounds.members_of(every.take(generator.integers(len(every), size=groups)))
+    return batch.take(generator.integers(len(batch), size=candidates))
+
+
+def everything(bound):
+    return np.ones(len(bound), bool)
+
+
+def unbounded(batch):
     """The same, as if nothing were known of their time."""
-    return replace(rows, bound=np.zeros(len(rows)))
+    return replace(batch, bound=np.zeros(len(batch)))
 
 
 def hold_bounds(case, generator):
     pricing = pricing_of(case)
-    groups = pricing.groups(range(len(pricing.variants)), lambda bound: np.ones(len(bound), bool))
-    rows = pricing.rows(groups.take(generator.integers(len(groups), size=24)))
-    fitting, _ = pricing.fitting(rows.take(generator.integers(len(rows), size=48)))
+    batch = some_candidates(pricing, generator, 24, 48)
+    fitting, _ = pricing.fitting(batch)
+    plain, without_host = fitting.where(fitting.offload == 0), pricing_of(case, offload=((),))
+    for bounds in (pricing.bounds, without_host.bounds):
+        assert (bounds.memory_floor(plain) <= plain.memory * BELOW).all()
     assert len(fitting)
     bounded = pricing.bounded(unbounded(fitting))
     assert (fitting.bound <= bounded.bound * BELOW).all()
     assert (pricing.placement_bounds[0].raised(unbounded(fitting)).bound <= bounded.bound).all()
-    placed = pricing.raised(unbounded(fitting), lambda bound: np.ones(len(bound), bool))
+    placed = pricing.raised(unbounded(fitting), everything)
     for i in range(len(placed)):
         best = min(priced.seconds.min() for priced in pricing.placed(fitting.take(slice(i, i + 1))))
         assert placed.bound[i] <= best
-    ideal = ideal_chip_seconds_per_token(pricing.problem, Choices(**case[1])) / math.prod(pricing.fabric.sizes)
+    ideal = ideal_chip_seconds_per_token(pricing.problem, Choices(**case[1])) / math.prod(pricing.network.fabric.sizes)
     assert (ideal <= bounded.bound * BELOW).all()
     for priced in pricing.placed(bounded):
-        assert (priced.rows.bound <= priced.seconds * BELOW).all()
+        assert (priced.batch.bound <= priced.seconds * BELOW).all()
 
 
 def hold_placements(case, generator):
     pricing = pricing_of(case)
-    problem, fabric = pricing.problem, pricing.fabric
-    groups = pricing.groups(range(len(pricing.variants)), lambda bound: np.ones(len(bound), bool))
-    rows = pricing.rows(groups.take(generator.integers(len(groups), size=4)))
-    for i in generator.integers(len(rows), size=4):
-        row, _ = pricing.fitting(rows.take(slice(i, i + 1)))
+    problem, fabric = pricing.problem, pricing.network.fabric
+    batch = some_candidates(pricing, generator, 4, 4)
+    for i in range(len(batch)):
+        row, _ = pricing.fitting(batch.take(slice(i, i + 1)))
         (priced,) = pricing.placed(row)
         layout = pricing.found(priced, 0, 0.0).layout
         # As text it leaves out what means nothing: that costs nothing either.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.network import GroupLink, make_group_link
 from meshwise.hardware import parse_cluster
-from meshwise.search.rows import batch_cuts
+from meshwise.search.candidates import batch_cuts
 from meshwise.search.space import IdealWires, Limits, WireTable, meshes, parts_of, placements, shrunken, undominated
 from meshwise.sharding.layout import MESH_AXES
 from tests.costs.small_problems import CLUSTERS, all_factorings, all_placements, clusters, factorings, torus

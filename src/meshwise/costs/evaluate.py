@@ -380,7 +380,7 @@ def evaluate_activations(
             if one.local and one.purpose in _OF_ACTIVATIONS and not {"data", "fsdp"} & set(one.key.mesh_axes)
         )
         times.append(BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(moving), own.sent))
-    rates = rates_of(problem, structure, wires)
+    rates = rates_of(problem, structure, wires, bounded=False)
     sums, once = role_sums(times, CollectivePrices(rates, None))
     return StepParts(sums, once, num_layers(problem.train_program()), rates, 0.0)
 

@@ -5,9 +5,9 @@ Not here: what one layout costs (`costs`), and how an answer looks (`report`).
 
 from meshwise.search.baselines import Baseline, baselines
 from meshwise.search.constraints import Constraints, most_seconds_per_token, parse_fixed, parse_forbidden
-from meshwise.search.front import FRONT_SPAN, Found
 from meshwise.search.plan import Plan
 from meshwise.search.planner import MAX_MEMORY, PlanResult, estimate_layout, plan_training, training_limits
+from meshwise.search.ranking import FRONT_SPAN, Found
 from meshwise.search.scaling import Point, Scaling, scale_training
 from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.search.sensitivity import Sensitivity, sensitivity

@@ -20,9 +20,9 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import TrainingProblem
+from meshwise.search.candidates import batch_cuts
 from meshwise.search.plan import Plan
 from meshwise.search.reasons import critical_tokens_per_chip
-from meshwise.search.rows import batch_cuts
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.remat import REMAT_POLICIES
 

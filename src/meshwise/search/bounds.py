@@ -1,7 +1,7 @@
 """Bounds of groups of candidates: what their activations alone take, in memory and in time, whatever is stored where.
 
 Worked out for the few distinct sizes of one device's work, and for the few distinct pipelines; a candidate is a pair of
-them. Not here: bounds and prices of single candidates (`pricing`).
+them. Not here: bounds that count weights (`placement_bounds`), or prices (`pricing`).
 """
 
 from __future__ import annotations
@@ -9,31 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cached_property, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from meshwise.costs.arithmetic import array, take
-from meshwise.costs.evaluate import evaluate_activations, evaluate_local, evaluate_local_memory
-from meshwise.costs.fabric import Fabric
+from meshwise.costs.arithmetic import Num, array, take
+from meshwise.costs.evaluate import evaluate_activations, evaluate_local
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.memory import End, HeldActivations, held_activations, memory_floor, pipeline_ends
-from meshwise.costs.network import GroupLink
-from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums
-from meshwise.costs.pipeline import Pipeline, num_layers
+from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums, Sums
+from meshwise.costs.pipeline import Part, Pipeline, Shares, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.step import Wires
 from meshwise.costs.step_time import StepParts, passes_makespan
-from meshwise.search.local import LocalTables
-from meshwise.search.rows import Rows, Table, distinct
+from meshwise.costs.weight_traffic import evaluate_weight_state
+from meshwise.search.candidates import Array, CandidateBatch, Index, Mask, distinct
+from meshwise.search.choices import Choices, ComputeVariant, allowed, compute_variants
+from meshwise.search.network import SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
-from meshwise.search.structures import Choices, Work, allowed, works
 
-Array = NDArray[np.float64]
-Index = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-
-#: Rows evaluated at a time: arrays stay in the cache.
+#: Candidates evaluated at a time: arrays stay in the cache.
 CHUNK = 8192
 
 #: Keys bounded at a time: a bound is less arithmetic than a price, so what each go costs weighs more.
@@ -42,288 +37,288 @@ _KEYS = 4 * CHUNK
 
 @dataclass(slots=True)
 class Groups:
-    """Candidates that share their work and its cut into microbatches, whatever is stored where; parallel columns.
+    """Candidates that share their compute and its cut into microbatches, whatever is stored where; parallel columns.
 
     Args:
         bound: lower bound of the seconds per token of every candidate of the group.
         memory: lower bound of their bytes on the fullest chip.
-        key: which work in which cut.
-        work, variant: which kind of work, and which schedule of the pipeline.
+        key: which sizes of one device's work, in which pipeline.
+        variant, schedule: of compute, and of the pipeline.
     """
 
     bound: Array
     memory: Array
     key: Index
-    work: Index
     variant: Index
-
-    @classmethod
-    def none(cls) -> Groups:
-        """Without a group."""
-        return cls(np.zeros(0), np.zeros(0), *(np.zeros(0, int) for _ in range(3)))
+    schedule: Index
 
     def __len__(self) -> int:
         return len(self.bound)
 
-    def take(self, index: Any) -> Groups:
-        """Other groups."""
+    def take(self, index: Index | slice) -> Groups:
+        """Some of them."""
         return Groups(*(getattr(self, f.name)[index] for f in fields(self)))
 
     @classmethod
     def joined(cls, parts: Sequence[Groups]) -> Groups:
         """Groups of all parts, smallest bound first."""
-        whole = cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+        none = cls(np.zeros(0), np.zeros(0), *(np.zeros(0, int) for _ in range(3)))
+        whole = cls(*(np.concatenate([getattr(p, f.name) for p in (none, *parts)]) for f in fields(cls)))
         return whole.take(np.argsort(whole.bound, kind="stable"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Where works that differ in nothing but the remat policy apply.
-
-    Args:
-        keys: those that they apply to.
-        sizes: of one device's work that these have, indices into the table's.
-        row: of each key there is in `sizes`, where the works apply.
-        row_of_size: the same of each of the table's sizes.
-    """
-
-    keys: Index
-    sizes: Index
-    row: Index
-    row_of_size: Index
-
-
-def ideal_chip_seconds_per_token(problem: TrainingProblem, choices: Choices) -> float:
+def ideal_chip_seconds_per_token(problem: TrainingProblem, asked: Choices) -> float:
     """Chip-seconds of one token that no layout on any number of chips undercuts.
 
     A chip computes the whole batch in one go, as large as it may be rounded: nothing is sent, waited for, computed
     twice, padded or started more often than it must be, and operations are as large as they can be.
     """
-    tokens = float(problem.job.batch_tokens) * (1 + problem.job.batch_slack)
-    whole = LocalSizes(tokens / float(problem.job.seq_len))
+    sequences = float(problem.job.sequences) * (1 + problem.job.batch_slack)
+    whole = LocalSizes(sequences)
     least = math.inf
-    for structure in {replace(w.own, remat="none", partial_remat=False) for w in works(problem.model, choices)}:
-        blocks = zip(problem.lowered.training(structure), evaluate_local(problem, structure, whole), strict=True)
+    for choices in {_all_remats(v, "none") for v in compute_variants(problem.model, asked)}:
+        blocks = zip(problem.lowered.training(choices), evaluate_local(problem, choices, whole), strict=True)
         passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.passes.values())
         least = min(least, sum(passes))
-    return (1 - 1e-9) * least / tokens
+    return (1 - 1e-9) * least / (sequences * float(problem.job.seq_len))
 
 
 class Bounds:
     """Bounds on one network; a key is a size of one device's work with a number of stages and of microbatches.
 
     Args:
-        problem: model, job, cluster, calibration.
-        fabric: the network.
-        works: the kinds of work.
-        choices: that they were made of.
-        table: meshes and cuts of the batch.
-        local: what one device does on its own.
-        capacity: bytes of a chip that may be filled.
-        offloaded: whether activations may be in the host's memory.
+        network: and what may be chosen on it.
     """
 
-    def __init__(  # noqa: PLR0917 -- what bounds are made of
-        self,
-        problem: TrainingProblem,
-        fabric: Fabric,
-        works: tuple[Work, ...],
-        choices: Choices,
-        table: Table,
-        local: LocalTables,
-        capacity: float,
-        *,
-        offloaded: bool,
-    ) -> None:
-        self.problem, self.works, self.variants = problem, works, choices.variants
-        self.local, self.capacity, self.offloaded = local, capacity, offloaded
-        self.layers = num_layers(problem.train_program())
-        first, which = distinct((table.local, table.axis("stage"), table.num_microbatches))
-        self.key_of = which  # of each row of the table
-        self.members = np.argsort(which, kind="stable")  # rows of the table, key by key
-        self.number = np.bincount(which)
+    def __init__(self, network: SearchedNetwork) -> None:
+        self.network, self.problem, table = network, network.problem, network.table
+        self.layers = num_layers(self.problem.train_program())
+        first, self.key_of = distinct((table.local, table.axis("stage"), table.num_microbatches))
+        self.members = np.argsort(self.key_of, kind="stable")  # rows of the table, key by key
+        self.number = np.bincount(self.key_of)
         self.begins = np.cumsum(self.number) - self.number
-        meant = [works[0].differs(s, table.axis) for s in works[0].structures]
-        self.meant = np.bincount(which, np.sum(meant, axis=0))  # members of a key in all structures
         candidates = table.candidates(first)
-        self.axes = candidates.mesh
         self.size = table.local[first]
         at, self.pipe = distinct((candidates.stage, candidates.num_microbatches))
         self.stages, self.num_microbatches = candidates.stage[at], candidates.num_microbatches[at]
-        self.tokens = array(candidates.sequences * problem.job.seq_len)
+        self.tokens = array(candidates.sequences * self.problem.job.seq_len)
         shards = candidates.context * candidates.ulysses * candidates.tensor
         # Of all chips, those that share one microbatch's work on a stage, over the microbatch's tokens.
-        per_token = shards / (candidates.micro_batch * math.prod(fabric.sizes) * problem.job.seq_len)
-        self.per_token = np.zeros(len(table.sizes.micro_batch))
-        self.per_token[self.size] = per_token
-        sizes = {f.name: getattr(table.sizes, f.name) for f in fields(table.sizes) if f.name != "micro_batch"}
-        self.ideal = IdealWires(fabric, sizes, problem.routing)  # of all sizes
-        self.families: dict[LayoutChoices, _Family] = {}
-        self.sums_of: dict[LayoutChoices, StepParts] = {}
-        self.held_of: dict[tuple[LayoutChoices, float], HeldActivations] = {}
-        self.pipelines_of: dict[int, tuple[Pipeline, Mask, tuple[End, ...]]] = {}
+        chips = math.prod(network.fabric.sizes)
+        self.per_token = shards / (candidates.micro_batch * chips * self.problem.job.seq_len)  # by key
+        self._weight_state = WeightColumns(network.choices, self._evaluate_state)
+        self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
+        self._activations: dict[LayoutChoices, StepParts] = {}
+        mesh = candidates.mesh
+        plain = {_all_remats(v): v for v in network.variants}
+        self._keys = {own: np.flatnonzero(v.applies(mesh.__getitem__)) for own, v in plain.items()}
+        self.keys = [self._keys[_all_remats(v)] for v in network.variants]  # where each compute variant applies
+        self.sizes = [np.unique(self.size[keys]) for keys in self.keys]
+        starts = np.cumsum([0, *map(len, self.sizes)])
+        self.row = np.full((len(self.sizes), len(table.sizes.micro_batch)), -1)  # in what is stacked of all variants
+        for row, sizes, start in zip(self.row, self.sizes, starts, strict=False):
+            row[sizes] = start + np.arange(len(sizes))
 
-    def groups(self, variants: Sequence[int], below: Callable[[Array], Mask], most: int | None = None) -> Groups:
-        """All groups of some variants whose bound is `below`, smallest bound first; weights and gradients cost nothing.
+    def groups(self, schedules: Sequence[int], below: Callable[[Array], Mask], most: int | None = None) -> Groups:
+        """All groups of some schedules whose bound is `below`, smallest first; weights and gradients cost nothing.
 
         How replicas are split between data and fsdp makes no difference to that, nor does what is stored where. Groups
         whose activations alone do not fit are left out; so are, for a first look, all but about the best `most` of each
-        kind of work.
+        compute variant.
         """
-        found = [Groups.none()]
-        for w, work in enumerate(self.works if variants else ()):
-            family = self._family(work)
-            if not len(family.keys):
-                continue
-            # No schedule is faster than all devices computing all the time.
-            sums = self.sums(work).sums.values()
-            busy: Any = sum(own.terms[name] for own in sums for name in COMPUTE_TERMS)
-            least = np.broadcast_to((1 - 1e-12) * busy * self.per_token[family.sizes], len(family.sizes))
+        # No schedule is faster than all devices computing all the time.
+        busy: Num = sum(own.terms[name] for own in self.activations.sums.values() for name in COMPUTE_TERMS)
+        found: list[Groups] = []
+        variants, chosen = [np.zeros(0, int)], [np.zeros(0, int)]
+        for v, keys in enumerate(self.keys):
+            least = (1 - 1e-12) * array(busy)[self.row[v, self.size[keys]]] * self.per_token[keys]
             possible = below(least)
             if most is not None and most < len(least):
-                possible = possible & (least <= np.partition(least, most)[most])
-            keys = family.keys if possible.all() else family.keys[possible[family.row[family.keys]]]
-            for begin in range(0, len(keys), _KEYS):
-                found += self._groups_of(w, keys[begin : begin + _KEYS], variants, below)
+                possible &= least <= np.partition(least, most)[most]
+            chosen.append(keys[possible])
+            variants.append(np.full(len(chosen[-1]), v))
+        variant, key = np.concatenate(variants), np.concatenate(chosen)
+        for begin in range(0, len(key), _KEYS):
+            part = slice(begin, begin + _KEYS)
+            found += self._groups_of(variant[part], key[part], schedules, below)
         return Groups.joined(found)
 
-    def examined(self, variants: Sequence[int]) -> int:
-        """Layouts that `groups` of some variants bounds: every member of every key in every structure."""
-        total = 0
-        for v in variants:
-            runs = self.pipeline(v)[1][self.pipe]
-            by_family: dict[LayoutChoices, int] = {}
-            for work in self.works:
-                own = _all_remats(work)
-                if own not in by_family:
-                    keys = self._family(work).keys
-                    by_family[own] = int(self.meant[keys[runs[keys]]].sum())
-                total += by_family[own]
-        return total
-
     def _groups_of(
-        self, w: int, keys: Index, variants: Sequence[int], below: Callable[[Array], Mask]
+        self, variant: Index, key: Index, schedules: Sequence[int], below: Callable[[Array], Mask]
     ) -> Iterator[Groups]:
-        parts = self.sums(self.works[w])
-        for v, mine, floors in self._fitting(w, keys, variants):
-            pipeline, row = self.pipeline(v)[0], self._family(self.works[w]).row[mine]
-            sums = {role: own.at(row) for role, own in parts.sums.items()}
-            seconds = passes_makespan(replace(parts, sums=sums), pipeline.at(self.pipe[mine]))
+        for s, mine, floors in self._fitting(variant, key, schedules, self.network.capacity):
+            own = self.at(variant[mine], key[mine])
+            seconds = passes_makespan(own, self.pipeline(s)[0].at(self.pipe[key[mine]]))
             # The terms of a step are added up in another order: never above it for a last bit.
-            bound = np.asarray((1 - 1e-12) * seconds / self.tokens[mine])
+            bound = np.asarray((1 - 1e-12) * seconds / self.tokens[key[mine]])
             kept = np.flatnonzero(below(bound))
-            yield self._made(w, v, mine[kept], bound[kept], floors[kept])
+            of = mine[kept]
+            yield Groups(bound[kept], floors[kept], key[of], variant[of], np.full(len(of), s))
 
     def _fitting(
-        self, w: int, keys: Index, variants: Sequence[int], capacity: float | None = None
+        self, variant: Index, key: Index, schedules: Sequence[int], capacity: float
     ) -> Iterator[tuple[int, Index, Array]]:
-        """Variant by variant, the keys that it can run and whose activations fit, with the bytes that these need."""
-        limit = self.capacity if capacity is None else capacity
-        held, hbm = self._held(self.works[w]), self.problem.cluster.chip.hbm_usable
-        row = self._family(self.works[w]).row
-        for v in variants:
-            _, can, ends = self.pipeline(v)
-            mine = keys[can[self.pipe[keys]]]
+        """Schedule by schedule, which keys it can run with activations that fit, and the bytes that these need."""
+        for s in schedules:
+            mine = np.flatnonzero(self.pipeline(s)[1][self.pipe[key]])
             if len(mine):
-                own, there = take(held, row[mine]), take(ends, self.pipe[mine])
-                floors = np.broadcast_to(memory_floor(own, there, hbm, offloaded=self.offloaded), len(mine))
-                fits = np.flatnonzero((floors <= limit) & np.isfinite(floors))
-                yield v, mine[fits], floors[fits]
+                floors = self._floor(s, variant[mine], key[mine])
+                fits = np.flatnonzero((floors <= capacity) & np.isfinite(floors))
+                yield s, mine[fits], floors[fits]
 
-    def fits(self, work: Work, rows: Rows, state: Mapping[str, Array]) -> Mask:
-        """Which candidates of one kind of work fit with their training state, by role, and nothing on the host."""
-        held, hbm = self._held(work), self.problem.cluster.chip.hbm_usable
-        key = self.key_of[rows.at]
-        size, fits = self._family(work).row[key], np.zeros(len(rows), bool)
-        for v in np.unique(rows.variant):
-            mine = np.flatnonzero(rows.variant == v)
-            own, there = take(held, size[mine]), take(self.pipeline(int(v))[2], self.pipe[key[mine]])
-            floor = memory_floor(own, there, hbm, state={role: of[mine] for role, of in state.items()})
-            fits[mine] = floor <= self.capacity
-        return fits
+    def _floor(self, s: int, variant: Index, key: Index, state: Mapping[str, Array] | None = None) -> Array:
+        """Bytes that the fullest chip holds at least under a schedule."""
+        held = take(self.held, self.row[variant, self.size[key]])
+        ends, hbm = take(self.pipeline(s)[2], self.pipe[key]), self.problem.cluster.chip.hbm_usable
+        away = any("activations" in o for o in self.network.offloads)
+        return np.broadcast_to(memory_floor(held, ends, hbm, offloaded=away, state=state), len(key))
 
     def by_memory(self) -> Groups:
         """All groups that can run, whether they fit or not; those whose activations need least come first."""
-        found = [Groups.none()]
-        for w, work in enumerate(self.works):
-            keys = self._family(work).keys
-            for v, mine, floors in self._fitting(w, keys, range(len(self.variants)), math.inf):
-                found.append(self._made(w, v, mine, np.zeros(len(mine)), floors))
+        variant = np.repeat(np.arange(len(self.keys)), [len(keys) for keys in self.keys])
+        key, found = np.concatenate(self.keys), []
+        for s, mine, floors in self._fitting(variant, key, range(len(self.network.schedules)), math.inf):
+            found.append(Groups(np.zeros(len(mine)), floors, key[mine], variant[mine], np.full(len(mine), s)))
         groups = Groups.joined(found)
         return groups.take(np.argsort(groups.memory, kind="stable"))
 
-    def sizes_of(self, work: Work) -> Index:
-        """The sizes of one device's work that a kind of work has, indices into the table's."""
-        return self._family(work).sizes
+    def examined(self, schedules: Sequence[int]) -> int:
+        """Layouts that `groups` of some schedules bounds: every member of every key in all its choices."""
+        table, plainest = self.network.table, self.network.variants[0]
+        meant = np.sum([plainest.differs(stored, table.axis) for stored in plainest.stored], axis=0)
+        members = np.bincount(self.key_of, meant)  # of each key, in all choices
+        runs = [self.pipeline(s)[1][self.pipe] for s in schedules]
+        total = {own: sum(int(members[keys[can[keys]]].sum()) for can in runs) for own, keys in self._keys.items()}
+        return sum(total[_all_remats(v)] for v in self.network.variants)
 
-    def row_of_size(self, work: Work) -> Index:
-        """For each of the table's sizes, its row in `sizes_of`."""
-        return self._family(work).row_of_size
+    def members_of(self, groups: Groups) -> CandidateBatch:
+        """All candidates of groups: every member of each with all choices that mean something there."""
+        network, found = self.network, [CandidateBatch.none()]
+        for v, variant in enumerate(network.variants):
+            mine = groups.take(np.flatnonzero(groups.variant == v))
+            if len(mine):
+                group, offset = expanded(self.number[mine.key])
+                at = self.members[self.begins[mine.key][group] + offset]
+                axes = {a: network.table.axis(a, at) for a in ("data", "context", "ulysses", "expert")}
+                first = int(np.searchsorted(network.variant_of, v))
+                for c, stored in enumerate(variant.stored, first):
+                    kept = np.flatnonzero(variant.differs(stored, axes.__getitem__))
+                    own = group[kept]
+                    found.append(CandidateBatch.of(at[kept], c, mine.schedule[own], mine.bound[own]))
+        return CandidateBatch.joined(found)
 
-    def _made(self, w: int, v: int, keys: Index, bound: Array, memory: Array) -> Groups:
-        return Groups(bound, memory, keys, np.full(len(keys), w), np.full(len(keys), v))
+    def memory_floor(self, batch: CandidateBatch) -> Array:
+        """Bytes that each candidate holds at least, its training state counted where nothing may be on the host."""
+        state = None
+        if not any(self.network.offloads):
+            state = self._weight_state(batch.choices, self.network.table.mesh_id[batch.at])
+        out, key, variant = np.zeros(len(batch)), self.key_of[batch.at], self.network.variant_of[batch.choices]
+        for s in np.unique(batch.schedule):
+            mine = np.flatnonzero(batch.schedule == s)
+            own = None if state is None else {role: of[mine] for role, of in state.items()}
+            out[mine] = self._floor(int(s), variant[mine], key[mine], own)
+        return out
 
-    def _family(self, work: Work) -> _Family:
-        own = _all_remats(work)
-        if own not in self.families:
-            keys = np.flatnonzero(work.applies(self.axes.__getitem__))
-            sizes = np.unique(self.size[keys])
-            row = np.full(len(self.per_token), -1)
-            row[sizes] = np.arange(len(sizes))
-            self.families[own] = _Family(keys, sizes, row[self.size], row)
-        return self.families[own]
+    def _evaluate_state(self, choices: LayoutChoices, meshes: Index) -> dict[str, Array]:
+        return evaluate_weight_state(self.problem, choices, self.network.table.axes(meshes))
 
-    def sums(self, work: Work) -> StepParts:
-        """Sums of one microbatch, for the sizes of its family."""
-        return self._mixed(work, lambda remat: self._sums_of(remat, work))
+    def at(self, variant: Index, key: Index) -> StepParts:
+        """Sums of one microbatch of some keys."""
+        row = self.row[variant, self.size[key]]
+        return replace(self.activations, sums={role: own.at(row) for role, own in self.activations.sums.items()})
 
-    def placed_sums(self, work: Work, sizes: Index, wires: Callable[[tuple[str, ...]], GroupLink]) -> StepParts:
-        """The same for some of the table's sizes, on wires of real placements."""
+    @cached_property
+    def activations(self) -> StepParts:
+        """Sums of one microbatch on ideal links, stacked: of all compute variants, each for the sizes it applies to."""
+        table = self.network.table
+        ideal = IdealWires(
+            self.network.fabric,
+            {f.name: getattr(table.sizes, f.name) for f in fields(table.sizes) if f.name != "micro_batch"},
+            self.problem.routing,
+        )
+        each = [(v, sizes) for v, sizes in zip(self.network.variants, self.sizes, strict=True) if len(sizes)]
+        return stacked([(self.mixed(v, partial(self._sums_of, sizes, ideal)), len(sizes)) for v, sizes in each])
 
-        def sums(remat: str) -> StepParts:
-            structure = replace(work.own, remat=remat, partial_remat=False)
-            return evaluate_activations(self.problem, structure, wires, self.local(structure)(sizes))
+    def _sums_of(self, sizes: Index, ideal: IdealWires, choices: LayoutChoices) -> StepParts:
+        if choices not in self._activations:
+            self._activations[choices] = self.sums(sizes, ideal.at(sizes), choices)
+        return self._activations[choices]
 
-        return self._mixed(work, sums)
+    def sums(self, sizes: Index, links: Wires, choices: LayoutChoices) -> StepParts:
+        """Sums of one microbatch of some of the table's sizes, on given links."""
+        return evaluate_activations(self.problem, choices, links, self.network.blocks(choices, sizes))
 
-    def _mixed(self, work: Work, sums: Callable[[str], StepParts]) -> StepParts:
-        """Sums under the work's remat policy, from those of a policy for all layers."""
-        whole = sums(work.own.remat)
-        if work.remat_layers is None:
+    def mixed(self, variant: ComputeVariant, sums: Callable[[LayoutChoices], StepParts]) -> StepParts:
+        """Sums under the variant's remat policy, from those of a policy for all layers."""
+        whole = sums(_all_remats(variant, variant.own.remat))
+        if variant.remat_layers is None:
             return whole
-        rest, share = sums("none"), work.remat_layers / self.problem.model.num_layers
+        rest, share = sums(_all_remats(variant, "none")), variant.remat_layers / self.problem.model.num_layers
         mixed = {r: RoleSums.between(rest.sums[r], own, share) for r, own in whole.sums.items()}  # linear in the layers
         return replace(whole, sums=mixed)
 
-    def _sums_of(self, remat: str, work: Work) -> StepParts:
-        structure = replace(work.own, remat=remat, partial_remat=False)
-        if structure not in self.sums_of:
-            wires = self.ideal.at(self._family(work).sizes)
-            local = self.local(structure)(self._family(work).sizes)
-            self.sums_of[structure] = evaluate_activations(self.problem, structure, wires, local)
-        return self.sums_of[structure]
+    @cached_property
+    def held(self) -> HeldActivations:
+        """Activations that one device holds, stacked as `activations`."""
+        each = [(v, sizes) for v, sizes in zip(self.network.variants, self.sizes, strict=True) if len(sizes)]
+        parts, numbers = [self._held(v, sizes) for v, sizes in each], [len(sizes) for _, sizes in each]
+        kept = {role: _joined([p.kept[role] for p in parts], numbers) for role in parts[0].kept}
+        return HeldActivations(kept, _joined([p.workspace for p in parts], numbers))
 
-    def _held(self, work: Work) -> HeldActivations:
-        """Activations that one device holds, for the sizes of its family."""
-        share = 1.0 if work.remat_layers is None else work.remat_layers / self.problem.model.num_layers
-        if (work.own, share) not in self.held_of:
-            blocks = evaluate_local_memory(self.problem, work.own, take(self.local.sizes, self._family(work).sizes))
-            self.held_of[work.own, share] = held_activations([(b.part(work.own, share), m) for b, m in blocks])
-        return self.held_of[work.own, share]
+    def _held(self, variant: ComputeVariant, sizes: Index) -> HeldActivations:
+        shares = {variant.own.remat: 1.0}
+        if variant.remat_layers is not None:
+            share = variant.remat_layers / self.problem.model.num_layers
+            shares = {variant.own.remat: share, "none": 1 - share}
+        parts = []
+        for remat, share in shares.items():
+            choices = _all_remats(variant, remat)
+            for b, own in zip(self.problem.lowered.training(choices), self.network.blocks(choices, sizes), strict=True):
+                if b.role == "layer" or remat == variant.own.remat:
+                    parts.append((Part(b.placed.block, share if b.role == "layer" else 1.0), own.memory))
+        return held_activations(parts)
 
-    def pipeline(self, v: int) -> tuple[Pipeline, Mask, tuple[End, ...]]:
-        """Of each distinct pipeline under a schedule: its sizes, whether it can run, what its devices hold."""
-        if v not in self.pipelines_of:
-            variant = self.variants[v]
-            pieces = float(variant.virtual_stages)
-            pipeline = Pipeline.of(variant.schedule, self.stages, self.num_microbatches, pieces)
+    def pipeline(self, s: int) -> tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]:
+        """Each distinct pipeline under a schedule: its sizes, whether it can run, what its devices hold and store."""
+        if s not in self._pipelines:
+            schedules = self.network.schedules
+            pieces = float(schedules[s].virtual_stages)
+            pipeline = Pipeline.of(schedules[s].schedule, self.stages, self.num_microbatches, pieces)
             with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
-                can = allowed(variant, self.variants[0], pipeline, self.problem.model.num_layers)
-                ends = pipeline_ends(self.layers, pipeline)
-            self.pipelines_of[v] = pipeline, np.broadcast_to(can, len(self.stages)), ends
-        return self.pipelines_of[v]
+                can = allowed(schedules[s], schedules[0], pipeline, self.problem.model.num_layers)
+                ends, shares = pipeline_ends(self.layers, pipeline), device_shares(self.layers, pipeline)
+            self._pipelines[s] = pipeline, np.broadcast_to(can, len(self.stages)), ends, shares
+        return self._pipelines[s]
 
 
-def _all_remats(work: Work) -> LayoutChoices:
-    """What works that differ in nothing but the remat policy have in common."""
-    return replace(work.own, remat="", partial_remat=False)
+def _all_remats(variant: ComputeVariant, remat: str = "") -> LayoutChoices:
+    """The choices of a variant with a remat policy for all layers; without one, what its remat policies share."""
+    return replace(variant.own, remat=remat, partial_remat=False)
+
+
+def expanded(number: Index) -> tuple[Index, Index]:
+    """Owner, and number among its own, of as many entries as each owner has."""
+    owner = np.repeat(np.arange(len(number)), number)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(number) - number, number)
+
+
+def stacked(parts: Sequence[tuple[StepParts, int]]) -> StepParts:
+    """Sums one after the other, each of so many rows: passes, exchanges, compute, and what hides what moves, alone."""
+    numbers = [n for _, n in parts]
+    sums = {}
+    for role in parts[0][0].sums:
+        each = [p.sums[role] for p, _ in parts]
+        columns: dict[str, Sums] = {}
+        for name in ("terms", "passes", "exchanged", "cover"):
+            keys = (
+                COMPUTE_TERMS if name == "terms" else dict.fromkeys(key for own in each for key in getattr(own, name))
+            )
+            columns[name] = Sums({key: _joined([getattr(own, name)[key] for own in each], numbers) for key in keys})
+        sums[role] = RoleSums(**columns)
+    return replace(parts[0][0], sums=sums)
+
+
+def _joined(columns: Sequence[Num], numbers: Sequence[int]) -> Num:
+    if all(not isinstance(column, np.ndarray) and column == columns[0] for column in columns):
+        return columns[0]  # the same for all rows
+    return np.concatenate([np.broadcast_to(column, n) for column, n in zip(columns, numbers, strict=True)])

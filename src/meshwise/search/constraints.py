@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from meshwise.core.errors import LayoutError, MeshwiseError, UnknownNameError
-from meshwise.search.structures import Choices
+from meshwise.search.choices import Choices
 from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES, SCHEDULES, axis_of, parse_layout
 
 #: Axes are fixed whatever the cluster; whether they fit on it is asked elsewhere.

@@ -13,8 +13,8 @@ from meshwise.core.errors import LayoutError
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
 from meshwise.search.constraints import Constraints
-from meshwise.search.front import Found
 from meshwise.search.parts import parts_up_to
+from meshwise.search.ranking import Found
 from meshwise.search.search import SearchResult, SearchSpace, search
 from meshwise.search.space import shrunken
 

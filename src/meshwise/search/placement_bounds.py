@@ -25,24 +25,19 @@ from meshwise.costs.arithmetic import Num, maximum, minimum
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.overlap import RoleSums, Sums
-from meshwise.costs.pipeline import Shares, device_shares
-from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.routing import Routing
 from meshwise.costs.step import Wires
 from meshwise.costs.step_time import StepParts, passes_makespan
-from meshwise.costs.weight_traffic import WeightTraffic, evaluate_weight_traffic, weight_choices
-from meshwise.search.bounds import Array, Bounds, Index
-from meshwise.search.rows import KnownColumns, Rows, Table, distinct
+from meshwise.costs.weight_traffic import WeightTraffic, evaluate_weight_traffic
+from meshwise.search.bounds import CHUNK, Bounds, expanded, stacked
+from meshwise.search.candidates import Array, CandidateBatch, CandidateTable, Index, distinct
+from meshwise.search.network import WeightColumns
 from meshwise.search.space import IdealWires, WireTable, placements
-from meshwise.search.structures import Work
 from meshwise.sharding.layout import MESH_AXES
 from meshwise.sharding.placed import Purpose
 
 #: Axes that move activations.
 _OF_ACTIVATIONS = [MESH_AXES.index(a) for a in ("tensor", "ulysses", "context", "expert")]
-
-#: Candidates that are bounded at a time, on each of their mappings.
-_AT_A_TIME = 1 << 12
 
 
 class IdealMapping:
@@ -51,6 +46,8 @@ class IdealMapping:
     Args:
         ideal: links of all meshes.
     """
+
+    at_a_time = 1 << 17  # candidates that are bounded
 
     def __init__(self, ideal: IdealWires) -> None:
         self.ideal = ideal
@@ -77,7 +74,9 @@ class Placements:
         routing: of a mixture.
     """
 
-    def __init__(self, fabric: Fabric, table: Table, routing: Routing | None) -> None:
+    at_a_time = 1 << 14  # candidates that are bounded, on all placements of each
+
+    def __init__(self, fabric: Fabric, table: CandidateTable, routing: Routing | None) -> None:
         self.fabric, self.table, self.routing = fabric, table, routing
         self.mesh = np.zeros(0, int)  # of each placement
         self.factors = np.zeros((0, len(MESH_AXES), len(fabric.dimensions)))
@@ -108,141 +107,111 @@ class PlacementBounds:
     """Bounds on one network.
 
     Args:
-        problem: model, job, cluster, calibration.
-        structures: every one, with the number of its kind of work.
-        works: the kinds of work.
-        table: meshes and cuts of the batch.
-        mappings: of its meshes.
         bounds: of groups.
+        mappings: of the meshes of the network's table.
     """
 
-    def __init__(  # noqa: PLR0917 -- what bounds are made of
-        self,
-        problem: TrainingProblem,
-        structures: tuple[tuple[int, LayoutChoices], ...],
-        works: tuple[Work, ...],
-        table: Table,
-        mappings: IdealMapping | Placements,
-        bounds: Bounds,
-    ) -> None:
-        self.problem, self.works, self.table, self.mappings, self.bounds = problem, works, table, mappings, bounds
-        self.lost = problem.calibration.interference
-        self.work = np.array([w for w, _ in structures])
-        self.moving = [weight_choices(structure) for _, structure in structures]
-        self.tables: dict[LayoutChoices, KnownColumns] = {}
-        self.shares_of: dict[int, tuple[Shares, ...]] = {}
+    def __init__(self, bounds: Bounds, mappings: IdealMapping | Placements) -> None:
+        self.bounds, self.network, self.mappings = bounds, bounds.network, mappings
+        self.calibration = bounds.problem.calibration
+        self._traffic = WeightColumns(self.network.choices, self._evaluate_traffic)
 
-    def raised(self, rows: Rows) -> Rows:
+    def raised(self, batch: CandidateBatch) -> CandidateBatch:
         """The candidates, with tighter lower bounds."""
-        out = rows.take(slice(None))
-        out.bound = rows.bound.copy()
-        work = self.work[rows.structure]
-        for w in np.unique(work):
-            mine = np.flatnonzero(work == w)
-            for begin in range(0, len(mine), _AT_A_TIME):
-                part = mine[begin : begin + _AT_A_TIME]
-                out.bound[part] = np.maximum(rows.bound[part], self._bound(self.works[w], rows.take(part)))
+        out = batch.take(slice(None))
+        out.bound = batch.bound.copy()
+        order = np.argsort(batch.schedule, kind="stable")
+        for begin in range(0, len(order), self.mappings.at_a_time):
+            part = order[begin : begin + self.mappings.at_a_time]
+            out.bound[part] = np.maximum(batch.bound[part], self._bound(batch.take(part)))
         return out
 
-    def _bound(self, work: Work, rows: Rows) -> Array:
-        """Seconds per token of candidates of one kind of work, each on its best mapping."""
-        first, number = self.mappings.of(self.table.mesh_id[rows.at])
-        begins = np.cumsum(number) - number
-        row = np.repeat(np.arange(len(rows)), number)
-        mapping = np.arange(len(row)) + (first - begins)[row]
-        key = self.bounds.key_of[rows.at[row]]
-        parts = self._activations(work, self.bounds.size[key], mapping)
-        traffic = self._traffic(rows.structure[row], mapping)
-        seconds = self._seconds(rows.variant[row], key, parts, traffic)
+    def _bound(self, batch: CandidateBatch) -> Array:
+        """Seconds per token of candidates, each on its best mapping; those of one schedule follow one another."""
+        first, number = self.mappings.of(self.network.table.mesh_id[batch.at])
+        row, offset = expanded(number)
+        mapping, key = first[row] + offset, self.bounds.key_of[batch.at[row]]
+        parts, index = self._activations(self.network.variant_of[batch.choices[row]], self.bounds.size[key], mapping)
+        traffic = self._traffic(batch.choices[row], mapping)
+        seconds, schedule = np.zeros(len(row)), batch.schedule[row]
+        for s in np.unique(schedule):
+            begin, end = np.searchsorted(schedule, (s, s + 1))
+            for at in range(int(begin), int(end), CHUNK):
+                some = slice(at, min(at + CHUNK, int(end)))
+                own = replace(parts, sums={role: of.at(index[some]) for role, of in parts.sums.items()})
+                moved = {role: of[:, some] for role, of in traffic.items()}
+                seconds[some] = self._seconds(int(s), key[some], own, moved)
         # Terms are added up in another order.
+        begins = np.cumsum(number) - number
         return np.asarray((1 - 1e-9) * np.minimum.reduceat(seconds / self.bounds.tokens[key], begins))
 
-    def _activations(self, work: Work, size: Index, mapping: Index) -> StepParts:
-        """Sums of one microbatch without weight traffic, worked out once for what is mapped alike."""
-        if isinstance(self.mappings, Placements):
-            extents = self.mappings.factors[mapping][:, _OF_ACTIVATIONS].astype(int)
-            ways = [distinct(extents[:, axis].T)[1] for axis in range(len(_OF_ACTIVATIONS))]
-            first, index = distinct((size, *ways))
-            parts = self.bounds.placed_sums(work, size[first], self.mappings.links(mapping[first]))
-        else:
-            parts, index = self.bounds.sums(work), self.bounds.row_of_size(work)[size]
-        return replace(parts, sums={role: own.at(index) for role, own in parts.sums.items()})
-
-    def _traffic(self, structure: Index, mapping: Index) -> dict[str, WeightTraffic]:
-        """Weight traffic of candidates on mappings."""
-        out: dict[str, WeightTraffic] = {}
-        for s in np.unique(structure):
-            mine, own = np.flatnonzero(structure == s), self.moving[int(s)]
-            if own not in self.tables:
-                self.tables[own] = KnownColumns(partial(self._evaluate_traffic, own))
-            for role, seconds in self.tables[own](mapping[mine]).items():
-                out.setdefault(role, np.zeros((4, len(structure))))[:, mine] = seconds
-        return out
+    def _activations(self, variant: Index, size: Index, mapping: Index) -> tuple[StepParts, Index]:
+        """Sums of one microbatch without weight traffic, worked out once for what is mapped alike; which are whose."""
+        if not isinstance(self.mappings, Placements):
+            return self.bounds.activations, self.bounds.row[variant, size]
+        extents = self.mappings.factors[:, _OF_ACTIVATIONS].astype(int)
+        ways = [distinct(list(extents[:, axis].T))[1] for axis in range(len(_OF_ACTIVATIONS))]
+        alike = distinct(ways)[1][mapping]  # placements of the axes that move activations
+        first, index = distinct([variant, size, alike])  # in the order of the variants
+        found: list[tuple[StepParts, int]] = []
+        for v in np.unique(variant):
+            own = first[variant[first] == v]
+            links, sizes = self.mappings.links(mapping[own]), size[own]
+            sums = self.bounds.mixed(self.network.variants[v], partial(self.bounds.sums, sizes, links))
+            found.append((sums, len(own)))
+        return stacked(found), index
 
     def _evaluate_traffic(self, choices: LayoutChoices, mapping: Index) -> dict[str, WeightTraffic]:
-        mesh = self.table.axes(self.mappings.meshes(mapping))
-        return evaluate_weight_traffic(self.problem, choices, mesh, self.mappings.links(mapping))
+        mesh = self.network.table.axes(self.mappings.meshes(mapping))
+        return evaluate_weight_traffic(self.bounds.problem, choices, mesh, self.mappings.links(mapping))
 
-    def _seconds(self, variant: Index, key: Index, parts: StepParts, traffic: Mapping[str, WeightTraffic]) -> Array:
+    def _seconds(self, s: int, key: Index, parts: StepParts, traffic: Mapping[str, WeightTraffic]) -> Num:
         """Seconds of a step: its passes with the weight traffic that they expose, and what happens once."""
+        pipeline, pipe = self.bounds.pipeline(s)[0], self.bounds.pipe[key]
         late: dict[str, RoleSums] = {}
         busy: Num = 0.0
         for role, own in parts.sums.items():
             forward = self._exposed(traffic[role][0], own.cover[Purpose.WEIGHTS])
             backward = self._exposed(traffic[role][1], own.cover[Purpose.GRADIENTS])
-            passes = own.passes
-            busy = busy + sum(passes.values()) - sum(own.exchanged.values()) + forward + backward
-            late[role] = replace(own, passes=Sums(passes))
+            busy = busy + sum(own.passes.values()) - sum(own.exchanged.values()) + forward + backward
+            late[role] = replace(own, passes=Sums(own.passes))
             late[role].passes.add("forward", forward)
             late[role].passes.add("weights", backward)
         # No schedule is faster than all devices computing all the time.
-        all_busy = busy * self.bounds.per_token[self.bounds.size[key]] * self.bounds.tokens[key]
-        seconds = np.zeros(len(variant))
-        for v in np.unique(variant):
-            mine = np.flatnonzero(variant == v)
-            pipeline = self.bounds.pipeline(int(v))[0].at(self.bounds.pipe[key[mine]])
-            # Where gradients of weights wait for nothing, it matters to which pass what is exposed belongs.
-            sums = parts.sums if pipeline.schedule.splits_backward else late
-            there = {role: own.at(mine) for role, own in sums.items()}
-            makespan = passes_makespan(replace(parts, sums=there), pipeline)
-            own_traffic = {role: of[:, mine] for role, of in traffic.items()}
-            once = self._once(int(v), self.bounds.pipe[key[mine]], own_traffic, there)
-            seconds[mine] = maximum(makespan, all_busy[mine]) + once
-        return seconds
+        all_busy = busy * self.bounds.per_token[key] * self.bounds.tokens[key]
+        # Where gradients of weights wait for nothing, it matters to which pass what is exposed belongs.
+        sums = parts.sums if pipeline.schedule.splits_backward else late
+        makespan = passes_makespan(replace(parts, sums=sums), pipeline.at(pipe))
+        passes: Num = maximum(makespan, all_busy)
+        return passes + self._once(s, pipe, parts.sums, traffic)
 
     def _exposed(self, moved: Num, cover: Num) -> Num:
         """Seconds of traffic that stick out of `cover`, or that its compute loses."""
-        exposed: Num = maximum(self.lost * moved, moved - (1 - self.lost) * cover)
+        lost = self.calibration.interference
+        exposed: Num = maximum(lost * moved, moved - (1 - lost) * cover)
         return exposed
 
-    def _once(self, v: int, pipe: Index, traffic: Mapping[str, WeightTraffic], sums: Mapping[str, RoleSums]) -> Num:
+    def _once(self, s: int, pipe: Index, sums: Mapping[str, RoleSums], traffic: Mapping[str, WeightTraffic]) -> Num:
         """Exposed seconds of what happens once a step, on the device on which that is least.
 
         Gradients hide behind the last backward pass, new weights behind the next forward pass.
 
         Args:
-            v, pipe: schedule and sizes of the pipelines.
-            traffic, sums: by role, what moves and what hides it.
+            s, pipe: schedule and sizes of the pipelines.
+            sums, traffic: by role, what hides, and what moves.
         """
-        hides = not self.problem.calibration.late_exchange
         least: Num | None = None
-        for shares in self._shares(v):
-            moved: list[Num] = [0.0, 0.0]
-            cover: list[Num] = [0.0, 0.0]
-            for role, (_, _, reduced, renewed) in traffic.items():
-                share = shares[role][pipe] if isinstance(shares[role], np.ndarray) else shares[role]
-                for i, seconds in enumerate((reduced, renewed)):
-                    moved[i] = moved[i] + share * seconds
-                for i, purpose in enumerate((Purpose.GRADIENTS, Purpose.WEIGHTS) if hides else ()):
-                    cover[i] = cover[i] + share * sums[role].cover[purpose]
-            there = self._exposed(moved[0], cover[0]) + self._exposed(moved[1], cover[1])
+        for shares in self.bounds.pipeline(s)[3]:
+            there: Num = 0.0
+            for row, purpose in ((2, Purpose.GRADIENTS), (3, Purpose.WEIGHTS)):
+                moved: Num = 0.0
+                cover: Num = 0.0
+                for role, of in traffic.items():
+                    share = shares[role][pipe] if isinstance(shares[role], np.ndarray) else shares[role]
+                    moved = moved + share * of[row]
+                    if not self.calibration.late_exchange:
+                        cover = cover + share * sums[role].cover[purpose]
+                there = there + self._exposed(moved, cover)
             least = there if least is None else minimum(least, there)
         assert least is not None
         return least
-
-    def _shares(self, v: int) -> tuple[Shares, ...]:
-        """What the devices of each distinct pipeline store under a schedule."""
-        if v not in self.shares_of:
-            with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
-                self.shares_of[v] = device_shares(self.bounds.layers, self.bounds.pipeline(v)[0])
-        return self.shares_of[v]

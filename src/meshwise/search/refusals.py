@@ -13,9 +13,9 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.jobs import TrainingJob
 from meshwise.search.baselines import Baseline
 from meshwise.search.constraints import Constraints
-from meshwise.search.front import Found
 from meshwise.search.limits import Outcome, Wanted
 from meshwise.search.plan import Plan
+from meshwise.search.ranking import Found
 from meshwise.search.search import SearchResult
 from meshwise.sharding.layout import LayoutRequest
 

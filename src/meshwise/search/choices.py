@@ -1,6 +1,6 @@
 """Which choices of a layout that are not sizes are worth trying, and on which meshes they mean anything.
 
-Not here: sizes (`space`, `rows`), or what any choice costs (`costs.evaluate`).
+Not here: sizes (`space`, `candidates`), or what any choice costs (`costs.evaluate`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class PipelineVariant:
     """An order in which pipeline stages work."""
 
     schedule: str
@@ -75,12 +75,12 @@ class Choices:
     expert_dispatch: str = "slots"
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
+    def variants(self) -> tuple[PipelineVariant, ...]:
         """Schedules of a pipeline, each with its virtual stages."""
         found = []
         for schedule in self.schedule:
             pieces = (self.virtual_stages or _VIRTUAL_STAGES) if schedule == "interleaved" else (1,)
-            found += [Variant(schedule, v) for v in pieces]
+            found += [PipelineVariant(schedule, v) for v in pieces]
         return tuple(found)
 
     def remats(self, layers: int) -> tuple[tuple[str, int | None], ...]:
@@ -92,72 +92,69 @@ class Choices:
         return (*((policy, None) for policy in self.remat), *partly)
 
 
-def allowed(variant: Variant, first: Variant, pipeline: Pipeline, layers: int) -> Mask:
+def allowed(variant: PipelineVariant, first: PipelineVariant, pipeline: Pipeline, layers: int) -> Mask:
     """Where a schedule can run and is no copy of another: no chunk is empty, and one stage has one schedule at most."""
     can = pipeline.schedule.allows(pipeline.shape) & (pipeline.num_chunks <= layers)
-    mask: Mask = np.asarray(can & ((pipeline.shape.stages > 1) | (variant == first)), bool)
-    return mask
+    return np.asarray(can & ((pipeline.shape.stages > 1) | (variant == first)), bool)
 
 
 @dataclass(frozen=True)
-class Work:
-    """Structures that share arithmetic and activations, and differ only in what they store where.
+class ComputeVariant:
+    """Layout choices that share arithmetic and activations, and differ only in what they store where.
 
     Args:
         own: one of them, which stands for all where storage does not count.
         remat_layers: how many layers follow the remat policy; None for all.
-        structures: all of them.
-        choices: that they were made of.
+        stored: all of them.
+        asked: the choices of the search that they were made of.
     """
 
     own: LayoutChoices
     remat_layers: int | None
-    structures: tuple[LayoutChoices, ...]
-    choices: Choices
+    stored: tuple[LayoutChoices, ...]
+    asked: Choices
 
     def applies(self, axis: Axis) -> Mask:
-        """On which meshes (axis -> sizes) this work is one of its own: where the axes of its choices are used."""
-        whole = self.own.expert_tensor_parallel == self.choices.expert_tensor_parallel[0]
-        gathers = self.own.context_method == self.choices.context_method[0]
+        """On which meshes (axis -> sizes) it is one of its own: where the axes of its choices are used."""
+        whole = self.own.expert_tensor_parallel == self.asked.expert_tensor_parallel[0]
+        gathers = self.own.context_method == self.asked.context_method[0]
         exchanges: Mask = (axis("expert") > 1) == self.own.exchanges
         return exchanges & ((axis("tensor") > 1) | whole) & ((axis("context") > 1) | gathers)
 
-    def differs(self, structure: LayoutChoices, axis: Axis) -> Mask:
-        """On which meshes `structure` is one of the choices, and no copy of another.
+    def differs(self, stored: LayoutChoices, axis: Axis) -> Mask:
+        """On which meshes `stored` is one of the choices, and no copy of another.
 
         Where no axis is used that a choice is about, it is as if it had not been made: ZeRO stage 0, fully sharded.
         """
         shared = (axis("context") > 1) | (axis("ulysses") > 1) | (axis("expert") > 1)
-        followers = (axis("data") > 1) | (shared & (not structure.fully_sharded))
-        stage = np.where(followers, structure.zero in self.choices.zero, structure.zero == 0)
-        sharded = np.where(shared, structure.fully_sharded in self.choices.fully_sharded, structure.fully_sharded)
-        mask: Mask = stage & sharded
-        return mask
+        followers = (axis("data") > 1) | (shared & (not stored.fully_sharded))
+        stage = np.where(followers, stored.zero in self.asked.zero, stored.zero == 0)
+        sharded = np.where(shared, stored.fully_sharded in self.asked.fully_sharded, stored.fully_sharded)
+        return np.asarray(stage & sharded, bool)
 
 
-def works(model: Model, choices: Choices) -> tuple[Work, ...]:
-    """Every kind of work that the choices allow for `model`, with its structures."""
+def compute_variants(model: Model, asked: Choices) -> tuple[ComputeVariant, ...]:
+    """Every compute variant that the choices of a search allow for `model`."""
     mixture = bool(model.mixtures)
-    choices = choices if mixture else replace(choices, expert_tensor_parallel=(True,), expert_dispatch="slots")
+    asked = asked if mixture else replace(asked, expert_tensor_parallel=(True,), expert_dispatch="slots")
     found = []
-    ways = choices.expert_tensor_parallel
-    kinds = itertools.product(choices.remats(model.num_layers), ways, choices.context_method, (False, True))
-    for (remat, layers), expert_tensor, method, exchanges in kinds:
-        if (exchanges and not mixture) or not (expert_tensor or choices.sequence_parallel):
+    ways = asked.expert_tensor_parallel
+    each = itertools.product(asked.remats(model.num_layers), ways, asked.context_method, (False, True))
+    for (remat, layers), expert_tensor, method, exchanges in each:
+        if (exchanges and not mixture) or not (expert_tensor or asked.sequence_parallel):
             continue
         own = LayoutChoices(
             zero=0,
-            sequence_parallel=choices.sequence_parallel,
+            sequence_parallel=asked.sequence_parallel,
             remat=remat,
             fully_sharded=True,
             expert_tensor_parallel=expert_tensor,
             context_method=method,
             exchanges=exchanges,
             partial_remat=layers is not None,
-            collective_matmul=choices.collective_matmul,
+            collective_matmul=asked.collective_matmul,
         )
-        stages, sharings = dict.fromkeys((0, *choices.zero)), dict.fromkeys((True, *choices.fully_sharded))
-        stored = itertools.product(stages, sharings)
-        structures = tuple(replace(own, zero=z, fully_sharded=f) for z, f in stored)
-        found.append(Work(own, layers, structures, choices))
+        stages, sharings = dict.fromkeys((0, *asked.zero)), dict.fromkeys((True, *asked.fully_sharded))
+        stored = tuple(replace(own, zero=z, fully_sharded=f) for z, f in itertools.product(stages, sharings))
+        found.append(ComputeVariant(own, layers, stored, asked))
     return tuple(found)

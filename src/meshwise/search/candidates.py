@@ -1,14 +1,13 @@
 """Candidates before they are laid on a network: meshes and cuts of the batch, as parallel columns.
 
-Not here: placements (`space`), and what candidates cost or which are worth it (`search`).
+Not here: placements (`space`), what candidates cost (`pricing`), or which are worth it (`search`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +18,11 @@ from meshwise.sharding.layout import MESH_AXES
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Table:
+class CandidateTable:
     """Every mesh with every cut of the batch, as parallel columns.
 
     Args:
@@ -43,97 +43,80 @@ class Table:
     def __len__(self) -> int:
         return len(self.mesh_id)
 
-    def axis(self, name: str, at: Any = slice(None)) -> Array:
+    def axis(self, name: str, at: Index | slice = slice(None)) -> Array:
         """Sizes of one mesh axis, in rows `at`."""
         sizes: Array = self.meshes[:, MESH_AXES.index(name)][self.mesh_id[at]]
         return sizes
 
-    def axes(self, mesh: Index) -> dict[str, Array]:
+    def axes(self, mesh: Index | slice = slice(None)) -> dict[str, Array]:
         """Sizes of all mesh axes, of some of the meshes."""
         return {a: self.meshes[mesh, k] for k, a in enumerate(MESH_AXES)}
 
-    def candidates(self, at: Index, **others: Any) -> Candidates:
+    def candidates(self, at: Index, *, remat_share: float = 1.0, offload_share: float = 1.0) -> Candidates:
         """What the evaluator takes of rows `at`."""
-        columns: dict[str, Any] = {a: self.axis(a, at) for a in MESH_AXES}
         return Candidates(
-            **columns, micro_batch=self.micro_batch[at], num_microbatches=self.num_microbatches[at], **others
+            **{a: self.axis(a, at) for a in MESH_AXES},  # type: ignore[arg-type]  # the schedule is no axis
+            micro_batch=self.micro_batch[at],
+            num_microbatches=self.num_microbatches[at],
+            remat_share=remat_share,
+            offload_share=offload_share,
         )
 
 
 @dataclass(slots=True)
-class Rows:
+class CandidateBatch:
     """Candidates, as parallel columns.
 
     Args:
         at: row of the table.
-        structure, variant, offload: which of the structures, of the pipeline's variants, and of what is offloaded.
+        choices, schedule, offload: which of the layout choices, of the pipeline's variants, and of what is offloaded.
         bound: lower bound of the seconds per token.
         memory: bytes per chip.
     """
 
     at: Index
-    structure: Index
-    variant: Index
+    choices: Index
+    schedule: Index
     offload: Index
     bound: Array
     memory: Array
 
     @classmethod
-    def none(cls) -> Rows:
-        """Without a row."""
+    def none(cls) -> CandidateBatch:
+        """Without a candidate."""
         index, number = np.zeros(0, int), np.zeros(0)
         return cls(index, index, index, index, number, number)
 
     @classmethod
-    def made(cls, at: Index, structure: Any, variant: Any, bound: Any) -> Rows:
-        """Rows that nothing is offloaded in and whose memory is not known yet."""
+    def of(cls, at: Index, choices: int, schedule: Index, bound: Array) -> CandidateBatch:
+        """Candidates that offload nothing and whose memory is not known yet."""
         n = len(at)
-        structure, variant, offload = (np.broadcast_to(c, n) for c in (structure, variant, 0))
-        return cls(at, structure, variant, offload, np.broadcast_to(bound, n), np.zeros(n))
+        return cls(at, np.full(n, choices), schedule, np.zeros(n, int), bound, np.zeros(n))
 
     def __len__(self) -> int:
         return len(self.at)
 
-    def take(self, index: Any) -> Rows:
-        """Other rows."""
-        return Rows(*(getattr(self, f.name)[index] for f in fields(self)))
+    def take(self, index: Index | Mask | slice) -> CandidateBatch:
+        """Some of them."""
+        return CandidateBatch(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def where(self, condition: Mask) -> CandidateBatch:
+        """Those for which the condition holds."""
+        return self if condition.all() else self.take(np.flatnonzero(condition))
+
+    def by_bound(self) -> CandidateBatch:
+        """The same, smallest bound first."""
+        return self.take(np.argsort(self.bound, kind="stable"))
 
     @classmethod
-    def joined(cls, parts: Sequence[Rows]) -> Rows:
-        """Rows one after the other."""
+    def joined(cls, parts: Sequence[CandidateBatch]) -> CandidateBatch:
+        """Batches one after the other."""
         return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
-
-
-class KnownColumns:
-    """Columns by role, worked out for the entries that were asked for so far.
-
-    Args:
-        evaluate: entries, each once -> role -> [..., entries].
-    """
-
-    def __init__(self, evaluate: Callable[[Index], Mapping[str, Array]]) -> None:
-        self.evaluate = evaluate
-        self.known = np.zeros(0, bool)
-        self.columns: dict[str, Array] = {}
-
-    def __call__(self, at: Index) -> dict[str, Array]:
-        """By role, [..., at]."""
-        new = int(at.max(initial=-1)) + 1 - len(self.known)
-        if new > 0:
-            self.known = np.pad(self.known, (0, new))
-            self.columns = {r: np.pad(of, [(0, 0)] * (of.ndim - 1) + [(0, new)]) for r, of in self.columns.items()}
-        missing = np.unique(at[~self.known[at]])
-        if len(missing):
-            for role, own in self.evaluate(missing).items():
-                into = self.columns.setdefault(role, np.zeros((*own.shape[:-1], len(self.known))))
-                into[..., missing] = own
-            self.known[missing] = True
-        return {role: of[..., at] for role, of in self.columns.items()}
 
 
 def candidate_table(
     job: TrainingJob, meshes: Index, *, micro_batch: int | None = None, num_microbatches: int | None = None
-) -> Table:
+) -> CandidateTable:
     """Every cut of the batch on `meshes`.
 
     Args:
@@ -152,14 +135,14 @@ def candidate_table(
     columns = {a: meshes[:, MESH_AXES.index(a)][mesh_id].astype(float) for a in names}
     first, local = distinct((cut[:, 0], *columns.values()))
     sizes = LocalSizes(cut[first, 0], **{a: column[first] for a, column in columns.items()})
-    return Table(meshes.astype(float), mesh_id, cut[:, 0], cut[:, 1], local, sizes)
+    return CandidateTable(meshes.astype(float), mesh_id, cut[:, 0], cut[:, 1], local, sizes)
 
 
-def distinct(columns: Iterable[NDArray[Any]]) -> tuple[Index, Index]:
+def distinct(columns: Sequence[Array | Index]) -> tuple[Index, Index]:
     """First place of each distinct combination of whole numbers, and which of them stands where."""
     # One number for each combination: rows are found faster than columns are compared.
-    keys: Any = 0
-    for column in columns:
+    keys: Array | Index = columns[0]
+    for column in columns[1:]:
         keys = keys * (column.max(initial=0) + 1) + column
     _, first, index = np.unique(keys, return_index=True, return_inverse=True)
     return first, index

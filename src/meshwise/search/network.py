@@ -1,0 +1,181 @@
+"""One network of a search: everything that candidates on it are made of, and tables that their bounds and prices share.
+
+Tables are filled as entries are asked for. Not here: bounds (`bounds`, `placement_bounds`), or prices (`pricing`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+
+import numpy as np
+
+from meshwise.costs.evaluate import LocalBlock, evaluate_local
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
+from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.weight_traffic import weight_choices
+from meshwise.search.candidates import Array, CandidateTable, Index
+from meshwise.search.choices import Choices, compute_variants
+from meshwise.search.space import IdealWires
+
+#: Parameters of glibc's `mallopt`, and what they are set to, in bytes: what may lie free at the end of the heap, and
+#: from what size on an array is mapped on its own (glibc allows no more).
+_TRIM_THRESHOLD, _FREE = -1, 1 << 30
+_MMAP_THRESHOLD, _LARGE = -3, 32 << 20
+
+
+class SearchedNetwork:
+    """A network, and what may be chosen on it.
+
+    Args:
+        local: what one device does on its own, shared by all networks of a search.
+        fabric: the network.
+        table: meshes and cuts of the batch.
+        capacity: bytes of a chip that may be filled.
+    """
+
+    def __init__(self, local: LocalTables, fabric: Fabric, table: CandidateTable, capacity: float) -> None:
+        self.problem, self.fabric, self.table, self.capacity = local.problem, fabric, table, capacity
+        self.local, self.variants, self.asked = local, local.variants, local.asked
+        self.sizes = local.numbers(table.sizes)  # of each of the table's sizes in `local`
+        self.choices = tuple(stored for variant in self.variants for stored in variant.stored)
+        self.variant_of = np.repeat(np.arange(len(self.variants)), [len(v.stored) for v in self.variants])
+        self.schedules, self.offloads = self.asked.variants, self.asked.offload
+        self.ideal = IdealWires(fabric, table.axes(), self.problem.routing)  # of all meshes
+
+    def blocks(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
+        """What one device does, for some of the table's sizes."""
+        return self.local(choices, self.sizes[sizes])
+
+
+class LocalTables:
+    """What one device does on its own under each of the layout choices, for the distinct sizes that were asked for.
+
+    Args:
+        problem: model, job, cluster, calibration.
+        asked: what the search may choose.
+    """
+
+    def __init__(self, problem: TrainingProblem, asked: Choices) -> None:
+        self.problem, self.asked, self.variants = problem, asked, compute_variants(problem.model, asked)
+        self._numbers: dict[tuple[float, ...], int] = {}
+        self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
+        self._own = {stored: v.own for v in self.variants for stored in v.stored}
+        self._tables: dict[LayoutChoices, _LocalTable] = {}
+
+    def numbers(self, sizes: LocalSizes) -> Index:
+        """The number of each of some sizes; new ones get the next."""
+        rows = np.column_stack([getattr(sizes, f.name) for f in fields(LocalSizes)]).tolist()
+        found = np.array([self._numbers.setdefault(tuple(row), len(self._numbers)) for row in rows], int)
+        self._sizes = np.array(list(self._numbers)).T
+        return found
+
+    def __call__(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
+        """Blocks with one row for each number of sizes."""
+        if choices not in self._tables:
+            self._tables[choices] = _LocalTable()
+        table = self._tables[choices]
+        missing = table.missing(numbers)
+        if len(missing):
+            own = self._own.get(choices, choices)
+            known = None if choices == own else self(own, missing)  # the arithmetic is the same
+            sizes = LocalSizes(*(column[missing] for column in self._sizes))
+            table.add(missing, evaluate_local(self.problem, choices, sizes, known, bounded=False))
+        return table.rows(numbers)
+
+
+class _LocalTable:
+    """Blocks under one of the layout choices."""
+
+    def __init__(self) -> None:
+        self.position = np.zeros(0, int)
+        self.number = 0
+        self.blocks: tuple[LocalBlock, ...] = ()
+
+    def missing(self, numbers: Index) -> Index:
+        """Numbers of sizes that are not known yet, each once."""
+        new = int(numbers.max(initial=-1)) + 1 - len(self.position)
+        if new > 0:
+            self.position = np.pad(self.position, (0, new), constant_values=-1)
+        return np.unique(numbers[self.position[numbers] < 0])
+
+    def add(self, numbers: Index, blocks: tuple[LocalBlock, ...]) -> None:
+        """Add rows."""
+        rows = (self.number, len(numbers))
+        pairs = zip(self.blocks, blocks, strict=True) if self.number else ()
+        self.blocks = tuple(a.joined(b, rows) for a, b in pairs) if self.number else blocks
+        self.position[numbers] = self.number + np.arange(len(numbers))
+        self.number += len(numbers)
+
+    def rows(self, numbers: Index) -> tuple[LocalBlock, ...]:
+        """One row for each number of sizes."""
+        at = self.position[numbers]
+        if len(at) == self.number and (at == np.arange(self.number)).all():
+            return self.blocks
+        return tuple(block.take(at) for block in self.blocks)
+
+
+class WeightColumns:
+    """What weights take under each of the layout choices, for the entries (meshes, or mappings) that were asked for.
+
+    Args:
+        choices: all of them; those with the same weights share their columns.
+        evaluate: prices some entries under one of the choices: role -> [..., entries].
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[LayoutChoices],
+        evaluate: Callable[[LayoutChoices, Index], Mapping[str, Array]],
+    ) -> None:
+        own = [weight_choices(c) for c in choices]
+        self.distinct = list(dict.fromkeys(own))
+        self.number = np.array([self.distinct.index(c) for c in own])
+        self.evaluate = evaluate
+        self.known = np.zeros((len(self.distinct), 0), bool)
+        self.columns: list[dict[str, Array]] = [{} for _ in self.distinct]
+
+    def __call__(self, choices: Index, at: Index) -> dict[str, Array]:
+        """By role, of entries `at`, each under one of the choices."""
+        number = self.number[choices]
+        out: dict[str, Array] = {}
+        for n in np.unique(number):
+            mine = np.flatnonzero(number == n)
+            self._fill(int(n), np.unique(at[mine]))
+            for role, column in self.columns[n].items():
+                out.setdefault(role, np.zeros((*column.shape[:-1], len(at))))[..., mine] = column[..., at[mine]]
+        return out
+
+    def _fill(self, n: int, entries: Index) -> None:
+        columns, new = self.columns[n], int(entries[-1]) + 1 - self.known.shape[1]
+        if new > 0:
+            self.known = np.pad(self.known, ((0, 0), (0, max(new, self.known.shape[1]))))
+        missing = entries[~self.known[n, entries]]
+        if len(missing):
+            for role, values in self.evaluate(self.distinct[n], missing).items():
+                shape = *values.shape[:-1], self.known.shape[1]
+                column = columns.get(role, np.zeros(0))
+                if column.shape != shape:
+                    grown = np.zeros(shape)
+                    if column.size:
+                        grown[..., : column.shape[-1]] = column
+                    columns[role] = column = grown
+                column[..., missing] = values
+            self.known[n, missing] = True
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let the C library keep what arrays free, for the arrays that come next; once in a process.
+
+    glibc hands memory at the end of its heap back and asks for it again with every chunk: page faults would take a
+    third of a search. Nothing happens where the C library is another one.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _FREE)
+        mallopt(_MMAP_THRESHOLD, _LARGE)
