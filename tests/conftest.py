@@ -1,7 +1,8 @@
-"""Eight fake devices for every test that runs JAX; they must be asked for before JAX looks for devices."""
+"""Eight fake devices for every test that runs JAX, and which process of several runs which tests."""
 
 import os
 
+import pytest
 from hypothesis import settings
 
 #: Compiling is nearly all that these tests do: LLVM need not try hard.
@@ -11,6 +12,7 @@ FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # on a busy machine eight threads meet late
 )
 
+#: Asked for before JAX looks for devices.
 os.environ["JAX_PLATFORMS"] = "cpu"
 #: XLA's threads on a CPU. A device that waits in a collective holds one, and devices may enter collectives that do not
 #: depend on each other in any order: with eight threads for eight devices some runs wait for each other for ever.
@@ -21,3 +23,25 @@ if FLAGS not in os.environ.get("XLA_FLAGS", ""):
 # Machines are noisy; speed is measured in benchmarks.
 settings.register_profile("meshwise", deadline=None)
 settings.load_profile("meshwise")
+
+#: Folders that take longest, first; the others follow as they stand.
+LONG = ("search", "runtime", "costs", "sharding", "cli", "answers", "docs", "scoring", "simulation", "models")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each process whole folders, so that what their tests share is imported, placed and priced once."""
+    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 -- not there without xdist
+
+    class Folders(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid.split("/")[1]
+
+    config.option.loadscopereorder = False
+    return Folders(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Put long folders first, lest one begins last."""
+    rank = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.nodeid.split("/")[1], len(LONG)))
