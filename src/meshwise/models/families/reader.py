@@ -14,7 +14,6 @@ from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.models.families.features import Family, build_decoder, default_type
 from meshwise.models.families.ignored import ACTIVATION_KEYS, IRRELEVANT, check_activation
 from meshwise.models.families.keys import Keys, known_keys
-from meshwise.models.families.tower_kinds import GEMMA4_AUDIO
 from meshwise.models.families.towered import MEDIA_KEYS, Towered
 from meshwise.models.spec import Architecture, Layer
 from meshwise.models.towers import Tower, TowerPart, linear
@@ -113,8 +112,8 @@ class ToweredReading(Reading):
         self._text, self._chosen = self._read_text(), self._choose_vision()
         said = self.keys.vision_config
         self.vision = None if said is None else Keys(self._chosen.keys, said, "vision_config.")
-        sound = self.keys.audio_config if "audio_config" in self.keys else None
-        self.audio = None if sound is None else Keys(GEMMA4_AUDIO.keys, sound, "audio_config.")
+        said = self.keys.audio_config if row.sound else None
+        self.audio = Keys(row.sound.keys, said, "audio_config.") if row.sound and said is not None else None
 
     @property
     def text(self) -> Reading:
@@ -154,8 +153,8 @@ class ToweredReading(Reading):
         self.text.refuse_unknown()
         if self.vision is not None:
             self._chosen.refuse_unknown(self.keys.vision_config, "vision_config.")
-        if self.audio is not None:
-            GEMMA4_AUDIO.refuse_unknown(self.keys.audio_config, "audio_config.")
+        if self.towered.sound is not None and self.audio is not None:
+            self.towered.sound.refuse_unknown(self.keys.audio_config, "audio_config.")
 
     def refuse_activations(self, layers: Iterable[Layer]) -> None:
         """Refuse activations of the language model; those of the towers are checked with their keys."""
@@ -166,9 +165,9 @@ class ToweredReading(Reading):
         if self.vision is not None:
             projector = row.projector(self.keys, self.vision, width)
             found.append(Tower("vision", (*self._chosen.parts(self.vision), *projector)))
-        if self.audio is not None:
+        if row.sound is not None and self.audio is not None:
             projector = (TowerPart("projector", linear("project", self.audio.output_proj_dims, width, bias=False)),)
-            found.append(Tower("audio", (*GEMMA4_AUDIO.parts(self.audio), *projector)))
+            found.append(Tower("audio", (*row.sound.parts(self.audio), *projector)))
         return (*found, *(row.crossing(self.text.keys) if row.crossing else ()))
 
     def architecture(self) -> Architecture:

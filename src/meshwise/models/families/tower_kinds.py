@@ -87,25 +87,32 @@ def _own_layers(k: Keys) -> TowerPart:
     return _layers(k.hidden_size, k.num_attention_heads, k.intermediate_size, k.num_hidden_layers)
 
 
-def _norms(width: int, *names: str, bias: bool = False) -> tuple[TowerWeight, ...]:
+def norms(width: int, *names: str, bias: bool = False) -> tuple[TowerWeight, ...]:
+    """Several norms of one width."""
     return tuple(w for name in names for w in norm(name, width, bias=bias))
 
 
-def _table(name: str, rows: int, width: int) -> tuple[TowerWeight, ...]:
+def _gated_layers(width: int, heads: int, hidden: int, repeat: int, *, bias: bool = False) -> TowerPart:
+    """Layers with RMS norms and gated feed-forwards."""
+    weights = (
+        *norms(width, "norm.attn", "norm.mlp"),
+        *attention(width, heads, bias=bias),
+        *mlp(width, hidden, gated=True, bias=bias),
+    )
+    return TowerPart("layer", weights, repeat)
+
+
+def table(name: str, rows: int, width: int) -> tuple[TowerWeight, ...]:
     """A table of learned rows."""
     return (TowerWeight(f"w_{name}", (("rows", rows), ("D", width))),)
 
 
-def scalars(*names: str) -> tuple[TowerWeight, ...]:
-    """Learned factors."""
-    return tuple(TowerWeight(f"w_{name}", (("one", 1),)) for name in names)
-
-
-def _patch(k: Keys) -> int:
+def patch(k: Keys) -> int:
+    """Elements of a patch of a picture."""
     return int(k.num_channels * k.patch_size**2)
 
 
-def _grid(k: Keys) -> int:
+def grid(k: Keys) -> int:
     """Patches of a picture."""
     return int((k.image_size // k.patch_size) ** 2)
 
@@ -119,7 +126,7 @@ SQUARE_KEYS: dict[str, object] = {
 def _square(k: Keys) -> Parts:
     """A plain vision transformer of square images: patches and positions, layers, a last norm."""
     d = k.hidden_size
-    patches = convolution("embed", _patch(k), d) + _table("positions", _grid(k), d)
+    patches = convolution("embed", patch(k), d) + table("positions", grid(k), d)
     return TowerPart("patches", patches), _own_layers(k), TowerPart("end", norm("norm", d))
 
 
@@ -129,7 +136,7 @@ def _siglip(k: Keys) -> Parts:
     if not k.vision_use_head:
         return _square(k)
     pool = (
-        *_table("probe", 1, d),
+        *table("probe", 1, d),
         *attention(d, k.num_attention_heads),
         *norm("norm", d),
         *mlp(d, k.intermediate_size),
@@ -140,9 +147,9 @@ def _siglip(k: Keys) -> Parts:
 def _classed(k: Keys) -> Parts:
     """With a class embedding, and norms before and after the layers."""
     d = k.hidden_size
-    patches = convolution("embed", _patch(k), d, bias=False)
-    patches += _table("positions", _grid(k) + 1, d) + _table("class", 1, d)
-    ends = _norms(d, "norm.first", "norm.last", bias=True)
+    patches = convolution("embed", patch(k), d, bias=False)
+    patches += table("positions", grid(k) + 1, d) + table("class", 1, d)
+    ends = norms(d, "norm.first", "norm.last", bias=True)
     return TowerPart("patches", patches), _own_layers(k), TowerPart("ends", ends)
 
 
@@ -186,7 +193,7 @@ def _qwen3(k: Keys) -> Parts:
     merge = mlp(wide, wide, out=k.out_hidden_size)
     found = (
         TowerPart(
-            "patches", convolution("embed", _time_patch(k), d) + _table("positions", k.num_position_embeddings, d)
+            "patches", convolution("embed", _time_patch(k), d) + table("positions", k.num_position_embeddings, d)
         ),
         _layers(d, k.num_heads, k.intermediate_size, k.depth),
         TowerPart("merger", norm("norm", d) + merge),
@@ -224,14 +231,9 @@ QWEN2 = tower(_qwen2, {
 def _qwen25(k: Keys) -> Parts:
     """RMS norms and gated layers, most of which see a window only."""
     d, wide = k.hidden_size, k.hidden_size * k.spatial_merge_size**2
-    layer = (
-        *_norms(d, "norm.attn", "norm.mlp"),
-        *attention(d, k.num_heads),
-        *mlp(d, k.intermediate_size, gated=True),
-    )
     return (
         TowerPart("patches", convolution("embed", _time_patch(k), d, bias=False)),
-        TowerPart("layer", layer, k.depth),
+        _gated_layers(d, k.num_heads, k.intermediate_size, k.depth, bias=True),
         TowerPart("merger", norm("norm", d, bias=False) + mlp(wide, wide, out=k.out_hidden_size)),
     )
 
@@ -246,20 +248,15 @@ QWEN25 = tower(_qwen25, {
 def _glm4v(k: Keys) -> Parts:
     """Gated layers without biases, learned positions, a convolution that merges."""
     d, out = k.hidden_size, k.out_hidden_size
-    layer = (
-        *_norms(d, "norm.attn", "norm.mlp"),
-        *attention(d, k.num_heads, bias=False),
-        *mlp(d, out, gated=True, bias=False),
-    )
     merger = (
         *linear("project", out, out, bias=False, into="O"),
         *norm("norm", out),
         *mlp(out, k.intermediate_size, gated=True, bias=False),
     )
-    patches = convolution("embed", _time_patch(k), d) + _table("positions", _grid(k), d)
+    patches = convolution("embed", _time_patch(k), d) + table("positions", grid(k), d)
     return (
-        TowerPart("patches", patches + _norms(d, "norm.first", "norm.last")),
-        TowerPart("layer", layer, k.depth),
+        TowerPart("patches", patches + norms(d, "norm.first", "norm.last")),
+        _gated_layers(d, k.num_heads, out, k.depth),
         TowerPart("thin", convolution("merge", d * k.spatial_merge_size**2, out)),
         TowerPart("merger", merger),
     )
@@ -277,7 +274,7 @@ def _kimi(k: Keys) -> Parts:
     d = k.vt_hidden_size
     grid = k.init_pos_emb_height * k.init_pos_emb_width
     return (
-        TowerPart("patches", convolution("embed", 3 * k.patch_size**2, d) + _table("positions", grid, d)),
+        TowerPart("patches", convolution("embed", 3 * k.patch_size**2, d) + table("positions", grid, d)),
         _layers(d, k.vt_num_attention_heads, k.vt_intermediate_size, k.vt_num_hidden_layers),
         TowerPart("end", norm("norm", d)),
     )
@@ -304,8 +301,8 @@ def merged(k: Keys, key: str) -> int:
 
 def _minimax(k: Keys) -> Parts:
     """CLIP's layers without class and learned positions."""
-    patch = _patch(k) * merged(k, "temporal_patch_size")
-    patches = convolution("embed", patch, k.hidden_size, bias=False) + norm("norm", k.hidden_size)
+    elements = patch(k) * merged(k, "temporal_patch_size")
+    patches = convolution("embed", elements, k.hidden_size, bias=False) + norm("norm", k.hidden_size)
     return TowerPart("patches", patches), _own_layers(k)
 
 
@@ -327,13 +324,13 @@ def _gemma4(k: Keys) -> Parts:
     d, h = k.hidden_size, k.head_dim
     patches = linear("embed", 3 * k.patch_size**2, d, bias=False)
     layer = (
-        *_norms(d, "norm.attn", "norm.attn_out", "norm.mlp", "norm.mlp_out"),
+        *norms(d, "norm.attn", "norm.attn_out", "norm.mlp", "norm.mlp_out"),
         *attention(d, k.num_attention_heads, head_dim=h, kv_heads=k.num_key_value_heads, bias=False),
-        *_norms(h, "norm.q", "norm.k"),
+        *norms(h, "norm.q", "norm.k"),
         *mlp(d, k.intermediate_size, gated=True, bias=False),
     )
     return (
-        TowerPart("patches", patches + _table("positions", 2 * k.position_embedding_size, d)),
+        TowerPart("patches", patches + table("positions", 2 * k.position_embedding_size, d)),
         TowerPart("layer", layer, k.num_hidden_layers),
     )
 
@@ -353,13 +350,9 @@ def _pixtral(k: Keys) -> Parts:
         raise ConfigError(
             f"key 'vision_config.head_dim': expected hidden_size / num_attention_heads, found {k.head_dim}"
         )
-    layer = (
-        *_norms(d, "norm.attn", "norm.mlp"),
-        *attention(d, k.num_attention_heads, bias=False),
-        *mlp(d, k.intermediate_size, gated=True, bias=False),
-    )
-    patches = convolution("embed", _patch(k), d, bias=False) + norm("norm", d, bias=False)
-    return TowerPart("patches", patches), TowerPart("layer", layer, k.num_hidden_layers)
+    patches = convolution("embed", patch(k), d, bias=False) + norm("norm", d, bias=False)
+    layers = _gated_layers(d, k.num_attention_heads, k.intermediate_size, k.num_hidden_layers)
+    return TowerPart("patches", patches), layers
 
 
 PIXTRAL = tower(_pixtral, {
@@ -382,16 +375,16 @@ def _intern(k: Keys) -> Parts:
     """InternViT: a class, each branch scaled; queries and keys normalised, outputs averaged where it says so."""
     d, bias = k.hidden_size, k.norm_type == "layer_norm"
     (rows, columns), (high, wide) = _pair(k, "patch_size"), _pair(k, "image_size")
-    patches = convolution("embed", k.num_channels * rows * columns, d) + _table("class", 1, d)
-    patches += _table("mask", 1, d) if k.use_mask_token else ()
+    patches = convolution("embed", k.num_channels * rows * columns, d) + table("class", 1, d)
+    patches += table("mask", 1, d) if k.use_mask_token else ()
     if k.use_absolute_position_embeddings:
-        patches += _table("positions", (high // rows) * (wide // columns) + 1, d)
+        patches += table("positions", (high // rows) * (wide // columns) + 1, d)
     layer = (
-        *_norms(d, "norm.attn", "norm.mlp", bias=bias),
-        *_norms(d, "scale.attn", "scale.mlp"),
+        *norms(d, "norm.attn", "norm.mlp", bias=bias),
+        *norms(d, "scale.attn", "scale.mlp"),
         *attention(d, k.num_attention_heads, bias=k.attention_bias, bias_out=True),
         *mlp(d, k.intermediate_size),
-        *(_norms(d, "norm.q", "norm.k") if k.use_qk_norm else ()),
+        *(norms(d, "norm.q", "norm.k") if k.use_qk_norm else ()),
     )
     found = (TowerPart("patches", patches), TowerPart("layer", layer, k.num_hidden_layers))
     return found if k.use_mean_pooling else (*found, TowerPart("end", norm("norm", d)))
@@ -410,9 +403,9 @@ INTERN = tower(_intern, {
 def _step(k: Keys) -> Parts:
     """Each branch scaled, two convolutions of three by three that thin out the patches."""
     d = k.hidden_size
-    patches = convolution("embed", _patch(k), d, bias=False)
-    patches += _table("positions", _grid(k), d) + norm("norm", d)
-    scales = _norms(d, "scale.attn", "scale.mlp")
+    patches = convolution("embed", patch(k), d, bias=False)
+    patches += table("positions", grid(k), d) + norm("norm", d)
+    scales = norms(d, "scale.attn", "scale.mlp")
     return (
         TowerPart("patches", patches),
         _layers(d, k.num_attention_heads, int(d * k.mlp_ratio), k.num_hidden_layers, *scales),
@@ -427,77 +420,3 @@ STEP = tower(_step, {
    "max_position_embeddings intermediate_size",
    {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"},
 )  # fmt: skip
-
-
-def _mllama(k: Keys) -> Parts:
-    """Tiles of a picture, each with its place, and global layers behind the local ones."""
-    d, positions = k.hidden_size, _grid(k) + 1
-    shapes = 1 + (8 if k.supported_aspect_ratios is None else len(k.supported_aspect_ratios))
-    patches = convolution("embed", _patch(k), d, bias=False) + _table("class", 1, d)
-    places = (
-        *_table("positions", positions, d),
-        *_table("positions.tiles", shapes * k.max_num_tiles * positions, d),
-        *_table("tiles.first", shapes * k.max_num_tiles, d),
-        *_table("tiles.last", shapes * k.max_num_tiles, d),
-        *scalars("gate", "gate.first", "gate.last"),
-    )
-    layer = (
-        *_norms(d, "norm.attn", "norm.mlp", bias=True),
-        *attention(d, k.attention_heads, bias=False),
-        *mlp(d, k.intermediate_size),
-    )
-    return (
-        TowerPart("patches", patches + _norms(d, "norm.first", "norm.last", bias=True)),
-        TowerPart("places", places),
-        TowerPart("layer", layer, k.num_hidden_layers),
-        TowerPart("global", layer + scalars("gate_attn", "gate_mlp"), k.num_global_layers),
-    )
-
-
-MLLAMA = tower(_mllama, {
-    "hidden_size": 1280, "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16, "num_channels": 3,
-    "intermediate_size": 5120, "vision_output_dim": 7680, "image_size": 448, "patch_size": 14, "max_num_tiles": 4,
-    "supported_aspect_ratios": Held(Listed(Listed(SIZE))),
-}, "intermediate_layers_indices return_dict")  # fmt: skip
-
-
-def _conformer(k: Keys) -> tuple[TowerWeight, ...]:
-    """A layer of two feed-forwards around attention and a convolution."""
-    d = k.hidden_size
-    width = divide(d, k.num_attention_heads, "audio_config.hidden_size", "audio_config.num_attention_heads")
-    names = ("first", "first_out", "attn", "attn_out", "conv", "conv_in", "second", "second_out", "out")
-    return (
-        *_norms(d, *(f"norm.{name}" for name in names)),
-        *mlp(d, 4 * d, bias=False, name="first."),
-        *mlp(d, 4 * d, bias=False, name="second."),
-        *attention(d, k.num_attention_heads, bias=False),
-        TowerWeight("w_relative", (("D", d), ("N", k.num_attention_heads), ("H", width))),
-        TowerWeight("w_scale", (("H", width),)),
-        *linear("conv_in", d, 2 * d, bias=False),
-        TowerWeight("w_conv", (("kernel", k.conv_kernel_size), ("D", d))),
-        *linear("conv_out", d, d, bias=False),
-    )
-
-
-def _gemma4_audio(k: Keys) -> Parts:
-    """Two convolutions that thin out the sound, layers, a projection."""
-    d, (first, second) = k.hidden_size, k.subsampling_conv_channels
-    thin = (
-        *convolution("first", 9, first, bias=False),
-        *norm("norm.first", first, bias=False),
-        *convolution("second", 9 * first, second, bias=False),
-        *norm("norm.second", second, bias=False),
-        *linear("input", first // 4 * second, d, bias=False),
-    )
-    return (
-        TowerPart("thin", thin),
-        TowerPart("layer", _conformer(k), k.num_hidden_layers),
-        TowerPart("output", linear("output", d, k.output_proj_dims)),
-    )
-
-
-GEMMA4_AUDIO = tower(_gemma4_audio, {
-    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "subsampling_conv_channels": [128, 32],
-    "conv_kernel_size": 5, "output_proj_dims": 1536,
-}, "residual_weight attention_chunk_size attention_context_left attention_context_right attention_logit_cap "
-   "attention_invalid_logits_value use_clipped_linears gradient_clipping")  # fmt: skip

@@ -18,6 +18,7 @@ from meshwise.models.families.keys import (
     INTEGER,
     ON,
     REQUIRED,
+    SIZE,
     Either,
     Held,
     Keys,
@@ -25,11 +26,12 @@ from meshwise.models.families.keys import (
     Number,
     Schema,
     Whole,
+    divide,
     schema,
 )
 from meshwise.models.families.tower_kinds import Parts, TowerKind
 from meshwise.models.spec import Architecture, Embedding, group_layers
-from meshwise.models.towers import Tower, TowerPart, attention, linear, mlp, norm
+from meshwise.models.towers import Tower, TowerPart, TowerWeight, attention, convolution, linear, mlp, norm
 
 #: Keys beside the two configurations that say how images stand among the tokens: ids, sizes of pictures, switches of
 #: preprocessing.
@@ -58,6 +60,7 @@ class Towered:
         tied: whether head and embedding are one where neither level says it; None leaves it to the family.
         either: whether either level may tie them: a "no" of the outer one leaves it to the inner one.
         flat: whether there are files that have the language model's keys beside the tower, not nested.
+        sound: the kind of an audio tower.
         crossing: further towers, of the text's keys.
     """
 
@@ -71,6 +74,7 @@ class Towered:
     tied: bool | None = None
     either: bool = False
     flat: bool = False
+    sound: TowerKind | None = None
     crossing: Callable[[Keys], tuple[Tower, ...]] | None = None
 
 
@@ -233,9 +237,53 @@ GEMMA3 = towered(
     "gemma3", "Gemma3ForConditionalGeneration Gemma3ForCausalLM", {"gemma3_text": _GEMMA3_TEXT},
     {"siglip_vision_model": kinds.SIGLIP}, _project(normed=True),
 )  # fmt: skip
+
+
+def _conformer(k: Keys) -> tuple[TowerWeight, ...]:
+    """A layer of two feed-forwards around attention and a convolution."""
+    d = k.hidden_size
+    width = divide(d, k.num_attention_heads, "audio_config.hidden_size", "audio_config.num_attention_heads")
+    names = ("first", "first_out", "attn", "attn_out", "conv", "conv_in", "second", "second_out", "out")
+    return (
+        *kinds.norms(d, *(f"norm.{name}" for name in names)),
+        *mlp(d, 4 * d, bias=False, name="first."),
+        *mlp(d, 4 * d, bias=False, name="second."),
+        *attention(d, k.num_attention_heads, bias=False),
+        TowerWeight("w_relative", (("D", d), ("N", k.num_attention_heads), ("H", width))),
+        TowerWeight("w_scale", (("H", width),)),
+        *linear("conv_in", d, 2 * d, bias=False),
+        TowerWeight("w_conv", (("kernel", k.conv_kernel_size), ("D", d))),
+        *linear("conv_out", d, d, bias=False),
+    )
+
+
+def _gemma4_audio(k: Keys) -> Parts:
+    """Two convolutions that thin out the sound, layers, a projection."""
+    d, (first, second) = k.hidden_size, k.subsampling_conv_channels
+    thin = (
+        *convolution("first", 9, first, bias=False),
+        *norm("norm.first", first, bias=False),
+        *convolution("second", 9 * first, second, bias=False),
+        *norm("norm.second", second, bias=False),
+        *linear("input", first // 4 * second, d, bias=False),
+    )
+    return (
+        TowerPart("thin", thin),
+        TowerPart("layer", _conformer(k), k.num_hidden_layers),
+        TowerPart("output", linear("output", d, k.output_proj_dims)),
+    )
+
+
+_GEMMA4_AUDIO = kinds.tower(_gemma4_audio, {
+    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "subsampling_conv_channels": [128, 32],
+    "conv_kernel_size": 5, "output_proj_dims": 1536,
+}, "residual_weight attention_chunk_size attention_context_left attention_context_right attention_logit_cap "
+   "attention_invalid_logits_value use_clipped_linears gradient_clipping")  # fmt: skip
+
+
 GEMMA4 = towered(
     "gemma4", "Gemma4ForConditionalGeneration Gemma4ForCausalLM", {"gemma4_text": mixed.GEMMA4},
-    {"gemma4_vision": kinds.GEMMA4}, _project(), {"audio_config": None},
+    {"gemma4_vision": kinds.GEMMA4}, _project(), {"audio_config": None}, sound=_GEMMA4_AUDIO,
 )  # fmt: skip
 LLAMA4 = towered(
     "llama4", "Llama4ForConditionalGeneration Llama4ForCausalLM", {"llama4_text": mixtures.LLAMA4},
@@ -307,6 +355,11 @@ def _own_layers(k: Keys) -> list[int]:
     return own
 
 
+def _scalars(*names: str) -> tuple[TowerWeight, ...]:
+    """Learned factors."""
+    return tuple(TowerWeight(f"w_{name}", (("one", 1),)) for name in names)
+
+
 def _crossing(k: Keys) -> tuple[Tower, ...]:
     """The layers of Llama 3.2 Vision that attend to pictures."""
     if not k.cross_attention_layers:
@@ -314,11 +367,11 @@ def _crossing(k: Keys) -> tuple[Tower, ...]:
     n, kv, h = heads(llama.LLAMA, k)
     d = k.hidden_size
     part = (
-        *(w for name in ("norm.attn", "norm.mlp") for w in norm(name, d, bias=False)),
-        *(w for name in ("norm.q", "norm.k") for w in norm(name, h, bias=False)),
+        *kinds.norms(d, "norm.attn", "norm.mlp"),
+        *kinds.norms(h, "norm.q", "norm.k"),
         *attention(d, n, head_dim=h, kv_heads=kv, bias=False),
         *mlp(d, width(k), gated=True, bias=False),
-        *kinds.scalars("gate_attn", "gate_mlp"),
+        *_scalars("gate_attn", "gate_mlp"),
     )
     return (Tower("cross", (TowerPart("cross", part, len(k.cross_attention_layers)),)),)
 
@@ -335,6 +388,38 @@ def _mllama_text(k: Keys) -> Architecture:
     )
 
 
+def _mllama_vision(k: Keys) -> Parts:
+    """Tiles of a picture, each with its place, and global layers behind the local ones."""
+    d, positions = k.hidden_size, kinds.grid(k) + 1
+    shapes = 1 + (8 if k.supported_aspect_ratios is None else len(k.supported_aspect_ratios))
+    patches = convolution("embed", kinds.patch(k), d, bias=False) + kinds.table("class", 1, d)
+    places = (
+        *kinds.table("positions", positions, d),
+        *kinds.table("positions.tiles", shapes * k.max_num_tiles * positions, d),
+        *kinds.table("tiles.first", shapes * k.max_num_tiles, d),
+        *kinds.table("tiles.last", shapes * k.max_num_tiles, d),
+        *_scalars("gate", "gate.first", "gate.last"),
+    )
+    layer = (
+        *kinds.norms(d, "norm.attn", "norm.mlp", bias=True),
+        *attention(d, k.attention_heads, bias=False),
+        *mlp(d, k.intermediate_size),
+    )
+    return (
+        TowerPart("patches", patches + kinds.norms(d, "norm.first", "norm.last", bias=True)),
+        TowerPart("places", places),
+        TowerPart("layer", layer, k.num_hidden_layers),
+        TowerPart("global", layer + _scalars("gate_attn", "gate_mlp"), k.num_global_layers),
+    )
+
+
+_MLLAMA_VISION = kinds.tower(_mllama_vision, {
+    "hidden_size": 1280, "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16, "num_channels": 3,
+    "intermediate_size": 5120, "vision_output_dim": 7680, "image_size": 448, "patch_size": 14, "max_num_tiles": 4,
+    "supported_aspect_ratios": Held(Listed(Listed(SIZE))),
+}, "intermediate_layers_indices return_dict")  # fmt: skip
+
+
 MLLAMA = towered(
     "mllama", "MllamaForConditionalGeneration", {
         "mllama_text_model": replace(
@@ -342,5 +427,6 @@ MLLAMA = towered(
                 "max_position_embeddings": 131_072, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
             }, {}),
         ),
-    }, {"mllama_vision_model": kinds.MLLAMA}, _project("vision_output_dim", bias=True), tied=False, crossing=_crossing,
+    }, {"mllama_vision_model": _MLLAMA_VISION}, _project("vision_output_dim", bias=True), tied=False,
+    crossing=_crossing,
 )  # fmt: skip
