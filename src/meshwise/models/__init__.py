@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from meshwise.models.catalog import CatalogEntry, catalog, load_model, model_names
 from meshwise.models.counts import CacheKind, KVCache, ParameterCount
-from meshwise.models.dimensions import read_dimensions
 from meshwise.models.model import Model, Source
-from meshwise.models.reading import parse_json, read_config, read_model_json
+from meshwise.models.reading import parse_json, read_config, read_dimensions, read_model_json
 from meshwise.models.spec import Architecture
 
 __all__ = [

@@ -9,8 +9,7 @@ from __future__ import annotations
 from meshwise.core.dtypes import DType
 from meshwise.core.kernels import AbsorbedAttention, IndexScores, SparseAttention
 from meshwise.core.tensors import Tensor
-from meshwise.models.cached import CachedOps
-from meshwise.models.operations import ACT_FLOPS, ROPE_FLOPS, TOKENS, Axes, Ops, by_key, weight
+from meshwise.models.operations import ACT_FLOPS, ROPE_FLOPS, TOKENS, Axes, CachedOps, Ops, by_key, weight
 from meshwise.models.spec import Indexer, LatentAttention, Layer, Norm, QkNorm, SelfAttention
 
 

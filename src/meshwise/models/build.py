@@ -17,7 +17,6 @@ from meshwise.models.attention import (
     self_attention,
     shared_distances,
 )
-from meshwise.models.cached import CachedOps
 from meshwise.models.compressed import (
     collapse_streams,
     compressed_attention,
@@ -26,7 +25,7 @@ from meshwise.models.compressed import (
     stream_axes,
 )
 from meshwise.models.feed_forward import dense_beside_mixture, feed_forward
-from meshwise.models.operations import ACT_FLOPS, LOSS_FLOPS, SOFTMAX_FLOPS, TOKENS, Axes, Ops, weight
+from meshwise.models.operations import ACT_FLOPS, LOSS_FLOPS, SOFTMAX_FLOPS, TOKENS, Axes, CachedOps, Ops, weight
 from meshwise.models.recurrent import build_recurrence
 from meshwise.models.spec import (
     Architecture,

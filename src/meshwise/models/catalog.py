@@ -9,10 +9,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from meshwise.core.errors import ConfigError, UnknownNameError
-from meshwise.models.dimensions import DIMENSION_SUFFIXES, looks_like_dimensions, read_dimensions
+from meshwise.models.families.dimensions import DIMENSION_SUFFIXES, looks_like_dimensions
 from meshwise.models.gguf_metadata import config_of_gguf
 from meshwise.models.model import Model, Source
-from meshwise.models.reading import parse_json, read_config
+from meshwise.models.reading import parse_json, read_config, read_dimensions
 
 _DATA = files("meshwise.models") / "data"
 _TORN = (

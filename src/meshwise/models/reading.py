@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwise.core.errors import ConfigError
 from meshwise.models.families import FAMILIES, NOT_YET, Family, Reading, Towered, read_family
+from meshwise.models.families.dimensions import parse_dimensions
 from meshwise.models.families.keys import Fault
 from meshwise.models.model import Functions, Model, Source
 from meshwise.models.spec import Architecture, Mixture
@@ -223,6 +224,28 @@ def read_config(
         functions=_functions(read.text),
         quantization=str(quantized.get("quant_method", "")),
     )
+
+
+def read_dimensions(text: str, *, name: str, where: str = "dimensions", toml: bool = False) -> Model:
+    """Read a model from its dimensions.
+
+    Args:
+        text: as `parse_dimensions` takes it.
+        name: what to call the model.
+        where: file name for messages.
+        toml: whether it is TOML.
+
+    Raises:
+        ConfigError: names what is not understood, wrong or missing.
+
+    >>> model = read_dimensions("D=8192 F=28672 L=80 N=64 K=8 H=128 V=128256", name="mine")
+    >>> model.parameters.total  # of LLaMA-3-70B
+    70553706496
+    """
+    values = parse_dimensions(text, where, toml=toml)
+    said = {k: ("yes" if v else "no") if isinstance(v, bool) else str(v) for k, v in values.items()}
+    source = Source(f"dimensions as given: {' '.join(f'{k}={v}' for k, v in said.items())}")
+    return read_config({"model_type": "dimensions", **values}, name=name, source=source, where=where)
 
 
 def read_model_json(text: str) -> Model:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 from meshwise.models.families import (
     deepseek,
+    dense,
     dimensions,
     encoder_decoder,
-    gpt,
     hybrids,
-    llama,
     mamba,
     mixed,
     mixtures,
@@ -23,7 +22,7 @@ from meshwise.models.families.towered import Towered
 
 __all__ = ["FAMILIES", "NOT_YET", "Family", "Reading", "Towered", "read_family"]
 
-_MODULES = (llama, mixtures, gpt, deepseek, mixed, mamba, hybrids, encoder_decoder, towered, dimensions)
+_MODULES = (dense, mixtures, deepseek, mixed, mamba, hybrids, encoder_decoder, towered, dimensions)
 #: Every row; those that a leading underscore hides are parts of others.
 ROWS: list[Family | Towered] = [
     row

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import ConfigError
+from meshwise.models.families.dense import BY_HEAD, DECODER
 from meshwise.models.families.features import (
     Experts,
     Family,
@@ -37,7 +38,6 @@ from meshwise.models.families.keys import (
     only,
     schema,
 )
-from meshwise.models.families.llama import BY_HEAD, DECODER
 from meshwise.models.families.mixtures import LEADING_DENSE, LEADING_DENSE_KEYS, mtp_extras
 from meshwise.models.spec import (
     Compressed,

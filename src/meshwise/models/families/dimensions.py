@@ -1,9 +1,14 @@
 """A model given by its dimensions in the book's letters, for those that are published without a configuration.
 
-Not here: the text in which they are written (`models.dimensions`).
+They are written as text, .dims, .txt or .toml: `D=8192 F=28672 L=80 N=64 K=8 H=128 V=128256`.
 """
 
 from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from typing import Any
 
 from meshwise.core.errors import ConfigError
 from meshwise.models.families.features import LAYER_NORM, RMS_NORM, Numbers, family
@@ -81,3 +86,75 @@ DIMENSIONS = family(
     build=_architecture,
     numbers=Numbers(style="dimensions"),
 )
+
+#: Endings of files that hold dimensions.
+DIMENSION_SUFFIXES = (".dims", ".txt", ".toml")
+
+_SWITCHES = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+_EXAMPLE = "D=8192 F=28672 L=80 N=64 K=8 H=128 V=128256"
+
+
+def looks_like_dimensions(text: str) -> bool:
+    """Whether this is meant as dimensions: it begins with a letter and an equals sign.
+
+    >>> looks_like_dimensions("D=8192 L=80"), looks_like_dimensions("llama-3-8b")
+    (True, False)
+    """
+    return re.match(r"\s*[A-Za-z_]\w*\s*=", text) is not None
+
+
+def parse_dimensions(text: str, where: str, *, toml: bool = False) -> dict[str, Any]:
+    """Read the text of dimensions.
+
+    Args:
+        text: `key=value` parted by spaces, commas or lines, `#` before remarks; or TOML.
+        where: file name for messages.
+        toml: whether it is TOML.
+
+    Raises:
+        ConfigError: names what is not understood.
+    """
+    values = _from_toml(text, where) if toml else _from_text(text, where)
+    known = {key: what for key, (_, what) in LETTERS.items()}
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or [
+                k for k in known if k.lower() == key.lower()
+            ]
+            hint = f"; did you mean {near[0]} ({known[near[0]]})?" if near else ""
+            raise ConfigError(f"{where}: {key!r} is no dimension{hint}; there are: {', '.join(known)}")
+    return values
+
+
+def _from_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{where}: not valid TOML: {e}; expected lines such as 'D = 8192'") from None
+
+
+def _from_text(text: str, where: str) -> dict[str, Any]:
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    joined = re.sub(r"\s*=\s*", "=", " ".join(lines))
+    values: dict[str, Any] = {}
+    for item in re.split(r"[\s,;]+", joined.strip(" ,;\t")):
+        key, equals, value = item.partition("=")
+        if not equals or not key or not value:
+            raise ConfigError(f"{where}: expected key=value, found {item!r}; for example: {_EXAMPLE}")
+        if key in values:
+            raise ConfigError(f"{where}: {key!r} appears twice; keep one")
+        values[key] = _value(key, value, where)
+    return values
+
+
+def _value(key: str, text: str, where: str) -> Any:
+    """A whole number, a switch, or a word."""
+    if key in LETTERS and isinstance(LETTERS[key][0], bool):
+        if text.lower() not in _SWITCHES:
+            raise ConfigError(f"{where}: {key}: expected yes or no, found {text!r}")
+        return _SWITCHES[text.lower()]
+    if key == "norm":
+        return text
+    if not re.fullmatch(r"\d{1,3}(_?\d{3})*|\d+", text):
+        raise ConfigError(f"{where}: {key}: expected a whole number such as 8192, found {text!r}")
+    return int(text.replace("_", "")) if len(text) < 20 else 10**19

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import ConfigError
+from meshwise.models.families.dense import BY_HEAD, DECODER, GRANITE
 from meshwise.models.families.features import (
     Experts,
     Family,
@@ -36,7 +37,6 @@ from meshwise.models.families.keys import (
     divide,
     only,
 )
-from meshwise.models.families.llama import BY_HEAD, DECODER, GRANITE
 from meshwise.models.families.mamba import MAMBA1_KEYS, MAMBA2_KEYS, STEPS, mamba1, mamba2
 from meshwise.models.families.mixtures import by_sparse_step
 from meshwise.models.recurrences import GatedDelta, LightningAttention, Recurrence

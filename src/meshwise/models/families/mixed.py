@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from meshwise.core.errors import ConfigError
+from meshwise.models.families.dense import BY_HEAD, DECODER
 from meshwise.models.families.features import (
     Experts,
     Family,
@@ -41,7 +42,6 @@ from meshwise.models.families.keys import (
     only,
     schema,
 )
-from meshwise.models.families.llama import BY_HEAD, DECODER
 from meshwise.models.spec import Embedding, Mixture, Mlp, Router, SelfAttention
 
 #: An entry of `per_layer_config`: what one layer has in place of what is said of all.

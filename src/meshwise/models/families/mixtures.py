@@ -9,6 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import ConfigError
+from meshwise.models.families.dense import (
+    ALL_HEADS,
+    BY_HEAD,
+    DECODER,
+    ERNIE,
+    GRANITE,
+    MISTRAL,
+    OLMO,
+    QWEN2,
+    QWEN3,
+    has_positions,
+    windows_are_on,
+)
 from meshwise.models.families.features import (
     LAYER_NORM,
     Experts,
@@ -41,19 +54,6 @@ from meshwise.models.families.keys import (
     maybe,
     only,
     schema,
-)
-from meshwise.models.families.llama import (
-    ALL_HEADS,
-    BY_HEAD,
-    DECODER,
-    ERNIE,
-    GRANITE,
-    MISTRAL,
-    OLMO,
-    QWEN2,
-    QWEN3,
-    has_positions,
-    windows_are_on,
 )
 from meshwise.models.spec import Mixer, Mixture, Mlp, Norm, QkNorm, Router, SelfAttention
 

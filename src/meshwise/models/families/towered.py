@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import ConfigError
-from meshwise.models.families import deepseek, hybrids, llama, mixed, mixtures
+from meshwise.models.families import deepseek, dense, hybrids, mixed, mixtures
 from meshwise.models.families import tower_kinds as kinds
 from meshwise.models.families.features import COMMON, Family, build_decoder, heads, layer, width
 from meshwise.models.families.keys import (
@@ -173,9 +173,9 @@ def _step(k: Keys, vision: Keys, width: int) -> Parts:
 
 #: Language models that towers are put beside.
 ANY_TEXT: Mapping[str, Family] = {
-    "llama": llama.LLAMA, "mistral": llama.MISTRAL, "ministral3": llama.MINISTRAL3, "qwen2": llama.QWEN2,
-    "qwen3": llama.QWEN3, "qwen3_moe": mixtures.QWEN3_MOE, "gemma": llama.GEMMA, "gemma2": llama.GEMMA2,
-    "cohere2": llama.COHERE2,
+    "llama": dense.LLAMA, "mistral": dense.MISTRAL, "ministral3": dense.MINISTRAL3, "qwen2": dense.QWEN2,
+    "qwen3": dense.QWEN3, "qwen3_moe": mixtures.QWEN3_MOE, "gemma": dense.GEMMA, "gemma2": dense.GEMMA2,
+    "cohere2": dense.COHERE2,
 }  # fmt: skip
 ANY_VISION = {"clip_vision_model": kinds.CLIP, "siglip_vision_model": kinds.SIGLIP, "pixtral": kinds.PIXTRAL}
 LLAVA_KEYS: dict[str, object] = {
@@ -192,21 +192,21 @@ def _uncorrected(f: Family) -> Family:
 # Kimi-K2.5, GLM-4.1V (biases on queries, keys and values always), and Gemma 3, whose published files leave out even
 # basic sizes, that of the 4B for one.
 _KIMI_TEXT = _uncorrected(deepseek.DEEPSEEK_V3)
-_GLM4V_TEXT = replace(llama.GLM4, bias=True, keys=schema(llama.GLM4.keys, {"head_dim": None, "attention_bias": ON}, {}))
+_GLM4V_TEXT = replace(dense.GLM4, bias=True, keys=schema(dense.GLM4.keys, {"head_dim": None, "attention_bias": ON}, {}))
 _GEMMA3_TEXT = replace(
-    llama.GEMMA3, keys=schema(llama.GEMMA3.keys, {"num_attention_heads": 8, "vocab_size": 262_208}, {})
+    dense.GEMMA3, keys=schema(dense.GEMMA3.keys, {"num_attention_heads": 8, "vocab_size": 262_208}, {})
 )
 
 QWEN2_VL = towered(
-    "qwen2_vl", "Qwen2VLForConditionalGeneration", {"qwen2_vl_text": llama.QWEN2}, {"qwen2_vl": kinds.QWEN2}, _nothing,
+    "qwen2_vl", "Qwen2VLForConditionalGeneration", {"qwen2_vl_text": dense.QWEN2}, {"qwen2_vl": kinds.QWEN2}, _nothing,
     tied=False, either=True, flat=True,
 )  # fmt: skip
 QWEN25_VL = towered(
-    "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"qwen2_5_vl_text": llama.QWEN2},
+    "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"qwen2_5_vl_text": dense.QWEN2},
     {"qwen2_5_vl": kinds.QWEN25}, _nothing, tied=False, either=True, flat=True,
 )  # fmt: skip
 QWEN3_VL = towered(
-    "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": llama.QWEN3}, {"qwen3_vl": kinds.QWEN3}, _nothing,
+    "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": dense.QWEN3}, {"qwen3_vl": kinds.QWEN3}, _nothing,
     tied=False,
 )  # fmt: skip
 QWEN3_VL_MOE = towered(
@@ -305,24 +305,24 @@ LLAVA_NEXT = towered(
     ignored="projector_hidden_act use_image_newline_parameter",
 )  # fmt: skip
 MISTRAL3 = towered(
-    "mistral3", "Mistral3ForConditionalGeneration", {"mistral": llama.MISTRAL, "ministral3": llama.MINISTRAL3},
+    "mistral3", "Mistral3ForConditionalGeneration", {"mistral": dense.MISTRAL, "ministral3": dense.MINISTRAL3},
     {"pixtral": kinds.PIXTRAL}, _mistral3, {
         "multimodal_projector_bias": False, "vision_feature_layer": Held(Either((INTEGER, Listed(INTEGER))), -1),
         "spatial_merge_size": 2,
     }, ignored="projector_hidden_act", tied=True,
 )  # fmt: skip
 PALIGEMMA = towered(
-    "paligemma", "PaliGemmaForConditionalGeneration", {"gemma": llama.GEMMA, "gemma2": llama.GEMMA2},
+    "paligemma", "PaliGemmaForConditionalGeneration", {"gemma": dense.GEMMA, "gemma2": dense.GEMMA2},
     {"siglip_vision_model": kinds.SIGLIP}, _project(bias=True),
     ignored="hidden_size vocab_size projection_dim", tied=True,
 )  # fmt: skip
 AYA_VISION = towered(
-    "aya_vision", "AyaVisionForConditionalGeneration", {"cohere2": llama.COHERE2},
+    "aya_vision", "AyaVisionForConditionalGeneration", {"cohere2": dense.COHERE2},
     {"siglip_vision_model": kinds.SIGLIP}, _aya, {"downsample_factor": 2, "alignment_intermediate_size": None},
     ignored="adapter_layer_norm_eps", tied=True,
 )  # fmt: skip
 INTERNVL = towered(
-    "internvl", "InternVLForConditionalGeneration", {"qwen2": llama.QWEN2, **ANY_TEXT},
+    "internvl", "InternVLForConditionalGeneration", {"qwen2": dense.QWEN2, **ANY_TEXT},
     {"internvl_vision": kinds.INTERN}, _intern, {"downsample_ratio": Held(Number(1), 0.5)},
     ignored="projector_hidden_act",
     tied=True,
@@ -364,7 +364,7 @@ def _crossing(k: Keys) -> tuple[Tower, ...]:
     """The layers of Llama 3.2 Vision that attend to pictures."""
     if not k.cross_attention_layers:
         return ()
-    n, kv, h = heads(llama.LLAMA, k)
+    n, kv, h = heads(dense.LLAMA, k)
     d = k.hidden_size
     part = (
         *kinds.norms(d, "norm.attn", "norm.mlp"),
@@ -380,10 +380,10 @@ def _mllama_text(k: Keys) -> Architecture:
     """Llama's layers; those that attend to pictures are left out."""
     if k.tie_word_embeddings:
         raise ConfigError("key 'tie_word_embeddings': expected false, as the two tables differ in rows; found true")
-    spec = build_decoder(llama.LLAMA, k)
+    spec = build_decoder(dense.LLAMA, k)
     return replace(
         spec,
-        groups=group_layers(layer(llama.LLAMA, k, i) for i in _own_layers(k)),
+        groups=group_layers(layer(dense.LLAMA, k, i) for i in _own_layers(k)),
         embedding=Embedding(rows=k.vocab_size + _FURTHER_ROWS),
     )
 
@@ -423,7 +423,7 @@ _MLLAMA_VISION = kinds.tower(_mllama_vision, {
 MLLAMA = towered(
     "mllama", "MllamaForConditionalGeneration", {
         "mllama_text_model": replace(
-            llama.LLAMA, build=_mllama_text, keys=schema(llama.LLAMA.keys, {
+            dense.LLAMA, build=_mllama_text, keys=schema(dense.LLAMA.keys, {
                 "max_position_embeddings": 131_072, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
             }, {}),
         ),
