@@ -178,7 +178,7 @@ class _Loop:
             for index in range(count):
                 number = self.first + index
                 if profile is not None and index == min(self.profiled):
-                    running.enter_context(_profile(profile))
+                    running.enter_context(jax.profiler.trace(str(profile)))
                 begun = time.perf_counter()
                 state, metrics = self.compiled(state, batch)
                 if number < self.last:
@@ -253,16 +253,6 @@ def _make_folder(profile: Path) -> None:
         raise MeshwiseError(f"--profile {profile}: {error.strerror}") from None
     if not os.access(profile, os.W_OK):
         raise MeshwiseError(f"--profile {profile}: Permission denied")
-
-
-@contextmanager
-def _profile(folder: Path) -> Iterator[None]:
-    """Write what happens meanwhile to a folder."""
-    jax.profiler.start_trace(str(folder))
-    try:
-        yield
-    finally:
-        jax.profiler.stop_trace()
 
 
 def _compiled_memory(compiled: Any) -> CompiledMemory | None:

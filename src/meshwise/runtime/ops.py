@@ -57,6 +57,9 @@ class Surroundings:
         return self.numerics.rotary[self.block]
 
 
+Function = Callable[[Elementwise, Arrays, Surroundings], jax.Array]
+
+
 def elementwise(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     """Compute an elementwise operation.
 
@@ -65,14 +68,9 @@ def elementwise(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Ar
         inputs: whole arrays, in its order.
         around: what else is read.
     """
-    function = _find(op.name)
+    function = find_elementwise(op.name)
     assert function is not None, f"refused before: {op.name}"
     return function(op, inputs, around)
-
-
-def is_known(op: Elementwise) -> bool:
-    """Whether an operation can be executed."""
-    return _find(op.name) is not None
 
 
 def _norm(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
@@ -168,7 +166,7 @@ def _logits_scale(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.
 
 def _loss(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     """Cross-entropy of every token [B, T] from logits [B, T, V], without an index into an axis that may be split."""
-    return _cross_entropy(inputs[0], inputs[1])
+    return _cross_entropy(*inputs)
 
 
 @jax.custom_vjp
@@ -208,36 +206,27 @@ def _weigh(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     return inputs[0] * align(gate, op.inputs[1].axes, op.output.axes)
 
 
-_EXACT: dict[str, Callable[[Elementwise, Arrays, Surroundings], jax.Array]] = {
-    "act": _act,
-    "shared.act": _act,
-    "expert.act": _act,
-    "shared.add": _add,
-    "shared.scale": _weigh,
-    "expert.weigh": _product,
-    "weigh": _product,
-    "sinks": _sinks,
-    "rope.q": _rope,
-    "rope.k": _rope,
-    "residual": _add,
-    "residual.attn": _add,
-    "residual.mlp": _add,
-    "add.positions": _add,
-    "scale": _embedding_scale,
-    "scale.logits": _logits_scale,
-    "loss": _loss,
-}
-_BEGINNING: dict[str, Callable[[Elementwise, Arrays, Surroundings], jax.Array]] = {
-    "norm.": _norm,
-    "bias.": _add,
-    "weigh.": _product,
+#: Function -> names of the operations that it computes; those that end in "." are beginnings of names.
+_NAMES: dict[Function, tuple[str, ...]] = {
+    _act: ("act", "shared.act", "expert.act"),
+    _add: ("shared.add", "residual", "residual.attn", "residual.mlp", "add.positions", "bias."),
+    _product: ("expert.weigh", "weigh", "weigh."),
+    _norm: ("norm.",),
+    _rope: ("rope.q", "rope.k"),
+    _weigh: ("shared.scale",),
+    _sinks: ("sinks",),
+    _embedding_scale: ("scale",),
+    _logits_scale: ("scale.logits",),
+    _loss: ("loss",),
 }
 
 
-def _find(name: str) -> Callable[[Elementwise, Arrays, Surroundings], jax.Array] | None:
-    if name in _EXACT:
-        return _EXACT[name]
-    return next((f for start, f in _BEGINNING.items() if name.startswith(start)), None)
+def find_elementwise(name: str) -> Function | None:
+    """What computes an elementwise operation of this name; None where nothing does."""
+    for function, names in _NAMES.items():
+        if name in names or name.startswith(tuple(n for n in names if n.endswith("."))):
+            return function
+    return None
 
 
 def frequencies(rotary: Rotary, width: int) -> NDArray[np.float64]:

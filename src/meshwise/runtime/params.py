@@ -137,18 +137,14 @@ class Parameter:
     constant: float = 0.0
     staged: bool = False
 
-    def sharding(self, placement: Placement, part: str) -> Sharding:
-        """How it is stored: part "weights", "gradients" or "optimizer" of the rule tables."""
-        return placement.strategy.stored(self.tensor.axes, part)
-
     def abstract(self, placement: Placement, part: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """Give the array that holds it, without values."""
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.named(placement, part))
 
     def stacked_sharding(self, placement: Placement, part: str) -> Sharding:
-        """How the array that holds it is stored, with the dimensions that number layers."""
+        """How it is stored: part "weights", "gradients" or "optimizer" of the rule tables, layers numbered in front."""
         stack = tuple(("stage",) if self.staged and place == 0 else () for place in range(len(self.stack)))
-        return Sharding((*stack, *self.sharding(placement, part).splits))
+        return Sharding((*stack, *placement.strategy.stored(self.tensor.axes, part).splits))
 
     def named(self, placement: Placement, part: str, lead: tuple[str, ...] = ()) -> NamedSharding:
         """Give JAX's sharding of the array that holds it; `lead` are mesh axes of dimensions in front."""
@@ -168,36 +164,31 @@ def describe_parameters(
         pipeline: stages, and pieces of each where there are several; empty for none.
     """
     layers = {run.key: (run.block, (*pipeline, *segment.stack(run))) for segment in segments for run in segment.runs}
-    blocks = {block.name: block for block in program}
-    others = {b.name: (b.name, () if b.repeat == 1 else (b.repeat,)) for b in program if not _is_run(b, layers)}
+    blocks, sizes = {block.name: block for block in program}, program.sizes
+    run = {name for name, _ in layers.values()}
+    others = {b.name: (b.name, () if b.repeat == 1 else (b.repeat,)) for b in program if b.name not in run}
+
+    def one(t: Tensor, key: str, block: Block, stack: tuple[int, ...]) -> Parameter:
+        shape = (*stack, *(int(sizes[a]) for a in t.axes))
+        scale, constant = _initial(t, block, sizes, numerics)
+        return Parameter(t, stack, shape, scale, constant, staged=key in layers and pipeline != ())
+
     return {
-        key: {
-            t.name: replace(
-                _parameter(t, blocks[name], stack, program.sizes, numerics), staged=key in layers and pipeline != ()
-            )
-            for t in blocks[name].weights
-        }
+        key: {t.name: one(t, key, blocks[name], stack) for t in blocks[name].weights}
         for key, (name, stack) in (others | layers).items()
         if blocks[name].weights
     }
 
 
-def _is_run(block: Block, layers: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
-    return any(name == block.name for name, _ in layers.values())
-
-
-def _parameter(
-    t: Tensor, block: Block, stack: tuple[int, ...], sizes: Mapping[str, float], numerics: Numerics
-) -> Parameter:
-    shape = (*stack, *(int(sizes[a]) for a in t.axes))
+def _initial(t: Tensor, block: Block, sizes: Mapping[str, float], numerics: Numerics) -> tuple[float, float]:
+    """Standard deviation of the initial values, and their constant where that is 0."""
     reader = next((op for op in block.ops if any(i.name == t.name for i in op.inputs)), None)
     if isinstance(reader, Einsum):
-        summed = [a for a in t.axes if a in reader.contracted]
-        return Parameter(t, stack, shape, 1 / math.sqrt(math.prod(sizes[a] for a in summed) or 1))
+        return 1 / math.sqrt(math.prod(sizes[a] for a in t.axes if a in reader.contracted) or 1), 0.0
     if isinstance(reader, Lookup):
-        return Parameter(t, stack, shape, 0.02)
+        return 0.02, 0.0
     is_norm = reader is not None and reader.name.startswith("norm.") and not t.name.endswith(".bias")
-    return Parameter(t, stack, shape, 0.0, 1.0 - numerics.norm_offset if is_norm else 0.0)
+    return 0.0, 1.0 - numerics.norm_offset if is_norm else 0.0
 
 
 def zeros(abstract: Any) -> Any:

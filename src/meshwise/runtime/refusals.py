@@ -11,7 +11,7 @@ from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.core.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
-from meshwise.runtime.ops import is_known
+from meshwise.runtime.ops import find_elementwise
 from meshwise.runtime.optimizer import RUNNABLE
 from meshwise.runtime.params import HELD
 from meshwise.runtime.pipeline import PIPELINES
@@ -44,7 +44,7 @@ def check_model(model: Model) -> None:
 
 def _runs(op: Op) -> bool:
     if isinstance(op, Elementwise):
-        return type(op) is Elementwise and (is_known(op) or op.name == "top_k")
+        return type(op) is Elementwise and (find_elementwise(op.name) is not None or op.name == "top_k")
     return type(op) in (Einsum, Attention, Lookup, Route)
 
 
@@ -55,15 +55,8 @@ def check_job(job: TrainingJob) -> None:
         MeshwiseError: names the field.
     """
     formats = job.formats
-    held = {
-        "weights": formats.weights,
-        "activations": formats.activations,
-        "gradients": formats.gradients,
-        "reductions": formats.reductions,
-        "master": formats.master or formats.moments,
-        "moments": formats.moments,
-        "second_moments": formats.second_moments,
-    }
+    roles = ("weights", "activations", "gradients", "reductions", "master", "moments", "second_moments")
+    held = {role: getattr(formats, role) or formats.moments for role in roles}  # without a master copy, none is held
     known = ", ".join(f.value for f in HELD)
     if formats.recipe is not None:
         raise MeshwiseError(f"precision {job.precision!r}: narrow recipes are planned, but not yet executed; use mixed")
