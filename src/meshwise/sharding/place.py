@@ -65,35 +65,25 @@ class _Placer:
         if self.strategy.ring:
             self.circling |= _circling(op)
         splits = iteration_space(self.strategy, op)
-        passed = self._bring_routed(op, splits) if isinstance(op, Route) else frozenset[str]()
-        brought = op.inputs[1:] if isinstance(op, Route) else op.inputs
-        inputs = tuple(Held(t, self.bring(t, Sharding.of(t.axes, splits), op.name)) for t in brought)
-        if isinstance(op, Route):
-            source = op.inputs[0]
-            inputs = (Held(source, Sharding.of(source.axes, splits, unreduced=passed)), *inputs)
+        passed = self._passed(op, splits)
+        inputs = []
+        for number, t in enumerate(op.inputs):
+            routed = isinstance(op, Route) and number == 0
+            wanted = Sharding.of(t.axes, splits, unreduced=passed if routed else ())
+            self.bring(t, wanted, op.name, as_it_is=routed and bool(self.held[t.name].sharding.unreduced))
+            inputs.append(Held(t, wanted))
         output = Held(op.output, self._output_sharding(op, splits, passed))
-        self._append(op, inputs, output, splits)
+        self._append(op, tuple(inputs), output, splits)
 
-    def _bring_routed(self, op: Route, splits: dict[str, tuple[str, ...]]) -> frozenset[str]:
-        """Bring what is routed to where the tokens, or their slots, stand.
+    def _passed(self, op: Op, splits: dict[str, tuple[str, ...]]) -> frozenset[str]:
+        """Mesh axes over which what is routed stays unreduced.
 
-        Routing is linear: partial sums over mesh axes that split neither are routed as they are, and added afterwards,
-        when there is one value a token again; over others they are scattered on the way.
-
-        Returns: the mesh axes that it stays unreduced over.
+        Routing is linear: partial sums over mesh axes that split neither tokens nor slots are routed as they are, and
+        added afterwards, when there is one value a token again; over others they are scattered on the way.
         """
-        source = op.inputs[0]
-        held = self.held[source.name]
-        used = {m for split in splits.values() for m in split}
-        passed = frozenset(held.sharding.unreduced - used)
-        wanted = Sharding.of(source.axes, splits, unreduced=passed)
-        self.wanted.setdefault(source.name, set()).add(wanted)
-        if not held.sharding.unreduced:
-            self.bring(source, wanted, op.name)
-        elif held.sharding != wanted and (source.name, wanted) not in self.copies:
-            self._move(held, wanted, op.name)
-            self.copies.add((source.name, wanted))
-        return passed
+        if not isinstance(op, Route):
+            return frozenset()
+        return self.held[op.inputs[0].name].sharding.unreduced.difference(*splits.values())
 
     def _append(self, op: Op, inputs: tuple[Held, ...], output: Held, splits: dict[str, tuple[str, ...]]) -> None:
         self.items.append(LocalOp(op, inputs, output, tuple(splits.items())))
@@ -133,15 +123,13 @@ class _Placer:
         for t in op.inputs:
             if t.axes == op.output.axes and self.held[t.name].sharding.unreduced:
                 alike.setdefault(self.held[t.name].sharding, []).append(t)
-        for sharding, parts in alike.items():
+        for parts in alike.values():
             if len(parts) > 1:
                 whole = replace(parts[0], name=f"{op.output.name}.parts")
                 add = replace(
                     op, name=f"{op.name}.parts", inputs=tuple(parts), output=whole, flops_per_element=len(parts) - 1
                 )
-                self._append(
-                    add, tuple(Held(t, sharding) for t in parts), Held(whole, sharding), _splits_of(whole, sharding)
-                )
+                self._run_on_partial_sums(add)
                 rest = tuple(t for t in op.inputs if t not in parts)
                 op = replace(op, inputs=(*rest, whole), flops_per_element=op.flops_per_element - len(parts) + 1)
         return op
@@ -149,16 +137,24 @@ class _Placer:
     def _run_on_partial_sums(self, op: Op) -> None:
         sharding = self.held[op.inputs[0].name].sharding
         inputs = tuple(Held(t, sharding) for t in op.inputs)
-        self._append(op, inputs, Held(op.output, sharding), _splits_of(op.output, sharding))
+        splits = dict(zip(op.output.axes, sharding.splits, strict=True))
+        self._append(op, inputs, Held(op.output, sharding), splits)
 
-    def bring(self, t: Tensor, wanted: Sharding, reader: str) -> Sharding:
-        """Move tensor `t` to `wanted` for `reader`, reusing a copy that was made before."""
+    def bring(self, t: Tensor, wanted: Sharding, reader: str, *, as_it_is: bool = False) -> None:
+        """Move tensor `t` to `wanted` for `reader`, reusing a copy that was made before.
+
+        Args:
+            t: the tensor.
+            wanted: where.
+            reader: operation that waits for it.
+            as_it_is: whether a partial sum is moved as such, instead of being completed for all readers.
+        """
         self.wanted.setdefault(t.name, set()).add(wanted)
-        held = self.settle(t.name, reader)
-        if held.sharding != wanted and (t.name, wanted) not in self.copies and not self._lies_in_a_copy(t, wanted):
+        held = self.held[t.name] if as_it_is else self.settle(t.name, reader)
+        is_there = held.sharding == wanted or (t.name, wanted) in self.copies
+        if not is_there and (as_it_is or not self._lies_in_a_copy(t, wanted)):
             self._move(held, wanted, reader)
             self.copies.add((t.name, wanted))
-        return wanted
 
     def _lies_in_a_copy(self, t: Tensor, wanted: Sharding) -> bool:
         """Whether every device holds what is wanted as a part of a copy that was made before."""
@@ -197,10 +193,6 @@ def _circling(op: Op) -> set[str]:
     if isinstance(op, AttentionGradient):
         return {op.output.name, *(t.name for t in op.inputs if op.source.key_axis in t.axes)}
     return set()
-
-
-def _splits_of(t: Tensor, sharding: Sharding) -> dict[str, tuple[str, ...]]:
-    return dict(zip(t.axes, sharding.splits, strict=True))
 
 
 def _transfers(held: Held, target: Sharding, purpose: Purpose, reader: str) -> list[Transfer]:
