@@ -124,7 +124,7 @@ def _by_group(x: jax.Array, groups: int) -> jax.Array:
 def _logits(
     q: jax.Array, k: jax.Array, masks: Masks, positions: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Give scaled and capped logits [B, K, G, T, S], and which of them are seen [T, S]."""
+    """Scaled and capped logits [B, K, G, T, S], and which of them are seen [T, S]."""
     groups = q.shape[2] // k.shape[2]
     grouped = q.reshape(*q.shape[:2], k.shape[2], groups, q.shape[3])
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * masks.scale

@@ -1,6 +1,6 @@
 """Attention on a mesh: each device attends with its own queries and heads, to keys it was given or to a ring's.
 
-In ring attention keys and values go round a mesh axis while each device attends to those that are there; the backward
+In ring attention keys and values go round a mesh axis while each device attends to those at hand; the backward
 pass goes round once more with their gradients, so that no device ever holds those of all positions (Liu et al. 2023).
 Not here: attention on one device (`attention`).
 """
@@ -79,7 +79,7 @@ class Ring(Circle):
     name: str = ""
 
     def positions(self, length: int, steps: jax.Array | int = 0) -> jax.Array:
-        """Positions of the part that came round in so many steps; in none, of the device's own."""
+        """Positions of the part that arrives after `steps`; after none, the device's own."""
         return (self.own - steps) % self.size * length + jnp.arange(length)
 
 

@@ -1,4 +1,4 @@
-"""How long single operations take on the devices that are there: products, attention, copies, collectives.
+"""How long single operations take on the devices of this process: products, attention, copies, collectives.
 
 Not here: what they should take (`costs`), or the format that rows are written in (`costs.measured`).
 """
@@ -16,15 +16,15 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.runtime.devices import find_devices, make_mesh, software_of
 from meshwise.sharding import CollectiveKind
 
-#: At least so many timed calls, however long each takes.
+#: Least number of timed calls, however long each takes.
 _CALLS = 5
 
 #: Calls that are queued before one waits: a device works through them without waiting for the host.
 _QUEUED = 10
 
 
-#: Collectives of at most so many bytes are run so many in a row on a CPU, in one program, as in a step: to start a
-#: program takes longer than they do.
+#: Collectives of at most `_SMALL` bytes run `_CHAINED` times in one program on a CPU, as in a step: starting a program
+#: takes longer than they do.
 _SMALL, _CHAINED = 1 << 16, 8
 
 
@@ -44,14 +44,14 @@ class Sample:
 
 
 def matmul_sizes(largest: int) -> tuple[tuple[int, int, int], ...]:
-    """Give (m, k, n) of square products, and of thin ones that the memory binds, up to so large a side."""
+    """(m, k, n) of square products, and of thin, memory-bound ones, with sides of at most `largest`."""
     squares = tuple((n, n, n) for n in (512, 1024, 2048, 4096, 8192, 16384) if n <= largest)
     thin = tuple((m, largest, largest) for m in (1, 16, 128) if m < largest)
     return (*squares, *thin)
 
 
 def attention_sizes(largest: int) -> tuple[tuple[int, int, int], ...]:
-    """Give (batch, queries, keys) of causal attention over whole sequences, and of one query each over a cache."""
+    """(batch, queries, keys) of causal attention over whole sequences, and of decoding over a cache."""
     lengths = tuple(n for n in (512, 1024, 2048, 4096, 8192, 16384) if n <= largest)
     return (*((1, n, n) for n in lengths), *((8, 1, n) for n in lengths))
 
@@ -60,7 +60,7 @@ class Bench:
     """The devices of this process, and operations on them.
 
     Args:
-        cpu_devices: so many fake devices of the CPU; None for the devices that there are.
+        cpu_devices: number of fake CPU devices; None for real devices.
         seconds: to spend on each operation, about.
         told: hears what is to be known of the devices.
 
@@ -110,12 +110,12 @@ class Bench:
         return self._time(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), q, k, v)
 
     def copy(self, num_bytes: int) -> Sample:
-        """Read half of so many bytes, and write as many, on one device."""
+        """Read half of `num_bytes`, and write the other half, on one device."""
         x = self._drawn((max(num_bytes // 8, 1),), "fp32")
         return self._time(lambda x: x + 1, x)
 
     def activation(self, elements: int) -> Sample:
-        """Compute SiLU(x) * y of so many fp32 elements on one device."""
+        """Compute SiLU(x) * y of fp32 elements on one device."""
         import jax  # noqa: PLC0415
 
         x, y = self._drawn((elements,), "fp32"), self._drawn((elements,), "fp32")
@@ -163,7 +163,7 @@ class Bench:
         return Sample(found.seconds / times, found.low / times, found.high / times, found.calls * times)
 
     def _drawn(self, shape: Sequence[int], dtype: str) -> Any:
-        """Give random numbers: constants multiply faster than real ones on chips that save power."""
+        """Random numbers: constants multiply faster than those on chips that save power."""
         import jax  # noqa: PLC0415
         import jax.numpy as jnp  # noqa: PLC0415
 
@@ -175,7 +175,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _in_words(self) -> Iterator[None]:
-        """Say what the devices cannot do, such as too large an array or a format that they lack."""
+        """Report what the devices cannot do, such as too large an array or a format that they lack."""
         import jax  # noqa: PLC0415
 
         try:
@@ -234,7 +234,7 @@ class Bench:
         return Sample(statistics.median(times), min(times), max(times), len(times) * queued)
 
     def kinds(self) -> Iterator[CollectiveKind]:
-        """Give the collectives that mean something here: none on one device."""
+        """The collectives to measure: none on one device."""
         yield from (k for k in CollectiveKind if k is not CollectiveKind.SLICE and len(self.devices) > 1)
 
 

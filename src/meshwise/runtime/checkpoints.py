@@ -1,4 +1,4 @@
-"""Training states on disk: a step is saved when all of it is there, else it is not there at all.
+"""Training states on disk: a step is saved whole or not at all.
 
 One folder a step, written under another name and renamed when the disk has it; beside the state a record of what it is
 the state of, and of every file. Not here: when to save (`loop`), the order of layers in another layout (`states`).
@@ -45,7 +45,7 @@ class Checkpoints:
         locks: what keeps the folder for this run.
 
     Of several processes each writes its part of a state; the first keeps the folder, and writes the record when all
-    parts are there.
+    parts are written.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ class Checkpoints:
             raise
 
     def _sees_what_the_first_sees(self) -> MeshwiseError | None:
-        """Say whether this process has the folder of the first one before it."""
+        """An error unless this process sees the same folder as the first one."""
         if jax.process_count() == 1:
             return None
         from jax.experimental import multihost_utils  # noqa: PLC0415
@@ -138,7 +138,7 @@ class Checkpoints:
         """Keep the state after a step; it is on disk when this returns.
 
         Raises:
-            MeshwiseError: the disk cannot take it, or the step is there already.
+            MeshwiseError: the disk cannot take it, or the step is already saved.
         """
         unfinished = self._unfinished(step)
         on_first(lambda: self._begin(step, state))
@@ -167,7 +167,7 @@ class Checkpoints:
             raise self._not_saved(step, error) from None
 
     def _finish(self, step: int) -> None:
-        """Write the record of a state that is there, and give it its name when the disk has all of it."""
+        """Write the record of a written state, and rename it to its final name when the disk has all of it."""
         unfinished = self._unfinished(step)
         try:
             record = {
@@ -199,7 +199,7 @@ class Checkpoints:
             )
 
     def load(self, step: TrainStep) -> tuple[int, State]:
-        """Give the last saved step and its state, where `step` reads it, whatever layout it was saved in.
+        """The last saved step and its state, where `step` reads it, whatever layout it was saved in.
 
         Raises:
             ConfigError: files are missing, or are not what was saved.

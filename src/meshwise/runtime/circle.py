@@ -59,7 +59,7 @@ class Circle:
         return jax.lax.ppermute(x, self.axis, pairs)
 
     def arriving(self, shard: jax.Array, dimension: int) -> Iterator[Piece]:
-        """Give the shards of all devices as they come round, this device's first.
+        """The shards of all devices as they come round, this device's first.
 
         Args:
             shard: this device's.
@@ -119,7 +119,7 @@ class Circle:
         return [(by, start, count) for by, start, count in ((1, 0, half), (-1, half, rows - half)) if count]
 
     def _at(self, steps: int) -> jax.Array:
-        """Number of the device so many steps ahead."""
+        """Number of the device `steps` ahead."""
         return (self.own + steps) % self.size
 
 

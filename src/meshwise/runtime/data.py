@@ -64,7 +64,7 @@ class TokenSource(Protocol):
         ...
 
     def sequences(self, step: int, count: int, length: int) -> np.ndarray:
-        """Give the sequences of a step.
+        """The sequences of a step.
 
         Args:
             step: its number, from 1.
@@ -97,7 +97,7 @@ class SyntheticTokens:
         return {"source": "synthetic", "seed": self.seed}
 
     def sequences(self, step: int, count: int, length: int) -> np.ndarray:
-        """Give the sequences of a step: int32 [count, length]."""
+        """The sequences of a step: int32 [count, length]."""
         random = np.random.default_rng([self.seed, step])
         jumps = random.random((count, length)) < _SURPRISE
         jumps[:, 0] = True
@@ -128,7 +128,7 @@ class TextTokens:
         return {"source": "text", "seed": self.seed, "digest": self.digest}
 
     def sequences(self, step: int, count: int, length: int) -> np.ndarray:
-        """Give the sequences of a step: int32 [count, length]."""
+        """The sequences of a step: int32 [count, length]."""
         random = np.random.default_rng([self.seed, step])
         starts = random.integers(0, len(self.ids) - length + 1, count)
         return self.ids[starts[:, None] + np.arange(length)]

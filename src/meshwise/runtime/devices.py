@@ -212,7 +212,7 @@ def _any(folder: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def _loads(library: str) -> bool:
-    """Whether a library is there; under WSL it stands where no loader looks by itself."""
+    """Whether a library can be loaded; under WSL it lies where no loader looks by itself."""
     for name in (library, os.path.join("/usr/lib/wsl/lib", library)):  # noqa: PTH118 -- a name for the loader
         with contextlib.suppress(OSError):
             ctypes.CDLL(name)
@@ -224,7 +224,7 @@ def find_devices(cpu_devices: int | None = None, told: Callable[[str], None] = l
     """List the devices.
 
     Args:
-        cpu_devices: so many fake devices of the CPU in each process; None for the devices that there are.
+        cpu_devices: number of fake CPU devices in each process; None for real devices.
         told: hears of accelerators that were looked for in vain.
 
     Raises:
@@ -235,6 +235,10 @@ def find_devices(cpu_devices: int | None = None, told: Callable[[str], None] = l
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpu_devices}".strip()
         os.environ["JAX_PLATFORMS"] = "cpu"
+        if cpu_devices > 1:
+            # XLA's threads: a device that waits in a collective holds one, and devices may enter collectives that do
+            # not depend on each other in any order; with a thread a device some programs wait for ever.
+            os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 4 * cpu_devices)))
     jax = load_jax()
     if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")  # JAX may have been imported before
@@ -252,14 +256,14 @@ def find_devices(cpu_devices: int | None = None, told: Callable[[str], None] = l
 
 
 def software_of(device: Any) -> str:
-    """Say what runs programs on a device."""
+    """What runs programs on a device."""
     import jax  # noqa: PLC0415 -- loaded already
 
     return f"jax {jax.__version__} on {device.platform}, {device.client.platform_version.splitlines()[0]}"
 
 
 def share_of_machine(num_devices: int) -> str:
-    """Say what one of so many fake devices of this machine's CPU is.
+    """One of `num_devices` fake devices of this machine's CPU, in words.
 
     >>> share_of_machine(4).startswith("1/4 of ")
     True

@@ -42,11 +42,8 @@ class _Walk:
     copies: dict[tuple[str, Sharding], jax.Array] = field(default_factory=dict)
     rings: Mapping[str, CollectiveProducts] = field(default_factory=dict)  # by the name of each product
 
-    def bring(self, t: Tensor, splits: Mapping[str, tuple[str, ...]]) -> jax.Array:
-        """Give tensor `t` where an operation with these splits reads it; a copy that was made before is read again."""
-        return self._bring_to(t, Sharding.of(t.axes, splits))
-
-    def _bring_to(self, t: Tensor, wanted: Sharding) -> jax.Array:
+    def bring(self, t: Tensor, wanted: Sharding) -> jax.Array:
+        """Tensor `t` where an operation reads it; a copy that was made before is read again."""
         if t.kind is Kind.INDEX or wanted == self.held[t.name]:
             return self.arrays[t.name]
         held = self.held[t.name]
@@ -60,33 +57,33 @@ class _Walk:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Execute operations in order; those between a dispatch and its combination as one."""
-        at = 0
-        while at < len(ops):
-            stop = at + 1
-            if isinstance(ops[at], Route):
-                stop = next(i for i in range(at, len(ops)) if _combines(ops[i])) + 1
-                self._run_experts(tuple(ops[at:stop]))
-            else:
-                self._run_one(ops[at])
-            at = stop
+        routed: list[Op] = []
+        for op in ops:
+            if not routed and not isinstance(op, Route):
+                self._run_one(op)
+                continue
+            routed.append(op)
+            if isinstance(op, Route) and op.combine:
+                self._run_experts(routed)
+                routed = []
 
-    def _run_experts(self, ops: tuple[Op, ...]) -> None:
+    def _run_experts(self, ops: Sequence[Op]) -> None:
         kind = RaggedExperts if self.around.expert_dispatch == "ragged" else Experts
         dispatch, *between, combine = ops
         assert isinstance(dispatch, Route) and isinstance(combine, Route)  # noqa: PT018 -- as `run` finds them
         experts = kind(dispatch, tuple(between), combine, self.placement, self.around)
-        splits = self.placement.splits(dispatch)
-        x, gates = (self.bring(replace(t, kind=Kind.ACTIVATION), splits) for t in dispatch.inputs)
+        inputs = (replace(t, kind=Kind.ACTIVATION) for t in dispatch.inputs)
+        x, gates = (self.bring(t, self.placement.at(dispatch, t)) for t in inputs)
         chosen = self.arrays[f"{dispatch.inputs[1].name}.chosen"]
-        weights = {t.name: self._bring_to(t, sharding) for t, sharding in experts.weights}
+        weights = {t.name: self.bring(t, sharding) for t, sharding in experts.weights}
         self._keep(combine, experts.run(x, gates, chosen, weights))
 
     def _run_ring(self, products: CollectiveProducts) -> None:
         """Execute products that share a collective, all at once."""
         again = bool(self.around.recomputed & {op.name for op in products.ops})
         how = PlacedProducts(products, self.placement, self.around.collective_matmul == "bidirectional", again)
-        x = self._bring_to(products.ops[0].inputs[0], how.input)
-        weights = [self._bring_to(op.inputs[1], held) for op, held in zip(products.ops, how.weights, strict=True)]
+        x = self.bring(products.ops[0].inputs[0], how.input)
+        weights = [self.bring(op.inputs[1], held) for op, held in zip(products.ops, how.weights, strict=True)]
         for op, made, held in zip(products.ops, multiply_placed(how, x, weights), how.outputs, strict=True):
             self._keep(op, made, held)
 
@@ -99,18 +96,16 @@ class _Walk:
         splits = self.placement.splits(op)
         if isinstance(op, Attention) and self.placement.strategy.ring:  # keys stay where their positions are
             splits[op.key_axis] = splits.get(op.query_axis, ())
-        inputs = [self.bring(t, splits) for t in op.inputs]
+        read = (*op.inputs, _denominator(op.inputs[0])) if op.name == "sinks" else op.inputs
+        inputs = [self.bring(t, Sharding.of(t.axes, splits)) for t in read]
         if isinstance(op, Lookup):
             with jax.named_scope(op.name):
                 self._keep(op, look_up(op, inputs[0], inputs[1], self.placement, splits))
             return
-        if op.name == "sinks":
-            inputs.append(self.bring(_denominator(op.inputs[0]), splits))
         with jax.named_scope(op.name):
             out = self._compute(op, inputs, splits)
         local = Sharding.of(op.output.axes, splits)
-        split = {m for s in local.splits for m in s}
-        pending = {m for a in op.axes for m in splits.get(a, ())} - split
+        pending = {m for a in op.axes for m in splits.get(a, ())} - local.splitting_axes
         home = self.placement.strategy.home(op.output.axes) if pending else local
         self._keep(op, self.placement.complete(out, home, local), home)
 
@@ -144,7 +139,7 @@ class _Walk:
         return out
 
     def _choose(self, op: Op, inputs: list[jax.Array]) -> jax.Array:
-        """Give the weights of the experts that are chosen, and remember which they are."""
+        """Weights of the chosen experts, whose numbers are remembered."""
         correction = inputs[1] if len(inputs) > 1 else None
         top_k = int(self.around.sizes[op.output.axes[-1]])
         gates, chosen = choose(inputs[0], correction, self.around.numerics.router, top_k)
@@ -157,10 +152,6 @@ def _rings(block: Block, placement: Placement, around: Surroundings) -> dict[str
     if around.collective_matmul == "compiler" or AXIS not in placement.axes:
         return {}
     return {op.name: products for products in collective_products(block, placement.strategy) for op in products.ops}
-
-
-def _combines(op: Op) -> bool:
-    return isinstance(op, Route) and op.combine
 
 
 def _cast(w: Any, dtype: Any) -> Any:

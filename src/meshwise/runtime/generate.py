@@ -206,7 +206,7 @@ def generator(
 
     Args:
         model: of `EXECUTED_FAMILIES`.
-        layout: data, fsdp and expert split sequences, tensor splits heads and widths; there is nothing else to split.
+        layout: data, fsdp and expert split sequences, tensor splits heads and widths; other axes are refused.
         devices: as many as the layout has chips, in the order of its mesh.
         sequences: that are extended together.
         length: of the longest sequence, prompt included.

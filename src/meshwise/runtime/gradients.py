@@ -111,7 +111,7 @@ def _of_all_replicas(how: Accumulation, gradients: Tree) -> Tree:
 
 
 def _of_microbatch(stack: Stack, reductions: Any) -> Any:
-    """Give the function from weights and a microbatch to the sum of its losses and gradients."""
+    """The function from weights and a microbatch to the sum of its losses and gradients."""
 
     def loss(weights: Tree, microbatch: Batch) -> jax.Array:
         return jnp.sum(stack.losses(weights, microbatch["tokens"], microbatch["labels"]))
@@ -124,7 +124,7 @@ def _of_microbatch(stack: Stack, reductions: Any) -> Any:
 
 
 def _of_replicas(how: Accumulation, pipeline: Pipeline | None = None) -> Any:
-    """Give the same for each replica alone: sequences are dealt to replicas, and a dimension in front numbers them."""
+    """The same for each replica alone: sequences are dealt to replicas, which a leading dimension numbers."""
     placement = how.stack.placement
     inner = replace(how.stack, placement=replace(placement, outside=frozenset({_REPLICAS})))
     own = (

@@ -116,7 +116,7 @@ class Stack:
         return layer
 
     def _keeping(self, block: Block, policy: RematPolicy, *, looped: bool) -> Callable[[jax.Array, Arrays], jax.Array]:
-        """Give a layer that keeps what the policy keeps; in a loop nothing merges what is computed twice.
+        """A layer that keeps what the policy keeps; in a loop nothing merges what is computed twice.
 
         Only what operations make is ever kept: what was gathered for one of them, a weight above all, is gathered
         again in the backward pass, also where every activation is kept.
@@ -152,11 +152,11 @@ class Stack:
 
 
 def _chosen(weights: Arrays, piece: jax.Array) -> Arrays:
-    """Of weights of several pieces those of one."""
+    """One pipeline chunk's slice of the stacked weights."""
     return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, piece, keepdims=False), weights)
 
 
-#: Pass stream and weights on, the weights not before the stream is there: else JAX takes what is made of weights alone
+#: Pass stream and weights on, the weights not before the stream: else JAX takes what is made of weights alone
 #: out of loops, and gathers all of them first.
 _read_together = linear(jax.lax.optimization_barrier, lambda gradients: gradients)
 

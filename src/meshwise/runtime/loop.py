@@ -39,7 +39,7 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledMemory:
+class StepMemory:
     """Bytes of one device that the compiled step needs.
 
     Args:
@@ -64,7 +64,7 @@ class Trained:
         first: number of the first, from 1.
         losses: mean over the tokens of each step.
         seconds: of each step.
-        timed: indexes of those that neither warm up nor are profiled, where there are such.
+        timed: indexes of those that neither warm up nor are profiled, if any.
         saved: numbers of those whose state is on disk.
         compile_seconds: that compiling took.
         compiled: memory that the compiled step needs, None where the backend does not tell.
@@ -77,7 +77,7 @@ class Trained:
     timed: tuple[int, ...]
     saved: tuple[int, ...]
     compile_seconds: float
-    compiled: CompiledMemory | None
+    compiled: StepMemory | None
     in_use: int | None
 
 
@@ -200,7 +200,7 @@ class _Loop:
             self.saved.append(number)
 
     def timed(self) -> Iterator[int]:
-        """Give the steps to time: those after warming up and outside the profile, or what there is instead."""
+        """Indexes of the steps to time: after warm-up and outside the profile, if any are."""
         every = range(len(self.seconds))
         warm = [i for i in every if i >= WARM_UP]
         yield from [i for i in warm if i not in self.profiled] or warm or every[-1:]
@@ -208,7 +208,7 @@ class _Loop:
 
 @contextmanager
 def in_words() -> Iterator[None]:
-    """Say what JAX raises when devices cannot run a program.
+    """Report in words what JAX raises when devices cannot run a program.
 
     Raises:
         MeshwiseError: instead of it.
@@ -255,15 +255,15 @@ def _make_folder(profile: Path) -> None:
         raise MeshwiseError(f"--profile {profile}: Permission denied")
 
 
-def _compiled_memory(compiled: Any) -> CompiledMemory | None:
+def _compiled_memory(compiled: Any) -> StepMemory | None:
     found = compiled.memory_analysis()
     if found is None:
         return None
-    return CompiledMemory(int(found.argument_size_in_bytes), int(found.temp_size_in_bytes))
+    return StepMemory(int(found.argument_size_in_bytes), int(found.temp_size_in_bytes))
 
 
 def _in_use(step: TrainStep) -> int | None:
-    """Give the peak of the fullest device of this process, where the backend tells."""
+    """Peak bytes in use on the fullest device of this process, where the backend tells."""
     stats: list[Mapping[str, int] | None] = [d.memory_stats() for d in step.mesh.local_devices]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     return max(peaks, default=None)

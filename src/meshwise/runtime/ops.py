@@ -251,7 +251,7 @@ def _yarn(plain: NDArray[np.float64], scaling: Scaling, theta: float, width: int
     """Keep dimensions that rotate often, divide those that rotate seldom, pass linearly between (Peng et al. 2023)."""
 
     def dimension(rotations: float) -> float:
-        """Where a dimension makes so many rotations within the original positions."""
+        """The dimension that makes this many rotations within the original positions."""
         return width * math.log(scaling.original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(scaling.high), dimension(scaling.low)

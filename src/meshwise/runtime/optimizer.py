@@ -40,7 +40,7 @@ class LearningRate:
     final: float = 0.0
 
     def at(self, step: Any) -> Any:
-        """Give the rate of a step.
+        """The rate of a step.
 
         Args:
             step: its number, from 1; may be traced.

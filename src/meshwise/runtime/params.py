@@ -29,7 +29,7 @@ HELD: dict[DType, Any] = {DType.FP32: jnp.float32, DType.BF16: jnp.bfloat16}
 
 
 def dtype_of(format_: DType) -> Any:
-    """Give JAX's dtype."""
+    """JAX's dtype."""
     return HELD[format_]
 
 
@@ -58,7 +58,7 @@ class Segment:
     times: int = 1
 
     def stack(self, run: Run) -> tuple[int, ...]:
-        """Give the sizes of the dimensions in which weights of a run are stacked: over times, and within a run."""
+        """Sizes of the leading dimensions that stack a run's weights: over times, and within a run."""
         return tuple(n for n in (self.times, run.count) if n > 1)
 
 
@@ -138,7 +138,7 @@ class Parameter:
     staged: bool = False
 
     def abstract(self, placement: Placement, part: str, dtype: Any) -> jax.ShapeDtypeStruct:
-        """Give the array that holds it, without values."""
+        """The array that holds it, without values."""
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.named(placement, part))
 
     def stacked_sharding(self, placement: Placement, part: str) -> Sharding:
@@ -147,7 +147,7 @@ class Parameter:
         return Sharding((*stack, *placement.strategy.stored(self.tensor.axes, part).splits))
 
     def named(self, placement: Placement, part: str, lead: tuple[str, ...] = ()) -> NamedSharding:
-        """Give JAX's sharding of the array that holds it; `lead` are mesh axes of dimensions in front."""
+        """JAX's sharding of the array that holds it; `lead` are mesh axes of dimensions in front."""
         spec = placement.spec(self.stacked_sharding(placement, part))
         return NamedSharding(placement.mesh, PartitionSpec(*lead, *spec))
 

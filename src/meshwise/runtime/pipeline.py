@@ -33,7 +33,7 @@ Batch = Mapping[str, jax.Array]
 
 
 def piece_order(order: Sequence[str], layout: Layout) -> tuple[str, ...]:
-    """Give the blocks of the layers of one piece: stages hold `virtual_stages` pieces each, all alike.
+    """The blocks of one piece's layers: stages hold `virtual_stages` pieces each, all alike.
 
     Args:
         order: block of every layer.
@@ -194,7 +194,7 @@ class Pipeline:
         return () if any(p.staged for p in self.parameters[key].values()) else (STAGE,)
 
     def _spread(self, weights: Tree) -> Tree:
-        """Give each stage embedding and head of its own: a dimension in front, over which gradients are added up."""
+        """Copy embedding and head to each stage: a leading dimension, over which gradients are added up."""
 
         def one(key: str, name: str, w: Any) -> Any:
             named = self.parameters[key][name].named(self.stack.placement, "weights", (STAGE,))
@@ -332,5 +332,5 @@ def _entered(chosen: jax.Array, fresh: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _of_stages(chosen: jax.Array) -> jax.Array:
-    """Give one switch a stage the dimensions of a stream in front of which stages are numbered."""
+    """One switch for each stage, with the dimensions of a stream behind it."""
     return chosen[:, None, None, None]

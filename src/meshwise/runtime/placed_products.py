@@ -127,7 +127,7 @@ class PlacedProducts:
     def backward(
         self, x: jax.Array, weights: Arrays, d_outs: Arrays, dtypes: Sequence[Any]
     ) -> tuple[jax.Array, Arrays]:
-        """Give the gradients of one device's blocks; those of weights in `dtypes`, where they are accumulated."""
+        """Gradients of one device's blocks; those of weights in `dtypes`, where they are accumulated."""
         equations, letter, circle = self.equations, self.letter, self.circle
         if self.form is Form.SCATTER:
             (equation,) = equations

@@ -21,7 +21,7 @@ from meshwise.sharding import Sharding
 
 
 def subscripts(op: Einsum) -> tuple[str, str, str]:
-    """Write both inputs and the output of an operation, a letter an axis."""
+    """Einsum letters of both inputs and of the output."""
     letters = {axis: chr(ord("a") + i) for i, axis in enumerate(op.axes)}
     first, second, out = ("".join(letters[a] for a in t.axes) for t in (*op.inputs, op.output))
     return first, second, out
@@ -36,7 +36,7 @@ def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched) -> jax
 
 
 def align(x: jax.Array, axes: tuple[str, ...], onto: tuple[str, ...]) -> jax.Array:
-    """Give `x` dimensions of size one for the axes of `onto` that it lacks.
+    """Add dimensions of size one for the axes of `onto` that `x` lacks.
 
     >>> align(jnp.ones((4,)), ("N",), ("B", "N", "H")).shape
     (1, 4, 1)
@@ -80,7 +80,7 @@ def multiply(
 
 
 def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:
-    """Give each device a copy of its own of the part of a weight that it holds, and their gradients one sum.
+    """Copy the part of a weight that each device holds; the gradients of all copies are reduced to one.
 
     For code in a `shard_map`, which would add up gradients whole.
 
@@ -103,7 +103,7 @@ def spread(w: Any, held: Sharding, back: Sharding, placement: Placement) -> Any:
 
 
 def spread_spec(held: Sharding, placement: Placement) -> PartitionSpec:
-    """Say how the copies that `spread` gives are split."""
+    """How the copies that `spread` makes are split."""
     return PartitionSpec(others(held, placement) or None, *placement.spec(held))
 
 

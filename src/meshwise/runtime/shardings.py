@@ -63,7 +63,7 @@ class Placement:
         return tuple(a for a in self.mesh.axis_names if a not in self.outside)
 
     def split(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Of these mesh axes those that are here."""
+        """Those of these mesh axes that may split something here."""
         return tuple(a for a in axes if a in self.axes)
 
     def ways(self, axes: tuple[str, ...]) -> int:
@@ -79,7 +79,7 @@ class Placement:
         return PartitionSpec(*[None] * stack, *(p[0] if len(p) == 1 else p or None for p in parts))
 
     def named(self, sharding: Sharding, stack: int = 0) -> NamedSharding:
-        """Give JAX's sharding."""
+        """JAX's sharding."""
         return NamedSharding(self.mesh, self.spec(sharding, stack))
 
     def splits(self, op: Op) -> dict[str, tuple[str, ...]]:
@@ -91,7 +91,7 @@ class Placement:
         return Sharding.of(t.axes, self.splits(op))
 
     def reduced(self, axes: tuple[str, ...]) -> Sharding:
-        """Say where the gradient of a weight with these axes is reduced to."""
+        """Where the gradient of a weight with these axes is reduced to."""
         return self.strategy.stored(axes, self.reduces)
 
     def move(self, x: Any, source: Sharding, target: Sharding, back: Sharding) -> Any:

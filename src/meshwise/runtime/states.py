@@ -17,7 +17,7 @@ from meshwise.runtime.weights.loading import Weights
 
 
 def starting_state(step: TrainStep, published: Weights) -> State:
-    """Give the state before the first step: weights and their master copy from the file, moments of zero.
+    """The state before the first step: weights and their master copy from the file, moments of zero.
 
     Args:
         step: the program.

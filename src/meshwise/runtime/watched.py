@@ -48,7 +48,7 @@ def sunk(gradients: Any) -> Any:
 
 
 def plain(w: Any) -> Any:
-    """Give a watched weight as one array in the wider format; anything else as it is."""
+    """A watched weight as one array in the wider format; anything else unchanged."""
     return jax.lax.stop_gradient(w.value).astype(w.sink.dtype) + w.sink if isinstance(w, Watched) else w
 
 

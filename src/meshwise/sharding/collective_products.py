@@ -96,11 +96,11 @@ def _found(block: Block, strategy: Strategy) -> Iterator[CollectiveProducts]:
         own = held.get(x.name, strategy.home(x.axes))
         wanted = Sharding.of(x.axes, splits)
         if pending == {AXIS} and not _added_first(op, block.ops[number + 1 :]):
-            form, along = _form_of_sum(op, local, home)
+            form, along = _form(op.output, local, home, Form.REDUCE, Form.SCATTER)
             if along is not None:
                 yield CollectiveProducts(form, (op,), along)
         elif not pending and AXIS in local.splitting_axes and AXIS not in wanted.splitting_axes:
-            form, along = _form_of_input(x, own, wanted)
+            form, along = _form(x, wanted, own, Form.COPY, Form.GATHER)
             readers = [o for o in block.ops if any(t.name == x.name for t in o.inputs)]
             alike = [o for o in readers if _reads_alike(o, x, wanted, strategy)]
             products = tuple(o for o in alike if _multiplies_weights(o) and isinstance(o, Einsum))
@@ -127,16 +127,9 @@ def _reads_alike(op: Op, x: Tensor, wanted: Sharding, strategy: Strategy) -> boo
     return AXIS in Sharding.of(op.output.axes, splits).splitting_axes
 
 
-def _form_of_sum(op: Einsum, local: Sharding, home: Sharding) -> tuple[Form, str | None]:
-    if home == local:
-        return Form.REDUCE, _rows(op.output)
-    return Form.SCATTER, _only_difference(op.output, local, home)
-
-
-def _form_of_input(x: Tensor, own: Sharding, wanted: Sharding) -> tuple[Form, str | None]:
-    if own == wanted:
-        return Form.COPY, _rows(x)
-    return Form.GATHER, _only_difference(x, wanted, own)
+def _form(t: Tensor, whole: Sharding, split: Sharding, same: Form, other: Form) -> tuple[Form, str | None]:
+    """`same`, where a tensor is held alike before and after its collective, else `other`; and the axis of its rows."""
+    return (same, _rows(t)) if whole == split else (other, _only_difference(t, whole, split))
 
 
 def _only_difference(t: Tensor, whole: Sharding, split: Sharding) -> str | None:

@@ -296,7 +296,7 @@ class _Reader:
         return int(value)
 
     def subscript(self) -> list[_Placed]:
-        """Read the mesh axes of a subscript, none where there is no subscript."""
+        """Read the mesh axes of a subscript, none without a subscript."""
         place = self.skip()
         if marks := self.take(_MARKS):
             return [(SUBSCRIPTS[mark], place + i) for i, mark in enumerate(marks)]

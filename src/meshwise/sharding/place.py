@@ -40,7 +40,7 @@ class _Placer:
         slices_copies: bool = False,
     ) -> None:
         self.strategy = strategy
-        self.slices_copies = slices_copies  # a part of a copy that was made before is there, too
+        self.slices_copies = slices_copies  # whether a slice of an earlier copy serves as well
         self.beside = beside  # names of what moves round a ring beside products, forward or as a gradient
         self.held = held
         self.copies: set[tuple[str, Sharding]] = set()
@@ -231,8 +231,7 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
     kept = _as_read_again(made, forward.forms, back.wanted)
     if kept != made:
         back, gradients, recomputed = _place_backward(block, strategy, saved, outside | kept, forward)
-    # No operation makes the gradients of idle weights, so that there is nothing to add up or to move; their
-    # accumulators are there all the same.
+    # No operation makes gradients of idle weights, so nothing is reduced or moved; they have accumulators all the same.
     idle = {
         t.name: Held(replace(t, name=f"d_{t.name}", kind=Kind.GRADIENT), strategy.stored(t.axes, "gradients"))
         for t in block.idle

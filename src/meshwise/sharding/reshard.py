@@ -157,7 +157,7 @@ def nominal_bytes_sent(step: Collective) -> float:
 def nearest(sources: Iterable[Sharding], targets: Iterable[Sharding]) -> Sharding:
     """Find the source from which all `targets` together have the least to move; the first of those that tie.
 
-    A target that is unreduced where a source is not counts as the sum, which is there.
+    A target that is unreduced where a source is not counts as reduced: the source has the sum.
 
     >>> exchanged, made = Sharding((("X",), ())), Sharding(((), ("X",)))
     >>> nearest([made, exchanged], [exchanged]) == exchanged
@@ -238,7 +238,7 @@ class _Moves:
                 yield CollectiveKind.ALL_TO_ALL, axes, (_append(_drop(splits, d, axes), home, axes), unreduced)
 
     def _gathers(self, state: _State) -> Iterator[_Step]:
-        """Gather the minor-most axes of a dimension, but for those that already stand as in the target."""
+        """Gather the minor-most axes of a dimension, except those already placed as in the target."""
         splits, unreduced = state
         for d, (split, wanted) in enumerate(zip(splits, self.target[0], strict=True)):
             settled = next((i for i, (a, b) in enumerate(zip(split, wanted, strict=False)) if a != b), None)

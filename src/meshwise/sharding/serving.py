@@ -26,7 +26,7 @@ CACHE_SPLITS = ("heads", "batch", "sequence")
 #: it, or its width.
 RESIDUALS = ("whole", "positions", "width")
 
-#: What heads and widths of feed-forward parts are split by: K only where there are so many key/value heads.
+#: Axes of heads and feed-forward widths; K is split only as far as the key/value heads go.
 _HEADS_AND_WIDTHS = tuple(a for a in TENSOR_AXES if a != "K")
 
 #: Sequences are split over these first, so that what attention moves is the minor-most.
@@ -241,7 +241,7 @@ class ServingLayout(MeshLayout):
 
     @property
     def structure(self) -> ServingLayoutChoices:
-        """The choices that are no sizes; those that mean nothing on this mesh as if they had not been made."""
+        """The choices that are not sizes, with defaults for those without effect on this mesh."""
         made = {name: getattr(self if means else ServingLayout, name) for name, means in self._choices.items()}
         return ServingLayoutChoices(**made, wide=self.width > 1)
 

@@ -56,7 +56,7 @@ class Strategy:
         attention: rules that attention itself follows first (heads instead of positions, in Ulysses).
         caches: for what attention and recurrences keep between steps of serving, after the rules of attention:
             positions and heads that attention itself does not split so.
-        ring: whether keys and values go round a ring while attention works on those that are there, instead of being
+        ring: whether keys and values go round a ring while attention works on those at hand, instead of being
             gathered before.
         pieces: whether gathers and scatters beside products of the tensor axis go round a ring in pieces (collective
             matmuls that the program spells out).

@@ -28,7 +28,7 @@ class SafetensorsFiles:
 
     Raises:
         MissingDependencyError: the library is missing.
-        MeshwiseError: there is no such file, or no safetensors in it.
+        MeshwiseError: no such file, or no safetensors in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class GgufFile:
 
     Raises:
         MissingDependencyError: the library is missing.
-        MeshwiseError: there is no such file, or it is torn.
+        MeshwiseError: no such file, or a torn one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class GgufFile:
             raise MeshwiseError(f"--weights {path}: cannot be read as GGUF: {error}") from None
 
     def said(self, key: str) -> Any:
-        """Give what the file's metadata says, or None."""
+        """A value of the file's metadata, or None."""
         field = self._reader.get_field(key)
         return None if field is None else field.contents()
 

@@ -100,7 +100,7 @@ class Weights:
     names: Mapping[str, Stored]
 
     def check(self) -> None:
-        """See that every weight is there in its shape, and nothing else.
+        """Check that the file holds every weight in its shape, and nothing else.
 
         Raises:
             ConfigError: with the tensor's name, and what was expected.
@@ -151,7 +151,7 @@ class Weights:
         return found
 
     def _pieces(self, block: str, own: str, layer: int) -> dict[tuple[int, ...], _Piece]:
-        """Give the tensors of a weight of one layer: by expert where each has its own, else one under ()."""
+        """The tensors that hold one layer's weight: by expert where each has its own, else one under ()."""
         stored = self.names.get(own)
         if stored is None:
             raise ConfigError(

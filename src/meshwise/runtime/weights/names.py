@@ -136,7 +136,7 @@ _TABLES: dict[str, Table] = {
 
 
 def hub_names(model: Model) -> Table:
-    """Say where published checkpoints of a model's family hold its weights.
+    """Where published checkpoints of a model's family hold its weights.
 
     >>> from meshwise.models import load_model
     >>> hub_names(load_model("mixtral-8x7b"))["w_expert.up"].name
@@ -176,7 +176,7 @@ _GGUF_EXPERTS = "model.layers.{layer}.mlp.experts."
 
 
 def gguf_names(model: Model, file: GgufFile) -> Mapping[str, Stored]:
-    """Say where a file holds the weights of a model.
+    """Where a GGUF file holds the weights of a model.
 
     Raises:
         ConfigError: for a family that is not read from GGUF, or a file of another architecture.
@@ -197,7 +197,7 @@ def gguf_names(model: Model, file: GgufFile) -> Mapping[str, Stored]:
 
 
 def _translated(own: str, stored: Stored, architecture: str) -> Stored | None:
-    """Say where a file of this architecture holds a weight; None where it has no such."""
+    """Where a GGUF file of this architecture holds a weight; None if it has no such tensor."""
     import gguf  # noqa: PLC0415 -- loaded when weights are read
 
     kind = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

@@ -34,7 +34,7 @@ class Shape:
 
 
 def shape_of(block: Block, t: Tensor, sizes: Mapping[str, float]) -> Shape:
-    """Say what the axes of a weight are to the operation that reads it."""
+    """What the axes of a weight are to the operation that reads it."""
     reader = next(op for op in block.ops if any(i.name == t.name for i in op.inputs))
     routed = t.axes[:1] if t.name.startswith(("w_expert.", "b_expert.")) else ()
     table = t.axes[:1] if isinstance(reader, Lookup) else ()
@@ -72,7 +72,7 @@ class Stored:
         return "{expert}" in self.name
 
     def shape(self, own: str, shapes: Mapping[str, Shape]) -> tuple[int, ...]:
-        """Give the shape of the tensor in the file.
+        """Shape of the tensor in the file.
 
         Args:
             own: name of the weight.
@@ -89,7 +89,7 @@ class Stored:
         return sum(math.prod(shapes[n].outputs) for n in self.among or (own,))
 
     def take(self, array: Array, own: str, shapes: Mapping[str, Shape]) -> Array:
-        """Give the weight as it is held here: experts, inputs, outputs.
+        """The weight as it is held here: experts, inputs, outputs.
 
         Args:
             array: the tensor of the file, of the shape above.
