@@ -88,6 +88,14 @@ def test_numbers_and_mappings_serve_as_well_as_text():
     assert a == meshwise.shard("A[I_X, J] -> A[I, J]", mesh="X=4", sizes="I=8,J=8")
 
 
+def test_a_plan_is_simulated_as_its_job_and_layout_are():
+    asked = {**TRAIN, "layout": "stage=4,fsdp=4,tensor=4"}
+    plan = meshwise.estimate_train("llama-3-8b", **asked).plans[0]
+    assert meshwise.simulate_step("llama-3-8b", **asked).total == meshwise.simulate_step(plan).total
+    with pytest.raises(MeshwiseError, match="a plan has its job in it, found on besides; leave them out"):
+        meshwise.simulate_step(plan, on="v5p:4x4x4")
+
+
 def test_the_catalogs():
     assert meshwise.all_models()["llama-3-70b"] is meshwise.model("llama-3-70b")
     assert meshwise.chips()["v5p"] is meshwise.chip("v5p")

@@ -96,10 +96,20 @@ def estimate_train(request: EstimateTrainRequest, *, progress: Callable[[str], N
 
     >>> import meshwise
     >>> planning = meshwise.estimate_train(
-    ...     "llama-3-8b", on="v5p:4x4x4", batch_tokens="1Mi", seq_len=4096, layout="fsdp=16,tensor=4"
+    ...     "llama-3-8b", on="v5p:4x4x4", batch_tokens="1Mi", seq_len=4096, layout="fsdp=16,tensor=4,remat=full"
     ... )
-    >>> planning.plans[0].layout.sizes["tensor"]
+    >>> plan = planning.plans[0]
+    >>> plan.layout.sizes["tensor"]
     4
+
+    Its step as a timeline, and the plan as a file for another tool:
+
+    >>> timeline = meshwise.simulate_step(plan)
+    >>> abs(timeline.total / plan.estimate.step_time.expected - 1) < 1e-9
+    True
+    >>> handed = meshwise.export(plan, to="jax")
+    >>> handed.file_name, "P('fsdp', 'tensor'" in handed.text
+    ('planned.py', True)
 
     Args:
         progress: told a line now and then.

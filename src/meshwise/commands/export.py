@@ -23,13 +23,7 @@ from meshwise.search.serving import ServingPlan
 def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exported:
     """Write a plan as the configuration of another tool: what `meshwise export` answers, as values.
 
-    >>> import meshwise
-    >>> planning = meshwise.estimate_train(
-    ...     "llama-3-8b", on="v5p:4x4x4", batch_tokens="1Mi", seq_len=4096, layout="fsdp=16,tensor=4,remat=full"
-    ... )
-    >>> handed = meshwise.export(planning.plans[0], to="jax")
-    >>> handed.file_name, "P('fsdp', 'tensor'" in handed.text
-    ('planned.py', True)
+    `estimate_train` shows an example.
 
     Args:
         plan: a plan of training or of serving, or the file that one was saved in.

@@ -83,8 +83,7 @@ class PlanServeRequest(ServeRequest):
         "(weights, activations, kv, compute, head); several (bf16,fp8 or bf16;weights=int8,kv=int8) are compared.",
     )
     objective: Literal["throughput", "tpot", "ttft"] = Field(
-        default="throughput",
-        description="Most output tokens/s per chip (least cost), least TPOT, or least TTFT.",
+        default="throughput", description="Most output tokens/s per chip (least cost), least TPOT, or least TTFT."
     )
     max_ttft: _Target | None = Field(
         default=None,
@@ -93,9 +92,7 @@ class PlanServeRequest(ServeRequest):
         "requests.",
     )
     max_tpot: _Target | None = Field(
-        default=None,
-        exclude=True,
-        description="Longest time per output token, written as --max-ttft.",
+        default=None, exclude=True, description="Longest time per output token, written as --max-ttft."
     )
     rate: float | None = Field(
         default=None,

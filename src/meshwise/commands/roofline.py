@@ -38,8 +38,7 @@ class RooflineRequest(Request):
         description="Axis sizes, B=1024 or B=1024,D=8Ki; may be repeated. Axes without a size count as very large.",
     )
     vary: Annotated[str | None, Flag("AXIS")] = Field(
-        default=None,
-        description="Axis whose critical size is computed; by default the first axis of the first input.",
+        default=None, description="Axis whose critical size is computed; by default the first axis of the first input."
     )
     memory: Memory = Field(
         default=Memory.HBM, description="Memory of the operands: hbm, vmem (on-chip memory) or host."

@@ -84,10 +84,7 @@ class RunRequest(ExecutionRequest):
         default=None, description="Save steps in this folder, and go on from the last step saved there."
     )
     every: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**8,
-        description=f"Save every N steps, and the last one; by default {DEFAULT_EVERY}.",
+        default=None, ge=1, le=10**8, description=f"Save every N steps, and the last one; by default {DEFAULT_EVERY}."
     )
     coordinator: Annotated[str | None, Flag("HOST:PORT")] = Field(
         default=None,

@@ -55,8 +55,7 @@ class SimulateServeRequest(Request):
 
     rate: float | None = Field(default=None, gt=0, description="Mean requests per second; a CSV file has its own.")
     prompt: Lengths = Field(
-        default="1024",
-        description="Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION[:MOST].",
+        default="1024", description="Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION[:MOST]."
     )
     output: Lengths = Field(default="256", description="Output tokens per request, written as --prompt.")
     arrivals: str = Field(
@@ -73,9 +72,7 @@ class SimulateServeRequest(Request):
     )
     seed: int = Field(default=0, ge=0, description="Seed of everything that is drawn at random.")
     prefix_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="Tokens of a prefix shared between prompts, in addition to --prompt.",
+        default=0, ge=0, description="Tokens of a prefix shared between prompts, in addition to --prompt."
     )
     prefix_groups: int = Field(default=1, ge=1, description="Number of distinct shared prefixes.")
     max_ttft: Seconds | None = Field(
@@ -111,14 +108,10 @@ class SimulateServeRequest(Request):
     )
     prefix_cache: bool = Field(default=False, description="Keep prompt prefixes in the cache for later requests.")
     speculate: str | None = Field(
-        default=None,
-        description="Speculative decoding: ACCEPTANCE:DRAFTS[:TIME of one draft step], such as 0.7:4:1ms.",
+        default=None, description="Speculative decoding: ACCEPTANCE:DRAFTS[:TIME of one draft step], such as 0.7:4:1ms."
     )
     prefill_replicas: int = Field(default=0, ge=0, description="Replicas that only prefill; the others only decode.")
-    prefill_costs: File | None = Field(
-        default=None,
-        description="Step costs of the prefill replicas, if they differ.",
-    )
+    prefill_costs: File | None = Field(default=None, description="Step costs of the prefill replicas, if they differ.")
     autoscale: str | None = Field(
         default=None,
         description="Autoscaling with the load: REQUESTS:LEAST-MOST[:INTERVAL:STARTUP], such as 50:1-8:10s:60s.",

@@ -21,21 +21,7 @@ from meshwise.simulation import StepTimeline, simulate_training_step
 def simulate_step(plan: Plan | str | os.PathLike[str], **job: Any) -> StepTimeline:
     """Place one step of a training plan in time: what `meshwise simulate` answers, as values.
 
-    >>> import meshwise
-    >>> planning = meshwise.estimate_train(
-    ...     "llama-3-8b", on="v5p:4x4x4", batch_tokens="1Mi", seq_len=4096, layout="stage=4,fsdp=4,tensor=4"
-    ... )
-    >>> timeline = meshwise.simulate_step(planning.plans[0])
-    >>> abs(timeline.total / planning.plans[0].estimate.step_time.expected - 1) < 1e-9
-    True
-
-    The same in one call:
-
-    >>> again = meshwise.simulate_step(
-    ...     "llama-3-8b", on="v5p:4x4x4", batch_tokens="1Mi", seq_len=4096, layout="stage=4,fsdp=4,tensor=4"
-    ... )
-    >>> again.total == timeline.total
-    True
+    `estimate_train` shows an example.
 
     Args:
         plan: a plan, or the file that one was saved in; with `job`, a model.

@@ -177,8 +177,7 @@ def _verified(rank: int, plan: Plan, progress: Callable[[str], None], compiler: 
 
 class _Copies(Request):
     reduced: Annotated[bool, Flag(name="--reduced/--full")] = Field(
-        default=False,
-        description="Compile two smaller models and extrapolate to all layers, or compile all layers.",
+        default=False, description="Compile two smaller models and extrapolate to all layers, or compile all layers."
     )
 
 

@@ -237,7 +237,7 @@ def format_percent(value: float) -> str:
 class Quantity:
     """What a pydantic field measures, declared once on the field.
 
-        batch_tokens: Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")]
+        tokens: Annotated[float, Quantity("tokens", parse_count, format_count, "4Mi")]
 
     Text is parsed with its unit; a number is taken to be in base units. Command line, JSON schema and reference page
     read `unit` and `example` here.

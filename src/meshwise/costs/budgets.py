@@ -90,7 +90,7 @@ def training_state_bytes(
 
 @positive_arguments
 def saved_activation_bytes(
-    batch_tokens: float, width: float, num_layers: float, *, saved_per_layer: float = 1, bytes_per_value: float = 2.0
+    tokens: float, width: float, num_layers: float, *, saved_per_layer: float = 1, bytes_per_value: float = 2.0
 ) -> float:
     """Bytes of activations kept for the backward pass: bytes x arrays per layer x tokens x width x layers.
 
@@ -102,7 +102,7 @@ def saved_activation_bytes(
     >>> round(saved_activation_bytes(16e6, 5120 + 2 * 13824, 40) / 1e12)  # LLaMA-2-13B, 16M tokens
     42
     """
-    return bytes_per_value * saved_per_layer * batch_tokens * width * num_layers
+    return bytes_per_value * saved_per_layer * tokens * width * num_layers
 
 
 @positive_arguments

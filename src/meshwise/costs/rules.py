@@ -92,13 +92,13 @@ def critical_contraction_over_two_chips(
 
 
 @positive_arguments
-def tokens_per_chip(batch_tokens: float, num_chips: float) -> float:
+def tokens_per_chip(tokens: float, num_chips: float) -> float:
     """Tokens of a batch that fall to one chip, however the model is split: B / N.
 
     >>> round(tokens_per_chip(4 * 2**20, 8960))  # 4Mi tokens on a pod of TPU v5p
     468
     """
-    return batch_tokens / num_chips
+    return tokens / num_chips
 
 
 @positive_arguments
@@ -150,7 +150,7 @@ def data_parallel_critical_tokens_per_chip(
 
 
 @positive_arguments
-def data_parallel_max_chips(batch_tokens: float, critical_tokens_per_chip: float) -> float:
+def data_parallel_max_chips(tokens: float, critical_tokens_per_chip: float) -> float:
     """Chips over which a batch can be spread before the network binds: B over the critical tokens per chip.
 
     Source: book, Training, "FSDP".
@@ -158,7 +158,7 @@ def data_parallel_max_chips(batch_tokens: float, critical_tokens_per_chip: float
     >>> round(data_parallel_max_chips(16e6, 850))
     18824
     """
-    return batch_tokens / critical_tokens_per_chip
+    return tokens / critical_tokens_per_chip
 
 
 @positive_arguments
@@ -201,7 +201,7 @@ def tensor_parallel_limit(
 
 @positive_arguments
 def mixed_fsdp_optimum(
-    batch_tokens: float, d_ff: float, num_chips: float, *, fsdp_axes: float = 1, tensor_axes: float = 1
+    tokens: float, d_ff: float, num_chips: float, *, fsdp_axes: float = 1, tensor_axes: float = 1
 ) -> float:
     """Ways of FSDP at which it communicates as long as the tensor parallelism of the rest: sqrt(B M_X N / (F M_Y)).
 
@@ -211,7 +211,7 @@ def mixed_fsdp_optimum(
     >>> round(mixed_fsdp_optimum(4 * 2**20, 28672, 8960, fsdp_axes=2, tensor_axes=1))  # LLaMA-3-70B on a pod of v5p
     1619
     """
-    return math.sqrt(batch_tokens * fsdp_axes * num_chips / (d_ff * tensor_axes))
+    return math.sqrt(tokens * fsdp_axes * num_chips / (d_ff * tensor_axes))
 
 
 @positive_arguments
@@ -318,7 +318,7 @@ def pipeline_bubble(num_stages: float, num_microbatches: float) -> float:
 
 @positive_arguments
 def pipeline_send_time(
-    batch_tokens: float,
+    tokens: float,
     d_model: float,
     bandwidth: float,
     *,
@@ -333,7 +333,7 @@ def pipeline_send_time(
     >>> pipeline_send_time(2**20, 2**12, 2**33, num_stages=2, num_microbatches=4)
     1.0
     """
-    hop = bytes_per_value * batch_tokens * d_model / (bandwidth * num_microbatches)
+    hop = bytes_per_value * tokens * d_model / (bandwidth * num_microbatches)
     return hop * (num_microbatches + num_stages - 2)
 
 

@@ -51,10 +51,7 @@ class ServingConditions(BaseModel):
         description="Share of HBM not used for weights and cache: the engine's runtime, fragmentation.",
     )
     draft_tokens: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        description="Tokens drafted per step (speculative decoding, multi-token prediction).",
+        default=0, ge=0, le=64, description="Tokens drafted per step (speculative decoding, multi-token prediction)."
     )
     acceptance: float = Field(
         default=0.7, gt=0, le=1, description="Probability that a drafted token is accepted if all before it were."
