@@ -85,8 +85,8 @@ def _documented(doc: str, request: type[Request]) -> str:
     lines = "\n".join(_described(name, info) for name, info in in_order(request).items())
     if "\nArgs:\n" in doc:
         return doc.replace("\nArgs:\n", f"\nArgs:\n{lines}\n", 1)
-    head, mark, rest = re.split(r"^(Returns|Raises)", doc, maxsplit=1, flags=re.MULTILINE)
-    return f"{head}Args:\n{lines}\n\n{mark}{rest}"
+    head, *rest = re.split(r"^(?=Returns|Raises)", doc, maxsplit=1, flags=re.MULTILINE)
+    return "\n\n".join((head.rstrip(), f"Args:\n{lines}", *rest))
 
 
 def _described(name: str, info: FieldInfo) -> str:
