@@ -1,6 +1,6 @@
 """What the numbers of an estimate are sums of, as values: operations, collectives, holdings of memory, host streams.
 
-Not here: where they come from (`workings`), words and tables (`report`).
+Not here: where they come from (`explain`), words and tables (`report`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def wire_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink) -> Num:
 
 
 def wire_rate(kind: CollectiveKind, wire: GroupLink) -> Num:
-    """The same, for a byte."""
+    """Seconds per byte."""
     match kind:
         case CollectiveKind.ALL_GATHER | CollectiveKind.REDUCE_SCATTER:
             return wire.gather
@@ -76,7 +76,7 @@ def latency(kind: CollectiveKind, wire: GroupLink) -> Num:
 
 
 def collective_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink, *, links: Links = IDEAL_LINKS) -> Num:
-    """Expected seconds: of the algorithms that the software offers, the fastest for so many bytes.
+    """Expected seconds: of the fastest algorithm that the software offers, for this size.
 
     On ideal links hops of at least their latency each, or the bytes through the links, whichever is longer (book,
     Sharded matrices, "when latency-bound"). Arguments as in `wire_time`, and what the software achieves.
@@ -93,7 +93,7 @@ def starts(kind: CollectiveKind, wire: GroupLink, links: Links) -> tuple[tuple[N
 
 
 def fastest(algorithms: tuple[tuple[Num, Num], ...], num_bytes: Num, links: Links) -> Num:
-    """Expected seconds of so many bytes by the fastest of the `algorithms`, as from `starts`."""
+    """Expected seconds of `num_bytes` by the fastest of the `algorithms` that `starts` returns."""
     seconds: Num | None = None
     for per_byte, start in algorithms:
         own = links.seconds_after(start, num_bytes * per_byte)

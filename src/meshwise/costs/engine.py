@@ -116,7 +116,7 @@ class EngineCosts:
         return self.kv_blocks * self.block_tokens
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold so many tokens of one request."""
+        """Blocks that hold `tokens` of one request."""
         return -(-tokens // self.block_tokens)
 
     def tokens_seconds(self, tokens: int) -> float:
@@ -172,7 +172,7 @@ class EngineCosts:
         return seconds
 
     def transfer_seconds(self, tokens: int) -> float:
-        """Seconds in which a replica sends the cache of so many tokens to another one.
+        """Seconds to send the cache of `tokens` from one replica to another.
 
         Raises:
             ConfigError: no bandwidth is given.
@@ -182,7 +182,7 @@ class EngineCosts:
         return self.transfer_startup_s + tokens * self.kv_bytes_per_token / self.transfer_bytes_per_s
 
     def swap_seconds(self, tokens: int) -> float:
-        """Seconds in which the cache of so many tokens moves to or from the host's memory.
+        """Seconds to move the cache of `tokens` to or from the host's memory.
 
         Raises:
             ConfigError: no bandwidth is given.
@@ -192,7 +192,7 @@ class EngineCosts:
         return tokens * self.kv_bytes_per_token / self.swap_bytes_per_s
 
     def replace(self, **changes: Any) -> EngineCosts:
-        """Give a copy with other values."""
+        """A copy with other values."""
         return replace(self, **changes)
 
     def to_json(self) -> str:

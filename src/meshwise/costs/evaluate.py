@@ -163,7 +163,7 @@ def whole_extents(problem: TrainingProblem, structure: LayoutChoices, c: Candida
 
 
 def _bound(problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, sequences: Num) -> dict[str, Num]:
-    """Sizes of all axes for so many sequences; slots of experts are those of the busiest device."""
+    """Sizes of all axes for a number of sequences; slots of experts are those of the busiest device."""
     program = problem.train_program()
     bound = program.bind(batch=sequences, queries=problem.job.seq_len)
     if "C" in bound:
@@ -212,7 +212,7 @@ class Evaluated:
         blocks: planned, with the part of their copies that they stand for, and what one device does on its own.
         extents: on the whole mesh.
         step: sums of a step's time.
-        ledger: to be filled, for workings; then `costs` may be asked for once.
+        ledger: filled with what the terms are sums of; `costs` may then be called once.
     """
 
     problem: TrainingProblem

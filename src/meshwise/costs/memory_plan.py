@@ -229,7 +229,7 @@ _MUON_FORMAT = DType.BF16
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight as optimizers see it: so many matrices (of experts) of rows and columns, by its axes."""
+    """A weight as optimizers see it, by its axes: a stack of matrices (one per expert), their rows, their columns."""
 
     stack: tuple[str, ...]
     rows: tuple[str, ...]

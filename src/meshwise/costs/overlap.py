@@ -69,14 +69,14 @@ class RoleSums:
     flops: Sums = field(default_factory=Sums)
 
     def at(self, index: Rows) -> RoleSums:
-        """Other rows: passes, exchanges, compute, and what hides what moves, alone."""
+        """The same for other candidates: passes, exchanges, compute and cover only."""
         compute = Sums({name: take(self.terms[name], index) for name in COMPUTE_TERMS})
         passes, exchanged, cover = (Sums(take(getattr(self, name), index)) for name in ("passes", "exchanged", "cover"))
         return RoleSums(compute, passes=passes, exchanged=exchanged, cover=cover)
 
     @classmethod
     def between(cls, one: RoleSums, other: RoleSums, share: Num) -> RoleSums:
-        """So large a share of `other`, the rest of `one`: passes, exchanges, terms and cover alone."""
+        """A mix: `share` of `other`, the rest of `one`; passes, exchanges, terms and cover only."""
         out = cls()
         for name in ("terms", "passes", "exchanged", "cover"):
             these, those, into = getattr(one, name), getattr(other, name), getattr(out, name)
@@ -87,7 +87,7 @@ class RoleSums:
 
     @classmethod
     def mixed(cls, sums: Mapping[str, RoleSums], shares: Shares) -> RoleSums:
-        """Add up so large a share of each role; the passes are left out."""
+        """Sum of the roles, each times its share; passes are left out."""
         out = cls()
         parts = [(own, shares[role]) for role, own in sums.items() if not is_zero(shares[role])]
         for name in ("terms", "hidden", "resources", "cover", "flops"):
@@ -330,7 +330,7 @@ def total(values: Iterable[Num]) -> Num:
     return whole
 
 
-#: Share of what nothing hides.
+#: Fully exposed.
 _ALL = 1.0
 
 

@@ -78,7 +78,7 @@ class Pipeline:
         return self.schedule.pairs(self.shape)
 
     def waited_sends(self, late: int) -> Num:
-        """Sends that a step waits for: on one microbatch's way, and then so many at each further pass (`late`).
+        """Sends that a step waits for: on one microbatch's way, then `late` at each further pass.
 
         >>> pipeline = Pipeline.of("1f1b", 4, 8)
         >>> pipeline.waited_sends(0), pipeline.waited_sends(1)
@@ -127,7 +127,7 @@ def chunk_shares(layers: int, pipeline: Pipeline) -> _Three:
 
     Args:
         layers: of the model, all groups together.
-        pipeline: of so many chunks (floats or arrays).
+        pipeline: whose chunks are counted (floats or arrays).
     """
     known = pipeline._chunks.get(layers)
     if known is None:

@@ -141,7 +141,7 @@ def expert_load(job: TrainingJob | ServingLoad, slots: Num, devices: Num, *, sca
 
 
 def _largest_of(devices: Num) -> Num:
-    """Expected maximum of so many independent standard normal values (floats or arrays), within 1 % up to 1,024.
+    """Expected maximum of independent standard normal values (floats or arrays), within 1 % up to 1,024.
 
     The sums to which slots add up make the values dependent, but do not change it. Fitted to the exact maxima: 0.5642
     of 2, 1.4236 of 8, 2.3437 of 64; it tends to sqrt(2 ln d). Source of these: Harter 1961, Biometrika 48, table 1.

@@ -179,7 +179,7 @@ class Ledger:
         copied: seconds in which copies of a stage tell each other their gradients.
         boundary_bytes, copied_bytes, optimizer_bytes, optimizer_matmul: as given to `step_time`.
         holdings: what the classes of memory are made of; `evaluate` fills it.
-        host: every stream over the host link; those of passes come in so many `rounds`. `offload` fills them.
+        host: every stream over the host link; those of passes come in `rounds`. `offload` fills them.
     """
 
     blocks: list[BlockRuns] = field(default_factory=list)
@@ -237,7 +237,7 @@ class StepRates:
     _known: dict[CollectiveKey, Offered] = field(default_factory=dict, repr=False, compare=False)
 
     def seconds(self, num_bytes: Num, key: CollectiveKey, offered: Offered | None = None) -> Num:
-        """Expected seconds of one collective of so many bytes."""
+        """Expected seconds of one collective of `num_bytes`."""
         offered, links = offered or self.offered(key), self.calibration.links
         if key.pieces:
             return ring_time(num_bytes, offered.link, links=links, both_ways=self.both_ways)

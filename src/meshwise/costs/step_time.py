@@ -1,6 +1,6 @@
 """Put the time of a step together from sums over roles, for any pipeline schedule: cheap arithmetic.
 
-Not here: the sums (`stage_sums`), which are worked out once for all schedules, or the rule that they follow (`step`).
+Not here: the sums (`overlap`), which are worked out once for all schedules, or the rule that they follow (`step`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def step_time(
         optimizer_bytes: HBM traffic of the optimizer on one chip.
         optimizer_matmul: seconds of its matmuls at the data-sheet rate.
         copied_bytes: gradients that one chip tells the one with a copy of its stages, once a step.
-        ledger: to be filled, for workings.
+        ledger: filled with what the terms are sums of.
 
     The busiest device's work is what the terms say; `pipeline_bubble` is what it waits for. See `makespans`.
     """
@@ -301,6 +301,6 @@ def _send(parts: StepParts) -> Num:
 
 
 def _send_of(parts: StepParts, num_bytes: Num) -> Num:
-    """Seconds of one send of so many bytes along the stage axis."""
+    """Seconds to send `num_bytes` along the stage axis, once."""
     links = parts.rates.calibration.links
     return collective_time(CollectiveKind.PERMUTE, num_bytes, parts.rates.wires(("stage",)), links=links)

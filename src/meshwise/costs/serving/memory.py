@@ -60,7 +60,7 @@ def cache_bytes(  # noqa: PLR0917 -- the step, then what it holds
     requests: Num,
     tokens: Num,
 ) -> Num:
-    """Bytes of the cache on the fullest chip, of so many requests of so many tokens each (floats or arrays).
+    """Bytes of the cache on the fullest chip, for `requests` of `tokens` each (floats or arrays).
 
     Each request takes whole blocks; windows keep their latest positions, states are kept whole.
     """

@@ -41,14 +41,14 @@ class StepSizes:
 
 
 def part_of_sequences(sizes: StepSizes) -> StepSizes:
-    """What goes through a pipeline at once: so many sequences that each stage has some."""
+    """What goes through a pipeline at once: the batch over the stages, rounded up."""
     return replace(sizes, sequences=ceil(sizes.sequences / sizes.mesh["stage"]))
 
 
 def part_of_chunks(sizes: StepSizes) -> StepSizes:
     """The same of a mixed step's chunks, whose tokens are shared out where they are fewer than stages.
 
-    Each part attends to what is before it: to so many keys on average that all parts have the pairs of the whole.
+    Each part attends to what is before it; the mean number of keys is such that all parts have the pairs of the whole.
     """
     part = part_of_sequences(sizes)
     queries = sizes.queries * minimum(sizes.sequences / (sizes.mesh["stage"] * part.sequences), 1.0)

@@ -274,8 +274,8 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
 ) -> StepCosts:
     """Time of a step in which chunks of prompts go along with requests that decode.
 
-    Everything but attention handles all tokens alike, so that weights are read once: it is priced as so many requests
-    with one token each. Attention is each part's own. Args: as in `price_step`, with the sizes of both
+    Everything but attention handles all tokens alike, so that weights are read once: it is priced as
+    requests of one token each. Attention is each part's own. Args: as in `price_step`, with the sizes of both
     parts; `attending` is of the prompts.
     """
     tokens = prefill.sequences * prefill.queries + decode.sequences * decode.queries
