@@ -18,10 +18,9 @@ from accuracy_page import errors_table, tell, write_or_check
 from meshwise.costs.fitted import SOFTWARE, fitted_calibration
 from meshwise.costs.spread import SPREADS
 from meshwise.hardware import load_chip
-from meshwise.scoring import Score, score_runs, shipped_runs
-from meshwise.scoring.leaving_out import LeavingOut
-from meshwise.scoring.prediction import Prediction
-from meshwise.scoring.statistics import by, errors_of, macro, ranking_of
+from meshwise.scoring import TrainingPrediction, TrainingRun, TrainingScore, score_training, shipped_rows
+from meshwise.scoring.fitting import FittedRows, training_fit
+from meshwise.scoring.score import by, errors_of, macro, ranking_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 
@@ -31,12 +30,12 @@ FAMILIES = {"ampere": "a100-sxm-80gb", "hopper": "h100-sxm", "blackwell": "b200-
 
 def main(words: list[str]) -> int:
     """Score the shipped runs; write the page, or compare with what it says."""
-    score = score_runs(shipped_runs(), progress=tell)
+    score = score_training(shipped_rows(TrainingRun), progress=tell)
     assert score.overall is not None
     return write_or_check(PAGE, score.overall.mape, lambda: tables(score), words)
 
 
-def tables(score: Score) -> dict[str, str]:
+def tables(score: TrainingScore) -> dict[str, str]:
     """Name of a table -> its lines."""
     groups = score.groups
     found = {name: errors_table(name, group) for name, group in groups.items()}
@@ -57,11 +56,11 @@ def tables(score: Score) -> dict[str, str]:
     return found | _left_out(score)
 
 
-def _left_out(score: Score) -> dict[str, str]:
+def _left_out(score: TrainingScore) -> dict[str, str]:
     """Errors of rows of a source, or of a chip, under constants that were fitted without them."""
-    left = LeavingOut(score.times, progress=tell)
+    left = training_fit(score.times, progress=tell)
     by_source = left.leave_out(lambda p: p.run.source)
-    kinds = by(by_source, lambda p: "mixtures" if p.setup.model.mixtures else "dense")
+    kinds = by(by_source, lambda p: p.kind)
     sources = by(by_source, lambda p: p.run.source)
     overall, ranking, average = errors_of(by_source), ranking_of(by_source), macro(sources)
     assert overall is not None
@@ -81,9 +80,9 @@ def _left_out(score: Score) -> dict[str, str]:
     }
 
 
-def _constants(left: LeavingOut) -> str:
+def _constants(left: FittedRows[TrainingPrediction]) -> str:
     """Every constant that is fitted to whole steps, beside what single operations say."""
-    found = left.fitted_to(np.ones(len(left.rows), dtype=bool))
+    found = left.fitted_to()
     lines = ["| constant | unit | before | known to | fitted | known to | before: from |", "| --- " * 7 + "|"]
     for c in left.constants:
         values = f"{c.prior:.3g} | {c.spread:.0%} | {found.values[c.name]:.3g} | {found.spreads[c.name]:.0%}"
@@ -126,7 +125,7 @@ def _intervals() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shares(score: Score) -> str:
+def _shares(score: TrainingScore) -> str:
     """Mean share of each term in the predicted step, and how the error goes with it."""
     rows = score.times
     names = sorted({n for p in rows for n, s in p.estimate.terms.items() if s > 0})
@@ -153,7 +152,7 @@ PARTS = {
 }
 
 
-def _regression(score: Score) -> str:
+def _regression(score: TrainingScore) -> str:
     """Least squares of ln(predicted / measured) on the shares of terms in the predicted step."""
     rows = score.times
     y = np.array([np.log(p.expected / p.measured) for p in rows])
@@ -169,9 +168,9 @@ def _regression(score: Score) -> str:
     return "\n".join(lines) + f"\n\n{said}\n"
 
 
-def _part_shares(p: Prediction) -> list[float]:
+def _part_shares(p: TrainingPrediction) -> list[float]:
     """Share of each of PARTS in a step."""
-    other = "compute of dense models" if p.setup.model.mixtures else "compute of mixtures"
+    other = "compute of dense models" if p.kind == "mixtures" else "compute of mixtures"
     terms = p.estimate.terms
     return [0.0 if part == other else sum(terms[n] for n in names) / p.expected for part, names in PARTS.items()]
 

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
 from accuracy_page import tell
 
-from meshwise.scoring import score_runs, shipped_runs
-from meshwise.scoring.leaving_out import LeavingOut
-from meshwise.scoring.serving import score_served, shipped_served_runs
-from meshwise.scoring.serving.score import ServedLeavingOut
+from meshwise.scoring import ServingRun, TrainingRun, score_serving, score_training, shipped_rows
+from meshwise.scoring.fitting import serving_fit, training_fit
 
 
 def main(words: list[str]) -> int:
     """Fit, and print each constant beside its prior."""
     rows = (
-        ServedLeavingOut(score_served(shipped_served_runs(), progress=tell).times, tell)
+        serving_fit(score_serving(shipped_rows(ServingRun), progress=tell).times, tell)
         if words == ["serving"]
-        else LeavingOut(score_runs(shipped_runs(), progress=tell).times, tell)
+        else training_fit(score_training(shipped_rows(TrainingRun), progress=tell).times, tell)
     )
-    found = rows.fitted_to(np.ones(len(rows.rows), dtype=bool))
+    found = rows.fitted_to()
     print(f"{'constant':32s} {'prior':>9s} {'':>6s} {'fitted':>9s} {'':>6s}")
     for c in rows.constants:
         value, spread = found.values[c.name], found.spreads[c.name]

@@ -15,24 +15,24 @@ import numpy as np
 from accuracy_page import errors_table, tell, write_or_check
 
 from meshwise.costs.engines import ENGINES
-from meshwise.scoring.serving import ServedPrediction, ServedScore, score_served, shipped_served_runs
-from meshwise.scoring.serving.constants import engine_of
-from meshwise.scoring.serving.score import ServedLeavingOut
-from meshwise.scoring.statistics import by, errors_of
+from meshwise.scoring import ServingPrediction, ServingRun, ServingScore, score_serving, shipped_rows
+from meshwise.scoring.constants import engine_of
+from meshwise.scoring.fitting import FittedRows, serving_fit
+from meshwise.scoring.score import by, errors_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving-accuracy.md"
 
 
 def main(words: list[str]) -> int:
     """Score the shipped rows; write the page, or compare with what it says."""
-    score = score_served(shipped_served_runs(), progress=tell)
+    score = score_serving(shipped_rows(ServingRun), progress=tell)
     assert score.overall is not None
     return write_or_check(PAGE, score.overall.mape, lambda: tables(score), words)
 
 
-def tables(score: ServedScore) -> dict[str, str]:
+def tables(score: ServingScore) -> dict[str, str]:
     """Name of a table -> its lines."""
-    left = ServedLeavingOut(score.times, tell)
+    left = serving_fit(score.times, tell)
     by_model, by_engine = left.leave_out(lambda p: p.run.model), left.leave_out(_origin)
     assert score.overall is not None
     found = {
@@ -56,11 +56,11 @@ def tables(score: ServedScore) -> dict[str, str]:
     return found
 
 
-def _engine(p: ServedPrediction) -> str:
-    return engine_of(p.setup.problem.calibration)
+def _engine(p: ServingPrediction) -> str:
+    return engine_of(p.calibration)
 
 
-def _origin(p: ServedPrediction) -> str:
+def _origin(p: ServingPrediction) -> str:
     """Who measured which engine: rows of one engine are left out together."""
     return f"{p.run.source} {_engine(p)}"
 
@@ -75,9 +75,9 @@ def _engines() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _constants(left: ServedLeavingOut) -> str:
+def _constants(left: FittedRows[ServingPrediction]) -> str:
     """Every constant beside what is known of it without whole steps, and how much of a row it moves."""
-    found = left.fitted_to(np.ones(len(left.rows), dtype=bool))
+    found = left.fitted_to()
     lines = ["| constant | unit | before | known to | fitted | known to | a tenth more | before: from |"]
     lines.append("| --- " * 8 + "|")
     for j, c in enumerate(left.constants):
@@ -89,7 +89,7 @@ def _constants(left: ServedLeavingOut) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _refused(score: ServedScore) -> str:
+def _refused(score: ServingScore) -> str:
     lines = ["| row | engine | why |", "| --- " * 3 + "|"]
     lines += [f"| {r.run.id} | {r.run.engine} | {r.reason.partition(':')[0]} |" for r in score.refusals]
     return "\n".join(lines) + "\n"

@@ -10,10 +10,10 @@ from meshwise.cli.main import main
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.fitted import calibration_text, find_calibration, fitted_calibration
 from meshwise.hardware import load_chip
-from meshwise.scoring import predict, shipped_runs
+from meshwise.scoring import TrainingRun, predict_training, shipped_rows
 from meshwise.scoring.calibrating import mean_error, refine
 
-RUNS = {run.id: run for run in shipped_runs()}
+RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 THREE = [RUNS[f"T-llmfoundry-{n}"] for n in ("0001", "0003", "0005")]
 
 
@@ -116,4 +116,4 @@ def test_a_refined_row_is_predicted_as_the_fit_says(tmp_path):
     path = tmp_path / "ours.json"
     path.write_text(calibration_text(found.chip.name, found.base, found.calibration, {"rows": 3}), encoding="utf-8")
     for run, error in zip(THREE, found.after, strict=True):
-        assert predict(run, str(path)).error == pytest.approx(error, rel=1e-6)
+        assert predict_training(run, str(path)).error == pytest.approx(error, rel=1e-6)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwise.costs.calibration import IDENTITY, default_calibration
-from meshwise.scoring import predict, shipped_runs
-from meshwise.scoring.fitting import Constant, Repriced, Sensitivities, all_constants, fit, sensitivities
-from meshwise.scoring.leaving_out import LeavingOut
+from meshwise.costs.calibration import IDENTITY
+from meshwise.scoring import TrainingRun, predict_training, shipped_rows
+from meshwise.scoring.constants import Constant, all_constants
+from meshwise.scoring.fitting import Sensitivities, fit, sensitivities, training_fit
 
-RUNS = {run.id: run for run in shipped_runs()}
+RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 
 
 def constant(name="rate", prior=1.0, spread=0.1, **limits):
@@ -54,15 +54,14 @@ def test_limits_hold_and_others_make_up_for_them():
 @pytest.fixture(scope="module")
 def rows():
     names = ("T-korthikanti-0003", "T-llmfoundry-0001", "T-vtrain-0056", "T-maxtext-0021")
-    return [predict(RUNS[name]) for name in names]
+    return [predict_training(RUNS[name]) for name in names]
 
 
 def test_rows_are_priced_again_as_they_were_and_slopes_are_theirs(rows):
-    priced = [Repriced(p, default_calibration(p.setup.problem.cluster.chip).name) for p in rows]
-    for row in priced:
-        assert row.seconds(row.prediction.setup.problem.calibration) == row.prediction.expected
+    for row in rows:
+        assert row.seconds_under(row.calibration) == row.expected
     constants = all_constants()
-    found = sensitivities(priced, constants, {c.name: c.prior for c in constants})
+    found = sensitivities(rows, constants, {c.name: c.prior for c in constants})
     by_name = {c.name: found.slopes[:, j] for j, c in enumerate(constants)}
     assert (by_name["matmul.ampere"][[0, 2]] < -0.3).all(), "most of a step is matmuls"
     assert by_name["matmul.ampere"][3] == 0
@@ -86,9 +85,9 @@ def default_formats():
 
 def test_left_out_rows_are_predicted_without_them(rows):
     """A source made three times as long moves its own prediction in second order alone: slopes are taken elsewhere."""
-    plain = LeavingOut(rows).leave_out(lambda p: p.run.source)
+    plain = training_fit(rows).leave_out(lambda p: p.run.source)
     slow = [replace(p, measured=3 * p.measured) if p.run.source == "vtrain" else p for p in rows]
-    moved = LeavingOut(slow).leave_out(lambda p: p.run.source)
+    moved = training_fit(slow).leave_out(lambda p: p.run.source)
     for a, b in zip(plain, moved, strict=True):
         assert a.likely.low < a.expected < a.likely.high
         if a.run.source == "vtrain":

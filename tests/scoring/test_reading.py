@@ -1,16 +1,19 @@
 """Files of measured runs: what is read, and what is refused with the line and the column."""
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.scoring import COLUMNS, METRICS, UnreadRow, runs_of, score_runs, shipped_runs
+from meshwise.scoring import TrainingRun, UnreadRow, read_rows, score_training, shipped_rows
 
 HEADER = "id,chip,model,n_chips,global_batch_seqs,seq_len,measured_metric,measured_value,unit"
 ROW = "a,h100-sxm,llama-3-8b,8,64,8192,step_time,2.5,s"
 
 
 def read(*rows, header=HEADER):
-    return runs_of("\n".join([header, *rows]) + "\n", "runs.csv")
+    return read_rows("\n".join([header, *rows]) + "\n", "runs.csv", TrainingRun)
 
 
 def test_what_is_left_out_is_unknown():
@@ -34,10 +37,10 @@ def test_a_bad_row_is_refused_with_line_and_column_and_leaves_the_others(row, wo
     assert isinstance(bad, UnreadRow)
     assert words in bad.reason
     assert good.id == "b"
-    score = score_runs((bad, good))
+    score = score_training((bad, good))
     assert bad.reason in [r.reason for r in score.refusals]
     assert score.rows == 2
-    assert score.not_counted == 0
+    assert score.set_aside == ()
 
 
 @pytest.mark.parametrize(
@@ -67,13 +70,15 @@ def test_the_second_row_of_an_id_is_refused():
 
 
 def test_the_shipped_runs_are_read_and_name_their_sources():
-    runs = shipped_runs()
+    runs = shipped_rows(TrainingRun)
     assert len(runs) == 706
     assert all(run.source and run.source_url_or_repo_path for run in runs)
-    assert {run.measured_metric for run in runs} <= set(METRICS)
+    assert {run.measured_metric for run in runs} <= {*TrainingRun.TIMES, *TrainingRun.MEMORY}
     assert sum(run.counts for run in runs) == 413
 
 
-def test_every_column_has_a_meaning():
-    assert len({c.name for c in COLUMNS}) == len(COLUMNS)
-    assert all(c.meaning for c in COLUMNS)
+def test_the_page_describes_every_column_and_metric():
+    page = (Path(__file__).parents[2] / "docs" / "measurements.md").read_text()
+    section = page.partition("## Training runs")[2].partition("\n## ")[0]
+    for name in (*(f.name for f in fields(TrainingRun)), *TrainingRun.TIMES, *TrainingRun.MEMORY):
+        assert f"| `{name}` |" in section

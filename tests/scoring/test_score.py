@@ -9,10 +9,10 @@ import pytest
 import meshwise
 from meshwise.cli.main import main
 from meshwise.costs.spread import SPREADS, likely_interval, relative_spread
-from meshwise.scoring import Prediction, Refusal, predict, score_runs, shipped_runs
-from meshwise.scoring.statistics import errors_of, macro, ranking_of
+from meshwise.scoring import Refusal, TrainingPrediction, TrainingRun, predict_training, score_training, shipped_rows
+from meshwise.scoring.score import errors_of, macro, ranking_of
 
-RUNS = {run.id: run for run in shipped_runs()}
+RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 #: A few rows of every source.
 SOME = ["T-maxtext-0021", "T-llmfoundry-0001", "T-llmfoundry-0261", "T-korthikanti-0003", "T-korthikanti-0011",
         "T-vtrain-0056", "T-vtrain-0071", "T-vtrain-0085", "T-mbridge-0151", "T-mbridge-0545", "T-nemo2407-0001",
@@ -21,7 +21,7 @@ SOME = ["T-maxtext-0021", "T-llmfoundry-0001", "T-llmfoundry-0261", "T-korthikan
 
 @pytest.fixture(scope="module")
 def found():
-    return score_runs([RUNS[name] for name in SOME])
+    return score_training([RUNS[name] for name in SOME])
 
 
 @pytest.fixture
@@ -43,7 +43,9 @@ def test_errors_by_hand(found):
     assert overall.bias == pytest.approx(sum(errors) / len(errors))
     assert overall.within_20 == sum(abs(e) <= 0.2 for e in errors) / len(errors)
     assert overall.bound_bias < overall.bias, "the bound is never slower than the expectation"
-    assert found.macro_mape == pytest.approx(sum(e.mape for e in found.by_source.values()) / len(found.by_source))
+    assert found.macro_mape == pytest.approx(
+        sum(e.mape for e in found.groups["source"].values()) / len(found.groups["source"])
+    )
     assert macro({}) is None
     assert errors_of([]) is None
 
@@ -116,9 +118,9 @@ def test_the_python_verb(file):
 
 
 def test_no_calibration_is_the_data_sheet():
-    plain = predict(RUNS["T-vtrain-0056"], "none")
-    fitted = predict(RUNS["T-vtrain-0056"])
-    assert isinstance(plain, Prediction)
+    plain = predict_training(RUNS["T-vtrain-0056"], "none")
+    fitted = predict_training(RUNS["T-vtrain-0056"])
+    assert isinstance(plain, TrainingPrediction)
     assert plain.expected < fitted.expected
     assert plain.bound == pytest.approx(fitted.bound)
 
@@ -127,25 +129,25 @@ def test_a_run_faster_than_physics_is_refused():
     import dataclasses  # noqa: PLC0415
 
     run = dataclasses.replace(RUNS["T-vtrain-0056"], measured_value=1.0)
-    assert isinstance(predict(run), Refusal)
+    assert isinstance(predict_training(run), Refusal)
 
 
 @pytest.mark.parametrize("name", ["T-bloomprequel-0232", "T-maxtext-0005", "T-maxtext-0089"])
 def test_runs_that_ran_are_not_said_not_to_fit(name):
-    assert not predict(RUNS[name]).false_oom
+    assert not predict_training(RUNS[name]).false_oom
 
 
 def test_recomputation_that_was_looked_up_elsewhere_gives_way_to_memory():
-    found = predict(RUNS["T-mbridge-0333"])
-    assert "recompute" not in found.setup.layout.choices
+    found = predict_training(RUNS["T-mbridge-0333"])
+    assert "recompute" not in found.scenario.layout.choices
     assert found.estimate.fits
-    assert "remat" in found.setup.open
-    assert any("does not fit in memory, so is of another run" in note for note in found.setup.assumed)
+    assert "remat" in found.scenario.open
+    assert any("does not fit in memory, so is of another run" in note for note in found.scenario.assumed)
 
 
 def test_memory_that_was_measured_apart():
     """Korthikanti et al. 2022, figure 1: state of layers alone, and activations with dropout, which we have none of."""
-    rows = [predict(run) for run in RUNS.values() if run.source == "korthikanti" and run.is_memory]
+    rows = [predict_training(run) for run in RUNS.values() if run.source == "korthikanti" and run.is_memory]
     assert len(rows) == 16
     for p in rows:
         assert abs(p.error) < 0.12

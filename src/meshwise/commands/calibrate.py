@@ -14,7 +14,7 @@ from meshwise.costs.fitted import calibration_text, find_calibration, is_file_na
 from meshwise.costs.machine import check_new, write_new
 from meshwise.hardware import load_chip
 from meshwise.report.calibrate import calibrate_report
-from meshwise.scoring import read_runs
+from meshwise.scoring import TrainingRun, read_rows, read_text
 from meshwise.scoring.calibrating import Refined, mean_error, refine
 
 
@@ -45,7 +45,8 @@ def find_refined(request: CalibrateRequest, progress: Callable[[str], None] = la
     if request.save is not None and not is_file_name(request.save.name):
         raise MeshwiseError(f"--save {request.save}: expected a name that ends in .json, as --calibration does")
     check_new(request.save)
-    refined = refine(read_runs(Path(request.file)), request.calibration, progress)
+    runs = read_rows(read_text(Path(request.file)), request.file, TrainingRun)
+    refined = refine(runs, request.calibration, progress)
     if request.save is not None:
         measured = {
             "rows": len(refined.rows),

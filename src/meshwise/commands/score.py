@@ -17,9 +17,18 @@ from meshwise.hardware import load_chip
 from meshwise.report.score import score_report
 from meshwise.report.score_serving import served_report
 from meshwise.report.scored import scored_svg
-from meshwise.scoring import Score, runs_of, score_runs, shipped_runs
-from meshwise.scoring.rows import read_text
-from meshwise.scoring.serving import ServedScore, is_serving, score_served, served_runs_of, shipped_served_runs
+from meshwise.scoring import (
+    ServingRun,
+    ServingScore,
+    TrainingRun,
+    TrainingScore,
+    is_serving,
+    read_rows,
+    read_text,
+    score_serving,
+    score_training,
+    shipped_rows,
+)
 
 #: The word for the rows that come with the package, in place of a file.
 SHIPPED = "shipped"
@@ -43,7 +52,7 @@ class ScoreRequest(Request):
     )
 
 
-def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _: None) -> Score | ServedScore:
+def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _: None) -> TrainingScore | ServingScore:
     """Answer the request: of training runs, or of serving, as the file's columns say.
 
     Raises:
@@ -51,15 +60,15 @@ def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _
     """
     if request.calibration is not None:
         _check_name(request.calibration)
-    training = serving = request.calibration or "fitted"
+    calibration = request.calibration or "fitted"
     if request.file == SHIPPED:
-        return score_runs(shipped_runs(), training, progress)
+        return score_training(shipped_rows(TrainingRun), calibration, progress)
     if request.file == SHIPPED_SERVING:
-        return score_served(shipped_served_runs(), serving, progress)
+        return score_serving(shipped_rows(ServingRun), calibration, progress)
     text = read_text(Path(request.file))
     if is_serving(text):
-        return score_served(served_runs_of(text, request.file), serving, progress)
-    return score_runs(runs_of(text, request.file), training, progress)
+        return score_serving(read_rows(text, request.file, ServingRun), calibration, progress)
+    return score_training(read_rows(text, request.file, TrainingRun), calibration, progress)
 
 
 def _check_name(calibration: str) -> None:
@@ -70,7 +79,7 @@ def _check_name(calibration: str) -> None:
 
 
 @command(ScoreRequest)
-def score(request: ScoreRequest, *, progress: Callable[[str], None] = lambda _: None) -> Score | ServedScore:
+def score(request: ScoreRequest, *, progress: Callable[[str], None] = lambda _: None) -> TrainingScore | ServingScore:
     """Predict measured training runs or serving, and compare: what `meshwise score` answers, as values.
 
     Args:
@@ -104,7 +113,7 @@ def show_score(screen: Screen, request: ScoreRequest, shown: _Shown) -> None:
     """  # noqa: D301  (click's mark for lines that stay as they are)
     found = find_score(request, screen.progress)
     inputs = request.echo() | shown.echo() | {"calibration": found.calibration}
-    if isinstance(found, Score):
+    if isinstance(found, TrainingScore):
         write_file("--svg", shown.svg, partial(scored_svg, found, "step"))
         screen.show(score_report(found, inputs, worst=shown.worst))
     else:

@@ -26,7 +26,7 @@ def calibrate_report(refined: Refined, inputs: Mapping[str, Any]) -> Report:
         answer=_answer(refined),
         data=_data(refined),
         body=tuple(body),
-        assumed=tuple(dict.fromkeys(f"{p.run.id}: {note}" for p in refined.rows for note in p.setup.assumed)),
+        assumed=tuple(dict.fromkeys(f"{p.run.id}: {note}" for p in refined.rows for note in p.scenario.assumed)),
         not_modelled=("what rows do not show: constants that they do not depend on stay as they were",),
         next_steps=_next(inputs),
     )

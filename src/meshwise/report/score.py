@@ -25,11 +25,11 @@ from meshwise.report.scored import (
     unpredicted,
     worst_tables,
 )
-from meshwise.scoring import Prediction, Score
-from meshwise.scoring.statistics import SAME
+from meshwise.scoring import TrainingPrediction, TrainingScore
+from meshwise.scoring.score import SAME
 
 
-def score_report(score: Score, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
+def score_report(score: TrainingScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
     """Say how far predictions are from measurements."""
     return Report(
         command="score",
@@ -41,7 +41,7 @@ def score_report(score: Score, inputs: Mapping[str, Any], *, worst: int = 5) -> 
             *_ranking(score),
             *memory_tables(score),
             *unpredicted("Not predicted", score.refusals),
-            *unfit(score.false_oom, lambda p: (p.estimate.memory, p.estimate.hbm_capacity)),
+            *unfit(score.false_oom),
             *worst_tables(score.worst(worst), lambda p: f"{p.run.n_chips:,} chips, {p.layout}"),
         ),
         assumed=assumptions((note, p.run.id) for p in score.predictions for note in _read_into(p)),
@@ -53,7 +53,7 @@ def score_report(score: Score, inputs: Mapping[str, Any], *, worst: int = 5) -> 
     )
 
 
-def _ranking(score: Score) -> list[RenderableType]:
+def _ranking(score: TrainingScore) -> list[RenderableType]:
     """How often the faster of two layouts was predicted to be."""
     found = score.ranking
     if found.pairwise is None:
@@ -62,28 +62,28 @@ def _ranking(score: Score) -> list[RenderableType]:
     return [Text(f"Ranked right: {words}")]
 
 
-def _read_into(p: Prediction) -> Iterator[str]:
+def _read_into(p: TrainingPrediction) -> Iterator[str]:
     """What was read into a row."""
-    yield from p.setup.assumed
-    for name in p.setup.open:
+    yield from p.scenario.assumed
+    for name in p.scenario.open:
         yield f"{name.replace('_', ' ')} is not said: {getattr(p.layout, name)} taken, the fastest that fits"
 
 
-def _data(score: Score) -> dict[str, Any]:
+def _data(score: TrainingScore) -> dict[str, Any]:
     """The JSON fields."""
     return {
-        **overall_data(score, score.not_counted),
+        **overall_data(score),
         "ranking": {**asdict(score.ranking), "smallest_difference": SAME},
         "predictions": [_row(p) for p in score.predictions],
     }
 
 
-def _row(p: Prediction) -> dict[str, Any]:
+def _row(p: TrainingPrediction) -> dict[str, Any]:
     return {
         **row_data(p),
         "low_80": None if p.likely is None else p.likely.low,
         "high_80": None if p.likely is None else p.likely.high,
         "layout": str(p.layout),
         "fits": p.estimate.fits,
-        "open": list(p.setup.open),
+        "open": list(p.scenario.open),
     }

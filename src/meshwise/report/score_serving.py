@@ -1,6 +1,6 @@
 """The score verb's answer for serving: errors, memory, what was refused or not counted, the worst rows.
 
-Not here: predicting (`scoring.serving`), and what training's answer shares (`report.scored`).
+Not here: predicting (`scoring`), and what training's answer shares (`report.scored`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from meshwise.report.scored import (
     unpredicted,
     worst_tables,
 )
-from meshwise.scoring.serving import ServedPrediction, ServedScore
+from meshwise.scoring import ServingPrediction, ServingScore
 
 
-def served_report(score: ServedScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
+def served_report(score: ServingScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
     """Say how far predictions of serving are from measurements."""
     return Report(
         command="score",
@@ -37,10 +37,10 @@ def served_report(score: ServedScore, inputs: Mapping[str, Any], *, worst: int =
             *memory_tables(score),
             *unpredicted("Not predicted", score.refusals),
             *unpredicted("Not counted", score.set_aside),
-            *unfit(score.false_oom, lambda p: (p.estimate.memory, p.estimate.hbm_capacity)),
+            *unfit(score.false_oom),
             *worst_tables(score.worst(worst), _words),
         ),
-        assumed=assumptions((note, p.run.id) for p in score.predictions for note in p.setup.assumed),
+        assumed=assumptions((note, p.run.id) for p in score.predictions for note in p.scenario.assumed),
         not_modelled=(
             "releases of an engine: what the host adds to a step is one number for all of them",
             "queueing, and lengths that vary between requests: meshwise simulate serve",
@@ -49,31 +49,31 @@ def served_report(score: ServedScore, inputs: Mapping[str, Any], *, worst: int =
     )
 
 
-def _words(p: ServedPrediction) -> str:
+def _words(p: ServingPrediction) -> str:
     setup = p.estimate.setup
     return f"{p.compared}, {setup.decode}, batch {setup.batch}"
 
 
-def _data(score: ServedScore) -> dict[str, Any]:
+def _data(score: ServingScore) -> dict[str, Any]:
     """The JSON fields."""
     return {
-        **overall_data(score, len(score.set_aside)),
+        **overall_data(score),
         "not_counted": refused_data(score.set_aside),
         "predictions": [_row(p) for p in score.predictions],
     }
 
 
-def _row(p: ServedPrediction) -> dict[str, Any]:
+def _row(p: ServingPrediction) -> dict[str, Any]:
     setup = p.estimate.setup
     return {
         **row_data(p),
-        "phase": p.run.steps,
+        "phase": p.scenario.run.steps,
         "compared": p.compared,
         "low_80": None if p.likely is None else p.likely.low,
         "high_80": None if p.likely is None else p.likely.high,
-        "calibration": p.setup.problem.calibration.name,
+        "calibration": p.scenario.problem.calibration.name,
         "layout": str(setup.decode),
         "batch": setup.batch,
-        "precision": p.setup.problem.load.precision,
+        "precision": p.scenario.problem.load.precision,
         "fits": p.estimate.fits,
     }

@@ -6,7 +6,7 @@ Not here: what only one of them says (`score`, `score_serving`).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -16,18 +16,16 @@ from meshwise.core.units import format_bytes, format_time
 from meshwise.report.chart import new_figure, svg_of
 from meshwise.report.report import listed
 from meshwise.report.table import noted_table, table
-from meshwise.scoring import Errors, Refusal
-from meshwise.scoring.score import Scored, source_of
-from meshwise.scoring.statistics import AnyPredicted
+from meshwise.scoring import Errors, Prediction, Refusal, Score
 
-P = TypeVar("P", bound=AnyPredicted)
+P = TypeVar("P", bound=Prediction)
 
 NEXT_STEPS = ("--svg accuracy.svg: predicted against measured", "--json: every row with its terms")
 
 _COLUMNS = (">rows", ">mean", ">median", ">bias", ">≤10 %", ">≤20 %", ">in 80 %", ">bound")
 
 
-def score_words(score: Scored[P]) -> str:
+def score_words(score: Score[P]) -> str:
     """Say in a line how far predictions are from measurements."""
     first = f"{len(score.predictions):,} of {score.rows:,} rows predicted"
     if score.overall is None:
@@ -38,7 +36,7 @@ def score_words(score: Scored[P]) -> str:
     )
 
 
-def errors_table(score: Scored[P]) -> RenderableType:
+def errors_table(score: Score[P]) -> RenderableType:
     """Errors of times, group by group, and of all."""
     rows: list[list[str]] = []
     for title, group in score.groups.items():
@@ -57,7 +55,7 @@ def error_cells(e: Errors) -> list[str]:
             f"{100 * e.bound_bias:+.0f} %"]  # fmt: skip
 
 
-def memory_tables(score: Scored[P]) -> list[RenderableType]:
+def memory_tables(score: Score[P]) -> list[RenderableType]:
     """A line for each kind of memory that was measured."""
     rows = []
     for metric, found in score.memory_metrics.items():
@@ -67,7 +65,7 @@ def memory_tables(score: Scored[P]) -> list[RenderableType]:
     return [table(("memory", ">rows", ">mean error", ">bias"), rows)] if rows else []
 
 
-def unpredicted(title: str, refusals: Iterable[Refusal[Any]]) -> list[RenderableType]:
+def unpredicted(title: str, refusals: Iterable[Refusal]) -> list[RenderableType]:
     """Reasons, each with the rows that it is of."""
     found: dict[str, list[str]] = {}
     for r in refusals:
@@ -75,14 +73,14 @@ def unpredicted(title: str, refusals: Iterable[Refusal[Any]]) -> list[Renderable
     return [listed(title, (f"{some(ids)}: {reason}" for reason, ids in found.items()))] if found else []
 
 
-def unfit(rows: Sequence[P], held: Callable[[P], tuple[Mapping[str, float], float]]) -> list[RenderableType]:
-    """Rows that ran and are said not to fit; `held` gives bytes by class with "total", and those that there are."""
+def unfit(rows: Sequence[Prediction]) -> list[RenderableType]:
+    """Rows that ran and are said not to fit."""
 
-    def words(p: P) -> str:
-        memory, room = held(p)
+    def words(p: Prediction) -> str:
+        memory = p.estimate.memory
         parts = sorted(((v, k) for k, v in memory.items() if k != "total"), reverse=True)[:2]
         largest = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in parts)
-        return f"{p.run.id}: {format_bytes(memory['total'])} of {format_bytes(room)}; {largest}"
+        return f"{p.run.id}: {format_bytes(memory['total'])} of {format_bytes(p.estimate.hbm_capacity)}; {largest}"
 
     return [listed("Said not to fit, though it ran", map(words, rows))] if rows else []
 
@@ -124,7 +122,7 @@ def _signed(value: float) -> str:
     return f"{100 * value:+.1f} %"
 
 
-def overall_data(score: Scored[P], not_counted: int) -> dict[str, Any]:
+def overall_data(score: Score[P]) -> dict[str, Any]:
     """The JSON fields of errors and memory."""
     overall = {} if score.overall is None else asdict(score.overall)
     return {
@@ -133,7 +131,7 @@ def overall_data(score: Scored[P], not_counted: int) -> dict[str, Any]:
             "macro_mape": score.macro_mape,
             "rows": score.rows,
             "predicted": len(score.predictions),
-            "not_counted": not_counted,
+            "not_counted": len(score.set_aside),
         },
         **{f"by_{name}": {k: asdict(e) for k, e in group.items()} for name, group in score.groups.items()},
         "memory": {
@@ -150,12 +148,12 @@ def overall_data(score: Scored[P], not_counted: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def refused_data(refusals: Iterable[Refusal[Any]]) -> list[dict[str, str]]:
+def refused_data(refusals: Iterable[Refusal]) -> list[dict[str, str]]:
     """Rows with their reasons, for JSON."""
     return [{"id": r.run.id, "reason": r.reason} for r in refusals]
 
 
-def row_data(p: AnyPredicted) -> dict[str, Any]:
+def row_data(p: Prediction) -> dict[str, Any]:
     """The JSON fields of a row."""
     return {
         "id": p.run.id,
@@ -169,11 +167,11 @@ def row_data(p: AnyPredicted) -> dict[str, Any]:
         "error": p.error,
         "bound": None if p.run.is_memory else p.bound,
         "terms_s": p.terms,
-        "assumed": list(p.setup.assumed),
+        "assumed": list(p.scenario.assumed),
     }
 
 
-def scored_svg(score: Scored[P], what: str) -> str:
+def scored_svg(score: Score[P], what: str) -> str:
     """Draw predicted against measured seconds as SVG, a colour for each source.
 
     Args:
@@ -185,8 +183,8 @@ def scored_svg(score: Scored[P], what: str) -> str:
     """
     figure = new_figure(6.5, 6)
     axes = figure.subplots()
-    for source in score.by_source:
-        rows = [p for p in score.times if source_of(p) == source]
+    for source in score.groups["source"]:
+        rows = [p for p in score.times if p.source == source]
         axes.loglog([p.measured for p in rows], [p.expected for p in rows], "o", ms=4, alpha=0.6, label=source)
     if score.times:
         ends = [f(v for p in score.times for v in (p.measured, p.expected)) for f in (min, max)]

@@ -1,26 +1,41 @@
-"""Predictions scored against measured runs: rows read, set up as plans, predicted, compared. Renders nothing."""
+"""Predictions scored against measurements: rows read, understood as scenarios, predicted, compared. Renders nothing."""
 
 from __future__ import annotations
 
-from meshwise.scoring.outcomes import Refusal
-from meshwise.scoring.prediction import Prediction, predict
-from meshwise.scoring.rows import COLUMNS, METRICS, MeasuredRun, UnreadRow, read_runs, runs_of
-from meshwise.scoring.score import Score, score_runs, shipped_runs
-from meshwise.scoring.statistics import Errors, Ranking
+from meshwise.scoring.prediction import Prediction, Refusal
+from meshwise.scoring.reading import is_serving, read_rows, read_text, shipped_rows
+from meshwise.scoring.rows import ServingRun, TrainingRun, UnreadRow
+from meshwise.scoring.score import (
+    Errors,
+    Ranking,
+    Score,
+    ServingScore,
+    TrainingScore,
+    score_serving,
+    score_training,
+)
+from meshwise.scoring.serving import ServingPrediction, predict_serving
+from meshwise.scoring.training import TrainingPrediction, predict_training
 
 __all__ = [
-    "COLUMNS",
-    "METRICS",
     "Errors",
-    "MeasuredRun",
     "Prediction",
     "Ranking",
     "Refusal",
     "Score",
+    "ServingPrediction",
+    "ServingRun",
+    "ServingScore",
+    "TrainingPrediction",
+    "TrainingRun",
+    "TrainingScore",
     "UnreadRow",
-    "predict",
-    "read_runs",
-    "runs_of",
-    "score_runs",
-    "shipped_runs",
+    "is_serving",
+    "predict_serving",
+    "predict_training",
+    "read_rows",
+    "read_text",
+    "score_serving",
+    "score_training",
+    "shipped_rows",
 ]

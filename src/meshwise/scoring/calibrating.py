@@ -13,13 +13,14 @@ from functools import partial
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration import Calibration, default_calibration
+from meshwise.costs.calibration import Calibration
 from meshwise.hardware import Chip
-from meshwise.scoring.fitting import Constant, Fit, Repriced, Sensitivities, all_constants, fit, sensitivities
-from meshwise.scoring.outcomes import Refusal
-from meshwise.scoring.prediction import Prediction, predict
-from meshwise.scoring.rows import MeasuredRun, UnreadRow
+from meshwise.scoring.constants import Constant, all_constants
+from meshwise.scoring.fitting import Fit, FittedRows, Sensitivities, sensitivities, with_constants
+from meshwise.scoring.prediction import Prediction, Refusal
+from meshwise.scoring.rows import TrainingRun, UnreadRow
 from meshwise.scoring.score import predict_all
+from meshwise.scoring.training import TrainingPrediction, predict_training
 
 #: A constant that moves no step by this share when it doubles is left alone.
 _IDLE = 0.005
@@ -46,8 +47,8 @@ class Refined:
     chip: Chip
     base: Calibration
     calibration: Calibration
-    rows: tuple[Prediction, ...]
-    refusals: tuple[Refusal[MeasuredRun | UnreadRow], ...]
+    rows: tuple[TrainingPrediction, ...]
+    refusals: tuple[Refusal, ...]
     constants: tuple[Constant, ...]
     fit: Fit
     after: tuple[float, ...]
@@ -69,7 +70,7 @@ def mean_error(errors: Sequence[float]) -> float:
 
 
 def refine(
-    runs: Sequence[MeasuredRun | UnreadRow],
+    runs: Sequence[TrainingRun | UnreadRow],
     calibration: str = "fitted",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Refined:
@@ -84,48 +85,45 @@ def refine(
         MeshwiseError: no row can be used; rows are of several chips or of several generations of software.
     """
     timed = [run for run in runs if isinstance(run, UnreadRow) or not run.is_memory]
-    rows, refusals = predict_all(timed, partial(predict, calibration=calibration), lambda _: None)
+    rows, refusals = predict_all(timed, partial(predict_training, calibration=calibration), lambda _: None)
     _check(rows, refusals)
-    problem = rows[0].setup.problem
-    chip, base = problem.cluster.chip, problem.calibration
-    priced = [Repriced(p, default_calibration(chip).name) for p in rows]
+    base = rows[0].calibration
     constants = tuple(
         replace(c, prior=max(c.clipped(c.read(base)), 1e-9))
         for c in all_constants()
-        if priced[0].depends_on(c) and c.read(base) > 0
+        if rows[0].depends_on(c) and c.read(base) > 0
     )
-    points = sensitivities(priced, constants, {c.name: c.prior for c in constants}, progress)
+    points = sensitivities(rows, constants, {c.name: c.prior for c in constants}, progress)
     used = [j for j in range(len(constants)) if np.max(np.abs(points.slopes[:, j])) > _IDLE]
     constants = tuple(constants[j] for j in used)
     points = Sensitivities(points.at, points.seconds, points.slopes[:, used])
-    measured = np.array([p.measured for p in rows])
-    best = fit(constants, points, measured)
-    new = priced[0].calibration(constants, best.values)
-    after = tuple(row.seconds(new) / m - 1 for row, m in zip(priced, measured, strict=True))
-    return Refined(chip, base, new, rows, refusals, constants, best, after, _left_out(constants, points, measured))
+    fitted = FittedRows(rows, constants, points, np.ones(len(rows)))
+    best = fitted.fitted_to()
+    new = with_constants(rows[0], constants, best.values)
+    return Refined(
+        chip=rows[0].scenario.problem.cluster.chip,
+        base=base,
+        calibration=new,
+        rows=rows,
+        refusals=refusals,
+        constants=constants,
+        fit=best,
+        after=tuple(row.seconds_under(new) / row.measured - 1 for row in rows),
+        left_out=tuple(p.error for p in fitted.leave_out(_id)) if len(rows) >= _LEAVE_OUT_FROM else (),
+    )
 
 
-def _check(rows: Sequence[Prediction], refusals: Sequence[Refusal[MeasuredRun | UnreadRow]]) -> None:
+def _id(p: Prediction) -> str:
+    return p.run.id
+
+
+def _check(rows: Sequence[TrainingPrediction], refusals: Sequence[Refusal]) -> None:
     if not rows:
         reasons = "; ".join(f"{r.run.id}: {r.reason}" for r in refusals[:3])
         raise MeshwiseError(f"no row can be used to calibrate: {reasons or 'no row is of a time'}")
     for what, names in (
-        ("chips", {p.setup.problem.cluster.chip.name for p in rows}),
-        ("generations of software", {p.setup.problem.calibration.name for p in rows}),
+        ("chips", {p.chip for p in rows}),
+        ("generations of software", {p.calibration.name for p in rows}),
     ):
         if len(names) > 1:
             raise MeshwiseError(f"rows are of several {what}: {', '.join(sorted(names))}; use a file for each")
-
-
-def _left_out(constants: Sequence[Constant], points: Sensitivities, measured: np.ndarray) -> tuple[float, ...]:
-    """Error of each row under constants fitted to the others; steps change with them as their slopes say."""
-    if len(measured) < _LEAVE_OUT_FROM:
-        return ()
-    errors = []
-    for i in range(len(measured)):
-        others = np.arange(len(measured)) != i
-        rest = Sensitivities(points.at, points.seconds[others], points.slopes[others])
-        values = fit(constants, rest, measured[others]).values
-        change = [np.log(values[c.name] / points.at[c.name]) for c in constants]
-        errors.append(float(points.seconds[i] * np.exp(points.slopes[i] @ change) / measured[i] - 1))
-    return tuple(errors)

@@ -1,22 +1,24 @@
-"""Constants fitted to measured steps: what each does, its prior from elsewhere, and a regularised fit in logarithms.
+"""Constants fitted to measured times, in logarithms and with priors from elsewhere; errors of rows left out of a fit.
 
 A row is priced again in milliseconds when only constants change: its model, layout and axis mapping stay. Not here:
-what rows mean (`setup`).
+which constants are fitted (`constants`), or what rows mean (`training_scenario`, `serving_scenario`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from meshwise.core.dtypes import DType
-from meshwise.costs.calibration import CALIBRATIONS, Calibration
-from meshwise.costs.estimate import evaluate_layout
-from meshwise.costs.fabric import Fabric
+from meshwise.costs.calibration import Calibration
+from meshwise.costs.spread import Likely
+from meshwise.scoring.constants import Constant, all_constants, engine_of, serving_constants, start_values
 from meshwise.scoring.prediction import Prediction
+
+P = TypeVar("P", bound=Prediction)
 
 #: Errors of the logarithm beyond which a row pulls no harder: rows are off for reasons of their own.
 _HUBER = 0.10
@@ -29,98 +31,11 @@ _STEP = 0.05
 
 _ROUNDS = 30
 
+#: Points at which slopes are taken: at the priors, then where these lead.
+_POINTS = 2
+
 #: Precision that keeps a constant where it is.
 _FIXED = 1e8
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One number that many rows share.
-
-    Args:
-        name: what it is called in tables and files.
-        unit: in words.
-        prior: its value by what is known without whole steps, and `spread` the standard deviation of its logarithm.
-        source: of the prior.
-        applies: whether a calibration, of a family, depends on it.
-        read: its value in a calibration.
-        put: gives a calibration with another value of it.
-        least, most: no value is smaller, or larger.
-    """
-
-    name: str
-    unit: str
-    prior: float
-    spread: float
-    source: str
-    applies: Callable[[Calibration, str], bool]
-    read: Callable[[Calibration], float]
-    put: Callable[[Calibration, float], Calibration]
-    most: float = float("inf")
-    least: float = 0.0
-
-    def clipped(self, value: float) -> float:
-        """The value, or the nearest that can be."""
-        return min(max(value, self.least), self.most)
-
-
-class RepricedRow(ABC):
-    """A measured time whose model, layout and wires stay while constants change."""
-
-    @property
-    @abstractmethod
-    def base(self) -> Calibration:
-        """The calibration that it was predicted with."""
-
-    @property
-    @abstractmethod
-    def own_family(self) -> str:
-        """Family of its chip."""
-
-    @abstractmethod
-    def seconds(self, calibration: Calibration) -> float:
-        """Expected seconds of what was measured."""
-
-    def calibration(self, constants: Sequence[Constant], values: Mapping[str, float]) -> Calibration:
-        """The row's calibration with other constants, of those that apply to it."""
-        found = self.base
-        for c in constants:
-            if c.name in values and self.depends_on(c):
-                found = c.put(found, c.clipped(values[c.name]))
-        return found
-
-    def depends_on(self, constant: Constant) -> bool:
-        """Whether the constant is one of its calibration's."""
-        return constant.applies(self.base, self.own_family)
-
-
-@dataclass(frozen=True)
-class Repriced(RepricedRow):
-    """A measured training step.
-
-    Args:
-        prediction: with its layout.
-        family: of its chip.
-    """
-
-    prediction: Prediction
-    family: str
-
-    @property
-    def base(self) -> Calibration:
-        """As in `RepricedRow`."""
-        return self.prediction.setup.problem.calibration
-
-    @property
-    def own_family(self) -> str:
-        """As in `RepricedRow`."""
-        return self.family
-
-    def seconds(self, calibration: Calibration) -> float:
-        """Expected seconds of the step."""
-        problem = replace(self.prediction.setup.problem, calibration=calibration)
-        fabric = Fabric.of(problem.cluster, flat_rings=calibration.flat_rings)
-        return float(evaluate_layout(problem, fabric, self.prediction.layout).step.expected)
 
 
 @dataclass(frozen=True)
@@ -152,13 +67,13 @@ class Fit:
 
 
 def sensitivities(
-    rows: Sequence[RepricedRow],
+    rows: Sequence[Prediction],
     constants: Sequence[Constant],
     at: Mapping[str, float],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Sensitivities:
     """Price all rows at a point, and beside it along each constant that they depend on."""
-    seconds = np.array([row.seconds(row.calibration(constants, at)) for row in rows])
+    seconds = np.array([_seconds(row, constants, at) for row in rows])
     slopes = np.zeros((len(rows), len(constants)))
     for j, c in enumerate(constants):
         progress(f"constant {j + 1} of {len(constants)}: {c.name}")
@@ -166,9 +81,22 @@ def sensitivities(
         down = {**at, c.name: at[c.name] * float(np.exp(-_STEP))}
         for i, row in enumerate(rows):
             if row.depends_on(c):
-                high, low = (row.seconds(row.calibration(constants, v)) for v in (up, down))
+                high, low = (_seconds(row, constants, values) for values in (up, down))
                 slopes[i, j] = np.log(high / low) / (2 * _STEP)
     return Sensitivities(dict(at), seconds, slopes)
+
+
+def with_constants(p: Prediction, constants: Sequence[Constant], values: Mapping[str, float]) -> Calibration:
+    """A row's calibration with other values of the constants that apply to it."""
+    found = p.calibration
+    for c in constants:
+        if c.name in values and p.depends_on(c):
+            found = c.put(found, c.clipped(values[c.name]))
+    return found
+
+
+def _seconds(p: Prediction, constants: Sequence[Constant], values: Mapping[str, float]) -> float:
+    return p.seconds_under(with_constants(p, constants, values))
 
 
 def fit(
@@ -203,111 +131,73 @@ def fit(
     return Fit(values, {c.name: float(s) for c, s in zip(constants, left, strict=True)})
 
 
-_MICRO = "single operations, NVIDIA AIConfigurator database"
+@dataclass(frozen=True)
+class FittedRows(Generic[P]):
+    """Rows, and how each one's time depends on every constant: worked out once, fitted to many choices of rows.
 
-#: Software whose gaps between operations are constants of their own.
-_OWN_GAPS = ("megatron-deepspeed", "megatron-graphs")
+    Args:
+        rows: predictions of times.
+        constants: that are fitted.
+        points: of the rows and constants.
+        weights: [rows] what each one counts.
+    """
 
-_SUSTAINED = f"{_MICRO}; a tenth less where power limits clocks for minutes"
+    rows: tuple[P, ...]
+    constants: tuple[Constant, ...]
+    points: Sensitivities
+    weights: np.ndarray
 
+    def fitted_to(self, chosen: np.ndarray | None = None) -> Fit:
+        """The constants that some rows make most likely; `chosen` is [rows] true or false, None for all."""
+        chosen = np.ones(len(self.rows), dtype=bool) if chosen is None else chosen
+        points = Sensitivities(self.points.at, self.points.seconds[chosen], self.points.slopes[chosen])
+        measured = np.array([p.measured for p in self.rows])
+        return fit(self.constants, points, measured[chosen], self.weights[chosen])
 
-def software_of(calibration: Calibration, family: str) -> str:
-    """Name of the software that a fitted calibration is of."""
-    usual = "xla" if family == "tpu" else "megatron"
-    return (calibration.name.partition("+")[2] or usual).removesuffix("-beside")
+    def expected(self, values: Fit) -> np.ndarray:
+        """[rows] seconds under fitted constants, by the rows' slopes."""
+        change = [np.log(values.values[c.name] / self.points.at[c.name]) for c in self.constants]
+        return np.asarray(self.points.seconds * np.exp(self.points.slopes @ change))
 
-
-def all_constants() -> tuple[Constant, ...]:
-    """Every constant that is fitted to whole steps."""
-    return (
-        *(_matmul(f) for f in ("ampere", "hopper", "blackwell", "tpu")),
-        *(_narrow(f, d) for f, d in (("hopper", DType.FP8), ("blackwell", DType.FP8), ("blackwell", DType.FP4))),
-        *(_attention(f, share) for f, share in (("ampere", 0.57), ("hopper", 0.53), ("blackwell", 0.50))),
-        *(_memory(f) for f in ("ampere", "hopper", "blackwell")),
-        *(_links(f) for f in ("ampere", "hopper", "blackwell", "tpu")),
-        *(_passes(s) for s in ("megatron", "megatron-graphs", "megatron-2021", "megatron-deepspeed", "eager-2023")),
-        _gap("gap", 8e-6, 0.5, "launches of kernels on A100 to B200: 3 to 12 us"),
-        _gap("gap.megatron-deepspeed", 40e-6, 0.5, "launches block: 25 us of the host, 15 us of waiting"),
-        _gap("gap.megatron-graphs", 2e-6, 0.5, "kernels of a graph follow each other without the host"),
-        Constant(
-            "mixture_launch", "s", 60e-6, 0.4, "a dozen launches and a synchronisation",
-            lambda c, _f: c.mixture_launch > 0, lambda c: c.mixture_launch, lambda c, v: replace(c, mixture_launch=v),
-        ),
-        Constant(
-            "interference", "share", 0.2, 0.5, "compute units that collectives take: 20 of 108 to 148",
-            lambda _c, _f: True, lambda c: c.interference, lambda c, v: replace(c, interference=v), 0.9,
-        ),
-    )  # fmt: skip
-
-
-def _of(family: str) -> Callable[[Calibration, str], bool]:
-    return lambda _c, own: own == family
+    def leave_out(self, key: Callable[[P], str]) -> tuple[P, ...]:
+        """Predict each row from the rows of other keys alone; intervals keep their relative widths."""
+        keys = np.array([key(p) for p in self.rows])
+        expected = np.zeros(len(keys))
+        for own in dict.fromkeys(keys.tolist()):
+            out = keys == own
+            expected[out] = self.expected(self.fitted_to(~out))[out]
+        return tuple(_moved(p, float(e)) for p, e in zip(self.rows, expected, strict=True))
 
 
-def _matmul(family: str) -> Constant:
-    most = CALIBRATIONS[family].matmul_efficiency
-    return Constant(
-        f"matmul.{family}", "share of dense FLOP/s", 0.9 * most, 0.10, _SUSTAINED, _of(family),
-        lambda c: c.matmul_efficiency, _put_matmul, most,
-    )  # fmt: skip
+def training_fit(rows: Sequence[P], progress: Callable[[str], None] = lambda _: None) -> FittedRows[P]:
+    """Prepare measured training steps for fits; rows of one source share their errors, and count as 12 at most."""
+    weights = _row_weights([p.run.source for p in rows], 12)
+    constants = all_constants()
+    at = {c.name: c.prior for c in constants}
+    for _ in range(_POINTS):  # slopes hold near where they were taken
+        found = FittedRows(tuple(rows), constants, sensitivities(rows, constants, at, progress), weights)
+        at = dict(found.fitted_to().values)
+    return found
 
 
-def _put_matmul(c: Calibration, value: float) -> Calibration:
-    attention = None if c.attention_efficiency is None else min(c.attention_efficiency, value)
-    return replace(c, matmul_efficiency=value, attention_efficiency=attention)
+def serving_fit(rows: Sequence[P], progress: Callable[[str], None] = lambda _: None) -> FittedRows[P]:
+    """Prepare measured times of serving for fits; rows of one model, chip and engine count as 20 at most."""
+    weights = _row_weights([f"{engine_of(p.calibration)} {p.run.chip} {p.run.model}" for p in rows], 20)
+    constants = serving_constants()
+    return FittedRows(tuple(rows), constants, sensitivities(rows, constants, start_values(), progress), weights)
 
 
-def _narrow(family: str, dtype: DType) -> Constant:
-    def put(c: Calibration, value: float) -> Calibration:
-        return replace(c, narrow=tuple((d, value if d is dtype else own) for d, own in c.narrow))
+def _row_weights(groups: Sequence[str], most: int) -> np.ndarray:
+    """What each row counts in a fit: the rows of one group count as `most` at most.
 
-    prior = dict(CALIBRATIONS[family].narrow)[dtype]
-    return Constant(
-        f"{dtype.value}.{family}", "share of dense FLOP/s", prior, 0.20, _MICRO, _of(family),
-        lambda c: c.matmul(dtype), put, 1.0,
-    )  # fmt: skip
-
-
-def _attention(family: str, prior: float) -> Constant:
-    def applies(c: Calibration, own: str) -> bool:
-        return own == family and software_of(c, own) != "eager-2023" and not c.unfused_attention
-
-    return Constant(
-        f"attention.{family}", "share of dense FLOP/s", prior, 0.10, _MICRO, applies,
-        lambda c: c.attention(DType.BF16),
-        lambda c, v: replace(c, attention_efficiency=min(v, c.matmul_efficiency)),
-    )  # fmt: skip
+    >>> _row_weights(["a", *["b"] * 24], 12)[:2].tolist()
+    [1.0, 0.5]
+    """
+    numbers = Counter(groups)
+    return np.array([min(1.0, most / numbers[g]) for g in groups])
 
 
-def _memory(family: str) -> Constant:
-    prior = CALIBRATIONS[family].hbm_efficiency
-    return Constant(
-        f"memory.{family}", "share of HBM bandwidth", prior, 0.10, f"key/value reads, {_MICRO}", _of(family),
-        lambda c: c.hbm_efficiency, lambda c, v: replace(c, hbm_efficiency=v), 0.95,
-    )  # fmt: skip
-
-
-def _links(family: str) -> Constant:
-    prior = CALIBRATIONS[family].links.efficiency
-    return Constant(
-        f"links.{family}", "share of link bandwidth", prior, 0.20, "NCCL in one NVLink domain", _of(family),
-        lambda c: c.links.efficiency, lambda c, v: replace(c, links=replace(c.links, efficiency=v)), 1.0,
-    )  # fmt: skip
-
-
-def _passes(software: str) -> Constant:
-    return Constant(
-        f"passes.{software}", "times the bytes", 1.3, 0.25, "kernels fused in part",
-        lambda c, own: software_of(c, own) == software, lambda c: c.elementwise_passes,
-        lambda c, v: replace(c, elementwise_passes=v), least=1.0,
-    )  # fmt: skip
-
-
-def _gap(name: str, prior: float, spread: float, source: str) -> Constant:
-    software = name.partition(".")[2]
-
-    def applies(c: Calibration, family: str) -> bool:
-        own = software_of(c, family)
-        return family != "tpu" and (own == software if software else own not in _OWN_GAPS)
-
-    return Constant(name, "s", prior, spread, source, applies, lambda c: c.gap, lambda c, v: replace(c, gap=v))
+def _moved(p: P, expected: float) -> P:
+    assert p.likely is not None
+    width = p.likely.high / p.expected
+    return replace(p, expected=expected, likely=Likely(max(expected / width, min(p.bound, expected)), expected * width))

@@ -1,22 +1,17 @@
-"""The model and the cluster that a measured run used: named ones, or dimensions and words that describe them.
+"""The model that a measured run trained: a named one, or its dimensions with the switches of its family.
 
-What a row does not say is chosen by a stated rule, and said. Not here: reading rows (`rows`).
+What a row does not say is chosen by a stated rule, and said. Not here: reading rows (`reading`).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.hardware import Chip, Cluster, Fabric, load_chip, parse_cluster
-from meshwise.hardware.chip import Source
-from meshwise.hardware.network import Level
-from meshwise.hardware.trees import FabricLevel, build_tree
 from meshwise.models import Model, load_model, model_names
 from meshwise.scoring.rows import Row
 
@@ -36,13 +31,15 @@ _FAMILIES = (
 _PLAIN = ("MaxText GPT", "Megatron GPT", "GPT", "MPT", "BLOOM", "OPT")
 #: Of those, the ones without biases.
 _NO_BIAS = ("MPT", "MaxText GPT")
+#: Other families whose feed-forward is gated.
+_GATED = ("Llama", "Mixtral", "Mistral", "DeepSeek", "Qwen", "Gemma", "Kimi", "GLM")
 
 
 def family_of(run: Row) -> str:
-    """Give the family of a run's model, for tables; the first word of its name where none is known.
+    """The family of a run's model, for tables; the first word of its name if none is known.
 
-    >>> from meshwise.scoring import MeasuredRun
-    >>> family_of(MeasuredRun(id="1", n_chips=1, global_batch_seqs=1, seq_len=1, measured_metric="step_time",
+    >>> from meshwise.scoring import TrainingRun
+    >>> family_of(TrainingRun(id="1", n_chips=1, global_batch_seqs=1, seq_len=1, measured_metric="step_time",
     ...     measured_value=1.0, unit="s", model="vTrain GPT 18.4B"))
     'Megatron GPT'
     """
@@ -52,7 +49,7 @@ def family_of(run: Row) -> str:
 
 
 def model_of(run: Row) -> tuple[Model, tuple[str, ...]]:
-    """Give the model of a run, and what was assumed of it.
+    """The model of a run, and what was assumed of it.
 
     A built-in of that name whose dimensions are those of the row; else a decoder of these dimensions, with the switches
     of its family; where the family is not known, those whose count of parameters is nearest `params_b`.
@@ -152,109 +149,33 @@ def _of_dimensions(run: Row, vocab: int) -> tuple[Model, tuple[str, ...]]:
     width = run.d_ff or 4 * run.d_model
     said |= {"F": width} if run.moe_experts is None else {"E": run.moe_experts, "Fe": width, "top_k": run.moe_topk}
     family = family_of(run)
-    switches = dict(_switches(run, family))
+    switches = _switches(run, family)
     open_ones = [name for name in ("gated", "tied") if name not in switches]
-    best: tuple[float, Model, dict[str, str]] | None = None
+    tried: list[tuple[float, Model, dict[str, str]]] = []
     for values in itertools.product(("yes", "no"), repeat=len(open_ones)):
-        tried = switches | dict(zip(open_ones, values, strict=True))
-        model = load_model(" ".join(f"{k}={v}" for k, v in {**said, **tried}.items() if v is not None))
-        count = model.parameters.total / 1e9
-        off = abs(count / run.params_b - 1) if run.params_b else 0.0
-        if best is None or off < best[0] - 1e-9:
-            best = off, model, dict(zip(open_ones, values, strict=True))
-    assert best is not None
+        chosen = dict(zip(open_ones, values, strict=True))
+        model = load_model(" ".join(f"{k}={v}" for k, v in {**said, **switches, **chosen}.items() if v is not None))
+        off = abs(model.parameters.total / 1e9 / run.params_b - 1) if run.params_b else 0.0
+        tried.append((round(off, 9), model, chosen))
+    off, model, chosen = min(tried, key=lambda each: each[0])
     notes = []
     if open_ones:
-        chosen = ", ".join(f"{name}={value}" for name, value in best[2].items())
-        notes.append(f"{chosen}: not said, " + ("nearest to params_b" if run.params_b else "taken as usual"))
-    if best[0] > 0.1:
-        notes.append(f"{best[1].parameters.total / 1e9:,.1f}B parameters by its dimensions, {run.params_b:,}B stated")
-    return best[1], tuple(notes)
+        words = ", ".join(f"{name}={value}" for name, value in chosen.items())
+        notes.append(f"{words}: not said, " + ("nearest to params_b" if run.params_b else "taken as usual"))
+    if off > 0.1:
+        notes.append(f"{model.parameters.total / 1e9:,.1f}B parameters by its dimensions, {run.params_b:,}B stated")
+    return model, tuple(notes)
 
 
-def _switches(run: Row, family: str) -> list[tuple[str, str]]:
+def _switches(run: Row, family: str) -> dict[str, str]:
     """What its family, or the row's own words, say of a decoder."""
-    words = run.words
-    found: list[tuple[str, str]] = []
     if family in _PLAIN:
-        found += [("gated", "no"), ("norm", "rms" if family == "MaxText GPT" else "layer")]
-        found.append(("bias", "no" if family in _NO_BIAS else "yes"))
-        found.append(("tied", "yes"))
-        if family not in {"MaxText GPT", "BLOOM"}:
-            found.append(("positions", str(run.positions)))
-    else:
-        found += [("gated", "no")] if "2-matrix" in words or "gelu 4x" in words else []
-        found += [("tied", "yes")] if "tied" in words and "untied" not in words else []
-        if family in ("Llama", "Mixtral", "Mistral", "DeepSeek", "Qwen", "Gemma", "Kimi", "GLM"):
-            found.append(("gated", "yes"))
-    return found
-
-
-#: Seconds that a message takes to cross a network of nodes: NCCL's constant for InfiniBand and RoCE; TCP, assumed.
-_LATENCY, _TCP_LATENCY = 2.7e-6, 20e-6
-
-#: Share of the rate of Omni-Path ports that NCCL has, which has no plugin for them: AllReduces of 4 GB over four A100
-#: nodes of Jean Zay go at 40.5 Gb/s a port of 100 (bigscience, experiments/bandwidth, 2021-22), over the 84 % that
-#: links of other networks reach there.
-_OMNI_PATH = 0.405 / 0.84
-
-
-def cluster_of(run: Row) -> tuple[Cluster, tuple[str, ...]]:
-    """Give the cluster of a run, and what was assumed of it.
-
-    Raises:
-        MeshwiseError: a blank chip, one that no catalog holds, or a count that cannot be.
-    """
-    if not run.chip:
-        raise MeshwiseError(f"chip is blank; the catalog has none for {run.hardware or 'this hardware'!r}")
-    chip = load_chip(run.chip)
-    if chip.vendor == "google":
-        slices, notes = _slices(run)
-        text = f"{chip.name}:{run.n_chips // slices}" + (f"*{slices}" if slices > 1 else "")
-        return parse_cluster(text), notes
-    node = math.prod(level.degree for level in chip.scale_up)
-    bandwidth = node_bandwidth(run.hardware)
-    if run.n_chips <= node or bandwidth is None:
-        beyond = (f"network between nodes: the usual one of {chip.title}",) if run.n_chips > node else ()
-        return parse_cluster(f"{chip.name}:{run.n_chips}"), beyond
-    return _on_network(chip, run, bandwidth / chip.chips_per_host), ()
-
-
-def node_bandwidth(words: str) -> float | None:
-    """Bytes/s, one way, that a node of GPUs has to others, as a source puts it; None where it says nothing.
-
-    Of Omni-Path, what NCCL has of it.
-
-    >>> node_bandwidth("A100 SXM (8 per node, 4x InfiniBand 100)"), node_bandwidth("1600 Gb/s RoCE per node")
-    (50000000000.0, 200000000000.0)
-    >>> node_bandwidth("8x HDR200 IB per node"), node_bandwidth("H100 80GB SXM")
-    (200000000000.0, None)
-    """
-    if found := re.search(r"(\d+)\s*x\s*(?:[A-Za-z -]*)(\d{2,3})(?:\s*Gb/s)?(?![\d.]*\s*GB)", words):
-        share = _OMNI_PATH if "omni-path" in words.lower() else 1.0
-        return share * int(found[1]) * int(found[2]) * 1e9 / 8
-    if found := re.search(r"([\d,]+)\s*Gb(?:it)?/s\s*(?:[A-Za-z]*\s*)per node", words):
-        return float(found[1].replace(",", "")) * 1e9 / 8
-    return None
-
-
-def _on_network(chip: Chip, run: Row, per_chip: float) -> Cluster:
-    """Nodes on one network of switches without oversubscription, each chip with its share of the node's ports."""
-    latency = _TCP_LATENCY if "TCP" in run.hardware else _LATENCY
-    nodes = FabricLevel(Level("network", 1 << 16, per_chip, latency), "nodes")
-    domain = math.prod(level.degree for level in chip.scale_up)
-    fabric = Fabric("as measured", run.hardware, (domain,), (nodes,), False, False, Source(run.source, ""))
-    tree, notes = build_tree(chip, run.n_chips, fabric)
-    return Cluster(f"{chip.name}:{run.n_chips}", chip, run.n_chips, tree, notes=notes)
-
-
-def _slices(run: Row) -> tuple[int, tuple[str, ...]]:
-    """Slices of TPUs: as the row says, else one."""
-    words = run.machine_words
-    for pattern in (r"(\d+)\s*slice\(?s?\)?", r"DP=(\d+) across slices"):
-        if found := re.search(pattern, words):
-            slices = int(found[1])
-            if run.n_chips % slices:
-                raise MeshwiseError(f"n_chips {run.n_chips} is no multiple of the {slices} slices that the row names")
-            return slices, ()
-    return 1, ("one slice: none are mentioned",)
+        found = {"gated": "no", "norm": "rms" if family == "MaxText GPT" else "layer"}
+        found |= {"bias": "no" if family in _NO_BIAS else "yes", "tied": "yes"}
+        return found if family in {"MaxText GPT", "BLOOM"} else found | {"positions": str(run.positions)}
+    words, found = run.words, {}
+    if "2-matrix" in words or "gelu 4x" in words:
+        found["gated"] = "no"
+    if "tied" in words and "untied" not in words:
+        found["tied"] = "yes"
+    return found | {"gated": "yes"} if family in _GATED else found

@@ -1,108 +1,155 @@
-"""What is predicted of one measured run: its step's time or its memory, beside the measurement, or why it is not.
+"""A row of measurements, of training or of serving, as it can be estimated, and beside what is predicted of it.
 
-Not here: what a row means (`setup`), and what all rows say together (`statistics`).
+Not here: what rows mean (`training_scenario`, `serving_scenario`), and predicting them (`training`, `serving`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import format_bytes
+from meshwise.costs.calibration import Calibration, default_calibration
 from meshwise.costs.estimate import Estimate
-from meshwise.costs.spread import doubts_of, likely_interval
-from meshwise.scoring.conventions import measured_bytes, measured_seconds
-from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
-from meshwise.scoring.rows import MeasuredRun
-from meshwise.scoring.setup import Setup, set_up
-from meshwise.search import estimate_layout
-from meshwise.sharding.layout import Layout
+from meshwise.costs.problem import ServingProblem, TrainingProblem
+from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.costs.spread import Likely
+from meshwise.scoring.constants import Constant
+from meshwise.scoring.models import family_of
+from meshwise.scoring.rows import Row, UnreadRow
 
-#: Metric of memory -> the classes of an estimate that it measures; None for all of them.
-MEMORY_PARTS: dict[str, tuple[str, ...] | None] = {
-    "weights_grads_optimizer_GiB": ("parameters", "master_copies", "gradients", "optimizer"),
-    "activation_memory_GiB": ("activations", "logits_and_loss"),
-    "peak_memory": None,
-    "gpu_memory": None,
-}
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row that is not predicted, or not counted."""
+
+    run: Row | UnreadRow
+    reason: str
+
+
+def does_not_fit(memory: Mapping[str, float], capacity: float) -> str:
+    """Say that a row cannot have run: what the fullest chip would hold, and what it has.
+
+    >>> does_not_fit({"weights": 200e9, "kv_cache": 3e9, "reserve": 0.0, "total": 203e9}, 80e9)  # doctest: +ELLIPSIS
+    'it does not fit in memory: 189 GiB needed on a chip of 74.5 GiB (weights 186 GiB, kv cache 2.79 GiB); ...'
+
+    Args:
+        memory: bytes by class, "reserve" and "total" among them; the reserve is a margin for plans, and not counted.
+        capacity: bytes of a chip.
+    """
+    needed = memory["total"] - memory["reserve"]
+    parts = sorted(((v, k) for k, v in memory.items() if k not in ("total", "reserve")), reverse=True)[:2]
+    largest = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in parts)
+    return (
+        f"it does not fit in memory: {format_bytes(needed)} needed on a chip of {format_bytes(capacity)} ({largest}); "
+        "the row, or what was read into it, is wrong"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction(Predicted[Setup]):
-    """A run that was predicted.
+class Scenario:
+    """A row as it can be estimated.
 
     Args:
-        layout: complete: what the row left open was chosen.
-        estimate: of that layout.
+        run: the row.
+        problem: model, job or load, cluster, calibration.
+        assumed: what was read into the row, one phrase each.
     """
 
-    layout: Layout
-    estimate: Estimate
+    run: Row
+    problem: TrainingProblem | ServingProblem
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(ABC):
+    """A row beside what is predicted of it.
+
+    Args:
+        scenario: what the run did.
+        estimate: of that.
+        measured, expected, bound: seconds, or bytes of memory; the bound is the uncalibrated roofline, 0 for memory.
+        likely: the 80 % interval of a time; None for memory, and where no measured steps stand behind it.
+    """
+
+    scenario: Scenario
+    estimate: Estimate | ServingEstimate
+    measured: float
+    expected: float
+    bound: float
+    likely: Likely | None
 
     @property
-    def run(self) -> MeasuredRun:
+    @abstractmethod
+    def terms(self) -> Mapping[str, float]:
+        """Seconds of what was compared, by term."""
+
+    @property
+    @abstractmethod
+    def needed(self) -> float:
+        """Bytes on the fullest chip, without the reserve: a margin for plans, not what a run needed."""
+
+    @abstractmethod
+    def seconds_under(self, calibration: Calibration) -> float:
+        """Expected seconds of what was measured, under another calibration."""
+
+    def depends_on(self, constant: Constant) -> bool:
+        """Whether the constant is one of those that the prediction is made with."""
+        return constant.applies(self.calibration, self.chip_family)
+
+    @property
+    def run(self) -> Row:
         """The row."""
-        return self.setup.run
+        return self.scenario.run
 
     @property
-    def terms(self) -> dict[str, float]:
-        """Seconds of a step, by term."""
-        return dict(self.estimate.terms)
+    def calibration(self) -> Calibration:
+        """The calibration of the prediction."""
+        return self.scenario.problem.calibration
+
+    @property
+    def chip(self) -> str:
+        """Name of its chip."""
+        return self.scenario.problem.cluster.chip.name
+
+    @cached_property
+    def chip_family(self) -> str:
+        """Family of its chip."""
+        return default_calibration(self.scenario.problem.cluster.chip).name
+
+    @property
+    def family(self) -> str:
+        """Family of its model."""
+        return family_of(self.run)
+
+    @property
+    def kind(self) -> str:
+        """Whether its model is dense or a mixture."""
+        return "mixtures" if self.scenario.problem.model.mixtures else "dense"
+
+    @property
+    def source(self) -> str:
+        """Who measured."""
+        return self.run.source or "not named"
 
     @property
     def false_oom(self) -> bool:
-        """Whether it is said not to fit, though it ran; a row of memory may be of a run that never did.
+        """Whether the prediction says that it does not fit, though it ran; a row of memory may never have run."""
+        return not self.run.is_memory and self.needed > self.estimate.hbm_capacity
 
-        The reserve is a margin for plans, not what a run needed.
-        """
-        e = self.estimate
-        return not e.fits and not self.run.is_memory and e.memory["total"] - e.memory["reserve"] > e.hbm_capacity
+    @property
+    def covered(self) -> bool | None:
+        """Whether the measurement lies in the 80 % interval; None without one."""
+        return None if self.likely is None else self.likely.low <= self.measured <= self.likely.high
 
+    @property
+    def error(self) -> float:
+        """Signed: 0.1 where 10 % too much is predicted."""
+        return self.expected / self.measured - 1
 
-def predict(run: MeasuredRun, calibration: str = "fitted") -> Prediction | Refusal[MeasuredRun]:
-    """Predict one run; a row that cannot be understood is a refusal with its reason."""
-    try:
-        setup = set_up(run, calibration)
-        measured = measured_bytes(run) if run.is_memory else measured_seconds(run, setup.model)
-        plan = estimate_layout(setup.problem, setup.layout).plans[0]
-        if not plan.estimate.fits and setup.looked_up:
-            setup = setup.without_recompute()
-            plan = estimate_layout(setup.problem, setup.layout).plans[0]
-    except MeshwiseError as error:
-        return Refusal(run, str(error))
-    estimate = plan.estimate
-    if run.is_memory:
-        parts = MEMORY_PARTS[run.measured_metric] or ("total",)
-        expected = sum(estimate.memory.get(part, 0.0) for part in parts)
-        return Prediction(
-            setup=setup,
-            layout=plan.layout,
-            estimate=estimate,
-            measured=measured,
-            expected=expected,
-            bound=0.0,
-            likely=None,
-        )
-    if measured < estimate.step_time.lower * 0.98:
-        return Refusal(run, _impossible(measured, estimate))
-    step = estimate.step_time
-    causes = (*setup.open, *doubts_of(setup.problem.calibration, setup.model))
-    likely = likely_interval(step.expected, step.lower, estimate.terms, causes)
-    return Prediction(
-        setup=setup,
-        layout=plan.layout,
-        estimate=estimate,
-        measured=measured,
-        expected=step.expected,
-        bound=step.lower,
-        likely=likely,
-    )
-
-
-def _impossible(measured: float, estimate: Estimate) -> str:
-    """Why a row cannot be what was read into it; what does not fit has no time that could be compared."""
-    if estimate.memory["total"] - estimate.memory["reserve"] > estimate.hbm_capacity:
-        return does_not_fit(estimate.memory, estimate.hbm_capacity)
-    return (
-        f"{measured:.4g} s a step is faster than the chips' data sheets allow, at least "
-        f"{estimate.step_time.lower:.4g} s ({estimate.bound}); the row, or what was read into it, is wrong"
-    )
+    @property
+    def bound_error(self) -> float:
+        """The same of the uncalibrated bound."""
+        return self.bound / self.measured - 1

@@ -1,127 +1,20 @@
-"""Files of measurements: columns of the public format, rows as typed values. Not here: what a row means (`setup`)."""
+"""Rows of measured training and serving as typed values: their fields are the columns of docs/measurements.md.
+
+Not here: reading files (`reading`), and what a row means (`training_scenario`, `serving_scenario`).
+"""
 
 from __future__ import annotations
 
-import csv
-import difflib
-import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import ClassVar, Generic, Literal, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, Literal, TypeVar
 
 from meshwise.core.errors import MeshwiseError
 
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column.
-
-    Args:
-        name: in the header.
-        kind: of its values: text, a whole number of at least 1 ("count") or 0 ("whole"), or a number above 0.
-        meaning: in words.
-        blank: what a blank cell means; "" where there must be none.
-    """
-
-    name: str
-    kind: Literal["text", "count", "whole", "number"]
-    meaning: str
-    blank: str = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One kind of measurement.
-
-    Args:
-        name: in the column `measured_metric`.
-        of: what it measures: the time of a step, or memory.
-        meaning: in words.
-    """
-
-    name: str
-    of: Literal["time", "memory"]
-    meaning: str
-
-
-_ONE = "1"
-
-#: Every column there is, in order.
-COLUMNS = tuple(
-    Column(*row)
-    for row in (
-        ("id", "text", "of the row, unique in its file", "the number of its line"),
-        ("source", "text", "who measured: a name that all rows of one origin share", "the file"),
-        ("chip", "text", "our name for the hardware (`meshwise chips`)", "the row is refused"),
-        ("run_id", "text", "a name that rows of one run share", "a run of its own"),
-        ("source_url_or_repo_path", "text", "where it was published", "not published"),
-        ("year", "count", "of the measurement", "unknown: old software is not assumed"),
-        ("model", "text", "a name, as `meshwise estimate` takes it or as the source calls it", "the dimensions say it"),
-        ("params_b", "number", "parameters in thousand millions, by which what is not said is chosen", "not checked"),
-        ("layers", "count", "layers", "those of the named model"),
-        ("d_model", "count", "width of the residual stream", "that of the named model"),
-        ("d_ff", "count", "feed-forward width; of an expert in mixtures", "four times d_model"),
-        ("n_heads", "count", "query heads", "those of the named model"),
-        ("n_kv_heads", "count", "key/value heads", "as many as query heads"),
-        ("head_dim", "count", "width of a head", "d_model / n_heads"),
-        ("vocab", "count", "rows of the table of tokens", "the usual one of the family, else the row is refused"),
-        ("moe_experts", "count", "routed experts", "a dense model"),
-        ("moe_topk", "count", "experts that a token visits", "a dense model"),
-        ("hardware", "text", ("the source's words: `8 per node, 4x Omni-Path 100`, `1600 Gb/s RoCE per node` name the "
-         "network"), "the chip's usual network"),
-        ("n_chips", "count", "chips (of two cores where a chip has two)", ""),
-        ("dtype", "text", "number formats: `bf16`, `fp16`, `fp8`, `mxfp8`, ... or as the source says", "bf16"),
-        ("tp", "count", "tensor parallelism", _ONE),
-        ("sp", "count", "over how many ways the residual stream is split between matmuls: 1 or tp", "tp"),
-        ("pp", "count", "pipeline stages", _ONE),
-        ("vpp", "count", "pieces of the model on each stage; more than 1 is the interleaved schedule", _ONE),
-        ("cp", "count", "context parallelism", _ONE),
-        ("ep", "count", "expert parallelism, over dp and tp", _ONE),
-        ("dp", "count", "replicas that see different sequences, those of expert parallelism and FSDP among them",
-         "what the other axes leave"),
-        ("fsdp_or_zero_stage", "text", "what replicas share out: `DDP`, `ZeRO stage 1`, `FSDP`, ...",
-         "chosen: the fastest that fits"),
-        ("recompute", "text", ("what is computed again: `none`, `full`, `selective (attention core)`, "
-         "`MaxText remat_policy=minimal`, ...; how many layers are offloaded"), "chosen: the fastest that fits"),
-        ("micro_batch", "count", "sequences that a replica works on at a time", "chosen: the fastest that fits"),
-        ("global_batch_seqs", "count", "sequences of a step", ""),
-        ("seq_len", "count", "tokens of a sequence", ""),
-        ("measured_metric", "text", "what was measured, see below", ""),
-        ("measured_value", "number", "the number", ""),
-        ("unit", "text", "its unit; what stands in brackets is a remark", ""),
-        ("primary", "text", "`yes` on one row for each independent number; others are not counted", "yes"),
-        ("arch_source", "text", ("where the dimensions are from, and what is special: `2-matrix MLP`, `tied logits`, "
-         "`learned positions`"), "nothing special"),
-        ("flops_convention", "text", ("how FLOPs of an MFU or of TFLOP/s were counted: attention `halved` for "
-         "causality or `NOT halved`, `INCLUDES` recomputation"), "as `meshwise` counts MFU"),
-        ("software", "text", "what ran it, with version or year", "unknown"),
-        ("notes", "text", "anything else; slices of TPUs (`2 slice(s)`), balance of experts (`force-balanced`)",
-         "nothing else"),
-    )
-)  # fmt: skip
-
-#: Every metric there is.
-METRICS = {
-    m.name: m
-    for m in (
-        Metric("step_time", "time", "seconds of a step, in `s` or `ms`"),
-        Metric("tokens_per_s_per_chip", "time", "tokens a second, for each chip"),
-        Metric("tokens_per_s", "time", "tokens a second, all chips together"),
-        Metric("MFU", "time", "model FLOPs over peak, in per cent; the unit names the peak: `% of 459 TFLOP/s`"),
-        Metric("model_tflops_per_chip", "time", "model FLOPs, in TFLOP/s for each chip"),
-        Metric("hardware_tflops_per_chip", "time", "the same with recomputed FLOPs"),
-        Metric("weights_grads_optimizer_GiB", "memory", "training state on the fullest chip, in GiB"),
-        Metric("activation_memory_GiB", "memory", "activations on the fullest chip, in GiB"),
-        Metric("peak_memory", "memory", "peak of the allocator on the fullest chip, in GiB or GB"),
-        Metric("gpu_memory", "memory", "what the device's tools show as used, in GiB or GB: reserved, not needed"),
-    )
-}
-
-
-class RowError(MeshwiseError):
-    """A cell of a file of measurements that cannot be read; says the line and the column."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +32,15 @@ class UnreadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(ABC):
-    """What every row says: where it is from, of which model, on which machine, and the number.
+    """What every row says: its origin, the model, the machine, and the number.
 
-    `METRICS` are those that rows of a kind may have.
+    Blank cells are None, or "" in columns of text. A field without a default must be filled in, except `id`.
+    `TIMES` and `MEMORY` are the metrics that rows of a kind may have, `SHIPPED` the file that comes with the package.
     """
 
-    METRICS: ClassVar[Mapping[str, Metric]]
+    TIMES: ClassVar[tuple[str, ...]]
+    MEMORY: ClassVar[tuple[str, ...]]
+    SHIPPED: ClassVar[str]
 
     id: str
     source: str = ""
@@ -185,11 +81,11 @@ class Row(ABC):
     @property
     def is_memory(self) -> bool:
         """Whether memory was measured, not time."""
-        return self.METRICS[self.measured_metric].of == "memory"
+        return self.measured_metric in self.MEMORY
 
     @property
     def counts(self) -> bool:
-        """Whether it is an independent number; numbers of memory are, whatever else the run says."""
+        """Whether it is an independent number. Memory always is, whatever else the run says."""
         return self.primary != "no" or self.is_memory
 
     @property
@@ -199,163 +95,18 @@ class Row(ABC):
 
     @property
     def machine_words(self) -> str:
-        """Remarks that may say how many slices of TPUs there are."""
+        """Remarks that may say how many slices of TPUs were used."""
         return f"{self.notes} {self.hardware}"
 
 
-R = TypeVar("R", bound=Row)
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat(Generic[R]):
-    """A kind of rows.
-
-    Args:
-        columns: that there are.
-        always: columns that are never blank.
-        row: the type of a row, its fields the columns.
-    """
-
-    columns: tuple[Column, ...]
-    always: tuple[str, ...]
-    row: type[R]
-
-
-def read_text(path: Path) -> str:
-    """Read a file's text.
-
-    Raises:
-        MeshwiseError: it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
-        raise MeshwiseError(f"{path}: {reason}") from None
-
-
-def header_of(text: str) -> list[str]:
-    """Give the names of a file's columns."""
-    return [cell.strip() for cell in next(csv.reader(text.splitlines(keepends=True)), [])]
-
-
-def rows_of(text: str, where: str, kind: RowFormat[R]) -> tuple[R | UnreadRow, ...]:
-    """Read the text of a file; `where` is what errors call it.
-
-    Returns: a row for each line that is not blank; those with a wrong cell, or the id of a row before, say so.
-
-    Raises:
-        MeshwiseError: the header has an unknown column or lacks one, or there are no rows.
-    """
-    header = header_of(text)
-    _check_header(header, where, kind)
-    lines = csv.reader(text.splitlines(keepends=True))
-    next(lines)
-    rows: list[R | UnreadRow] = []
-    seen: set[str] = set()
-    for cells in lines:
-        if any(cell.strip() for cell in cells):
-            rows.append(_read_row(cells, header, seen, (where, lines.line_num), kind))
-            seen.add(rows[-1].id)
-    if not rows:
-        raise MeshwiseError(f"{where}: expected rows of measurements under a header, found none")
-    return tuple(rows)
-
-
-def all_read(rows: Iterable[R | UnreadRow]) -> tuple[R, ...]:
-    """Give rows of which all can be read.
-
-    Raises:
-        RowError: one cannot.
-    """
-    read: list[R] = []
-    for row in rows:
-        if isinstance(row, UnreadRow):
-            raise RowError(row.reason)
-        read.append(row)
-    return tuple(read)
-
-
-def _read_row(
-    cells: Sequence[str], header: Sequence[str], seen: Container[str], place: tuple[str, int], kind: RowFormat[R]
-) -> R | UnreadRow:
-    """Read one row; `seen` are ids of those before, `place` is the file and the line."""
-    where, line = f"{place[0]}, line {place[1]}", place[1]
-    values = {name: cell.strip() for name, cell in zip(header, cells, strict=False)}
-    name = values.get("id") or f"line {line}"
-    if len(cells) != len(header):
-        return UnreadRow(name, f"{where}: expected {len(header)} cells, found {len(cells)}")
-    if name in seen:
-        return UnreadRow(name, f"{where}: two rows have the id {name!r}; give each its own")
-    try:
-        return _row({**values, "id": name}, where, kind)
-    except RowError as error:
-        return UnreadRow(name, str(error))
-
-
-def _check_header(header: list[str], where: str, kind: RowFormat[R]) -> None:
-    names = [c.name for c in kind.columns]
-    for name in header:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "docs/measurements.md lists the columns"
-            raise MeshwiseError(f"{where}: column {name!r} is not one of the format; {hint}")
-    if repeated := next((name for name in header if header.count(name) > 1), None):
-        raise MeshwiseError(f"{where}: column {repeated!r} stands twice in the header; keep one")
-    if missing := [name for name in kind.always if name not in header]:
-        raise MeshwiseError(f"{where}: the header lacks {', '.join(missing)}; docs/measurements.md lists the columns")
-
-
-def _row(values: Mapping[str, str], where: str, kind: RowFormat[R]) -> R:
-    by_name = {c.name: c for c in kind.columns}
-    cells = {name: _cell(by_name[name], text, where) for name, text in values.items()}
-    for name in kind.always:
-        if cells[name] in (None, ""):
-            raise RowError(f"{where}, column {name}: expected a value, found a blank cell")
-    metric = str(cells["measured_metric"])
-    if metric not in kind.row.METRICS:
-        raise RowError(
-            f"{where}, column measured_metric: expected one of {', '.join(kind.row.METRICS)}; found {metric!r}"
-        )
-    if cells.get("primary") not in (None, "", "yes", "no"):
-        raise RowError(f"{where}, column primary: expected yes or no, found {cells['primary']!r}")
-    cells["primary"] = cells.get("primary") or "yes"
-    assert set(cells) <= {f.name for f in fields(kind.row)}
-    return kind.row(**cells)  # type: ignore[arg-type]
-
-
-_EXPECTED = {
-    "count": "a whole number of at least 1",
-    "whole": "a whole number of at least 0",
-    "number": "a number above 0",
-}
-
-
-def _cell(column: Column, text: str, where: str) -> str | int | float | None:
-    if column.kind == "text":
-        return text
-    if not text:
-        return None
-    expected = _EXPECTED[column.kind]
-    wrong = RowError(f"{where}, column {column.name}: expected {expected}, found {text!r}")
-    try:
-        value = float(text.replace(",", ""))
-    except ValueError:
-        raise wrong from None
-    if not math.isfinite(value) or value < 0 or (value == 0 and column.kind != "whole"):
-        raise wrong
-    if column.kind == "number":
-        return value
-    if value != int(value):
-        raise wrong
-    return int(value)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRun(Row):
-    """A row; cells that are blank are None, or "" where they are text. The fields are the columns (`COLUMNS`)."""
+class TrainingRun(Row):
+    """A measured training run."""
 
-    METRICS = METRICS
+    TIMES = ("step_time", "tokens_per_s_per_chip", "tokens_per_s", "MFU", "model_tflops_per_chip",
+             "hardware_tflops_per_chip")  # fmt: skip
+    MEMORY = ("weights_grads_optimizer_GiB", "activation_memory_GiB", "peak_memory", "gpu_memory")
+    SHIPPED = "training.csv"
 
     dtype: str = ""
     sp: int | None = None
@@ -375,44 +126,106 @@ class MeasuredRun(Row):
 
     @property
     def positions(self) -> int:
-        """Tokens of the longest sequence."""
+        """Tokens of a sequence."""
         return self.seq_len
 
     @property
     def machine_words(self) -> str:
-        """Remarks that may say how many slices of TPUs there are."""
+        """As of any row, and what is said of replicas: `DP=2 across slices`."""
         return f"{self.fsdp_or_zero_stage} {self.notes} {self.hardware}"
 
 
-#: Training runs as rows.
-_RUNS = RowFormat(
-    COLUMNS,
-    ("n_chips", "global_batch_seqs", "seq_len", "measured_metric", "measured_value", "unit"),
-    MeasuredRun,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRun(Row):
+    """A measurement of serving."""
+
+    TIMES = ("tpot", "ttft", "first_token_latency", "end_to_end_latency", "latency", "latency_per_token",
+             "tokens_per_s", "output_tokens_per_s", "output_tokens_per_s_per_gpu", "effective_memory_bandwidth",
+             "MFU")  # fmt: skip
+    MEMORY = ("gpu_memory",)
+    SHIPPED = "serving.csv"
+
+    engine: str = ""
+    weights_dtype: str = ""
+    act_dtype: str = ""
+    kv_dtype: str = ""
+    serving_mode: str = ""
+    phase: str = ""
+    batch: int | None = None
+    concurrency: int | None = None
+    prompt_len: int
+    output_len: int | None = None
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest request."""
+        return self.prompt_len + (self.output_len or 0)
+
+    @property
+    def steps(self) -> str:
+        """Which steps were measured: "prefill", "decode" or "prefill+decode"; remarks in brackets left out."""
+        return self.phase.partition("(")[0].strip().lower() or "prefill+decode"
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all requests start together, and no other comes between.
+
+        Raises:
+            MeshwiseError: `serving_mode` is not understood.
+        """
+        static = parse_mode(self.serving_mode)[0]
+        return self.concurrency is None if static is None else static
+
+
+def first_match(table: Iterable[tuple[str, T]], words: str) -> T | None:
+    """What a table of (pattern, meaning) says of the words: the first pattern that is found counts.
+
+    >>> first_match((("sglang", 1), ("vllm", 2)), "vllm 0.12"), first_match((("sglang", 1),), "ours")
+    (2, None)
+    """
+    return next((meaning for pattern, meaning in table if re.search(pattern, words)), None)
+
+
+#: How weights are shared between the chips of an engine, where a row says it.
+Sharing = Literal["both ways", "gathered"]
+
+#: Patterns of a phrase -> whether all requests start together, how weights are shared; None where it does not say.
+_PHRASES: tuple[tuple[str, tuple[bool | None, Sharing | None]], ...] = (
+    (r"(?:offline )?(?:static batch(?:ing)?|single[ -]stream)", (True, None)),
+    (r"(?:aggregated )?continuous(?: batching)?", (False, None)),
+    (r"(?:fixed|constant) concurrency|aggregated|offline", (None, None)),
+    (r"2d(?: weight[ -]stationary| partitioning)?", (None, "both ways")),
+    (r"weight[ -]gathered", (None, "gathered")),
+)
+
+_MODES = (
+    "static batch, single stream or continuous batching, and of TPUs also 2D weight-stationary or weight-gathered, "
+    "with commas between"
 )
 
 
-def read_runs(path: Path) -> tuple[MeasuredRun | UnreadRow, ...]:
-    """Read a file; a row with a wrong cell says so, and leaves the others as they are.
+@cache
+def parse_mode(text: str) -> tuple[bool | None, Sharing | None]:
+    """Whether all requests start together, and how weights are shared: a cell of `serving_mode`, without its remarks.
+
+    >>> parse_mode("static batch, 2D partitioning"), parse_mode("")
+    ((True, 'both ways'), (None, None))
 
     Raises:
-        MeshwiseError: it cannot be read, or its header has an unknown column or lacks one.
+        MeshwiseError: an unknown phrase, or two that contradict each other.
     """
-    return runs_of(read_text(path), str(path))
+    parts = [" ".join(part.split()) for part in re.sub(r"\(.*?\)", "", text.lower()).split(",")]
+    found = [_phrase(part, text) for part in parts if part]
+    static = {s for s, _ in found if s is not None}
+    sharing = {s for _, s in found if s is not None}
+    if len(static) > 1 or len(sharing) > 1:
+        raise MeshwiseError(f"serving_mode {text!r} says two things at once; expected {_MODES}")
+    return next(iter(static), None), next(iter(sharing), None)
 
 
-def runs_of(text: str, where: str) -> tuple[MeasuredRun | UnreadRow, ...]:
-    """Read the text of a file; `where` is what errors call it."""
-    header = header_of(text)
-    if "engine" in header and "phase" in header:
-        raise MeshwiseError(
-            f"{where}: these are measurements of serving (columns engine, phase), which `meshwise score` predicts; "
-            "expected training runs (docs/measurements.md)"
-        )
-    if "category" in header and "op" in header:
-        raise MeshwiseError(
-            f"{where}: these are single operations (columns category, op), which say nothing of clocks over minutes, "
-            "the host, or what hides behind what; expected training runs: one row a run, with the columns of "
-            "docs/measurements.md. meshwise bench shows such operations beside what they should take"
-        )
-    return rows_of(text, where, _RUNS)
+def _phrase(words: str, text: str) -> tuple[bool | None, Sharing | None]:
+    known = first_match(((rf"^(?:{pattern})$", meaning) for pattern, meaning in _PHRASES), words)
+    if known is None:
+        where = "" if words == text.strip().lower() else f" ({words!r})"
+        raise MeshwiseError(f"serving_mode {text!r} is not understood{where}; expected {_MODES}")
+    return known

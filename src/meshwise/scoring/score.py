@@ -1,36 +1,83 @@
-"""The score of a file of measurements: each row predicted or refused, and what all say together.
+"""The score of a file of measurements: every row predicted, refused or set aside, and what all say together.
 
-Not here: words and pictures (`report.score`).
+Not here: predicting a row (`training`, `serving`); words and pictures (`report`).
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.resources import files
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from meshwise.scoring.outcomes import Refusal
-from meshwise.scoring.prediction import Prediction, predict
-from meshwise.scoring.rows import MeasuredRun, Row, UnreadRow, all_read, runs_of
-from meshwise.scoring.statistics import AnyPredicted, Errors, Ranking, by, errors_of, macro, ranking_of
+from meshwise.scoring.prediction import Prediction, Refusal
+from meshwise.scoring.rows import Row, ServingRun, TrainingRun, UnreadRow
+from meshwise.scoring.serving import ServingPrediction, predict_serving
+from meshwise.scoring.training import TrainingPrediction, predict_training
 
-P = TypeVar("P", bound=AnyPredicted)
+#: Layouts whose measured times differ by less are not ranked: runs of one layout do so, too.
+SAME = 0.02
+
+P = TypeVar("P", bound=Prediction)
 R = TypeVar("R", bound=Row)
 
 
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative errors of some predictions.
+
+    Args:
+        rows: how many.
+        mape: mean absolute; median: median absolute.
+        bias: mean signed: above 0 where too much is predicted.
+        within_10, within_20: share of rows with an error of at most so many per cent.
+        coverage_80: share of measurements inside their 80 % interval; None where predictions have none.
+        bound_mape, bound_bias: the same of the uncalibrated bound.
+    """
+
+    rows: int
+    mape: float
+    median: float
+    bias: float
+    within_10: float
+    within_20: float
+    coverage_80: float | None
+    bound_mape: float
+    bound_bias: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """How often the faster of two layouts was predicted to be.
+
+    Args:
+        pairs: of layouts of one model on one machine, by one source with one software, that differ by 2 % or more.
+        pairwise: share that is ranked right; None without pairs.
+        groups: within which pairs were formed.
+    """
+
+    pairs: int
+    pairwise: float | None
+    groups: int
+
+
 @dataclass(frozen=True)
-class Scored(Generic[P]):
+class Score(Generic[P]):
     """Predictions beside measurements.
 
     Args:
         predictions, refusals: of the rows that count, in their order.
+        set_aside: rows that repeat another row in other units or are no independent number, with the reason.
+        calibration: as asked.
     """
 
     predictions: tuple[P, ...]
-    refusals: tuple[Refusal[Any], ...]
+    refusals: tuple[Refusal, ...]
+    set_aside: tuple[Refusal, ...]
+    calibration: str
 
     @property
     def rows(self) -> int:
@@ -44,13 +91,18 @@ class Scored(Generic[P]):
 
     @cached_property
     def overall(self) -> Errors | None:
-        """Errors of all times; None where there are none."""
+        """Errors of all times; None without any."""
         return errors_of(self.times)
 
     @property
     def keys(self) -> dict[str, Callable[[P], str]]:
         """What times are grouped by."""
-        return {"source": source_of, "chip": lambda p: p.chip, "family": lambda p: p.family, "kind": lambda p: p.kind}
+        return {
+            "source": lambda p: p.source,
+            "chip": lambda p: p.chip,
+            "family": lambda p: p.family,
+            "kind": lambda p: p.kind,
+        }
 
     @cached_property
     def groups(self) -> dict[str, dict[str, Errors]]:
@@ -58,14 +110,9 @@ class Scored(Generic[P]):
         return {name: by(self.times, key) for name, key in self.keys.items()}
 
     @property
-    def by_source(self) -> dict[str, Errors]:
-        """Errors of times, by source."""
-        return self.groups["source"]
-
-    @property
     def macro_mape(self) -> float | None:
         """Mean over sources of their mean absolute errors."""
-        return macro(self.by_source)
+        return macro(self.groups["source"])
 
     @property
     def false_oom(self) -> tuple[P, ...]:
@@ -76,13 +123,13 @@ class Scored(Generic[P]):
     def memory_metrics(self) -> dict[str, tuple[P, ...]]:
         """Predictions of memory by metric, in the order of the metrics."""
         found = [p for p in self.predictions if p.run.is_memory]
-        names = list(found[0].run.METRICS) if found else []
+        names = found[0].run.MEMORY if found else ()
         metrics = {name: tuple(p for p in found if p.run.measured_metric == name) for name in names}
         return {name: rows for name, rows in metrics.items() if rows}
 
     @property
     def memory_mape(self) -> float | None:
-        """Mean absolute error of memory that was needed; what tools show as reserved is left out."""
+        """Mean absolute error of needed memory; what tools show as reserved is left out."""
         needed = [abs(p.error) for m, rows in self.memory_metrics.items() if m != "gpu_memory" for p in rows]
         return statistics.fmean(needed) if needed else None
 
@@ -91,14 +138,51 @@ class Scored(Generic[P]):
         return tuple(sorted(self.times, key=lambda p: -abs(p.error))[:number])
 
 
-def source_of(p: AnyPredicted) -> str:
-    """Name who measured."""
-    return p.run.source or "not named"
+class TrainingScore(Score[TrainingPrediction]):
+    """Predictions beside measurements of training."""
+
+    @cached_property
+    def ranking(self) -> Ranking:
+        """Pairs of layouts."""
+        return ranking_of(self.times)
+
+
+class ServingScore(Score[ServingPrediction]):
+    """Predictions beside measurements of serving."""
+
+    @property
+    def keys(self) -> dict[str, Callable[[ServingPrediction], str]]:
+        """As of training, and phase and engine."""
+        return {
+            **super().keys,
+            "phase": lambda p: p.scenario.run.steps,
+            "engine": lambda p: next(iter(p.scenario.run.engine.split()), "not named"),
+        }
+
+
+def score_training(
+    runs: Sequence[TrainingRun | UnreadRow],
+    calibration: str = "fitted",
+    progress: Callable[[str], None] = lambda _: None,
+) -> TrainingScore:
+    """Predict every training run that counts, and say of every other why it does not."""
+    found = predict_all(runs, partial(predict_training, calibration=calibration), progress)
+    return TrainingScore(*found, _set_aside(runs), calibration)
+
+
+def score_serving(
+    runs: Sequence[ServingRun | UnreadRow],
+    calibration: str = "fitted",
+    progress: Callable[[str], None] = lambda _: None,
+) -> ServingScore:
+    """Predict every measurement of serving that counts, and say of every other why it does not."""
+    found = predict_all(runs, partial(predict_serving, calibration=calibration), progress)
+    return ServingScore(*found, _set_aside(runs), calibration)
 
 
 def predict_all(
-    runs: Sequence[R | UnreadRow], predict: Callable[[R], P | Refusal[R]], progress: Callable[[str], None]
-) -> tuple[tuple[P, ...], tuple[Refusal[R | UnreadRow], ...]]:
+    runs: Sequence[R | UnreadRow], predict: Callable[[R], P | Refusal], progress: Callable[[str], None]
+) -> tuple[tuple[P, ...], tuple[Refusal, ...]]:
     """Predict every row that counts.
 
     Args:
@@ -110,7 +194,7 @@ def predict_all(
     """
     counted = [run for run in runs if isinstance(run, UnreadRow) or run.counts]
     predictions: list[P] = []
-    refusals: list[Refusal[R | UnreadRow]] = []
+    refusals: list[Refusal] = []
     for number, run in enumerate(counted, 1):
         progress(f"scoring: {number:,} of {len(counted):,} rows")
         found = Refusal(run, run.reason) if isinstance(run, UnreadRow) else predict(run)
@@ -121,35 +205,81 @@ def predict_all(
     return tuple(predictions), tuple(refusals)
 
 
-@dataclass(frozen=True)
-class Score(Scored[Prediction]):
-    """Predictions beside measurements of training.
-
-    Args:
-        not_counted: rows that repeat a number of another row in other units.
-        calibration: as asked.
-    """
-
-    not_counted: int
-    calibration: str
-
-    @cached_property
-    def ranking(self) -> Ranking:
-        """Pairs of layouts."""
-        return ranking_of(self.times)
+def _set_aside(runs: Sequence[Row | UnreadRow]) -> tuple[Refusal, ...]:
+    """Rows that do not count."""
+    return tuple(Refusal(run, _why_aside(run)) for run in runs if isinstance(run, Row) and not run.counts)
 
 
-def score_runs(
-    runs: Sequence[MeasuredRun | UnreadRow],
-    calibration: str = "fitted",
-    progress: Callable[[str], None] = lambda _: None,
-) -> Score:
-    """Predict every row that counts."""
-    predictions, refusals = predict_all(runs, partial(predict, calibration=calibration), progress)
-    return Score(predictions, refusals, len(runs) - len(predictions) - len(refusals), calibration)
+def _why_aside(run: Row) -> str:
+    if isinstance(run, ServingRun) and "queue" in run.phase:
+        return "primary is no: a time that includes queueing, of a run whose other row counts"
+    return f"primary is no: {run.measured_metric} of a run whose other row counts"
 
 
-def shipped_runs() -> tuple[MeasuredRun, ...]:
-    """Published training runs that come with the package, each with its source."""
-    text = (files("meshwise.scoring") / "data" / "training.csv").read_text(encoding="utf-8")
-    return all_read(runs_of(text, "training.csv"))
+def errors_of(predictions: Iterable[Prediction]) -> Errors | None:
+    """Sum up times; None without any."""
+    rows = [p for p in predictions if not p.run.is_memory]
+    if not rows:
+        return None
+    errors = [p.error for p in rows]
+    absolute = [abs(e) for e in errors]
+    known = [p.covered for p in rows if p.covered is not None]
+    return Errors(
+        rows=len(rows),
+        mape=statistics.fmean(absolute),
+        median=statistics.median(absolute),
+        bias=statistics.fmean(errors),
+        within_10=_share(e <= 0.1 for e in absolute),
+        within_20=_share(e <= 0.2 for e in absolute),
+        coverage_80=_share(known) if known else None,
+        bound_mape=statistics.fmean(abs(p.bound_error) for p in rows),
+        bound_bias=statistics.fmean(p.bound_error for p in rows),
+    )
+
+
+def _share(true: Iterable[bool]) -> float:
+    values = list(true)
+    return sum(values) / len(values)
+
+
+def by(predictions: Iterable[P], key: Callable[[P], str]) -> dict[str, Errors]:
+    """Sum up times by a key, in order of it."""
+    groups: defaultdict[str, list[P]] = defaultdict(list)
+    for p in predictions:
+        groups[key(p)].append(p)
+    found = ((name, errors_of(group)) for name, group in sorted(groups.items()))
+    return {name: errors for name, errors in found if errors is not None}
+
+
+def macro(groups: Mapping[str, Errors]) -> float | None:
+    """Mean of the groups' mean absolute errors, each group alike."""
+    return statistics.fmean(e.mape for e in groups.values()) if groups else None
+
+
+def ranking_of(predictions: Sequence[TrainingPrediction]) -> Ranking:
+    """Compare layouts pairwise within what one source measured of one model on one machine."""
+    groups: defaultdict[tuple[object, ...], list[TrainingPrediction]] = defaultdict(list)
+    for p in predictions:
+        if not p.run.is_memory:
+            groups[_machine(p.scenario.run)].append(p)
+    several = [group for group in groups.values() if len({_laid_out(p.scenario.run) for p in group}) > 1]
+    pairs = right = 0.0
+    for group in several:
+        for a, b in itertools.combinations(group, 2):
+            of_a, of_b = a.scenario.run, b.scenario.run
+            x, y = a.measured / of_a.tokens, b.measured / of_b.tokens
+            if _laid_out(of_a) == _laid_out(of_b) or abs(x / y - 1) < SAME:
+                continue
+            pairs += 1
+            said = a.expected / of_a.tokens - b.expected / of_b.tokens
+            right += 0.5 if said == 0 else float((said > 0) == (x > y))
+    return Ranking(int(pairs), right / pairs if pairs else None, len(several))
+
+
+def _machine(r: TrainingRun) -> tuple[object, ...]:
+    what = (r.model, r.layers, r.d_model, r.n_heads, r.seq_len, r.dtype)
+    return (r.source, r.chip, r.hardware, r.n_chips, r.software, *what)
+
+
+def _laid_out(r: TrainingRun) -> tuple[object, ...]:
+    return (r.tp, r.sp, r.pp, r.vpp, r.cp, r.ep, r.dp, r.fsdp_or_zero_stage, r.recompute, r.micro_batch)

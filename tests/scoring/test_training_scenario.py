@@ -3,18 +3,19 @@
 import pytest
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.scoring import MeasuredRun, Refusal, predict, shipped_runs
-from meshwise.scoring.conventions import convention_flops, measured_bytes, measured_seconds
-from meshwise.scoring.models import cluster_of, model_of, node_bandwidth
-from meshwise.scoring.setup import set_up
+from meshwise.scoring import Refusal, TrainingRun, predict_training, shipped_rows
+from meshwise.scoring.conversions import convention_flops, measured_bytes, measured_seconds
+from meshwise.scoring.machines import cluster_of, node_bandwidth
+from meshwise.scoring.models import model_of
+from meshwise.scoring.training_scenario import build_scenario
 
-RUNS = {run.id: run for run in shipped_runs()}
+RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 BASE = {"id": "x", "n_chips": 8, "global_batch_seqs": 64, "seq_len": 8192, "measured_metric": "step_time",
         "measured_value": 2.0, "unit": "s", "chip": "h100-sxm", "model": "llama-3-8b"}  # fmt: skip
 
 
 def run(**changes):
-    return MeasuredRun(**(BASE | changes))
+    return TrainingRun(**(BASE | changes))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def run(**changes):
     ],
 )
 def test_layouts_of_published_runs(name, sizes, choices):
-    layout = set_up(RUNS[name]).layout
+    layout = build_scenario(RUNS[name]).layout
     assert {axis: layout.sizes[axis] for axis in sizes} == sizes
     assert {key: layout.choices.get(key) for key in choices} == choices
     assert layout.num_chips == RUNS[name].n_chips
@@ -53,7 +54,7 @@ def test_layouts_of_published_runs(name, sizes, choices):
     ],
 )
 def test_formats_of_published_runs(name, precision):
-    from meshwise.scoring.setup import _precision  # noqa: PLC0415  (the row of 0545 contradicts itself elsewhere)
+    from meshwise.scoring.training_scenario import _precision  # noqa: PLC0415  (the row of 0545 contradicts itself elsewhere)
 
     assert _precision(RUNS[name])[0] == precision
 
@@ -100,7 +101,7 @@ def test_switches_that_nobody_states_are_those_of_the_count_of_parameters():
 )  # fmt: skip
 def test_software_is_what_a_release_did_where_experts_are(changes, software):
     mixture = {"model": "qwen3-30b-a3b", "moe_experts": 128, "moe_topk": 8, "seq_len": 4096, "year": 2025}
-    calibration = set_up(run(**(mixture | changes))).problem.calibration
+    calibration = build_scenario(run(**(mixture | changes))).problem.calibration
     assert calibration.name == software
 
 
@@ -125,7 +126,7 @@ def test_units():
     assert measured_seconds(run(unit="ms"), model) == 0.002
     assert measured_seconds(run(measured_metric="tokens_per_s_per_chip", unit="tokens/s/GPU"), model) == 64 * 8192 / 16
     assert measured_bytes(run(measured_metric="peak_memory", unit="GB/GPU")) == 2e9
-    with pytest.raises(MeshwiseError, match="expected ms or s or min, found 'hours'"):
+    with pytest.raises(MeshwiseError, match="expected s, ms, us or min, found 'hours'"):
         measured_seconds(run(unit="hours"), model)
     for unit in ("%", "fraction of 989 TFLOP/s"):
         with pytest.raises(MeshwiseError, match="expected its peak"):
@@ -183,20 +184,20 @@ def test_mfu_of_maxtext_agrees_with_its_tflops():
 )
 def test_what_cannot_be_understood_is_refused_with_its_reason(changes, words):
     if words is None:
-        assert set_up(run(**changes)).problem.cluster.chip.name == "h100-sxm"
+        assert build_scenario(run(**changes)).problem.cluster.chip.name == "h100-sxm"
         return
     with pytest.raises(MeshwiseError) as error:
-        set_up(run(**changes))
+        build_scenario(run(**changes))
     assert words in str(error.value)
 
 
 def test_what_is_too_fast_because_it_cannot_fit_is_refused_for_that():
-    found = predict(run(model="llama-3.1-405b", fsdp_or_zero_stage="FSDP", recompute="full", micro_batch=1))
+    found = predict_training(run(model="llama-3.1-405b", fsdp_or_zero_stage="FSDP", recompute="full", micro_batch=1))
     assert isinstance(found, Refusal)
     assert "it does not fit in memory: " in found.reason
     assert "needed on a chip of 79.1 GiB (optimizer 378 GiB" in found.reason
 
 
 def test_what_is_open_is_said():
-    assert set_up(run()).open == ("remat", "zero", "micro_batch")
-    assert set_up(run(recompute="none", micro_batch=1, fsdp_or_zero_stage="FSDP")).open == ()
+    assert build_scenario(run()).open == ("remat", "zero", "micro_batch")
+    assert build_scenario(run(recompute="none", micro_batch=1, fsdp_or_zero_stage="FSDP")).open == ()

@@ -1,12 +1,11 @@
 """What a measured serving row did, in our words: its model, load, cluster, calibration, layouts and batches.
 
-Not here: reading rows (`reading`), and what is compared (`prediction`).
+Not here: reading rows (`reading`), and what is compared (`serving`).
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass
 
 from meshwise.core.errors import MeshwiseError
@@ -16,39 +15,31 @@ from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.hardware import Chip
 from meshwise.jobs import ServingLoad
-from meshwise.models import Model
-from meshwise.scoring.models import cluster_of, model_of
-from meshwise.scoring.serving.reading import ServedRun, Sharing, parse_mode
+from meshwise.scoring.machines import cluster_of
+from meshwise.scoring.models import model_of
+from meshwise.scoring.prediction import Scenario
+from meshwise.scoring.rows import ServingRun, Sharing, first_match, parse_mode
 from meshwise.sharding.serving import ServingLayout
 
 
-@dataclass(frozen=True)
-class ServedSetup:
-    """A row as it can be estimated.
+@dataclass(frozen=True, kw_only=True)
+class ServingScenario(Scenario):
+    """A serving row as it can be estimated.
 
     Args:
-        run: the row.
-        problem: model, load, cluster, calibration.
         candidates: layouts and batches; several where the row leaves open how its chips are used.
-        assumed: what was read into the row, one phrase each.
     """
 
-    run: ServedRun
+    run: ServingRun
     problem: ServingProblem
     candidates: tuple[ServingSetup, ...]
-    assumed: tuple[str, ...]
-
-    @property
-    def model(self) -> Model:
-        """What was served."""
-        return self.problem.model
 
 
-def set_up_served(run: ServedRun, calibration: str) -> ServedSetup:
+def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario:
     """Say what a row did.
 
     Raises:
-        MeshwiseError: what of it is not known here, or contradicts itself.
+        MeshwiseError: something that it says is unknown here, or contradicts itself.
     """
     if run.output_len in (None, 0) and run.steps != "prefill":
         raise MeshwiseError("output_len is blank or 0: how long a request is decides what its steps read; fill it in")
@@ -65,13 +56,16 @@ def set_up_served(run: ServedRun, calibration: str) -> ServedSetup:
     problem = ServingProblem(model, load, cluster, _calibration(run, calibration, cluster.chip))
     batch = _batch(run, layouts[0].replicas)
     together = batch if run.is_static else _prompts_together(batch, load)
-    candidates = tuple(ServingSetup("aggregated", x, x, batch, together) for x in layouts)
     of_engine: tuple[str, ...] = ()
     if calibration == "fitted" and _engine(run) is None:
         taken = {"vllm": "vLLM", "jax": "JAX"}[problem.calibration.name.removeprefix("fitted+")]
         of_engine = (f"engine is not named or not known: {taken} taken",)
-    assumed = (*of_model, *of_cluster, *of_precision, *of_engine, *of_layout, *of_lengths)
-    return ServedSetup(run, problem, candidates, assumed)
+    return ServingScenario(
+        run=run,
+        problem=problem,
+        candidates=tuple(ServingSetup("aggregated", x, x, batch, together) for x in layouts),
+        assumed=(*of_model, *of_cluster, *of_precision, *of_engine, *of_layout, *of_lengths),
+    )
 
 
 #: A row's words of its engine -> a name of `ENGINES`; the first that is found.
@@ -82,7 +76,7 @@ _ENGINES = (
 )  # fmt: skip
 
 
-def _calibration(run: ServedRun, name: str, chip: Chip) -> Calibration:
+def _calibration(run: ServingRun, name: str, chip: Chip) -> Calibration:
     """The calibration; "fitted" takes the engine that the row names, where its constants are known."""
     engine = _engine(run)
     if name != "fitted" or engine is None:
@@ -90,13 +84,12 @@ def _calibration(run: ServedRun, name: str, chip: Chip) -> Calibration:
     return serving_calibration(chip, engine)
 
 
-def _engine(run: ServedRun) -> str | None:
+def _engine(run: ServingRun) -> str | None:
     """Name in `ENGINES` of what served a row; None where it is not known."""
-    words = f"{run.engine} {run.software}".lower()
-    return next((known for pattern, known in _ENGINES if re.search(pattern, words)), None)
+    return first_match(_ENGINES, f"{run.engine} {run.software}".lower())
 
 
-def _check_dies(run: ServedRun, chip: Chip) -> None:
+def _check_dies(run: ServingRun, chip: Chip) -> None:
     """Refuse a run on one die of a package: layouts are of whole chips."""
     if chip.vendor == "amd" and chip.devices_per_chip > 1 and (run.tp or 1) * (run.pp or 1) == run.n_chips:
         raise MeshwiseError(
@@ -115,7 +108,7 @@ _INFERENCEMAX = {1024, 8192}
 _STEP_TOKENS = 8192
 
 
-def _lengths(run: ServedRun) -> tuple[int, int, tuple[str, ...]]:
+def _lengths(run: ServingRun) -> tuple[int, int, tuple[str, ...]]:
     """Mean tokens of prompts and outputs, and what was assumed of them."""
     prompt, output = run.prompt_len, max(run.output_len or 1, 1)
     if not _is_inferencemax(run):
@@ -130,7 +123,7 @@ def _prompts_together(batch: int, load: ServingLoad) -> int:
     return int(max(min(coming, _STEP_TOKENS // load.prompt), 1))
 
 
-def _batch(run: ServedRun, replicas: int) -> int:
+def _batch(run: ServingRun, replicas: int) -> int:
     """Requests of one engine at once."""
     if run.batch is not None:
         _check_under_way(run, run.batch * replicas)
@@ -142,7 +135,7 @@ def _batch(run: ServedRun, replicas: int) -> int:
     return run.concurrency // replicas
 
 
-def _check_under_way(run: ServedRun, requests: int) -> None:
+def _check_under_way(run: ServingRun, requests: int) -> None:
     """Refuse more requests at once than are under way, and a static batch that is not all of them."""
     said = run.concurrency
     if said is not None and (said < requests or (run.is_static and said != requests)):
@@ -160,10 +153,7 @@ _FORMATS = ((r"nvfp4|mxfp4|^fp4", "fp4"), (r"fp8|e4m3", "fp8"), (r"^int8|w8a", "
 def _format(column: str, text: str) -> str:
     """The format that a cell names; one of experts may be named apart, if it has as many bits."""
     whole, _, experts = (part.strip() for part in text.lower().partition(";"))
-    found, of_experts = (
-        next((name for pattern, name in _FORMATS if re.search(pattern, part)), None)
-        for part in (whole, experts.removeprefix("experts").strip())
-    )
+    found, of_experts = (first_match(_FORMATS, part) for part in (whole, experts.removeprefix("experts").strip()))
     if found is None or (experts and of_experts is None):
         expected = "bf16, fp16, fp8, int8, int4 or nvfp4"
         raise MeshwiseError(f"{column} {text!r} is not understood; expected {expected}")
@@ -172,7 +162,7 @@ def _format(column: str, text: str) -> str:
     return found
 
 
-def _precision(run: ServedRun) -> tuple[str, tuple[str, ...]]:
+def _precision(run: ServingRun) -> tuple[str, tuple[str, ...]]:
     """Formats by role, and what was assumed of them.
 
     Weights of 8 bits in floating point and of fp4 have such operands unless the row says otherwise; int8 and int4 are
@@ -193,7 +183,7 @@ def _precision(run: ServedRun) -> tuple[str, tuple[str, ...]]:
     return f"weights={weights},activations={wide},compute={compute},kv={cache}", tuple(notes)
 
 
-def _narrow_cache(run: ServedRun, weights: str) -> bool:
+def _narrow_cache(run: ServingRun, weights: str) -> bool:
     """Whether a cache of fp8 goes with the weights.
 
     Checkpoints of ModelOpt, fp4 or fp8 with one scale a tensor, have scales for it, which TensorRT-LLM takes and others
@@ -204,12 +194,12 @@ def _narrow_cache(run: ServedRun, weights: str) -> bool:
     return _engine(run) in ("trtllm", "trtllm-2023") or _is_inferencemax(run)
 
 
-def _is_inferencemax(run: ServedRun) -> bool:
+def _is_inferencemax(run: ServingRun) -> bool:
     """Whether a row is of one of InferenceMAX's loads."""
     return "InferenceMAX draws" in run.notes and {run.prompt_len, run.output_len} <= _INFERENCEMAX
 
 
-def _layouts(run: ServedRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
+def _layouts(run: ServingRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]]:
     """The layouts that a row can mean, and what was assumed of them."""
     tp, pp, ep = run.tp or 1, run.pp or 1, run.ep or 1
     engines, rest = divmod(run.n_chips, tp * pp)
@@ -217,7 +207,7 @@ def _layouts(run: ServedRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...]
         raise MeshwiseError(
             f"tp {tp} x pp {pp}" + (f" x dp {run.dp}" if run.dp else "") + f" is not n_chips {run.n_chips}"
         )
-    sharing = parse_mode(run.serving_mode).sharing
+    _, sharing = parse_mode(run.serving_mode)
     if sharing is not None and (tp == 1 or ep > 1):
         raise MeshwiseError(
             f"serving_mode {run.serving_mode!r} shares weights over the chips of tp, without ep: expected tp above 1 "

@@ -1,6 +1,7 @@
 """Rows of measured serving: how each metric is converted, what is refused, and that no shipped row is dropped."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,18 +9,18 @@ import pytest
 import meshwise
 from meshwise.cli.main import main
 from meshwise.core.errors import MeshwiseError
-from meshwise.scoring import Refusal, read_runs
-from meshwise.scoring.serving import (
-    SERVING_COLUMNS,
-    SERVING_METRICS,
-    ServedPrediction,
-    predict_served,
-    score_served,
-    served_runs_of,
-    shipped_served_runs,
+from meshwise.scoring import (
+    Refusal,
+    ServingPrediction,
+    ServingRun,
+    TrainingRun,
+    predict_serving,
+    read_rows,
+    score_serving,
+    shipped_rows,
 )
-from meshwise.scoring.serving.prediction import compared, measured_number
-from meshwise.scoring.serving.setup import set_up_served
+from meshwise.scoring.serving import compared, measured_number
+from meshwise.scoring.serving_scenario import build_serving_scenario
 
 BASE = {
     "id": "a", "chip": "h100-sxm", "model": "llama-3.1-8b", "n_chips": "2", "tp": "2", "engine": "ours",
@@ -33,7 +34,7 @@ STATIC = {"serving_mode": "static batch", "concurrency": "", "phase": "prefill+d
 def row(**changes):
     cells = BASE | changes
     values = ",".join(f'"{value}"' for value in cells.values())
-    (run,) = served_runs_of(",".join(cells) + "\n" + values + "\n", "rows.csv")
+    (run,) = read_rows(",".join(cells) + "\n" + values + "\n", "rows.csv", ServingRun)
     return run
 
 
@@ -44,8 +45,8 @@ def estimate(**changes):
 
 
 def predicted(**changes):
-    found = predict_served(row(**changes))
-    assert isinstance(found, ServedPrediction), found
+    found = predict_serving(row(**changes))
+    assert isinstance(found, ServingPrediction), found
     return found
 
 
@@ -97,7 +98,7 @@ def test_requests_that_do_not_fit_wait():
     found = predicted(batch="512", concurrency="512", prompt_len="8192", output_len="1024", measured_value="200")
     e = estimate(prompt=8192, output=1024, batch=512, reserve=0)  # a margin of plans, not of runs
     assert found.estimate.setup.batch == e.largest_batch < 512
-    assert any("the others wait" in note for note in found.setup.assumed)
+    assert any("the others wait" in note for note in found.scenario.assumed)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_requests_that_do_not_fit_wait():
     ],
 )
 def test_what_cannot_fit_is_refused_for_that(cells, needed):
-    found = predict_served(row(**cells))
+    found = predict_serving(row(**cells))
     assert isinstance(found, Refusal)
     assert "it does not fit in memory: " in found.reason
     assert "needed on a chip of 79.1 GiB" in found.reason
@@ -135,15 +136,15 @@ def test_modes_say_when_requests_start(mode, concurrency, static):
 
 
 def test_a_mode_says_how_weights_are_shared_on_any_chip():
-    layouts = set_up_served(row(serving_mode="static batch, 2D weight-stationary"), "operations").candidates
+    layouts = build_serving_scenario(row(serving_mode="static batch, 2D weight-stationary"), "operations").candidates
     assert {x.decode.width for x in layouts} == {1, 2}
-    (gathered, tensor) = set_up_served(row(serving_mode="weight-gathered"), "operations").candidates[::-1]
+    (gathered, tensor) = build_serving_scenario(row(serving_mode="weight-gathered"), "operations").candidates[::-1]
     assert (gathered.decode.fsdp, tensor.decode.tensor) == (2, 2)
 
 
 def test_an_engine_that_is_not_known_is_said_to_be_taken_as_another():
-    assert "engine is not named or not known: vLLM taken" in set_up_served(row(), "fitted").assumed
-    assert not any("engine" in note for note in set_up_served(row(engine="vllm 0.9"), "fitted").assumed)
+    assert "engine is not named or not known: vLLM taken" in build_serving_scenario(row(), "fitted").assumed
+    assert not any("engine" in note for note in build_serving_scenario(row(engine="vllm 0.9"), "fitted").assumed)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_an_engine_that_is_not_known_is_said_to_be_taken_as_another():
     ],
 )
 def test_formats(cells, precision):
-    assert set_up_served(row(**cells), "operations").problem.load.precision == precision
+    assert build_serving_scenario(row(**cells), "operations").problem.load.precision == precision
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_formats(cells, precision):
         ({"measured_metric": "MFU", "unit": "% of 989 TFLOP/s"}, "derived; give the latency"),
         ({"measured_metric": "effective_memory_bandwidth", "unit": "GB/s per GPU"}, "derived; give tokens_per_s"),
         ({"phase": "training"}, "expected prefill, decode or prefill+decode"),
-        ({"unit": "minutes"}, "unit of tpot: expected s, ms or us, found 'minutes'"),
+        ({"unit": "minutes"}, "unit of tpot: expected s, ms, us or min, found 'minutes'"),
         ({"weights_dtype": "ternary"}, "weights_dtype 'ternary' is not understood"),
         ({"tp": "4"}, "tp 4 x pp 1 is not n_chips 2"),
         ({"ep": "3", "model": "qwen3-30b-a3b"}, "ep 3: expected 1, tp 2"),
@@ -193,7 +194,7 @@ def test_formats(cells, precision):
     ],
 )
 def test_what_cannot_be_predicted_says_why(cells, reason):
-    found = predict_served(row(**cells))
+    found = predict_serving(row(**cells))
     assert isinstance(found, Refusal)
     assert reason in found.reason
 
@@ -212,24 +213,24 @@ def test_what_cannot_be_predicted_says_why(cells, reason):
     ],
 )
 def test_a_row_names_its_engine(engine, software, name):
-    found = set_up_served(row(engine=engine, software=software), "fitted").problem.calibration
+    found = build_serving_scenario(row(engine=engine, software=software), "fitted").problem.calibration
     assert found.name == f"fitted+{name}"
-    asked = set_up_served(row(engine=engine, software=software), "fitted+sglang").problem.calibration
+    asked = build_serving_scenario(row(engine=engine, software=software), "fitted+sglang").problem.calibration
     assert asked.name == "fitted+sglang"
-    assert set_up_served(row(engine=engine), "operations").problem.calibration.name == "hopper"
+    assert build_serving_scenario(row(engine=engine), "operations").problem.calibration.name == "hopper"
 
 
 def test_lengths_and_caches_of_inferencemax():
     """Lengths from 0.8 to 1.0 of nominal, and a cache of fp8 with checkpoints that have scales for it."""
     cells = {"prompt_len": "1024", "output_len": "8192", "weights_dtype": "fp8"}
     notes = {"notes": "lengths are nominal (InferenceMAX draws +-20%)"}
-    plain, drawn = (set_up_served(row(**cells | n), "fitted").problem.load for n in ({}, notes))
+    plain, drawn = (build_serving_scenario(row(**cells | n), "fitted").problem.load for n in ({}, notes))
     assert (plain.prompt, plain.output) == (1024, 8192)
     assert (drawn.prompt, drawn.output) == (922, 7373)
     assert (plain.formats.kv.value, drawn.formats.kv.value) == ("bf16", "fp8")
-    blocks = set_up_served(row(**cells | notes | {"weights_dtype": "fp8_block"}), "fitted").problem.load
+    blocks = build_serving_scenario(row(**cells | notes | {"weights_dtype": "fp8_block"}), "fitted").problem.load
     assert blocks.formats.kv.value == "bf16"
-    of_checkpoint = set_up_served(row(**cells | {"engine": "trtllm 1.0"}), "fitted").problem.load
+    of_checkpoint = build_serving_scenario(row(**cells | {"engine": "trtllm 1.0"}), "fitted").problem.load
     assert of_checkpoint.formats.kv.value == "fp8"
 
 
@@ -240,36 +241,36 @@ def test_lengths_and_caches_of_inferencemax():
 def test_prompts_that_come_in_one_step_are_prefilled_together(batch, prompt, output, together):
     """As far as 8,192 tokens of a step allow."""
     run = row(batch=str(batch), concurrency=str(batch), prompt_len=str(prompt), output_len=str(output))
-    assert set_up_served(run, "fitted").candidates[0].prefill_batch == together
+    assert build_serving_scenario(run, "fitted").candidates[0].prefill_batch == together
 
 
 def test_more_prompts_than_any_matmul_could_multiply_were_not_all_computed():
     """64 prompts of 4,000 tokens within 99 steps of 8.5 ms on four H100: 70 % of their peak, beside what is sent."""
     cells = {"n_chips": "4", "tp": "4", "batch": "64", "concurrency": "64", "prompt_len": "4000", "output_len": "100"}
-    found = predict_served(row(**cells, weights_dtype="fp8", measured_value="8.5"))
+    found = predict_serving(row(**cells, weights_dtype="fp8", measured_value="8.5"))
     assert isinstance(found, Refusal)
     assert "best rates that single operations have reached" in found.reason
-    assert isinstance(predict_served(row(**cells, weights_dtype="fp8", measured_value="20")), ServedPrediction)
+    assert isinstance(predict_serving(row(**cells, weights_dtype="fp8", measured_value="20")), ServingPrediction)
 
 
 def test_one_die_of_a_package_is_no_chip():
-    found = predict_served(row(chip="mi250x", n_chips="1", tp="1", batch="1", concurrency="1"))
+    found = predict_serving(row(chip="mi250x", n_chips="1", tp="1", batch="1", concurrency="1"))
     assert isinstance(found, Refusal)
     assert "dies" in found.reason
 
 
 def test_intervals_are_claimed_by_what_was_compared_with_steps():
     assert predicted().likely.low < predicted().expected < predicted().likely.high
-    assert predict_served(row(), "operations").likely is None
-    assert predict_served(row(), "none").likely is None
+    assert predict_serving(row(), "operations").likely is None
+    assert predict_serving(row(), "none").likely is None
 
 
 def test_no_shipped_row_is_dropped():
-    runs = shipped_served_runs()
+    runs = shipped_rows(ServingRun)
     assert len(runs) == 1360
     assert all(run.source and run.source_url_or_repo_path for run in runs)
     some = runs[::19]  # of all sources, and of rows that are not counted
-    score = score_served(some)
+    score = score_serving(some)
     seen = [x.run.id for x in (*score.predictions, *score.refusals, *score.set_aside)]
     assert sorted(seen) == sorted(run.id for run in some)
     assert {r.run.primary for r in score.set_aside} == {"no"}
@@ -286,7 +287,7 @@ def test_no_shipped_row_is_dropped():
 def test_every_shipped_row_says_what_it_is_compared_with():
     """Refused are numbers derived from others, and times that include queueing."""
     refused = []
-    for run in shipped_served_runs():
+    for run in shipped_rows(ServingRun):
         try:
             compared(run)
         except MeshwiseError:
@@ -323,12 +324,12 @@ def test_the_command(file, capsys):
 def test_training_is_told_from_serving(file):
     assert meshwise.score(file).rows == 2
     with pytest.raises(MeshwiseError, match="measurements of serving"):
-        read_runs(file)
+        read_rows(file.read_text(), str(file), TrainingRun)
 
 
 def test_the_page_describes_every_column_and_metric():
-    page = (Path(__file__).parents[3] / "docs" / "measurements.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "measurements.md").read_text()
     serving = page.partition("## Serving")[2].partition("\n## ")[0]
     shared = page.partition("## Training runs")[2].partition("\n## ")[0]
-    assert all(f"| `{c.name}` |" in serving + shared for c in SERVING_COLUMNS)
-    assert all(f"| `{name}` |" in serving for name in SERVING_METRICS)
+    assert all(f"| `{f.name}` |" in serving + shared for f in fields(ServingRun))
+    assert all(f"| `{name}` |" in serving for name in (*ServingRun.TIMES, *ServingRun.MEMORY))

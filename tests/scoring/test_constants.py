@@ -7,31 +7,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwise.scoring.fitting import sensitivities
-from meshwise.scoring.serving import predict_served, shipped_served_runs
-from meshwise.scoring.serving.constants import serving_constants, start_values
-from meshwise.scoring.serving.score import RepricedServed, ServedLeavingOut
+from meshwise.scoring import ServingRun, predict_serving, shipped_rows
+from meshwise.scoring.constants import serving_constants, start_values
+from meshwise.scoring.fitting import sensitivities, serving_fit, with_constants
 
 NAMES = ("S-gptfast-0001", "S-gptfast-0009", "S-ft-0104", "S-aicsilicon-2387", "S-aicsilicon-0061", "S-esti-0011")
 
 
 @pytest.fixture(scope="module")
 def rows():
-    runs = {r.id: r for r in shipped_served_runs()}
-    return [predict_served(runs[name]) for name in NAMES]
+    runs = {r.id: r for r in shipped_rows(ServingRun)}
+    return [predict_serving(runs[name]) for name in NAMES]
 
 
 def test_rows_are_priced_again_as_they_were(rows):
     for p in rows:
-        assert RepricedServed(p).seconds(p.setup.problem.calibration) == p.expected
+        assert p.seconds_under(p.calibration) == p.expected
 
 
 def test_shipped_constants_are_near_those_that_slopes_are_taken_at(rows):
     """What `costs.engines` holds is put back by the constants."""
     constants, at = serving_constants(), start_values()
     for p in rows:
-        priced = RepricedServed(p)
-        assert priced.seconds(priced.calibration(constants, at)) == pytest.approx(p.expected, rel=1e-9)
+        assert p.seconds_under(with_constants(p, constants, at)) == pytest.approx(p.expected, rel=1e-9)
 
 
 def test_every_constant_is_physical_and_says_where_it_is_from():
@@ -46,7 +44,7 @@ def test_every_constant_is_physical_and_says_where_it_is_from():
 
 def test_slopes_are_of_what_a_row_has(rows):
     constants = serving_constants()
-    found = sensitivities([RepricedServed(p) for p in rows], constants, start_values())
+    found = sensitivities(rows, constants, start_values())
     slope = {c.name: dict(zip(NAMES, found.slopes[:, j], strict=True)) for j, c in enumerate(constants)}
     assert slope["weights.ampere"]["S-gptfast-0001"] < -0.7, "one request in 16 bits reads weights"
     assert slope["weights.int4"]["S-gptfast-0009"] < -0.6
@@ -62,9 +60,9 @@ def test_slopes_are_of_what_a_row_has(rows):
 def test_a_model_is_predicted_without_its_rows(rows):
     """A model made twice as slow moves the others of its engine, and not itself."""
     rows = rows[:2]
-    plain = ServedLeavingOut(rows).leave_out(lambda p: p.run.model)
+    plain = serving_fit(rows).leave_out(lambda p: p.run.model)
     slow = [replace(p, measured=2 * p.measured) if p.run.model == "Llama-2-70B" else p for p in rows]
-    moved = ServedLeavingOut(slow).leave_out(lambda p: p.run.model)
+    moved = serving_fit(slow).leave_out(lambda p: p.run.model)
     for a, b in zip(plain, moved, strict=True):
         if a.run.model == "Llama-2-70B":
             assert b.expected == a.expected

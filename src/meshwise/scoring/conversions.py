@@ -1,4 +1,4 @@
-"""From a measured number to seconds of a step or tokens a second: units, and how sources count FLOPs.
+"""From a measured number to seconds or bytes: units, and the conventions by which sources count FLOPs.
 
 Not here: which convention is right (`costs.estimate.model_flops` is ours).
 """
@@ -10,49 +10,57 @@ import re
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Attention, Fused
 from meshwise.models import Model
-from meshwise.scoring.rows import MeasuredRun, Row
+from meshwise.scoring.rows import Row, TrainingRun
 
-_UNIT = re.compile(r"tok(?:en)?s?(?:/s(?:ec|econd)?| (?:per|a) second)((?:/| per )[a-z]+)?(?=$|[\s(,;])")
+_BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0}
+_RATE = re.compile(r"tok(?:en)?s?(?:/s(?:ec|econd)?| (?:per|a) second)((?:/| per )[a-z]+)?(?=$|[\s(,;])")
+
+
+def measured_seconds(run: TrainingRun, model: Model) -> float:
+    """Seconds of a training step.
+
+    Raises:
+        MeshwiseError: a unit that is not the metric's.
+    """
+    value = run.measured_value
+    match run.measured_metric:
+        case "step_time":
+            return duration(run)
+        case "tokens_per_s_per_chip" | "tokens_per_s":
+            return run.tokens / tokens_per_second(run)
+        case "MFU":
+            return convention_flops(run, model) / (value / 100 * _peak(run) * run.n_chips)
+        case _:
+            _expect(run, run.unit.lower().startswith("tflop"), "TFLOP/s/chip")
+            return convention_flops(run, model) / (value * 1e12 * run.n_chips)
+
+
+def duration(run: Row) -> float:
+    """Seconds of a measurement of time.
+
+    Raises:
+        MeshwiseError: another unit than s, ms, us or min.
+    """
+    word = re.split(r"[\s(]", run.unit.strip())[0].lower()
+    _expect(run, word in _SECONDS, "s, ms, us or min")
+    return run.measured_value * _SECONDS[word]
 
 
 def tokens_per_second(run: Row) -> float:
-    """Give the rate of all chips together; metrics that end in `_per_chip` or `_per_gpu` are of each.
+    """Tokens a second of all chips together; metrics that end in `_per_chip` or `_per_gpu` are of each.
 
     Raises:
         MeshwiseError: a unit that is not tokens a second, or that is of each chip where the metric is of all.
     """
     each = run.measured_metric.endswith(("_per_chip", "_per_gpu"))
-    found = _UNIT.match(run.unit.strip().lower())
-    if found is None or (found[1] and not each):
-        expected = "tokens/s/chip" if each else "tokens/s, of all chips together"
-        raise MeshwiseError(f"unit of {run.measured_metric}: expected {expected}, found {run.unit!r}")
+    found = _RATE.match(run.unit.strip().lower())
+    right = found is not None and (each or not found[1])
+    _expect(run, right, "tokens/s/chip" if each else "tokens/s, of all chips together")
     return run.measured_value * (run.n_chips if each else 1)
 
 
-_BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
-
-
-def measured_seconds(run: MeasuredRun, model: Model) -> float:
-    """Seconds of a step.
-
-    Raises:
-        MeshwiseError: a unit that is not the metric's.
-    """
-    value, unit = run.measured_value, run.unit.lower()
-    match run.measured_metric:
-        case "step_time":
-            return value * _scale(run, {"ms": 1e-3, "s": 1.0, "min": 60.0})
-        case "tokens_per_s_per_chip" | "tokens_per_s":
-            return run.tokens / tokens_per_second(run)
-        case "MFU":
-            return convention_flops(run, model) / (value / 100 * _peak(run) * run.n_chips)
-        case "model_tflops_per_chip" | "hardware_tflops_per_chip":
-            _expect(run, unit.startswith("tflop"), "TFLOP/s/chip")
-            return convention_flops(run, model) / (value * 1e12 * run.n_chips)
-    raise AssertionError(f"{run.measured_metric} is no time")
-
-
-def measured_bytes(run: MeasuredRun) -> float:
+def measured_bytes(run: Row) -> float:
     """Bytes of a measurement of memory.
 
     Raises:
@@ -63,18 +71,12 @@ def measured_bytes(run: MeasuredRun) -> float:
     return run.measured_value * _BYTES[word]
 
 
-def _scale(run: MeasuredRun, units: dict[str, float]) -> float:
-    word = run.unit.strip().split()[0].lower()
-    _expect(run, word in units, " or ".join(units))
-    return units[word]
-
-
-def _expect(run: MeasuredRun, right: bool, units: str) -> None:
+def _expect(run: Row, right: bool, units: str) -> None:
     if not right:
         raise MeshwiseError(f"unit of {run.measured_metric}: expected {units}, found {run.unit!r}")
 
 
-def _peak(run: MeasuredRun) -> float:
+def _peak(run: TrainingRun) -> float:
     """FLOP/s of one chip that an MFU was divided by: the unit names it."""
     found = re.search(r"([\d.,]+)\s*([TP])FLOP/s", run.unit)
     if found is None or not run.unit.strip().startswith("%"):
@@ -82,7 +84,7 @@ def _peak(run: MeasuredRun) -> float:
     return float(found[1].replace(",", "")) * {"T": 1e12, "P": 1e15}[found[2]]
 
 
-def convention_flops(run: MeasuredRun, model: Model) -> float:
+def convention_flops(run: TrainingRun, model: Model) -> float:
     """FLOPs of a step by the convention that the source used.
 
     6 for each active parameter and token, and attention three times over, every pair counted unless the convention

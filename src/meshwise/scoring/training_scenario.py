@@ -1,4 +1,4 @@
-"""What a measured run did, in our words: its model, job, cluster, calibration and layout.
+"""What a measured training run did, in our words: its model, job, cluster, calibration and layout.
 
 What a row leaves open stays open in the layout, to be chosen best; what was read into it is said. Not here: reading
 rows (`reading`), models (`models`), machines (`machines`).
@@ -18,41 +18,34 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import Model
-from meshwise.scoring.models import cluster_of, model_of
-from meshwise.scoring.rows import MeasuredRun
+from meshwise.scoring.machines import cluster_of
+from meshwise.scoring.models import model_of
+from meshwise.scoring.prediction import Scenario
+from meshwise.scoring.rows import TrainingRun, first_match
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 from meshwise.sharding.remat import parse_remat
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A run as it can be estimated.
+@dataclass(frozen=True, kw_only=True)
+class TrainingScenario(Scenario):
+    """A training run as it can be estimated.
 
     Args:
-        run: the row.
-        problem: model, job, cluster, calibration.
         layout: as far as the row says it.
-        assumed: what was read into the row, one phrase each.
         open: what the row does not say and the time depends on.
     """
 
-    run: MeasuredRun
+    run: TrainingRun
     problem: TrainingProblem
     layout: LayoutRequest
-    assumed: tuple[str, ...]
     open: tuple[str, ...]
-
-    @property
-    def model(self) -> Model:
-        """What was trained."""
-        return self.problem.model
 
     @property
     def looked_up(self) -> bool:
         """Whether its recomputation is not from the measurement's source: a source in brackets follows it."""
         return "[" in self.run.recompute and "remat" in self.layout.choices
 
-    def without_recompute(self) -> Setup:
+    def without_recompute(self) -> TrainingScenario:
         """The same with recomputation and offloading open, where what was looked up cannot be of this run."""
         named = ("remat", "remat_layers", "offload", "offload_layers")
         choices = {name: value for name, value in self.layout.choices.items() if name not in named}
@@ -61,11 +54,11 @@ class Setup:
         return replace(self, layout=layout, assumed=(*self.assumed, note), open=(*self.open, "remat"))
 
 
-def set_up(run: MeasuredRun, calibration: str = "fitted") -> Setup:
+def build_scenario(run: TrainingRun, calibration: str = "fitted") -> TrainingScenario:
     """Say what a run did.
 
     Raises:
-        MeshwiseError: what of it is not known here, or contradicts itself.
+        MeshwiseError: something that it says is unknown here, or contradicts itself.
     """
     model, of_model = model_of(run)
     cluster, of_cluster = cluster_of(run)
@@ -78,16 +71,18 @@ def set_up(run: MeasuredRun, calibration: str = "fitted") -> Setup:
         expert_imbalance=1.0 if "force-balanced" in run.words else None,
     )
     calibration, of_software = _software(run, calibration, chip=cluster.chip, mixture=bool(model.mixtures))
-    problem = TrainingProblem(model, job, cluster, find_calibration(calibration, cluster.chip))
     sizes, choices, of_layout = _layout(run, model)
-    layout = LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if sizes[a] > 1))
     Layout.from_json({**sizes, **choices})  # checks every value
-    open_ones = tuple(name for name in ("remat", "zero", "micro_batch") if _is_open(name, layout))
-    return Setup(run, problem, layout, (*of_model, *of_cluster, *of_precision, *of_software, *of_layout), open_ones)
-
-
-def _is_open(name: str, layout: LayoutRequest) -> bool:
-    return name not in layout.choices and not (name == "zero" and layout.sizes["data"] == 1)
+    open_ones = [name for name in ("remat", "zero", "micro_batch") if name not in choices]
+    if sizes["data"] == 1 and "zero" in open_ones:
+        open_ones.remove("zero")
+    return TrainingScenario(
+        run=run,
+        problem=TrainingProblem(model, job, cluster, find_calibration(calibration, cluster.chip)),
+        layout=LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if sizes[a] > 1)),
+        assumed=(*of_model, *of_cluster, *of_precision, *of_software, *of_layout),
+        open=tuple(open_ones),
+    )
 
 
 #: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
@@ -100,12 +95,12 @@ _SOFTWARE = (
 )
 
 
-def _software(run: MeasuredRun, calibration: str, *, chip: Chip, mixture: bool) -> tuple[str, tuple[str, ...]]:
+def _software(run: TrainingRun, calibration: str, *, chip: Chip, mixture: bool) -> tuple[str, tuple[str, ...]]:
     """The calibration with the software that a row names, where "fitted" is asked for; and what was assumed."""
     if calibration != "fitted" or chip.vendor == "google":
         return calibration, ()
     words, year = run.software.lower(), run.year or 9999
-    found = next((name for pattern, name, last in _SOFTWARE if re.search(pattern, words) and year <= last), None)
+    found = first_match(((pattern, name) for pattern, name, last in _SOFTWARE if year <= last), words)
     if found is None:
         return calibration, ("software is not named or not known: Megatron Core of 2024 and later taken",)
     release = re.search(r"container (\d+)\.(\d+)", words)
@@ -134,7 +129,7 @@ _PRECISIONS = (
 )
 
 
-def _precision(run: MeasuredRun) -> tuple[str, tuple[str, ...]]:
+def _precision(run: TrainingRun) -> tuple[str, tuple[str, ...]]:
     """Number formats, and what was assumed of them.
 
     NVIDIA's recipes for performance add up gradients in bf16 (`grad_reduce_in_fp32 = False` in scripts/performance of
@@ -149,14 +144,14 @@ def _precision(run: MeasuredRun) -> tuple[str, tuple[str, ...]]:
     return precision, notes
 
 
-def _formats(run: MeasuredRun) -> tuple[str, tuple[str, ...]]:
+def _formats(run: TrainingRun) -> tuple[str, tuple[str, ...]]:
     """Formats as a preset, and what was assumed of them."""
     words = run.dtype.strip().lower()
     if words in PRECISIONS and words not in ("bf16", "fp8"):
         return words, ()
     if not words:
         return "mixed", ("bf16 with fp32 master weights: no format is named",)
-    found = next((p for pattern, p in _PRECISIONS if re.search(pattern, words)), None)
+    found = first_match(_PRECISIONS, words)
     if found is None:
         raise MeshwiseError(f"dtype {run.dtype!r} is not understood; expected one of {', '.join(PRECISIONS)}")
     if found == "mxfp8" and run.chip.startswith(("h100", "h200", "h800")):
@@ -169,7 +164,7 @@ def _formats(run: MeasuredRun) -> tuple[str, tuple[str, ...]]:
     return found, ()
 
 
-def _layout(run: MeasuredRun, model: Model) -> tuple[dict[str, int], dict[str, Any], list[str]]:
+def _layout(run: TrainingRun, model: Model) -> tuple[dict[str, int], dict[str, Any], list[str]]:
     """Sizes of mesh axes, the choices that the row says, and what was assumed."""
     sizes = dict.fromkeys(MESH_AXES, 1)
     choices: dict[str, Any] = {}
@@ -200,7 +195,7 @@ def _layout(run: MeasuredRun, model: Model) -> tuple[dict[str, int], dict[str, A
     return sizes, choices, notes
 
 
-def _check_ways(run: MeasuredRun, model: Model) -> None:
+def _check_ways(run: TrainingRun, model: Model) -> None:
     """Refuse ways that nothing here is split in, which the layout could not hold."""
     tp = run.tp or 1
     if run.sp not in (None, 1, tp):
@@ -212,9 +207,11 @@ def _check_ways(run: MeasuredRun, model: Model) -> None:
 
 
 def _experts(ep: int, dp: int, tp: int, sizes: dict[str, int], choices: dict[str, Any]) -> int:
-    """Take expert parallelism out of dp, and out of tp, whose devices then hold whole experts; give what dp is left.
+    """Take expert parallelism out of dp, and out of tp, whose devices then hold whole experts.
 
     Megatron-LM counts devices of dp and tp alike in ep.
+
+    Returns: the dp that is left.
     """
     over_data = ep // tp if ep % tp == 0 else ep
     if dp % over_data:
@@ -234,13 +231,13 @@ _STAGES = (
 )
 
 
-def _shards(run: MeasuredRun, dp: int, sizes: dict[str, int], choices: dict[str, Any]) -> None:
+def _shards(run: TrainingRun, dp: int, sizes: dict[str, int], choices: dict[str, Any]) -> None:
     """Deal the replicas out between data and fsdp."""
     words = run.fsdp_or_zero_stage.lower()
     sizes["data"] = dp
     if not words:
         return
-    stage = next((stage for pattern, stage in _STAGES if re.search(pattern, words)), None)
+    stage = first_match(_STAGES, words)
     if stage is None:
         raise MeshwiseError(
             f"fsdp_or_zero_stage {run.fsdp_or_zero_stage!r} is not understood; expected DDP, ZeRO stage 1 or 2, or FSDP"
@@ -254,7 +251,7 @@ def _shards(run: MeasuredRun, dp: int, sizes: dict[str, int], choices: dict[str,
     choices["zero"] = 1 if sizes["data"] > 1 else 0
 
 
-def _copies(run: MeasuredRun, words: str, dp: int) -> int:
+def _copies(run: TrainingRun, words: str, dp: int) -> int:
     """Copies of the model that FSDP leaves between groups which share one: as the row says, else one."""
     across = re.search(r"dp=(\d+) across", words)
     within = re.search(r"within (\d+)-gpu|over (\d+)\b(?! chips)", words)
@@ -287,7 +284,7 @@ _FURTHER = (
 )
 
 
-def _recompute(run: MeasuredRun, choices: dict[str, Any], notes: list[str]) -> None:
+def _recompute(run: TrainingRun, choices: dict[str, Any], notes: list[str]) -> None:
     """What is computed again, and what lives in the host's memory."""
     words = run.recompute.strip()
     bare = words.split("[")[0].strip().lower()
@@ -311,19 +308,14 @@ def _recompute(run: MeasuredRun, choices: dict[str, Any], notes: list[str]) -> N
         choices["remat"] = "recompute:mla_up_proj+moe_act"
         notes.append("selective recomputation of mla_up_proj and moe_act: which modules varies between machines")
     else:
-        choices |= _own_words(bare)
+        try:
+            request = parse_remat(bare)  # a policy as layouts write it
+        except MeshwiseError as error:
+            raise MeshwiseError(f"recompute {bare!r} is not understood: {error}") from None
+        choices |= {"remat": request.policy} | ({} if request.layers is None else {"remat_layers": request.layers})
 
 
-def _own_words(text: str) -> dict[str, Any]:
-    """A policy as layouts write it."""
-    try:
-        request = parse_remat(text)
-    except MeshwiseError as error:
-        raise MeshwiseError(f"recompute {text!r} is not understood: {error}") from None
-    return {"remat": request.policy} | ({} if request.layers is None else {"remat_layers": request.layers})
-
-
-def _microbatches(run: MeasuredRun, sizes: dict[str, int], choices: dict[str, Any]) -> None:
+def _microbatches(run: TrainingRun, sizes: dict[str, int], choices: dict[str, Any]) -> None:
     replicas = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     if run.micro_batch is None:
         if run.global_batch_seqs % replicas:

@@ -1,11 +1,10 @@
 """What is predicted of one measured serving row beside the measurement, or why it is not.
 
-Not here: what a row means (`setup`), and what all rows say together (`score`).
+Not here: what a row means (`serving_scenario`), and what all rows say together (`score`).
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,15 +13,16 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import IDEAL_LINKS, Calibration
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.problem import ServingProblem, Step
-from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.problem import Step
+from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving, fabric_of
 from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_batch
 from meshwise.costs.spread import Likely, doubts_of, likely_interval
-from meshwise.scoring.conventions import tokens_per_second
-from meshwise.scoring.outcomes import Predicted, Refusal, does_not_fit
-from meshwise.scoring.serving.reading import ServedRun
-from meshwise.scoring.serving.setup import ServedSetup, set_up_served
+from meshwise.scoring.constants import Constant
+from meshwise.scoring.conversions import duration, measured_bytes, tokens_per_second
+from meshwise.scoring.prediction import Prediction, Refusal, does_not_fit
+from meshwise.scoring.rows import ServingRun
+from meshwise.scoring.serving_scenario import ServingScenario, build_serving_scenario
 
 #: What of an estimate a row is compared with.
 Compared = Literal["prefill", "step", "steps", "tpot", "ttft", "whole", "memory"]
@@ -45,63 +45,72 @@ _BEST = Calibration(
     "best", 0.90, 0.95, IDEAL_LINKS, False, False, False, "best of single operations",
     narrow=((DType.FP8, 0.80), (DType.FP4, 0.80)),
 )  # fmt: skip
-_SECONDS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
-_BYTES = {"GIB": 2**30, "GB": 1e9, "MIB": 2**20, "MB": 1e6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedPrediction(Predicted[ServedSetup]):
-    """A row that was predicted.
+class ServingPrediction(Prediction):
+    """A serving row that was predicted.
 
     Args:
         estimate: of the layout that was taken.
         compared: what of it.
     """
 
+    scenario: ServingScenario
     estimate: ServingEstimate
     compared: Compared
 
     @property
-    def run(self) -> ServedRun:
-        """The row."""
-        return self.setup.run
-
-    @property
     def terms(self) -> dict[str, float]:
         """Seconds of the steps that were compared, by term: of a prefill, or of a decode step."""
-        engine = self.estimate.prefill if self.compared in ("prefill", "ttft") else self.estimate.decode
-        return dict(engine.terms)
+        return dict(_engine(self.estimate, self.compared).terms)
 
     @property
-    def false_oom(self) -> bool:
-        """Whether it is said not to fit, though it ran; the reserve is a margin for plans, not what a run needed."""
-        e = self.estimate
-        return not self.run.is_memory and _held(self.setup.problem, self.run, e) > e.hbm_capacity
+    def needed(self) -> float:
+        """As in `Prediction`."""
+        return _needed(self.scenario, self.estimate)
+
+    def seconds_under(self, calibration: Calibration) -> float:
+        """As in `Prediction`; layouts and batches stay."""
+        problem = replace(self.scenario.problem, calibration=calibration)
+        known = self.estimate
+        again = estimate_serving(problem, known.setup, fabric_of(problem), count=False, known=known)
+        return _expected(replace(self.scenario, problem=problem), again, self.compared).expected
+
+    def depends_on(self, constant: Constant) -> bool:
+        """As in `Prediction`, and whether its model and layout have what the constant is of."""
+        problem, name = self.scenario.problem, constant.name
+        if name.startswith(("startup", "links")) and self.estimate.setup.decode.engine_chips == 1:
+            return False
+        if name == "experts" and not problem.model.mixtures:
+            return False
+        if name in ("weights.int8", "weights.int4", "weights.fp4"):
+            return name == f"weights.{problem.load.formats.weights.value}" and super().depends_on(constant)
+        return super().depends_on(constant)
 
 
-def predict_served(run: ServedRun, calibration: str = "fitted") -> ServedPrediction | Refusal[ServedRun]:
+def predict_serving(run: ServingRun, calibration: str = "fitted") -> ServingPrediction | Refusal:
     """Predict one row; a row that cannot be understood is a refusal with its reason."""
     try:
         what = compared(run)
-        setup = set_up_served(run, calibration)
-        measured = measured_number(run, setup.candidates[0].decode.replicas)
-        estimate, found = _fastest(setup, what)
+        scenario = build_serving_scenario(run, calibration)
+        measured = measured_number(run, scenario.candidates[0].decode.replicas)
+        estimate, found = _fastest(scenario, what)
     except MeshwiseError as error:
         return Refusal(run, str(error))
-    if reason := _impossible(setup, estimate, what, measured, found):
+    if reason := _impossible(scenario, estimate, what, measured, found):
         return Refusal(run, reason)
-    asked, held = setup.candidates[0].batch, estimate.setup.batch
-    if held < asked:
+    if estimate.setup.batch < scenario.candidates[0].batch:
         note = "fewer requests fit in memory at once than are under way: the others wait for the cache"
-        setup = replace(setup, assumed=(*setup.assumed, note))
-    return ServedPrediction(
-        setup=setup,
+        scenario = replace(scenario, assumed=(*scenario.assumed, note))
+    return ServingPrediction(
+        scenario=scenario,
         estimate=estimate,
         compared=what,
         measured=measured,
         expected=found.expected,
         bound=0.0 if run.is_memory else found.lower,
-        likely=None if run.is_memory else _likely(setup.problem, estimate, what, found),
+        likely=_likely(scenario, estimate, what, found),
     )
 
 
@@ -111,28 +120,29 @@ _NOT_APART = (
 )
 
 
-def _impossible(setup: ServedSetup, e: ServingEstimate, what: Compared, measured: float, found: Interval) -> str | None:
+def _impossible(
+    scenario: ServingScenario, e: ServingEstimate, what: Compared, measured: float, found: Interval
+) -> str | None:
     """Why a row cannot be what was read into it; None where it can.
 
     What does not fit has no time that could be compared. Where the weights fit and the time is possible, more may have
-    fit than is predicted: that is an error of the prediction, not of the row (`ServedPrediction.false_oom`).
+    fit than is predicted: that is an error of the prediction, not of the row (`ServingPrediction.false_oom`).
     """
-    memory, room = _memory(setup.problem, setup.run, e), e.hbm_capacity
-    fits = memory["total"] - memory["reserve"] <= room
-    if memory["weights"] > room:
-        return does_not_fit(memory, room)
-    if setup.run.is_memory:
+    memory, capacity = _memory(scenario, e), e.hbm_capacity
+    if memory["weights"] > capacity:
+        return does_not_fit(memory, capacity)
+    if scenario.run.is_memory:
         return None
     if measured < found.lower * 0.98:
-        return _too_fast(measured, found.lower, what, e) if fits else does_not_fit(memory, room)
-    if what == "tpot" and measured < (best := _at_best_rates(setup, e.setup)) * 0.98:
-        if not fits:
-            return does_not_fit(memory, room)
-        return (
+        reason = _too_fast(measured, found.lower, what, e)
+    elif what == "tpot" and measured < (best := _at_best_rates(scenario, e.setup)) * 0.98:
+        reason = (
             f"{measured:.4g} s is faster than prompts and outputs take one after the other at the best rates that "
             f"single operations have reached, with links at their data sheets: {best:.4g} s; {_NOT_APART}"
         )
-    return None
+    else:
+        return None
+    return reason if memory["total"] - memory["reserve"] <= capacity else does_not_fit(memory, capacity)
 
 
 def _too_fast(measured: float, lower: float, what: Compared, e: ServingEstimate) -> str:
@@ -148,17 +158,22 @@ def _too_fast(measured: float, lower: float, what: Compared, e: ServingEstimate)
     )
 
 
-def _likely(problem: ServingProblem, e: ServingEstimate, what: Compared, found: Interval) -> Likely | None:
+def _likely(scenario: ServingScenario, e: ServingEstimate, what: Compared, found: Interval) -> Likely | None:
     """The 80 % interval; None under a calibration that was not compared with measured steps."""
-    if problem.calibration.doubts is None:
+    problem = scenario.problem
+    if problem.calibration.doubts is None or scenario.run.is_memory:
         return None
-    engine = e.prefill if what in ("prefill", "ttft") else e.decode
     causes = doubts_of(problem.calibration, problem.model)
-    return likely_interval(found.expected, found.lower, engine.terms, causes)
+    return likely_interval(found.expected, found.lower, _engine(e, what).terms, causes)
 
 
-def compared(run: ServedRun) -> Compared:
-    """Say what of an estimate a row measures.
+def _engine(e: ServingEstimate, what: Compared) -> Engine:
+    """The steps that are compared."""
+    return e.prefill if what in ("prefill", "ttft") else e.decode
+
+
+def compared(run: ServingRun) -> Compared:
+    """What of an estimate a row measures.
 
     Raises:
         MeshwiseError: what no estimate of a constant load says.
@@ -183,73 +198,59 @@ def compared(run: ServedRun) -> Compared:
     return "step" if steps == "decode" and "end to end" not in run.unit else "whole"
 
 
-def measured_number(run: ServedRun, engines: int) -> float:
+def measured_number(run: ServingRun, engines: int) -> float:
     """Seconds of what is compared, or bytes.
 
     Raises:
         MeshwiseError: a unit that is not the metric's.
     """
-    value = run.measured_value
-    word = re.split(r"[\s(]", run.unit.strip())[0]
     if run.is_memory:
-        _expect(run, word.upper() in _BYTES, "GiB, GB, MiB or MB")
-        return value * _BYTES[word.upper()]
+        return measured_bytes(run)
     if "tokens_per_s" not in run.measured_metric:
-        _expect(run, word.lower() in _SECONDS, "s, ms or us")
-        return value * _SECONDS[word.lower()]
-    rate = tokens_per_second(run)
-    what = compared(run)
-    tokens = {"prefill": run.prompt_len, "step": 1}.get(what, run.output_len or 0)
+        return duration(run)
+    tokens = {"prefill": run.prompt_len, "step": 1}.get(compared(run), run.output_len or 0)
     requests = run.batch if run.batch is not None else (run.concurrency or 0) / engines
-    return engines * requests * tokens / rate
+    return engines * requests * tokens / tokens_per_second(run)
 
 
-def _expect(run: ServedRun, right: bool, units: str) -> None:
-    if not right:
-        raise MeshwiseError(f"unit of {run.measured_metric}: expected {units}, found {run.unit!r}")
-
-
-def _fastest(setup: ServedSetup, what: Compared) -> tuple[ServingEstimate, Interval]:
-    """The estimate of the candidate that is fastest, of those that fit where any does: the run ran.
+def _fastest(scenario: ServingScenario, what: Compared) -> tuple[ServingEstimate, Interval]:
+    """The estimate of the candidate that is fastest, of those that fit if any does: the run ran.
 
     What cannot be placed is left out unless it is the only one.
     """
-    best: tuple[tuple[bool, float], ServingEstimate, Interval] | None = None
+    found: list[tuple[ServingEstimate, Interval]] = []
     refused: MeshwiseError | None = None
-    fabric = fabric_of(setup.problem)
-    for candidate in setup.candidates:
+    fabric = fabric_of(scenario.problem)
+    for candidate in scenario.candidates:
         try:
-            estimate = _held_at_once(setup, candidate, fabric)
+            estimate = _with_what_fits(scenario, candidate, fabric)
         except MeshwiseError as error:
             refused = error
             continue
-        found = _expected(setup, estimate, what)
-        rank = (_held(setup.problem, setup.run, estimate) > estimate.hbm_capacity, found.expected)
-        if best is None or rank < best[0]:
-            best = rank, estimate, found
-    if best is None:
+        found.append((estimate, _expected(scenario, estimate, what)))
+    if not found:
         assert refused is not None
         raise refused
-    return best[1:]
+    return min(found, key=lambda each: (_needed(scenario, each[0]) > each[0].hbm_capacity, each[1].expected))
 
 
-def _held_at_once(setup: ServedSetup, candidate: ServingSetup, fabric: Fabric) -> ServingEstimate:
-    """The estimate with as many requests at once as fit: of continuous batching the others wait."""
-    estimate = estimate_serving(setup.problem, candidate, fabric, count=False)
-    if setup.run.is_static or estimate.fits:
+def _with_what_fits(scenario: ServingScenario, candidate: ServingSetup, fabric: Fabric) -> ServingEstimate:
+    """The estimate with as many requests at once as fit: under continuous batching the others wait."""
+    estimate = estimate_serving(scenario.problem, candidate, fabric, count=False)
+    if scenario.run.is_static or estimate.fits:
         return estimate
-    most = largest_batch(setup.problem, estimate.setup)
+    most = largest_batch(scenario.problem, estimate.setup)
     if most == 0:
         return estimate
-    return estimate_serving(setup.problem, replace(estimate.setup, batch=most), fabric, count=False)
+    return estimate_serving(scenario.problem, replace(estimate.setup, batch=most), fabric, count=False)
 
 
-def _at_best_rates(setup: ServedSetup, layouts: ServingSetup) -> float:
+def _at_best_rates(scenario: ServingScenario, layouts: ServingSetup) -> float:
     """Seconds of a token with every operation at the best rate that was measured of any, links at the data sheet's.
 
-    What is generated may go along with prompts, whose step reads the weights for both: then only attention adds up.
+    Decoding may go along with prompts, whose step reads the weights for both: then only attention adds up.
     """
-    problem = replace(setup.problem, calibration=_BEST)
+    problem = replace(scenario.problem, calibration=_BEST)
     e = estimate_serving(problem, layouts, fabric_of(problem), count=False)
     between = layouts.batch / max(e.output - 1, 1) / layouts.prefill_batch
     prompts, tokens = ({t: x.terms[t] for t in ("matmuls", "attention", "tensor")} for x in (e.prefill, e.decode))
@@ -257,26 +258,19 @@ def _at_best_rates(setup: ServedSetup, layouts: ServingSetup) -> float:
     return max(alone, sum(tokens.values()))
 
 
-def expected_under(setup: ServedSetup, known: ServingEstimate, what: Compared) -> float:
-    """Expected seconds of what a row measures under another calibration, of an estimate's layouts and batches."""
-    fabric = fabric_of(setup.problem)
-    again = estimate_serving(setup.problem, known.setup, fabric, count=False, known=known)
-    return _expected(setup, again, what).expected
-
-
-def _expected(setup: ServedSetup, e: ServingEstimate, what: Compared) -> Interval:
+def _expected(scenario: ServingScenario, e: ServingEstimate, what: Compared) -> Interval:
     """Seconds (or bytes) of what a row measures.
 
     Static batches: all prompts are prefilled together, and output - 1 decode steps follow. Continuous batching: the
     closed forms of `estimate_serving`, in which prompts are prefilled between decode steps.
     """
-    prefill, step, further = e.prefill.seconds, e.decode.seconds, e.output - 1
     if what == "memory":
-        held = _held(setup.problem, setup.run, e)
+        held = _needed(scenario, e)
         return Interval(held, held, held)
-    first, each = (prefill, step) if setup.run.is_static else (e.ttft, e.tpot)
-    whole = _sum((1.0, first), (further, each))
-    if not setup.run.is_static and setup.run.measured_metric.startswith("output_tokens"):
+    run, prefill, step = scenario.run, e.prefill.seconds, e.decode.seconds
+    first, each = (prefill, step) if run.is_static else (e.ttft, e.tpot)
+    whole = _sum((1.0, first), (e.output - 1, each))
+    if not run.is_static and run.measured_metric.startswith("output_tokens"):
         whole = _sum((e.output, each))  # an engine that is kept full: prefills come between, in TPOT
     known: dict[Compared, Interval] = {
         "prefill": prefill,
@@ -294,20 +288,20 @@ def _sum(*parts: tuple[float, Interval]) -> Interval:
     return Interval(lower, expected, upper)
 
 
-def _held(problem: ServingProblem, run: ServedRun, e: ServingEstimate) -> float:
+def _needed(scenario: ServingScenario, e: ServingEstimate) -> float:
     """Bytes on the fullest chip, without the reserve."""
-    memory = _memory(problem, run, e)
+    memory = _memory(scenario, e)
     return memory["total"] - memory["reserve"]
 
 
-def _memory(problem: ServingProblem, run: ServedRun, e: ServingEstimate) -> dict[str, float]:
+def _memory(scenario: ServingScenario, e: ServingEstimate) -> dict[str, float]:
     """Bytes on the fullest chip by class; the caches of a static batch are held once.
 
     A run of one phase alone holds what that phase needs: the other had chips, or a layout, of its own.
     """
-    steps = run.steps
-    if run.is_static and steps in ("prefill", "decode"):
-        step: Step = "prefill" if steps == "prefill" else "decode"
+    run, problem = scenario.run, scenario.problem
+    if run.is_static and run.steps in ("prefill", "decode"):
+        step: Step = "prefill" if run.steps == "prefill" else "decode"
         return dict(engine_memory(problem, replace(e.setup, mode="disaggregated"), step))
     memory = dict(e.decode.memory)
     if not run.is_static:
