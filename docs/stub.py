@@ -78,11 +78,9 @@ def _import_lines(imports: set[tuple[str, str]]) -> Iterator[str]:
 def _from(module: str, names: list[str]) -> Iterator[str]:
     """Names that are public again stand on a line each."""
     plain = [name for name in names if " as " not in name]
-    if plain:
-        yield f"from {module} import {', '.join(plain)}"
-    for name in names:
-        if name not in plain:
-            yield f"from {module} import {name}"
+    members = [name for name in names if name not in plain] + ([", ".join(plain)] if plain else [])
+    for member in sorted(members):
+        yield f"from {module} import {member}"
 
 
 def _function(name: str, function: Callable[..., Any]) -> str:

@@ -29,8 +29,8 @@ from meshwise.report.generate import GenerateResult
 from meshwise.report.roofline import RooflineCase
 from meshwise.report.run import RunResult
 from meshwise.scoring.calibrating import Refined
-from meshwise.scoring.score import ServingScore, TrainingScore
 from meshwise.scoring.score import Score as Score
+from meshwise.scoring.score import ServingScore, TrainingScore
 from meshwise.search.plan import Plan as Plan
 from meshwise.search.planner import PlanResult as PlanResult
 from meshwise.search.serving.plan import ServingPlan
