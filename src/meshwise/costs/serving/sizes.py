@@ -105,7 +105,7 @@ def residual_bytes(problem: ServingProblem, step: Step, structure: ServingLayout
 
 
 def _spans(program: Program, s: StepSizes) -> dict[str, Num]:
-    """Lengths of what is read of caches by spans; the axis says which (`models.cached`)."""
+    """Lengths of what is read of caches by spans; the axis says which (`models.operations`)."""
     spans: dict[str, Num] = {}
     axes = {a for block in program for op in block.ops for t in op.inputs for a in t.axes if a.startswith("S.")}
     for axis in axes:
