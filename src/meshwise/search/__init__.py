@@ -8,9 +8,8 @@ from meshwise.search.constraints import Constraints, most_seconds_per_token, par
 from meshwise.search.plan import Plan
 from meshwise.search.planner import MAX_MEMORY, PlanResult, estimate_layout, plan_training, training_limits
 from meshwise.search.ranking import FRONT_SPAN, Found
-from meshwise.search.scaling import Point, Scaling, scale_training
 from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
-from meshwise.search.sensitivity import Sensitivity, sensitivity
+from meshwise.search.studies import Point, Scaling, Sensitivity, scale_training, sensitivity
 
 __all__ = [
     "FRONT_SPAN",

@@ -19,18 +19,16 @@ from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
-from meshwise.search.baselines import Baseline, baselines
+from meshwise.search.baselines import Baseline, baselines, variations
 from meshwise.search.bounds import ideal_chip_seconds_per_token
 from meshwise.search.candidates import batch_cuts
 from meshwise.search.choices import Choices
 from meshwise.search.constraints import Constraints, asked_choices, most_seconds_per_token
-from meshwise.search.limits import Wanted, find_best, find_fewest
+from meshwise.search.limits import Wanted, batch_error, find_best, find_fewest, nothing_found, over_limit, too_much
 from meshwise.search.plan import Plan
 from meshwise.search.reasons import winner_reasons
-from meshwise.search.refusals import batch_error, nothing_found, over_limit, too_much
 from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.search.space import Limits, parts_of
-from meshwise.search.variations import variations
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.remat import check_remat
 

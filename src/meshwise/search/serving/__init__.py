@@ -6,7 +6,6 @@ Not here: what one setup costs (`costs.serving`) and words (`report`).
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.plan import ServingPlan
 from meshwise.search.serving.planner import ServingPlanResult, plan_serving
-from meshwise.search.serving.served import served_system
-from meshwise.search.serving.simulated import plan_simulated
+from meshwise.search.serving.simulated import plan_simulated, served_system
 
 __all__ = ["ServingConstraints", "ServingPlan", "ServingPlanResult", "plan_serving", "plan_simulated", "served_system"]

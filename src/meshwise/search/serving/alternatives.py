@@ -5,17 +5,16 @@ Not here: one cluster and one precision (`planner`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.costs.serving.estimate import estimate_serving
-from meshwise.search.serving.constraints import ServingConstraints
+from meshwise.search.serving.constraints import ServingConstraints, in_order, ties
 from meshwise.search.serving.plan import ServingPlan
 from meshwise.search.serving.planner import ServingPlanResult, SimulatedPlan
-from meshwise.search.serving.ranking import in_order, ties
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,39 +76,42 @@ def plan_alternatives(
     planned = {which: p for which, p in found.items() if isinstance(p, ServingPlanResult)}
     if not planned:
         raise InfeasibleError("\n".join(f"{which}: {reason}" for which, reason in found.items()))
-    every = [(which, ServingPlan(p.problem, e)) for which, p in planned.items() for e in p.plans]
-    sent = {id(p.estimate): p for planning in planned.values() for p in planning.simulated}
+    every = [
+        (which, e, sent)
+        for which, p in planned.items()
+        for e, sent in zip(p.plans, p.simulated or [None] * len(p.plans), strict=True)
+    ]
     constraints = next(iter(planned.values())).constraints
-    by, score = _score(constraints, [plan.estimate for _, plan in every], sent)
-    within = (0.0, 0.0) if sent else ties(constraints)[:2]  # simulated plans keep their targets as nearly as they can
-    ranked = in_order(every, lambda x: score(x[1].estimate), within)
+    by, score = _score(constraints, priced=all(e.usd_per_s is not None for _, e, _ in every))
+    simulated = any(sent for *_, sent in every)  # these keep their targets as nearly as they can
+    order = in_order(every, lambda one: score(*one[1:]), (0.0, 0.0) if simulated else ties(constraints)[:2])
+    ranked = tuple((which, ServingPlan(planned[which].problem, e)) for which, e, _ in order)
     return ServingAlternatives(found, ranked[:top], by, _formats(problems, *ranked[0]))
 
 
-def _score(
-    constraints: ServingConstraints, estimates: Sequence[ServingEstimate], sent: Mapping[int, SimulatedPlan]
-) -> tuple[str, Callable[[ServingEstimate], tuple[float, ...]]]:
-    """What plans are ranked by, in words and as numbers of which the least are best; `sent` by the id of estimates."""
+#: What a plan is ranked by, from its estimate and, where it was sent requests, from what became of them.
+_Score = Callable[[ServingEstimate, SimulatedPlan | None], tuple[float, ...]]
 
-    def tokens(e: ServingEstimate) -> float:
-        return sent[id(e)].tokens_per_chip if id(e) in sent else e.throughput_per_chip
 
-    def dollars(e: ServingEstimate) -> float:
-        cost = sent[id(e)].usd_per_million_output_tokens if id(e) in sent else e.usd_per_million_output_tokens
-        return cost or 0.0
-
-    priced = all(e.usd_per_s is not None for e in estimates)
+def _score(constraints: ServingConstraints, *, priced: bool) -> tuple[str, _Score]:
+    """What plans are ranked by, in words and as numbers of which the least are best."""
     if constraints.rate is not None:
         if priced:
-            return "dollars a second for all chips", lambda e: (e.usd_per_s or 0.0, e.tpot.expected)
-        return "chips", lambda e: (e.setup.num_chips, e.tpot.expected)
+            return "dollars a second for all chips", lambda e, _: (e.usd_per_s or 0.0, e.tpot.expected)
+        return "chips", lambda e, _: (e.setup.num_chips, e.tpot.expected)
     if constraints.objective == "tpot":
-        return "time per output token", lambda e: (e.tpot.expected, e.ttft.expected)
+        return "time per output token", lambda e, _: (e.tpot.expected, e.ttft.expected)
     if constraints.objective == "ttft":
-        return "time to the first token", lambda e: (e.ttft.expected, -e.throughput_per_chip)
+        return "time to the first token", lambda e, _: (e.ttft.expected, -e.throughput_per_chip)
     if priced:
-        return "dollars for output tokens", lambda e: (dollars(e), e.end_to_end_s)
-    return "output tokens per second and chip", lambda e: (-tokens(e), e.end_to_end_s)
+        return "dollars for output tokens", lambda e, sent: (
+            (sent or e).usd_per_million_output_tokens or 0.0,
+            e.end_to_end_s,
+        )
+    return "output tokens per second and chip", lambda e, sent: (
+        -(sent.tokens_per_chip if sent else e.throughput_per_chip),
+        e.end_to_end_s,
+    )
 
 
 def _formats(

@@ -1,11 +1,19 @@
-"""What is wanted of a serving plan besides the load: targets, a rate, an objective. Not here: the search."""
+"""What is wanted of a serving plan besides the load: targets, a rate, an objective; and how these rank plans.
+
+Of plans that are as good within 1 %, what else is better comes first: without that a hundredth of a percent of
+throughput would buy seconds until the first token. Not here: the search (`planner`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
+
+import numpy as np
 
 from meshwise.core.errors import MeshwiseError, UnknownNameError
+from meshwise.costs.arithmetic import Condition, Num
 from meshwise.costs.serving.answer import Mode
 from meshwise.sharding.serving import SERVING_AXES
 
@@ -46,3 +54,80 @@ class ServingConstraints:
         for axis in self.forbid:
             if axis not in SERVING_AXES:
                 raise UnknownNameError("serving mesh axis", axis, SERVING_AXES)
+
+    def kept(self, ttft: Num, tpot: Num, rate: Num) -> Condition:
+        """Whether plans keep all targets: seconds, and requests per second."""
+        ok: Condition = True
+        for limit, value, sign in ((self.max_ttft, ttft, 1), (self.max_tpot, tpot, 1), (self.rate, rate, -1)):
+            if limit is not None:
+                ok = ok & (sign * value <= sign * limit)
+        return ok
+
+
+#: Plans whose numbers differ by so large a share of the best are as good.
+TIE = 0.01
+
+_Plan = TypeVar("_Plan")
+_Value = TypeVar("_Value")
+
+
+def scores(  # noqa: PLR0917 -- the numbers of a plan
+    constraints: ServingConstraints, chips: _Value, fewer: _Value, tpot: _Value, ttft: _Value, whole: _Value
+) -> tuple[_Value, _Value, _Value]:
+    """What is minimised, the most important first.
+
+    A request's whole time stands beside throughput: there a second until the first token counts as much as one after.
+
+    Args:
+        constraints: the objective, and whether a rate is to be served on few chips.
+        chips: of a plan, or of many.
+        fewer: output tokens per second and chip, with a minus.
+        tpot, ttft, whole: seconds for an output token, until the first, and of a whole request.
+    """
+    if constraints.rate is not None:
+        return chips, tpot, ttft
+    if constraints.objective == "ttft":
+        return ttft, fewer, tpot
+    return (tpot, ttft, fewer) if constraints.objective == "tpot" else (fewer, whole, ttft)
+
+
+def ties(constraints: ServingConstraints) -> tuple[float, float, float]:
+    """By which share of the least each of these may be more, and be as good; chips are whole."""
+    return (0.0 if constraints.rate is not None else TIE), TIE, TIE
+
+
+def best_of(columns: Sequence[np.ndarray], within: Sequence[float], among: np.ndarray | None = None) -> int:
+    """Index of the best entry, smaller numbers being better.
+
+    As good are those within the first share of the least in the first column; of these, those within the second share
+    of the least of them in the second, and so on. The best is of these the least in the first column, then in the next.
+
+    Args:
+        columns: the most important first.
+        within: shares, one a column.
+        among: entries that are asked; None for all.
+
+    >>> fewer, seconds = np.array([-100.0, -99.5, -99.2, -50.0]), np.array([5.0, 1.0, 1.001, 0.1])
+    >>> best_of((fewer, seconds), (0.01, 0.01))
+    1
+    """
+    left = np.arange(len(columns[0])) if among is None else among
+    for column, share in zip(columns, within, strict=True):
+        values = column[left]
+        least = values.min()
+        left = left[values <= least + share * abs(least)]
+    return int(left[np.lexsort([column[left] for column in columns[::-1]])[0]])
+
+
+def in_order(
+    plans: Iterable[_Plan], score: Callable[[_Plan], tuple[float, ...]], within: Sequence[float]
+) -> tuple[_Plan, ...]:
+    """All plans: the best of all (`best_of`), then the best of the others, and so on."""
+    left, found = list(plans), []
+    columns = np.array([score(plan) for plan in left], dtype=float).reshape(len(left), -1).T
+    among = np.arange(len(left))
+    while len(among):
+        i = best_of(list(columns), within, among)
+        found.append(left[i])
+        among = among[among != i]
+    return tuple(found)

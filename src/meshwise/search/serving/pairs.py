@@ -14,6 +14,7 @@ import numpy as np
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import Mode, ServingSetup
+from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.tables import Table
 
 
@@ -49,6 +50,10 @@ class Pairs:
         """Other entries."""
         columns = ("prefill", "decode", "into", "out", "chips", "ttft", "tpot", "rate", "tokens", "memory")
         return Pairs(self.mode, **{name: getattr(self, name)[index] for name in columns})
+
+    def keeping(self, constraints: ServingConstraints) -> np.ndarray:
+        """Which of them keep the targets."""
+        return np.broadcast_to(constraints.kept(self.ttft, self.tpot, self.rate), len(self))
 
     def setup(self, i: int, prefill: Table, decode: Table) -> ServingSetup:
         """Give one of them as a setup."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +19,10 @@ from meshwise.core.units import format_bytes, format_time
 from meshwise.costs.compute import check_precision
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import ServingProblem
-from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving, fabric_of
-from meshwise.search.serving.chunks import with_chunks
-from meshwise.search.serving.constraints import ServingConstraints
+from meshwise.search.serving.constraints import ServingConstraints, best_of, in_order, scores, ties
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
-from meshwise.search.serving.ranking import best_of, scores, ties
 from meshwise.search.serving.reasons import Neighbour, neighbours
 from meshwise.search.serving.space import candidates, engine_sizes
 from meshwise.search.serving.tables import Table, make_table
@@ -171,7 +169,7 @@ def plan_serving(
         whole, best = [*plans], plans[0]
         with contextlib.suppress(InfeasibleError):
             whole += _ranked(problem, fabric, constraints, alike, prefill, decode, top)[0] if alike else ()
-        plans = tuple(with_chunks(problem, fabric, constraints, whole, lambda e: _score_of(e, constraints))[:top])
+        plans = tuple(_with_chunks(problem, fabric, constraints, whole)[:top])
         if plans[0].setup.chunk is not None:  # what was told of others was beside the best of those that prefill whole
             others = (Neighbour("prompts prefilled whole", f"at best {_told(best)}"),)
     return ServingPlanResult(problem, constraints, plans, front, others, search)
@@ -252,16 +250,34 @@ class _Found:
         return tuple(joined)
 
 
-def _allowed(pairs: Pairs, constraints: ServingConstraints) -> np.ndarray:
-    """Which of them keep the targets."""
-    ok = np.ones(len(pairs), dtype=bool)
-    if constraints.max_ttft is not None:
-        ok &= pairs.ttft <= constraints.max_ttft
-    if constraints.max_tpot is not None:
-        ok &= pairs.tpot <= constraints.max_tpot
-    if constraints.rate is not None:
-        ok &= pairs.rate >= constraints.rate
-    return ok
+def _with_chunks(
+    problem: ServingProblem,
+    fabric: Fabric,
+    constraints: ServingConstraints,
+    plans: Iterable[ServingEstimate],
+) -> Sequence[ServingEstimate]:
+    """The plans, and those whose engines do both in one layout also with prompts in chunks; best first.
+
+    Args:
+        problem, fabric: as in `estimate_serving`.
+        constraints: targets, and the chunks to try.
+        plans: that prefill whole prompts.
+    """
+    found = {e.setup: e for e in plans}
+    for e in tuple(found.values()):
+        setup = e.setup
+        if setup.mode == "disaggregated" or not setup.one_layout:
+            continue
+        for chunk in constraints.chunks:
+            if chunk >= problem.load.computed:
+                continue
+            layout = setup.decode
+            other = estimate_serving(
+                problem, ServingSetup("aggregated", layout, layout, setup.batch, 1, chunk), fabric, count=False
+            )
+            if other.fits and constraints.kept(other.ttft.expected, other.tpot.expected, other.requests_per_s):
+                found[other.setup] = other
+    return in_order(found.values(), lambda e: _score_of(e, constraints), ties(constraints))
 
 
 def _one_layout(groups: Sequence[Pairs], prefill: Table, decode: Table) -> tuple[Pairs, ...]:
@@ -285,7 +301,7 @@ def _ranked(  # noqa: PLR0917 -- what was asked, and what was found
     decode: Table, top: int,
 ) -> tuple[tuple[ServingEstimate, ...], tuple[int, int]]:  # fmt: skip
     """The best plans, one for each pair of layouts and mode, and where the best is."""
-    allowed = [np.flatnonzero(_allowed(pairs, constraints)) for pairs in groups]
+    allowed = [np.flatnonzero(pairs.keeping(constraints)) for pairs in groups]
     group = np.repeat(np.arange(len(groups)), [len(ok) for ok in allowed])
     if not len(group):
         raise InfeasibleError(_impossible(groups, constraints))

@@ -46,7 +46,7 @@ def neighbours(
     """
     chosen = groups[best[0]]
     winner = chosen.take(np.array([best[1]]))
-    within = [_within(pairs, constraints) for pairs in groups]
+    within = [pairs.keeping(constraints) for pairs in groups]
     found = []
     for name, masks in _kinds(groups, chosen, best[1], prefill, decode):
         told = _compared(constraints, groups, within, masks, winner)
@@ -140,16 +140,6 @@ def _compared(
     return (
         f"{what.upper()} {format_time(value)}, {100 * (value / own - 1):.1f} % more" if value > 1.0005 * own else None
     )
-
-
-def _within(pairs: Pairs, constraints: ServingConstraints) -> np.ndarray:
-    ok = np.ones(len(pairs), dtype=bool)
-    for name, limit in (("ttft", constraints.max_ttft), ("tpot", constraints.max_tpot)):
-        if limit is not None:
-            ok &= getattr(pairs, name) <= limit
-    if constraints.rate is not None:
-        ok &= pairs.rate >= constraints.rate
-    return ok
 
 
 def _missed(constraints: ServingConstraints, groups: Sequence[Pairs], masks: Sequence[np.ndarray]) -> str:

@@ -1,8 +1,9 @@
 """Targets that are percentiles: closed forms propose plans, simulated requests decide.
 
 A percentile depends on when requests arrive; closed forms know means without queues. With a rate the answer is what
-serves it on the fewest chips; without, what serves most a chip at the highest rate that keeps the targets. Not here:
-the simulation (`simulation.serving`).
+serves it on the fewest chips; without, what serves most a chip at the highest rate that keeps the targets. A plan
+becomes a system that requests can be sent to: replicas, their steps, how they schedule. Not here: the simulation
+(`simulation.serving`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from dataclasses import replace
 from meshwise.core.errors import InfeasibleError
 from meshwise.core.units import format_time
 from meshwise.costs.problem import ServingProblem
-from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.serving.engine import engine_costs
 from meshwise.jobs.traffic import Load
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.planner import ServingPlanResult, SimulatedPlan, plan_serving
-from meshwise.search.serving.served import served_system
-from meshwise.simulation.serving import Aims, ServingResult, find_capacity, simulate_serving
+from meshwise.simulation.serving import (
+    Aims,
+    PrefillPool,
+    Scheduling,
+    ServingResult,
+    ServingSystem,
+    Speculation,
+    find_capacity,
+    simulate_serving,
+)
 
 #: Capacity over the rate that is asked for: queues need room.
 _ROOM = (1.0, 1.15, 1.3, 1.5, 1.8, 2.2, 3.0)
@@ -155,3 +165,36 @@ def _missed(aims: Aims, nearest: SimulatedPlan) -> str:
         f"{nearest.estimate.setup.num_chips} chips, has {' and '.join(said)}: loosen a target, lower --rate, or give "
         "more chips"
     )
+
+
+def served_system(problem: ServingProblem, setup: ServingSetup) -> ServingSystem:
+    """The engines of a plan, scheduled as the plan assumes.
+
+    Prompts are taken in whole, as many tokens at once as the plan prefills together; with chunks every step decodes
+    and takes a chunk along. Beginnings of prompts that are cached already are found in the replicas' caches.
+
+    Args:
+        problem: model, load, cluster, calibration.
+        setup: layouts and batches.
+    """
+    load = problem.load
+    speculation = None
+    if load.draft_tokens:
+        speculation = Speculation(min(load.acceptance, 1 - 1e-9), load.draft_tokens)
+    reuse = bool(load.cached_prefix)
+    together = max(round(setup.prefill_batch * load.computed), 1)
+    whole = Scheduling("prefill-first", setup.batch, together, prefix_cache=reuse, speculation=speculation)
+    if setup.mode == "disaggregated":
+        pool = PrefillPool(
+            engine_costs(problem, setup, "prefill"),
+            setup.prefill.replicas,
+            whole.replace(max_batch=max(setup.prefill_batch, 1), speculation=None),
+        )
+        costs = engine_costs(problem, setup, "decode")
+        own = whole.replace(prefix_cache=False)
+        return ServingSystem(costs, setup.decode.replicas, own, "least-loaded", pool)
+    scheduling = whole
+    if setup.chunk is not None:
+        most = setup.chunk + setup.batch * whole.tokens_each
+        scheduling = whole.replace(policy="chunked", max_step_tokens=most)
+    return ServingSystem(engine_costs(problem, setup, "decode"), setup.decode.replicas, scheduling, "least-loaded")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwise.search.serving.constraints import ServingConstraints
-from meshwise.search.serving.ranking import TIE, best_of, in_order, scores, ties
+from meshwise.search.serving.constraints import TIE, ServingConstraints, best_of, in_order, scores, ties
 
 
 def test_of_plans_as_good_within_one_percent_the_second_number_decides():
