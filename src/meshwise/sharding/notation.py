@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from meshwise.core.dtypes import DType, parse_dtype
 from meshwise.core.errors import NotationError, ShardingError, UnknownNameError
@@ -147,6 +147,7 @@ _TIMES = re.compile(r"[*·⋅×@,]")
 _ARROW = re.compile(r"->|→|⟶")
 _CLOSING = {"(": ")", "{": "}"}
 
+_T = TypeVar("_T")
 _Placed = tuple[str, int]  # a mesh axis and where it was written
 
 
@@ -171,10 +172,7 @@ def parse_tensor(text: str, mesh: Mesh | None = None) -> ShardedTensor:
     Raises:
         NotationError: with the place.
     """
-    reader = _Reader(text, mesh)
-    tensor = reader.tensor()
-    reader.end()
-    return tensor
+    return _parse(text, mesh, _Reader.tensor_with_places)[0]
 
 
 def parse_expression(text: str, mesh: Mesh | None = None) -> Expression:
@@ -187,10 +185,7 @@ def parse_expression(text: str, mesh: Mesh | None = None) -> Expression:
     Raises:
         NotationError: with the place, also for an output index that no input has.
     """
-    reader = _Reader(text, mesh)
-    expression = reader.expression()
-    reader.end()
-    return expression
+    return _parse(text, mesh, _Reader.expression)
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -202,10 +197,14 @@ def parse_mesh(text: str) -> Mesh:
     Raises:
         NotationError: with the place.
     """
-    reader = _Reader(text, None)
-    mesh = reader.mesh_axes()
+    return _parse(text, None, _Reader.mesh_axes)
+
+
+def _parse(text: str, mesh: Mesh | None, rule: Callable[[_Reader], _T]) -> _T:
+    reader = _Reader(text, mesh)
+    found = rule(reader)
     reader.end()
-    return mesh
+    return found
 
 
 class _Reader:
@@ -235,9 +234,6 @@ class _Reader:
                     if isinstance(axis, int):
                         self.fail(f"a product needs names for its indices, found the size {axis}", place)
         return Expression(tuple(tensor for tensor, _ in inputs), output[0])
-
-    def tensor(self) -> ShardedTensor:
-        return self.tensor_with_places()[0]
 
     def tensor_with_places(self) -> tuple[ShardedTensor, list[int]]:
         """Read a tensor, and where each of its dimensions was written."""

@@ -32,9 +32,6 @@ _HEADS_AND_WIDTHS = tuple(a for a in TENSOR_AXES if a != "K")
 #: Sequences are split over these first, so that what attention moves is the minor-most.
 _SEQUENCES = (Rule(("B",), "fsdp"), Rule(("B",), "expert"))
 
-#: Axes of a matmul's depth or rows that the axis `width` splits.
-_WIDTH_AXES = STORAGE_AXES
-
 
 def tensor_and_cache(cache_split: str, experts: tuple[str, ...]) -> Strategy:
     """Split heads, feed-forward widths and the vocabulary over `tensor`, then over `cache`.
@@ -59,7 +56,7 @@ def width(cache_split: str) -> Strategy:
     Source: Pope et al. 2022, section 3.2.2.
     """
     return Strategy(
-        compute=(Rule(_WIDTH_AXES, "width"),),
+        compute=(Rule(STORAGE_AXES, "width"),),
         fallback=tuple(Rule((a,), "width") for a in (*_HEADS_AND_WIDTHS, "Fe")),
         attention=_cache_rules(cache_split, "width"),
         caches=_state_rules("width"),

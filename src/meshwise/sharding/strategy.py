@@ -142,18 +142,12 @@ def data(axis: str = "data", *, zero: int = 0) -> Strategy:
             state (ReduceScatter of gradients, AllGather of new weights, once a step); 2 also the accumulated gradients
             (a ReduceScatter each microbatch). Source: Rajbhandari et al. 2020, ZeRO.
     """
-    split = (Rule(STORAGE_AXES, axis),)
-    return Strategy(
-        compute=(Rule(("B", "C"), axis),),
-        gradients=split if zero >= 2 else (),
-        optimizer=split if zero >= 1 else (),
-    )
+    return _replicas(axis, Rule(("B", "C"), axis), sharded=False, zero=zero)
 
 
 def fsdp(axis: str = "fsdp") -> Strategy:
     """Fully sharded data parallelism (ZeRO-3): the whole training state is split, weights are gathered when used."""
-    split = (Rule(STORAGE_AXES, axis),)
-    return Strategy(compute=(Rule(("B", "C"), axis),), weights=split, gradients=split, optimizer=split)
+    return _replicas(axis, Rule(("B", "C"), axis), sharded=True, zero=0)
 
 
 def _replicas(axis: str, compute: Rule, *, sharded: bool, zero: int) -> Strategy:

@@ -109,28 +109,22 @@ _GPT2: Table = {
     **_table(_H, {"norm.mlp": "ln_2.weight", "norm.mlp.bias": "ln_2.bias"}),
     **_fused(_H + "attn.c_attn.weight", ("w_q", "w_k", "w_v"), transposed=False),
     **_fused(_H + "attn.c_attn.bias", ("b_q", "b_k", "b_v")),
-    **_table(_H, {"w_o": "attn.c_proj.weight", "w_up": "mlp.c_fc.weight"}, transposed=False),
-    **_table(_H, {"w_down": "mlp.c_proj.weight"}, transposed=False),
+    **_table(
+        _H,
+        {"w_o": "attn.c_proj.weight", "w_up": "mlp.c_fc.weight", "w_down": "mlp.c_proj.weight"},
+        transposed=False,
+    ),
     **_table(_H, {"b_o": "attn.c_proj.bias", "b_up": "mlp.c_fc.bias", "b_down": "mlp.c_proj.bias"}),
 }
 
 _TABLES: dict[str, Table] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "ministral": _LLAMA,
-    "smollm3": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
+    **dict.fromkeys(("llama", "mistral", "ministral", "smollm3", "qwen2", "qwen3", "gemma"), _LLAMA),
+    **dict.fromkeys(("olmo2", "gemma2", "gemma3_text"), _SANDWICHED),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), _DEEPSEEK),
     "qwen3_moe": _QWEN_MOE,
-    "olmo2": _SANDWICHED,
     "phi3": _PHI3,
     "mixtral": _MIXTRAL,
-    "gemma": _LLAMA,
-    "gemma2": _SANDWICHED,
-    "gemma3_text": _SANDWICHED,
     "gpt_oss": _GPT_OSS,
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
     "gpt2": _GPT2,
 }
 
