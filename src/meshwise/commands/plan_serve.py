@@ -26,7 +26,7 @@ from meshwise.report.serve_alternatives import alternatives_report, alternatives
 from meshwise.search.serving import ServingConstraints, ServingPlan, ServingPlanResult, plan_serving, plan_simulated
 from meshwise.search.serving.alternatives import Alternative, ServingAlternatives, plan_alternatives
 from meshwise.sharding.serving import SERVING_AXES
-from meshwise.simulation.serving import Aims, LatencyTarget
+from meshwise.simulation.serving import LatencyTarget, LatencyTargets
 
 
 def _target(value: Any) -> Any:
@@ -37,13 +37,13 @@ def _target(value: Any) -> Any:
     head, colon, rest = text.partition(":")
     if not colon:
         seconds = float(value) if isinstance(value, int | float) else parse_duration(text, "target")
-        return _aim(seconds, None, text)
+        return _latency_target(seconds, None, text)
     number = head[1:] if head[:1] in ("p", "P") else ""
     try:
         percentile = float(number)
     except ValueError:
         raise MeshwiseError(f"expected a time such as 50ms, of the mean, or p99:50ms, found {text!r}") from None
-    return _aim(parse_duration(rest, "target"), percentile / 100, text)
+    return _latency_target(parse_duration(rest, "target"), percentile / 100, text)
 
 
 def _tokens(text: str) -> int:
@@ -54,7 +54,7 @@ def _tokens(text: str) -> int:
     return int(value)
 
 
-def _aim(seconds: float, share: float | None, text: str) -> LatencyTarget:
+def _latency_target(seconds: float, share: float | None, text: str) -> LatencyTarget:
     try:
         return LatencyTarget(seconds, share)
     except MeshwiseError as error:
@@ -149,14 +149,14 @@ class PlanServeRequest(ServeRequest):
     @property
     def constraints(self) -> ServingConstraints:
         """Targets and objective."""
-        ttft, tpot = (None if aim is None else aim.seconds for aim in (self.max_ttft, self.max_tpot))
+        ttft, tpot = (None if target is None else target.seconds for target in (self.max_ttft, self.max_tpot))
         forbid, chunks = listed(self.forbid, "--forbid"), tuple(map(_tokens, listed(self.chunk, "--chunk")))
         return ServingConstraints(self.objective, ttft, tpot, self.rate, self.mode, self.max_batch, forbid, chunks)
 
     @property
     def simulates(self) -> bool:
         """Whether a target is a percentile, so that plans are simulated."""
-        return any(aim is not None and aim.share is not None for aim in (self.max_ttft, self.max_tpot))
+        return any(target is not None and target.share is not None for target in (self.max_ttft, self.max_tpot))
 
     def requests(self, load: ServingLoad) -> Callable[[float, int], Load]:
         """A function of a rate and a number that returns that many requests."""
@@ -198,8 +198,8 @@ def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> Se
             f"--objective {request.objective}: plans under percentiles are chosen by throughput, or by chips for "
             "--rate; leave it out"
         )
-    aims = Aims(request.max_ttft, request.max_tpot)
-    return plan_simulated(problem, request.constraints, aims, request.requests(problem.load), request.top)
+    targets = LatencyTargets(request.max_ttft, request.max_tpot)
+    return plan_simulated(problem, request.constraints, targets, request.requests(problem.load), request.top)
 
 
 @command(PlanServeRequest)

@@ -20,7 +20,7 @@ from meshwise.costs.engine import EngineCosts
 from meshwise.jobs import computed_lengths, output_lengths
 from meshwise.jobs.traffic import DrawnLoad, Load, SharedPrefixes, parse_arrivals, parse_lengths, read_trace
 from meshwise.report.serving import serving_report, serving_svg, serving_trace
-from meshwise.search.serving import ServingPlan, served_system
+from meshwise.search.serving import ServingPlan, simulator_setup
 from meshwise.simulation.serving import (
     Autoscaling,
     Capacity,
@@ -309,7 +309,7 @@ def planned_system(request: SimulateServeRequest, plan: ServingPlan, name: str) 
     given = request.model_fields_set
     if decided := sorted(given & {"speculate", "prefill_costs"}):
         raise MeshwiseError(f"{flag(decided[0])}: the plan {name} says it; leave it out")
-    system = served_system(plan.problem, plan.setup)
+    system = simulator_setup(plan.problem, plan.setup)
     changes = {field: getattr(request, field) for field in _SCHEDULING if field in given}
     system = system.replace(scheduling=system.scheduling.replace(**changes))
     if "prefill_replicas" in given:

@@ -19,7 +19,7 @@ from meshwise.jobs.traffic import Load
 from meshwise.report.chart import new_figure, svg_of
 from meshwise.report.report import Report
 from meshwise.report.table import counted, table
-from meshwise.simulation.serving import POLICIES, Capacity, Quantiles, ReplicaSummary, Sample, ServingResult, Targets
+from meshwise.simulation.serving import POLICIES, Activity, Capacity, Quantiles, Sample, ServingResult, Targets
 
 #: Replicas that the terminal shows.
 _SHOWN = 12
@@ -120,7 +120,7 @@ def _price(result: ServingResult) -> float | None:
     return None if result.usd is None else result.usd / result.output_tokens * 1e6
 
 
-def _replica(r: ReplicaSummary) -> dict[str, Any]:
+def _replica(r: Activity) -> dict[str, Any]:
     return {
         "replica": r.number,
         "there_s": r.seconds,

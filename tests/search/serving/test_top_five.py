@@ -12,7 +12,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad, drawn_requests
 from meshwise.jobs.traffic import mix_lengths, parse_lengths
 from meshwise.models import load_model
-from meshwise.search.serving import ServingConstraints, plan_serving, served_system
+from meshwise.search.serving import ServingConstraints, plan_serving, simulator_setup
 from meshwise.simulation.serving import simulate_serving
 
 #: Kinds of plans that compete.
@@ -44,7 +44,7 @@ def competitors(given, **targets):
 
 def simulated(given, e):
     """Output tokens per second and chip, and time per output token, of a system that always has requests waiting."""
-    system = served_system(given, e.setup)
+    system = simulator_setup(given, e.setup)
     at_once = e.setup.batch * e.setup.decode.replicas
     count = max(8 * at_once, 400)
     result = simulate_serving(system, drawn_requests(given.load, 1.3 * e.requests_per_s, count))

@@ -13,8 +13,7 @@ from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.jobs.traffic import Demand, Trace
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import COLUMNS, Recorder
-from meshwise.simulation.serving.scheduling import POLICIES, PREEMPTIONS, Scheduling
-from meshwise.simulation.serving.system import ServingSystem
+from meshwise.simulation.serving.system import POLICIES, PREEMPTIONS, Scheduling, ServingSystem
 from tests.simulation.serving.naive import Naive
 
 TICK = 2.0**-12
@@ -88,8 +87,8 @@ def test_jumps_are_exact(workload, scheduling):
     expected = [row(one) for one in naive.serve(demands)]
     found, replica = served(costs, scheduling, demands)
     assert found == expected
-    assert replica.used == 0
-    assert not replica.cache
+    assert replica.cache.used == 0
+    assert replica.cache.prefixes is None
     assert naive.peak_blocks <= costs.kv_blocks
     tokens = sum(d.output - 1 for d in demands)
     assert replica.activity.generated + sum(r.preemptions for r in naive.done) >= tokens

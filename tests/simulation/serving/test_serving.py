@@ -120,10 +120,10 @@ def test_nothing_is_lost(routing, scheduling, separate):
         assert not [*replica.waiting, *replica.ready, *replica.prefilling]
         replica.clock = math.inf
         replica._drop_sent()
-        assert replica.used == pytest.approx(0, abs=1e-6)
-        if replica.cache is not None:
-            assert replica.cache.pinned == 0
-            assert replica.cache.blocks <= costs.kv_blocks
+        assert replica.cache.used == pytest.approx(0, abs=1e-6)
+        if replica.cache.prefixes is not None:
+            assert replica.cache.prefixes.pinned == 0
+            assert replica.cache.prefixes.blocks <= costs.kv_blocks
         assert replica.activity.kv_peak_blocks <= costs.kv_blocks + (1 if scheduling.speculation else 0)
     rows = np.array(recorder.rows).reshape(-1, 8)
     index, arrival, started, first, finished, prompt, output, preemptions = rows.T

@@ -6,6 +6,13 @@ Not here: what one setup costs (`costs.serving`) and words (`report`).
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.plan import ServingPlan
 from meshwise.search.serving.planner import ServingPlanResult, plan_serving
-from meshwise.search.serving.simulated import plan_simulated, served_system
+from meshwise.search.serving.simulated import plan_simulated, simulator_setup
 
-__all__ = ["ServingConstraints", "ServingPlan", "ServingPlanResult", "plan_serving", "plan_simulated", "served_system"]
+__all__ = [
+    "ServingConstraints",
+    "ServingPlan",
+    "ServingPlanResult",
+    "plan_serving",
+    "plan_simulated",
+    "simulator_setup",
+]

@@ -20,7 +20,7 @@ from meshwise.jobs.traffic import Load
 from meshwise.search.serving.constraints import ServingConstraints
 from meshwise.search.serving.planner import ServingPlanResult, SimulatedPlan, plan_serving
 from meshwise.simulation.serving import (
-    Aims,
+    LatencyTargets,
     PrefillPool,
     Scheduling,
     ServingResult,
@@ -46,7 +46,7 @@ _TIMES, _FEWEST, _MOST = 20, 3_000, 30_000
 def plan_simulated(
     problem: ServingProblem,
     constraints: ServingConstraints,
-    aims: Aims,
+    targets: LatencyTargets,
     requests: Callable[[float, int], Load],
     top: int = 5,
 ) -> ServingPlanResult:
@@ -54,8 +54,8 @@ def plan_simulated(
 
     Args:
         problem: model, load, cluster, calibration.
-        constraints: objective, rate and the like; its targets are limits of means, the same numbers as those of `aims`.
-        aims: the targets.
+        constraints: objective, rate and the like; limits of means with the same numbers as `targets`.
+        targets: of latencies, each a mean or a percentile.
         requests: gives so many requests at a rate.
         top: how many plans to give.
 
@@ -65,7 +65,7 @@ def plan_simulated(
         InfeasibleError: no proposed plan keeps the targets; says what came nearest.
     """
     if constraints.rate is None:
-        return _most(problem, constraints, aims, requests, top)
+        return _most(problem, constraints, targets, requests, top)
     nearest: SimulatedPlan | None = None
     for room in _ROOM:
         try:
@@ -77,13 +77,13 @@ def plan_simulated(
                 raise
             break
         tried = [_sent(problem, e, constraints.rate, requests) for e in planning.plans]
-        kept = [p for p in tried if aims.met_by(p.result)]
+        kept = [p for p in tried if targets.met_by(p.result)]
         if kept:
-            kept.sort(key=lambda p: (p.estimate.setup.num_chips, *reversed(aims.reached(p.result))))
+            kept.sort(key=lambda p: (p.estimate.setup.num_chips, *reversed(targets.reached(p.result))))
             return _planned(planning, constraints, kept[:top])
-        nearest = min([*tried, *([nearest] if nearest else [])], key=lambda p: _excess(aims, p.result))
+        nearest = min([*tried, *([nearest] if nearest else [])], key=lambda p: _excess(targets, p.result))
     assert nearest is not None
-    raise InfeasibleError(_missed(aims, nearest))
+    raise InfeasibleError(_missed(targets, nearest))
 
 
 def _sent(
@@ -91,14 +91,14 @@ def _sent(
 ) -> SimulatedPlan:
     """Send a plan requests at a rate."""
     count = int(min(max(_TIMES * rate * e.end_to_end_s, _FEWEST), _MOST))
-    result = simulate_serving(served_system(problem, e.setup), requests(rate, count))
+    result = simulate_serving(simulator_setup(problem, e.setup), requests(rate, count))
     return SimulatedPlan(e, rate, result)
 
 
 def _most(
     problem: ServingProblem,
     constraints: ServingConstraints,
-    aims: Aims,
+    targets: LatencyTargets,
     requests: Callable[[float, int], Load],
     top: int,
 ) -> ServingPlanResult:
@@ -123,7 +123,7 @@ def _most(
                 continue
             load = requests(0.5 * e.requests_per_s, int(min(max(10 * e.requests_per_s * e.end_to_end_s, 1000), 6000)))
             try:
-                capacity = find_capacity(served_system(problem, e.setup), load, aims)
+                capacity = find_capacity(simulator_setup(problem, e.setup), load, targets)
             except InfeasibleError as error:
                 reasons.append(str(error))
                 continue
@@ -146,19 +146,19 @@ def _planned(
     )
 
 
-def _excess(aims: Aims, result: ServingResult) -> float:
+def _excess(targets: LatencyTargets, result: ServingResult) -> float:
     """By which factor the worse of both targets is missed."""
-    pairs = zip(aims.reached(result), (aims.ttft, aims.tpot), strict=True)
-    return max((reached / aim.seconds for reached, aim in pairs if aim is not None), default=0.0)
+    pairs = zip(targets.reached(result), (targets.ttft, targets.tpot), strict=True)
+    return max((reached / target.seconds for reached, target in pairs if target is not None), default=0.0)
 
 
-def _missed(aims: Aims, nearest: SimulatedPlan) -> str:
+def _missed(targets: LatencyTargets, nearest: SimulatedPlan) -> str:
     """Say what came nearest."""
-    latencies = zip(("TTFT", "TPOT"), (aims.ttft, aims.tpot), aims.reached(nearest.result), strict=True)
+    latencies = zip(("TTFT", "TPOT"), (targets.ttft, targets.tpot), targets.reached(nearest.result), strict=True)
     said = [
-        f"{name} {aim} {format_time(value)} (wanted {format_time(aim.seconds)})"
-        for name, aim, value in latencies
-        if aim is not None
+        f"{name} {target} {format_time(value)} (wanted {format_time(target.seconds)})"
+        for name, target, value in latencies
+        if target is not None
     ]
     return (
         f"no plan keeps the targets at {nearest.rate:g} requests/s when its traffic is simulated; the nearest, on "
@@ -167,7 +167,7 @@ def _missed(aims: Aims, nearest: SimulatedPlan) -> str:
     )
 
 
-def served_system(problem: ServingProblem, setup: ServingSetup) -> ServingSystem:
+def simulator_setup(problem: ServingProblem, setup: ServingSetup) -> ServingSystem:
     """The engines of a plan, scheduled as the plan assumes.
 
     Prompts are taken in whole, as many tokens at once as the plan prefills together; with chunks every step decodes

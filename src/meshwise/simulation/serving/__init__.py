@@ -1,23 +1,30 @@
 """Serving over time: requests, replicas that batch them, what users notice. Not here: what a step takes (`costs`)."""
 
-from meshwise.simulation.serving.recording import Sample, Span
-from meshwise.simulation.serving.results import Aims, LatencyTarget, Quantiles, ReplicaSummary, ServingResult, Targets
-from meshwise.simulation.serving.routing import ROUTERS
-from meshwise.simulation.serving.scheduling import POLICIES, PREEMPTIONS, Scheduling, Speculation
+from meshwise.simulation.serving.recording import Activity, Sample, Span
+from meshwise.simulation.serving.results import LatencyTarget, LatencyTargets, Quantiles, ServingResult, Targets
 from meshwise.simulation.serving.simulate import Capacity, find_capacity, simulate_serving
-from meshwise.simulation.serving.system import Autoscaling, PrefillPool, ServingSystem
+from meshwise.simulation.serving.system import (
+    POLICIES,
+    PREEMPTIONS,
+    ROUTINGS,
+    Autoscaling,
+    PrefillPool,
+    Scheduling,
+    ServingSystem,
+    Speculation,
+)
 
 __all__ = [
     "POLICIES",
     "PREEMPTIONS",
-    "ROUTERS",
-    "Aims",
+    "ROUTINGS",
+    "Activity",
     "Autoscaling",
     "Capacity",
     "LatencyTarget",
+    "LatencyTargets",
     "PrefillPool",
     "Quantiles",
-    "ReplicaSummary",
     "Sample",
     "Scheduling",
     "ServingResult",

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterator
 
 from meshwise.costs.engine import AttentionCosts, EngineCosts
-from meshwise.simulation.serving.pages import FluidPages, Pages
-from meshwise.simulation.serving.scheduling import Request, Speculation
+from meshwise.simulation.serving.cache import FluidPages, Pages, Request
+from meshwise.simulation.serving.system import Speculation
 
 #: Numbers of tokens of a prefill whose seconds are remembered.
 _REMEMBERED = 4096

@@ -8,13 +8,86 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
-from meshwise.jobs.traffic import Load
+from meshwise.jobs.traffic import Demand, Load
+from meshwise.simulation.serving.cache import Request
 from meshwise.simulation.serving.recording import Recorder
 from meshwise.simulation.serving.replica import Replica
-from meshwise.simulation.serving.routing import ROUTERS
-from meshwise.simulation.serving.scheduling import Request
 from meshwise.simulation.serving.system import Autoscaling, PrefillPool, ServingSystem
+
+#: Requests that a replica may have more than the least loaded one, and still get those whose prefix it has.
+_AFFINITY_SLACK = 16
+
+
+class Router(Protocol):
+    """Chooses a replica."""
+
+    def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:
+        """Choose for a request that arrives at `time`; None: its prefix does not matter."""
+
+
+class RoundRobin:
+    """Each replica in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:  # noqa: ARG002
+        """Choose the next one."""
+        self._next = (self._next + 1) % len(replicas)
+        return replicas[self._next]
+
+
+class LeastLoaded:
+    """The replica with the fewest requests that are not done."""
+
+    def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:  # noqa: ARG002
+        """Choose it; of several the first."""
+        best = replicas[0]
+        for replica in replicas:
+            if replica.clock <= time:
+                replica.run_until(time)
+            if replica.outstanding < best.outstanding:
+                best = replica
+        return best
+
+
+class Affinity:
+    """The replica that has most of a prompt's prefix in its cache, or was last sent one like it.
+
+    Unless it has many more requests than the least loaded one, which is then chosen.
+    """
+
+    def __init__(self) -> None:
+        self._least = LeastLoaded()
+        self._sent: dict[str, Replica] = {}
+
+    def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:
+        """Choose by prefix, then by load."""
+        best = self._least.choose(replicas, time, demand)
+        if demand is None or not demand.prefix:
+            return best
+        most, load = 0, best.outstanding + _AFFINITY_SLACK
+        beginning = demand.prefix[0][0]
+        known = self._sent.get(beginning)
+        if known is not None and known.outstanding <= load and known in replicas:
+            best = known
+        for replica in replicas:
+            found = 0 if replica.cache.prefixes is None else replica.cache.prefixes.match(demand.prefix)[1]
+            if found > most and replica.outstanding <= load:
+                best, most = replica, found
+        self._sent[beginning] = best
+        return best
+
+
+#: Name -> how to choose.
+_ROUTERS: dict[str, type[RoundRobin | LeastLoaded | Affinity]] = {
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "affinity": Affinity,
+}
 
 
 class Life:
@@ -51,7 +124,7 @@ class Fleet:
 
     def __init__(self, system: ServingSystem, recorder: Recorder, seed: int = 0) -> None:
         self.system, self.recorder, self.seed = system, recorder, seed
-        self._router = ROUTERS[system.routing]()
+        self._router = _ROUTERS[system.routing]()
         self._made = 0
         self.lives = [self._ordered(0.0, 0.0) for _ in range(system.replicas)]
         self._active = [life.replica for life in self.lives]
@@ -62,14 +135,14 @@ class Fleet:
         self._arriving: list[tuple[float, int, Request]] = []
         if system.prefill is not None:
             self._links = [0.0] * system.prefill.replicas
-            self._prefill_router = ROUTERS[system.routing]()
+            self._prefill_router = _ROUTERS[system.routing]()
             self.prefill = [self._prefiller(system.prefill, number) for number in range(system.prefill.replicas)]
 
     def run(self, load: Load) -> None:
         """Serve a load from the first request to the last."""
         scaling, prefill = self._scaling, self.prefill
-        most_tokens = self._active[0].most_tokens
-        most_prompt = prefill[0].most_tokens if prefill else most_tokens
+        most_tokens = self._active[0].cache.most_tokens
+        most_prompt = prefill[0].cache.most_tokens if prefill else most_tokens
         for index, demand in enumerate(load.requests()):
             time = demand.arrival
             if prefill:
@@ -84,7 +157,7 @@ class Fleet:
             else:
                 replica = self._router.choose(self._active, time, demand)
             replica.run_until(time)
-            replica.enqueue(Request(index, demand), time)
+            replica.enqueue(Request(index, *demand), time)
         self._deliver(math.inf)
         for life in self.lives:
             life.replica.run_until(math.inf)
@@ -146,6 +219,10 @@ class Fleet:
             there = [life.replica for life in self.lives if life.leaving is None and life.replica.begins <= now]
             scaling.sizes.append((now, min(wanted, len(staying)) + max(wanted - len(staying), 0)))
             self._active = there or self._active
+
+    def lifetimes(self) -> list[float]:
+        """Seconds that each replica was there, those that only prefill last."""
+        return [life.gone(self.end) - life.ordered for life in self.lives] + [self.end] * len(self.prefill)
 
     @property
     def sizes(self) -> list[tuple[float, int]]:

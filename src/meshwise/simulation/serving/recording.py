@@ -6,20 +6,17 @@ A row takes 64 bytes; samples and spans are bounded. Not here: what is made of i
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from meshwise.simulation.serving.replica import Replica
-    from meshwise.simulation.serving.scheduling import Request
+from meshwise.simulation.serving.cache import Request
 
 #: Columns of a request's row.
 COLUMNS = ("index", "arrival", "started", "first", "finished", "prompt", "output", "preemptions")
 
-#: Requests that are done between two times at which somebody is told.
-_TOLD_EVERY = 500
+#: Requests that are done between two lines of progress.
+_PROGRESS_EVERY = 500
 
 #: Samples that are kept of a replica at most; then every other goes, and the next ones come half as often.
 _SAMPLES = 512
@@ -66,6 +63,9 @@ class Activity:
     """What a replica has done, in sums.
 
     Args:
+        number: of the replica, counted from 0; below 0 those that only prefill.
+        kv_blocks: of its cache.
+        seconds: that it was there.
         busy_s: seconds in steps, and in moving the cache.
         kv_block_s: blocks that requests used, times seconds; taken to grow evenly in a run.
         kv_peak_blocks: most blocks that were in use at once.
@@ -76,6 +76,9 @@ class Activity:
         next_sample, interval: when the next one is due, and seconds between them.
     """
 
+    number: int
+    kv_blocks: int
+    seconds: float = 0.0
     busy_s: float = 0.0
     kv_block_s: float = 0.0
     kv_peak_blocks: float = 0.0
@@ -88,77 +91,61 @@ class Activity:
     next_sample: float = 0.0
     interval: float = 1e-3
 
+    def add(self, seconds: float, blocks: tuple[float, float], decoding: int, steps: int, tokens: int) -> None:
+        """Add a step, or a run: blocks in use when it began and when it ended, requests, decode steps, tokens."""
+        begun, ended = blocks
+        self.busy_s += seconds
+        self.kv_block_s += (begun + ended) / 2 * seconds
+        if ended > self.kv_peak_blocks:  # noqa: PLR1730  (called for every step: quicker)
+            self.kv_peak_blocks = ended
+        self.decode_steps += steps
+        self.generated += decoding * steps
+        self.prefilled += tokens
+
+    def sample(self, time: float, blocks: float, decoding: int, waiting: int) -> None:
+        """Keep a sample."""
+        self.samples.append(Sample(time, blocks / self.kv_blocks, decoding, waiting))
+        self.next_sample = time + self.interval
+        if len(self.samples) >= _SAMPLES:
+            del self.samples[::2]
+            self.interval *= 2
+
+    @property
+    def mean_batch(self) -> float:
+        """Requests that a decode step has."""
+        return self.generated / self.decode_steps if self.decode_steps else 0.0
+
+    @property
+    def kv_share(self) -> float:
+        """Mean share of its cache in use while it was there."""
+        return self.kv_block_s / (self.kv_blocks * self.seconds) if self.seconds else 0.0
+
+    @property
+    def kv_peak_share(self) -> float:
+        """Largest share of its cache that was in use."""
+        return self.kv_peak_blocks / self.kv_blocks
+
 
 class Recorder:
-    """Keeps what happens.
+    """Keeps a row for each request that is done, and the first steps.
 
     Args:
         spans: how many steps are kept for a timeline.
+        on_progress: called now and then with the number of requests that are done.
     """
 
-    def __init__(self, spans: int = 0) -> None:
+    def __init__(self, spans: int = 0, on_progress: Callable[[int], None] | None = None) -> None:
         self.rows = array("d")
         self.spans: list[Span] = []
-        self._spans_left = spans
+        self.max_spans = spans
+        self._on_progress, self._left = on_progress, _PROGRESS_EVERY
 
     def done(self, request: Request, time: float) -> None:
         """A request is done."""
-        self.rows.extend(
-            (
-                request.index,
-                request.arrival,
-                request.started,
-                request.first,
-                time,
-                request.prompt,
-                request.output,
-                request.preemptions,
-            )
-        )
-
-    def did(self, replica: Replica, start: float, kind: str, *, decoding: int, steps: int, tokens: int) -> None:
-        """A step, or a run, is over."""
-        activity, end = replica.activity, replica.clock
-        activity.busy_s += end - start
-        activity.kv_block_s += (replica.in_use_begun + replica.in_use_ended) / 2 * (end - start)
-        if replica.in_use_ended > activity.kv_peak_blocks:  # noqa: PLR1730  (called for every step: quicker)
-            activity.kv_peak_blocks = replica.in_use_ended
-        activity.decode_steps += steps
-        activity.generated += decoding * steps
-        activity.prefilled += tokens
-        if end >= activity.next_sample:
-            _sample(replica, activity, end)
-        if self._spans_left:
-            self._spans_left -= 1
-            self.spans.append(Span(replica.number, start, end, kind, decoding, steps, tokens))
-
-
-class TellingRecorder(Recorder):
-    """Keeps what happens, and tells now and then how many requests are done.
-
-    Args:
-        spans: how many steps are kept for a timeline.
-        tell: is told that number.
-    """
-
-    def __init__(self, spans: int, tell: Callable[[int], None]) -> None:
-        super().__init__(spans)
-        self._tell, self._left = tell, _TOLD_EVERY
-
-    def done(self, request: Request, time: float) -> None:
-        """A request is done."""
-        super().done(request, time)
+        r = request
+        self.rows.extend((r.index, r.arrival, r.started, r.first, time, r.prompt, r.output, r.preemptions))
         self._left -= 1
         if not self._left:
-            self._left = _TOLD_EVERY
-            self._tell(len(self.rows) // len(COLUMNS))
-
-
-def _sample(replica: Replica, activity: Activity, time: float) -> None:
-    queued = len(replica.waiting) + len(replica.ready)
-    share = replica.in_use_ended / replica.costs.kv_blocks
-    activity.samples.append(Sample(time, share, replica.decoding.count, queued))
-    activity.next_sample = time + activity.interval
-    if len(activity.samples) >= _SAMPLES:
-        del activity.samples[::2]
-        activity.interval *= 2
+            self._left = _PROGRESS_EVERY
+            if self._on_progress is not None:
+                self._on_progress(len(self.rows) // len(COLUMNS))

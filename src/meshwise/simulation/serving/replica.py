@@ -17,10 +17,10 @@ from collections.abc import Callable
 import numpy as np
 
 from meshwise.costs.engine import EngineCosts, query_key_pairs
+from meshwise.simulation.serving.cache import PagedCache, Request
 from meshwise.simulation.serving.decoding import Decoding
-from meshwise.simulation.serving.pages import PrefixCache
-from meshwise.simulation.serving.recording import Activity, Recorder
-from meshwise.simulation.serving.scheduling import Request, Scheduling
+from meshwise.simulation.serving.recording import Activity, Recorder, Span
+from meshwise.simulation.serving.system import Scheduling
 
 
 class Piece:
@@ -49,7 +49,6 @@ class Replica:
     Attributes:
         clock: when what it does now is over.
         outstanding: requests that it has and that are not done.
-        in_use_begun, in_use_ended: blocks in use when this began, and at its end before requests leave.
     """
 
     def __init__(
@@ -67,13 +66,11 @@ class Replica:
         self.clock = self.begins = begins
         self.outstanding = 0
         self.decoding = Decoding(costs, scheduling.speculation)
-        self.pages = self.decoding.pages
         self.waiting: deque[Request] = deque()
         self.ready: deque[Request] = deque()  # their cache is elsewhere: swapped out, or sent by another replica
         self.prefilling: deque[Piece] = deque()
-        self.cache = PrefixCache(costs.block_tokens) if scheduling.prefix_cache else None
-        self.used: float = 0  # blocks that requests have, those of the prefix cache not counted
-        self.activity = Activity()
+        self.cache = PagedCache(self.decoding.pages, costs.kv_blocks, keeps_prefixes=scheduling.prefix_cache)
+        self.activity = Activity(number, costs.kv_blocks)
         self._watermark = math.ceil(scheduling.watermark * costs.kv_blocks)
         self._random = np.random.default_rng((seed, number < 0, abs(number)))
         self._hand_over = hand_over
@@ -88,7 +85,7 @@ class Replica:
         self._filling = True
         self._settle: Callable[[], None] | None = None
         self._begun = begins
-        self.in_use_begun = self.in_use_ended = 0.0  # of the running step, or run
+        self._in_use = (0.0, 0.0)  # blocks when the running step, or run, begins and when it ends
         self._moving = 0.0  # seconds of swapping that the next step takes besides
         self._run_begun = 0.0
         self._run_steps = 0
@@ -132,11 +129,6 @@ class Replica:
             and len(self.ready) + len(self.waiting) == 1
         )
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the longest request that has room when it is alone."""
-        return self.pages.most_tokens(self.costs.kv_blocks)
-
     # What to do next
 
     def _begin(self) -> bool:
@@ -144,7 +136,7 @@ class Replica:
         if self._sent:
             self._drop_sent()
         elif not self.decoding.count and not self.prefilling:
-            self.used = 0  # no rounding is carried on
+            self.cache.used = 0  # no rounding is carried on
         if self.ready:
             self._resume()
         return self._start()
@@ -160,7 +152,7 @@ class Replica:
         decoding = self.decoding
         if not self.prefilling and not self.waiting:
             return self._begin_run()
-        while self._next_blocks() > self._available() and (self.prefilling or decoding.count > 1):
+        while self._next_blocks() > self.cache.available and (self.prefilling or decoding.count > 1):
             self._preempt()
         budget = self.scheduling.max_step_tokens - decoding.count * self.scheduling.tokens_each
         chunks: list[tuple[Piece, int]] = []
@@ -212,10 +204,10 @@ class Replica:
                 return True
             assert not self.outstanding, "a request that fits alone was not taken in"
             return False
-        steps = decoding.longest_run(self._available())
+        steps = decoding.longest_run(self.cache.available)
         while not steps:
             self._preempt()
-            steps = min(decoding.longest_run(self._available()), 1)  # then there may be room for who gave way
+            steps = min(decoding.longest_run(self.cache.available), 1)  # then there may be room for who gave way
         self._run_steps = steps
         self._run_begun = self.clock + self._moving
         self._running = True
@@ -225,7 +217,8 @@ class Replica:
     def _occupy(self, seconds: float, settle: Callable[[], None]) -> None:
         """Be busy with a step or a run."""
         self._begun = self.clock
-        self.in_use_begun = self.in_use_ended = self.used if self.cache is None else self.in_use
+        in_use = self.cache.in_use
+        self._in_use = (in_use, in_use)
         self.clock = self.clock + self._moving + seconds
         self._moving = 0.0
         self._settle = settle
@@ -236,19 +229,27 @@ class Replica:
         self._running = False
         count = self.decoding.count
         self._advance(self._run_steps)
-        self.recorder.did(self, self._begun, "decode", decoding=count, steps=self._run_steps, tokens=0)
+        self._did("decode", count, self._run_steps, 0)
 
     def _settle_prefill(self) -> None:
         tokens = self._prefill_chunks()
-        self.recorder.did(self, self._begun, "prefill", decoding=0, steps=0, tokens=tokens)
+        self._did("prefill", 0, 0, tokens)
 
     def _settle_mixed(self) -> None:
         count = self.decoding.count
         if count:
             self._advance(1)
         tokens = self._prefill_chunks()
-        kind = "mixed" if count else "prefill"
-        self.recorder.did(self, self._begun, kind, decoding=count, steps=1 if count else 0, tokens=tokens)
+        self._did("mixed" if count else "prefill", count, 1 if count else 0, tokens)
+
+    def _did(self, kind: str, decoding: int, steps: int, tokens: int) -> None:
+        """Record a step, or a run, that is over."""
+        activity, recorder, end = self.activity, self.recorder, self.clock
+        activity.add(end - self._begun, self._in_use, decoding, steps, tokens)
+        if end >= activity.next_sample:
+            activity.sample(end, self._in_use[1], self.decoding.count, len(self.waiting) + len(self.ready))
+        if len(recorder.spans) < recorder.max_spans:
+            recorder.spans.append(Span(self.number, self._begun, end, kind, decoding, steps, tokens))
 
     def _prefill_chunks(self) -> int:
         """The pieces of the running step are in the cache; give their tokens."""
@@ -266,15 +267,14 @@ class Replica:
 
     def _advance(self, steps: int) -> None:
         """All that decode have done `steps` steps."""
-        decoding = self.decoding
-        self.used += decoding.advance(steps)
-        self.in_use_ended = self.in_use
+        decoding, cache = self.decoding, self.cache
+        cache.used += decoding.advance(steps)
+        self._in_use = (self._in_use[0], cache.in_use)
         for request in decoding.finished():
             tokens = decoding.tokens(request)
             decoding.leave(request)
             self._leave(request, tokens)
-        if self.cache is not None:
-            self._evict()
+        cache.take(0)
 
     def _prefilled(self, request: Request) -> None:
         """A prompt is in the cache, and the next token is there."""
@@ -282,13 +282,12 @@ class Replica:
         request.produced += 1
         if request.produced == 1:
             request.first = self.clock
-        if self.cache is not None and request.prefix:
-            self._share(request, request.prefix)
+        self.cache.share(request, request.prefix)
         remaining = request.output - request.produced
         if not remaining:
             self._leave(request, tokens)
         elif self._hand_over is not None:
-            own = self._unshare(request, tokens)
+            own = self.cache.unshare(request, tokens)
             heapq.heappush(self._sent, (self._hand_over(request, self.clock), own))
             self.outstanding -= 1
         else:
@@ -303,36 +302,19 @@ class Replica:
 
     def _leave(self, request: Request, tokens: float) -> None:
         """A request is done."""
-        if self.cache is not None and request.keep_as is not None:
+        if request.keep_as is not None:
             own = request.prompt + request.output - 1 - sum(size for _, size in request.prefix)
-            self._share(request, (*request.prefix, (request.keep_as, own)))
-        self.used -= self._unshare(request, tokens)
+            self.cache.share(request, (*request.prefix, (request.keep_as, own)))
+        self.cache.used -= self.cache.unshare(request, tokens)
         self.outstanding -= 1
         self.recorder.done(request, self.clock)
 
     # Blocks
 
-    @property
-    def in_use(self) -> float:
-        """Blocks that requests use, those that they share included."""
-        return self.used if self.cache is None else self.used + self.cache.pinned
-
-    def _available(self) -> float:
-        """Blocks that are free, or can be had by evicting prefixes."""
-        free = self.costs.kv_blocks - self.used
-        return free if self.cache is None else free - self.cache.pinned
-
-    def _evict(self) -> None:
-        """Make room where requests have grown into prefixes that nobody uses."""
-        assert self.cache is not None
-        over = self.used + self.cache.blocks - self.costs.kv_blocks
-        if over > 0:
-            self.cache.evict(math.ceil(over))
-
     def _next_blocks(self) -> float:
         """Blocks that those that decode need for their next step."""
         decoding = self.decoding
-        return self.pages.grown(decoding.count, decoding.steps, 1)
+        return decoding.pages.grown(decoding.count, decoding.steps, 1)
 
     def _spare(self, running: int) -> float:
         """Blocks that must stay free when a request is taken in."""
@@ -350,58 +332,27 @@ class Replica:
         request = self.waiting[0]
         if self.ready and self.ready[0].index < request.index:
             return None
-        hit = 0 if self.cache is None else self._pin_prefix(request)
+        hit = self.cache.pin_prefix(request)
         piece = Piece(request, hit)
-        blocks = self.pages.held(piece.tokens) - request.shared
-        if (most is not None and piece.tokens - hit > most) or blocks + self._spare(running) > self._available():
+        blocks = self.cache.held(piece.tokens) - request.shared
+        if (most is not None and piece.tokens - hit > most) or blocks + self._spare(running) > self.cache.available:
             if hit:
-                self._unshare(request, 0)
+                self.cache.unshare(request, 0)
             return None
-        self.used += blocks
-        if self.cache is not None:
-            self._evict()
-            self.activity.hit_tokens += hit
+        self.cache.take(blocks)
+        self.activity.hit_tokens += hit
         self.waiting.popleft()
         self.prefilling.append(piece)
         if request.started < 0:
             request.started = self.clock
         return piece
 
-    def _pin_prefix(self, request: Request) -> int:
-        """Find what is cached of a prompt, all but a last token at most, and keep it; give its tokens."""
-        assert self.cache is not None
-        node, found = self.cache.match(request.prefix)
-        shared = min(found, request.prompt + request.produced - 1) // self.costs.block_tokens
-        if shared:
-            self.cache.pin(node)
-            request.node, request.shared = node, shared
-        return shared * self.costs.block_tokens
-
-    def _share(self, request: Request, path: tuple[tuple[str, int], ...]) -> None:
-        """Put what a request has of a path into the prefix cache."""
-        assert self.cache is not None
-        node = self.cache.insert(path)
-        if request.node is not None:
-            self.cache.unpin(request.node)
-        shared = min(node.end, sum(size for _, size in path)) // self.costs.block_tokens
-        self.used -= shared - request.shared
-        request.node, request.shared = node, shared
-
-    def _unshare(self, request: Request, tokens: float) -> float:
-        """Let go of what a request shares; give the blocks of its own, of so many tokens in all."""
-        own = self.pages.held(tokens) - request.shared  # type: ignore[arg-type]
-        if request.node is not None:
-            assert self.cache is not None
-            self.cache.unpin(request.node)
-            request.node, request.shared = None, 0
-        return own
-
     def _preempt(self) -> None:
         """Let the request that was taken in last give way."""
         self.activity.preemptions += 1
         if self.prefilling:
             request = self.prefilling.pop().request
-            self.used -= self._unshare(request, request.prompt + request.produced)
+            self.cache.used -= self.cache.unshare(request, request.prompt + request.produced)
             self.waiting.appendleft(request)
         else:
             decoding = self.decoding
@@ -411,7 +362,7 @@ class Replica:
             remaining, steps = request.output - request.produced, request.last - request.joined
             request.produced += min((decoding.steps - request.joined) * remaining // steps, remaining - 1)
             decoding.leave(request)
-            self.used -= self._unshare(request, tokens)
+            self.cache.used -= self.cache.unshare(request, tokens)
             if self._swaps:
                 request.cached = tokens
                 self._moving += self.costs.swap_seconds(math.ceil(tokens))
@@ -425,14 +376,12 @@ class Replica:
         while self.ready and not (self.waiting and self.waiting[0].index < self.ready[0].index):
             request = self.ready[0]
             tokens = request.cached or request.prompt
-            room = self.pages.held(tokens + 1)  # type: ignore[arg-type]
+            room = self.cache.held(tokens + 1)
             running = self.decoding.count + len(self.prefilling)
-            if running >= self.scheduling.max_batch or room + self._spare(running) > self._available():
+            if running >= self.scheduling.max_batch or room + self._spare(running) > self.cache.available:
                 return
             self.ready.popleft()
-            self.used += self.pages.held(tokens)  # type: ignore[arg-type]
-            if self.cache is not None:
-                self._evict()
+            self.cache.take(self.cache.held(tokens))
             if request.preemptions:
                 self._moving += self.costs.swap_seconds(math.ceil(tokens))
             self._join(request, tokens)
@@ -440,4 +389,4 @@ class Replica:
     def _drop_sent(self) -> None:
         """Free the blocks that have been sent."""
         while self._sent and self._sent[0][0] <= self.clock:
-            self.used -= heapq.heappop(self._sent)[1]
+            self.cache.used -= heapq.heappop(self._sent)[1]

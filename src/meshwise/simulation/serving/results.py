@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.costs.engine import EngineCosts
 from meshwise.simulation.serving.fleet import Fleet
-from meshwise.simulation.serving.recording import COLUMNS, Sample, Span
+from meshwise.simulation.serving.recording import COLUMNS, Activity, Span
 from meshwise.simulation.serving.system import ServingSystem
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -73,43 +74,15 @@ class Targets:
     def too_tight(self, alone: ServingResult) -> str:
         """Say what would have to be asked for, where requests that come one by one miss them."""
         ttft, tpot = (float(np.quantile(v, self.share)) if len(v) else 0.0 for v in (alone.ttft_s, alone.tpot_s))
-        refused = f"; {alone.refused} requests do not fit in the cache at all" if alone.refused else ""
-        return (
-            f"the targets are missed at any rate: of requests that come one by one {self.share:.0%} have their first "
-            f"token within {ttft:.3g} s and a token every {tpot:.3g} s; allow more than that{refused}"
-        )
+        reached = f"{self.share:.0%} have their first token within {ttft:.3g} s and a token every {tpot:.3g} s"
+        return _too_tight(reached, alone)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSummary:
-    """How busy one replica was.
-
-    Args:
-        number: counted from 0; below 0 those that only prefill.
-        seconds: that it was there.
-        busy_s: seconds in steps and in moving the cache.
-        kv_share: mean share of its cache in use while it was there.
-        kv_peak_share: the most.
-        decode_steps, generated, prefilled, hit_tokens, preemptions: as in `Activity`.
-        samples: over time.
-    """
-
-    number: int
-    seconds: float
-    busy_s: float
-    kv_share: float
-    kv_peak_share: float
-    decode_steps: int
-    generated: int
-    prefilled: int
-    hit_tokens: int
-    preemptions: int
-    samples: tuple[Sample, ...]
-
-    @property
-    def mean_batch(self) -> float:
-        """Requests that a decode step has."""
-        return self.generated / self.decode_steps if self.decode_steps else 0.0
+def _too_tight(reached: str, alone: ServingResult) -> str:
+    refused = f"; {alone.refused} requests do not fit in the cache at all" if alone.refused else ""
+    return (
+        f"the targets are missed at any rate: of requests that come one by one {reached}; allow more than that{refused}"
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +105,7 @@ class ServingResult:
     columns: dict[str, Values]
     refused: int
     end: float
-    replicas: tuple[ReplicaSummary, ...]
+    replicas: tuple[Activity, ...]
     sizes: tuple[tuple[float, int], ...]
     transferred_tokens: int
     spans: tuple[Span, ...]
@@ -143,14 +116,15 @@ class ServingResult:
         """Collect what a fleet did."""
         rows = np.frombuffer(fleet.recorder.rows, dtype=np.float64).reshape(-1, len(COLUMNS))
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
-        lives = [(life.replica, life.gone(fleet.end) - life.ordered) for life in fleet.lives]
-        lives += [(replica, fleet.end) for replica in fleet.prefill]
+        replicas = [life.replica for life in fleet.lives] + fleet.prefill
+        for replica, seconds in zip(replicas, fleet.lifetimes(), strict=True):
+            replica.activity.seconds = seconds
         return cls(
             system=fleet.system,
             columns={name: rows[:, k] for k, name in enumerate(COLUMNS)},
             refused=fleet.refused,
             end=fleet.end,
-            replicas=tuple(_summary(replica, seconds) for replica, seconds in lives),
+            replicas=tuple(replica.activity for replica in replicas),
             sizes=tuple(fleet.sizes),
             transferred_tokens=fleet.transferred,
             spans=tuple(fleet.recorder.spans),
@@ -202,21 +176,21 @@ class ServingResult:
     @property
     def chip_seconds(self) -> float:
         """Of all replicas, from when they were asked for."""
-        pool = self.system.prefill
-        chips = {True: self.system.costs.num_chips, False: 0 if pool is None else pool.costs.num_chips}
-        return sum(r.seconds * chips[r.number >= 0] for r in self.replicas)
+        return sum(r.seconds * self._costs(r).num_chips for r in self.replicas)
 
     @property
     def usd(self) -> float | None:
-        """What the replicas cost meanwhile; None where a price is not known."""
-        pool = self.system.prefill
-        costs = {True: self.system.costs, False: self.system.costs if pool is None else pool.costs}
-        prices = {key: c.usd_per_chip_hour for key, c in costs.items()}
-        if None in prices.values():
+        """What the replicas cost meanwhile; None if a price is unknown."""
+        prices = [self._costs(r).usd_per_chip_hour for r in self.replicas]
+        if None in prices:
             return None
-        return sum(
-            r.seconds / 3600 * costs[r.number >= 0].num_chips * (prices[r.number >= 0] or 0) for r in self.replicas
-        )
+        hours = [r.seconds / 3600 * self._costs(r).num_chips for r in self.replicas]
+        return sum(h * (price or 0) for h, price in zip(hours, prices, strict=True))
+
+    def _costs(self, replica: Activity) -> EngineCosts:
+        """Step costs of the engine that a replica is one of."""
+        pool = self.system.prefill
+        return self.system.costs if pool is None or replica.number >= 0 else pool.costs
 
     def kept(self, targets: Targets) -> Values:
         """1 for each request, in order of arrival, that kept the targets, else 0."""
@@ -230,23 +204,6 @@ class ServingResult:
     def goodput(self, targets: Targets) -> float:
         """Requests a second that are done and kept the targets."""
         return float(self.kept(targets).mean()) * self.requests_per_s
-
-
-def _summary(replica: Any, seconds: float) -> ReplicaSummary:
-    activity, blocks = replica.activity, replica.costs.kv_blocks
-    return ReplicaSummary(
-        number=replica.number,
-        seconds=seconds,
-        busy_s=activity.busy_s,
-        kv_share=activity.kv_block_s / (blocks * seconds) if seconds else 0.0,
-        kv_peak_share=activity.kv_peak_blocks / blocks,
-        decode_steps=activity.decode_steps,
-        generated=activity.generated,
-        prefilled=activity.prefilled,
-        hit_tokens=activity.hit_tokens,
-        preemptions=activity.preemptions,
-        samples=tuple(activity.samples),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +247,7 @@ def _steady(result: ServingResult) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Aims:
+class LatencyTargets:
     """What latencies of a load are to be; None: whatever they are.
 
     Args:
@@ -321,14 +278,11 @@ class Aims:
     def reached(self, result: ServingResult) -> tuple[float, float]:
         """What the requests have of each, or their second half where that is more: a queue that grows is seen there."""
         both = ((self.ttft or LatencyTarget(1.0), result.ttft_s), (self.tpot or LatencyTarget(1.0), result.tpot_s))
-        ttft, tpot = (max(aim.of(values), aim.of(values[len(values) // 2 :])) for aim, values in both)
+        ttft, tpot = (max(target.of(values), target.of(values[len(values) // 2 :])) for target, values in both)
         return ttft, tpot
 
     def too_tight(self, alone: ServingResult) -> str:
         """Say what would have to be asked for, where requests that come one by one miss them."""
         ttft, tpot = self.reached(alone)
-        refused = f"; {alone.refused} requests do not fit in the cache at all" if alone.refused else ""
-        return (
-            f"the targets are missed at any rate: of requests that come one by one TTFT is {ttft:.3g} s "
-            f"({self.ttft or 'mean'}) and TPOT {tpot:.3g} s ({self.tpot or 'mean'}); allow more than that{refused}"
-        )
+        reached = f"TTFT is {ttft:.3g} s ({self.ttft or 'mean'}) and TPOT {tpot:.3g} s ({self.tpot or 'mean'})"
+        return _too_tight(reached, alone)

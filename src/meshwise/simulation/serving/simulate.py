@@ -11,8 +11,8 @@ from functools import partial
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.jobs.traffic import Load
 from meshwise.simulation.serving.fleet import Fleet
-from meshwise.simulation.serving.recording import Recorder, TellingRecorder
-from meshwise.simulation.serving.results import Aims, ServingResult, Targets
+from meshwise.simulation.serving.recording import Recorder
+from meshwise.simulation.serving.results import LatencyTargets, ServingResult, Targets
 from meshwise.simulation.serving.system import ServingSystem
 
 #: Capacity is found to this share of itself.
@@ -50,7 +50,7 @@ def simulate_serving(
     Raises:
         InfeasibleError: no request fits in a replica's cache.
     """
-    recorder = Recorder(spans) if progress is None else TellingRecorder(spans, _told(load, progress))
+    recorder = Recorder(spans, None if progress is None else partial(_requests_done, progress, load.num_requests))
     fleet = Fleet(system, recorder, seed)
     begun = time.process_time()
     fleet.run(load)
@@ -64,10 +64,8 @@ def simulate_serving(
     return ServingResult.of(fleet, seconds)
 
 
-def _told(load: Load, progress: Callable[[str], None]) -> Callable[[int], None]:
-    """What tells how many requests of a load are done."""
-    number = load.num_requests
-    return lambda done: progress(f"{done:,} of {number:,} requests are done")
+def _requests_done(progress: Callable[[str], None], number: int, done: int) -> None:
+    progress(f"{done:,} of {number:,} requests are done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class Capacity:
 def find_capacity(
     system: ServingSystem,
     load: Load,
-    targets: Targets | Aims,
+    targets: Targets | LatencyTargets,
     *,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,

@@ -2,7 +2,7 @@
 
 import random
 
-from meshwise.simulation.serving.pages import PrefixCache
+from meshwise.simulation.serving.cache import PrefixCache
 
 
 def size(cache):

@@ -1,12 +1,84 @@
-"""Blocks of the cache: what growing requests take, in closed form over any number of steps, and what prefixes share.
+"""A replica's KV cache: requests, the blocks that they take as they grow, and the prefixes that they share.
 
-The prefix cache is a radix tree of named parts of prompts; least recently used blocks go first. Not here: who gets
-blocks (`replica`).
+Growth is in closed form over any number of steps. Prefixes are a radix tree of named parts of prompts; least recently
+used blocks go first. Not here: who gets blocks (`replica`).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+from dataclasses import dataclass
+
+Path = tuple[tuple[str, int], ...]
+
+
+class Node:
+    """A part of prompts in the cache.
+
+    Attributes:
+        parent: the part before it.
+        name: what it is known by there.
+        begin: tokens before it.
+        tokens: of it that are cached, counted from its begin; fewer than it has where its end was evicted.
+        pins: requests that use it or what comes after it.
+        used: when it was last used, a counter.
+        children: what may come after it.
+        offered: whether it is among those that may be evicted; it has one entry there, maybe of an earlier use.
+    """
+
+    __slots__ = ("begin", "children", "name", "offered", "parent", "pins", "tokens", "used")
+
+    def __init__(self, parent: Node | None, name: str, begin: int) -> None:
+        self.parent, self.name, self.begin = parent, name, begin
+        self.tokens = self.pins = self.used = 0
+        self.children: dict[str, Node] = {}
+        self.offered = False
+
+    @property
+    def end(self) -> int:
+        """Tokens up to where it is cached."""
+        return self.begin + self.tokens
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and where it stands.
+
+    Attributes:
+        index: its number in the load.
+        arrival: seconds.
+        prompt, output: tokens.
+        prefix, keep_as: as in `Demand`.
+        started: when a step first worked on it; before, below 0.
+        first: when its first token came.
+        produced: tokens of its output when it was last taken in or joined those that decode.
+        cached: tokens of it that the cache held then.
+        joined, last: of the replica's decode steps, those before which it began and after which it is done.
+        serial: number of its joining; 0 while it does not decode.
+        offset: what `Decoding` adds to the number of steps to have the tokens it attends to.
+        node: end of what it shares of the prefix cache.
+        shared: blocks up to there.
+        preemptions: how often it gave way.
+    """
+
+    index: int
+    arrival: float
+    prompt: int
+    output: int
+    prefix: Path
+    keep_as: str | None
+    started: float = -1.0
+    first: float = -1.0
+    produced: int = 0
+    cached: float = 0
+    joined: int = 0
+    last: int = 0
+    serial: int = 0
+    offset: float = 0
+    node: Node | None = None
+    shared: int = 0
+    preemptions: int = 0
 
 
 class Pages:
@@ -96,37 +168,6 @@ class FluidPages:
     def steps_within(self, count: int, step: int, blocks: float) -> int:  # noqa: ARG002
         """Steps for which so many blocks are enough."""
         return int(blocks * self.block_tokens / (count * self.growth))
-
-
-Path = tuple[tuple[str, int], ...]
-
-
-class Node:
-    """A part of prompts in the cache.
-
-    Attributes:
-        parent: the part before it.
-        name: what it is known by there.
-        begin: tokens before it.
-        tokens: of it that are cached, counted from its begin; fewer than it has where its end was evicted.
-        pins: requests that use it or what comes after it.
-        used: when it was last used, a counter.
-        children: what may come after it.
-        offered: whether it is among those that may be evicted; it has one entry there, maybe of an earlier use.
-    """
-
-    __slots__ = ("begin", "children", "name", "offered", "parent", "pins", "tokens", "used")
-
-    def __init__(self, parent: Node | None, name: str, begin: int) -> None:
-        self.parent, self.name, self.begin = parent, name, begin
-        self.tokens = self.pins = self.used = 0
-        self.children: dict[str, Node] = {}
-        self.offered = False
-
-    @property
-    def end(self) -> int:
-        """Tokens up to where it is cached."""
-        return self.begin + self.tokens
 
 
 class PrefixCache:
@@ -246,3 +287,81 @@ class PrefixCache:
             node.offered = True
             self._pushed += 1
             heapq.heappush(self._leaves, (node.used, self._pushed, node))
+
+
+class PagedCache:
+    """The blocks of a replica: those of its requests, and those of prefixes that stay for later ones.
+
+    Args:
+        pages: how requests take blocks.
+        blocks: that there are.
+        keeps_prefixes: whether beginnings of prompts stay.
+
+    Attributes:
+        used: blocks that requests have, those of prefixes not counted.
+        prefixes: the tree; None without one.
+    """
+
+    def __init__(self, pages: Pages | FluidPages, blocks: int, *, keeps_prefixes: bool) -> None:
+        self.pages, self.blocks = pages, blocks
+        self.prefixes = PrefixCache(pages.block_tokens) if keeps_prefixes else None
+        self.used: float = 0
+
+    @property
+    def in_use(self) -> float:
+        """Blocks that requests use, those that they share included."""
+        return self.used if self.prefixes is None else self.used + self.prefixes.pinned
+
+    @property
+    def available(self) -> float:
+        """Blocks that are free, or can be had by evicting prefixes."""
+        free = self.blocks - self.used
+        return free if self.prefixes is None else free - self.prefixes.pinned
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest request that has room when it is alone."""
+        return self.pages.most_tokens(self.blocks)
+
+    def held(self, tokens: float) -> float:
+        """Blocks of a request with so many tokens."""
+        return self.pages.held(tokens)  # type: ignore[arg-type]
+
+    def take(self, blocks: float) -> None:
+        """Give blocks to requests; prefixes that nobody uses make room."""
+        self.used += blocks
+        if self.prefixes is not None:
+            over = self.used + self.prefixes.blocks - self.blocks
+            if over > 0:
+                self.prefixes.evict(math.ceil(over))
+
+    def pin_prefix(self, request: Request) -> int:
+        """Keep what is cached of a prompt, all but a last token at most; its tokens."""
+        if self.prefixes is None:
+            return 0
+        node, found = self.prefixes.match(request.prefix)
+        shared = min(found, request.prompt + request.produced - 1) // self.pages.block_tokens
+        if shared:
+            self.prefixes.pin(node)
+            request.node, request.shared = node, shared
+        return shared * self.pages.block_tokens
+
+    def share(self, request: Request, path: Path) -> None:
+        """Put what a request has of a path into the prefix cache."""
+        if self.prefixes is None or not path:
+            return
+        node = self.prefixes.insert(path)
+        if request.node is not None:
+            self.prefixes.unpin(request.node)
+        shared = min(node.end, sum(size for _, size in path)) // self.pages.block_tokens
+        self.used -= shared - request.shared
+        request.node, request.shared = node, shared
+
+    def unshare(self, request: Request, tokens: float) -> float:
+        """Let go of what a request with so many tokens shares; the blocks of its own."""
+        own = self.held(tokens) - request.shared
+        if request.node is not None:
+            assert self.prefixes is not None
+            self.prefixes.unpin(request.node)
+            request.node, request.shared = None, 0
+        return own
