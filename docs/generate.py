@@ -122,19 +122,19 @@ def _block(match: re.Match[str]) -> str:
 def generated(page: Path) -> str:
     """Give a page as it should be, for a terminal of 80 columns."""
     os.environ["COLUMNS"] = "80"
-    reference = _script("reference")
+    reference = script("reference")
     if page.suffix == ".pyi":
-        return str(_script("stub").stub())
+        return str(script("stub").stub())
     if page.name == "reference.md":
         return str(reference.reference_page())
-    tables = _script("strategy_tables").strategy_tables() if page.parent.name == "strategies" else reference.tables()
+    tables = script("strategy_tables").strategy_tables() if page.parent.name == "strategies" else reference.tables()
     text = page.read_text(encoding="utf-8")
     text = _TABLE.sub(lambda m: f"<!-- table: {m['name']} -->\n{tables[m['name']]}<!-- end -->\n", text)
     return _BLOCK.sub(_block, text)
 
 
 @functools.cache
-def _script(name: str) -> Any:
+def script(name: str) -> Any:
     """Load a script that stands beside this file and belongs to no package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None

@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
+from functools import cache
 from typing import Any
 
 import click
@@ -302,16 +303,21 @@ def json_rows(verb: str) -> list[tuple[str, str]]:
         AssertionError: a field without a meaning, or a meaning without its field.
     """
     words, meanings = FIELDS[verb]
-    out = io.StringIO()
-    with redirect_stdout(out):
-        main([*words, "--json", "--explain"])
     known = {**ENVELOPE, **meanings}
-    found = set(_leaves(json.loads(out.getvalue())))
+    found = set(_leaves(_answer(tuple(words))))
     unexplained = sorted(p for p in found if not any(_matches(k, p) for k in known))
     assert not unexplained, f"{verb}: JSON fields without a meaning in docs/reference.py: {unexplained}"
     gone = sorted(k for k in known if not any(_matches(k, p) for p in found))
     assert not gone, f"{verb}: docs/reference.py explains fields that are not there: {gone}"
     return list(meanings.items())
+
+
+@cache
+def _answer(words: tuple[str, ...]) -> Any:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        main([*words, "--json", "--explain"])
+    return json.loads(out.getvalue())
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -11,7 +11,7 @@ from tests.answers.golden_cases import GROUPS
 
 #: One command in so many is asked in the default run: searches and simulations take longest.
 ONE_IN = {
-    "training": 16,
+    "training": 24,
     "serving": 8,
     "searches": 13,
     "serving_searches": 7,

@@ -6,20 +6,21 @@ import sys
 import pytest
 
 BLOCKED = ("jax", "jaxlib", "orbax", "tokenizers", "libtpu")
+HIDING = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED})); from meshwise.cli.main import main"
 
 
 def meshwise(*words: str) -> subprocess.CompletedProcess[str]:
     """Run a command in an interpreter that finds none of these libraries."""
-    blocked = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))"
-    code = f"{blocked}; from meshwise.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    code = f"{HIDING}; sys.exit(main(sys.argv[1:]))"
     return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)  # noqa: S603
 
 
-@pytest.mark.parametrize("verb", ["bench", "run", "verify"])
-def test_help_is_printed(verb):
-    done = meshwise(verb, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"Usage: meshwise {verb}")
+def test_help_is_printed():
+    verbs = ("bench", "run", "verify")
+    code = f"{HIDING}; print([main([verb, '--help']) for verb in {verbs}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "[0, 0, 0]")
+    assert all(f"Usage: meshwise {verb}" in done.stdout for verb in verbs)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -122,19 +123,17 @@ class Case:
         return {key: n for key, n in total.items() if n}
 
 
-@pytest.fixture(params=LAYOUTS)
-def text(request):
-    return request.param
+def walks():
+    """Each model on each layout with a policy, in turn; with the other one, too, among the slow tests."""
+    for i, (model, text) in enumerate(product(MODELS, LAYOUTS)):
+        for j, remat in enumerate(("none", "full")):
+            slow = [pytest.mark.slow] if (i + i // len(LAYOUTS)) % 2 != j else []
+            yield pytest.param((text, model, remat), marks=slow, id=f"{model}-{text}-{remat}")
 
 
-@pytest.fixture(params=MODELS)
-def model(request):
-    return request.param
-
-
-@pytest.fixture(params=["none", "full"])
-def case(text, model, request):
-    return made(text, model, request.param)
+@pytest.fixture(params=walks())
+def case(request):
+    return made(*request.param)
 
 
 @cache

@@ -41,7 +41,7 @@ def trained(case, choose):
     return case._replace(problem=changed(case, precision=precision, optimizer=optimizer, fine_tune=tuning))
 
 
-@every_case(of=trained, count=75)
+@every_case(of=trained, count=50)
 def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     problem, fabric, layout = case
     e = estimate_training(problem, fabric, layout)
@@ -54,7 +54,7 @@ def test_bounds_stand_on_both_sides_and_everything_adds_up(case):
     assert t.lower >= e.model_flops / layout.num_chips / e.peak_flops_per_s * (1 - 1e-9)
 
 
-@every_case(of=trained, count=50)
+@every_case(of=trained, count=25)
 def test_workings_add_up_to_the_bounds(case):
     problem, fabric, layout = case
     e = estimate_training(problem, fabric, layout)
@@ -69,7 +69,7 @@ def test_workings_add_up_to_the_bounds(case):
             assert math.fsum(o.flops for o in own) == pytest.approx(float(sums.flops), rel=1e-9)
 
 
-@every_case(one_of("flops_per_s", "hbm_bandwidth"), between(1.0, 20.0), of=trained, count=50)
+@every_case(one_of("flops_per_s", "hbm_bandwidth"), between(1.0, 20.0), of=trained, count=25)
 def test_a_faster_chip_never_slows_a_step(case, what, factor):
     problem, fabric, layout = case
     chip = problem.cluster.chip
@@ -103,7 +103,7 @@ def test_adapters_hold_less_state_than_training_everything(case, tuning, precisi
     assert adapters["parameters"] > 0
 
 
-@every_case(of=trained, count=50)
+@every_case(of=trained, count=25)
 def test_arrays_of_candidates_cost_what_each_of_them_costs(case):
     problem, fabric, layout = case
     structure, one = layout_candidate(problem.model, layout)

@@ -21,7 +21,8 @@ def load(name: str):
     return module
 
 
-generate, reference = load("generate"), load("reference")
+generate = load("generate")
+reference = generate.script("reference")  # the same, so that a command runs once for both
 PROSE = [p for p in generate.PAGES if p.name not in ("reference.md", "__init__.pyi")]
 ALL = sorted({*generate.PAGES, *(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"})
 

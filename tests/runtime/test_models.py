@@ -41,7 +41,10 @@ def model(name):
     return configured(name, MODELS[name])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "deepseek_v3", "gpt2"])
+#: The others are of the families whose logits the tests of weights hold, too.
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.jax) for n in ("gemma3", "gpt_oss", "deepseek_v3"))]
+)
 def test_losses_of_tokens_are_those_of_the_formulas(name):
     step = make(model(name), Layout(micro_batch=2))
     weights, batch = weights_of(step), batch_of(step)

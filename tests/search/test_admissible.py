@@ -91,13 +91,13 @@ def hold_placements(case, generator):
 seeds = st.integers(0, 2**32).map(np.random.default_rng)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(small_searches(), seeds)
 def test_each_bound_is_below_the_next_and_below_every_placement(case, generator):
     hold_bounds(case, generator)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(small_searches(), seeds)
 def test_the_best_of_all_placements_is_among_those_kept(case, generator):
     hold_placements(case, generator)

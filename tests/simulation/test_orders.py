@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -33,8 +34,13 @@ def closed(case, times):
     return find_schedule(name).makespan(shape, times)
 
 
+@cache
 def shapes(name, stages=range(1, 7)):
     """Every small shape that the schedule can run."""
+    return tuple(_shapes(name, stages))
+
+
+def _shapes(name, stages):
     for p, v in itertools.product(stages, (1, 2, 3, 4)):
         for M in sorted({1, 2, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p + 2}):
             shape = PipelineShape(p, M, v)
@@ -45,7 +51,7 @@ def shapes(name, stages=range(1, 7)):
 @st.composite
 def cases_of(draw, names):
     name = draw(st.sampled_from(names))
-    return name, draw(st.sampled_from(list(shapes(name))))
+    return name, draw(st.sampled_from(shapes(name)))
 
 
 seconds = st.floats(0.5, 10.0)

@@ -63,8 +63,12 @@ def takes_prompts_as_they_come(e):
     ("on", "prompt", "output", "targets"),
     [
         ("h100:4", "1024", "256", {"max_ttft": 1.0}),
-        ("h100:4", "2048", "128", {"max_ttft": 1.0, "max_tpot": 0.02}),
-        ("v5e:2x2", "uniform:256-768", "uniform:64-192", {"max_ttft": 1.0, "max_tpot": 0.03}),
+        # Slow because all plans that compete are simulated: the same of other targets, chips and lengths.
+        pytest.param("h100:4", "2048", "128", {"max_ttft": 1.0, "max_tpot": 0.02}, marks=pytest.mark.slow),
+        pytest.param(
+            *("v5e:2x2", "uniform:256-768", "uniform:64-192", {"max_ttft": 1.0, "max_tpot": 0.03}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_choice_is_among_the_simulators_top_five(on, prompt, output, targets):
