@@ -39,7 +39,7 @@ def test_a_plan_on_a_part_of_the_network_is_reproduced():
     [
         ("{", r"plan JSON: .* at line 1, column 2"),
         ("[]", r"plan JSON: expected the keys .*layout.*; found list"),
-        ('{"layout": 1}', r"plan JSON: expected the keys .*; found \['layout'\]"),
+        ('{"layout": 1}', r"plan JSON: expected the keys .*; found layout"),
     ],
 )
 def test_torn_plans_are_refused(text, words):

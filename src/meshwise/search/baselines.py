@@ -27,7 +27,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
 from meshwise.search.candidates import batch_cuts
 from meshwise.search.plan import Plan
-from meshwise.search.reasons import critical_tokens_per_chip
+from meshwise.search.reasons import batch_words, critical_tokens_per_chip, tokens_per_chip
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.remat import REMAT_POLICIES
 
@@ -169,7 +169,7 @@ def _communication_reasons(problem: TrainingProblem, whole: Fabric, axis: str, c
         return []
     times = f"communication takes {communication / compute:.1f} x the compute"
     if axis in ("data", "fsdp"):
-        needed, tokens = critical_tokens_per_chip(problem, whole), problem.job.batch_tokens / math.prod(whole.sizes)
+        needed, tokens = critical_tokens_per_chip(problem, whole), tokens_per_chip(problem, whole)
         return (
             [f"{tokens:,.0f} tokens per chip is under the {needed:,.0f} this network needs; {times}"]
             if tokens < needed
@@ -182,9 +182,7 @@ def _placing_reasons(problem: TrainingProblem, axis: str, chips: int) -> list[st
     """What keeps the strategy from being placed at all."""
     job, sizes = problem.job, problem.model.sizes
     if axis in ("data", "fsdp") and not batch_cuts(job.sequences, job.batch_slack, chips):
-        whole = job.sequences == int(job.sequences)
-        batch = f"{job.sequences:,.0f} sequences" if whole else f"{job.batch_tokens:,.0f} tokens"
-        return [f"{batch} do not divide over {chips:,} chips"]
+        return [f"{batch_words(job)} do not divide over {chips:,} chips"]
     heads = int(max((v for k, v in sizes.items() if k.partition(".")[0] == "N"), default=0))
     if axis == "tensor" and heads and chips > heads:
         return [f"{heads} heads cannot be split over {chips:,} chips"]
@@ -204,7 +202,7 @@ def variations(winner: Plan, *, memory_share: float = 1.0, forbidden: tuple[str,
     return (*(f for f in found if f is not None), *_impossible_schedules(winner), *_offload(winner))
 
 
-def _changes(winner: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(winner: Plan) -> Iterator[tuple[str, dict[str, object]]]:
     """Name and changed fields of each variation that could run."""
     layout = winner.layout
     for schedule, pieces in _SCHEDULES:
@@ -231,14 +229,14 @@ def _changes(winner: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "the same with fsdp for data", _moved(layout, "data", "fsdp")
 
 
-def _moved(layout: Layout, source: str, target: str) -> dict[str, Any]:
+def _moved(layout: Layout, source: str, target: str) -> dict[str, object]:
     """All of one axis as another that is not used, on the same wires."""
     wires = dict(layout.wires or ())
     wires[source], wires[target] = wires[target], wires[source]
     return {source: 1, target: layout.sizes[source], "wires": tuple(wires.items())}
 
 
-def _priced(winner: Plan, name: str, change: dict[str, Any], memory_share: float) -> Baseline | None:
+def _priced(winner: Plan, name: str, change: dict[str, object], memory_share: float) -> Baseline | None:
     """Estimate a variation; None where the model rules it out, or where it would win (a tie that the ranking broke)."""
     try:
         layout = winner.layout.replace(**change)

@@ -18,7 +18,7 @@ from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES, SCHEDULES, axis
 _ENOUGH = 10**18
 
 #: Word that can be forbidden -> field of `Choices`, and which of its values go.
-_WORDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+_WORDS: dict[str, tuple[str, tuple[object, ...]]] = {
     "offload": ("offload", (("optimizer",), ("parameters",), ("activations",))),
     **{method: ("context_method", (method,)) for method in CONTEXT_METHODS},
     **{schedule: ("schedule", (schedule,)) for schedule in SCHEDULES},
@@ -94,29 +94,39 @@ class Constraints:
         return ",".join(fixed) + (f" without {', '.join(self.forbidden)}" if self.forbidden else "")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Write the value of a choice as a layout does."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return ("+".join(value) or "none") if isinstance(value, tuple | list) else str(value)
 
 
-def asked_choices(written: Mapping[str, Any], **others: Any) -> Choices:
-    """What is left to choose: what was written has one value; `others` are those of further fields.
+def asked_choices(written: Mapping[str, Any]) -> Choices:
+    """What is left to choose: what was written has one value.
 
     >>> asked_choices({"remat": "full"}).remat
     ('full',)
     """
     asked: dict[str, Any] = {f.name: (written[f.name],) for f in fields(Choices) if f.name in written}
-    if "remat_layers" in written and "remat" not in written:
+    if written.get("remat_layers") is not None and "remat" not in written:
         asked["remat"] = tuple(policy for policy in Choices().remat if policy != "none")
     for single in ("sequence_parallel", "collective_matmul", "expert_dispatch", "offload_layers"):
         if single in written:
             asked[single] = written[single]
-    return Choices(**{**others, **asked})
+    return Choices(**asked)
 
 
-def parse_fixed(value: Any) -> dict[str, Any]:
+def _texts(value: object, expected: str) -> list[str]:
+    """One text, or several."""
+    texts: list[str] = []
+    for text in [value] if isinstance(value, str) or not isinstance(value, Iterable) else value:
+        if not isinstance(text, str):
+            raise LayoutError(f"expected {expected}, found {text!r}")
+        texts.append(text)
+    return texts
+
+
+def parse_fixed(value: object) -> dict[str, Any]:
     """Read what is fixed, `tensor=8,schedule=1f1b`, or several such texts, or a mapping.
 
     >>> parse_fixed("tp=8,schedule=1f1b,remat=full"), parse_fixed({"tensor": 1, "offload": ()})
@@ -126,11 +136,9 @@ def parse_fixed(value: Any) -> dict[str, Any]:
         LayoutError: not NAME=VALUE, a name twice, a value that it cannot have.
         UnknownNameError: a name that no layout has.
     """
-    texts = [f"{a}={shown(n)}" for a, n in value.items()] if isinstance(value, Mapping) else value
-    texts = [texts] if isinstance(texts, str) or not isinstance(texts, Iterable) else list(texts)
+    written = [f"{a}={shown(n)}" for a, n in value.items()] if isinstance(value, Mapping) else value
+    texts = _texts(written, "NAME=VALUE such as tensor=8 or schedule=1f1b")
     for text in texts:
-        if not isinstance(text, str):
-            raise LayoutError(f"expected NAME=VALUE such as tensor=8 or schedule=1f1b, found {text!r}")
         if "-1" in text.split("=")[1:]:
             raise LayoutError(f"a fixed axis has a size, found {text!r}; what is not fixed takes the rest")
     if not texts:
@@ -142,7 +150,7 @@ def parse_fixed(value: Any) -> dict[str, Any]:
     return {**{a: request.sizes[a] for a in request.written}, **request.choices}
 
 
-def parse_forbidden(value: Any) -> tuple[str, ...]:
+def parse_forbidden(value: object) -> tuple[str, ...]:
     """Read what no plan may use, separated by commas: mesh axes, and words or values of choices.
 
     >>> parse_forbidden("pipeline, ring,zero=2")
@@ -152,10 +160,7 @@ def parse_forbidden(value: Any) -> tuple[str, ...]:
         LayoutError: a size of an axis, what is no text, a value that a choice cannot have.
         UnknownNameError: a word that stands for nothing.
     """
-    texts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
-    for text in texts:
-        if not isinstance(text, str):
-            raise LayoutError(f"expected words such as pipeline, offload or zero=2, found {text!r}")
+    texts = _texts(value, "words such as pipeline, offload or zero=2")
     words = tuple(w for w in (_word(part) for text in texts for part in text.split(",")) if w)
     for word in words:
         if axis_of(word) is None:
@@ -171,7 +176,7 @@ def _word(text: str) -> str:
     return word.replace(" ", "-").replace("_", "-")
 
 
-def _forbidden_values(word: str) -> tuple[str, tuple[Any, ...]]:
+def _forbidden_values(word: str) -> tuple[str, tuple[object, ...]]:
     """Field of `Choices` and the values that a word rules out."""
     name, equals, value = word.partition("=")
     if not equals and word in _WORDS:

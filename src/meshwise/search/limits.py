@@ -19,6 +19,7 @@ from meshwise.search.baselines import Baseline
 from meshwise.search.constraints import Constraints
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
+from meshwise.search.reasons import batch_words
 from meshwise.search.search import SearchResult, SearchSpace, search
 from meshwise.search.space import parts_up_to, shrunken
 from meshwise.sharding.layout import LayoutRequest
@@ -182,10 +183,8 @@ def batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutError
 
 
 def _batch(job: TrainingJob) -> str:
-    """Say how large a batch is, in sequences where it is whole ones."""
-    if job.sequences == int(job.sequences):
-        return f"{job.sequences:,.0f} sequences"
-    return f"{job.batch_tokens:,.0f} tokens, which is no whole number of sequences"
+    whole = job.sequences == int(job.sequences)
+    return batch_words(job) + ("" if whole else ", which is no whole number of sequences")
 
 
 def _whole_batch(job: TrainingJob) -> str:

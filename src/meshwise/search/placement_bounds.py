@@ -74,7 +74,7 @@ class Placements:
         routing: of a mixture.
     """
 
-    at_a_time = 1 << 14  # candidates that are bounded, on all placements of each
+    at_a_time = 1 << 15  # candidates that are bounded, on all placements of each
 
     def __init__(self, fabric: Fabric, table: CandidateTable, routing: Routing | None) -> None:
         self.fabric, self.table, self.routing = fabric, table, routing

@@ -6,7 +6,8 @@ Not here: finding the layout (`search`, `planner`), or words (`report`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.problem import TrainingProblem
+from meshwise.costs.problem import ServingProblem, TrainingProblem
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import read_model_json
@@ -34,7 +35,7 @@ _WRITERS = {
     "serving": "'meshwise plan serve ... --save' or 'estimate serve ... --save'",
 }
 
-_KEYS = {
+_KEYS = (
     "schema_version",
     "model",
     "job",
@@ -44,7 +45,12 @@ _KEYS = {
     "calibration",
     "layout",
     "fabric",
-}
+)
+
+Kind = Literal["training", "serving"]
+
+#: What was read from JSON.
+Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,12 @@ class Plan:
         """The inputs verbatim; `from_json` computes the rest again."""
         value = {
             "schema_version": "1",
-            "model": json.loads(self.problem.model.to_json()),
+            **saved_problem(self.problem),
             "job": self.problem.job.model_dump(),
-            "cluster": self.problem.cluster.name,
-            "cluster_document": self.problem.cluster.document,
-            "price_usd_per_chip_hour": self.problem.cluster.price_per_chip_hour,
-            "calibration": self.problem.calibration.name,
             "layout": self.layout.to_json(),
             "fabric": [{"name": d.name, "size": d.size, "wraps": d.wraps} for d in self.fabric.dimensions],
         }
-        return json.dumps(value, indent=2)
+        return json.dumps({key: value[key] for key in _KEYS}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -105,40 +107,76 @@ class Plan:
         Raises:
             ConfigError: not such a JSON document; other errors as its parts raise them.
         """
-        try:
-            value: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"plan JSON: expected what --save writes: {error.msg} at line {error.lineno}, column {error.colno}"
-            ) from None
-        check_kind(value, "training")
-        if isinstance(value, Mapping) and value.get("schema_version", "1") != "1":
-            raise ConfigError(
-                f"plan JSON: schema_version: expected '1', found {value['schema_version']!r}; another version of "
-                "meshwise saved it: plan again with this one"
-            )
-        if not isinstance(value, Mapping) or set(value) != _KEYS:
-            found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
-            raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS))}; found {found}")
-        try:
+        value = read_document(text, "training", _KEYS)
+        with unchanged_values():
             if value["layout"]["wires"] is None:
                 raise ConfigError("plan JSON: layout.wires: expected where each mesh axis lies, found null")
-            cluster = saved_cluster(value["cluster"], value["cluster_document"], value["price_usd_per_chip_hour"])
-            model, job = read_model_json(json.dumps(value["model"])), TrainingJob(**value["job"])
+            cluster, model = saved_cluster(value), read_model_json(json.dumps(value["model"]))
+            job = TrainingJob(**value["job"])
             check_length(model, job.seq_len)
             problem = TrainingProblem(model, job, cluster, find_calibration(value["calibration"], cluster.chip))
-            return cls.of(
-                problem,
-                Layout.from_json(value["layout"]),
-                _fabric(cluster, value["fabric"], flat_rings=problem.calibration.flat_rings),
-            )
-        except MeshwiseError:
-            raise
-        except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
-            raise changed(error) from error
+            fabric = _fabric(cluster, value["fabric"], flat_rings=problem.calibration.flat_rings)
+            return cls.of(problem, Layout.from_json(value["layout"]), fabric)
 
 
-def kind_of(value: Any) -> Literal["training", "serving"] | None:
+def saved_problem(problem: TrainingProblem | ServingProblem) -> dict[str, object]:
+    """What the JSON of a plan says of its problem, besides job or load."""
+    return {
+        "model": json.loads(problem.model.to_json()),
+        "cluster": problem.cluster.name,
+        "cluster_document": problem.cluster.document,
+        "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
+        "calibration": problem.calibration.name,
+    }
+
+
+def read_document(
+    text: str, kind: Kind, keys: tuple[str, ...], upgrade: Callable[[Document], Document] = lambda value: value
+) -> Document:
+    """The JSON object of a saved plan.
+
+    Args:
+        text: JSON.
+        kind: of the plan.
+        keys: that it has.
+        upgrade: makes the current schema of an earlier one.
+
+    Raises:
+        ConfigError: no such document.
+    """
+    version, save = ("1", "--save") if kind == "training" else ("2", "'plan serve --save'")
+    try:
+        value: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"plan JSON: expected what {save} writes: {where}") from None
+    check_kind(value, kind)
+    if kind == "serving" and kind_of(value) != kind:
+        raise ConfigError("plan JSON: expected a plan of serving, as 'meshwise plan serve ... --save' writes it")
+    value = upgrade(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping) and value.get("schema_version", version if kind == "training" else None) != version:
+        raise ConfigError(
+            f"plan JSON: schema_version: expected {version!r}, found {value.get('schema_version')!r}; another version "
+            "of meshwise saved it: plan again with this one"
+        )
+    if not isinstance(value, Mapping) or set(value) != set(keys):
+        found = ", ".join(sorted(value)) if isinstance(value, Mapping) else type(value).__name__
+        raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(keys))}; found {found}")
+    return value
+
+
+@contextmanager
+def unchanged_values() -> Iterator[None]:
+    """Say of a saved plan that a value was changed, where something goes wrong with it that says no more."""
+    try:
+        yield
+    except MeshwiseError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+        raise _changed(error) from error
+
+
+def kind_of(value: object) -> Kind | None:
     """Say what kind of plan a JSON value was saved as; None where it is no plan, or says not which.
 
     Those of serving have a key `kind`, those of training have a job and one layout.
@@ -150,7 +188,7 @@ def kind_of(value: Any) -> Literal["training", "serving"] | None:
     return "training" if "kind" not in value and {"model", "job", "cluster", "layout"} <= set(value) else None
 
 
-def check_kind(value: Any, kind: Literal["training", "serving"]) -> None:
+def check_kind(value: object, kind: Kind) -> None:
     """Refuse a plan of the other kind.
 
     Raises:
@@ -164,7 +202,7 @@ def check_kind(value: Any, kind: Literal["training", "serving"]) -> None:
         )
 
 
-def changed(error: Exception) -> ConfigError:
+def _changed(error: Exception) -> ConfigError:
     """Say of a saved plan which value is not what was written, from what went wrong with it."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
@@ -181,19 +219,20 @@ def changed(error: Exception) -> ConfigError:
     )
 
 
-def saved_cluster(name: str, document: str, price: float | None) -> Cluster:
-    """Give the cluster of a plan, from its name or from the text of its file, at the plan's price.
+def saved_cluster(value: Document) -> Cluster:
+    """The cluster of a plan, from its name or from the text of its file, at the plan's price.
 
     Raises:
         ClusterError: there is no such cluster, or the text describes none.
     """
+    name, document, price = (value[key] for key in ("cluster", "cluster_document", "price_usd_per_chip_hour"))
     if not document:
         return parse_cluster(name, price=price)
     cluster = read_cluster(document, name=name, where="plan JSON: cluster_document")
     return cluster if price is None else cluster.replace(chip=cluster.chip.replace(price_per_chip_hour=price))
 
 
-def _fabric(cluster: Cluster, used: list[Mapping[str, Any]], *, flat_rings: bool) -> Fabric:
+def _fabric(cluster: Cluster, used: list[Document], *, flat_rings: bool) -> Fabric:
     """The part of the cluster's network that a plan used."""
     whole = Fabric.of(cluster, flat_rings=flat_rings)
     if [d.get("name") for d in used] != [d.name for d in whole.dimensions]:

@@ -239,10 +239,8 @@ def _search_layout(
 
 def _left_open(request: LayoutRequest) -> Choices:
     """What a layout leaves to choose; whole policies, and nothing is offloaded unless it says so."""
-    others: dict[str, Any] = {"offload": ((),)}
-    if request.choices.get("remat") != "full":
-        others["remat_layers"] = (None,)
-    return asked_choices(request.choices, **others)
+    asked = {"remat_layers": None, **request.choices} if request.choices.get("remat") != "full" else request.choices
+    return asked_choices({"offload": (), **asked})
 
 
 def _check_schedule(problem: TrainingProblem, request: LayoutRequest) -> None:

@@ -18,6 +18,7 @@ from meshwise.costs.rules import (
     mixed_fsdp_optimum,
     pipeline_bubble,
 )
+from meshwise.jobs import TrainingJob
 from meshwise.search.plan import Plan
 
 
@@ -43,7 +44,7 @@ def _batch(plan: Plan, whole: Fabric) -> str:
     if chips == 1:
         return ""
     needed = critical_tokens_per_chip(plan.problem, whole)
-    asked = plan.problem.job.batch_tokens / chips
+    asked = tokens_per_chip(plan.problem, whole)
     verdict = "enough for FSDP alone" if asked >= needed else "too few for FSDP alone"
     parameters = plan.problem.model.parameters
     sparse = ", times total over active parameters" if parameters.total != parameters.active else ""
@@ -51,6 +52,17 @@ def _batch(plan: Plan, whole: Fabric) -> str:
         f"{asked:,.0f} tokens per chip are {verdict}, which needs {needed:,.0f} on this network "
         f"(FLOP/s over its bytes/s{sparse})"
     )
+
+
+def tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:
+    """Tokens of a batch on each chip of a network."""
+    return problem.job.batch_tokens / math.prod(whole.sizes)
+
+
+def batch_words(job: TrainingJob) -> str:
+    """How large a batch is, in sequences where these are whole."""
+    whole = job.sequences == int(job.sequences)
+    return f"{job.sequences:,.0f} sequences" if whole else f"{job.batch_tokens:,.0f} tokens"
 
 
 def critical_tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:

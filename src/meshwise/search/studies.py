@@ -117,9 +117,10 @@ def _changed(problem: TrainingProblem) -> Iterator[tuple[str, float, TrainingPro
     cluster, job = problem.cluster, problem.job
     for name, other in _clusters(cluster):
         yield name, -CHANGE, replace(problem, cluster=other)
-    batch = max(1, round(job.sequences * (1 - CHANGE))) * job.seq_len
-    if batch < job.batch_tokens:
-        yield "batch", batch / job.batch_tokens - 1, replace(problem, job=_job(job, batch_tokens=batch))
+    sequences = max(1, round(job.sequences * (1 - CHANGE)))
+    if sequences < job.sequences:
+        smaller = _job(job, batch_tokens=sequences * job.seq_len)
+        yield "batch", sequences / job.sequences - 1, replace(problem, job=smaller)
     length = round(job.seq_len * (1 - CHANGE) / _POSITIONS) * _POSITIONS
     if 0 < length < job.seq_len:
         shorter = _job(job, seq_len=float(length))
