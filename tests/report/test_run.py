@@ -55,9 +55,9 @@ def test_another_chip_is_not_compared(on_its_chip):
     other = replace(on_its_chip, hardware="cpu", chip=None, peak_flops_per_s=None, peak_bytes_in_use=None)
     report = run_report(other, {})
     assert report.not_modelled == (
-        "the prediction is for h100-sxm, and this ran on cpu: they are not to be compared",
+        "the prediction is for h100-sxm, but this ran on cpu: do not compare them",
         "MFU: the peak of cpu is not known",
-        "memory in use: cpu does not tell",
+        "memory in use: cpu does not report it",
     )
     assert [str(column.header) for column in report.body[0].columns] == ["", "measured", "predicted, h100-sxm"]
     assert (report.data["measured"]["mfu"], report.data["measured"]["peak_bytes_in_use"]) == (None, None)

@@ -152,7 +152,7 @@ def test_a_step_that_was_reported_saved_outlives_a_kill(alone, tmp_path):
     envelope = ("schema_version", "command", "inputs", "answer", "assumed", "not_modelled")
     fields = {*resumed, *resumed["measured"], *resumed["predicted"]} - {*envelope}
     assert not [name for name in fields if f"`{name}`" not in page]
-    assert "the prediction is for h100-sxm, and this ran on cpu: they are not to be compared" in resumed["not_modelled"]
+    assert "the prediction is for h100-sxm, but this ran on cpu: do not compare them" in resumed["not_modelled"]
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.hardware import Chip, load_chip
 from meshwise.hardware.names import chip_of_device
-from meshwise.report.generate import GenerateResult
-from meshwise.report.run import RunResult
+from meshwise.report.run import GenerateResult, RunResult
 from meshwise.runtime.checkpoints import Checkpoints
 from meshwise.runtime.data import SyntheticTokens, TokenSource, read_text, read_tokenizer
 from meshwise.runtime.devices import find_devices, share_of_machine, software_of

@@ -15,7 +15,7 @@ from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
 from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.exports import SERVING_TARGETS, TARGETS, Exported, hand_over, hand_over_serving
-from meshwise.report.exported import handover_report
+from meshwise.report.export import export_report
 from meshwise.search import Plan
 from meshwise.search.serving import ServingPlan
 
@@ -88,4 +88,4 @@ def show_export(screen: Screen, request: _ExportRequest) -> None:
     if request.output is None and not screen.as_json and not screen.explain:
         screen.write(handed.text)
     else:
-        screen.show(handover_report(handed, request.echo()))
+        screen.show(export_report(handed, request.echo()))

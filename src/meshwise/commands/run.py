@@ -14,8 +14,7 @@ from typing import Any
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
 from meshwise.commands.run_requests import GenerateRequest, RunOptions, RunRequest
-from meshwise.report.generate import GenerateResult, generate_report
-from meshwise.report.run import RunResult, run_report
+from meshwise.report.run import GenerateResult, RunResult, generate_report, run_report
 from meshwise.runtime.devices import load_jax
 from meshwise.search import Plan
 

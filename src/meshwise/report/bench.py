@@ -9,7 +9,7 @@ from typing import Any
 from meshwise.core.units import format_bandwidth, format_flops_per_s, format_time
 from meshwise.costs.machine import MeasuredOperation
 from meshwise.report.report import Report
-from meshwise.report.table import table
+from meshwise.report.table import Columns, picked, tabulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,56 +60,38 @@ class BenchResult:
 def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
     """Say what was measured."""
     best = max((row for row in result.rows if row.unit == result.rows[0].unit), key=lambda row: row.rate)
-    columns = ["!operation", ">measured", ">rate"]
-    known = any(row.expected is not None for row in result.rows)
-    if known:
-        columns += [">expected", ">measured / expected"]
-
-    def cells(row: BenchRow) -> list[str]:
-        found = [row.text, format_time(row.measured.seconds), _rate(row)]
-        if known and row.expected is not None:
-            found += [format_time(row.expected), f"{row.measured.seconds / row.expected:.2f}"]
-        return found + [""] * (len(columns) - len(found))
-
+    columns: Columns = {"!operation": "text", ">measured": ("measured.seconds", format_time), ">rate": _rate}
+    expected = any(row.expected is not None for row in result.rows)
+    if expected:
+        columns = {**columns, ">expected": ("expected", format_time), ">measured / expected": _ratio}
+    document = {"cluster_document": result.document} if result.document else {}
+    saved = ("--save-cluster machine.toml: this machine for --cluster of other commands",) if document else ()
+    unknown = () if expected else ("the expected times of these operations: chip or network is not known here",)
     return Report(
         command="bench",
         inputs=inputs,
         answer=f"{result.num_devices} x {result.hardware}: up to {_rate(best)} ({best.text})",
         data={
-            "hardware": result.hardware,
-            "num_devices": result.num_devices,
-            "software": result.software,
-            "chip": result.chip,
-            **({"cluster_document": result.document} if result.document else {}),
+            **picked(result, "hardware", "num_devices", "software", "chip"),
+            **document,
             "rows": [
-                {
-                    **asdict(row.measured),
-                    "seconds": row.measured.seconds,
-                    "rate": row.rate,
-                    "rate_unit": row.unit,
-                    "expected_s": row.expected,
-                }
+                {**asdict(row.measured), **picked(row, "rate", seconds="measured.seconds", rate_unit="unit")}
+                | {"expected_s": row.expected}
                 for row in result.rows
             ],
         },
-        body=(table(columns, (cells(row) for row in result.rows)),),
+        body=(tabulate(columns, result.rows, missing=""),),
         assumed=(
             f"software: {result.software}",
-            *((f"expected: {result.basis}",) if result.basis and known else ()),
+            *((f"expected: {result.basis}",) if result.basis and expected else ()),
         ),
-        not_modelled=(
-            *(() if known else ("what these operations should take: chip or network is not known here",)),
-            "what else runs on the machine: repeat on a quiet one",
-        ),
-        next_steps=(
-            "--save rows.csv: the rows in the format of measurements (docs/measurements.md)",
-            *(
-                ("--save-cluster machine.toml: this machine for --cluster of other commands",)
-                if result.document
-                else ()
-            ),
-        ),
+        not_modelled=(*unknown, "other load on the machine: repeat on a quiet one"),
+        next_steps=("--save rows.csv: the rows in the format of measurements (docs/measurements.md)", *saved),
     )
+
+
+def _ratio(row: BenchRow) -> str:
+    return "" if row.expected is None else f"{row.measured.seconds / row.expected:.2f}"
 
 
 def _rate(row: BenchRow) -> str:

@@ -1,15 +1,17 @@
-"""The run verb's answer: a plan that was executed, beside what it was predicted to do. Not here: executing."""
+"""The run verb's answers: training beside its prediction, generation beside the chip's bounds. Not here: executing."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import RenderableType
+
 from meshwise.core.units import format_bytes, format_count, format_percent, format_time
 from meshwise.report.report import Report
-from meshwise.report.table import table
+from meshwise.report.table import picked, table
 from meshwise.search import Plan
 
 
@@ -90,84 +92,190 @@ class RunResult:
 
 def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
     """Say what was measured, beside the prediction."""
-    estimate, chip = result.plan.estimate, result.plan.problem.cluster.chip.name
+    chip = result.plan.problem.cluster.chip.name
     steps = f"steps {result.first:,} to {result.last:,}" if len(result.losses) > 1 else f"step {result.last:,}"
-    here = f"{result.num_devices:,} x {result.hardware}"
+    losses = f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}"
     times = f"the median of {len(result.timed)} of {len(result.seconds)} steps, after warming up"
-    notes = []
-    if not result.is_planned_chip:
-        notes.append(f"the prediction is for {chip}, and this ran on {result.hardware}: they are not to be compared")
-    if result.mfu is None:
-        notes.append(f"MFU: the peak of {result.hardware} is not known")
-    if result.peak_bytes_in_use is None:
-        notes.append(f"memory in use: {result.hardware} does not tell")
     return Report(
         command="run",
         inputs=inputs,
-        answer=f"{steps} on {here}: {format_time(result.step_seconds)} a step, loss {result.losses[0]:.4f} to "
-        f"{result.losses[-1]:.4f}",
+        answer=f"{steps} on {_here(result)}: {format_time(result.step_seconds)} a step, loss {losses}",
         data={
-            "hardware": result.hardware,
-            "num_devices": result.num_devices,
-            "software": result.software,
-            "chip": result.chip,
+            **picked(result, "hardware", "num_devices", "software", "chip", "losses", "seconds"),
+            **picked(result, first_step="first", last_step="last", saved_steps="saved", compile_s="compile_seconds"),
             "planned_chip": chip,
             "layout": str(result.plan.layout),
-            "first_step": result.first,
-            "last_step": result.last,
-            "losses": list(result.losses),
-            "seconds": list(result.seconds),
-            "saved_steps": list(result.saved),
-            "compile_s": result.compile_seconds,
-            "tokens_per_step": estimate.tokens,
-            "measured": {
-                "step_time_s": result.step_seconds,
-                "tokens_per_s": result.tokens_per_s,
-                "mfu": result.mfu,
-                "compiled_state_bytes": result.state_bytes,
-                "compiled_temporary_bytes": result.temporary_bytes,
-                "peak_bytes_in_use": result.peak_bytes_in_use,
-            },
-            "predicted": {
-                "step_time_s": estimate.step_time.expected,
-                "step_time_lower_s": estimate.step_time.lower,
-                "step_time_upper_s": estimate.step_time.upper,
-                "tokens_per_s": estimate.tokens_per_s,
-                "mfu": estimate.mfu,
-                "memory_bytes": estimate.memory["total"],
-            },
+            "tokens_per_step": result.plan.estimate.tokens,
+            "measured": _measured_data(result),
+            "predicted": _predicted_data(result),
         },
-        body=(table(["!", ">measured", f">predicted, {chip}", *_ratio(result)], _rows(result)),),
+        body=(_comparison(result),),
         assumed=(
             f"tokens: {result.data}",
             f"learning rate: {result.learning_rate}",
             f"times: {times}; compiling took {format_time(result.compile_seconds)}",
             f"software: {result.software}",
         ),
-        not_modelled=tuple(notes),
-        next_steps=() if result.saved else ("--checkpoint DIR --every 100: states that a later run goes on from",),
+        not_modelled=tuple(_not_compared(result)),
+        next_steps=() if result.saved else ("--checkpoint DIR --every 100: states from which a later run continues",),
     )
 
 
-def _ratio(result: RunResult) -> tuple[str, ...]:
-    """Head the column of ratios, where they mean something."""
-    return (">measured / predicted",) if result.is_planned_chip else ()
+def _here(result: RunResult | GenerateResult) -> str:
+    return f"{result.num_devices:,} x {result.hardware}"
 
 
-def _rows(result: RunResult) -> list[tuple[str, ...]]:
-    """Lay measured beside predicted."""
+def _not_compared(result: RunResult) -> Iterator[str]:
+    """What could not be measured, or must not be compared."""
+    if not result.is_planned_chip:
+        chip = result.plan.problem.cluster.chip.name
+        yield f"the prediction is for {chip}, but this ran on {result.hardware}: do not compare them"
+    if result.mfu is None:
+        yield f"MFU: the peak of {result.hardware} is not known"
+    if result.peak_bytes_in_use is None:
+        yield f"memory in use: {result.hardware} does not report it"
+
+
+def _measured_data(result: RunResult) -> dict[str, Any]:
+    return picked(
+        result,
+        *("tokens_per_s", "mfu", "peak_bytes_in_use"),
+        step_time_s="step_seconds",
+        compiled_state_bytes="state_bytes",
+        compiled_temporary_bytes="temporary_bytes",
+    )
+
+
+def _predicted_data(result: RunResult) -> dict[str, Any]:
+    return picked(
+        result.plan.estimate,
+        *("tokens_per_s", "mfu"),
+        step_time_s="step_time.expected",
+        step_time_lower_s="step_time.lower",
+        step_time_upper_s="step_time.upper",
+        memory_bytes="memory.total",
+    )
+
+
+def _comparison(result: RunResult) -> RenderableType:
+    """Measured beside predicted, with their ratio where it means something."""
     estimate = result.plan.estimate
     memory = estimate.memory["total"]
-
-    def row(name: str, measured: float | None, predicted: float, show: Any) -> tuple[str, ...]:
-        cells = (name, "not known" if measured is None else show(measured), show(predicted))
-        ratio = "" if measured is None else f"{measured / predicted:.2f}"
-        return (*cells, ratio) if _ratio(result) else cells
-
-    return [
-        row("step time", result.step_seconds, estimate.step_time.expected, format_time),
-        row("tokens/s", result.tokens_per_s, estimate.tokens_per_s, format_count),
-        row("MFU", result.mfu, estimate.mfu, format_percent),
-        row("memory, as compiled", result.compiled_bytes, memory, format_bytes),
-        row("memory, peak in use", result.peak_bytes_in_use, memory, format_bytes),
+    lines: tuple[tuple[str, float | None, float, Callable[[float], str]], ...] = (
+        ("step time", result.step_seconds, estimate.step_time.expected, format_time),
+        ("tokens/s", result.tokens_per_s, estimate.tokens_per_s, format_count),
+        ("MFU", result.mfu, estimate.mfu, format_percent),
+        ("memory, as compiled", result.compiled_bytes, memory, format_bytes),
+        ("memory, peak in use", result.peak_bytes_in_use, memory, format_bytes),
+    )
+    columns = ["!", ">measured", f">predicted, {result.plan.problem.cluster.chip.name}", ">measured / predicted"]
+    rows = [
+        (
+            name,
+            "not known" if measured is None else show(measured),
+            show(predicted),
+            "" if measured is None else f"{measured / predicted:.2f}",
+        )
+        for name, measured, predicted, show in lines
     ]
+    shown = 4 if result.is_planned_chip else 3
+    return table(columns[:shown], (row[:shown] for row in rows))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """What was generated, and how fast.
+
+    Args:
+        plan: whose layout ran.
+        hardware: what the devices call themselves; num_devices: how many took part; software: what ran them.
+        chip: of the catalog; None where it has no such one.
+        weights: where they come from, in words.
+        prompt: token ids; tokens: new ones, of the first sequence; text: the new ones as text, None without tokenizer.
+        sequences: that were extended together, all by the same prompt.
+        compile_seconds: that compiling took.
+        first_seconds: time to the first token.
+        seconds: of each further token.
+        least_first_seconds, least_seconds: bounds of both on this chip; None where it is in no catalog.
+    """
+
+    plan: Plan
+    hardware: str
+    num_devices: int
+    software: str
+    chip: str | None
+    weights: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str | None
+    sequences: int
+    compile_seconds: float
+    first_seconds: float
+    seconds: tuple[float, ...]
+    least_first_seconds: float | None
+    least_seconds: float | None
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Median time of a token after the first; None where there is one alone."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all sequences, after the first token."""
+        return None if self.token_seconds is None else self.sequences / self.token_seconds
+
+
+def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report:
+    """Say what was generated, and how fast."""
+    first = f"the first after {format_time(result.first_seconds)}"
+    speed = "" if result.tokens_per_s is None else f", then {result.tokens_per_s:,.3g} tokens/s"
+    times = f"times: the median of {len(result.seconds):,} tokens; compiling took {format_time(result.compile_seconds)}"
+    unknown = f"bounds: {result.hardware} is not in the catalog of chips"
+    prompt = f"this prompt of {len(result.prompt):,} tokens"
+    return Report(
+        command="run",
+        inputs=inputs,
+        answer=f"{len(result.tokens):,} tokens on {_here(result)}: {first}{speed}",
+        data={
+            **picked(result, "hardware", "num_devices", "software", "chip", "weights", "tokens", "text", "sequences"),
+            **picked(result, "tokens_per_s", "seconds", prompt_tokens="prompt", compile_s="compile_seconds"),
+            "time_to_first_token_s": result.first_seconds,
+            "time_per_token_s": result.token_seconds,
+            "least_time_to_first_token_s": result.least_first_seconds,
+            "least_time_per_token_s": result.least_seconds,
+            "layout": str(result.plan.layout),
+        },
+        body=(" ".join(map(str, result.tokens)) if result.text is None else result.text, _token_times(result)),
+        assumed=(
+            f"weights: {result.weights}",
+            f"sequences extended together: {result.sequences:,}, all with {prompt}",
+            "greedy decoding: the most likely token each time",
+            times,
+            "at least: active weights read once a token, and the prompt's FLOPs at the chip's peak",
+            f"software: {result.software}",
+        ),
+        not_modelled=(
+            "end-of-text tokens: generation continues after them",
+            *((unknown,) if result.least_seconds is None else ()),
+        ),
+    )
+
+
+def _token_times(result: GenerateResult) -> RenderableType:
+    least = result.least_seconds
+    measured, most = result.tokens_per_s, None if least is None else result.sequences / least
+    rows = [
+        ("time to first token", format_time(result.first_seconds), _or_none(result.least_first_seconds, format_time)),
+        ("time per token", _or_none(result.token_seconds, format_time), _or_none(least, format_time)),
+        (
+            "tokens/s, all sequences",
+            _or_none(measured, format_count),
+            _or_none(most, lambda rate: f"at most {format_count(rate)}"),
+        ),
+    ]
+    return table(("!", ">measured", ">at least"), rows)
+
+
+def _or_none(value: float | None, show: Callable[[float], str]) -> str:
+    return "-" if value is None else show(value)

@@ -16,12 +16,12 @@ from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
 from meshwise.compiler.verification import CompiledCopy, Verification
 from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
 from meshwise.report.report import Report, listed
-from meshwise.report.table import counted, noted_table
+from meshwise.report.table import Columns, cells, counted, noted_table, picked
 
 #: Of a line through two copies.
 _PEAKS = (
-    "temporaries of all layers, exactly: those of small copies may be largest at another moment, so that the line "
-    "through them is off by up to a third; without --reduced all layers are compiled, which takes about as long"
+    "exact temporaries of all layers: they are extrapolated from two small copies, whose peaks may fall at another "
+    "moment (off by up to a third); without --reduced all layers are compiled, which takes about as long"
 )
 
 
@@ -42,8 +42,8 @@ def verification_report(found: Verification, layout: str, inputs: Mapping[str, A
         assumed=_assumed(found),
         not_modelled=(
             *(() if found.whole else (_PEAKS,)),
-            "time: the compiler's own estimates of it are not used",
-            "how memory fragments when the program runs, and what runtime and other programs hold",
+            "time: the compiler's own estimates are not used",
+            "memory fragmentation at run time, and memory that the runtime and other programs hold",
         ),
         next_steps=() if found.whole else ("leave --reduced out: all layers instead of two smaller models",),
     )
@@ -79,7 +79,7 @@ def _body(found: Verification, layout: str) -> Iterable[RenderableType]:
     yield _table("matmuls of a chip a step", found.group("flops"), format_flops)
     yield _table("read and written by a chip a step", found.group("moved"), format_bytes)
     if found.unread:
-        yield listed("In the program, and not counted", found.unread)
+        yield listed("In the program, but not counted", found.unread)
     used = dict.fromkeys(d.reason for line in found.lines for d in line.differences if d.reason != UNEXPLAINED)
     if used:
         yield listed("Reasons", (f"{reason}: {REASONS[reason]}" for reason in used))
@@ -108,7 +108,7 @@ def _assumed(found: Verification) -> tuple[str, ...]:
     sizes = " and ".join(str(copy.layers) for copy in found.copies)
     how = "all layers compiled"
     if not found.whole:
-        how = f"{sizes} of {found.layers} layers compiled; the whole follows on a line through both"
+        how = f"{sizes} of {found.layers} layers compiled; the whole is extrapolated from both"
     took = sum(copy.seconds for copy in found.copies if not copy.cached)
     cached = sum(copy.cached for copy in found.copies)
     parts = [f"compiled in {format_time(took)}" if took else "", f"{counted(cached, 'program')} found compiled"]
@@ -117,44 +117,36 @@ def _assumed(found: Verification) -> tuple[str, ...]:
 
 
 def _data(found: Verification, layout: str) -> dict[str, Any]:
+    groups = {
+        "memory": ("memory", "bytes"),
+        "collectives": ("collectives", "received_bytes"),
+        "matmuls": ("flops", "flops"),
+        "memory_traffic": ("moved", "bytes"),
+    }
     return {
-        "target": found.target,
+        **picked(found, "target", "fits", "layers", capacity_bytes="capacity", predicted_bytes="predicted_total"),
+        **picked(found, compiled_bytes="peak", set_aside_bytes="set_aside", not_counted="unread"),
+        **picked(found, unexplained_share_of_received="unexplained_share", out_of_memory="out_of_memory.message"),
         "layout": layout,
-        "fits": found.fits,
-        "layers": found.layers,
         "compiled": [_copy(copy) for copy in found.copies],
-        "capacity_bytes": found.capacity,
-        "predicted_bytes": found.predicted_total,
-        "compiled_bytes": found.peak,
-        "set_aside_bytes": found.set_aside,
-        "unexplained_share_of_received": found.unexplained_share,
-        "out_of_memory": None if found.out_of_memory is None else found.out_of_memory.message,
-        "memory": [_line(line, "bytes") for line in found.group("memory")],
-        "collectives": [_line(line, "received_bytes") for line in found.group("collectives")],
-        "matmuls": [_line(line, "flops") for line in found.group("flops")],
-        "memory_traffic": [_line(line, "bytes") for line in found.group("moved")],
-        "not_counted": list(found.unread),
+        **{name: [_line(line, unit) for line in found.group(group)] for name, (group, unit) in groups.items()},
         "compiler_versions": dict(found.versions),
     }
 
 
 def _copy(copy: CompiledCopy) -> dict[str, Any]:
-    return {
-        "layers": copy.layers,
-        "memory_bytes": None if copy.memory is None else copy.memory.to_json(),
-        "compile_s": copy.seconds,
-        "cached": copy.cached,
-    }
+    memory = None if copy.memory is None else copy.memory.to_json()
+    return picked(copy, "layers", "cached", compile_s="seconds") | {"memory_bytes": memory}
 
 
 def _line(line: Line, unit: str) -> dict[str, Any]:
-    counts = {"predicted_count": line.predicted_count, "compiled_count": line.compiled_count}
+    counts = picked(line, "predicted_count", "compiled_count") if line.group == "collectives" else {}
     return {
         "name": line.name,
         f"predicted_{unit}": line.predicted,
         f"compiled_{unit}": line.compiled,
         "differences": [{"reason": d.reason, unit: d.amount} for d in line.differences],
-        **(counts if line.group == "collectives" else {}),
+        **counts,
     }
 
 
@@ -177,29 +169,23 @@ class VerifiedRow:
 
 def with_verified(report: Report, rows: Sequence[VerifiedRow]) -> Report:
     """Add to the report of a ranking what compiling its best plans found."""
-    columns = ("compiled", ">predicted", ">compiled", ">unexplained", "fits")
-    shown = noted_table(columns, [_verified_cells(row) for row in rows])
-    data = {"verified": [_verified_data(row) for row in rows]}
-    return replace(report, body=(*report.body[:2], shown, *report.body[2:]), data={**report.data, **data})
-
-
-def _verified_cells(row: VerifiedRow) -> tuple[tuple[str, ...], str]:
-    found = row.found
-    if found is None:
-        return (f"{row.rank}", "", "", "", "not compiled"), f"{row.layout.replace(',', ', ')}: {row.refused}"
-    compiled = "" if found.peak is None else format_bytes(found.peak)
-    share = "" if found.peak is None else format_percent(found.unexplained_share)
-    cells = (f"{row.rank}", format_bytes(found.predicted_total), compiled, share, "yes" if found.fits else "no")
-    return cells, row.layout.replace(",", ", ")
+    data = [_verified_data(row) for row in rows]
+    columns: Columns = {
+        "compiled": "rank",
+        ">predicted": ("predicted_bytes", format_bytes),
+        ">compiled": ("compiled_bytes", format_bytes),
+        ">unexplained": ("unexplained_share_of_received", format_percent),
+        "fits": lambda row: "not compiled" if row["fits"] is None else "yes" if row["fits"] else "no",
+    }
+    notes = (": ".join(filter(None, (row.layout.replace(",", ", "), row.refused))) for row in rows)
+    shown = noted_table(tuple(columns), zip((cells(columns, row, missing="") for row in data), notes, strict=True))
+    return replace(report, body=(*report.body[:2], shown, *report.body[2:]), data={**report.data, "verified": data})
 
 
 def _verified_data(row: VerifiedRow) -> dict[str, Any]:
     found = row.found
     return {
-        "rank": row.rank,
-        "layout": row.layout,
-        "fits": None if found is None else found.fits,
-        "predicted_bytes": None if found is None else found.predicted_total,
+        **picked(row, "rank", "layout", fits="found.fits", predicted_bytes="found.predicted_total"),
         "compiled_bytes": None if found is None else found.peak,
         "unexplained_share_of_received": None if found is None or found.peak is None else found.unexplained_share,
         "refused": row.refused or None,
