@@ -128,6 +128,8 @@ def words_of(name: str) -> str:
 
 def retired_words(name: str) -> list[str]:
     words = words_of(name)
+    for kept in RETIRED.values():  # a word may be retired alone and be used in another ("simulator setup")
+        words = words.replace(f" {kept} ", " ") if " " in kept else words
     return [word for word in RETIRED if f" {word} " in words]
 
 
