@@ -95,7 +95,7 @@ class Line:
 
 
 def explained(line: Line, reasons: Iterable[Difference], *, exact: float = 1.0) -> Line:
-    """Give a line its differences; what they do not cover is unexplained.
+    """A line with its differences; what they do not cover is unexplained.
 
     Args:
         line: without differences.

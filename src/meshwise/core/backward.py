@@ -51,7 +51,7 @@ def backward(block: Block) -> tuple[Op, ...]:
         return replace(t, name=f"d_{t.name}", kind=kind, dtype=None, scale_bytes=0.0)
 
     def collect(t: Tensor) -> Tensor:
-        """Give the whole gradient of `t`: the sum of what its readers contributed."""
+        """The whole gradient of `t`: the sum of what its readers contributed."""
         grads = parts.get(t.name, [])
         total = gradient_of(t)
         if t.name in block.outputs:  # arrives from the next block, besides any inner readers
@@ -89,7 +89,7 @@ def backward(block: Block) -> tuple[Op, ...]:
 
 
 def _narrow_gradient(op: Op, grad: Tensor) -> list[Op]:
-    """Give the conversion of the output's gradient that `op` asks for, if it is needed."""
+    """The conversion of the output's gradient that `op` asks for, if it is needed."""
     if not isinstance(op, Einsum | Route) or op.format is None or grad.dtype == op.format.dtype:
         return []
     return [convert(f"convert.d{op.name}", grad, op.format)]
@@ -97,7 +97,7 @@ def _narrow_gradient(op: Op, grad: Tensor) -> list[Op]:
 
 @singledispatch
 def _backward_of(op: Op, grad: Tensor, contribute: Contribute) -> list[Op]:  # noqa: ARG001  each rule reads them
-    """Give the operations that turn the gradient of `op.output` into gradients of its inputs."""
+    """The operations that turn the gradient of `op.output` into gradients of its inputs."""
     raise AssertionError(f"no backward rule for {type(op).__name__}")
 
 

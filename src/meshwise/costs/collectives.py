@@ -43,7 +43,7 @@ def wire_rate(kind: CollectiveKind, wire: GroupLink) -> Num:
 
 
 def schedules(kind: CollectiveKind, wire: GroupLink) -> tuple[tuple[Num, Num], ...]:
-    """Give the algorithms that the software offers: (seconds per byte at full bandwidth, seconds of hops) of each.
+    """The algorithms that the software offers: (seconds per byte at full bandwidth, seconds of hops) of each.
 
     One, but for AllReduces: a ring (ReduceScatter and AllGather), or trees and switches that add.
     """

@@ -101,7 +101,7 @@ _SOURCE = (
 
 
 def serving_calibration(chip: Chip, engine: str | None = None) -> Calibration:
-    """Give the fitted calibration of serving: a chip's family with an engine's constants.
+    """The fitted calibration of serving: a chip's family with an engine's constants.
 
     >>> from meshwise.hardware import load_chip
     >>> found = serving_calibration(load_chip("h100-sxm"), "sglang")

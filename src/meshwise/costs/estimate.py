@@ -175,7 +175,7 @@ def layout_wires(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> Pl
 
 
 def layout_candidate(model: Model, layout: Layout) -> tuple[LayoutChoices, Candidates]:
-    """Give a layout as the evaluator takes it: its structure and its sizes.
+    """A layout as the evaluator takes it: its structure and its sizes.
 
     Raises:
         LayoutError: the model has fewer layers than are to be recomputed, or offloaded; the pipeline cannot run so.

@@ -144,7 +144,7 @@ def _waited_for(block: Block, ledger: Ledger) -> float:
 def _collectives(
     ledger: Ledger, problem: TrainingProblem, fabric: Fabric, layout: Layout
 ) -> Iterator[CollectiveBreakdown]:
-    """Give every flow that takes time its own row, forward first, then backward, then what happens once a step."""
+    """A row for every collective that takes time, forward first, then backward, then what happens once a step."""
     wires, links = layout_wires(problem, fabric, layout), problem.calibration.links
     entries = [(h, sent) for h in ledger.hidings if h.count for sent in h.sent if sent.seconds > 0]
     order = list(Pass)

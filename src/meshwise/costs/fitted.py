@@ -160,7 +160,7 @@ _FLASH_2_BACKWARD = 0.8
 
 
 def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
-    """Give the fitted calibration of a chip's family with a software's constants.
+    """The fitted calibration of a chip's family with a software's constants.
 
     >>> from meshwise.hardware import load_chip
     >>> found = fitted_calibration(load_chip("h100-sxm"), "eager-2023")

@@ -321,7 +321,7 @@ class StageMemory:
 
 
 def pipeline_ends(layers: int, pipeline: Pipeline) -> tuple[End, ...]:
-    """Say what the devices hold that may be the fullest: those with the head, the embedding, or more layers."""
+    """What the devices hold that may be the fullest: those with the head, the embedding, or more layers."""
     schedule, shape = pipeline.schedule, pipeline.shape
     first, middle, last = device_shares(layers, pipeline)
     apart = 0.0 if schedule.folded else (shape.stages > 1) * 1.0

@@ -230,7 +230,7 @@ def _routed(routing: Routing, torus: Num | None, crossings: Sequence[_Crossing],
 
 
 def _twist_of(fabric: Fabric, spans: Sequence[tuple[Num, Num]]) -> _Twist | None:
-    """Say how far a group can use the twist of a torus; None where there is none."""
+    """How far a group can use the twist of a torus; None where there is none."""
     torus = [(d, extent) for d, (extent, _) in zip(fabric.dimensions, spans, strict=True) if d.torus]
     if not any(d.twisted for d, _ in torus):
         return None
@@ -247,7 +247,7 @@ def _twist_of(fabric: Fabric, spans: Sequence[tuple[Num, Num]]) -> _Twist | None
 def shares_links(
     fabric: Fabric, factors: Mapping[str, Sequence[Num]], one: tuple[str, ...], other: tuple[str, ...]
 ) -> Condition:
-    """Say whether collectives over two groups of mesh axes need the same links: run at once, their times then add up.
+    """Whether collectives over two groups of mesh axes need the same links: run at once, their times then add up.
 
     They do where both extend along one torus axis (a group with others nested between its members crosses the links
     inside of theirs), where both cross the innermost level of switches (one port a chip), and where both go beyond it
@@ -310,7 +310,7 @@ class PlacedWires:
         return self._made[axes]
 
     def share_links(self, one: tuple[str, ...], other: tuple[str, ...]) -> Condition:
-        """Say whether two groups need the same links; see `shares_links`."""
+        """Whether two groups need the same links; see `shares_links`."""
         if (one, other) not in self._shared:
             spans = (self._spans_along(tuple(sorted(axes))) for axes in (one, other))
             self._shared[one, other] = _share_links(self.fabric, *spans)

@@ -78,7 +78,7 @@ class Schedule:
     held_head: Count
 
     def why_not(self, shape: PipelineShape) -> str | None:
-        """Say why the schedule cannot run so, or None where it can.
+        """Why the schedule cannot run so, or None where it can.
 
         >>> find_schedule("interleaved").why_not(PipelineShape(4, 6, 2))
         'interleaved needs microbatches in whole rounds of the stages: 6 microbatches do not divide by 4 stages'

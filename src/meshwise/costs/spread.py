@@ -66,7 +66,7 @@ def doubts_of(calibration: Calibration, model: Model) -> tuple[str, ...]:
 
 
 def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> dict[str, float]:
-    """Give each cause's standard deviation of the logarithm of a step's time.
+    """Each cause's standard deviation of the logarithm of a step's time.
 
     Args:
         terms: exposed seconds by name.
@@ -82,11 +82,11 @@ def spread_parts(terms: Mapping[str, float], unknown: Collection[str] = ()) -> d
 
 
 def relative_spread(terms: Mapping[str, float], unknown: Collection[str] = ()) -> float:
-    """Give the standard deviation of the logarithm of a step's time; arguments as in `spread_parts`."""
+    """The standard deviation of the logarithm of a step's time; arguments as in `spread_parts`."""
     return math.hypot(*spread_parts(terms, unknown).values())
 
 
 def likely_interval(expected: float, lower: float, terms: Mapping[str, float], unknown: Collection[str] = ()) -> Likely:
-    """Give the 80 % interval of a step's time; never below `lower`, which no step beats."""
+    """The 80 % interval of a step's time; never below `lower`, which no step beats."""
     factor = math.exp(_EIGHTY_PERCENT * relative_spread(terms, unknown))
     return Likely(max(expected / factor, min(lower, expected)), expected * factor)

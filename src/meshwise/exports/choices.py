@@ -157,7 +157,7 @@ class Choices:
         )
 
     def placement_note(self, numbered: tuple[tuple[str, ...], ...], who: str) -> str:
-        """Say where axes lie, where a tool would number its ranks otherwise; "" where it would not.
+        """Where axes lie, where a tool would number its ranks otherwise; "" where it would not.
 
         Args:
             numbered: groups of mesh axes as the tool nests them, innermost first.
@@ -214,7 +214,7 @@ MTP_NOTE = "multi-token-prediction modules of the model are in no plan, and left
 
 
 def header_lines(choices: Choices, title: str, version: str, notes: Iterable[str]) -> list[str]:
-    """Say what a file is: the plan, the tool's version it was written for, and every note."""
+    """What a file is: the plan, the tool's version it was written for, and every note."""
     cluster = choices.plan.problem.cluster
     return [
         f"{choices.model.name} on {choices.layout.num_chips:,} x {cluster.chip.title}, a plan of meshwise",

@@ -29,7 +29,7 @@ _NEAREST = "the mesh of this plan by hand, with a decoder_block of MaxText's own
 
 
 def model_settings(choices: Choices, shape: ModelShape, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
-    """Give the dimensions; refuse families that MaxText has no decoder for."""
+    """The dimensions; refuse families that MaxText has no decoder for."""
     model = choices.model
     if model.family not in _DECODERS:
         why = f"there is no decoder_block for {model.family}, only for {', '.join(_DECODERS)}"

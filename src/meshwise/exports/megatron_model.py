@@ -15,7 +15,7 @@ _BY_HAND = "the parallelism of this plan by hand, with a layer specification of 
 
 
 def model_arguments(choices: Choices, shape: ModelShape, refusals: Refusals, notes: list[str]) -> Iterator[Argument]:
-    """Give the dimensions; refuse layers that no argument describes."""
+    """The dimensions; refuse layers that no argument describes."""
     model = choices.model
     yield ("--num-layers", model.num_layers)
     yield ("--hidden-size", model.d_model)
@@ -147,7 +147,7 @@ def _positions(choices: Choices, shape: ModelShape, notes: list[str]) -> Iterato
 
 
 def _biases(choices: Choices, shape: ModelShape, refusals: Refusals) -> Iterator[Argument]:
-    """Say which linear layers have a bias: all, none, or those of queries, keys and values."""
+    """Which linear layers have a bias: all, none, or those of queries, keys and values."""
     attention = shape.attention
     inner = [shape.dense.bias, shape.dense.bias_out] if shape.dense is not None else []
     inner += [attention.bias_out] if isinstance(attention, SelfAttention) else []

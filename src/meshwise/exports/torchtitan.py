@@ -154,7 +154,7 @@ def _precision(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[s
 
 
 def _remat(choices: Choices, refusals: Refusals) -> tuple[str, str]:
-    """Give the expression, and the class that it needs."""
+    """The expression, and the class that it needs."""
     if choices.remat_layers is not None:
         refusals.add(f"remat_layers={choices.remat_layers}", "one policy is for all layers", "all layers")
     if choices.layout.remat == "none":

@@ -234,7 +234,7 @@ def assemble(
 
 
 def find_fabric(name: str) -> Fabric:
-    """Give a scale-out network of the catalog by its name or an alias.
+    """A scale-out network of the catalog by its name or an alias.
 
     Raises:
         UnknownNameError: with the nearest names.

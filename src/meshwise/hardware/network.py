@@ -12,7 +12,7 @@ from meshwise.core.errors import ClusterError
 
 
 def can_twist(shape: tuple[int, ...]) -> bool:
-    """Say whether a torus of `shape` can be twisted: k x k x 2k or k x 2k x 2k, in any order.
+    """Whether a torus of `shape` can be twisted: k x k x 2k or k x 2k x 2k, in any order.
 
     >>> can_twist((4, 4, 8)), can_twist((8, 4, 8)), can_twist((4, 4, 4)), can_twist((4, 4, 12))
     (True, True, False, False)

@@ -64,7 +64,7 @@ SourceRef = SourceRow | str
 
 
 def find_source(ref: SourceRef, known: Mapping[str, SourceRow]) -> Source:
-    """Give the document that a row names, or that stands in it."""
+    """The document that a row names, or that stands in it."""
     if isinstance(ref, SourceRow):
         return ref.build()
     if ref not in known:
@@ -274,7 +274,7 @@ def _explain(parts: list[ErrorDetails]) -> list[str]:
 
 
 def _path(part: ErrorDetails) -> tuple[str, ...]:
-    """Give the keys that lead to an error, without pydantic's names for the alternatives of a union."""
+    """The keys that lead to an error, without pydantic's names for the alternatives of a union."""
     steps = [str(step) for step in part["loc"]]
     return tuple(step for step in steps if step != "str" and not step.startswith("_") and "[" not in step)
 
@@ -311,7 +311,7 @@ def _files() -> tuple[Mapping[str, Any], ...]:
 
 @cache
 def _tables(kind: str) -> Mapping[str, Any]:
-    """Give every row of one kind by name."""
+    """Every row of one kind by name."""
     merged: dict[str, Any] = {}
     for file in _files():
         rows = file.get(kind, {})
@@ -335,13 +335,13 @@ def _chip_rows() -> Mapping[str, ChipRow]:
 
 @cache
 def chips() -> Mapping[str, Chip]:
-    """Give every built-in chip by name, in the order of the data files."""
+    """Every built-in chip by name, in the order of the data files."""
     return MappingProxyType({name: row.build(name, _sources()) for name, row in _chip_rows().items()})
 
 
 @cache
 def networks() -> Mapping[str, SliceRules | Fabric]:
-    """Give every built-in network by name: the slices of each TPU generation, the scale-out fabrics of GPUs."""
+    """Every built-in network by name: the slices of each TPU generation, the scale-out fabrics of GPUs."""
     slices = {
         name: validate(SliceRulesRow, row, f"slices {name}").build(name, _sources())
         for name, row in _tables("slices").items()
@@ -365,7 +365,7 @@ def fabric_aliases() -> Mapping[str, str]:
 
 @cache
 def machines() -> Mapping[str, Machine]:
-    """Give every cloud machine type by name; other spellings of the same machine are names too."""
+    """Every cloud machine type by name; other spellings of the same machine are names too."""
     rows = {name: validate(MachineRow, row, f"machine {name}") for name, row in _tables("machine").items()}
     return MappingProxyType(
         {
@@ -383,17 +383,17 @@ def aliases() -> Mapping[str, str]:
 
 
 def source_rows() -> Mapping[str, SourceRow]:
-    """Give the documents that rows of the catalog name, for rows of a user's file that build on one."""
+    """The documents that rows of the catalog name, for rows of a user's file that build on one."""
     return _sources()
 
 
 def chip_row(name: str) -> Mapping[str, Any]:
-    """Give the data-file row of a built-in chip, in spec-sheet units, for a file that changes a few fields."""
+    """The data-file row of a built-in chip, in spec-sheet units, for a file that changes a few fields."""
     return MappingProxyType(dict(_tables("chip")[resolve_chip_name(name)]))
 
 
 def resolve_chip_name(name: str) -> str:
-    """Give the catalog's name of a chip for any of its spellings.
+    """The catalog's name of a chip for any of its spellings.
 
     >>> resolve_chip_name("Trillium")
     'v6e'
@@ -409,7 +409,7 @@ def resolve_chip_name(name: str) -> str:
 
 
 def load_chip(name: str) -> Chip:
-    """Give a built-in chip by its name or an alias.
+    """A built-in chip by its name or an alias.
 
     >>> load_chip("h100").name
     'h100-sxm'

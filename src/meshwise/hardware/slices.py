@@ -83,7 +83,7 @@ class SliceRules:
             raise ClusterError(f"{chip.title} has no slice {text}: {self._rule()}. Nearest: {near}")
 
     def shape_of(self, num_chips: int, chip: Chip) -> tuple[int, ...]:
-        """Give the shape that a bare count of chips stands for: the most compact slice, short axes first.
+        """The shape that a bare count of chips stands for: the most compact slice, short axes first.
 
         Raises:
             ClusterError: when no slice has that many chips; names the nearest counts.
@@ -101,7 +101,7 @@ class SliceRules:
         return f"{largest}. For more, join slices over the data-centre network: {chip.name}:SHAPE*2"
 
     def counts_near(self, num_chips: int) -> tuple[int, ...]:
-        """Give the nearest counts of chips below and above that a slice can have."""
+        """The nearest counts of chips below and above that a slice can have."""
         below = next((n for n in range(min(num_chips - 1, self.largest_num_chips), 0, -1) if self._shapes(n)), None)
         above = next((n for n in range(num_chips + 1, self.largest_num_chips + 1) if self._shapes(n)), None)
         return tuple(n for n in (below, above) if n is not None)

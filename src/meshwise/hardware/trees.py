@@ -77,7 +77,7 @@ def build_tree(
 
 
 def _fills(chip: Chip, num_chips: int, limit: int) -> bool:
-    """Say whether a count beyond one node fills hosts, and can be spread evenly over the levels of the nodes."""
+    """Whether a count beyond one node fills hosts, and can be spread evenly over the levels of the nodes."""
     domain = math.prod(level.degree for level in chip.scale_up)
     if num_chips > domain and num_chips % min(chip.chips_per_host, domain):
         return False
@@ -140,7 +140,7 @@ def _cut(stack: list[tuple[Level, str]], num_chips: int, chip: Chip) -> tuple[li
 
 
 def _even_degree(rest: int, largest: int, step: int, room: int) -> int | None:
-    """Give the largest degree up to `largest`, a multiple of `step`, that divides `rest` into at most `room` units."""
+    """The largest degree up to `largest`, a multiple of `step`, that divides `rest` into at most `room` units."""
     for degree in range(largest, 1, -1):
         if rest % degree == 0 and degree % step == 0 and rest // degree <= room:
             return degree

@@ -246,7 +246,7 @@ def _change(part: str) -> tuple[str, DType | None]:
 
 
 def narrowed(program: Program, precision: Precision) -> Program:
-    """Give the program as `precision` computes it; itself where all its matmuls run in one format."""
+    """The program as `precision` computes it; itself where all its matmuls run in one format."""
     if precision.recipe is None and precision.compute == precision.other_compute:
         return program
     blocks = (_narrow_block(b, precision.recipe) if b.role == "layer" else b for b in program)
@@ -295,7 +295,7 @@ class _Narrowing:
         return any(t.name in self.block.inputs[1:] for t in op.inputs)
 
     def operand(self, t: Tensor) -> Tensor:
-        """Give an operand of a projection in its format."""
+        """An operand of a projection in its format."""
         if t.kind is Kind.WEIGHT:
             into = self.recipe.weights
             return t if into is None else replace(t, dtype=into.dtype, scale_bytes=into.scale_bytes)

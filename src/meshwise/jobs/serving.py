@@ -90,7 +90,7 @@ class ServingLoad(ServingConditions):
 
     @classmethod
     def of_mix(cls, mix: RequestMix, **conditions: Any) -> ServingLoad:
-        """Give the load of requests of different lengths."""
+        """The load of requests of different lengths."""
         return cls(prompt=mix.mean_prompt, output=mix.mean_output, mix=mix, **conditions)
 
     @model_validator(mode="after")

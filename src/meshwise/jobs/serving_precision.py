@@ -154,7 +154,7 @@ def parse_serving_precision(text: str) -> ServingPrecision:
 
 
 def quantised(program: Program, precision: ServingPrecision) -> Program:
-    """Give a serving program in its formats: weights, operands of projections, caches."""
+    """A serving program in its formats: weights, operands of projections, caches."""
     blocks = tuple(_in_formats(b, precision) for b in program)
     program = replace(program, blocks=blocks)
     return narrowed(program, precision.formats) if precision.quantises_activations else program

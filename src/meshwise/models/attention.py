@@ -277,7 +277,7 @@ def _weigh_distances(spec: SelfAttention, query: Tensor, axes: Axes, ops: Ops) -
 
 
 def shared_distances(spec: Layer, axes: Axes) -> tuple[Tensor, ...]:
-    """Give the table of distances that all layers of a stack share, where there is one."""
+    """The table of distances that all layers of a stack share, where there is one."""
     attention = spec.attention
     if not isinstance(attention, SelfAttention) or attention.distances is None or not attention.shared_distances:
         return ()

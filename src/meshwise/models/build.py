@@ -127,7 +127,7 @@ def _layer(spec: Layer, axes: Axes, ops: Ops) -> None:
 
 
 def _rename_output(ops: Ops, name: str) -> tuple[Op, ...]:
-    """Give the operations, the last one's output renamed."""
+    """The operations, the last one's output renamed."""
     last = ops.ops[-1]
     return (*ops.ops[:-1], _with_output(last, Tensor(name, last.output.axes)))
 
@@ -227,7 +227,7 @@ def _head(spec: Head, axes: Axes) -> Block:
 
 
 def _layer_block(name: str, spec: Layer, repeat: int, axes: Axes, ops: Ops | None = None) -> Block:
-    """Give the block of a group of layers; `ops` collects what it is made of, where that is not a training step."""
+    """The block of a group of layers; `ops` collects what it is made of, where that is not a training step."""
     ops = Ops() if ops is None else ops
     _layer(spec, axes, ops)
     read = {t.name for op in ops.ops for t in op.inputs}
@@ -236,7 +236,7 @@ def _layer_block(name: str, spec: Layer, repeat: int, axes: Axes, ops: Ops | Non
 
 
 def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
-    """Give the blocks that hold a tower's weights, and run nothing; a tower stands on the first stage."""
+    """The blocks that hold a tower's weights, and run nothing; a tower stands on the first stage."""
     blocks = []
     for part in tower.parts:
         prefix = f"{tower.kind}.{part.name}"
@@ -251,7 +251,7 @@ def _tower_blocks(tower: Tower, axes: Axes) -> list[Block]:
 
 
 def _encoder_end(spec: Encoder) -> list[Block]:
-    """Give the last norm of what was read, where there is one."""
+    """The last norm of what was read, where there is one."""
     if spec.norm is None:
         return []
     ops = Ops()
@@ -260,14 +260,14 @@ def _encoder_end(spec: Encoder) -> list[Block]:
 
 
 def _reader(spec: Encoder, axes: Axes) -> list[Block]:
-    """Give the blocks of an encoder: its way in, its layers, its last norm."""
+    """The blocks of an encoder: its way in, its layers, its last norm."""
     embed = _embed_block(spec.embedding, spec.groups, axes, stack="encoder.")
     layers = [_layer_block(g.name, g.layer, g.repeat, axes) for g in spec.groups]
     return [embed, *layers, *_encoder_end(spec)]
 
 
 def build_train(spec: Architecture) -> Program:
-    """Give the forward pass of a training step: blocks "embed", the layer groups, "head"."""
+    """The forward pass of a training step: blocks "embed", the layer groups, "head"."""
     axes = Axes({"D": spec.d_model, "V": spec.vocab})
     reader = _reader(spec.encoder, axes) if spec.encoder else []
     embed = _embed_block(spec.embedding, spec.groups, axes, tied=bool(reader))
@@ -314,7 +314,7 @@ def _sampling_head(spec: Head, axes: Axes, ops: Ops) -> Block:
 
 
 def build_serving(spec: Architecture, *, name: str, absorbs: bool, spread_norms: bool) -> Program:
-    """Give a serving step: the same layers as in training, reading caches, and a head for the last positions.
+    """A serving step: the same layers as in training, reading caches, and a head for the last positions.
 
     Args:
         spec: the architecture, without an encoder.

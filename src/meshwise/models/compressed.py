@@ -94,7 +94,7 @@ def _choose(spec: Compressed, x: Tensor, low: Tensor, axes: Axes, ops: Ops) -> T
 
 
 def stream_axes(streams: int, axes: Axes) -> tuple[str, ...]:
-    """Give the axes of the residual stream: of several ones where there are several.
+    """The axes of the residual stream: of several ones where there are several.
 
     >>> stream_axes(1, Axes()), stream_axes(4, Axes())
     (('B', 'T', 'D'), ('B', 'T', 'M', 'D'))

@@ -11,7 +11,7 @@ from meshwise.models.spec import Mixture, Mlp, Norm
 
 
 def _mlp(spec: Mlp, x: Tensor, axes: Axes, ops: Ops, *, letter: str = "F", prefix: str = "") -> Tensor:
-    """Give a feed-forward network; `prefix` is "shared." for the experts that every token visits."""
+    """A feed-forward network; `prefix` is "shared." for the experts that every token visits."""
     f = axes(letter, spec.hidden)
 
     def into(name: str) -> Tensor:

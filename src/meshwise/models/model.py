@@ -157,11 +157,11 @@ class Model:
         return build_train(self.spec)
 
     def train_program(self) -> Program:
-        """Give the forward pass of a training step: blocks "embed", layer groups in order, "head" with the loss."""
+        """The forward pass of a training step: blocks "embed", layer groups in order, "head" with the loss."""
         return self._train
 
     def serving_program(self, step: Literal["prefill", "decode"], *, spread_norms: bool = False) -> Program:
-        """Give a step of serving: new positions T that attend to S cached ones, themselves among these.
+        """A step of serving: new positions T that attend to S cached ones, themselves among these.
 
         Args:
             step: in "prefill" latents are expanded to the keys and values of all positions; to "decode" is to attend

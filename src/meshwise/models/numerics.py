@@ -141,13 +141,13 @@ class _Keys:
         self.read: set[str] = set(_ROUTER_KEYS if text.family.experts else ())
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """Give a key's value; null is as if it were not there."""
+        """A key's value; null is as if it were not there."""
         self.read.add(name)
         value = self.config.get(name)
         return default if value is None else value
 
     def first(self, *names: str, default: Any = None) -> Any:
-        """Give the value of the first of several spellings that is there."""
+        """The value of the first of several spellings that is there."""
         found = [v for v in (self(name) for name in names) if v is not None]
         return found[0] if found else default
 

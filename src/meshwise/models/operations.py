@@ -100,7 +100,7 @@ class Ops:
         return self.elementwise(name, x, *weights, output=output, flops=NORM_FLOPS, reduced=over)
 
     def residual_norm(self, name: str, x: Tensor, norm: Norm | None, output: str) -> Tensor:
-        """Give a norm over the residual width, or `x` itself when there is none."""
+        """A norm over the residual width, or `x` itself when there is none."""
         if norm is None:
             return x
         return self.norm(name, x, norm, output, over=x.axes[-1:], own=x.axes[-1:])
@@ -155,7 +155,7 @@ def by_key(t: Tensor) -> Tensor:
 
 
 def weight(name: str, *axes: str) -> Tensor:
-    """Give a weight tensor."""
+    """A weight tensor."""
     return Tensor(name, axes, Kind.WEIGHT)
 
 

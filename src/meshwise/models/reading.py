@@ -54,7 +54,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
 
 
 def _found(value: Any) -> str:
-    """Give a value as JSON writes it, or what JSON calls it when it is not short.
+    """A value as JSON writes it, or what JSON calls it when it is not short.
 
     >>> _found(-4), _found("yes"), _found(None), _found([1])
     ('-4', '"yes"', 'null', 'a list')
@@ -116,13 +116,13 @@ def _refuse_endless(config: Mapping[str, Any]) -> None:
 
 
 def _taken(defaults: Mapping[str, Any], family: str) -> str:
-    """Say what the file left to the defaults of its family."""
+    """What the file left to the defaults of its family."""
     said = ", ".join(f"{key} = {_value(value)}" for key, value in defaults.items())
     return f"taken from the defaults of model_type {family!r}, because config.json does not say: {said}"
 
 
 def _value(value: Any) -> str:
-    """Give a default as a note shows it; an object counts layers of each kind."""
+    """A default as a note shows it; an object counts layers of each kind."""
     if isinstance(value, dict):
         return " and ".join(f"{number} {kind}" for kind, number in value.items())
     return json.dumps(value)

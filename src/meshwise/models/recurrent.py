@@ -44,7 +44,7 @@ def _convolve(name: str, x: Tensor, taps: str, bias: bool, ops: Ops) -> Tensor:
 
 
 def _norm_of_all_heads(name: str, x: Tensor, ops: Ops) -> Tensor:
-    """Give an RMS norm over all heads together: devices that hold some of them exchange one number a position."""
+    """An RMS norm over all heads together: devices that hold some of them exchange one number a position."""
     squares = ops.elementwise(f"{name}.squares", x, output=f"{name}.squares", flops=2, axes=TOKENS, counted=x.axes)
     scale = weight(name, *x.axes[2:])
     return ops.elementwise(f"{name}.scale", x, squares, scale, output=f"{name}.scale", flops=NORM_FLOPS)
@@ -110,7 +110,7 @@ def _state_space(spec: StateSpace, x: Tensor, axes: Axes, ops: Ops) -> Tensor:
 
 
 def _norm_of_groups(spec: StateSpace, y: Tensor, ops: Ops) -> Tensor:
-    """Give an RMS norm over the heads of each group.
+    """An RMS norm over the heads of each group.
 
     A device holds whole groups unless there is only one; the exchange within a group of several is not told apart.
     """

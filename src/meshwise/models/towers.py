@@ -52,7 +52,7 @@ class Tower:
 
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool = True, into: str = "F") -> tuple[TowerWeight, ...]:
-    """Give a projection from one width to another.
+    """A projection from one width to another.
 
     Args:
         name: of the projection.
@@ -66,13 +66,13 @@ def linear(name: str, inputs: int, outputs: int, *, bias: bool = True, into: str
 
 
 def norm(name: str, width: int, *, bias: bool = True) -> tuple[TowerWeight, ...]:
-    """Give a norm: a weight, and mostly a bias."""
+    """A norm: a weight, and mostly a bias."""
     names = (f"w_{name}", f"b_{name}") if bias else (f"w_{name}",)
     return tuple(TowerWeight(n, (("D", width),)) for n in names)
 
 
 def convolution(name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[TowerWeight, ...]:
-    """Give a convolution: `inputs` counts channels times the positions of its kernel."""
+    """A convolution: `inputs` counts channels times the positions of its kernel."""
     found = [TowerWeight(f"w_{name}", (("kernel", inputs), ("D", outputs)))]
     found += [TowerWeight(f"b_{name}", (("D", outputs),))] if bias else []
     return tuple(found)
@@ -112,7 +112,7 @@ def attention(
 def mlp(
     width: int, hidden: int, *, gated: bool = False, bias: bool = True, name: str = "", out: int | None = None
 ) -> tuple[TowerWeight, ...]:
-    """Give a feed-forward network from `width` over `hidden` to `out` (or back)."""
+    """A feed-forward network from `width` over `hidden` to `out` (or back)."""
     found: list[TowerWeight] = []
     for matrix in ("gate", "up") if gated else ("up",):
         found += linear(f"{name}{matrix}", width, hidden, bias=bias)

@@ -58,7 +58,7 @@ class BenchResult:
 
 
 def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
-    """Say what was measured."""
+    """What was measured."""
     best = max((row for row in result.rows if row.unit == result.rows[0].unit), key=lambda row: row.rate)
     columns: Columns = {"!operation": "text", ">measured": ("measured.seconds", format_time), ">rate": _rate}
     expected = any(row.expected is not None for row in result.rows)

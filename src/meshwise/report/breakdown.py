@@ -23,7 +23,7 @@ _COLUMNS = (">FLOPs", ">bytes", ">time", "bound")
 
 
 def workings_tables(w: Breakdown) -> tuple[RenderableType, ...]:
-    """Give the tables that `--explain` adds: a layer's operations, every collective of a step, the rules."""
+    """The tables that `--explain` adds: a layer's operations, every collective of a step, the rules."""
     layers = [b for b in w.blocks if b.operations and b.copies]
     main = max(layers, key=lambda b: b.copies)
     parts: list[RenderableType] = [_forward(main, w), *_rest(main)]
@@ -63,7 +63,7 @@ def _numbers(o: OperationBreakdown) -> tuple[str, str, str]:
 
 
 def _padded(o: OperationBreakdown) -> str:
-    """Say what rounding up to the tiles of the matrix unit adds."""
+    """What rounding up to the tiles of the matrix unit adds."""
     return f", {o.tile_waste:.3g} x the FLOPs with tiles padded" if o.tile_waste > 1 else ""
 
 
@@ -90,7 +90,7 @@ def _collectives(title: str, rows: Iterable[CollectiveBreakdown]) -> RenderableT
 
 
 def _moved(c: CollectiveBreakdown) -> str:
-    """Say where and over which axes what moves: the first tensor in the notation, the names of others with it."""
+    """Where and over which axes what moves: the first tensor in the notation, the names of others with it."""
     others = f", and {', '.join(c.tensors[1:])}" if len(c.tensors) > 1 else ""
     return f"{c.block}, over {' x '.join(c.mesh_axes)}: {c.moves[0]}{others}"
 

@@ -16,7 +16,7 @@ from meshwise.scoring.calibrating import Refined, mean_error
 
 
 def calibrate_report(refined: Refined, inputs: Mapping[str, Any]) -> Report:
-    """Say what was refined, and how much better it is."""
+    """What was refined, and how much better it is."""
     body: list[RenderableType] = [_constants(refined), _rows(refined)]
     if refined.refusals:
         body.append(listed("Not used", (f"{r.run.id}: {r.reason}" for r in refined.refusals)))

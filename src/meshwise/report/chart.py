@@ -71,7 +71,7 @@ class Chart:
             self.cells[column // 2, row // 4] = chr(ord(cell) | _DOTS[row % 4][column % 2])
 
     def lines(self, y_label: Callable[[float], str], x_ticks: Sequence[tuple[float, str]]) -> list[str]:
-        """Give the drawing with labels: the highest and lowest y on the left, `x_ticks` (value, text) below."""
+        """The drawing with labels: the highest and lowest y on the left, `x_ticks` (value, text) below."""
         high, low = y_label(self.y[1]), y_label(self.y[0])
         margin = max(len(high), len(low))
         lines = []

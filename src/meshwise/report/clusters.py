@@ -32,7 +32,7 @@ _WRAPS = {"cubes": "every axis, in slices of full 4x4x4 cubes", "full-axis": "an
 def clusters_report(
     networks: Mapping[str, SliceRules | Fabric], machines: Mapping[str, Machine], inputs: Mapping[str, Any]
 ) -> Report:
-    """Say how clusters are named."""
+    """How clusters are named."""
     slices = [n for n in networks.values() if isinstance(n, SliceRules)]
     fabrics = [n for n in networks.values() if isinstance(n, Fabric)]
     slice_columns: Columns = {
@@ -90,7 +90,7 @@ def _level_data(level: Any) -> dict[str, Any]:
 
 
 def cluster_report(cluster: Cluster, inputs: Mapping[str, Any]) -> Report:
-    """Say what a cluster's name stands for."""
+    """What a cluster's name stands for."""
     chip, hbm = cluster.chip, cluster.chip.hbm_usable
     dtype, rate = next(iter(chip.flops_per_s.items()))
     rows: list[tuple[str, str, str]] = [

@@ -100,7 +100,7 @@ class CollectiveCase:
 
 
 def wiring_words(wiring: AxisMapping, fabric: Fabric) -> str:
-    """Say where each mesh axis lies, outermost first: "X on y 16, Y on x 4 x y 4"."""
+    """Where each mesh axis lies, outermost first: "X on y 16, Y on x 4 x y 4"."""
     return ", ".join(
         f"{axis} on "
         + (" x ".join(f"{d.name} {e}" for d, e in zip(fabric.dimensions, extents, strict=True) if e > 1) or "one chip")
@@ -109,7 +109,7 @@ def wiring_words(wiring: AxisMapping, fabric: Fabric) -> str:
 
 
 def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report:
-    """Say how long a collective takes."""
+    """How long a collective takes."""
     unused = case.cluster.num_chips - case.mesh.num_devices
     time = f"{format_time(case.time)}, {case.bound}-bound" if case.time else "nothing moves, the group is one chip"
     return Report(
@@ -156,7 +156,7 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
 
 
 def _achieved(calibration: Calibration) -> str:
-    """Say what the links achieve."""
+    """What the links achieve."""
     links = calibration.links
     if links.overlapped:
         return "links at their data-sheet rate; hops and bytes overlap, the longer decides"

@@ -31,7 +31,7 @@ def peak_fields(formats: Precision) -> tuple[str, ...]:
 
 
 def explain_formats(job: TrainingJob) -> tuple[Explanation, ...]:
-    """Say what is computed, stored and sent in what."""
+    """What is computed, stored and sent in what."""
     formats = job.formats
     return (
         Explanation("computed in", "matmuls with weights of layers; all other matmuls", *_computed(formats)),

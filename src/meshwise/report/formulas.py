@@ -165,7 +165,7 @@ def _carried(c: CollectiveBreakdown) -> str:
 
 
 def _small_words(links: Links) -> str:
-    """Say what small messages achieve, where that differs."""
+    """What small messages achieve, where that differs."""
     if links.small_efficiency is None:
         return ""
     return (
@@ -198,7 +198,7 @@ def _wire_words(path: Path) -> str:
 
 
 def _wire_source(cluster: Cluster, path: Path) -> str:
-    """Say where the formula and the bandwidths of a path come from."""
+    """Where the formula and the bandwidths of a path come from."""
     scale_up = {level.name for level in cluster.chip.scale_up}
     notes = [n for n in cluster.notes if n.startswith("network ")]
     outside = [leg for leg in path.legs if not leg.lanes and not scale_up & set(leg.name.split("+"))]

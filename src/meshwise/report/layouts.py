@@ -11,7 +11,7 @@ def layout_words(layout: Layout) -> str:
 
 
 def choice_words(layout: Layout) -> str:
-    """Say what a layout has besides its mesh, in few words."""
+    """What a layout has besides its mesh, in few words."""
     shared = layout.context * layout.ulysses * layout.expert > 1
     said = f"zero={layout.zero} " if layout.zero and (layout.data > 1 or not layout.fully_sharded) else ""
     said += "" if layout.fully_sharded or not shared else "fully_sharded=off "

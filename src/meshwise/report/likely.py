@@ -29,7 +29,7 @@ def has_interval(calibration: Calibration) -> bool:
 
 
 def likely_data(plan: Plan) -> dict[str, list[float]]:
-    """Give the interval for JSON, beside the bounds; nothing under other calibrations."""
+    """The interval for JSON, beside the bounds; nothing under other calibrations."""
     if not has_interval(plan.problem.calibration):
         return {}
     low, high = _interval(plan)
@@ -77,7 +77,7 @@ def constants_table(calibration: Calibration) -> tuple[RenderableType, ...]:
 
 
 def constants_data(calibration: Calibration) -> dict[str, Any]:
-    """Give the same for JSON."""
+    """The same for JSON."""
     if not has_interval(calibration):
         return {}
     constants = [dict(zip(("name", "value", "unit", "source"), row, strict=True)) for row in _constants(calibration)]

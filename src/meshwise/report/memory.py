@@ -102,7 +102,7 @@ def _reserve(w: Breakdown, num_bytes: float) -> Explanation:
 
 
 def padding_words(padding: Padding) -> str:
-    """Say what is padded, from what to what, and what it costs.
+    """What is padded, from what to what, and what it costs.
 
     >>> padding_words(Padding("D", 8192, ("fsdp",), 2240, 4, ("w_q",)))
     'D = 8,192 over 2,240 (fsdp): padded to 8,960, 4 each (+9.4 %): w_q'
@@ -117,7 +117,7 @@ def padding_words(padding: Padding) -> str:
 
 
 def stage_words(layers: int, stages: int) -> str:
-    """Say how layers that do not divide over the stages are counted, "" where they do.
+    """How layers that do not divide over the stages are counted, "" where they do.
 
     >>> stage_words(61, 8)
     '61 layers over 8 stages: 8 on the slowest, 7.62 on average (+4.9 %)'

@@ -38,7 +38,7 @@ from meshwise.search import MAX_MEMORY, Baseline, Found, Plan, PlanResult
 
 
 def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
-    """Say which layout is best and why the others lose.
+    """Which layout is best and why the others lose.
 
     Args:
         planning: what the planner found.
@@ -95,7 +95,7 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
 
 
 def estimate_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
-    """Say what one layout would do; arguments as in `plan_report`."""
+    """What one layout would do; arguments as in `plan_report`."""
     plan = planning.plans[0]
     fits = "" if plan.estimate.fits else "does not fit in memory: "
     return Report(
@@ -138,7 +138,7 @@ _COUNTED = {
 
 
 def _tuning(problem: TrainingProblem) -> tuple[str, ...]:
-    """Say what is trained, where that is not everything."""
+    """What is trained, where that is not everything."""
     if problem.job.tuning.full:
         return ()
     trained = trainable_parameters(problem.train_program())
@@ -147,7 +147,7 @@ def _tuning(problem: TrainingProblem) -> tuple[str, ...]:
 
 
 def _assumed(plan: Plan) -> tuple[str, ...]:
-    """Say what was taken for granted, and what was changed."""
+    """What was taken for granted, and what was changed."""
     problem, estimate = plan.problem, plan.estimate
     job, cluster, calibration = problem.job, problem.cluster, problem.calibration
     lines = [cluster.describe(), *cluster.notes]
@@ -184,7 +184,7 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
 
 
 def _interrupted(planning: PlanResult) -> str:
-    """Say what an interrupted search did not look at."""
+    """What an interrupted search did not look at."""
     search = planning.search
     return (
         f"The search was interrupted while it searched {counted(search.interrupted_on, 'chip')}, after "
@@ -194,7 +194,7 @@ def _interrupted(planning: PlanResult) -> str:
 
 
 def _price(plan: Plan) -> tuple[str, ...]:
-    """Say what a chip-hour costs and by whom, where that is known."""
+    """What a chip-hour costs and by whom, where that is known."""
     cluster = plan.problem.cluster
     if cluster.price_per_chip_hour is None:
         return ()
@@ -204,7 +204,7 @@ def _price(plan: Plan) -> tuple[str, ...]:
 
 
 def _headroom(planning: PlanResult) -> str:
-    """Say how full plans may fill a chip."""
+    """How full plans may fill a chip."""
     share = format_percent(planning.memory_share)
     if planning.memory_asked:
         return f"plans fill at most {share} of the HBM, as --max-memory asks; activations are known to about 15 %"
@@ -215,7 +215,7 @@ def _headroom(planning: PlanResult) -> str:
 
 
 def _offload_words(planning: PlanResult) -> str:
-    """Say whether plans that offload were looked at."""
+    """Whether plans that offload were looked at."""
     if planning.constraints.offload or "offload" in planning.constraints.fixed:
         return "plans that keep a part in the host's memory were looked at, too (--offload)"
     if planning.plans[0].layout.offload:
@@ -266,7 +266,7 @@ def _found_data(found: Found) -> dict[str, Any]:
 
 
 def _wires(plan: Plan) -> dict[str, str]:
-    """Say where each mesh axis lies on the network."""
+    """Where each mesh axis lies on the network."""
     return {
         axis: " x ".join(f"{d.name} {e}" for d, e in zip(plan.fabric.dimensions, extents, strict=True) if e > 1)
         for axis, extents in plan.layout.wires or ()
@@ -275,7 +275,7 @@ def _wires(plan: Plan) -> dict[str, str]:
 
 
 def _bound_words(plan: Plan) -> str:
-    """Say what binds."""
+    """What binds."""
     known = {"compute": "compute-bound", "hbm": "HBM-bound"}
     return known.get(plan.estimate.bound, f"{plan.estimate.bound.split()[0]}-bound")
 
@@ -295,7 +295,7 @@ def _answer(row: Plan) -> str:
 
 
 def _cost_of_tokens(row: Plan) -> str:
-    """Say what a billion tokens cost, in dollars or else in chip-hours."""
+    """What a billion tokens cost, in dollars or else in chip-hours."""
     dollars = row.cost_usd_per_billion_tokens
     amount = (
         f"{format_count(row.chip_hours_per_billion_tokens)} chip-hours" if dollars is None else format_money(dollars)
@@ -352,7 +352,7 @@ def _likely(row: Plan) -> list[RenderableType]:
 
 
 def _note(row: Plan, name: str, wires: Mapping[str, str]) -> str:
-    """Say how much of an axis's communication is hidden, and where the axis lies."""
+    """How much of an axis's communication is hidden, and where the axis lies."""
     seconds = row.estimate.hidden.get(name, 0.0)
     parts = [f"{format_time(seconds)} more hidden"] if seconds else []
     return "; ".join([*parts, *([f"on {wires[name]}"] if wires.get(name) else [])])

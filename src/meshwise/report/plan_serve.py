@@ -38,7 +38,7 @@ _SHOWN = 8
 
 
 def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) -> Report:
-    """Say which plan is best and why the others lose.
+    """Which plan is best and why the others lose.
 
     Args:
         planning: what the planner found.
@@ -127,7 +127,7 @@ def _drawn(front: tuple[FrontPoint, ...]) -> str:
 
 
 def front_data(planning: ServingPlanResult) -> tuple[dict[str, Any], ...]:
-    """Give the front of latency and throughput as JSON values."""
+    """The front of latency and throughput as JSON values."""
     return tuple(_point(p) for p in planning.pareto)
 
 
@@ -143,7 +143,7 @@ def plan_serve_svg(planning: ServingPlanResult) -> str:
 
 
 def plan_data(planning: ServingPlanResult, e: ServingEstimate) -> dict[str, Any]:
-    """Give a plan as JSON values, with the requests that it was sent where targets are percentiles."""
+    """A plan as JSON values, with the requests that it was sent where targets are percentiles."""
     sent = _sent(planning, e)
     return serving_data(e) | ({} if sent is None else {"simulated": _simulated_data(sent)})
 
@@ -168,7 +168,7 @@ def _simulated_data(p: SimulatedPlan) -> dict[str, Any]:
 
 
 def simulated_words(planning: ServingPlanResult, e: ServingEstimate) -> str:
-    """Say what a plan did with the requests that it was sent; "" where there were none."""
+    """What a plan did with the requests that it was sent; "" where there were none."""
     sent = _sent(planning, e)
     if sent is None:
         return ""
@@ -179,7 +179,7 @@ def simulated_words(planning: ServingPlanResult, e: ServingEstimate) -> str:
 
 
 def simulated_assumed(planning: ServingPlanResult) -> tuple[str, ...]:
-    """Say how percentiles came about."""
+    """How percentiles came about."""
     if not planning.simulated:
         return ()
     sent = counted(planning.simulated[0].result.requests, "request")

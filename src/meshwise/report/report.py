@@ -64,7 +64,7 @@ class Report:
     details: Callable[[], Details] = Details
 
     def envelope(self, *, explain: bool = False) -> dict[str, Any]:
-        """Give the report as JSON values.
+        """The report as JSON values.
 
         >>> Report(command="chips", inputs={}, answer="31 chips", data={"chips": []}).envelope()["schema_version"]
         '1'
@@ -79,7 +79,7 @@ class Report:
         return {**head, "answer": self.answer, **self.data, **tail, **workings}
 
     def renderable(self, *, explain: bool = False) -> Group:
-        """Give the report as what a terminal shows."""
+        """The report as what a terminal shows."""
         parts: list[RenderableType] = [Text(self.answer, style="bold")]
         parts += [item for block in self.body for item in (Text(), block)]
         if explain:
@@ -103,7 +103,7 @@ def _list(title: str, lines: tuple[str, ...]) -> list[RenderableType]:
 
 
 def listed(title: str, lines: Iterable[str]) -> RenderableType:
-    """Give a heading and its lines as one block, each wrapped under its first word."""
+    """A heading and its lines as one block, each wrapped under its first word."""
     return Group(Text(f"{title}:", style="bold"), *(_hanging("- ", line) for line in lines))
 
 

@@ -74,7 +74,7 @@ class RooflineCase:
 
 
 def roofline_report(case: RooflineCase, inputs: Mapping[str, Any]) -> Report:
-    """Say what the roofline of an operation is."""
+    """What the roofline of an operation is."""
     return Report(
         command="roofline",
         inputs=inputs,

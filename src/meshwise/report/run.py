@@ -91,7 +91,7 @@ class RunResult:
 
 
 def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
-    """Say what was measured, beside the prediction."""
+    """What was measured, beside the prediction."""
     chip = result.plan.problem.cluster.chip.name
     steps = f"steps {result.first:,} to {result.last:,}" if len(result.losses) > 1 else f"step {result.last:,}"
     losses = f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}"
@@ -227,7 +227,7 @@ class GenerateResult:
 
 
 def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report:
-    """Say what was generated, and how fast."""
+    """What was generated, and how fast."""
     first = f"the first after {format_time(result.first_seconds)}"
     speed = "" if result.tokens_per_s is None else f", then {result.tokens_per_s:,.3g} tokens/s"
     times = f"times: the median of {len(result.seconds):,} tokens; compiling took {format_time(result.compile_seconds)}"

@@ -30,7 +30,7 @@ from meshwise.scoring.score import SAME
 
 
 def score_report(score: TrainingScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
-    """Say how far predictions are from measurements."""
+    """How far predictions are from measurements."""
     return Report(
         command="score",
         inputs=inputs,

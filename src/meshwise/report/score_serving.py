@@ -26,7 +26,7 @@ from meshwise.scoring import ServingPrediction, ServingScore
 
 
 def served_report(score: ServingScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
-    """Say how far predictions of serving are from measurements."""
+    """How far predictions of serving are from measurements."""
     return Report(
         command="score",
         inputs=inputs,

@@ -39,7 +39,7 @@ def _changed_words(plan: Plan) -> str:
 
 
 def sensitivity_data(found: Sequence[Sensitivity]) -> list[dict[str, Any]]:
-    """Give the same as JSON values."""
+    """The same as JSON values."""
     return [
         {
             "name": s.name,

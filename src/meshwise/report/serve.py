@@ -30,7 +30,7 @@ NOT_MODELLED = (
 
 
 def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> Report:
-    """Say what one serving layout would do.
+    """What one serving layout would do.
 
     Args:
         answer: the estimate and what else would fit.
@@ -140,7 +140,7 @@ def _frontier_data(answer: ServingAnswer) -> list[dict[str, int]]:
 
 
 def definitions(setup: ServingSetup) -> tuple[str, ...]:
-    """Say what TTFT and TPOT mean here."""
+    """What TTFT and TPOT mean here."""
     if setup.mode == "aggregated":
         waits = "half of the decode step that is running, and the prefill of its prompt"
         between = "a decode step, and its share of the prefills that come between"
@@ -235,7 +235,7 @@ def _next_steps(answer: ServingAnswer) -> tuple[str, ...]:
 
 
 def serving_data(e: ServingEstimate) -> dict[str, Any]:
-    """Give an estimate as JSON values."""
+    """An estimate as JSON values."""
     setup = e.setup
     return {
         "mode": setup.mode,

@@ -20,7 +20,7 @@ from meshwise.search.serving.alternatives import Alternative, ServingAlternative
 
 
 def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -> Report:
-    """Say which plan is best of all, on which cluster, in which formats.
+    """Which plan is best of all, on which cluster, in which formats.
 
     Args:
         found: what the planner found.

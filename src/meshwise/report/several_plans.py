@@ -123,7 +123,7 @@ def comparison_svg(found: Mapping[str, PlanResult | str]) -> str:
 
 
 def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
-    """Say how MFU and step time go with the number of chips.
+    """How MFU and step time go with the number of chips.
 
     Args:
         scaling: what was found.

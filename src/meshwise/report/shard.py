@@ -29,7 +29,7 @@ _CASES = {
 def shard_report(
     product: Product, cluster: Cluster | None, sizes: Mapping[str, int], inputs: Mapping[str, Any]
 ) -> Report:
-    """Say which collectives a sharded product needs."""
+    """Which collectives a sharded product needs."""
     best = product.ways[0]
     case = _case(product)
     laid = (

@@ -124,7 +124,7 @@ def _dimensions(model: Model, run: Row) -> list[tuple[str, int | None, set[int]]
 
 
 def _contradiction(model: Model, run: Row, missing: Sequence[str]) -> str:
-    """Say which dimension of a row is not that of the model that it names."""
+    """Which dimension of a row is not that of the model that it names."""
     column, said, known = next(d for d in _dimensions(model, run) if d[1] is not None and d[1] not in d[2])
     true = " or ".join(f"{n:,}" for n in sorted(known)) or "none"
     return (

@@ -36,7 +36,7 @@ class ServingScenario(Scenario):
 
 
 def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario:
-    """Say what a row did.
+    """What a row did.
 
     Raises:
         MeshwiseError: something that it says is unknown here, or contradicts itself.

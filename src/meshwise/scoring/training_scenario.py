@@ -55,7 +55,7 @@ class TrainingScenario(Scenario):
 
 
 def build_scenario(run: TrainingRun, calibration: str = "fitted") -> TrainingScenario:
-    """Say what a run did.
+    """What a run did.
 
     Raises:
         MeshwiseError: something that it says is unknown here, or contradicts itself.

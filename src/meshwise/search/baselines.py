@@ -120,7 +120,7 @@ def _pure(winner: Plan, whole: Fabric, axis: str, limit: float) -> Baseline:
 
 
 def _slowdown_words(slowdown: float) -> str:
-    """Say how much slower; three digits say nothing of a baseline that is as good as the winner."""
+    """How much slower; three digits say nothing of a baseline that is as good as the winner."""
     return "as fast, within 0.5 %" if abs(slowdown - 1) < 5e-3 else f"{slowdown:.3g} x the time per token"
 
 

@@ -170,7 +170,7 @@ def _summed(results: list[SearchResult], last: SearchResult) -> SearchResult:
 
 
 def batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutError:
-    """Say how the batch fails to divide, and the nearest batch that does."""
+    """How the batch fails to divide, and the nearest batch that does."""
     job = problem.job
     replicas = request.sizes["data"] * request.sizes["fsdp"] * request.sizes["expert"]
     unit = replicas * request.choices.get("micro_batch", 1) * request.choices.get("num_microbatches", 1)
@@ -197,7 +197,7 @@ def _whole_batch(job: TrainingJob) -> str:
 def nothing_found(
     problem: TrainingProblem, result: SearchResult, constraints: Constraints, share: float
 ) -> InfeasibleError:
-    """Say what stands in the way: the batch or what was fixed, or memory, of which `share` may be filled."""
+    """What stands in the way: the batch or what was fixed, or memory, of which `share` may be filled."""
     job, chip = problem.job, problem.cluster.chip
     if not math.isfinite(result.least_memory):
         words = f" with {constraints.words()}" if constraints.words() else ""
@@ -229,7 +229,7 @@ def nothing_found(
 
 
 def too_much(wanted: Wanted, outcome: Outcome) -> InfeasibleError:
-    """Say how long the fastest plan takes, or what the cheapest costs, where none keeps the limits."""
+    """How long the fastest plan takes, or what the cheapest costs, where none keeps the limits."""
     constraints, nearest = wanted.constraints, outcome.over[0]
     tokens = format_count(wanted.problem.job.tokens or 0.0)
     start = f"no part of {wanted.problem.cluster.name} trains {tokens} tokens"

@@ -173,7 +173,7 @@ class NetworkSearch:
         return groups.take(slice(begin, None))
 
     def _tell(self) -> None:
-        """Say how far the search is."""
+        """How far the search is."""
         state = self.state
         state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts{state.ranking.words()}")
 

@@ -177,7 +177,7 @@ def unchanged_values() -> Iterator[None]:
 
 
 def kind_of(value: object) -> Kind | None:
-    """Say what kind of plan a JSON value was saved as; None where it is no plan, or says not which.
+    """What kind of plan a JSON value was saved as; None where it is no plan, or says not which.
 
     Those of serving have a key `kind`, those of training have a job and one layout.
     """

@@ -23,7 +23,7 @@ from meshwise.search.plan import Plan
 
 
 def winner_reasons(plan: Plan, whole: Fabric) -> tuple[str, ...]:
-    """Say what decided, one sentence each."""
+    """What decided, one sentence each."""
     lines = [
         _batch(plan, whole),
         *_mix(plan, whole),

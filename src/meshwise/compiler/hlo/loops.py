@@ -38,13 +38,13 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 
 
 def run_computation(module: Module, computation: Computation, arguments: Sequence[Value]) -> Value:
-    """Give the result of a computation, None where it cannot be known."""
+    """The result of a computation, None where it cannot be known."""
     known: dict[str, Value] = {}
     return _of(module, computation, computation.root, arguments, known)
 
 
 def value_of(module: Module, computation: Computation, name: str) -> Value:
-    """Give the value of an instruction, its computation's parameters unknown."""
+    """The value of an instruction, its computation's parameters unknown."""
     return _of(module, computation, computation.by_name[name], (), {})
 
 

@@ -25,7 +25,7 @@ _TOKENS = tuple(2**k for k in range(16))
 
 
 def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabric: Fabric | None = None) -> EngineCosts:
-    """Give the costs of an engine that does a step (both, where aggregated).
+    """The costs of an engine that does a step (both, where aggregated).
 
     What depends on tokens alone is priced at powers of two. Attention is a slope for each kind of layers: seconds per
     cached token of a decode step at the setup's batch, and per pair of query and key of a whole prompt.

@@ -37,7 +37,7 @@ def heredoc(file: str, document: str) -> list[str]:
 
 
 def router_urls(choices: ServingChoices, what: str = "URLs") -> tuple[str, str]:
-    """Give the variables that say where engines apart answer: those that prefill, those that decode."""
+    """The variables that say where engines apart answer: those that prefill, those that decode."""
     setup = choices.setup
     return (
         f'"${{PREFILL_URLS:?{what} of engines that prefill: {setup.prefill.replicas}}}"',
@@ -136,7 +136,7 @@ def mean_note(choices: ServingChoices) -> str:
 
 
 def serving_benchmark(choices: ServingChoices) -> dict[str, str | int | float | None]:
-    """Give the options of a closed loop of requests of the plan's lengths."""
+    """The options of a closed loop of requests of the plan's lengths."""
     load = choices.load
     return {
         "--model": '"$MODEL"',

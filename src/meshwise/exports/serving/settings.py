@@ -28,7 +28,7 @@ Methods = Mapping[tuple[DType, DType], tuple[str, tuple[str, ...], str]]
 def format_options(
     choices: ServingChoices, methods: Methods, caches: Mapping[DType, str], refusals: Refusals, script: Script
 ) -> dict[str, str | int | float | None]:
-    """Give the options of formats that vLLM and SGLang have alike.
+    """The options of formats that vLLM and SGLang have alike.
 
     Args:
         choices, methods, refusals, script: as in `model_setting`.
@@ -88,7 +88,7 @@ def _name(script: Script, hub: str, wanted: str) -> None:
 def common_notes(
     choices: ServingChoices, title: str, *, numbered: Sequence[Sequence[str]], mixes: bool, prefix_option: str
 ) -> list[str]:
-    """Say what an engine decides itself, and what the plan counts on.
+    """What an engine decides itself, and what the plan counts on.
 
     Args:
         choices: the plan.
@@ -123,7 +123,7 @@ def common_notes(
 
 
 def _how_many(choices: ServingChoices) -> str:
-    """Say how many servers there are, and on what."""
+    """How many servers there are, and on what."""
     each = [
         f"{pool.layout.replicas} x '{pool.name}' on {_chips(pool.layout.engine_chips)}"
         + (" each" if pool.layout.replicas > 1 else "")
@@ -139,7 +139,7 @@ def _chips(count: int) -> str:
 def _placement_note(
     choices: ServingChoices, layout: ServingLayout, numbered: Sequence[Sequence[str]], title: str
 ) -> str:
-    """Say where axes lie, where an engine would number its ranks otherwise; "" where it would not."""
+    """Where axes lie, where an engine would number its ranks otherwise; "" where it would not."""
     group = {axis: number for number, axes in enumerate(numbered) for axis in axes}
     wires = [(axis, extents) for axis, extents in layout.wires or () if max(extents) > 1 and axis in group]
     names = [d.name for d in fabric_of(choices.problem).dimensions]

@@ -43,7 +43,7 @@ class Arrivals:
             raise MeshwiseError(f"rate: expected more than 0 requests per second, found {self.rate!r}")
 
     def times(self, random: np.random.Generator, count: int) -> Iterator[np.ndarray[Any, Any]]:
-        """Give the times of `count` arrivals in order, seconds, block by block."""
+        """The times of `count` arrivals in order, seconds, block by block."""
         rate = self.rate * (self.on_s + self.off_s) / self.on_s
         last = 0.0
         for start in range(0, count, BLOCK):
@@ -60,7 +60,7 @@ class Arrivals:
         return random.gamma(self.variation**-2, self.variation**2, size=count)
 
     def at_rate(self, rate: float) -> Arrivals:
-        """Give the same process at another mean rate; the same draws, closer together or further apart."""
+        """The same process at another mean rate; the same draws, closer together or further apart."""
         return replace(self, rate=rate)
 
     def __str__(self) -> str:
@@ -132,10 +132,10 @@ class Load(Protocol):
         """Give them in order, from the first each time."""
 
     def at_rate(self, rate: float) -> Load:
-        """Give the same requests at another mean rate."""
+        """The same requests at another mean rate."""
 
     def first(self, count: int) -> Load:
-        """Give the first requests only."""
+        """The first requests only."""
 
     def words(self) -> dict[str, Any]:
         """What it is, for a report."""
@@ -216,11 +216,11 @@ class DrawnLoad(Load):
                 yield Demand(time, prompt + shared, output, ((f"prefix {group}", shared),))
 
     def at_rate(self, rate: float) -> DrawnLoad:
-        """Give the same requests, closer together or further apart."""
+        """The same requests, closer together or further apart."""
         return replace(self, arrivals=self.arrivals.at_rate(rate))
 
     def first(self, count: int) -> DrawnLoad:
-        """Give the first requests only."""
+        """The first requests only."""
         return replace(self, count=min(count, self.count))
 
     def words(self) -> dict[str, Any]:

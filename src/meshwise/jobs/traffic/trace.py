@@ -48,13 +48,13 @@ class Trace(Load):
         return (len(self.demands) - 1) / span if span else math.inf
 
     def requests(self) -> Iterator[Demand]:
-        """Give the requests in order of arrival."""
+        """The requests in order of arrival."""
         if self.scale == 1.0:
             return iter(self.demands)
         return (d._replace(arrival=d.arrival * self.scale) for d in self.demands)
 
     def at_rate(self, rate: float) -> Trace:
-        """Give the same requests, closer together or further apart.
+        """The same requests, closer together or further apart.
 
         Raises:
             ConfigError: all come at once.
@@ -64,7 +64,7 @@ class Trace(Load):
         return replace(self, scale=self.scale * self.rate / rate)
 
     def first(self, count: int) -> Trace:
-        """Give the first requests only."""
+        """The first requests only."""
         return replace(self, demands=self.demands[:count])
 
     def words(self) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def read_family(row: Family | Towered, config: Mapping[str, Any]) -> Reading:
 
 
 def _quantized(config: Mapping[str, Any]) -> DType | None:
-    """Give the format in which most weights are stored."""
+    """The format in which most weights are stored."""
     method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')}".lower()
     listed = config.get("quantized_layers")
     if isinstance(listed, dict):  # several formats: that of most layers

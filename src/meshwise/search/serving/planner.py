@@ -328,7 +328,7 @@ def _ranked(  # noqa: PLR0917 -- what was asked, and what was found
 
 
 def _impossible(groups: Sequence[Pairs], constraints: ServingConstraints) -> str:
-    """Say what is the best that each target could be."""
+    """What is the best that each target could be."""
     said = []
     ttft, tpot = (min(float(getattr(p, n).min()) for p in groups) for n in ("ttft", "tpot"))
     rate = max(float(p.rate.max()) for p in groups)

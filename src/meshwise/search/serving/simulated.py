@@ -137,7 +137,7 @@ def _most(
 def _planned(
     planning: ServingPlanResult, constraints: ServingConstraints, kept: Sequence[SimulatedPlan]
 ) -> ServingPlanResult:
-    """Give the search that proposed plans, with those that were kept in their order.
+    """The search that proposed plans, with those that were kept in their order.
 
     Why others lose is left out: it is told by means, which were not what decided.
     """
@@ -153,7 +153,7 @@ def _excess(targets: LatencyTargets, result: ServingResult) -> float:
 
 
 def _missed(targets: LatencyTargets, nearest: SimulatedPlan) -> str:
-    """Say what came nearest."""
+    """What came nearest."""
     latencies = zip(("TTFT", "TPOT"), (targets.ttft, targets.tpot), targets.reached(nearest.result), strict=True)
     said = [
         f"{name} {target} {format_time(value)} (wanted {format_time(target.seconds)})"

@@ -142,7 +142,7 @@ def _choices(sizes: dict[str, int], step: Step, limits: _Limits) -> Iterator[dic
 def candidates(
     problem: ServingProblem, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...] = ()
 ) -> tuple[Candidates, ...]:
-    """Give every layout of engines of so many chips, by structure; `forbid`: axes that are not used."""
+    """Every layout of engines of so many chips, by structure; `forbid`: axes that are not used."""
     return _candidates(_Limits.of(problem.model), fabric, step, sizes, forbid)
 
 

@@ -70,7 +70,7 @@ class Table:
     handover: np.ndarray = field(default_factory=_nothing)
 
     def layout_of(self, row: int, replicas: int = 1) -> ServingLayout:
-        """Give a row's layout with its wires."""
+        """A row's layout with its wires."""
         layout, wiring = self.layouts[int(self.layout[row])]
         return layout.replace(wires=tuple(wiring.items()), replicas=replicas)
 

@@ -72,7 +72,7 @@ class Targets:
         return not result.refused and float(kept[len(kept) // 2 :].mean()) >= self.share
 
     def too_tight(self, alone: ServingResult) -> str:
-        """Say what would have to be asked for, where requests that come one by one miss them."""
+        """What would have to be asked for, where requests that come one by one miss them."""
         ttft, tpot = (float(np.quantile(v, self.share)) if len(v) else 0.0 for v in (alone.ttft_s, alone.tpot_s))
         reached = f"{self.share:.0%} have their first token within {ttft:.3g} s and a token every {tpot:.3g} s"
         return _too_tight(reached, alone)
@@ -282,7 +282,7 @@ class LatencyTargets:
         return ttft, tpot
 
     def too_tight(self, alone: ServingResult) -> str:
-        """Say what would have to be asked for, where requests that come one by one miss them."""
+        """What would have to be asked for, where requests that come one by one miss them."""
         ttft, tpot = self.reached(alone)
         reached = f"TTFT is {ttft:.3g} s ({self.ttft or 'mean'}) and TPOT {tpot:.3g} s ({self.tpot or 'mean'})"
         return _too_tight(reached, alone)

@@ -123,7 +123,7 @@ class Scheduling:
         return 1 if self.speculation is None else 1 + self.speculation.draft_tokens
 
     def replace(self, **changes: Any) -> Scheduling:
-        """Give a copy with other values."""
+        """A copy with other values."""
         return replace(self, **changes)
 
 
@@ -155,7 +155,7 @@ class PrefillPool:
         self.costs.transfer_seconds(1)
 
     def replace(self, **changes: Any) -> PrefillPool:
-        """Give a copy with other values."""
+        """A copy with other values."""
         return replace(self, **changes)
 
 
@@ -234,7 +234,7 @@ class ServingSystem:
         return self.replicas * self.costs.num_chips + others
 
     def replace(self, **changes: Any) -> ServingSystem:
-        """Give a copy with other values."""
+        """A copy with other values."""
         return replace(self, **changes)
 
 
