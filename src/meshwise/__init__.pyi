@@ -25,9 +25,8 @@ from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.exports.exported import Exported as Exported
 from meshwise.report.bench import BenchResult
 from meshwise.report.collective import CollectiveCase
-from meshwise.report.generate import GenerateResult
 from meshwise.report.roofline import RooflineCase
-from meshwise.report.run import RunResult
+from meshwise.report.run import GenerateResult, RunResult
 from meshwise.scoring.calibrating import Refined
 from meshwise.scoring.score import Score as Score
 from meshwise.scoring.score import ServingScore, TrainingScore
