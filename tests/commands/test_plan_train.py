@@ -138,7 +138,7 @@ def interrupted(*words, when):
 
 @pytest.mark.slow  # a search that lasts long enough to be interrupted
 def test_ctrl_c_gives_the_best_so_far():
-    words = ("mixtral-8x7b", "--on", "h800:256", "--batch-tokens", "4Mi", "--seq-len", "4096", "--top", "20")
+    words = ("deepseek-v3", "--on", "h800:2048", "--batch-tokens", "60Mi", "--seq-len", "4096", "--top", "20")
     code, out, _ = interrupted(*words, when=lambda line: "best " in line)
     assert code == 0
     assert out.startswith("Best so far: ")

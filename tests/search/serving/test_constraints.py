@@ -20,6 +20,11 @@ def test_a_little_of_the_second_number_does_not_buy_what_was_asked_for():
     assert best_of((fewer, seconds), (TIE, TIE)) == 0
 
 
+@pytest.mark.parametrize("rounded", [0.99 - 2e-16, 0.99, 0.99 + 2e-16])
+def test_the_last_bit_does_not_decide_what_is_as_good(rounded):
+    assert best_of((np.array([-1.0, -rounded]), np.array([2.0, 1.0])), (0.01, 0.01)) == 1
+
+
 def test_a_chain_of_ties_does_not_reach_further_than_one_percent():
     """Each is as good as the next, but the last is not as good as the first."""
     tokens = np.array([100.0 * 0.995**i for i in range(20)])

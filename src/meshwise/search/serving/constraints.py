@@ -17,6 +17,9 @@ from meshwise.costs.arithmetic import Condition, Num
 from meshwise.costs.serving.answer import Mode
 from meshwise.sharding.serving import SERVING_AXES
 
+# Of a share of a score: scores that are equal but for the order of their sums stay equal at the edge of `within`, too.
+_ROUNDING = 1e-9
+
 Objective = Literal["throughput", "tpot", "ttft"]
 
 
@@ -115,7 +118,7 @@ def best_of(columns: Sequence[np.ndarray], within: Sequence[float], among: np.nd
     for column, share in zip(columns, within, strict=True):
         values = column[left]
         least = values.min()
-        left = left[values <= least + share * abs(least)]
+        left = left[values <= least + (share + _ROUNDING) * abs(least)]
     return int(left[np.lexsort([column[left] for column in columns[::-1]])[0]])
 
 
