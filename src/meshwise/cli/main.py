@@ -43,7 +43,7 @@ _VERBS = {
     "model": ("catalogs:show_model", "Count a model: parameters, FLOPs and KV cache, part by part."),
     "models": ("catalogs:show_models", "List the models known by name."),
     "chips": ("catalogs:show_chips", "List the chips known by name, with their numbers and sources."),
-    "clusters": ("catalogs:show_clusters", "Say how clusters are named, and what a name stands for."),
+    "clusters": ("catalogs:show_clusters", "Show how clusters are named, and what a name stands for."),
     "roofline": ("roofline:show_roofline", "Time one operation on one chip: what binds, and from which batch on."),
     "shard": ("shard:show_product", "List the collectives that a sharded product needs."),
     "collective": ("collective:show_collective", "Time one collective on a cluster."),
@@ -76,7 +76,7 @@ INTERRUPTED = 130
 )
 @click.version_option(__version__, message="meshwise %(version)s")
 def app() -> None:
-    """Say how a large language model is best split over the chips of a cluster, and why."""
+    """Find the best way to split a large language model over the chips of a cluster, and why it is the best."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -168,7 +168,7 @@ class _ClustersRequest(Request):
 
 @verb(_ClustersRequest)
 def show_clusters(screen: Screen, request: _ClustersRequest) -> None:
-    """Say how clusters are named, and what a name stands for.
+    """Show how clusters are named, and what a name stands for.
 
     Without CLUSTER, the ways to write one, and the known slices, networks and machines; with one, or with a TOML file
     that describes one, what it stands for.

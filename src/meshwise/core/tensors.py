@@ -73,7 +73,7 @@ class Format:
     writes: int = 1
 
     def of(self, t: Tensor) -> Tensor:
-        """Give `t` in this format."""
+        """`t` in this format."""
         return replace(t, name=f"{self.dtype.value}.{t.name}", dtype=self.dtype, scale_bytes=self.scale_bytes)
 
 
@@ -259,7 +259,7 @@ class FusedGradient(Op):
 
     @classmethod
     def of(cls, kernel: Op, source: Op, read: Tensor, gradient: Tensor) -> FusedGradient:
-        """Give what the backward `kernel` of `source` writes as the gradient of its input `read`."""
+        """What the backward `kernel` of `source` writes as the gradient of its input `read`."""
         return cls(name=f"{kernel.name}.{read.name}", inputs=(kernel.output, read), output=gradient, source=source)
 
     def flops(self, sizes: Sizes) -> Any:

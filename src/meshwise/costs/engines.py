@@ -156,7 +156,7 @@ def _on_gpus(found: Calibration, family: str, software: ServingEngine) -> Calibr
 
 
 def _inherited(family: Calibration) -> _Chips:
-    """Give Ampere's constants to a family without rows, none better than what single operations of its own reach."""
+    """Ampere's constants for a family without rows, none better than its own single operations reach."""
     ampere = _CHIPS["ampere"]
     return replace(
         ampere,

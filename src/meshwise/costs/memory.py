@@ -64,7 +64,7 @@ class LocalMemory:
 def local_memory(
     plan: MemoryPlan, extents: Extents, calibration: Calibration = IDENTITY, *, bucketed: bool = False
 ) -> LocalMemory:
-    """Give sizes to the activations of a block.
+    """Size the activations of a block.
 
     Args:
         plan: of the block.

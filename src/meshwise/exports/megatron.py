@@ -109,7 +109,7 @@ def _fsdp(strategy: str) -> Iterator[Argument]:
 
 
 def _state(choices: Choices, refusals: Refusals, notes: list[str]) -> Iterator[Argument]:
-    """Say who keeps which part of weights, gradients and optimizer state."""
+    """Arguments for how weights, gradients and optimizer state are sharded."""
     layout = choices.layout
     if choices.sharded_ways == 1:
         yield from _zero(choices)
@@ -310,7 +310,7 @@ def _offload_activations(choices: Choices, refusals: Refusals, notes: list[str])
 
 
 def _mapping(choices: Choices, notes: list[str]) -> Iterator[Argument]:
-    """Say in which order ranks are numbered: as the axes nest in the network, innermost first."""
+    """Arguments for the order of ranks: as the axes nest in the network, innermost first."""
     tensor, context, batch, stage = ("tensor",), ("ulysses", "context"), ("expert", "fsdp", "data"), ("stage",)
     usual = choices.placement_note((tensor, context, batch, stage), "ranks are numbered tensor, context, data, stage")
     if not usual:

@@ -32,7 +32,7 @@ TARGETS: Mapping[str, tuple[str, Callable[[Choices, Refusals], Exported]]] = {
 
 
 def hand_over(plan: Plan, to: str) -> Exported:
-    """Say `plan` in the words of another tool.
+    """Write `plan` as the configuration of another tool.
 
     Args:
         plan: a complete plan.
@@ -62,7 +62,7 @@ SERVING_TARGETS: Mapping[str, tuple[str, Callable[[ServingChoices, Refusals], Sc
 
 
 def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
-    """Say a plan of serving in the words of an engine.
+    """Write a serving plan as the configuration of an engine.
 
     Args:
         plan: model, load, cluster, layouts and batches.

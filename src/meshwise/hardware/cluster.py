@@ -71,7 +71,7 @@ class Cluster:
         return self.chip.price_per_chip_hour
 
     def describe(self) -> str:
-        """Say in one line what the name was resolved to.
+        """What the name was resolved to, in one line.
 
         >>> from meshwise.hardware import parse_cluster
         >>> parse_cluster("v5p-128").describe()

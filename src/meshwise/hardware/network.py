@@ -61,7 +61,7 @@ class Torus:
         return tuple(axis.size for axis in self.axes)
 
     def describe(self) -> str:
-        """Say shape and wraparounds.
+        """Shape and wraparounds, in words.
 
         >>> Torus((TorusAxis(8, False), TorusAxis(16, True)), 4.5e10, 1e-6).describe()
         '8x16 torus (the axis of 16 wraps)'
@@ -126,7 +126,7 @@ class Tree:
         return math.prod(level.degree for level in self.levels)
 
     def describe(self) -> str:
-        """Say the levels, innermost first.
+        """The levels in words, innermost first.
 
         >>> Tree((Level("nvlink", 8, 450e9, 0.0), Level("leaf", 4, 50e9, 0.0))).describe()
         'nvlink 8 x leaf 4'

@@ -359,7 +359,7 @@ def _fabric_rows() -> Mapping[str, FabricRow]:
 
 @cache
 def fabric_aliases() -> Mapping[str, str]:
-    """Give other spellings of scale-out networks, each with the catalog's name for it."""
+    """Other spellings of scale-out networks -> the catalog's names."""
     return MappingProxyType({alias: name for name, row in _fabric_rows().items() for alias in row.aliases})
 
 
@@ -378,7 +378,7 @@ def machines() -> Mapping[str, Machine]:
 
 @cache
 def aliases() -> Mapping[str, str]:
-    """Give other spellings of chip names, each with the catalog's name for it."""
+    """Other spellings of chip names -> the catalog's names."""
     return MappingProxyType({alias: name for name, row in _chip_rows().items() for alias in row.aliases})
 
 

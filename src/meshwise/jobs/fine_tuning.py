@@ -185,7 +185,7 @@ def _adapt(block: Block, tuning: FineTuning) -> list[Op]:
 
 
 def _stored(op: Einsum, weight: Tensor, tuning: FineTuning) -> list[Op]:
-    """Give `op` on a weight as it is stored: one in few bits is widened each time it is multiplied."""
+    """`op` on the weight as stored: a quantized weight is widened before each multiplication."""
     if tuning.stored is None:
         return [op]
     few = replace(weight, dtype=tuning.stored.dtype, scale_bytes=tuning.stored.scale_bytes)
@@ -195,7 +195,7 @@ def _stored(op: Einsum, weight: Tensor, tuning: FineTuning) -> list[Op]:
 
 
 def _adapter(op: Einsum, weight: Tensor, base: Tensor) -> list[Op]:
-    """Give (x A) B and its sum with what the frozen weight made."""
+    """The adapter's (x A) B, added to the frozen weight's output."""
     (x,) = (t for t in op.inputs if t is not weight)
     y = op.output
     rows = tuple(a for a in weight.axes if a not in y.axes)

@@ -172,7 +172,7 @@ class ServingLoad(ServingConditions):
 
 
 def computed_lengths(load: ServingLoad) -> Lengths:
-    """Give lengths of what comes after the beginning of prompts that is cached already.
+    """Lengths of the uncached part of prompts.
 
     Raises:
         MeshwiseError: the load's requests were recorded.
@@ -189,7 +189,7 @@ def computed_lengths(load: ServingLoad) -> Lengths:
 
 
 def output_lengths(load: ServingLoad) -> Lengths:
-    """Give lengths of outputs.
+    """Lengths of outputs.
 
     Raises:
         MeshwiseError: the load's requests were recorded.

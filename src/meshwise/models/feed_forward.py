@@ -25,7 +25,7 @@ def _mlp(spec: Mlp, x: Tensor, axes: Axes, ops: Ops, *, letter: str = "F", prefi
 
 
 def _mixture(spec: Mixture, x: Tensor, axes: Axes, ops: Ops, routed_by: Tensor | None = None) -> Tensor:
-    """Give routed and shared experts; the router reads `routed_by` where that is not what the experts read."""
+    """Routed and shared experts; the router reads `routed_by` if it has an input of its own."""
     e, f, chosen = axes("E", spec.experts), axes("Fe", spec.hidden), axes("top_k", spec.top_k)
     # The router's logits have an axis of their own: every device scores all experts for its tokens, wherever they live.
     scored = axes("Er", spec.experts)

@@ -46,7 +46,7 @@ class Functions:
 
 
 def _cached(group: LayerGroup) -> Iterator[CacheKind]:
-    """Give what the layers of a group keep of a sequence."""
+    """What the layers of a group keep of a sequence."""
     mixer = group.layer.attention
     if mixer is None:
         return

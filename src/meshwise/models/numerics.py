@@ -152,7 +152,7 @@ class _Keys:
         return found[0] if found else default
 
     def refuse(self, name: str, expected: str) -> ConfigError:
-        """Say that a value is not understood."""
+        """The error for a value that is not understood."""
         return ConfigError(
             f"model {self.model.name}: key {name!r}: to execute it, expected {expected}, "
             f"found {self.config.get(name)!r:.80}"

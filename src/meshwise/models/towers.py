@@ -89,7 +89,7 @@ def attention(
     bias_out: bool | None = None,
     kv_width: int | None = None,
 ) -> tuple[TowerWeight, ...]:
-    """Give query, key, value and output projections.
+    """Query, key, value and output projections.
 
     Args:
         width: of what is read and written.

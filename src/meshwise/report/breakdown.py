@@ -96,7 +96,7 @@ def _moved(c: CollectiveBreakdown) -> str:
 
 
 def collective_data(c: CollectiveBreakdown) -> dict[str, Any]:
-    """Give one row of the collectives as JSON values."""
+    """One row of the collectives, as JSON values."""
     return {
         "block": c.block,
         "pass": c.when.value,
@@ -115,7 +115,7 @@ def collective_data(c: CollectiveBreakdown) -> dict[str, Any]:
 
 
 def padding_data(p: Padding) -> dict[str, Any]:
-    """Give one padded axis as JSON values."""
+    """One padded axis, as JSON values."""
     return {
         "axis": p.axis,
         "size": p.size,
@@ -128,7 +128,7 @@ def padding_data(p: Padding) -> dict[str, Any]:
 
 
 def workings_data(w: Breakdown) -> dict[str, Any]:
-    """Give everything that `--explain` adds as JSON values."""
+    """Everything that `--explain` adds, as JSON values."""
     return {
         "blocks": [_block_data(b) for b in w.blocks],
         "collectives": [

@@ -6,7 +6,7 @@ from meshwise.sharding.layout import Layout
 
 
 def layout_words(layout: Layout) -> str:
-    """Say the mesh as `--layout` reads it: the axes longer than one, outermost first."""
+    """The mesh as `--layout` reads it: axes longer than one, outermost first."""
     return ",".join(f"{a}={layout.sizes[a]}" for a in layout.used_axes) or "data=1"
 
 

@@ -37,7 +37,7 @@ def likely_data(plan: Plan) -> dict[str, list[float]]:
 
 
 def likely_words(plan: Plan) -> str:
-    """Say the interval in a line, with what makes it; nothing under other calibrations."""
+    """The interval and its causes, in one line; empty for calibrations without one."""
     if not has_interval(plan.problem.calibration):
         return ""
     low, high = _interval(plan)

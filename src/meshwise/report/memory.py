@@ -74,7 +74,7 @@ def _class(w: Breakdown, one: ClassBreakdown, num_bytes: float, paddings: Sequen
 
 
 def _shares(w: Breakdown) -> str:
-    """Say over how many ways the weights of each block are shared out."""
+    """How many ways the weights of each block are sharded, in words."""
     return "; ".join(
         f"one {s.block}: {format_count(s.elements)} x {s.bytes_each:.4g} bytes / {number(round(s.ways, 1))} ways"
         for s in w.states

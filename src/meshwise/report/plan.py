@@ -395,7 +395,7 @@ def _front(front: Sequence[Found]) -> RenderableType:
 
 
 def plan_data(row: Plan) -> dict[str, Any]:
-    """Give one plan as JSON values, under the names that are promised."""
+    """One plan as JSON values, under the documented keys."""
     estimate, run = row.estimate, row.training
     choices = {k: v for k, v in row.layout.to_json().items() if k not in row.layout.sizes}
     return {

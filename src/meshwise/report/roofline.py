@@ -40,7 +40,7 @@ class Critical:
         return None if math.isinf(self.size) else max(1, math.ceil(self.size - 1e-9 * self.size))
 
     def words(self) -> str:
-        """Say it."""
+        """In words."""
         if self.whole is None:
             return f"memory-bound at every {self.axis}"
         if self.whole == 1:

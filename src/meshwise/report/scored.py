@@ -26,7 +26,7 @@ _COLUMNS = (">rows", ">mean", ">median", ">bias", ">≤10 %", ">≤20 %", ">in 8
 
 
 def score_words(score: Score[P]) -> str:
-    """Say in a line how far predictions are from measurements."""
+    """The prediction errors, in one line."""
     first = f"{len(score.predictions):,} of {score.rows:,} rows predicted"
     if score.overall is None:
         return first

@@ -55,7 +55,7 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
 
 
 def serving_words(e: ServingEstimate) -> str:
-    """Say in a line how fast it is."""
+    """How fast it is, in one line."""
     dollars = e.usd_per_million_output_tokens
     cost = "" if dollars is None else f", {format_money(dollars)} per million output tokens"
     return (

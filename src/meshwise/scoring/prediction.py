@@ -30,7 +30,7 @@ class Refusal:
 
 
 def does_not_fit(memory: Mapping[str, float], capacity: float) -> str:
-    """Say that a row cannot have run: what the fullest chip would hold, and what it has.
+    """Why a row cannot have run: what the fullest chip would need, and what it has.
 
     >>> does_not_fit({"weights": 200e9, "kv_cache": 3e9, "reserve": 0.0, "total": 203e9}, 80e9)  # doctest: +ELLIPSIS
     'it does not fit in memory: 189 GiB needed on a chip of 74.5 GiB (weights 186 GiB, kv cache 2.79 GiB); ...'

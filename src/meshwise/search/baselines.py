@@ -190,7 +190,7 @@ def _placing_reasons(problem: TrainingProblem, axis: str, chips: int) -> list[st
 
 
 def variations(winner: Plan, *, memory_share: float = 1.0, forbidden: tuple[str, ...] = ()) -> tuple[Baseline, ...]:
-    """Say of well-known choices that the winner does not make what they would change.
+    """What well-known choices that the winner does not make would change.
 
     Args:
         winner: the best plan.

@@ -251,7 +251,7 @@ def too_much(wanted: Wanted, outcome: Outcome) -> InfeasibleError:
 
 
 def over_limit(wanted: Wanted, found: Found, winner: Plan) -> Baseline:
-    """Say of a better layout which limit it exceeds."""
+    """Which limit a better layout exceeds, in words."""
     late, dear = _excess(wanted, found)
     deadline, budget = _limits(wanted.constraints)
     reasons = [f"takes {_takes(wanted.problem, found)}, the deadline is {deadline}"] if late else []

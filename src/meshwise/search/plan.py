@@ -167,7 +167,7 @@ def read_document(
 
 @contextmanager
 def unchanged_values() -> Iterator[None]:
-    """Say of a saved plan that a value was changed, where something goes wrong with it that says no more."""
+    """The error for a saved plan with a changed value, where the failure itself says no more."""
     try:
         yield
     except MeshwiseError:
@@ -203,7 +203,7 @@ def check_kind(value: object, kind: Kind) -> None:
 
 
 def _changed(error: Exception) -> ConfigError:
-    """Say of a saved plan which value is not what was written, from what went wrong with it."""
+    """Which value of a saved plan was changed, judging by the error it caused."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         where, told = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")

@@ -130,7 +130,7 @@ def drawn_alike(choices: ServingChoices) -> dict[str, float] | None:
 
 
 def mean_note(choices: ServingChoices) -> str:
-    """Say that a measurement sends requests of the mean length."""
+    """Note that the benchmark sends requests of the mean length."""
     words = choices.load.mix.words if choices.load.mix else ""
     return f"'bench' sends requests of the mean length, the plan has {words}"
 

@@ -75,7 +75,7 @@ class Fixed:
         return self.tokens
 
     def sample(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:  # noqa: ARG002  (nothing is random)
-        """Give `count` times the same."""
+        """The one length, `count` times."""
         return np.full(count, self.tokens, dtype=np.int64)
 
     def __str__(self) -> str:

@@ -129,7 +129,7 @@ class Load(Protocol):
         """Requests per second, the mean."""
 
     def requests(self) -> Iterator[Demand]:
-        """Give them in order, from the first each time."""
+        """The requests in order; each call starts again at the first."""
 
     def at_rate(self, rate: float) -> Load:
         """The same requests at another mean rate."""

@@ -348,7 +348,7 @@ def modules_note(modules: int, what: str) -> str:
 
 
 def uncounted_modules(key: str) -> Callable[[Family, Keys], dict[str, Any]]:
-    """Say that the modules of which `key` holds the number are not counted."""
+    """Note that the modules counted by `key` are left out."""
 
     def extras(_: Family, k: Keys) -> dict[str, Any]:
         modules = getattr(k, key)

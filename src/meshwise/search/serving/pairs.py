@@ -56,7 +56,7 @@ class Pairs:
         return np.broadcast_to(constraints.kept(self.ttft, self.tpot, self.rate), len(self))
 
     def setup(self, i: int, prefill: Table, decode: Table) -> ServingSetup:
-        """Give one of them as a setup."""
+        """One of the pairs, as a setup."""
         first, second = int(self.prefill[i]), int(self.decode[i])
         into = prefill.layout_of(first, int(self.into[i]))
         out = decode.layout_of(second, int(self.out[i]))

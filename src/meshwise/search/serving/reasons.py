@@ -115,7 +115,7 @@ def _compared(
     masks: Sequence[np.ndarray],
     winner: Pairs,
 ) -> str | None:
-    """Say by how much the best of these loses; None where there is none, or none that loses."""
+    """By how much the best of these loses, in words; None if there is none, or it does not lose."""
     if not any(m.any() for m in masks):
         return "does not fit, or other layouts beat it in everything"
     ok = [m & w for m, w in zip(masks, within, strict=True)]

@@ -328,7 +328,7 @@ class PagedCache:
         return self.pages.held(tokens)  # type: ignore[arg-type]
 
     def take(self, blocks: float) -> None:
-        """Give blocks to requests; prefixes that nobody uses make room."""
+        """Allocate blocks; unused prefixes are evicted to make room."""
         self.used += blocks
         if self.prefixes is not None:
             over = self.used + self.prefixes.blocks - self.blocks

@@ -86,7 +86,7 @@ class Decoding:
         return request.offset + self.growth * self.steps - 1
 
     def finished(self) -> Iterator[Request]:
-        """Give those that are done, which are to leave."""
+        """Remove and yield the requests that are done."""
         finishes = self.finishes
         while finishes and finishes[0][0] <= self.steps:
             _, serial, request = heapq.heappop(finishes)
