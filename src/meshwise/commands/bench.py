@@ -41,29 +41,25 @@ class BenchRequest(Where):
 
     positional = ("what",)
 
-    what: Literal["matmul", "attention", "memory", "collectives", "machine"] = Field(
-        description="What to measure; machine: everything that describes a CPU's devices as chips."
-    )
-    dtype: Literal["bf16", "fp16", "fp32", "fp8", "int8"] | None = Field(
-        default=None, description="Format of the operands; by default bf16, and for a machine bf16 and fp32."
-    )
-    sizes: Annotated[str | None, Flag("SIZES")] = Field(
-        default=None,
-        description="Instead of the usual sizes, separated by commas: MxKxN of a matmul, BATCHxQUERIESxKEYS of "
-        "attention (as many queries as keys are causal), bytes of a copy or a collective.",
-    )
-    heads: int = Field(default=32, ge=1, le=4096, description="Query heads of attention.")
-    kv_heads: int = Field(default=8, ge=1, le=4096, description="Key/value heads of attention.")
-    head_dim: int = Field(default=128, ge=1, le=4096, description="Head dimension of attention.")
+    what: Literal["matmul", "attention", "memory", "collectives", "machine"]
+    """What to measure; machine: everything that describes a CPU's devices as chips."""
+    dtype: Literal["bf16", "fp16", "fp32", "fp8", "int8"] | None = None
+    """Format of the operands; by default bf16, and for a machine bf16 and fp32."""
+    sizes: Annotated[str | None, Flag("SIZES")] = None
+    """Instead of the usual sizes, separated by commas: MxKxN of a matmul, BATCHxQUERIESxKEYS of attention (as many
+    queries as keys are causal), bytes of a copy or a collective."""
+    heads: int = Field(default=32, ge=1, le=4096)
+    """Query heads of attention."""
+    kv_heads: int = Field(default=8, ge=1, le=4096)
+    """Key/value heads of attention."""
+    head_dim: int = Field(default=128, ge=1, le=4096)
+    """Head dimension of attention."""
     seconds: Annotated[float, Quantity("seconds", parse_duration, format_duration, "0.5s")] = Field(
-        default=0.5, gt=0, le=600, description="Time to spend on each operation."
+        default=0.5, gt=0, le=600
     )
-    cpu_devices: int | None = Field(
-        default=None,
-        ge=1,
-        le=512,
-        description="Use this many fake devices of the CPU, whatever other devices there are.",
-    )
+    """Time to spend on each operation."""
+    cpu_devices: int | None = Field(default=None, ge=1, le=512)
+    """Use this many fake devices of the CPU, whatever other devices there are."""
 
 
 @command(BenchRequest)
@@ -197,10 +193,10 @@ def _sizes(request: BenchRequest) -> Sizes:
 
 
 class _Files(Request):
-    save: Path | None = Field(default=None, description="Write the rows to this new file, as CSV.")
-    save_cluster: Path | None = Field(
-        default=None, description="With machine: write the cluster file, for --cluster, to this new file."
-    )
+    save: Path | None = None
+    """Write the rows to this new file, as CSV."""
+    save_cluster: Path | None = None
+    """With machine: write the cluster file, for --cluster, to this new file."""
 
 
 @verb(BenchRequest, _Files)

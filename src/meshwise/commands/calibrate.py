@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import Field
-
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
@@ -23,16 +21,12 @@ class CalibrateRequest(Request):
 
     positional = ("file",)
 
-    file: File = Field(
-        description="Measured training steps of one chip, as CSV (docs/measurements.md); one row is enough."
-    )
-    calibration: str = Field(
-        default="fitted",
-        description="Calibration to refine: fitted (with the rows' software), operations, or a family by name.",
-    )
-    save: Path | None = Field(
-        default=None, description="Write the calibration to this new file (.json), which --calibration takes."
-    )
+    file: File
+    """Measured training steps of one chip, as CSV (docs/measurements.md); one row is enough."""
+    calibration: str = "fitted"
+    """Calibration to refine: fitted (with the rows' software), operations, or a family by name."""
+    save: Path | None = None
+    """Write the calibration to this new file (.json), which --calibration takes."""
 
 
 def find_refined(request: CalibrateRequest, progress: Callable[[str], None] = lambda _: None) -> Refined:

@@ -106,9 +106,8 @@ def _text(name: str | os.PathLike[str], what: str) -> str:
 class _ModelRequest(Request):
     positional = ("model",)
 
-    model: str = Field(
-        description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
-    )
+    model: str
+    """A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."""
     seq_len: Annotated[int | None, Quantity("tokens", parse_count, format_count, "4096")] = Field(
         default=None,
         gt=0,
@@ -116,7 +115,8 @@ class _ModelRequest(Request):
         serialization_alias="seq_len_tokens",
         description=f"Sequence length for counting FLOPs; by default {DEFAULT_SEQ_LEN}, or the model's longest.",
     )
-    kv_dtype: DType = Field(default=DType.BF16, description="Number format of the KV cache.")
+    kv_dtype: DType = DType.BF16
+    """Number format of the KV cache."""
 
 
 @verb(_ModelRequest)
@@ -145,7 +145,8 @@ def show_models(screen: Screen) -> None:
 class _ChipsRequest(Request):
     positional = ("chip",)
 
-    chip: str | None = Field(default=None, description="The name of one.")
+    chip: str | None = None
+    """The name of one."""
 
 
 @verb(_ChipsRequest)
@@ -163,7 +164,8 @@ def show_chips(screen: Screen, request: _ChipsRequest) -> None:
 class _ClustersRequest(Request):
     positional = ("cluster",)
 
-    cluster: str | None = Field(default=None, description="The name of one, or its TOML file.")
+    cluster: str | None = None
+    """The name of one, or its TOML file."""
 
 
 @verb(_ClustersRequest)

@@ -38,33 +38,26 @@ class CollectiveRequest(Where):
 
     positional = ("kind", "array")
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"] = Field(
-        description="The collective."
-    )
-    array: str = Field(description="The array, 'bf16[1024, 4096_X]', or before and after: 'A[I_X, J] -> A[I, J_X]'.")
-    mesh: MeshText = Field(description="Mesh axes, X=4,Y=8, the last one innermost.")
-    over: Annotated[str | None, Flag("AXES")] = Field(
-        default=None,
-        description="Mesh axes of the group, X or X,Y; by default the axes that the array names, else all.",
-    )
-    sizes: Sizes = Field(default={}, description="Sizes of named axes, I=1024.")
-    wires: Annotated[str | None, Flag("WIRES")] = Field(
-        default=None,
-        description="How mesh axes map to the network's dimensions, as extents: X=8x2; one axis each by default.",
-    )
-    dtype: DType = Field(default=DType.BF16, description="Number format of an array written without one.")
-    choices: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e6,
-        description="Ragged all-to-all: each row goes to this many members drawn at random (experts of a token), "
-        "one copy to each distinct one.",
-    )
-    calibration: str = Field(
-        default="none",
-        description="Achieved rates and algorithms: none (data-sheet rates, the best schedule), operations (the "
-        "chip's own software), or a family by name.",
-    )
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
+    """The collective."""
+    array: str
+    """The array, 'bf16[1024, 4096_X]', or before and after: 'A[I_X, J] -> A[I, J_X]'."""
+    mesh: MeshText
+    """Mesh axes, X=4,Y=8, the last one innermost."""
+    over: Annotated[str | None, Flag("AXES")] = None
+    """Mesh axes of the group, X or X,Y; by default the axes that the array names, else all."""
+    sizes: Sizes = Field(default={})
+    """Sizes of named axes, I=1024."""
+    wires: Annotated[str | None, Flag("WIRES")] = None
+    """How mesh axes map to the network's dimensions, as extents: X=8x2; one axis each by default."""
+    dtype: DType = DType.BF16
+    """Number format of an array written without one."""
+    choices: float | None = Field(default=None, gt=0, le=1e6)
+    """Ragged all-to-all: each row goes to this many members drawn at random (experts of a token), one copy to each
+    distinct one."""
+    calibration: str = "none"
+    """Achieved rates and algorithms: none (data-sheet rates, the best schedule), operations (the chip's own software),
+    or a family by name."""
 
 
 def examine_collective(request: CollectiveRequest) -> CollectiveCase:

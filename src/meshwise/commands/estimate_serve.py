@@ -47,27 +47,17 @@ class ServeRequest(PricedWhere, ServingConditions):
     positional = ("model",)
     sections: ClassVar = {"Load": ("on", "prompt", "output", "precision")}
 
-    prompt: Lengths | None = Field(
-        default=None,
-        serialization_alias="prompt_lengths",
-        description="Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION:MOST.",
-    )
-    output: Lengths | None = Field(
-        default=None,
-        serialization_alias="output_lengths",
-        description="Output tokens per request, including the first, written as --prompt.",
-    )
-    csv: File | None = Field(
-        default=None, description="CSV file of requests: arrival, prompt, output (instead of --prompt and --output)."
-    )
-    model: str = Field(
-        description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
-    )
-    calibration: str = Field(
-        default="fitted",
-        description="Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; "
-        "alone: vllm on GPUs, jax on TPUs), operations (of the chip's family, alone), none, or a family by name.",
-    )
+    prompt: Lengths | None = Field(default=None, serialization_alias="prompt_lengths")
+    """Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION:MOST."""
+    output: Lengths | None = Field(default=None, serialization_alias="output_lengths")
+    """Output tokens per request, including the first, written as --prompt."""
+    csv: File | None = None
+    """CSV file of requests: arrival, prompt, output (instead of --prompt and --output)."""
+    model: str
+    """A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."""
+    calibration: str = "fitted"
+    """Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; alone: vllm on GPUs,
+    jax on TPUs), operations (of the chip's family, alone), none, or a family by name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -139,25 +129,19 @@ class EstimateServeRequest(ServeRequest):
         "Load and layout": ("on", "prompt", "output", "batch", "layout", "precision", "mode", "prefill_layout")
     }
 
-    batch: int = Field(ge=1, le=1 << 24, description="Requests that one engine decodes for at once.")
-    layout: Annotated[str, Flag("LAYOUT")] = Field(
-        description="The layout: tensor=8,replicas=4 (tp cp ep pp dp; -1 for the rest), with cache=, width=, fsdp= and "
-        "cache_split=, sequence_parallel=, ... where needed."
-    )
-    prefill_layout: Annotated[str | None, Flag("LAYOUT")] = Field(
-        default=None, description="Layout for prefill, if it differs."
-    )
-    mode: Literal["aggregated", "disaggregated"] = Field(
-        default="aggregated",
-        description="Whether each engine prefills and decodes in turn, or does only one of the two (--prefill-layout).",
-    )
-    prefill_batch: int = Field(default=1, ge=1, le=1 << 20, description="Prompts prefilled together.")
-    chunk: int | None = Field(
-        default=None,
-        ge=1,
-        le=1 << 30,
-        description="Tokens of a prompt prefilled in one step; by default, the whole prompt.",
-    )
+    batch: int = Field(ge=1, le=1 << 24)
+    """Requests that one engine decodes for at once."""
+    layout: Annotated[str, Flag("LAYOUT")]
+    """The layout: tensor=8,replicas=4 (tp cp ep pp dp; -1 for the rest), with cache=, width=, fsdp= and cache_split=,
+    sequence_parallel=, ... where needed."""
+    prefill_layout: Annotated[str | None, Flag("LAYOUT")] = None
+    """Layout for prefill, if it differs."""
+    mode: Literal["aggregated", "disaggregated"] = "aggregated"
+    """Whether each engine prefills and decodes in turn, or does only one of the two (--prefill-layout)."""
+    prefill_batch: int = Field(default=1, ge=1, le=1 << 20)
+    """Prompts prefilled together."""
+    chunk: int | None = Field(default=None, ge=1, le=1 << 30)
+    """Tokens of a prompt prefilled in one step; by default, the whole prompt."""
 
     def setup(self, problem: ServingProblem) -> ServingSetup:
         """Read the layouts.
@@ -235,12 +219,10 @@ class EngineFiles(Request):
 
     sections: ClassVar = {"Output": ("engine", "prefill_engine")}
 
-    engine: Path | None = Field(
-        default=None, description="Write the step costs of the engine to this file, for 'simulate serve'."
-    )
-    prefill_engine: Path | None = Field(
-        default=None, description="Write the step costs of the prefill engines (disaggregated mode)."
-    )
+    engine: Path | None = None
+    """Write the step costs of the engine to this file, for 'simulate serve'."""
+    prefill_engine: Path | None = None
+    """Write the step costs of the prefill engines (disaggregated mode)."""
 
     def write_engines(self, problem: ServingProblem, estimate: ServingEstimate) -> None:
         """Write what steps of engines take, where a file is given.
@@ -267,7 +249,8 @@ def _engine_text(flag: str, problem: ServingProblem, estimate: ServingEstimate, 
 class _Files(EngineFiles):
     sections: ClassVar = {"Output": ("save", "engine", "prefill_engine")}
 
-    save: Path | None = Field(default=None, description="Write the plan to this file, as JSON.")
+    save: Path | None = None
+    """Write the plan to this file, as JSON."""
 
 
 @verb(EstimateServeRequest, _Files, plan_or=EstimateServeRequest)

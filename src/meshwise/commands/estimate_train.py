@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.plan_files import no_plan_as_model, read_plan, save_plan
@@ -33,14 +33,11 @@ class TrainRequest(PricedWhere, TrainingJob):
     positional = ("model",)
     sections: ClassVar = {"Job": ("on", "batch_tokens", "seq_len", "tokens", "precision", "optimizer", "fine_tune")}
 
-    model: str = Field(
-        description="A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
-    )
-    calibration: str = Field(
-        default="fitted",
-        description="Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), "
-        "none, a family by name, or a file of meshwise calibrate.",
-    )
+    model: str
+    """A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."""
+    calibration: str = "fitted"
+    """Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), none, a family by name,
+    or a file of meshwise calibrate."""
 
     @model_validator(mode="before")
     @classmethod
@@ -72,10 +69,9 @@ class EstimateTrainRequest(TrainRequest):
 
     sections: ClassVar = {"Job": ("on", "layout", *TrainRequest.sections["Job"][1:])}
 
-    layout: Annotated[str, Flag("LAYOUT")] = Field(
-        description="The layout: fsdp=512,tensor=4 (dp fsdp tp cp ulysses ep pp; -1 for the rest), and remat=, zero=, "
-        "schedule=, offload=, micro_batch=, num_microbatches=, ... to fix what is otherwise chosen."
-    )
+    layout: Annotated[str, Flag("LAYOUT")]
+    """The layout: fsdp=512,tensor=4 (dp fsdp tp cp ulysses ep pp; -1 for the rest), and remat=, zero=, schedule=,
+    offload=, micro_batch=, num_microbatches=, ... to fix what is otherwise chosen."""
 
 
 def find_estimate(
@@ -125,7 +121,8 @@ def estimate_train(request: EstimateTrainRequest, *, progress: Callable[[str], N
 class _Files(Request):
     sections: ClassVar = {"Output": ("save",)}
 
-    save: Path | None = Field(default=None, description="Write the plan to this file as JSON.")
+    save: Path | None = None
+    """Write the plan to this file as JSON."""
 
 
 @verb(EstimateTrainRequest, _Files)

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
 from meshwise.commands.command import Screen, verb
 from meshwise.commands.estimate_serve import read_serving_plan
 from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
@@ -62,9 +60,12 @@ def _check_tool(to: str, kind: str, fitting: Iterable[str], others: Iterable[str
 class _ExportRequest(Request):
     positional = ("plan",)
 
-    plan: File = Field(description="A saved plan.")
-    to: Literal[(*TARGETS, *SERVING_TARGETS)] = Field(description="Tool that will run the plan.")  # type: ignore[valid-type]
-    output: Path | None = Field(default=None, description="Write to this file.")
+    plan: File
+    """A saved plan."""
+    to: Literal[(*TARGETS, *SERVING_TARGETS)]  # type: ignore[valid-type]
+    """Tool that will run the plan."""
+    output: Path | None = None
+    """Write to this file."""
 
 
 @verb(_ExportRequest)

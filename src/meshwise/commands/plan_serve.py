@@ -72,51 +72,35 @@ class PlanServeRequest(ServeRequest):
         "Search": ("objective", "max_ttft", "max_tpot", "rate", "max_batch", "mode", "chunk", "forbid", "top"),
     }
 
-    on: Annotated[str | None, Flag("CLUSTERS")] = Field(
-        default=None,
-        serialization_alias="cluster",
-        description="The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64; several (h100:8,h200:8) are compared.",
-    )
+    on: Annotated[str | None, Flag("CLUSTERS")] = Field(default=None, serialization_alias="cluster")
+    """The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64; several (h100:8,h200:8) are compared."""
     precision: str = Field(
         default="bf16",
         description=f"Number formats: {', '.join(SERVING_PRECISIONS)}, or roles such as weights=int8,kv=int8 "
         "(weights, activations, kv, compute, head); several (bf16,fp8 or bf16;weights=int8,kv=int8) are compared.",
     )
-    objective: Literal["throughput", "tpot", "ttft"] = Field(
-        default="throughput", description="Most output tokens/s per chip (least cost), least TPOT, or least TTFT."
-    )
-    max_ttft: _Target | None = Field(
-        default=None,
-        exclude=True,
-        description="Longest time to the first token: 500ms for the mean without queues, or p99:500ms for simulated "
-        "requests.",
-    )
-    max_tpot: _Target | None = Field(
-        default=None, exclude=True, description="Longest time per output token, written as --max-ttft."
-    )
-    rate: float | None = Field(
-        default=None,
-        gt=0,
-        serialization_alias="requests_per_s",
-        description="Requests per second to serve, on as few chips as possible; by default as many as possible.",
-    )
-    mode: Literal["aggregated", "disaggregated"] | None = Field(
-        default=None, description="Restrict the search to aggregated or disaggregated serving; default: both."
-    )
-    max_batch: int = Field(
-        default=4096, ge=1, le=1 << 16, description="Most requests that one engine decodes for at once."
-    )
+    objective: Literal["throughput", "tpot", "ttft"] = "throughput"
+    """Most output tokens/s per chip (least cost), least TPOT, or least TTFT."""
+    max_ttft: _Target | None = Field(default=None, exclude=True)
+    """Longest time to the first token: 500ms for the mean without queues, or p99:500ms for simulated requests."""
+    max_tpot: _Target | None = Field(default=None, exclude=True)
+    """Longest time per output token, written as --max-ttft."""
+    rate: float | None = Field(default=None, gt=0, serialization_alias="requests_per_s")
+    """Requests per second to serve, on as few chips as possible; by default as many as possible."""
+    mode: Literal["aggregated", "disaggregated"] | None = None
+    """Restrict the search to aggregated or disaggregated serving; default: both."""
+    max_batch: int = Field(default=4096, ge=1, le=1 << 16)
+    """Most requests that one engine decodes for at once."""
     forbid: Annotated[str, Flag("AXES")] = Field(
         default="", description=f"Mesh axes to exclude, separated by commas: {', '.join(SERVING_AXES)}."
     )
     chunk: Annotated[str, Flag("TOKENS")] = Field(
-        default="",
-        validation_alias=AliasChoices("chunk", "chunks"),
-        serialization_alias="chunks",
-        description="Chunk sizes to try for the best plans of aggregated serving, besides whole prompts: 256,512,1024 "
-        "tokens of a prompt in one step.",
+        default="", validation_alias=AliasChoices("chunk", "chunks"), serialization_alias="chunks"
     )
-    top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
+    """Chunk sizes to try for the best plans of aggregated serving, besides whole prompts: 256,512,1024 tokens of a
+    prompt in one step."""
+    top: int = Field(default=5, ge=1, le=100)
+    """How many plans to show."""
 
     @field_validator("precision")
     @classmethod
@@ -271,8 +255,10 @@ def compare_serve(
 class _Files(EngineFiles):
     sections: ClassVar = {"Output": ("save", "svg", "engine", "prefill_engine")}
 
-    save: Path | None = Field(default=None, description="Write the best plan to this file, as JSON.")
-    svg: Path | None = Field(default=None, description="Write the picture of latency against throughput to this file.")
+    save: Path | None = None
+    """Write the best plan to this file, as JSON."""
+    svg: Path | None = None
+    """Write the picture of latency against throughput to this file."""
 
 
 @verb(PlanServeRequest, _Files)

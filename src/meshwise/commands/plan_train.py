@@ -63,22 +63,14 @@ class PlanTrainRequest(TrainRequest):
         "Search": ("objective", "deadline", "budget", "max_chips", "max_memory", "fix", "forbid", "top"),
     }
 
-    objective: Literal["time", "cost", "chips"] = Field(
-        default="time", description="Minimize time, cost, or the chips that meet the deadline."
-    )
-    deadline: _Time | None = Field(
-        default=None,
-        gt=0,
-        serialization_alias="deadline_s",
-        description="Longest time for the whole run (--tokens); slower plans are dropped.",
-    )
-    budget: _Dollars | None = Field(
-        default=None,
-        gt=0,
-        serialization_alias="budget_usd",
-        description="Most dollars for the whole run (--tokens); dearer plans are dropped.",
-    )
-    max_chips: int | None = Field(default=None, ge=1, description="Most chips of the cluster to use.")
+    objective: Literal["time", "cost", "chips"] = "time"
+    """Minimize time, cost, or the chips that meet the deadline."""
+    deadline: _Time | None = Field(default=None, gt=0, serialization_alias="deadline_s")
+    """Longest time for the whole run (--tokens); slower plans are dropped."""
+    budget: _Dollars | None = Field(default=None, gt=0, serialization_alias="budget_usd")
+    """Most dollars for the whole run (--tokens); dearer plans are dropped."""
+    max_chips: int | None = Field(default=None, ge=1)
+    """Most chips of the cluster to use."""
     fix: Annotated[dict[str, Any], Flag("NAME=VALUE"), BeforeValidator(parse_fixed, json_schema_input_type=_Fixed)] = (
         Field(
             default={},
@@ -88,11 +80,9 @@ class PlanTrainRequest(TrainRequest):
     )
     forbid: Annotated[
         tuple[str, ...], Flag("WORDS"), BeforeValidator(parse_forbidden, json_schema_input_type=_Words)
-    ] = Field(
-        default=(),
-        description="Exclude from all plans: mesh axes (pipeline, expert, ...), offload, ring, schedules (dualpipe, "
-        "interleaved, zero-bubble, ...), partial-remat, or values of choices (zero=2, remat=full).",
-    )
+    ] = ()
+    """Exclude from all plans: mesh axes (pipeline, expert, ...), offload, ring, schedules (dualpipe, interleaved,
+    zero-bubble, ...), partial-remat, or values of choices (zero=2, remat=full)."""
     max_memory: Annotated[float | None, Quantity("share", parse_fraction, format_percent, "80%")] = Field(
         default=None,
         gt=0,
@@ -100,20 +90,15 @@ class PlanTrainRequest(TrainRequest):
         description="Most of a chip's HBM that a plan may fill; "
         f"by default {MAX_MEMORY:.0%}, or all of it if no plan fits in that.",
     )
-    top: int = Field(default=5, ge=1, le=100, description="How many plans to show.")
-    front: bool = Field(
-        default=False,
-        description="Also find the Pareto front of time and memory; the search takes several times as long.",
-    )
-    offload: bool = Field(
-        default=False,
-        description="Let plans with offload to the host's memory compete; by default, only if nothing fits without.",
-    )
-    sensitivity: bool = Field(
-        default=False,
-        description="Search again with 10 % less of each resource (bandwidths, FLOP/s, HBM, batch, length): "
-        "what does the plan depend on?",
-    )
+    top: int = Field(default=5, ge=1, le=100)
+    """How many plans to show."""
+    front: bool = False
+    """Also find the Pareto front of time and memory; the search takes several times as long."""
+    offload: bool = False
+    """Let plans with offload to the host's memory compete; by default, only if nothing fits without."""
+    sensitivity: bool = False
+    """Search again with 10 % less of each resource (bandwidths, FLOP/s, HBM, batch, length): what does the plan depend
+    on?"""
 
     @property
     def clusters(self) -> tuple[str, ...]:
@@ -274,19 +259,14 @@ class _Further(Request):
 
     sections: ClassVar = {"Search": ("scaling", "verify"), "Output": ("save", "svg")}
 
-    scaling: Annotated[bool, Flag(name="--scaling")] = Field(
-        default=False, description="Plan for 1, 2, 4, ... chips: MFU against chips, and where strong scaling ends."
-    )
-    verify: int | None = Field(
-        default=None,
-        ge=1,
-        description="Compile the best N plans for their target; plans that do not fit go to the end "
-        "('meshwise verify').",
-    )
-    save: Path | None = Field(default=None, description="Write the best plan to this file, as JSON.")
-    svg: Path | None = Field(
-        default=None, description="Write the picture to this file; needs several clusters (--on a,b,c) or --scaling."
-    )
+    scaling: Annotated[bool, Flag(name="--scaling")] = False
+    """Plan for 1, 2, 4, ... chips: MFU against chips, and where strong scaling ends."""
+    verify: int | None = Field(default=None, ge=1)
+    """Compile the best N plans for their target; plans that do not fit go to the end ('meshwise verify')."""
+    save: Path | None = None
+    """Write the best plan to this file, as JSON."""
+    svg: Path | None = None
+    """Write the picture to this file; needs several clusters (--on a,b,c) or --scaling."""
 
     def check(self, *, several: bool) -> None:
         """Refuse flags that have no meaning together.

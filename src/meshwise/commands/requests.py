@@ -1,7 +1,7 @@
 """Requests: the base class, what a field says of itself, and validation with errors in the user's own words.
 
-A parameter is declared once, as a field: unit, bounds, default, help. The command line's options (`cli.options`),
-Python signatures (`command`), the JSON echo and the reference page come from it.
+A parameter is declared once, as a field: unit, bounds, default, and a docstring, which is its help. The command line's
+options (`cli.options`), Python signatures (`command`), the JSON echo and the reference page come from it.
 Not here: which requests there are (each command's file, `jobs`).
 """
 
@@ -54,7 +54,7 @@ File = Annotated[str, Flag("FILE"), BeforeValidator(_path_as_text, json_schema_i
 class Request(BaseModel):
     """What a command is asked. A field's `serialization_alias` is its JSON key where that is not its name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     #: Fields that are given by position.
     positional: ClassVar[tuple[str, ...]] = ()

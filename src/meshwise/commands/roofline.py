@@ -29,33 +29,22 @@ class RooflineRequest(Request):
 
     positional = ("expression",)
 
-    expression: str = Field(description="The operation: 'bf16[B, D] * int8[D, F] -> bf16[B, F]'.")
-    on: Annotated[str, Flag("CHIP")] = Field(
-        serialization_alias="chip", description="The chip, as 'meshwise chips' lists it."
-    )
-    sizes: Sizes = Field(
-        default={},
-        description="Axis sizes, B=1024 or B=1024,D=8Ki; may be repeated. Axes without a size count as very large.",
-    )
-    vary: Annotated[str | None, Flag("AXIS")] = Field(
-        default=None, description="Axis whose critical size is computed; by default the first axis of the first input."
-    )
-    memory: Memory = Field(
-        default=Memory.HBM, description="Memory of the operands: hbm, vmem (on-chip memory) or host."
-    )
-    padding: bool = Field(default=True, description="Count the partly filled tiles of the matrix unit.")
-    flops_per_s: _Rate | None = Field(
-        default=None,
-        gt=0,
-        serialization_alias="peak_flops_per_s",
-        description="Take this peak instead of the catalog's.",
-    )
-    memory_bandwidth: _Bandwidth | None = Field(
-        default=None,
-        gt=0,
-        serialization_alias="memory_bandwidth_bytes_per_s",
-        description="Take this bandwidth instead of the catalog's.",
-    )
+    expression: str
+    """The operation: 'bf16[B, D] * int8[D, F] -> bf16[B, F]'."""
+    on: Annotated[str, Flag("CHIP")] = Field(serialization_alias="chip")
+    """The chip, as 'meshwise chips' lists it."""
+    sizes: Sizes = Field(default={})
+    """Axis sizes, B=1024 or B=1024,D=8Ki; may be repeated. Axes without a size count as very large."""
+    vary: Annotated[str | None, Flag("AXIS")] = None
+    """Axis whose critical size is computed; by default the first axis of the first input."""
+    memory: Memory = Memory.HBM
+    """Memory of the operands: hbm, vmem (on-chip memory) or host."""
+    padding: bool = True
+    """Count the partly filled tiles of the matrix unit."""
+    flops_per_s: _Rate | None = Field(default=None, gt=0, serialization_alias="peak_flops_per_s")
+    """Take this peak instead of the catalog's."""
+    memory_bandwidth: _Bandwidth | None = Field(default=None, gt=0, serialization_alias="memory_bandwidth_bytes_per_s")
+    """Take this bandwidth instead of the catalog's."""
 
 
 def examine_roofline(request: RooflineRequest) -> RooflineCase:
@@ -137,7 +126,8 @@ def roofline(request: RooflineRequest) -> RooflineCase:
 
 
 class _Files(Request):
-    svg: Path | None = Field(default=None, exclude=True, description="Write the picture to this file as SVG.")
+    svg: Path | None = Field(default=None, exclude=True)
+    """Write the picture to this file as SVG."""
 
 
 @verb(RooflineRequest, _Files)

@@ -26,24 +26,15 @@ _TOKENS = Field(
 class ExecutionRequest(Request):
     """What training and generation share."""
 
-    weights: Annotated[File | None, Flag("PATH")] = Field(
-        default=None,
-        description="Begin with these weights: a .safetensors or .gguf file, or a folder of .safetensors files.",
-    )
-    tokenizer: File | None = Field(
-        default=None,
-        description="The model's tokenizer.json, for --text; for --prompt by default the one beside the --weights.",
-    )
-    cpu_devices: int | None = Field(
-        default=None,
-        ge=1,
-        le=512,
-        description="Use this many fake devices of the CPU, whatever other devices there are; a Python process asks "
-        "for them before it uses JAX.",
-    )
-    seed: int = Field(
-        default=0, ge=0, le=2**31 - 1, description="Seed of the initial weights and of the order of tokens."
-    )
+    weights: Annotated[File | None, Flag("PATH")] = None
+    """Begin with these weights: a .safetensors or .gguf file, or a folder of .safetensors files."""
+    tokenizer: File | None = None
+    """The model's tokenizer.json, for --text; for --prompt by default the one beside the --weights."""
+    cpu_devices: int | None = Field(default=None, ge=1, le=512)
+    """Use this many fake devices of the CPU, whatever other devices there are; a Python process asks for them before it
+    uses JAX."""
+    seed: int = Field(default=0, ge=0, le=2**31 - 1)
+    """Seed of the initial weights and of the order of tokens."""
 
 
 class RunRequest(ExecutionRequest):
@@ -53,52 +44,33 @@ class RunRequest(ExecutionRequest):
         "Training": ("steps", "learning_rate", "text", "tokenizer", "weights", "checkpoint", "every", "cpu_devices")
     }
 
-    steps: int = Field(
-        default=20, ge=1, le=10**8, description="Train up to this step, including the steps of a --checkpoint."
-    )
-    learning_rate: float = Field(
-        default=3e-4,
-        gt=0,
-        le=1e3,
-        description="Learning rate of every step; with --warmup-steps or --learning-rate-decay, the highest.",
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, le=10**8, description="Steps in which the learning rate rises from zero."
-    )
-    learning_rate_decay: Literal["none", "linear", "cosine"] = Field(
-        default="none", description="How the learning rate falls after the warmup: linearly, or as half a cosine."
-    )
-    decay_steps: int | None = Field(
-        default=None, ge=1, le=10**8, description="Step at which the learning rate reaches its end; by default --steps."
-    )
-    final_learning_rate: float | None = Field(
-        default=None, ge=0, le=1e3, description="Learning rate at the end of the decay; by default 0."
-    )
-    text: File | None = Field(
-        default=None, description="Train on random windows of this text file, instead of synthetic tokens."
-    )
-    profile: Annotated[str | None, Flag("DIR")] = Field(
-        default=None, description="Write a profile of a few steps to this folder."
-    )
-    checkpoint: Annotated[str | None, Flag("DIR")] = Field(
-        default=None, description="Save steps in this folder, and go on from the last step saved there."
-    )
+    steps: int = Field(default=20, ge=1, le=10**8)
+    """Train up to this step, including the steps of a --checkpoint."""
+    learning_rate: float = Field(default=3e-4, gt=0, le=1e3)
+    """Learning rate of every step; with --warmup-steps or --learning-rate-decay, the highest."""
+    warmup_steps: int = Field(default=0, ge=0, le=10**8)
+    """Steps in which the learning rate rises from zero."""
+    learning_rate_decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rate falls after the warmup: linearly, or as half a cosine."""
+    decay_steps: int | None = Field(default=None, ge=1, le=10**8)
+    """Step at which the learning rate reaches its end; by default --steps."""
+    final_learning_rate: float | None = Field(default=None, ge=0, le=1e3)
+    """Learning rate at the end of the decay; by default 0."""
+    text: File | None = None
+    """Train on random windows of this text file, instead of synthetic tokens."""
+    profile: Annotated[str | None, Flag("DIR")] = None
+    """Write a profile of a few steps to this folder."""
+    checkpoint: Annotated[str | None, Flag("DIR")] = None
+    """Save steps in this folder, and go on from the last step saved there."""
     every: int | None = Field(
         default=None, ge=1, le=10**8, description=f"Save every N steps, and the last one; by default {DEFAULT_EVERY}."
     )
-    coordinator: Annotated[str | None, Flag("HOST:PORT")] = Field(
-        default=None,
-        description="Address of the first of several processes, or auto where JAX knows the cluster (Slurm, TPUs).",
-    )
-    num_processes: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**6,
-        description="How many processes run together; each is started with the same options.",
-    )
-    process_id: int | None = Field(
-        default=None, ge=0, le=10**6, description="Number of this process, from 0, the coordinator."
-    )
+    coordinator: Annotated[str | None, Flag("HOST:PORT")] = None
+    """Address of the first of several processes, or auto where JAX knows the cluster (Slurm, TPUs)."""
+    num_processes: int | None = Field(default=None, ge=1, le=10**6)
+    """How many processes run together; each is started with the same options."""
+    process_id: int | None = Field(default=None, ge=0, le=10**6)
+    """Number of this process, from 0, the coordinator."""
 
     def check(self) -> None:
         """See that options go together.
@@ -163,10 +135,10 @@ class GenerateRequest(ExecutionRequest):
     sections: ClassVar = {"Generation": ("tokens", "prompt", "prompt_tokens")}
 
     tokens: Annotated[int, Flag(name="--generate"), _TOKENS]
-    prompt: str | None = Field(default=None, description="Text to go on from, for --generate.")
-    prompt_tokens: Annotated[str | None, Flag("NUMBERS")] = Field(
-        default=None, description="Tokens to go on from, instead of --prompt: 1,2,3."
-    )
+    prompt: str | None = None
+    """Text to go on from, for --generate."""
+    prompt_tokens: Annotated[str | None, Flag("NUMBERS")] = None
+    """Tokens to go on from, instead of --prompt: 1,2,3."""
 
     def check(self) -> None:
         """See that options go together.

@@ -41,15 +41,12 @@ class ScoreRequest(Request):
 
     positional = ("file",)
 
-    file: File = Field(
-        description="Measured training runs or serving, as CSV (docs/measurements.md), or 'shipped', "
-        "'shipped-serving': the package's own."
-    )
-    calibration: str | None = Field(
-        default=None,
-        description="Achieved rates: fitted (the default, with the row's software or engine), operations (each "
-        "chip's family), none, or a family by name.",
-    )
+    file: File
+    """Measured training runs or serving, as CSV (docs/measurements.md), or 'shipped', 'shipped-serving': the package's
+    own."""
+    calibration: str | None = None
+    """Achieved rates: fitted (the default, with the row's software or engine), operations (each chip's family), none,
+    or a family by name."""
 
 
 def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _: None) -> TrainingScore | ServingScore:
@@ -94,8 +91,10 @@ def score(request: ScoreRequest, *, progress: Callable[[str], None] = lambda _: 
 
 
 class _Shown(Request):
-    worst: int = Field(default=5, ge=0, le=1000, description="How many of the worst rows to show.")
-    svg: Path | None = Field(default=None, description="Write predicted against measured to this file.")
+    worst: int = Field(default=5, ge=0, le=1000)
+    """How many of the worst rows to show."""
+    svg: Path | None = None
+    """Write predicted against measured to this file."""
 
 
 @verb(ScoreRequest, _Shown)

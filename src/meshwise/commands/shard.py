@@ -23,13 +23,16 @@ class ShardRequest(Where):
 
     positional = ("expression",)
 
-    expression: str = Field(description="The product, 'A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]'.")
-    mesh: MeshText | None = Field(default=None, description="Mesh axes, X=4,Y=8, the last one innermost.")
-    sizes: Sizes = Field(default={}, description="Sizes of the axes, I=1024,J=8Ki.")
-    wires: Annotated[str | None, Flag("WIRES")] = Field(
-        default=None, description="How mesh axes map to the network's dimensions, as extents: X=4x1,Y=1x8."
-    )
-    dtype: DType = Field(default=DType.BF16, description="Number format of tensors written without one.")
+    expression: str
+    """The product, 'A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]'."""
+    mesh: MeshText | None = None
+    """Mesh axes, X=4,Y=8, the last one innermost."""
+    sizes: Sizes = Field(default={})
+    """Sizes of the axes, I=1024,J=8Ki."""
+    wires: Annotated[str | None, Flag("WIRES")] = None
+    """How mesh axes map to the network's dimensions, as extents: X=4x1,Y=1x8."""
+    dtype: DType = DType.BF16
+    """Number format of tensors written without one."""
 
 
 def examine_shard(request: ShardRequest) -> tuple[Product, Mesh | None, Cluster | None]:

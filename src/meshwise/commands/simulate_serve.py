@@ -53,69 +53,61 @@ class SimulateServeRequest(Request):
         "System": ("replicas", "routing", "policy", "max_batch", "max_step_tokens", "prefill_replicas", "autoscale"),
     }
 
-    rate: float | None = Field(default=None, gt=0, description="Mean requests per second; a CSV file has its own.")
-    prompt: Lengths = Field(
-        default="1024", description="Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION[:MOST]."
-    )
-    output: Lengths = Field(default="256", description="Output tokens per request, written as --prompt.")
-    arrivals: str = Field(
-        default="poisson",
-        description="How requests arrive: poisson, constant, gamma:VARIATION (clumps), on-off:10s/50s (bursts).",
-    )
-    csv: File | None = Field(
-        default=None,
-        description="CSV file of requests (instead of --prompt and --output): arrival, prompt, output, and optionally "
-        "prefix and keep_as.",
-    )
-    requests: Count | None = Field(
-        default=None, ge=1, description="How many requests; by default 10k, or all of a CSV file."
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of everything that is drawn at random.")
-    prefix_tokens: int = Field(
-        default=0, ge=0, description="Tokens of a prefix shared between prompts, in addition to --prompt."
-    )
-    prefix_groups: int = Field(default=1, ge=1, description="Number of distinct shared prefixes.")
+    rate: float | None = Field(default=None, gt=0)
+    """Mean requests per second; a CSV file has its own."""
+    prompt: Lengths = "1024"
+    """Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION[:MOST]."""
+    output: Lengths = "256"
+    """Output tokens per request, written as --prompt."""
+    arrivals: str = "poisson"
+    """How requests arrive: poisson, constant, gamma:VARIATION (clumps), on-off:10s/50s (bursts)."""
+    csv: File | None = None
+    """CSV file of requests (instead of --prompt and --output): arrival, prompt, output, and optionally prefix and
+    keep_as."""
+    requests: Count | None = Field(default=None, ge=1)
+    """How many requests; by default 10k, or all of a CSV file."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of everything that is drawn at random."""
+    prefix_tokens: int = Field(default=0, ge=0)
+    """Tokens of a prefix shared between prompts, in addition to --prompt."""
+    prefix_groups: int = Field(default=1, ge=1)
+    """Number of distinct shared prefixes."""
     max_ttft: Seconds | None = Field(
-        default=None,
-        gt=0,
-        validation_alias=AliasChoices("max_ttft", "ttft"),
-        serialization_alias="ttft",
-        description="Target: longest time to the first token.",
+        default=None, gt=0, validation_alias=AliasChoices("max_ttft", "ttft"), serialization_alias="ttft"
     )
+    """Target: longest time to the first token."""
     max_tpot: Seconds | None = Field(
-        default=None,
-        gt=0,
-        validation_alias=AliasChoices("max_tpot", "tpot"),
-        serialization_alias="tpot",
-        description="Target: longest time per output token after the first.",
+        default=None, gt=0, validation_alias=AliasChoices("max_tpot", "tpot"), serialization_alias="tpot"
     )
-    share: float = Field(default=0.99, gt=0, le=1, description="Share of the requests that must keep the targets.")
-    capacity: bool = Field(default=False, description="Find the highest rate that keeps the targets.")
-    replicas: int = Field(default=1, ge=1, description="Replicas of the engine.")
-    routing: Literal["round-robin", "least-loaded", "affinity"] = Field(
-        default="least-loaded", description="Which replica a request goes to; affinity: the one that holds its prefix."
-    )
-    policy: Literal["prefill-first", "decode-first", "chunked"] = Field(
-        default="prefill-first", description="What the scheduler puts into a step first."
-    )
-    max_batch: int = Field(default=256, ge=1, description="Most requests that a replica works on at once.")
-    max_step_tokens: int = Field(default=2048, ge=1, description="Most tokens in one step.")
-    preemption: Literal["recompute", "swap"] = Field(
-        default="recompute", description="What happens to the cache of a request that is preempted."
-    )
-    watermark: float = Field(
-        default=0.01, ge=0, lt=1, description="Share of the cache that must stay free when a request is admitted."
-    )
-    prefix_cache: bool = Field(default=False, description="Keep prompt prefixes in the cache for later requests.")
-    speculate: str | None = Field(
-        default=None, description="Speculative decoding: ACCEPTANCE:DRAFTS[:TIME of one draft step], such as 0.7:4:1ms."
-    )
-    prefill_replicas: int = Field(default=0, ge=0, description="Replicas that only prefill; the others only decode.")
-    prefill_costs: File | None = Field(default=None, description="Step costs of the prefill replicas, if they differ.")
-    autoscale: str | None = Field(
-        default=None,
-        description="Autoscaling with the load: REQUESTS:LEAST-MOST[:INTERVAL:STARTUP], such as 50:1-8:10s:60s.",
-    )
+    """Target: longest time per output token after the first."""
+    share: float = Field(default=0.99, gt=0, le=1)
+    """Share of the requests that must keep the targets."""
+    capacity: bool = False
+    """Find the highest rate that keeps the targets."""
+    replicas: int = Field(default=1, ge=1)
+    """Replicas of the engine."""
+    routing: Literal["round-robin", "least-loaded", "affinity"] = "least-loaded"
+    """Which replica a request goes to; affinity: the one that holds its prefix."""
+    policy: Literal["prefill-first", "decode-first", "chunked"] = "prefill-first"
+    """What the scheduler puts into a step first."""
+    max_batch: int = Field(default=256, ge=1)
+    """Most requests that a replica works on at once."""
+    max_step_tokens: int = Field(default=2048, ge=1)
+    """Most tokens in one step."""
+    preemption: Literal["recompute", "swap"] = "recompute"
+    """What happens to the cache of a request that is preempted."""
+    watermark: float = Field(default=0.01, ge=0, lt=1)
+    """Share of the cache that must stay free when a request is admitted."""
+    prefix_cache: bool = False
+    """Keep prompt prefixes in the cache for later requests."""
+    speculate: str | None = None
+    """Speculative decoding: ACCEPTANCE:DRAFTS[:TIME of one draft step], such as 0.7:4:1ms."""
+    prefill_replicas: int = Field(default=0, ge=0)
+    """Replicas that only prefill; the others only decode."""
+    prefill_costs: File | None = None
+    """Step costs of the prefill replicas, if they differ."""
+    autoscale: str | None = None
+    """Autoscaling with the load: REQUESTS:LEAST-MOST[:INTERVAL:STARTUP], such as 50:1-8:10s:60s."""
 
     def load(self) -> Load:
         """The requests that arrive.
@@ -351,10 +343,10 @@ class _Files(Request):
     positional = ("costs",)
     sections: ClassVar = {"Output": ("svg", "trace")}
 
-    costs: Annotated[str, Flag(name="PLAN|COSTS")] = Field(
-        description="A plan of serving, or the step costs of an engine: a JSON file."
-    )
-    svg: Path | None = Field(default=None, description="Write the load over time to this file as SVG.")
+    costs: Annotated[str, Flag(name="PLAN|COSTS")]
+    """A plan of serving, or the step costs of an engine: a JSON file."""
+    svg: Path | None = None
+    """Write the load over time to this file as SVG."""
     trace: Path | None = Field(
         default=None, description=f"Write the first {_SPANS:,} steps to this file, for Perfetto."
     )

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from meshwise.commands.command import Screen, verb
 from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
 from meshwise.commands.plan_files import write_file
@@ -37,10 +35,10 @@ def simulate_step(plan: Plan | str | os.PathLike[str], **job: Any) -> StepTimeli
 class _Pictures(Request):
     sections: ClassVar = {"Output": ("svg", "trace")}
 
-    svg: Path | None = Field(default=None, description="Write the picture to this file as SVG.")
-    trace: Path | None = Field(
-        default=None, description="Write a trace to this file that opens in Perfetto or chrome://tracing."
-    )
+    svg: Path | None = None
+    """Write the picture to this file as SVG."""
+    trace: Path | None = None
+    """Write a trace to this file that opens in Perfetto or chrome://tracing."""
 
 
 @verb(EstimateTrainRequest, _Pictures, plan_or=EstimateTrainRequest)

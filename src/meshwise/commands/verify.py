@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from meshwise.commands.command import Screen, verb
 from meshwise.commands.compile_worker import compile_apart
 from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
@@ -176,9 +174,8 @@ def _verified(rank: int, plan: Plan, progress: Callable[[str], None], compiler: 
 
 
 class _Copies(Request):
-    reduced: Annotated[bool, Flag(name="--reduced/--full")] = Field(
-        default=False, description="Compile two smaller models and extrapolate to all layers, or compile all layers."
-    )
+    reduced: Annotated[bool, Flag(name="--reduced/--full")] = False
+    """Compile two smaller models and extrapolate to all layers, or compile all layers."""
 
 
 @verb(EstimateTrainRequest, _Copies, plan_or=EstimateTrainRequest)

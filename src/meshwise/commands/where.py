@@ -19,16 +19,10 @@ from meshwise.hardware.names import reprice
 class Where(Request):
     """On which cluster."""
 
-    on: Annotated[str | None, Flag("CLUSTER")] = Field(
-        default=None,
-        serialization_alias="cluster",
-        description="The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64 ('meshwise clusters' lists the forms).",
-    )
-    cluster: File | None = Field(
-        default=None,
-        serialization_alias="cluster_file",
-        description="TOML file that describes your own cluster (instead of --on).",
-    )
+    on: Annotated[str | None, Flag("CLUSTER")] = Field(default=None, serialization_alias="cluster")
+    """The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64 ('meshwise clusters' lists the forms)."""
+    cluster: File | None = Field(default=None, serialization_alias="cluster_file")
+    """TOML file that describes your own cluster (instead of --on)."""
 
     def find(self) -> Cluster | None:
         """The cluster that was asked for; None if none was.
@@ -59,12 +53,9 @@ class PricedWhere(Where):
     """On which cluster, and for how much."""
 
     price: Annotated[float | None, Quantity("dollars", parse_money, format_money, "4.20")] = Field(
-        default=None,
-        gt=0,
-        le=1e6,
-        serialization_alias="price_usd_per_chip_hour",
-        description="Dollars per chip-hour, instead of the catalog's price.",
+        default=None, gt=0, le=1e6, serialization_alias="price_usd_per_chip_hour"
     )
+    """Dollars per chip-hour, instead of the catalog's price."""
 
     def find(self) -> Cluster | None:
         """The cluster with the price that was asked for."""

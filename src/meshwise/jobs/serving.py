@@ -29,39 +29,25 @@ class ServingConditions(BaseModel):
         MeshwiseError: a field out of its bounds, without its unit, or of the wrong kind.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    cached_prefix: _Length = Field(
-        default=0,
-        ge=0,
-        le=1e9,
-        serialization_alias="cached_prefix_tokens",
-        description="Prompt tokens whose cache entries already exist (prefix reuse).",
-    )
+    cached_prefix: _Length = Field(default=0, ge=0, le=1e9, serialization_alias="cached_prefix_tokens")
+    """Prompt tokens whose cache entries already exist (prefix reuse)."""
     precision: str = Field(
         default="bf16",
         description=f"Number formats: {', '.join(SERVING_PRECISIONS)}, or roles such as weights=int8,kv=int8 "
         "(weights, activations, kv, compute, head).",
     )
-    block_tokens: int = Field(default=16, ge=1, le=65536, description="Tokens per block of the paged cache.")
-    reserve: _Share = Field(
-        default=0.1,
-        ge=0,
-        lt=1,
-        description="Share of HBM not used for weights and cache: the engine's runtime, fragmentation.",
-    )
-    draft_tokens: int = Field(
-        default=0, ge=0, le=64, description="Tokens drafted per step (speculative decoding, multi-token prediction)."
-    )
-    acceptance: float = Field(
-        default=0.7, gt=0, le=1, description="Probability that a drafted token is accepted if all before it were."
-    )
-    expert_imbalance: float | None = Field(
-        default=None,
-        ge=1,
-        le=100,
-        description="Load of the busiest device's experts over the mean; by default that of balanced random routing.",
-    )
+    block_tokens: int = Field(default=16, ge=1, le=65536)
+    """Tokens per block of the paged cache."""
+    reserve: _Share = Field(default=0.1, ge=0, lt=1)
+    """Share of HBM not used for weights and cache: the engine's runtime, fragmentation."""
+    draft_tokens: int = Field(default=0, ge=0, le=64)
+    """Tokens drafted per step (speculative decoding, multi-token prediction)."""
+    acceptance: float = Field(default=0.7, gt=0, le=1)
+    """Probability that a drafted token is accepted if all before it were."""
+    expert_imbalance: float | None = Field(default=None, ge=1, le=100)
+    """Load of the busiest device's experts over the mean; by default that of balanced random routing."""
 
     #: Slots of experts are not padded in serving.
     capacity_factor: ClassVar[float | None] = None
@@ -84,9 +70,12 @@ class ServingLoad(ServingConditions):
         MeshwiseError: a field out of its bounds, without its unit, or of the wrong kind.
     """
 
-    prompt: _Length = Field(gt=0, le=1e9, description="Tokens of a prompt; the mean, where they differ.")
-    output: _Length = Field(ge=1, le=1e9, description="Tokens that a request generates, the first included; the mean.")
-    mix: RequestMix | None = Field(default=None, description="How lengths differ; None where all are alike.")
+    prompt: _Length = Field(gt=0, le=1e9)
+    """Tokens of a prompt; the mean, where they differ."""
+    output: _Length = Field(ge=1, le=1e9)
+    """Tokens that a request generates, the first included; the mean."""
+    mix: RequestMix | None = None
+    """How lengths differ; None where all are alike."""
 
     @classmethod
     def of_mix(cls, mix: RequestMix, **conditions: Any) -> ServingLoad:

@@ -113,43 +113,28 @@ class TrainingJob(BaseModel):
         MeshwiseError: a field out of its bounds, without its unit, or of the wrong kind.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    batch_tokens: _Batch = Field(
-        gt=0,
-        le=1e12,
-        description="Tokens per optimizer step over all chips, a target that may be rounded (--batch-slack).",
-    )
-    seq_len: _Length = Field(gt=0, le=1e9, serialization_alias="seq_len_tokens", description="Tokens per sequence.")
-    tokens: _Run | None = Field(default=None, gt=0, le=1e18, description="Tokens of the whole training run.")
-    batch_slack: _Share = Field(
-        default=0.1,
-        ge=0,
-        le=0.5,
-        description="Share by which the batch may be rounded so that it divides evenly (0 for exact).",
-    )
+    batch_tokens: _Batch = Field(gt=0, le=1e12)
+    """Tokens per optimizer step over all chips, a target that may be rounded (--batch-slack)."""
+    seq_len: _Length = Field(gt=0, le=1e9, serialization_alias="seq_len_tokens")
+    """Tokens per sequence."""
+    tokens: _Run | None = Field(default=None, gt=0, le=1e18)
+    """Tokens of the whole training run."""
+    batch_slack: _Share = Field(default=0.1, ge=0, le=0.5)
+    """Share by which the batch may be rounded so that it divides evenly (0 for exact)."""
     precision: str = Field(
         default="bf16",
         description=f"Number formats: {', '.join(PRECISIONS)}, or roles such as bf16,master=fp32,gradients=fp32.",
     )
-    expert_imbalance: float | None = Field(
-        default=None,
-        ge=1,
-        le=100,
-        description="Load of the busiest device's experts over the mean; by default that of balanced random routing.",
-    )
-    capacity_factor: float | None = Field(
-        default=None,
-        ge=1,
-        le=100,
-        description="Slots per expert over the mean load, all of them sent and multiplied; by default, no padding.",
-    )
+    expert_imbalance: float | None = Field(default=None, ge=1, le=100)
+    """Load of the busiest device's experts over the mean; by default that of balanced random routing."""
+    capacity_factor: float | None = Field(default=None, ge=1, le=100)
+    """Slots per expert over the mean load, all of them sent and multiplied; by default, no padding."""
     optimizer: str = Field(default="adamw", description=f"Optimizer: {', '.join(OPTIMIZERS)}.")
-    fine_tune: str = Field(
-        default="full",
-        description="What is trained: full, lora or qlora, such as lora:rank=16,targets=attention+mlp "
-        "(all, attention, mlp, experts, shared, q, k, v, o, gate, up, down) or qlora:rank=64,storage=nf4 (or int4).",
-    )
+    fine_tune: str = "full"
+    """What is trained: full, lora or qlora, such as lora:rank=16,targets=attention+mlp (all, attention, mlp, experts,
+    shared, q, k, v, o, gate, up, down) or qlora:rank=64,storage=nf4 (or int4)."""
 
     @field_validator("precision")
     @classmethod
