@@ -49,6 +49,8 @@ def bench(
     head_dim: int = 128,
     seconds: str | float = 0.5,
     cpu_devices: int | None = None,
+    progress: Callable[[str], None] = ...,
+    say: Callable[[str], None] = ...,
 ) -> BenchResult: ...
 def calibrate(
     file: str | os.PathLike[str],
@@ -125,6 +127,7 @@ def generate(
     cpu_devices: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] = ...,
+    say: Callable[[str], None] = ...,
 ) -> GenerateResult: ...
 def plan_serve(
     model: str,
@@ -214,6 +217,7 @@ def run_plan(
     num_processes: int | None = None,
     process_id: int | None = None,
     progress: Callable[[str], None] = ...,
+    say: Callable[[str], None] = ...,
     saved: Callable[[int], None] = ...,
     **job: Any,
 ) -> RunResult: ...
@@ -261,4 +265,6 @@ def simulate_serve(
     prefix_cache: bool = False,
     speculate: str | None = None,
     prefill_costs: str | os.PathLike[str] | None = None,
+    spans: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> ServedLoad: ...

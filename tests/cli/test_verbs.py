@@ -350,7 +350,7 @@ def test_plan_answers_and_its_json_has_the_promised_names(run, tmp_path):
 
 
 def test_a_folder_to_save_in_is_looked_for_before_the_search(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_train, "find_plans", lambda *_, **__: pytest.fail("searched"))
+    monkeypatch.setattr(plan_train, "plan_training", lambda *_, **__: pytest.fail("searched"))
     file = tmp_path / "no" / "x.json"
     done = run("plan", "train", *TRAIN, "--save", str(file))
     assert (done.code, done.out) == (2, "")

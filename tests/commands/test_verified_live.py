@@ -10,7 +10,7 @@ import pytest
 
 import meshwise
 from meshwise.cli.main import main
-from meshwise.commands.verify import verify_plan
+from meshwise.commands.verify import verify
 from meshwise.compiler.reduction import reduce_layers
 from meshwise.models import load_model
 from meshwise.sharding.layout import Layout
@@ -43,7 +43,7 @@ def test_two_layers_are_within_the_bars(model, on, layout, tmp_path):
         layout=layout,
         **slots,
     ).plans[0]
-    found = verify_plan(plan)
+    found = verify(plan)
     lines = {line.name: line for line in found.lines}
     arguments = lines["arguments"]
     tiles = sum(d.amount for d in arguments.differences if d.reason == "tiles")

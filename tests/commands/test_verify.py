@@ -9,13 +9,13 @@ import pytest
 
 import meshwise
 from meshwise.commands.compile_worker import compile_apart
-from meshwise.commands.verify import compare_copy, verify, verify_best, verify_plan
+from meshwise.commands.verify import compare_copy, verify, verify_best
 from meshwise.compiler.compiling import Compiled
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.lines import REASONS, UNEXPLAINED
 from meshwise.compiler.memory import CompiledMemory
 from meshwise.core.errors import CompilerError, ConfigError, MeshwiseError
-from meshwise.report.verify import VerifiedRow, verification_report, with_verified
+from meshwise.report.verify import verification_report, with_verified
 
 DATA = Path(__file__).parents[1] / "data" / "compiled"
 
@@ -37,6 +37,12 @@ def compiler_of(name):
     return compiler
 
 
+def with_compiler(compiler, function, *args, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwise.commands.verify.compile_apart", compiler)
+        return function(*args, **options)
+
+
 @pytest.fixture(scope="module")
 def gpu_plan():
     return meshwise.estimate_train(
@@ -46,7 +52,7 @@ def gpu_plan():
 
 @pytest.fixture(scope="module")
 def gpu(gpu_plan):
-    return verify_plan(gpu_plan, reduced=True, compiler=compiler_of("llama-3-8b_h100_8_fsdp4_tensor2"))
+    return with_compiler(compiler_of("llama-3-8b_h100_8_fsdp4_tensor2"), verify, gpu_plan, reduced=True)
 
 
 def line(found, name):
@@ -136,7 +142,7 @@ def test_a_program_that_runs_out_of_memory_is_an_answer(gpu_plan):
         value = {**stored("llama-3-8b_h100_8_fsdp4_tensor2_2_layers")[0].to_json(), "hlo": ""}
         return Compiled.from_json({**value, "memory": None, "out_of_memory": message}, cached=False), DeviceMesh({})
 
-    found = verify_plan(gpu_plan, reduced=True, compiler=compiler)
+    found = with_compiler(compiler, verify, gpu_plan, reduced=True)
     assert not found.fits
     assert found.lines == ()
     assert len(found.copies) == 1  # the larger copy is not tried
@@ -150,7 +156,7 @@ def test_a_program_whose_memory_exceeds_the_chip_does_not_fit(gpu_plan):
         big = CompiledMemory.from_json({**compiled.memory.to_json(), "temporaries": 90 * 10**9})
         return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
 
-    assert not verify_plan(gpu_plan, reduced=True, compiler=compiler).fits
+    assert not with_compiler(compiler, verify, gpu_plan, reduced=True).fits
 
 
 def test_on_tpus_what_is_alive_decides():
@@ -164,7 +170,7 @@ def test_on_tpus_what_is_alive_decides():
         big = CompiledMemory.from_json({**compiled.memory.to_json(), "temporaries": 200 * 10**9})
         return Compiled.from_json({**compiled.to_json(), "memory": big.to_json()}, cached=True), mesh
 
-    found = verify_plan(plan, compiler=compiler)
+    found = with_compiler(compiler, verify, plan)
     assert found.set_aside == found.peak == stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")[0].memory.alive
     assert found.fits
     assert "alive at once" not in verification_report(found, str(plan.layout), {}).answer
@@ -196,14 +202,13 @@ def test_the_best_plans_are_verified_and_those_that_fail_go_last(gpu_plan):
             return Compiled.from_json(value, cached=False), mesh
         return compiled, mesh
 
-    ranked, verified = verify_best(planning, 3, compiler=compiler)
+    ranked, verified = with_compiler(compiler, verify_best, planning, 3)
     assert [p is n for p, n in zip(ranked.plans, (*names[1:], names[0]), strict=True)] == [True] * 4
     assert [(v.rank, v.fails, v.refused) for v in verified] == [(1, True, ""), (2, False, "no"), (3, False, "")]
     assert ranked.reasons[0].startswith("it is the fastest whose compiled program")
-    kept, _ = verify_best(replace(planning, plans=tuple(names[2:])), 2, compiler=compiler)
+    kept, _ = with_compiler(compiler, verify_best, replace(planning, plans=tuple(names[2:])), 2)
     assert kept.plans == tuple(names[2:])
-    rows = [VerifiedRow(v.rank, str(v.plan.layout), v.found, v.refused) for v in verified]
-    report = with_verified(verification_report(verified[2].found, "", {}), rows)
+    report = with_verified(verification_report(verified[2].found, "", {}), verified)
     assert [row["fits"] for row in report.data["verified"]] == [False, None, True]
 
 

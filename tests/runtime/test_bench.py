@@ -85,7 +85,7 @@ def test_a_machine_is_a_cluster_of_the_devices_that_share_it():
 
 def test_files_that_cannot_be_written_are_said_before_anything_is_measured(tmp_path, monkeypatch):
     (tmp_path / "there.csv").touch()
-    monkeypatch.setattr("meshwise.commands.bench.run_bench", lambda *_, **__: pytest.fail("it was measured"))
+    monkeypatch.setattr("meshwise.commands.bench.Bench", lambda *_, **__: pytest.fail("it was measured"))
     for words, message in [
         (["matmul", "--save-cluster", "m.toml"], "matmul describes no cluster"),
         (["matmul", "--save", str(tmp_path / "there.csv")], "nothing was overwritten"),

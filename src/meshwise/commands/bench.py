@@ -32,7 +32,6 @@ from meshwise.report.bench import BenchResult, BenchRow, bench_report
 from meshwise.runtime.bench import Bench
 from meshwise.runtime.devices import machine_memory, share_of_machine
 
-Progress = Callable[[str], None]
 Sizes = tuple[tuple[int, ...], ...] | None
 
 
@@ -63,32 +62,26 @@ class BenchRequest(Where):
 
 
 @command(BenchRequest)
-def bench(request: BenchRequest) -> BenchResult:
+def bench(
+    request: BenchRequest,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
     """Measure single operations on the devices that are there: what `meshwise bench` answers, as values.
+
+    Args:
+        progress: told of each operation before it runs.
+        say: told what is to be known of the devices.
 
     Raises:
         MissingDependencyError: JAX is missing.
         MeshwiseError: an argument that cannot be understood, or an operation that the devices cannot run.
     """
-    return run_bench(request)
-
-
-def run_bench(
-    request: BenchRequest, progress: Progress = lambda _: None, told: Progress = lambda _: None
-) -> BenchResult:
-    """Measure what was asked for.
-
-    Args:
-        request: what.
-        progress: hears of each operation before it runs.
-        told: hears what is to be known of the devices.
-
-    Raises: as `bench`.
-    """
     _check(request)
     cluster = request.find()
     asked = _sizes(request)
-    devices = Bench(cpu_devices=request.cpu_devices, seconds=request.seconds, told=told)
+    devices = Bench(cpu_devices=request.cpu_devices, seconds=request.seconds, told=say)
     expected = Expected.of(devices, cluster)
     operations = list(_operations(request, devices, asked, expected))
     year = dt.datetime.now(dt.UTC).date().year
@@ -219,7 +212,7 @@ def show_bench(screen: Screen, request: BenchRequest, files: _Files) -> None:
         )
     check_new(files.save)
     check_new(files.save_cluster)
-    result = run_bench(request, screen.progress, told=screen.say)
+    result = bench.answer(request, progress=screen.progress, say=screen.say)
     if files.save is not None:
         write_rows(files.save, [row.measured for row in result.rows])
     if files.save_cluster is not None:

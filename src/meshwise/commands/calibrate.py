@@ -29,11 +29,17 @@ class CalibrateRequest(Request):
     """Write the calibration to this new file (.json), which --calibration takes."""
 
 
-def find_refined(request: CalibrateRequest, progress: Callable[[str], None] = lambda _: None) -> Refined:
-    """Answer the request; write the file, where one is asked for.
+@command(CalibrateRequest)
+def calibrate(request: CalibrateRequest, *, progress: Callable[[str], None] = lambda _: None) -> Refined:
+    """Refine a chip's calibration by measured steps: what `meshwise calibrate` answers, as values.
+
+    Args:
+        progress: told a line now and then.
+
+    Returns: constants before and after, errors before, after, and with each row left out, rows refused.
 
     Raises:
-        MeshwiseError: a file that cannot be read or written; rows that cannot be used together.
+        MeshwiseError: a file that cannot be read or written; no row that can be used; rows of several chips.
     """
     find_calibration(request.calibration, load_chip("h100-sxm"))  # checks the name
     if request.save is not None and not is_file_name(request.save.name):
@@ -52,21 +58,6 @@ def find_refined(request: CalibrateRequest, progress: Callable[[str], None] = la
     return refined
 
 
-@command(CalibrateRequest)
-def calibrate(request: CalibrateRequest, *, progress: Callable[[str], None] = lambda _: None) -> Refined:
-    """Refine a chip's calibration by measured steps: what `meshwise calibrate` answers, as values.
-
-    Args:
-        progress: told a line now and then.
-
-    Returns: constants before and after, errors before, after, and with each row left out, rows refused.
-
-    Raises:
-        MeshwiseError: a file that cannot be read or written; no row that can be used; rows of several chips.
-    """
-    return find_refined(request, progress)
-
-
 @verb(CalibrateRequest)
 def show_calibration(screen: Screen, request: CalibrateRequest) -> None:
     """Refine a chip's calibration by your own measured steps.
@@ -78,4 +69,4 @@ def show_calibration(screen: Screen, request: CalibrateRequest) -> None:
       meshwise calibrate runs.csv --save ours.json
       meshwise plan train llama-3-70b --on h100:64 --batch-tokens 1Mi --calibration ours.json
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    screen.show(calibrate_report(find_refined(request, screen.progress), request.echo()))
+    screen.show(calibrate_report(calibrate.answer(request, progress=screen.progress), request.echo()))

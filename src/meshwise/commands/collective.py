@@ -60,11 +60,17 @@ class CollectiveRequest(Where):
     or a family by name."""
 
 
-def examine_collective(request: CollectiveRequest) -> CollectiveCase:
-    """Compute everything that the report shows.
+@command(CollectiveRequest)
+def collective(request: CollectiveRequest) -> CollectiveCase:
+    """Time one collective on a cluster: what `meshwise collective` answers, as values.
+
+    >>> import meshwise
+    >>> case = meshwise.collective("all-gather", "bf16[1024, 4096_X]", mesh="X=16", on="v5e:16x16")
+    >>> case.num_bytes, case.mesh_axes
+    (8388608.0, ('X',))
 
     Raises:
-        NotationError, ShardingError, UnknownNameError, ClusterError: what was asked does not parse or cannot be.
+        MeshwiseError: an argument that cannot be understood.
     """
     mesh = parse_mesh(request.mesh)
     cluster = request.must_find()
@@ -116,33 +122,24 @@ def _step(request: CollectiveRequest, mesh: Mesh) -> tuple[ShardedTensor, Collec
     named = tuple(a for split in held.splits for a in split) or tuple(sorted(held.unreduced)) or mesh.names
     over = tuple(a.strip() for a in request.over.split(",")) if request.over else named
     mesh.size(*over)
+    if kind not in (CollectiveKind.ALL_REDUCE, CollectiveKind.PERMUTE):
+        missing = [a for a in over if not any(a in split for split in held.splits)]
+        if missing:
+            raise ShardingError(
+                f"{kind.value}: expected an array that is split over {', '.join(missing)}, "
+                f"such as 'bf16[1024, 4096_{missing[0]}]'"
+            )
     whole = Sharding(tuple(tuple(a for a in split if a not in over) for split in held.splits))
-    pending = whole.replace(unreduced=frozenset(over))
+    before = after = held
     match kind:
         case CollectiveKind.ALL_GATHER:
-            _must_split(held, over, kind)
-            return tensor, Collective(kind, over, held, whole)
+            after = whole
         case CollectiveKind.REDUCE_SCATTER:
-            _must_split(held, over, kind)
-            return tensor, Collective(kind, over, pending, held)
+            before = whole.replace(unreduced=frozenset(over))
         case CollectiveKind.ALL_REDUCE:
-            kept = held.replace(unreduced=frozenset(over) | held.unreduced)
-            return tensor, Collective(kind, over, kept, held.replace(unreduced=held.unreduced - set(over)))
-        case CollectiveKind.PERMUTE:
-            return tensor, Collective(kind, over, held, held)
-        case _:
-            _must_split(held, over, kind)
-            return tensor, Collective(kind, over, held, held)
-
-
-def _must_split(held: Sharding, over: tuple[str, ...], kind: CollectiveKind) -> None:
-    split = {a for dimension in held.splits for a in dimension}
-    missing = [a for a in over if a not in split]
-    if missing:
-        raise ShardingError(
-            f"{kind.value}: expected an array that is split over {', '.join(missing)}, "
-            f"such as 'bf16[1024, 4096_{missing[0]}]'"
-        )
+            before = held.replace(unreduced=held.unreduced | set(over))
+            after = held.replace(unreduced=held.unreduced - set(over))
+    return tensor, Collective(kind, over, before, after)
 
 
 def _between(kind: CollectiveKind, text: str, mesh: Mesh) -> tuple[ShardedTensor, Collective]:
@@ -156,21 +153,6 @@ def _between(kind: CollectiveKind, text: str, mesh: Mesh) -> tuple[ShardedTensor
         found = ", then ".join(s.kind.value for s in steps) or "nothing that moves data"
         raise ShardingError(f"{text}: this is not one {kind.value} but {found}")
     return expression.inputs[0], steps[0]
-
-
-@command(CollectiveRequest)
-def collective(request: CollectiveRequest) -> CollectiveCase:
-    """Time one collective on a cluster: what `meshwise collective` answers, as values.
-
-    >>> import meshwise
-    >>> case = meshwise.collective("all-gather", "bf16[1024, 4096_X]", mesh="X=16", on="v5e:16x16")
-    >>> case.num_bytes, case.mesh_axes
-    (8388608.0, ('X',))
-
-    Raises:
-        MeshwiseError: an argument that cannot be understood.
-    """
-    return examine_collective(request)
 
 
 @verb(CollectiveRequest)
@@ -187,6 +169,6 @@ def show_collective(screen: Screen, request: CollectiveRequest) -> None:
       meshwise collective all-to-all "bf16[4096_X, 8192] -> bf16[4096, 8192_X]" \\
         --mesh X=4 --on v5e:4x4
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    case = examine_collective(request)
+    case = collective.answer(request)
     found = {"mesh": dict(case.mesh.axes), "over": list(case.mesh_axes), "calibration": case.calibration.name}
     screen.show(collective_report(case, request.echo() | found))

@@ -11,11 +11,11 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -26,17 +26,28 @@ from meshwise.report import Report
 R = TypeVar("R")
 
 
-def command(request: type[Request]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+class Command(Protocol[R]):
+    """A public function of a request's fields; `answer` takes the request itself instead."""
+
+    answer: Callable[..., R]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """Answer for the fields."""
+
+
+def command(request: type[Request]) -> Callable[[Callable[..., R]], Command[R]]:
     """Make a function of a request the public function of the request's fields.
 
     The decorated function names the request `request`; its other parameters become the public function's, too.
     """
 
-    def decorate(answer: Callable[..., R]) -> Callable[..., R]:
+    def decorate(answer: Callable[..., R]) -> Command[R]:
         fields = {name: _parameter(name, info, request) for name, info in in_order(request).items()}
-        own = inspect.signature(answer).parameters
-        signature = inspect.signature(answer).replace(parameters=_merged(own, fields))
-        further_name = next((name for name, p in own.items() if p.kind is Parameter.VAR_KEYWORD), "")
+        signature = inspect.signature(answer)
+        own = [p for name, p in signature.parameters.items() if name != "request"]
+        # those given by position; keywords, the fields first; all others
+        merged = sorted([*own, *fields.values()], key=lambda p: (p.kind, p.kind is p.KEYWORD_ONLY and p in own))
+        signature = signature.replace(parameters=merged)
         former = {old: name for name, info in request.model_fields.items() for old in former_names(name, info)}
 
         @functools.wraps(answer)
@@ -45,16 +56,15 @@ def command(request: type[Request]) -> Callable[[Callable[..., R]], Callable[...
                 bound = signature.bind(*args, **{former.get(name, name): value for name, value in kwargs.items()})
             except TypeError as error:
                 raise TypeError(f"{answer.__name__}(): {error}") from None
-            others = dict(bound.arguments)
-            given = {name: others.pop(name) for name in fields if name in others}
-            further = others.pop(further_name, {})
+            values = dict(zip(signature.parameters, bound.args, strict=False)) | bound.kwargs
+            given = {name: values.pop(name) for name in fields if name in values}
             # None stands for an empty list or mapping where that is the default
             kept = {n: v for n, v in given.items() if v is not None or request.model_fields[n].default not in ((), {})}
-            return answer(request=validated(request, kept), **others, **further)
+            return answer(request=validated(request, kept), **values)
 
-        function.__signature__ = signature  # type: ignore[attr-defined]
         function.__doc__ = _documented(inspect.cleandoc(answer.__doc__ or ""), request)
-        return function
+        vars(function).update(__signature__=signature, answer=answer)
+        return cast("Command[R]", function)
 
     return decorate
 
@@ -71,13 +81,6 @@ def _parameter(name: str, info: FieldInfo, request: type[Request]) -> Parameter:
     default = info.default.value if isinstance(info.default, Enum) else info.default
     default = Parameter.empty if default is PydanticUndefined else None if default in ({}, ()) else default
     return Parameter(name, kind, default=default, annotation=python_type(info))
-
-
-def _merged(own: Mapping[str, Parameter], fields: Mapping[str, Parameter]) -> list[Parameter]:
-    """Parameters of both: those given by position, keywords of the fields, other keywords."""
-    others = [p for name, p in own.items() if name != "request"]
-    first = [p for p in others if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    return [*first, *sorted(fields.values(), key=lambda p: p.kind), *(p for p in others if p not in first)]
 
 
 def _documented(doc: str, request: type[Request]) -> str:

@@ -6,6 +6,7 @@ Not here: searching (`plan_serve`) and what the answer looks like (`report.serve
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,7 +24,7 @@ from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import frontier
 from meshwise.jobs import ServingConditions, ServingLoad
-from meshwise.jobs.traffic import Fixed, mix_lengths, mix_trace, parse_lengths, read_trace
+from meshwise.jobs.traffic import mix_lengths, mix_trace, parse_lengths, read_trace
 from meshwise.models import load_model
 from meshwise.report.serve import estimate_serve_report
 from meshwise.search.serving import ServingPlan
@@ -81,23 +82,17 @@ class ServeRequest(PricedWhere, ServingConditions):
             if drawn := [name for name, value in given.items() if value is not None]:
                 raise MeshwiseError(f"--csv has its own requests: leave out {' and '.join(drawn)}")
             trace = read_trace(self.csv)
-            mix, first = mix_trace(trace), trace.demands[0]
-            if mix is None:
-                return ServingLoad(prompt=first.prompt, output=first.output, **conditions)
-            return ServingLoad.of_mix(mix, **conditions)
-        if missing := [name for name, value in given.items() if value is None]:
+            mix, mean = mix_trace(trace), (float(trace.demands[0].prompt), float(trace.demands[0].output))
+        elif missing := [name for name, value in given.items() if value is None]:
             raise MeshwiseError(
                 f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: tokens of requests, 1024 or "
                 "uniform:128-2048; or a file of requests (--csv)"
             )
-        assert self.prompt is not None
-        assert self.output is not None
-        prompt, output = parse_lengths(self.prompt, "--prompt"), parse_lengths(self.output, "--output")
-        if isinstance(prompt, Fixed) and isinstance(output, Fixed):
-            return ServingLoad(prompt=prompt.tokens, output=output.tokens, **conditions)
-        mix = mix_lengths(prompt, output)
+        else:
+            prompt, output = (parse_lengths(str(value), name) for name, value in given.items())
+            mix, mean = mix_lengths(prompt, output), (prompt.mean, output.mean)
         if mix is None:
-            return ServingLoad(prompt=prompt.mean, output=output.mean, **conditions)
+            return ServingLoad(prompt=mean[0], output=mean[1], **conditions)
         return ServingLoad.of_mix(mix, **conditions)
 
     def problem(self) -> ServingProblem:
@@ -150,15 +145,13 @@ class EstimateServeRequest(ServeRequest):
             LayoutError: a layout that does not parse, or needs more chips than there are.
         """
         chips = problem.cluster.num_chips
-        decode = _layout("--layout", self.layout, chips)
-        if self.prefill_layout is None:
-            if self.mode == "disaggregated":
-                raise LayoutError("--mode disaggregated needs the layout of engines that prefill: --prefill-layout")
-            prefill = decode
-        else:
+        decode = prefill = _layout("--layout", self.layout, chips)
+        if self.prefill_layout is not None:
             prefill = _layout("--prefill-layout", self.prefill_layout, chips)
             if self.mode == "aggregated" and "replicas" not in self.prefill_layout:
                 prefill = prefill.replace(replicas=decode.replicas)
+        elif self.mode == "disaggregated":
+            raise LayoutError("--mode disaggregated needs the layout of engines that prefill: --prefill-layout")
         setup = ServingSetup(self.mode, prefill, decode, self.batch, self.prefill_batch, self.chunk)
         if setup.num_chips > chips:
             raise LayoutError(
@@ -173,17 +166,6 @@ def _layout(flag: str, text: str, chips: int) -> ServingLayout:
         return parse_serving_layout(text, num_chips=chips)
     except LayoutError as error:
         raise LayoutError(f"{flag}: {str(error).removeprefix('layout: ')}") from None
-
-
-def find_serving_estimate(request: EstimateServeRequest, problem: ServingProblem) -> ServingAnswer:
-    """Answer the request; `problem` is its own, resolved.
-
-    Raises:
-        LayoutError: a layout that does not parse, or cannot be placed.
-    """
-    setup = request.setup(problem)
-    estimate = estimate_serving(problem, setup)
-    return ServingAnswer(problem, estimate, frontier(problem, estimate.setup))
 
 
 @command(EstimateServeRequest)
@@ -202,7 +184,8 @@ def estimate_serve(request: EstimateServeRequest) -> ServingEstimate:
     Raises:
         MeshwiseError: an argument that cannot be understood, or a layout that cannot be placed.
     """
-    return find_serving_estimate(request, request.problem()).estimate
+    problem = request.problem()
+    return estimate_serving(problem, request.setup(problem))
 
 
 def read_serving_plan(file: str | os.PathLike[str]) -> ServingPlan:
@@ -224,26 +207,22 @@ class EngineFiles(Request):
     prefill_engine: Path | None = None
     """Write the step costs of the prefill engines (disaggregated mode)."""
 
-    def write_engines(self, problem: ServingProblem, estimate: ServingEstimate) -> None:
+    def write_engines(self, plan: ServingPlan) -> None:
         """Write what steps of engines take, where a file is given.
 
         Raises:
             MeshwiseError: an engine that does not fit or does not exist; a file that cannot be written.
         """
-        write_file("--engine", self.engine, lambda: _engine_text("--engine", problem, estimate, "decode"))
-        write_file(
-            "--prefill-engine",
-            self.prefill_engine,
-            lambda: _engine_text("--prefill-engine", problem, estimate, "prefill"),
-        )
+        write_file("--engine", self.engine, partial(_engine_text, "--engine", plan, "decode"))
+        write_file("--prefill-engine", self.prefill_engine, partial(_engine_text, "--prefill-engine", plan, "prefill"))
 
 
-def _engine_text(flag: str, problem: ServingProblem, estimate: ServingEstimate, step: Step) -> str:
-    if not estimate.fits:
+def _engine_text(flag: str, plan: ServingPlan, step: Step) -> str:
+    if not plan.estimate.fits:
         raise MeshwiseError(f"{flag}: an engine that does not fit has no costs; give a layout or a batch that does")
-    if step == "prefill" and estimate.setup.mode == "aggregated":
+    if step == "prefill" and plan.setup.mode == "aggregated":
         raise MeshwiseError(f"{flag}: engines prefill and decode in turn: --engine has both")
-    return engine_costs(problem, estimate.setup, step).to_json() + "\n"
+    return engine_costs(plan.problem, plan.setup, step).to_json() + "\n"
 
 
 class _Files(EngineFiles):
@@ -272,12 +251,13 @@ def show_estimate(screen: Screen, asked: EstimateServeRequest | str, files: _Fil
     """  # noqa: D301  (click's mark for lines that stay as they are)
     check_save(files.save)
     if isinstance(asked, str):
-        plan = read_serving_plan(asked)
-        answer, inputs = ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup)), {"plan": asked}
+        plan, inputs = read_serving_plan(asked), {"plan": asked}
     else:
         problem = asked.problem()
-        answer, inputs = find_serving_estimate(asked, problem), asked.echo_problem(problem)
+        plan = ServingPlan(problem, estimate_serving(problem, asked.setup(problem)))
+        inputs = asked.echo_problem(problem)
+    answer = ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup))
     screen.show(estimate_serve_report(answer, inputs))
-    files.write_engines(answer.problem, answer.estimate)
-    save_plan(ServingPlan(answer.problem, answer.estimate), files.save)
-    return None if answer.estimate.fits else InfeasibleError.exit_code
+    files.write_engines(plan)
+    save_plan(plan, files.save)
+    return None if plan.estimate.fits else InfeasibleError.exit_code

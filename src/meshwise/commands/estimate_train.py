@@ -74,18 +74,6 @@ class EstimateTrainRequest(TrainRequest):
     offload=, micro_batch=, num_microbatches=, ... to fix what is otherwise chosen."""
 
 
-def find_estimate(
-    request: EstimateTrainRequest, problem: TrainingProblem, *, progress: Callable[[str], None] = lambda _: None
-) -> PlanResult:
-    """Answer the request; `problem` is its own, resolved.
-
-    Raises:
-        LayoutError: a layout that does not parse, or cannot be placed.
-    """
-    layout = parse_layout(request.layout, num_chips=problem.cluster.num_chips)
-    return estimate_layout(problem, layout, progress=progress)
-
-
 @command(EstimateTrainRequest)
 def estimate_train(request: EstimateTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> PlanResult:
     """Estimate what one layout would do: what `meshwise estimate train` answers, as values.
@@ -115,7 +103,9 @@ def estimate_train(request: EstimateTrainRequest, *, progress: Callable[[str], N
     Raises:
         MeshwiseError: an argument that cannot be understood, or a layout that cannot be placed.
     """
-    return find_estimate(request, request.problem(), progress=progress)
+    problem = request.problem()
+    layout = parse_layout(request.layout, num_chips=problem.cluster.num_chips)
+    return estimate_layout(problem, layout, progress=progress)
 
 
 class _Files(Request):
@@ -136,20 +126,19 @@ def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) 
       meshwise estimate train llama-3-70b --on v5p:16x20x28 \\
         --batch-tokens 4Mi --seq-len 4096 --layout fsdp=-1,tensor=4
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    problem = request.problem()
-    planning = find_estimate(request, problem, progress=screen.progress)
-    save_plan(planning.plans[0], files.save)
-    screen.show(estimate_report(planning, request.echo_problem(problem)))
-    return None if planning.plans[0].estimate.fits else InfeasibleError.exit_code
+    planning = estimate_train.answer(request, progress=screen.progress)
+    (plan,) = planning.plans
+    save_plan(plan, files.save)
+    screen.show(estimate_report(planning, request.echo_problem(plan.problem)))
+    return None if plan.estimate.fits else InfeasibleError.exit_code
 
 
 def plan_asked(asked: EstimateTrainRequest | str, screen: Screen) -> tuple[Plan, dict[str, Any]]:
     """The plan that a verb is about: of a job and a layout, or saved in a file. And the inputs for JSON."""
     if isinstance(asked, str):
         return read_plan(asked), {"plan": asked}
-    problem = asked.problem()
-    planning = find_estimate(asked, problem, progress=screen.progress)
-    return planning.plans[0], asked.echo_problem(problem)
+    (plan,) = estimate_train.answer(asked, progress=screen.progress).plans
+    return plan, asked.echo_problem(plan.problem)
 
 
 def plan_given(plan: Plan | str | os.PathLike[str], job: Mapping[str, Any]) -> Plan:

@@ -39,7 +39,7 @@ def train_as_planned(
     *,
     progress: Callable[[str], None],
     saved: Callable[[int], None],
-    told: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> RunResult:
     """Train as a plan says.
 
@@ -47,7 +47,7 @@ def train_as_planned(
 
     Raises: as `run_plan`.
     """
-    devices = plan_devices(plan, request.cpu_devices, told, request.processes)
+    devices = plan_devices(plan, request.cpu_devices, say, request.processes)
     chip = chip_of(plan, devices)
     step = train_step(
         plan.problem.model,
@@ -194,7 +194,7 @@ def _identity(plan: Plan, request: RunRequest, step: TrainStep, source: TokenSou
 
 
 def generate_as_planned(
-    plan: Plan, request: GenerateRequest, *, progress: Callable[[str], None], told: Callable[[str], None]
+    plan: Plan, request: GenerateRequest, *, progress: Callable[[str], None], say: Callable[[str], None]
 ) -> GenerateResult:
     """Generate with a plan's layout.
 
@@ -206,7 +206,7 @@ def generate_as_planned(
     tokenizer = None if request.tokenizer_file is None else read_tokenizer(request.tokenizer_file)[0]
     prompt = _prompt(request, tokenizer, model.vocab_size)
     published = None if request.weights is None else open_weights(Path(request.weights), model)
-    devices = plan_devices(plan, request.cpu_devices, told)
+    devices = plan_devices(plan, request.cpu_devices, say)
     sequences = layout.data * layout.fsdp * layout.expert
     made = generator(
         model,
@@ -285,14 +285,14 @@ def least_times(plan: Plan, chip: Chip, dtype: DType, sequences: int, length: in
 
 
 def plan_devices(
-    plan: Plan, cpu_devices: int | None, told: Callable[[str], None], processes: Processes | None = None
+    plan: Plan, cpu_devices: int | None, say: Callable[[str], None], processes: Processes | None = None
 ) -> list[Any]:
     """Find as many devices as the plan has chips.
 
     Args:
         plan: to be executed.
         cpu_devices: so many fake devices of the CPU in each process, or None.
-        told: hears what is to be known of the devices.
+        say: told what is to be known of the devices.
         processes: to be joined first; their devices count.
 
     Raises:
@@ -306,7 +306,7 @@ def plan_devices(
         raise ClusterError(f"--cpu-devices {cpu_devices}: {words}; ask for as many{among}")
     if processes is not None:
         join(processes)
-    found = find_devices(cpu_devices, told)
+    found = find_devices(cpu_devices, say)
     kind, on_cpu = found[0].device_kind, found[0].platform == "cpu"
     if len(found) < needed and on_cpu:
         raise ClusterError(

@@ -288,7 +288,7 @@ def show_plans(screen: Screen, request: PlanServeRequest, files: _Files) -> None
         best = ServingPlan(problem, planning.plans[0])
         inputs = request.echo_problem(problem)
         report, picture = plan_serve_report(planning, inputs), partial(plan_serve_svg, planning)
-    files.write_engines(best.problem, best.estimate)
+    files.write_engines(best)
     write_file("--svg", files.svg, picture)
     screen.show(report)
     save_plan(best, files.save)  # last: an answer that cannot be saved is shown all the same

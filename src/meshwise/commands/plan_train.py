@@ -42,12 +42,12 @@ from meshwise.search import (
     parse_forbidden,
     plan_training,
     scale_training,
+    sensitivity,
 )
-from meshwise.search import sensitivity as sensitivities
 from meshwise.sharding.layout import MESH_AXES
 
 if TYPE_CHECKING:
-    from meshwise.commands.verify import Verified
+    from meshwise.report.verify import VerifiedPlan
 
 _Time = Annotated[float, Quantity("time", parse_duration, format_duration, "30d")]
 _Fixed = str | Mapping[str, Any]
@@ -143,25 +143,6 @@ class PlanTrainRequest(TrainRequest):
         return constraints
 
 
-def find_plans(
-    request: PlanTrainRequest, problem: TrainingProblem, *, progress: Callable[[str], None] = lambda _: None
-) -> PlanResult:
-    """Answer the request; `problem` is its own, resolved.
-
-    Raises:
-        LayoutError: fixed axes that exceed the cluster, constraints that contradict each other or lack what they need.
-        InfeasibleError: nothing fits, or nothing keeps the limits.
-    """
-    constraints = request.check(problem)
-    planning = plan_training(
-        problem, objective=request.objective, top=request.top, constraints=constraints, progress=progress
-    )
-    if not request.sensitivity or not planning.search.complete:
-        return planning
-    changes = sensitivities(planning, objective=request.objective, progress=progress)
-    return replace(planning, sensitivity=changes)
-
-
 @command(PlanTrainRequest)
 def plan_train(request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> PlanResult:
     """Find the best layouts for a training job: what `meshwise plan train` answers, as values.
@@ -178,7 +159,14 @@ def plan_train(request: PlanTrainRequest, *, progress: Callable[[str], None] = l
     Raises:
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits.
     """
-    return find_plans(request, request.problem(), progress=progress)
+    problem = request.problem()
+    constraints = request.check(problem)
+    planning = plan_training(
+        problem, objective=request.objective, top=request.top, constraints=constraints, progress=progress
+    )
+    if not request.sensitivity or not planning.search.complete:
+        return planning
+    return replace(planning, sensitivity=sensitivity(planning, objective=request.objective, progress=progress))
 
 
 def compare_clusters(
@@ -193,15 +181,12 @@ def compare_clusters(
     one_each = {name: request.model_copy(update={"on": name}) for name in request.clusters}
     if len(one_each) < len(request.clusters):
         raise MeshwiseError(f"--on {request.on}: a cluster is named twice")
-    problems = {name: one.problem() for name, one in one_each.items()}
+    for one in one_each.values():  # refused before anything is searched
+        one.problem()
     found: dict[str, PlanResult | str] = {}
-    for name, problem in problems.items():
+    for name, one in one_each.items():
         try:
-            found[name] = find_plans(
-                one_each[name],
-                problem,
-                progress=lambda line, name=name: progress(f"{name}: {line}"),  # type: ignore[misc]
-            )
+            found[name] = plan_train.answer(one, progress=lambda line, name=name: progress(f"{name}: {line}"))
         except (InfeasibleError, LayoutError) as error:
             found[name] = str(error)
     if all(isinstance(p, str) for p in found.values()):
@@ -222,36 +207,37 @@ def find_scaling(request: PlanTrainRequest, *, progress: Callable[[str], None] =
     return scale_training(problem, constraints=request.check(problem), progress=progress)
 
 
-def compare_train(model: str, *, on: Iterable[str], **options: Any) -> dict[str, PlanResult | str]:
+def compare_train(
+    model: str, *, on: Iterable[str], progress: Callable[[str], None] = lambda _: None, **options: Any
+) -> dict[str, PlanResult | str]:
     """Compare clusters: cluster -> its plans, or why there is none.
 
     Args:
         model: as `plan_train` takes it.
         on: the clusters, by name.
-        options: those of `plan_train`, by the same names, and `progress`.
+        progress: told a line now and then.
+        options: those of `plan_train`, by the same names.
 
     Raises:
         MeshwiseError: as `plan_train`; InfeasibleError where no cluster has a plan.
     """
-    progress = options.pop("progress", lambda _: None)
     request = validated(PlanTrainRequest, {"model": model, "on": ",".join(on), **options})
     return compare_clusters(request, progress=progress)
 
 
-def scale_train(model: str, *, on: str, **options: Any) -> Scaling:
+def scale_train(model: str, *, on: str, progress: Callable[[str], None] = lambda _: None, **options: Any) -> Scaling:
     """Find the best plan on powers of two of a cluster's chips, for one batch, and where strong scaling ends.
 
     Args:
         model: as `plan_train` takes it.
         on: the cluster by name.
-        options: those of `plan_train`, by the same names, and `progress`.
+        progress: told a line now and then.
+        options: those of `plan_train`, by the same names.
 
     Raises:
         MeshwiseError: as `plan_train`; InfeasibleError where no number of chips has a plan.
     """
-    progress = options.pop("progress", lambda _: None)
-    request = validated(PlanTrainRequest, {"model": model, "on": on, **options})
-    return find_scaling(request, progress=progress)
+    return find_scaling(validated(PlanTrainRequest, {"model": model, "on": on, **options}), progress=progress)
 
 
 class _Further(Request):
@@ -321,19 +307,19 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
 
 def _show_plans_of_one(screen: Screen, request: PlanTrainRequest, further: _Further) -> int | None:
     """Search one cluster; compile the best plans, if that is asked for."""
-    problem = request.problem()
-    planning = find_plans(request, problem, progress=screen.progress)
-    inputs = request.echo_problem(problem) | {"max_memory": planning.memory_share, "verify": further.verify}
-    verified: tuple[Verified, ...] = ()
+    planning = plan_train.answer(request, progress=screen.progress)
+    inputs = request.echo_problem(planning.plans[0].problem)
+    inputs |= {"max_memory": planning.memory_share, "verify": further.verify}
+    verified: tuple[VerifiedPlan, ...] = ()
     if further.verify is not None:  # what reads compiled programs is loaded where it is asked for
         from meshwise.commands.verify import verify_best  # noqa: PLC0415
 
         planning, verified = verify_best(planning, further.verify, progress=screen.progress)
     report = plan_report(planning, inputs)
     if verified:
-        from meshwise.report.verify import VerifiedRow, with_verified  # noqa: PLC0415
+        from meshwise.report.verify import with_verified  # noqa: PLC0415
 
-        report = with_verified(report, [VerifiedRow(v.rank, str(v.plan.layout), v.found, v.refused) for v in verified])
+        report = with_verified(report, verified)
     screen.show(report)
     if further.verify is not None and all(v.fails for v in verified):
         return InfeasibleError.exit_code

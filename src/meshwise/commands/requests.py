@@ -18,7 +18,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
-import annotated_types
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
@@ -66,33 +65,11 @@ class Request(BaseModel):
         return self.model_dump(mode="json", by_alias=True)
 
 
-#: Kind of bound -> its attribute, and how it is said.
-_BOUNDS = {
-    annotated_types.Gt: ("gt", "more than"),
-    annotated_types.Ge: ("ge", "at least"),
-    annotated_types.Lt: ("lt", "less than"),
-    annotated_types.Le: ("le", "at most"),
-}
-#: Kind of pydantic's error -> the same.
-_BOUND_ERRORS = {
-    "greater_than": annotated_types.Gt,
-    "greater_than_equal": annotated_types.Ge,
-    "less_than": annotated_types.Lt,
-    "less_than_equal": annotated_types.Le,
-}
+#: Bound of a field, as `annotated_types` and pydantic's errors call it, in words.
+_BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
 
-#: Kind of pydantic's error -> what was expected.
-_KIND_WORDS = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-}
+#: Type that pydantic could not read, in words.
+_TYPES = {"int": "a whole number", "float": "a number", "string": "text", "bool": "true or false"}
 
 
 def marker(info: FieldInfo, kind: type[T]) -> T | None:
@@ -169,9 +146,9 @@ def _bounds(info: FieldInfo, quantity: Quantity | None) -> list[str]:
     show = quantity.show if quantity else format_bound
     words = []
     for m in info.metadata:
-        for kind, (field, prefix) in _BOUNDS.items():
-            if isinstance(m, kind) and not (kind is annotated_types.Gt and quantity):
-                words.append(f"{prefix} {show(getattr(m, field))}")
+        for bound, prefix in _BOUNDS.items():
+            if hasattr(m, bound) and not (bound == "gt" and quantity):
+                words.append(f"{prefix} {show(getattr(m, bound))}")
     return words
 
 
@@ -243,9 +220,10 @@ def _words(problem: ErrorDetails, names: Mapping[str, str], values: Mapping[str,
 def _expected(problem: ErrorDetails) -> str:
     """What was expected, if pydantic's kind of error tells; else ""."""
     kind, context = problem["type"], problem.get("ctx", {})
-    if kind in _BOUND_ERRORS:
-        key, words = _BOUNDS[_BOUND_ERRORS[kind]]
-        return f"{words} {format_bound(context[key])}"
+    for bound, words in _BOUNDS.items():
+        if kind.startswith(("greater", "less")) and bound in context:
+            return f"{words} {format_bound(context[bound])}"
     if kind in ("literal_error", "enum"):
         return str(context["expected"])
-    return _KIND_WORDS.get(kind, "")
+    expected, _, problem_kind = kind.partition("_")
+    return _TYPES.get(expected, "") if problem_kind.startswith(("type", "parsing", "from_float")) else ""

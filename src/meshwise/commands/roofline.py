@@ -47,12 +47,17 @@ class RooflineRequest(Request):
     """Take this bandwidth instead of the catalog's."""
 
 
-def examine_roofline(request: RooflineRequest) -> RooflineCase:
-    """Compute everything that the report shows.
+@command(RooflineRequest)
+def roofline(request: RooflineRequest) -> RooflineCase:
+    """Time one operation on one chip: what `meshwise roofline` answers, as values.
+
+    >>> import meshwise
+    >>> case = meshwise.roofline("bf16[B, D] * int8[D, F] -> bf16[B, F]", on="v5e", sizes="D=8192,F=32Ki")
+    >>> case.critical.axis, round(case.critical.size)
+    ('B', 125)
 
     Raises:
-        NotationError: the expression does not parse.
-        UnknownNameError: of the chip, or an axis that is not in the expression.
+        MeshwiseError: an argument that cannot be understood.
     """
     op = parse_operation(request.expression)
     assert isinstance(op, (Einsum, Elementwise))
@@ -110,21 +115,6 @@ def _memory_source(chip: Chip, request: RooflineRequest) -> str:
     return f"{source.title}, {source.date}"
 
 
-@command(RooflineRequest)
-def roofline(request: RooflineRequest) -> RooflineCase:
-    """Time one operation on one chip: what `meshwise roofline` answers, as values.
-
-    >>> import meshwise
-    >>> case = meshwise.roofline("bf16[B, D] * int8[D, F] -> bf16[B, F]", on="v5e", sizes="D=8192,F=32Ki")
-    >>> case.critical.axis, round(case.critical.size)
-    ('B', 125)
-
-    Raises:
-        MeshwiseError: an argument that cannot be understood.
-    """
-    return examine_roofline(request)
-
-
 class _Files(Request):
     svg: Path | None = Field(default=None, exclude=True)
     """Write the picture to this file as SVG."""
@@ -140,6 +130,6 @@ def show_roofline(screen: Screen, request: RooflineRequest, files: _Files) -> No
         --set D=8192,F=32Ki
       meshwise roofline "fp32[N] + fp32[N] -> fp32[N]" --on h100 --set N=1Gi
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    case = examine_roofline(request)
+    case = roofline.answer(request)
     write_file("--svg", files.svg, lambda: roofline_svg(case))
     screen.show(roofline_report(case, request.echo() | {"vary": case.critical.axis if case.critical else None}))

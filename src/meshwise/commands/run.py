@@ -25,6 +25,7 @@ def run_plan(
     request: RunRequest,
     *,
     progress: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
     saved: Callable[[int], None] = lambda _: None,
     **job: Any,
 ) -> RunResult:
@@ -33,6 +34,7 @@ def run_plan(
     Args:
         plan: a plan, or the file that one was saved in; with `job`, a model.
         progress: told a line now and then.
+        say: told what is to be known of the devices.
         saved: told the number of each step that is safely on disk.
         job: cluster, batch, layout and the like: the keywords of `estimate_train`.
 
@@ -42,31 +44,12 @@ def run_plan(
         MeshwiseError: a plan that cannot be executed, or not on these devices; an argument that cannot be understood;
             a checkpoint of another run, or a torn one.
     """
-    return execute(plan_given(plan, job), request, progress=progress, saved=saved)
-
-
-def execute(
-    plan: Plan,
-    request: RunRequest,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
-    saved: Callable[[int], None] = lambda _: None,
-    told: Callable[[str], None] = lambda _: None,
-) -> RunResult:
-    """Train as a plan says.
-
-    Args:
-        plan, request: what to do.
-        progress: told a line now and then; saved: the number of each step that is safely on disk; told: what is to be
-            known of the devices.
-
-    Raises: as `run_plan`.
-    """
+    found = plan_given(plan, job)
     request.check()
     load_jax()
     from meshwise.commands.execution import train_as_planned  # noqa: PLC0415  (an optional extra)
 
-    return train_as_planned(plan, request, progress=progress, saved=saved, told=told)
+    return train_as_planned(found, request, progress=progress, say=say, saved=saved)
 
 
 @command(GenerateRequest)
@@ -75,12 +58,14 @@ def generate(
     request: GenerateRequest,
     *,
     progress: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> GenerateResult:
     """Generate with a plan's layout on the devices that are there: what `meshwise run --generate` answers.
 
     Args:
         plan: a plan, or the file that one was saved in.
         progress: told a line now and then.
+        say: told what is to be known of the devices.
 
     Raises:
         MissingDependencyError: JAX, or a library that an option needs, is missing.
@@ -88,29 +73,12 @@ def generate(
         MeshwiseError: a plan that cannot generate, or not on these devices; weights that are not the model's; an
             argument that cannot be understood.
     """
-    return execute_generation(plan_given(plan, {}), request, progress=progress)
-
-
-def execute_generation(
-    plan: Plan,
-    request: GenerateRequest,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
-    told: Callable[[str], None] = lambda _: None,
-) -> GenerateResult:
-    """Generate with a plan's layout.
-
-    Args:
-        plan, request: what to do.
-        progress: told a line now and then; told: what is to be known of the devices.
-
-    Raises: as `generate`.
-    """
+    found = plan_given(plan, {})
     request.check()
     load_jax()
     from meshwise.commands.execution import generate_as_planned  # noqa: PLC0415  (an optional extra)
 
-    return generate_as_planned(plan, request, progress=progress, told=told)
+    return generate_as_planned(found, request, progress=progress, say=say)
 
 
 @verb(RunOptions, EstimateTrainRequest, plan_or=EstimateTrainRequest)
@@ -134,16 +102,16 @@ def show_run(screen: Screen, options: RunOptions, asked: EstimateTrainRequest | 
     options.check()
     if options.tokens is not None:
         request = options.generation()
-        made = execute_generation(plan, request, progress=screen.progress, told=screen.say)
+        made = generate.answer(plan, request, progress=screen.progress, say=screen.say)
         screen.show(generate_report(made, inputs | request.echo()))
         return
     with _stdout_for_the_answer(noisy=options.processes is not None):  # gloo tells whom it is connected to
-        result = execute(
+        result = run_plan.answer(
             plan,
             options,
             progress=screen.progress,
+            say=screen.say,
             saved=lambda step: screen.say(f"saved step {step}"),
-            told=screen.say,
         )
     if result.is_first_process:
         screen.show(run_report(result, inputs | options.echo()))

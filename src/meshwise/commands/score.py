@@ -49,32 +49,6 @@ class ScoreRequest(Request):
     or a family by name."""
 
 
-def find_score(request: ScoreRequest, progress: Callable[[str], None] = lambda _: None) -> TrainingScore | ServingScore:
-    """Answer the request: of training runs, or of serving, as the file's columns say.
-
-    Raises:
-        MeshwiseError: a file that cannot be read; a calibration that does not exist.
-    """
-    if request.calibration is not None:
-        _check_name(request.calibration)
-    calibration = request.calibration or "fitted"
-    if request.file == SHIPPED:
-        return score_training(shipped_rows(TrainingRun), calibration, progress)
-    if request.file == SHIPPED_SERVING:
-        return score_serving(shipped_rows(ServingRun), calibration, progress)
-    text = read_text(Path(request.file))
-    if is_serving(text):
-        return score_serving(read_rows(text, request.file, ServingRun), calibration, progress)
-    return score_training(read_rows(text, request.file, TrainingRun), calibration, progress)
-
-
-def _check_name(calibration: str) -> None:
-    """Refuse a name that neither training nor serving has."""
-    word, _, engine = calibration.partition("+")
-    if word != "fitted" or engine not in ENGINES:
-        find_calibration(calibration, load_chip("h100-sxm"))
-
-
 @command(ScoreRequest)
 def score(request: ScoreRequest, *, progress: Callable[[str], None] = lambda _: None) -> TrainingScore | ServingScore:
     """Predict measured training runs or serving, and compare: what `meshwise score` answers, as values.
@@ -87,7 +61,18 @@ def score(request: ScoreRequest, *, progress: Callable[[str], None] = lambda _: 
     Raises:
         MeshwiseError: a file that cannot be read, or whose columns are not those of a format.
     """
-    return find_score(request, progress)
+    calibration = request.calibration or "fitted"
+    word, _, engine = calibration.partition("+")
+    if word != "fitted" or engine not in ENGINES:  # refuses a name that neither training nor serving has
+        find_calibration(calibration, load_chip("h100-sxm"))
+    if request.file == SHIPPED:
+        return score_training(shipped_rows(TrainingRun), calibration, progress)
+    if request.file == SHIPPED_SERVING:
+        return score_serving(shipped_rows(ServingRun), calibration, progress)
+    text = read_text(Path(request.file))
+    if is_serving(text):
+        return score_serving(read_rows(text, request.file, ServingRun), calibration, progress)
+    return score_training(read_rows(text, request.file, TrainingRun), calibration, progress)
 
 
 class _Shown(Request):
@@ -110,7 +95,7 @@ def show_score(screen: Screen, request: ScoreRequest, shown: _Shown) -> None:
       meshwise score shipped --worst 20 --svg accuracy.svg
       meshwise score shipped-serving
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    found = find_score(request, screen.progress)
+    found = score.answer(request, progress=screen.progress)
     inputs = request.echo() | shown.echo() | {"calibration": found.calibration}
     if isinstance(found, TrainingScore):
         write_file("--svg", shown.svg, partial(scored_svg, found, "step"))

@@ -13,9 +13,8 @@ from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.costs.product import Product, price_product
-from meshwise.hardware import Cluster
 from meshwise.report.shard import shard_report
-from meshwise.sharding import Mesh, parse_expression, parse_mesh
+from meshwise.sharding import parse_expression, parse_mesh
 
 
 class ShardRequest(Where):
@@ -35,25 +34,6 @@ class ShardRequest(Where):
     """Number format of tensors written without one."""
 
 
-def examine_shard(request: ShardRequest) -> tuple[Product, Mesh | None, Cluster | None]:
-    """Price the product; also return the mesh and the cluster as understood, if there are any.
-
-    Raises:
-        NotationError, ShardingError, UnknownNameError, ClusterError: what was asked does not parse or cannot be.
-    """
-    mesh = parse_mesh(request.mesh) if request.mesh else None
-    expression = parse_expression(request.expression, mesh)
-    known = dict.fromkeys(a for t in expression.tensors for a in t.axes if isinstance(a, str))
-    for name in request.sizes:
-        if name not in known:
-            raise UnknownNameError("axis", name, known, hint="Axes are the names in the expression.")
-    cluster = request.find()
-    product = price_product(
-        expression, mesh=mesh, sizes=request.sizes, dtype=request.dtype, cluster=cluster, wires=request.wires
-    )
-    return product, mesh, cluster
-
-
 @command(ShardRequest)
 def shard(request: ShardRequest) -> Product:
     """List the collectives that a sharded product needs: what `meshwise shard` answers, as values.
@@ -66,7 +46,15 @@ def shard(request: ShardRequest) -> Product:
     Raises:
         MeshwiseError: an argument that cannot be understood.
     """
-    return examine_shard(request)[0]
+    mesh = parse_mesh(request.mesh) if request.mesh else None
+    expression = parse_expression(request.expression, mesh)
+    known = dict.fromkeys(a for t in expression.tensors for a in t.axes if isinstance(a, str))
+    for name in request.sizes:
+        if name not in known:
+            raise UnknownNameError("axis", name, known, hint="Axes are the names in the expression.")
+    return price_product(
+        expression, mesh=mesh, sizes=request.sizes, dtype=request.dtype, cluster=request.find(), wires=request.wires
+    )
 
 
 @verb(ShardRequest)
@@ -82,6 +70,6 @@ def show_product(screen: Screen, request: ShardRequest) -> None:
       meshwise shard "A[I, J_X] * B[J, K] -> C[I, K]" --mesh X=4 \\
         --set I=1Ki,J=8Ki,K=8Ki --on v5e:4x4
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    product, mesh, cluster = examine_shard(request)
-    inputs = request.echo() | {"mesh": None if mesh is None else dict(mesh.axes)}
-    screen.show(shard_report(product, cluster, request.sizes, inputs))
+    product = shard.answer(request)
+    inputs = request.echo() | {"mesh": None if product.mesh is None else dict(product.mesh.axes)}
+    screen.show(shard_report(product, request.find(), request.sizes, inputs))

@@ -191,15 +191,6 @@ def read_engine_costs(file: str | os.PathLike[str]) -> EngineCosts:
     return EngineCosts.from_json(text, f"engine costs {str(file)!r}")
 
 
-def read_served(file: str | os.PathLike[str]) -> EngineCosts | ServingPlan:
-    """Read what serves: a saved plan, or the costs of an engine's steps.
-
-    Raises:
-        MeshwiseError: there is no such file, or it holds neither.
-    """
-    return read_engine_costs(file) if kind_of_plan(file) is None else read_serving_plan(file)
-
-
 @dataclass(frozen=True)
 class ServedLoad:
     """A load and what became of it.
@@ -215,33 +206,6 @@ class ServedLoad:
     targets: Targets
     result: ServingResult
     capacity: Capacity | None
-
-
-def serve_load(
-    request: SimulateServeRequest,
-    served: EngineCosts | ServingPlan,
-    name: str,
-    *,
-    spans: int = 0,
-    progress: Callable[[str], None] | None = None,
-) -> ServedLoad:
-    """Answer a request; `spans` steps are kept for a timeline, `progress` is told a line now and then."""
-    if isinstance(served, ServingPlan):
-        request = planned_requests(request, served, name)
-        system = planned_system(request, served, name)
-    else:
-        system = request.system(served)
-    load, targets = request.load(), request.targets()
-    if isinstance(served, ServingPlan):
-        check_requests(load, served)
-    capacity = None
-    if request.capacity:
-        capacity = find_capacity(system, load, targets, seed=request.seed, progress=progress)
-        load = load.at_rate(capacity.rate)
-        if not spans:
-            return ServedLoad(load, targets, capacity.result, capacity)
-    result = simulate_serving(system, load, seed=request.seed, spans=spans, progress=progress)
-    return ServedLoad(load, targets, result, capacity)
 
 
 def planned_requests(request: SimulateServeRequest, plan: ServingPlan, name: str) -> SimulateServeRequest:
@@ -318,7 +282,11 @@ def planned_system(request: SimulateServeRequest, plan: ServingPlan, name: str) 
 
 @command(SimulateServeRequest)
 def simulate_serve(
-    costs: EngineCosts | ServingPlan | str | os.PathLike[str], request: SimulateServeRequest
+    costs: EngineCosts | ServingPlan | str | os.PathLike[str],
+    request: SimulateServeRequest,
+    *,
+    spans: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> ServedLoad:
     """Serve a load by replicas of an engine: what `meshwise simulate serve` answers, as values.
 
@@ -331,12 +299,31 @@ def simulate_serve(
 
     Args:
         costs: what a step takes, or a plan of serving; or the JSON file of either.
+        spans: steps to keep for a timeline.
+        progress: told a line now and then.
 
     Raises:
         MeshwiseError: an argument that cannot be understood; no request fits; the targets cannot be kept.
     """
-    found = costs if isinstance(costs, EngineCosts | ServingPlan) else read_served(costs)
-    return serve_load(request, found, "given" if found is costs else str(costs))
+    served, name = costs, "given"
+    if not isinstance(served, EngineCosts | ServingPlan):
+        name = str(costs)
+        served = read_engine_costs(name) if kind_of_plan(name) is None else read_serving_plan(name)
+    if isinstance(served, ServingPlan):
+        request = planned_requests(request, served, name)
+        system = planned_system(request, served, name)
+    else:
+        system = request.system(served)
+    load, targets, capacity = request.load(), request.targets(), None
+    if isinstance(served, ServingPlan):
+        check_requests(load, served)
+    if request.capacity:
+        capacity = find_capacity(system, load, targets, seed=request.seed, progress=progress)
+        load = load.at_rate(capacity.rate)
+        if not spans:
+            return ServedLoad(load, targets, capacity.result, capacity)
+    result = simulate_serving(system, load, seed=request.seed, spans=spans, progress=progress)
+    return ServedLoad(load, targets, result, capacity)
 
 
 class _Files(Request):
@@ -368,13 +355,8 @@ def show_simulation(screen: Screen, files: _Files, request: SimulateServeRequest
       meshwise simulate serve plan.json --rate 40
       meshwise simulate serve engine.json --csv requests.csv --policy chunked
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    served = serve_load(
-        request,
-        read_served(files.costs),
-        files.costs,
-        spans=_SPANS if files.trace else 0,
-        progress=screen.terminal_progress,
-    )
+    spans = _SPANS if files.trace else 0
+    served = simulate_serve.answer(files.costs, request, spans=spans, progress=screen.terminal_progress)
     write_file("--svg", files.svg, lambda: serving_svg(served.result))
     write_file("--trace", files.trace, lambda: serving_trace(served.result))
     inputs = files.echo() | request.echo()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from meshwise.commands.command import Screen, verb
@@ -27,10 +27,8 @@ from meshwise.compiler.targets import Target
 from meshwise.compiler.verification import CompiledCopy, Verification
 from meshwise.core.errors import InfeasibleError, MeshwiseError, MissingDependencyError
 from meshwise.costs.estimate import estimate_training
-from meshwise.report.verify import verification_report
+from meshwise.report.verify import VerifiedPlan, verification_report
 from meshwise.search import Plan, PlanResult
-
-Compile = Callable[..., tuple[Compiled, DeviceMesh]]
 
 
 def verify(
@@ -53,17 +51,7 @@ def verify(
         CompilerError: chips that no compiler here knows, or a program that does not compile.
         MeshwiseError: a file that holds no plan; a plan that is not executed yet.
     """
-    return verify_plan(plan_given(plan, job), reduced=reduced, progress=progress)
-
-
-def verify_plan(
-    plan: Plan,
-    *,
-    reduced: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
-    compiler: Compile = compile_apart,
-) -> Verification:
-    """Verify a plan; `reduced` as for `verify`, `compiler` compiles one copy of it, as `compile_apart` does."""
+    plan = plan_given(plan, job)
     target = Target.of(plan.problem.cluster, plan.fabric)
     check_compiler(target.platform)
     model, layout = plan.problem.model, plan.layout
@@ -73,7 +61,7 @@ def verify_plan(
     compared: list[tuple[Line, ...]] = []
     compiled: Compiled | None = None
     for layers in sizes:
-        compiled, mesh = compiler(plan, layers, progress=progress)
+        compiled, mesh = compile_apart(plan, layers, progress=progress)
         number = model.num_layers if layers is None else layers
         copies.append(CompiledCopy(number, compiled.memory, compiled.seconds, compiled.cached))
         if compiled.memory is None:
@@ -108,51 +96,22 @@ def _whole(compared: list[tuple[Line, ...]], reduction: Reduction | None) -> tup
     return compared[0] if reduction is None else extrapolated(compared[0], compared[1], reduction)
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """One plan of a ranking, verified.
-
-    Args:
-        rank: that the search gave it, from 1.
-        plan: itself.
-        found: what compiling it found, None where it could not be compiled.
-        refused: why it could not, else "".
-    """
-
-    rank: int
-    plan: Plan
-    found: Verification | None
-    refused: str
-
-    @property
-    def fails(self) -> bool:
-        """Whether its program does not fit."""
-        return self.found is not None and not self.found.fits
-
-
 def verify_best(
-    planning: PlanResult,
-    number: int,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
-    compiler: Compile = compile_apart,
-) -> tuple[PlanResult, tuple[Verified, ...]]:
+    planning: PlanResult, number: int, *, progress: Callable[[str], None] = lambda _: None
+) -> tuple[PlanResult, tuple[VerifiedPlan, ...]]:
     """Verify the best plans, and rank those whose programs do not fit last.
 
     Args:
         planning: of a search.
         number: how many of its plans.
         progress: told a line now and then.
-        compiler: compiles one copy of a plan.
 
     Returns: the ranking, and what was found, in the order of the search. A plan that is not executed keeps its rank.
 
     Raises:
         MissingDependencyError: when the target's compiler is not installed.
     """
-    verified = []
-    for rank, plan in enumerate(planning.plans[:number], 1):
-        verified.append(_verified(rank, plan, progress, compiler))
+    verified = [_verified(rank, plan, progress) for rank, plan in enumerate(planning.plans[:number], 1)]
     failed = [v.plan for v in verified if v.fails]
     if not failed:
         return planning, tuple(verified)
@@ -164,13 +123,13 @@ def verify_best(
     return ranking, tuple(verified)
 
 
-def _verified(rank: int, plan: Plan, progress: Callable[[str], None], compiler: Compile) -> Verified:
+def _verified(rank: int, plan: Plan, progress: Callable[[str], None]) -> VerifiedPlan:
     try:
-        return Verified(rank, plan, verify_plan(plan, progress=progress, compiler=compiler), "")
+        return VerifiedPlan(rank, plan, verify(plan, progress=progress), "")
     except MissingDependencyError:
         raise
     except MeshwiseError as error:
-        return Verified(rank, plan, None, str(error))
+        return VerifiedPlan(rank, plan, None, str(error))
 
 
 class _Copies(Request):
@@ -193,6 +152,6 @@ def show_verification(screen: Screen, asked: EstimateTrainRequest | str, copies:
         --layout fsdp=4,tensor=2,remat=full
     """  # noqa: D301  (click's mark for lines that stay as they are)
     plan, inputs = plan_asked(asked, screen)
-    found = verify_plan(plan, reduced=copies.reduced, progress=screen.progress)
+    found = verify(plan, reduced=copies.reduced, progress=screen.progress)
     screen.show(verification_report(found, str(plan.layout), inputs | copies.echo()))
     return None if found.fits else InfeasibleError.exit_code

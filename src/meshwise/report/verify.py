@@ -1,6 +1,6 @@
 """A plan beside its compiled program, in tables: what matches, what does not, and the reason for each difference.
 
-Not here: compiling and comparing (`compiler`, `verbs.verify`).
+Not here: compiling and comparing (`compiler`, `commands.verify`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from meshwise.compiler.verification import CompiledCopy, Verification
 from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
 from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, cells, counted, noted_table, picked
+from meshwise.search import Plan
 
 #: Of a line through two copies.
 _PEAKS = (
@@ -151,23 +152,28 @@ def _line(line: Line, unit: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedRow:
-    """One plan of a ranking that was compiled.
+class VerifiedPlan:
+    """One plan of a ranking, compiled.
 
     Args:
-        rank: that the search gave it.
-        layout: in words.
-        found: what was found, None where it could not be compiled.
-        refused: why not, else "".
+        rank: that the search gave it, from 1.
+        plan: itself.
+        found: what compiling it found, None where it could not be compiled.
+        refused: why it could not, else "".
     """
 
     rank: int
-    layout: str
+    plan: Plan
     found: Verification | None
     refused: str
 
+    @property
+    def fails(self) -> bool:
+        """Whether its program does not fit."""
+        return self.found is not None and not self.found.fits
 
-def with_verified(report: Report, rows: Sequence[VerifiedRow]) -> Report:
+
+def with_verified(report: Report, rows: Sequence[VerifiedPlan]) -> Report:
     """Add to the report of a ranking what compiling its best plans found."""
     data = [_verified_data(row) for row in rows]
     columns: Columns = {
@@ -177,15 +183,17 @@ def with_verified(report: Report, rows: Sequence[VerifiedRow]) -> Report:
         ">unexplained": ("unexplained_share_of_received", format_percent),
         "fits": lambda row: "not compiled" if row["fits"] is None else "yes" if row["fits"] else "no",
     }
-    notes = (": ".join(filter(None, (row.layout.replace(",", ", "), row.refused))) for row in rows)
+    notes = (": ".join(filter(None, (str(row.plan.layout).replace(",", ", "), row.refused))) for row in rows)
     shown = noted_table(tuple(columns), zip((cells(columns, row, missing="") for row in data), notes, strict=True))
     return replace(report, body=(*report.body[:2], shown, *report.body[2:]), data={**report.data, "verified": data})
 
 
-def _verified_data(row: VerifiedRow) -> dict[str, Any]:
+def _verified_data(row: VerifiedPlan) -> dict[str, Any]:
     found = row.found
     return {
-        **picked(row, "rank", "layout", fits="found.fits", predicted_bytes="found.predicted_total"),
+        "rank": row.rank,
+        "layout": str(row.plan.layout),
+        **picked(row, fits="found.fits", predicted_bytes="found.predicted_total"),
         "compiled_bytes": None if found is None else found.peak,
         "unexplained_share_of_received": None if found is None or found.peak is None else found.unexplained_share,
         "refused": row.refused or None,
