@@ -6,7 +6,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError
-from meshwise.costs.fabric import Fabric, best_wiring, collective_bytes, parse_wiring, wirings
+from meshwise.costs.fabric import Fabric, axis_mappings, best_axis_mapping, collective_bytes, parse_axis_mapping
 from meshwise.hardware import parse_cluster
 from meshwise.sharding import Mesh, parse_expression, reshard
 
@@ -17,7 +17,7 @@ GPUS = Fabric.of(parse_cluster("h100:64"))
 @pytest.mark.parametrize("fabric", [GRID, GPUS])
 @pytest.mark.parametrize("mesh", [Mesh.of(X=4), Mesh.of(X=4, Y=8), Mesh.of(X=2, Y=2, Z=16), Mesh.of(X=1)])
 def test_every_wiring_is_a_factorisation_that_fits(fabric, mesh):
-    found = list(wirings(mesh, fabric))
+    found = list(axis_mappings(mesh, fabric))
     assert found
     assert len({tuple(w.items()) for w in found}) == len(found)
     for wiring in found:
@@ -29,21 +29,21 @@ def test_every_wiring_is_a_factorisation_that_fits(fabric, mesh):
 
 
 def test_one_mesh_axis_takes_one_torus_axis_where_it_can():
-    assert best_wiring(Mesh.of(X=8), GRID, lambda _: 0.0) == {"X": (1, 1, 8)}
-    assert best_wiring(Mesh.of(X=16), GRID, lambda w: w["X"][2]) == {"X": (4, 4, 1)}
+    assert best_axis_mapping(Mesh.of(X=8), GRID, lambda _: 0.0) == {"X": (1, 1, 8)}
+    assert best_axis_mapping(Mesh.of(X=16), GRID, lambda w: w["X"][2]) == {"X": (4, 4, 1)}
 
 
 def test_among_equals_the_cheapest():
-    assert best_wiring(Mesh.of(X=4), GRID, lambda w: -w["X"][1]) == {"X": (1, 4, 1)}
+    assert best_axis_mapping(Mesh.of(X=4), GRID, lambda w: -w["X"][1]) == {"X": (1, 4, 1)}
 
 
 def test_what_does_not_fit():
     with pytest.raises(ClusterError, match=r"mesh X=3 of 3 devices cannot be laid on x 4 x y 4 x z 8 \(128 chips\)"):
-        best_wiring(Mesh.of(X=3), GRID, lambda _: 0.0)
+        best_axis_mapping(Mesh.of(X=3), GRID, lambda _: 0.0)
 
 
 def test_given_wires_are_read():
-    assert parse_wiring("X=4x1x1, Y=1x4x2", Mesh.of(X=4, Y=8), GRID) == {"Y": (1, 4, 2), "X": (4, 1, 1)}
+    assert parse_axis_mapping("X=4x1x1, Y=1x4x2", Mesh.of(X=4, Y=8), GRID) == {"Y": (1, 4, 2), "X": (4, 1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_given_wires_are_read():
 )
 def test_wires_that_cannot_be(text, message):
     with pytest.raises(ClusterError, match=message):
-        parse_wiring(text, Mesh.of(X=4, Y=8), GRID)
+        parse_axis_mapping(text, Mesh.of(X=4, Y=8), GRID)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.fabric import Fabric, best_wiring, collective_bytes, parse_wiring
+from meshwise.costs.fabric import Fabric, best_axis_mapping, collective_bytes, parse_axis_mapping
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.network import make_group_link
 from meshwise.costs.paths import algorithms
@@ -86,7 +86,9 @@ def collective(request: CollectiveRequest) -> CollectiveCase:
             collective_time(step.kind, num_bytes, make_group_link(fabric, wiring, step.mesh_axes), links=links)
         )
 
-    wiring = parse_wiring(request.wires, mesh, fabric) if request.wires else best_wiring(mesh, fabric, seconds)
+    wiring = (
+        parse_axis_mapping(request.wires, mesh, fabric) if request.wires else best_axis_mapping(mesh, fabric, seconds)
+    )
     return CollectiveCase(
         kind=step.kind,
         text=request.array,

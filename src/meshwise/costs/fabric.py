@@ -121,14 +121,14 @@ def _switch_dimensions(net: Tree, nccl: bool) -> list[Dimension]:
 AxisMapping = dict[str, tuple[int, ...]]
 
 
-def wirings(mesh: Mesh, fabric: Fabric) -> Iterator[AxisMapping]:
+def axis_mappings(mesh: Mesh, fabric: Fabric) -> Iterator[AxisMapping]:
     """List every way to lay the axes of `mesh` along the dimensions of `fabric`; a mesh may use a part of it.
 
     An axis takes a factor of each dimension; the last mesh axis is the innermost.
 
     >>> from meshwise.hardware import parse_cluster
     >>> fabric = Fabric.of(parse_cluster("v5e:16x16"))
-    >>> list(wirings(Mesh.of(X=16, Y=16), fabric))[0]
+    >>> list(axis_mappings(Mesh.of(X=16, Y=16), fabric))[0]
     {'Y': (16, 1), 'X': (1, 16)}
     """
 
@@ -155,7 +155,7 @@ def _factors(size: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple((extent, *rest) for extent in extents for rest in _factors(size // extent, room[1:]))
 
 
-def best_wiring(mesh: Mesh, fabric: Fabric, cost: Callable[[AxisMapping], float]) -> AxisMapping:
+def best_axis_mapping(mesh: Mesh, fabric: Fabric, cost: Callable[[AxisMapping], float]) -> AxisMapping:
     """Choose a wiring: on a torus one that spreads mesh axes least (X=16 means one axis of 16), then of least `cost`.
 
     Raises:
@@ -168,7 +168,7 @@ def best_wiring(mesh: Mesh, fabric: Fabric, cost: Callable[[AxisMapping], float]
             e > 1 and d.torus for extents in wiring.values() for d, e in zip(fabric.dimensions, extents, strict=True)
         )
 
-    found = list(wirings(mesh, fabric))
+    found = list(axis_mappings(mesh, fabric))
     least = min(map(spread, found), default=0)
     best = min((w for w in found if spread(w) == least), key=cost, default=None)
     if best is None:
@@ -180,7 +180,7 @@ def best_wiring(mesh: Mesh, fabric: Fabric, cost: Callable[[AxisMapping], float]
     return best
 
 
-def parse_wiring(text: str, mesh: Mesh, fabric: Fabric) -> AxisMapping:
+def parse_axis_mapping(text: str, mesh: Mesh, fabric: Fabric) -> AxisMapping:
     """Read where mesh axes lie, `X=4x4,Y=1x4`: for each the extent on every dimension of the network, innermost first.
 
     Raises:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
 from meshwise.costs.collectives import collective_time
-from meshwise.costs.fabric import AxisMapping, Fabric, best_wiring, collective_bytes, parse_wiring
+from meshwise.costs.fabric import AxisMapping, Fabric, best_axis_mapping, collective_bytes, parse_axis_mapping
 from meshwise.costs.network import make_group_link
 from meshwise.hardware import Cluster
 from meshwise.sharding import (
@@ -159,7 +159,7 @@ def price_product(
         sizes: of the named axes.
         dtype: of tensors written without one.
         cluster: where; needs mesh and sizes.
-        wires: where the mesh lies on the network (`wiring.parse_wiring`); the quickest by default.
+        wires: where the mesh lies on the network (`parse_axis_mapping`); the quickest by default.
 
     Raises:
         ShardingError: it cannot be computed; or a cluster is given without mesh or sizes.
@@ -185,7 +185,7 @@ def price_product(
     def seconds(wiring: AxisMapping) -> float:
         return min(way.time or 0.0 for way in _ways(setting, (fabric, wiring)))
 
-    wiring = parse_wiring(wires, mesh, fabric) if wires else best_wiring(mesh, fabric, seconds)
+    wiring = parse_axis_mapping(wires, mesh, fabric) if wires else best_axis_mapping(mesh, fabric, seconds)
     return Product(expression, mesh, _ways(setting, (fabric, wiring)), fabric, wiring)
 
 

@@ -60,7 +60,7 @@ class Likely:
     high: float
 
 
-def doubts_of(calibration: Calibration, model: Model) -> tuple[str, ...]:
+def uncertainty_sources(calibration: Calibration, model: Model) -> tuple[str, ...]:
     """Causes of uncertainty of a chip and a model, whatever is known of the layout."""
     return (*(calibration.doubts or ()), *(("mixture",) if model.mixtures else ()))
 

@@ -22,7 +22,7 @@ from meshwise.report.table import noted_table, table
 _COLUMNS = (">FLOPs", ">bytes", ">time", "bound")
 
 
-def workings_tables(w: Breakdown) -> tuple[RenderableType, ...]:
+def breakdown_tables(w: Breakdown) -> tuple[RenderableType, ...]:
     """The tables that `--explain` adds: a layer's operations, every collective of a step, the rules."""
     layers = [b for b in w.blocks if b.operations and b.copies]
     main = max(layers, key=lambda b: b.copies)
@@ -127,7 +127,7 @@ def padding_data(p: Padding) -> dict[str, Any]:
     }
 
 
-def workings_data(w: Breakdown) -> dict[str, Any]:
+def breakdown_data(w: Breakdown) -> dict[str, Any]:
     """Everything that `--explain` adds, as JSON values."""
     return {
         "blocks": [_block_data(b) for b in w.blocks],

@@ -99,7 +99,7 @@ class CollectiveCase:
         return self.algbw * share
 
 
-def wiring_words(wiring: AxisMapping, fabric: Fabric) -> str:
+def axis_mapping_words(wiring: AxisMapping, fabric: Fabric) -> str:
     """Where each mesh axis lies, outermost first: "X on y 16, Y on x 4 x y 4"."""
     return ", ".join(
         f"{axis} on "
@@ -138,7 +138,7 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
         body=(facts(_facts(case)),),
         assumed=(
             case.cluster.describe(),
-            f"where the mesh lies: {wiring_words(case.wiring, case.fabric)}",
+            f"where the mesh lies: {axis_mapping_words(case.wiring, case.fabric)}",
             *((f"not used: {counted(unused, 'chip')} of the cluster",) if unused else ()),
             *(
                 (f"each row goes to {case.copies:.3g} distinct members, the mean of random choices",)
@@ -190,7 +190,7 @@ def _facts(case: CollectiveCase) -> list[tuple[str, str, str]]:
 
 def _explanations(case: CollectiveCase) -> tuple[Explanation, ...]:
     per_byte = case.bandwidth_time / case.num_bytes if case.num_bytes else 0.0
-    wires = wiring_words(case.wiring, case.fabric)
+    wires = axis_mapping_words(case.wiring, case.fabric)
     links = "; ".join(
         f"{d.name}: {d.size}, {format_bandwidth(d.bandwidth_one_way)} one way, {format_time(d.latency)} a hop"
         + (", ring" if d.wraps else ", line" if d.torus else ", switch")

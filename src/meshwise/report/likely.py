@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_time
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.spread import SPREADS, doubts_of, likely_interval, relative_spread, spread_parts
+from meshwise.costs.spread import SPREADS, likely_interval, relative_spread, spread_parts, uncertainty_sources
 from meshwise.report.table import noted_table
 from meshwise.search import Plan
 
@@ -53,7 +53,7 @@ def explain_likely(plan: Plan) -> tuple[Explanation, ...]:
     step, parts = plan.estimate.step_time, _parts(plan)
     low, high = _interval(plan)
     squares = " + ".join(f"{s:.3f}^2" for s in parts.values())
-    spread = relative_spread(plan.estimate.terms, doubts_of(calibration, plan.problem.model))
+    spread = relative_spread(plan.estimate.terms, uncertainty_sources(calibration, plan.problem.model))
     causes = "; ".join(f"{cause.replace('_', ' ')}: {SPREADS[cause].why}" for cause in parts)
     return (
         Explanation(
@@ -85,12 +85,12 @@ def constants_data(calibration: Calibration) -> dict[str, Any]:
 
 
 def _parts(plan: Plan) -> dict[str, float]:
-    return spread_parts(plan.estimate.terms, doubts_of(plan.problem.calibration, plan.problem.model))
+    return spread_parts(plan.estimate.terms, uncertainty_sources(plan.problem.calibration, plan.problem.model))
 
 
 def _interval(plan: Plan) -> tuple[float, float]:
     step = plan.estimate.step_time
-    causes = doubts_of(plan.problem.calibration, plan.problem.model)
+    causes = uncertainty_sources(plan.problem.calibration, plan.problem.model)
     likely = likely_interval(step.expected, step.lower, plan.estimate.terms, causes)
     return likely.low, likely.high
 

@@ -67,7 +67,7 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
         data={
             "plans": [plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
-            "rejected": [_rival_data(baseline) for baseline in planning.rejected],
+            "rejected": [_baseline_data(baseline) for baseline in planning.rejected],
             **({"sensitivity": sensitivity_data(planning.sensitivity)} if planning.sensitivity else {}),
             "pareto_front": [_found_data(found) for found in search.front],
             "search": {
@@ -245,7 +245,7 @@ def _next_of_one(plan: Plan) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def _rival_data(baseline: Baseline) -> dict[str, Any]:
+def _baseline_data(baseline: Baseline) -> dict[str, Any]:
     return {
         "name": baseline.name,
         "reason": baseline.reason,

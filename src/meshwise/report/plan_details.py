@@ -11,7 +11,7 @@ from meshwise.costs.breakdown import Breakdown
 from meshwise.costs.estimate import tuned_flops
 from meshwise.costs.explain import paddings, work_out
 from meshwise.report.bounds import explain_lower, explain_upper
-from meshwise.report.breakdown import workings_data, workings_tables
+from meshwise.report.breakdown import breakdown_data, breakdown_tables
 from meshwise.report.formats import explain_formats
 from meshwise.report.formulas import explain_time
 from meshwise.report.likely import constants_data, constants_table, explain_likely
@@ -25,8 +25,8 @@ def plan_details(plan: Plan) -> Details:
     workings = work_out(plan.problem, plan.fabric, plan.layout)
     return Details(
         explanations=_explanations(plan, workings),
-        tables=(*constants_table(plan.problem.calibration), *workings_tables(workings)),
-        data={"workings": workings_data(workings), **constants_data(plan.problem.calibration)},
+        tables=(*constants_table(plan.problem.calibration), *breakdown_tables(workings)),
+        data={"workings": breakdown_data(workings), **constants_data(plan.problem.calibration)},
     )
 
 

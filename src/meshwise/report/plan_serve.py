@@ -26,7 +26,7 @@ from meshwise.report.serve import (
     subject,
     term_table,
 )
-from meshwise.report.serve_breakdown import serve_workings
+from meshwise.report.serve_breakdown import serve_explanations
 from meshwise.report.serving_front import front_svg
 from meshwise.report.table import counted, noted_table, table
 from meshwise.search.serving import ServingPlanResult
@@ -70,7 +70,7 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
         assumed=(*assumed(problem, best.setup), *simulated_assumed(planning)),
         not_modelled=NOT_MODELLED,
         next_steps=_next(best),
-        details=lambda: Details(explanations=serve_workings(problem, best)),
+        details=lambda: Details(explanations=serve_explanations(problem, best)),
     )
 
 

@@ -85,7 +85,7 @@ class Report:
         if explain:
             details = self.details()
             parts += [item for block in details.tables for item in (Text(), block)]
-            parts += _workings((*self.explanations, *details.explanations))
+            parts += _explained((*self.explanations, *details.explanations))
         parts += _list("Assumed", self.assumed) + _list("Not modelled", self.not_modelled)
         parts += _list("Try next", self.next_steps)
         return Group(*parts)
@@ -125,7 +125,7 @@ class _Hanging:
             yield Text("  " + (self.mark if number == 0 else " " * len(self.mark))) + text
 
 
-def _workings(explanations: tuple[Explanation, ...]) -> list[RenderableType]:
+def _explained(explanations: tuple[Explanation, ...]) -> list[RenderableType]:
     """Each number with formula, substitution, result and source."""
     parts: list[RenderableType] = [Text(), Text("Breakdown:", style="bold")]
     for e in explanations:

@@ -19,7 +19,7 @@ from meshwise.costs.serving.answer import Engine, ServingAnswer, ServingEstimate
 from meshwise.costs.serving.memory import CLASSES
 from meshwise.costs.serving.step import TERMS
 from meshwise.report.report import Details, Report, listed
-from meshwise.report.serve_breakdown import serve_workings
+from meshwise.report.serve_breakdown import serve_explanations
 from meshwise.report.table import counted, table
 
 NOT_MODELLED = (
@@ -50,7 +50,7 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
         assumed=assumed(problem, e.setup),
         not_modelled=NOT_MODELLED,
         next_steps=_next_steps(answer),
-        details=lambda: Details(explanations=serve_workings(problem, e)),
+        details=lambda: Details(explanations=serve_explanations(problem, e)),
     )
 
 

@@ -15,7 +15,7 @@ _OWN = "meshwise, docs/serving.md"
 _BOOK = "book, Inference"
 
 
-def serve_workings(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, ...]:
+def serve_explanations(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, ...]:
     """Explain latencies, throughput, cost, memory, and the operations that take most of each step."""
     return (
         *_latency(e),

@@ -10,7 +10,7 @@ from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bytes, format_flops, format_time
 from meshwise.costs.product import PricedStep, PricedWay, Product
 from meshwise.hardware import Cluster
-from meshwise.report.collective import wiring_words
+from meshwise.report.collective import axis_mapping_words
 from meshwise.report.report import Report
 from meshwise.report.table import table
 from meshwise.sharding import Indices, book_case
@@ -33,7 +33,7 @@ def shard_report(
     best = product.ways[0]
     case = _case(product)
     laid = (
-        (cluster.describe(), f"where the mesh lies: {wiring_words(product.wiring, product.fabric)}")
+        (cluster.describe(), f"where the mesh lies: {axis_mapping_words(product.wiring, product.fabric)}")
         if cluster is not None and product.wiring is not None and product.fabric is not None
         else ()
     )

@@ -162,7 +162,7 @@ class Checkpoints:
             raise MeshwiseError(f"--checkpoint {self.folder}: step {step} is there already; nothing was overwritten")
         shutil.rmtree(self._unfinished(step), ignore_errors=True)  # of a run that was killed: it was never reported
         try:
-            self._check_room(step, state)
+            self._check_capacity(step, state)
         except OSError as error:
             raise self._not_saved(step, error) from None
 
@@ -189,7 +189,7 @@ class Checkpoints:
         words = getattr(error, "strerror", None) or str(error).splitlines()[0]
         return MeshwiseError(f"--checkpoint {self.folder}: step {step} could not be saved: {words}")
 
-    def _check_room(self, step: int, state: State) -> None:
+    def _check_capacity(self, step: int, state: State) -> None:
         """Refuse what the disk cannot take before a part of it is written."""
         needed, free = sum(a.nbytes for a in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
         if needed > free:

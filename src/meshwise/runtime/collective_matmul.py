@@ -108,7 +108,7 @@ def gathered_products(
     rows = x.shape[dimension]
     kinds = dtypes or [jnp.result_type(x, other) for other in others]
     made: list[jax.Array | None] = [None] * len(others)
-    gathered = _room(x.shape, dimension, circle, x.dtype)
+    gathered = _buffer(x.shape, dimension, circle, x.dtype)
     with jax.named_scope("collective_matmul.gather"):
         for piece in circle.arriving(x, dimension):
             at = piece.origin * rows + piece.start
@@ -139,11 +139,11 @@ def _with_piece(
     product = equation.multiply(piece.value, other, dtype)
     place = equation.out.index(letter)
     if made is None:  # the first piece is a whole shard
-        made = _room(product.shape, place, circle, dtype)
+        made = _buffer(product.shape, place, circle, dtype)
     return jax.lax.dynamic_update_slice_in_dim(made, product, at, place)
 
 
-def _room(shape: Sequence[int], dimension: int, circle: Circle, dtype: Any) -> jax.Array:
+def _buffer(shape: Sequence[int], dimension: int, circle: Circle, dtype: Any) -> jax.Array:
     """Zeros for the shards of all devices."""
     return jnp.zeros([n * circle.size if d == dimension else n for d, n in enumerate(shape)], dtype)
 

@@ -127,7 +127,7 @@ def train(
         InfeasibleError: the devices' memory does not suffice; a loss that is no number.
         MeshwiseError: the devices cannot run the program.
     """
-    _check_room(step)
+    _check_capacity(step)
     if profile is not None:
         _make_folder(profile)
     with in_words():
@@ -222,7 +222,7 @@ def in_words() -> Iterator[None]:
         raise MeshwiseError(f"the devices cannot run this plan: {first}") from None
 
 
-def _check_room(step: TrainStep) -> None:
+def _check_capacity(step: TrainStep) -> None:
     """Refuse to train on a CPU what its memory cannot hold: it would be killed without a word.
 
     Raises:

@@ -17,7 +17,7 @@ from meshwise.costs.problem import Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving, fabric_of
 from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_batch
-from meshwise.costs.spread import Likely, doubts_of, likely_interval
+from meshwise.costs.spread import Likely, likely_interval, uncertainty_sources
 from meshwise.scoring.constants import Constant
 from meshwise.scoring.conversions import duration, measured_bytes, tokens_per_second
 from meshwise.scoring.prediction import Prediction, Refusal, does_not_fit
@@ -163,7 +163,7 @@ def _likely(scenario: ServingScenario, e: ServingEstimate, what: Compared, found
     problem = scenario.problem
     if problem.calibration.doubts is None or scenario.run.is_memory:
         return None
-    causes = doubts_of(problem.calibration, problem.model)
+    causes = uncertainty_sources(problem.calibration, problem.model)
     return likely_interval(found.expected, found.lower, _engine(e, what).terms, causes)
 
 

@@ -12,7 +12,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.estimate import Estimate, evaluate_layout
 from meshwise.costs.fabric import Fabric
-from meshwise.costs.spread import doubts_of, likely_interval
+from meshwise.costs.spread import likely_interval, uncertainty_sources
 from meshwise.scoring.conversions import measured_bytes, measured_seconds
 from meshwise.scoring.prediction import Prediction, Refusal, does_not_fit
 from meshwise.scoring.rows import TrainingRun
@@ -75,7 +75,7 @@ def predict_training(run: TrainingRun, calibration: str = "fitted") -> TrainingP
     elif measured < step.lower * 0.98:
         return Refusal(run, _impossible(measured, estimate))
     else:
-        causes = (*scenario.open, *doubts_of(scenario.problem.calibration, scenario.problem.model))
+        causes = (*scenario.open, *uncertainty_sources(scenario.problem.calibration, scenario.problem.model))
         likely = likely_interval(expected, bound, estimate.terms, causes)
     return TrainingPrediction(
         scenario=scenario,

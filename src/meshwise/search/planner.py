@@ -116,7 +116,7 @@ def plan_training(
     constraints = constraints or Constraints(**wished)
     if objective not in (*OBJECTIVES, "chips"):
         raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
-    _check_wishes(problem, constraints)
+    _check_constraints(problem, constraints)
     whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
     for space in wished_spaces(problem, constraints):
         wanted = Wanted(problem, whole, constraints, objective, top, space, progress)
@@ -324,7 +324,7 @@ def _check_ulysses(problem: TrainingProblem, sizes: Mapping[str, int], where: st
         )
 
 
-def _check_wishes(problem: TrainingProblem, constraints: Constraints) -> None:
+def _check_constraints(problem: TrainingProblem, constraints: Constraints) -> None:
     """Refuse what is fixed where the model or the schedule rules it out, whatever the batch.
 
     Raises:

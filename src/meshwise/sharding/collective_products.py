@@ -102,7 +102,7 @@ def _found(block: Block, strategy: Strategy) -> Iterator[CollectiveProducts]:
         elif not pending and AXIS in local.splitting_axes and AXIS not in wanted.splitting_axes:
             form, along = _form(x, wanted, own, Form.COPY, Form.GATHER)
             readers = [o for o in block.ops if any(t.name == x.name for t in o.inputs)]
-            alike = [o for o in readers if _reads_alike(o, x, wanted, strategy)]
+            alike = [o for o in readers if _needs_gathered(o, x, wanted, strategy)]
             products = tuple(o for o in alike if _multiplies_weights(o) and isinstance(o, Einsum))
             if along is not None and (form is Form.COPY or len(products) == len(alike)):
                 taken |= {o.name for o in products}
@@ -117,7 +117,7 @@ def _multiplies_weights(op: Op) -> bool:
     )
 
 
-def _reads_alike(op: Op, x: Tensor, wanted: Sharding, strategy: Strategy) -> bool:
+def _needs_gathered(op: Op, x: Tensor, wanted: Sharding, strategy: Strategy) -> bool:
     """Whether `op` needs `x` where the products do."""
     splits = iteration_space(strategy, op)
     if Sharding.of(x.axes, splits) != wanted:

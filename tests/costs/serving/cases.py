@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwise.costs.calibration import IDENTITY, default_calibration
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import engine_wirings, estimate_serving, fabric_of, wires_of
+from meshwise.costs.serving.estimate import engine_axis_mappings, estimate_serving, fabric_of, wires_of
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import price_step
 from meshwise.hardware import parse_cluster
@@ -29,7 +29,7 @@ def step(given, name, layout, batch, queries, keys):  # noqa: PLR0917 -- sizes a
     sizes = StepSizes(float(batch), float(queries), float(keys), {a: float(n) for a, n in layout.sizes.items()})
     priced = [
         price_step(given, name, layout.structure, sizes, wires_of(given, fabric, wiring))
-        for wiring in engine_wirings(layout.sizes, fabric)
+        for wiring in engine_axis_mappings(layout.sizes, fabric)
     ]
     return min(priced, key=lambda costs: costs.expected)
 

@@ -9,7 +9,7 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import fabric_of, handover_seconds, wires_of
+from meshwise.costs.serving.estimate import cache_transfer_seconds, fabric_of, wires_of
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import price_step, time_step
 from meshwise.hardware import parse_cluster
@@ -91,5 +91,5 @@ def test_of_each_place_left_out_another_of_its_mesh_is_as_fast_in_everything(mod
                 placed = layout.replace(wires=tuple(wiring.items()))
                 apart = other.replace(tensor=2) if layout == other else other
                 setup = ServingSetup("aggregated", placed, apart, 128, batch)
-                own += [costs.interval, handover_seconds(given, fabric, setup)]
+                own += [costs.interval, cache_transfer_seconds(given, fabric, setup)]
             assert any((numbers <= np.array(own) * (1 + 1e-12)).all() for numbers in left[layout, batch])

@@ -14,8 +14,8 @@ from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import fabric_of, handover_rate, layout_wires, with_wires
-from meshwise.costs.serving.memory import cache_bytes, decode_sizes, prefill_sizes, room_for_cache
+from meshwise.costs.serving.estimate import cache_transfer_rate, fabric_of, layout_wires, with_wires
+from meshwise.costs.serving.memory import cache_bytes, cache_capacity, decode_sizes, prefill_sizes
 from meshwise.costs.serving.sizes import StepSizes, part_of_sequences, step_extents
 from meshwise.costs.serving.step import price_step
 from meshwise.sharding.serving import ServingLayout
@@ -42,8 +42,8 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
     block = problem.load.block_tokens
     mesh = {a: float(s) for a, s in layout.sizes.items()}
     of_one_block = float(cache_bytes(problem, step, layout.structure, mesh, 1.0, float(block)))
-    room = room_for_cache(problem, setup, step)
-    rate, startup = handover_rate(problem, fabric, setup)
+    room = cache_capacity(problem, setup, step)
+    rate, startup = cache_transfer_rate(problem, fabric, setup)
     chip = problem.cluster.chip
     return EngineCosts(
         overhead_s=problem.calibration.host_step,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshwise.core.errors import ClusterError, LayoutError
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.estimate import Interval
-from meshwise.costs.fabric import AxisMapping, Fabric, wirings
+from meshwise.costs.fabric import AxisMapping, Fabric, axis_mappings
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
@@ -85,7 +85,7 @@ def with_wires(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> 
 def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step) -> ServingLayout:
     layout = getattr(setup, step)
     best: tuple[float, ServingLayout] | None = None
-    for wiring in engine_wirings(layout.sizes, fabric):
+    for wiring in engine_axis_mappings(layout.sizes, fabric):
         wires = wires_of(problem, fabric, wiring)
         all_sizes = prefill_sizes(problem, setup)[-1:] if step == "prefill" else [decode_sizes(problem, setup)]
         seconds = sum(float(price_step(problem, step, layout.structure, s, wires).expected) for s in all_sizes)
@@ -153,7 +153,7 @@ def estimate_serving(
     full = _FullEngine(
         setup, prefill, decode, len(steps), load.output - 1, load.tokens_per_step, mixed=mixed, aggregated=aggregated
     )
-    handover = handover_seconds(problem, fabric, setup)
+    handover = cache_transfer_seconds(problem, fabric, setup)
     gathering = full.gathering
     running = 0.5 if aggregated else 0.0
     ttft = Interval(
@@ -305,7 +305,7 @@ def _engine(steps: list[StepCosts], memory: Mapping[str, float]) -> Engine:
     )
 
 
-def handover_seconds(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> float:
+def cache_transfer_seconds(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> float:
     """Seconds in which the caches of the prompts prefilled together get to where they are read.
 
     Nothing, where one layout does both. On the same chips they are exchanged among an engine's chips; between engines
@@ -319,11 +319,11 @@ def handover_seconds(problem: ServingProblem, fabric: Fabric, setup: ServingSetu
     if setup.mode == "aggregated":
         wire = layout_wires(problem, fabric, setup.prefill)(SERVING_AXES)
         return float(collective_time(CollectiveKind.ALL_TO_ALL, num_bytes, wire, links=links))
-    rate, startup = handover_rate(problem, fabric, setup)
+    rate, startup = cache_transfer_rate(problem, fabric, setup)
     return startup + num_bytes / rate
 
 
-def handover_rate(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> tuple[float, float]:
+def cache_transfer_rate(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> tuple[float, float]:
     """Bytes per second between two engines, all chips of the smaller one sending at once, and seconds to begin."""
     links = problem.calibration.in_steps.links
     slowest = min(d.bandwidth_one_way for d in fabric.dimensions)
@@ -336,10 +336,10 @@ def fabric_of(problem: ServingProblem) -> Fabric:
     return Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
 
 
-def engine_wirings(sizes: dict[str, int], fabric: Fabric) -> Iterator[AxisMapping]:
+def engine_axis_mappings(sizes: dict[str, int], fabric: Fabric) -> Iterator[AxisMapping]:
     """Every way to lay an engine's axes on the network; engines that work apart take what is left."""
     used = [(a, sizes[a]) for a in reversed(SERVING_AXES) if sizes[a] > 1]
-    yield from wirings(Mesh(tuple(used)), fabric) if used else iter([{}])
+    yield from axis_mappings(Mesh(tuple(used)), fabric) if used else iter([{}])
 
 
 def wires_of(problem: ServingProblem, fabric: Fabric, wiring: AxisMapping) -> PlacedWires:

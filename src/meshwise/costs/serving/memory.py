@@ -209,7 +209,7 @@ def largest_batch(problem: ServingProblem, setup: ServingSetup) -> int:
     return _most(fits, 1 << 24)
 
 
-def room_for_cache(problem: ServingProblem, setup: ServingSetup, step: Step) -> float:
+def cache_capacity(problem: ServingProblem, setup: ServingSetup, step: Step) -> float:
     """Bytes of the fullest chip that are left for the cache."""
     memory = engine_memory(problem, setup, step)
     return problem.cluster.chip.hbm_usable - (memory["total"] - memory["kv_cache"])
@@ -218,7 +218,7 @@ def room_for_cache(problem: ServingProblem, setup: ServingSetup, step: Step) -> 
 def longest_context(problem: ServingProblem, setup: ServingSetup) -> int:
     """The most tokens of a request at the setup's batch that fit on a decoding engine; 0 where one is too much."""
     mesh = mesh_sizes(setup.decode)
-    room = room_for_cache(problem, setup, "decode")
+    room = cache_capacity(problem, setup, "decode")
     structure = setup.decode.structure
 
     def fits(tokens: int) -> bool:

@@ -110,7 +110,7 @@ _MEASURED = (
 )
 
 
-def drawn_alike(choices: ServingChoices) -> dict[str, float] | None:
+def length_spreads(choices: ServingChoices) -> dict[str, float] | None:
     """How far lengths are from their means at most, as shares of these, where they are alike or uniform; else None.
 
     Of prompts without what is cached, which is the same for all.

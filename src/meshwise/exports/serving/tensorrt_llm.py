@@ -19,8 +19,8 @@ from meshwise.exports.serving.script import (
     Script,
     add_measurement,
     command,
-    drawn_alike,
     heredoc,
+    length_spreads,
     mean_note,
     router_urls,
     serving_benchmark,
@@ -70,7 +70,7 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
         _add_router(choices, script)
     url = '"${URL:-http://127.0.0.1:8000}"'
     bench = {"--backend": "openai", "--base-url": url, **serving_benchmark(choices)}
-    apart = drawn_alike(choices)
+    apart = length_spreads(choices)
     if apart is None or apart["input"] != apart["output"]:
         script.notes.append(mean_note(choices))
     else:

@@ -21,7 +21,7 @@ from meshwise.exports.serving.script import (
     Script,
     add_measurement,
     command,
-    drawn_alike,
+    length_spreads,
     mean_note,
     router_urls,
     serving_benchmark,
@@ -70,7 +70,7 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
         _add_router(choices, script)
     base = '"${URL:-http://127.0.0.1:8000}"'
     bench = {"--backend": "vllm", "--base-url": base, **serving_benchmark(choices)}
-    apart = drawn_alike(choices)
+    apart = length_spreads(choices)
     if apart is None:
         script.notes.append(mean_note(choices))
     elif choices.load.mix is not None:

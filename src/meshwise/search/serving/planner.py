@@ -171,7 +171,7 @@ def plan_serving(
             whole += _ranked(problem, fabric, constraints, alike, prefill, decode, top)[0] if alike else ()
         plans = tuple(_with_chunks(problem, fabric, constraints, whole)[:top])
         if plans[0].setup.chunk is not None:  # what was told of others was beside the best of those that prefill whole
-            others = (Neighbour("prompts prefilled whole", f"at best {_told(best)}"),)
+            others = (Neighbour("prompts prefilled whole", f"at best {_performance(best)}"),)
     return ServingPlanResult(problem, constraints, plans, front, others, search)
 
 
@@ -286,7 +286,7 @@ def _one_layout(groups: Sequence[Pairs], prefill: Table, decode: Table) -> tuple
     return tuple(p.take(np.flatnonzero(same)) for p, same in alike if same.any())
 
 
-def _told(e: ServingEstimate) -> str:
+def _performance(e: ServingEstimate) -> str:
     latencies = f"TPOT {format_time(e.tpot.expected)}, TTFT {format_time(e.ttft.expected)}"
     return f"{e.throughput_per_chip:,.1f} tokens/s per chip, {latencies}"
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwise.costs.fabric import AxisMapping, Fabric
 from meshwise.costs.problem import ServingProblem, Step
-from meshwise.costs.serving.estimate import engine_wirings
+from meshwise.costs.serving.estimate import engine_axis_mappings
 from meshwise.models import Model
 from meshwise.models.spec import SelfAttention
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout, ServingLayoutChoices
@@ -156,13 +156,13 @@ def _candidates(
         for mesh in _meshes(chips, step, limits):
             if any(mesh.get(axis, 1) > 1 for axis in forbid):
                 continue
-            wirings = _distinct(mesh, fabric)
-            if not wirings:
+            mappings = _distinct(mesh, fabric)
+            if not mappings:
                 continue
-            extents = _extents(wirings, len(fabric.dimensions))
+            extents = _extents(mappings, len(fabric.dimensions))
             for choice in _choices(mesh, step, limits):
                 layout = ServingLayout(**mesh, **choice)  # type: ignore[arg-type]
-                found.setdefault(layout.structure, []).append((layout, wirings, extents))
+                found.setdefault(layout.structure, []).append((layout, mappings, extents))
     return tuple(_arrays(structure, meshes) for structure, meshes in found.items())
 
 
@@ -171,9 +171,9 @@ def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
     whole = {a: mesh.get(a, 1) for a in SERVING_AXES}
     alike = [(d.size, d.torus, d.wraps, d.bandwidth_one_way, d.twisted) for d in fabric.dimensions]
     if len(set(alike)) == len(alike):
-        return list(engine_wirings(whole, fabric))
+        return list(engine_axis_mappings(whole, fabric))
     seen: dict[object, AxisMapping] = {}
-    for wiring in engine_wirings(whole, fabric):
+    for wiring in engine_axis_mappings(whole, fabric):
         columns = [(kind, tuple(e[i] for e in wiring.values())) for i, kind in enumerate(alike)]
         torus = tuple(sorted(c for c in columns if c[0][1]))
         rest = tuple(c for c in columns if not c[0][1])
@@ -181,22 +181,22 @@ def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
     return list(seen.values())
 
 
-def _extents(wirings: list[AxisMapping], dimensions: int) -> np.ndarray:
+def _extents(mappings: list[AxisMapping], dimensions: int) -> np.ndarray:
     """Extents of every way to lay a mesh on the network, [way, axis, dimension]."""
     ones = (1,) * dimensions
-    each = [[wiring.get(a, ones) for a in SERVING_AXES] for wiring in wirings]
-    return np.array(each, dtype=float).reshape(len(wirings), len(SERVING_AXES), dimensions)
+    each = [[wiring.get(a, ones) for a in SERVING_AXES] for wiring in mappings]
+    return np.array(each, dtype=float).reshape(len(mappings), len(SERVING_AXES), dimensions)
 
 
 def _arrays(
     structure: ServingLayoutChoices, found: list[tuple[ServingLayout, list[AxisMapping], np.ndarray]]
 ) -> Candidates:
-    meshes = [(layout, wirings) for layout, wirings, _ in found]
+    meshes = [(layout, mappings) for layout, mappings, _ in found]
     extents = np.concatenate([e for *_, e in found])
     return Candidates(
         structure,
-        tuple((layout, wiring) for layout, wirings in meshes for wiring in wirings),
-        np.repeat(np.arange(len(meshes)), [len(wirings) for _, wirings in meshes]),
+        tuple((layout, wiring) for layout, mappings in meshes for wiring in mappings),
+        np.repeat(np.arange(len(meshes)), [len(mappings) for _, mappings in meshes]),
         {a: list(np.ascontiguousarray(extents[:, i].T)) for i, a in enumerate(SERVING_AXES)},
         {a: np.array([float(getattr(x, a)) for x, _ in meshes]) for a in SERVING_AXES},
         np.array([float(x.engine_chips) for x, _ in meshes]),

@@ -152,7 +152,7 @@ def _timed(  # noqa: PLR0917 -- where, and the sizes of the step
     seconds, interval = time_step(problem, step, group.structure, sizes, wires, group.places, attending, extents)
     if step == "decode":
         return {"seconds": array(seconds)}
-    handover = _handover(problem, wires, array(sizes.sequences))
+    handover = _cache_transfer(problem, wires, array(sizes.sequences))
     return {"seconds": array(seconds), "interval": array(interval), "handover": handover}
 
 
@@ -223,7 +223,7 @@ def _prompts(
     )
 
 
-def _handover(problem: ServingProblem, wires: PlacedWires, prompts: np.ndarray) -> np.ndarray:
+def _cache_transfer(problem: ServingProblem, wires: PlacedWires, prompts: np.ndarray) -> np.ndarray:
     """Seconds in which caches of so many prompts are exchanged among the chips of an engine."""
     num_bytes = prompts * problem.model.kv_cache.bytes_per_sequence(problem.load.prompt, problem.load.formats.kv)
     links = problem.calibration.in_steps.links
