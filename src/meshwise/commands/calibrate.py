@@ -13,7 +13,7 @@ from meshwise.costs.machine import check_new, write_new
 from meshwise.hardware import load_chip
 from meshwise.report.calibrate import calibrate_report
 from meshwise.scoring import TrainingRun, read_rows, read_text
-from meshwise.scoring.calibrating import Refined, mean_error, refine
+from meshwise.scoring.fitting import Refined, mean_error, refine
 
 
 class CalibrateRequest(Request):

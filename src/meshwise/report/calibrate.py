@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from meshwise.report.report import Report, listed
 from meshwise.report.table import table
-from meshwise.scoring.calibrating import Refined, mean_error
+from meshwise.scoring.fitting import Refined, mean_error
 
 
 def calibrate_report(refined: Refined, inputs: Mapping[str, Any]) -> Report:

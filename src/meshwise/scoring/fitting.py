@@ -6,17 +6,24 @@ which constants are fitted (`constants`), or what rows mean (`training_scenario`
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.spread import Likely
+from meshwise.hardware import Chip
 from meshwise.scoring.constants import Constant, all_constants, engine_of, serving_constants, start_values
-from meshwise.scoring.prediction import Prediction
+from meshwise.scoring.prediction import Prediction, Refusal
+from meshwise.scoring.rows import TrainingRun, UnreadRow
+from meshwise.scoring.score import predict_all
+from meshwise.scoring.training import TrainingPrediction, predict_training
 
 P = TypeVar("P", bound=Prediction)
 
@@ -100,7 +107,7 @@ def _seconds(p: Prediction, constants: Sequence[Constant], values: Mapping[str, 
 
 
 def fit(
-    constants: Sequence[Constant], points: Sensitivities, measured: np.ndarray, weights: np.ndarray | None = None
+    constants: Sequence[Constant], points: Sensitivities, measured: np.ndarray, weights: np.ndarray | float = 1.0
 ) -> Fit:
     """Find the constants that are most likely by rows and priors, rows far off counting less (Huber).
 
@@ -108,9 +115,8 @@ def fit(
         constants: as `points` has them.
         points: of the rows that are fitted, [rows, constants].
         measured: [rows] seconds.
-        weights: [rows] how many independent measurements a row is worth; 1 by default.
+        weights: [rows] how many independent measurements a row is worth; 0 leaves it out.
     """
-    weights = np.ones(len(measured)) if weights is None else weights
     start = np.log([points.at[c.name] for c in constants])
     prior, precision = np.log([c.prior for c in constants]), 1 / np.array([c.spread for c in constants]) ** 2
     residual = np.log(points.seconds) - np.log(measured)
@@ -147,12 +153,9 @@ class FittedRows(Generic[P]):
     points: Sensitivities
     weights: np.ndarray
 
-    def fitted_to(self, chosen: np.ndarray | None = None) -> Fit:
-        """The constants that some rows make most likely; `chosen` is [rows] true or false, None for all."""
-        chosen = np.ones(len(self.rows), dtype=bool) if chosen is None else chosen
-        points = Sensitivities(self.points.at, self.points.seconds[chosen], self.points.slopes[chosen])
-        measured = np.array([p.measured for p in self.rows])
-        return fit(self.constants, points, measured[chosen], self.weights[chosen])
+    def fitted_to(self, chosen: np.ndarray | bool = True) -> Fit:
+        """The constants that some rows make most likely; `chosen` is [rows] true or false."""
+        return fit(self.constants, self.points, np.array([p.measured for p in self.rows]), self.weights * chosen)
 
     def expected(self, values: Fit) -> np.ndarray:
         """[rows] seconds under fitted constants, by the rows' slopes."""
@@ -201,3 +204,106 @@ def _moved(p: P, expected: float) -> P:
     assert p.likely is not None
     width = p.likely.high / p.expected
     return replace(p, expected=expected, likely=Likely(max(expected / width, min(p.bound, expected)), expected * width))
+
+
+#: A constant that moves no step by this share when it doubles is left alone.
+_IDLE = 0.005
+
+#: Rows from which each is left out in turn.
+_LEAVE_OUT_FROM = 3
+
+
+@dataclass(frozen=True)
+class Refined:
+    """A calibration that was refined.
+
+    Args:
+        chip: whose it is.
+        base, calibration: before and after.
+        rows: the measured steps that were used, as predicted before.
+        refusals: rows that could not be, each with its reason.
+        constants: those that steps depend on, with the values before as priors.
+        fit: their values, and how sure they are.
+        after: signed errors of the rows under the new values.
+        left_out: the same where each row is predicted from the others alone; empty with fewer than three.
+    """
+
+    chip: Chip
+    base: Calibration
+    calibration: Calibration
+    rows: tuple[TrainingPrediction, ...]
+    refusals: tuple[Refusal, ...]
+    constants: tuple[Constant, ...]
+    fit: Fit
+    after: tuple[float, ...]
+    left_out: tuple[float, ...]
+
+    @property
+    def before(self) -> tuple[float, ...]:
+        """Signed errors of the rows under the calibration that there was."""
+        return tuple(p.error for p in self.rows)
+
+
+def mean_error(errors: Sequence[float]) -> float:
+    """Mean absolute error.
+
+    >>> mean_error([0.1, -0.3])
+    0.2
+    """
+    return statistics.fmean(map(abs, errors))
+
+
+def refine(
+    runs: Sequence[TrainingRun | UnreadRow],
+    calibration: str = "fitted",
+    progress: Callable[[str], None] = lambda _: None,
+) -> Refined:
+    """Refine a calibration by measured steps.
+
+    Args:
+        runs: as `meshwise score` takes them; rows of memory are left out.
+        calibration: that is refined; "fitted" takes the software that rows name.
+        progress: told a line now and then.
+
+    Raises:
+        MeshwiseError: no row can be used; rows are of several chips or of several generations of software.
+    """
+    timed = [run for run in runs if isinstance(run, UnreadRow) or not run.is_memory]
+    rows, refusals, _ = predict_all(timed, partial(predict_training, calibration=calibration), lambda _: None)
+    _check(rows, refusals)
+    base = rows[0].calibration
+    constants = tuple(
+        replace(c, prior=max(c.clipped(c.read(base)), 1e-9))
+        for c in all_constants()
+        if rows[0].depends_on(c) and c.read(base) > 0
+    )
+    points = sensitivities(rows, constants, {c.name: c.prior for c in constants}, progress)
+    used = [j for j in range(len(constants)) if np.max(np.abs(points.slopes[:, j])) > _IDLE]
+    constants = tuple(constants[j] for j in used)
+    points = Sensitivities(points.at, points.seconds, points.slopes[:, used])
+    fitted = FittedRows(rows, constants, points, np.ones(len(rows)))
+    best = fitted.fitted_to()
+    new = with_constants(rows[0], constants, best.values)
+    return Refined(
+        chip=rows[0].scenario.problem.cluster.chip,
+        base=base,
+        calibration=new,
+        rows=rows,
+        refusals=refusals,
+        constants=constants,
+        fit=best,
+        after=tuple(row.seconds_under(new) / row.measured - 1 for row in rows),
+        left_out=tuple(p.error for p in fitted.leave_out(lambda p: p.run.id)) if len(rows) >= _LEAVE_OUT_FROM else (),
+    )
+
+
+def _check(rows: Sequence[TrainingPrediction], refusals: Sequence[Refusal]) -> None:
+    if not rows:
+        reasons = "; ".join(f"{r.run.id}: {r.reason}" for r in refusals[:3])
+        raise MeshwiseError(f"no row can be used to calibrate: {reasons or 'no row is of a time'}")
+    for what, names in (
+        ("chips", {p.chip for p in rows}),
+        ("generations of software", {p.calibration.name for p in rows}),
+    ):
+        if len(names) > 1:
+            raise MeshwiseError(f"rows are of several {what}: {', '.join(sorted(names))}; use a file for each")

@@ -1,6 +1,6 @@
 """A row of measurements, of training or of serving, as it can be estimated, and beside what is predicted of it.
 
-Not here: what rows mean (`training_scenario`, `serving_scenario`), and predicting them (`training`, `serving`).
+Not here: what rows mean (`training`, `serving_scenario`), and predicting them (`training`, `serving`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from meshwise.scoring.constants import Constant
 from meshwise.scoring.models import family_of
 from meshwise.scoring.rows import Row, UnreadRow
 
+#: The end of every reason for which a measurement cannot be what it says.
+WRONG = "the row, or what was read into it, is wrong"
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -29,6 +32,11 @@ class Refusal:
     reason: str
 
 
+def needed_bytes(memory: Mapping[str, float]) -> float:
+    """Bytes of a chip's memory without the reserve: a margin for plans, not what a run needed."""
+    return memory["total"] - memory["reserve"]
+
+
 def does_not_fit(memory: Mapping[str, float], capacity: float) -> str:
     """Why a row cannot have run: what the fullest chip would need, and what it has.
 
@@ -36,15 +44,14 @@ def does_not_fit(memory: Mapping[str, float], capacity: float) -> str:
     'it does not fit in memory: 189 GiB needed on a chip of 74.5 GiB (weights 186 GiB, kv cache 2.79 GiB); ...'
 
     Args:
-        memory: bytes by class, "reserve" and "total" among them; the reserve is a margin for plans, and not counted.
+        memory: bytes by class, "reserve" and "total" among them.
         capacity: bytes of a chip.
     """
-    needed = memory["total"] - memory["reserve"]
     parts = sorted(((v, k) for k, v in memory.items() if k not in ("total", "reserve")), reverse=True)[:2]
     largest = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in parts)
     return (
-        f"it does not fit in memory: {format_bytes(needed)} needed on a chip of {format_bytes(capacity)} ({largest}); "
-        "the row, or what was read into it, is wrong"
+        f"it does not fit in memory: {format_bytes(needed_bytes(memory))} needed on a chip of {format_bytes(capacity)} "
+        f"({largest}); {WRONG}"
     )
 
 
@@ -63,33 +70,27 @@ class Scenario:
     assumed: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Prediction(ABC):
     """A row beside what is predicted of it.
 
     Args:
         scenario: what the run did.
         estimate: of that.
+        terms: seconds of what was compared, by term.
+        memory: bytes on the fullest chip by class, as `does_not_fit` takes them.
         measured, expected, bound: seconds, or bytes of memory; the bound is the uncalibrated roofline, 0 for memory.
         likely: the 80 % interval of a time; None for memory, and where no measured steps stand behind it.
     """
 
     scenario: Scenario
     estimate: Estimate | ServingEstimate
+    terms: Mapping[str, float]
+    memory: Mapping[str, float]
     measured: float
     expected: float
     bound: float
     likely: Likely | None
-
-    @property
-    @abstractmethod
-    def terms(self) -> Mapping[str, float]:
-        """Seconds of what was compared, by term."""
-
-    @property
-    @abstractmethod
-    def needed(self) -> float:
-        """Bytes on the fullest chip, without the reserve: a margin for plans, not what a run needed."""
 
     @abstractmethod
     def seconds_under(self, calibration: Calibration) -> float:
@@ -137,7 +138,7 @@ class Prediction(ABC):
     @property
     def false_oom(self) -> bool:
         """Whether the prediction says that it does not fit, though it ran; a row of memory may never have run."""
-        return not self.run.is_memory and self.needed > self.estimate.hbm_capacity
+        return not self.run.is_memory and needed_bytes(self.memory) > self.estimate.hbm_capacity
 
     @property
     def covered(self) -> bool | None:

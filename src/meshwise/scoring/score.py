@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Generic, TypeVar
+from operator import attrgetter
+from typing import ClassVar, Generic, TypeVar
 
 from meshwise.scoring.prediction import Prediction, Refusal
 from meshwise.scoring.rows import Row, ServingRun, TrainingRun, UnreadRow
@@ -74,6 +75,9 @@ class Score(Generic[P]):
         calibration: as asked.
     """
 
+    #: Properties of predictions by which times are grouped.
+    KEYS: ClassVar[tuple[str, ...]] = ("source", "chip", "family", "kind")
+
     predictions: tuple[P, ...]
     refusals: tuple[Refusal, ...]
     set_aside: tuple[Refusal, ...]
@@ -94,20 +98,10 @@ class Score(Generic[P]):
         """Errors of all times; None without any."""
         return errors_of(self.times)
 
-    @property
-    def keys(self) -> dict[str, Callable[[P], str]]:
-        """What times are grouped by."""
-        return {
-            "source": lambda p: p.source,
-            "chip": lambda p: p.chip,
-            "family": lambda p: p.family,
-            "kind": lambda p: p.kind,
-        }
-
     @cached_property
     def groups(self) -> dict[str, dict[str, Errors]]:
-        """Errors of times, by each of `keys`."""
-        return {name: by(self.times, key) for name, key in self.keys.items()}
+        """Errors of times, by each of `KEYS`."""
+        return {name: by(self.times, attrgetter(name)) for name in self.KEYS}
 
     @property
     def macro_mape(self) -> float | None:
@@ -150,14 +144,7 @@ class TrainingScore(Score[TrainingPrediction]):
 class ServingScore(Score[ServingPrediction]):
     """Predictions beside measurements of serving."""
 
-    @property
-    def keys(self) -> dict[str, Callable[[ServingPrediction], str]]:
-        """As of training, and phase and engine."""
-        return {
-            **super().keys,
-            "phase": lambda p: p.scenario.run.steps,
-            "engine": lambda p: next(iter(p.scenario.run.engine.split()), "not named"),
-        }
+    KEYS = (*Score.KEYS, "phase", "engine")
 
 
 def score_training(
@@ -167,7 +154,7 @@ def score_training(
 ) -> TrainingScore:
     """Predict every training run that counts, and say of every other why it does not."""
     found = predict_all(runs, partial(predict_training, calibration=calibration), progress)
-    return TrainingScore(*found, _set_aside(runs), calibration)
+    return TrainingScore(*found, calibration)
 
 
 def score_serving(
@@ -177,12 +164,12 @@ def score_serving(
 ) -> ServingScore:
     """Predict every measurement of serving that counts, and say of every other why it does not."""
     found = predict_all(runs, partial(predict_serving, calibration=calibration), progress)
-    return ServingScore(*found, _set_aside(runs), calibration)
+    return ServingScore(*found, calibration)
 
 
 def predict_all(
     runs: Sequence[R | UnreadRow], predict: Callable[[R], P | Refusal], progress: Callable[[str], None]
-) -> tuple[tuple[P, ...], tuple[Refusal, ...]]:
+) -> tuple[tuple[P, ...], tuple[Refusal, ...], tuple[Refusal, ...]]:
     """Predict every row that counts.
 
     Args:
@@ -190,7 +177,7 @@ def predict_all(
         predict: one row.
         progress: told a line for each.
 
-    Returns: predictions and refusals.
+    Returns: predictions, refusals, and the rows that do not count.
     """
     counted = [run for run in runs if isinstance(run, UnreadRow) or run.counts]
     predictions: list[P] = []
@@ -202,12 +189,8 @@ def predict_all(
             refusals.append(found)
         else:
             predictions.append(found)
-    return tuple(predictions), tuple(refusals)
-
-
-def _set_aside(runs: Sequence[Row | UnreadRow]) -> tuple[Refusal, ...]:
-    """Rows that do not count."""
-    return tuple(Refusal(run, _why_aside(run)) for run in runs if isinstance(run, Row) and not run.counts)
+    aside = (Refusal(run, _why_aside(run)) for run in runs if isinstance(run, Row) and not run.counts)
+    return tuple(predictions), tuple(refusals), tuple(aside)
 
 
 def _why_aside(run: Row) -> str:
@@ -229,25 +212,18 @@ def errors_of(predictions: Iterable[Prediction]) -> Errors | None:
         mape=statistics.fmean(absolute),
         median=statistics.median(absolute),
         bias=statistics.fmean(errors),
-        within_10=_share(e <= 0.1 for e in absolute),
-        within_20=_share(e <= 0.2 for e in absolute),
-        coverage_80=_share(known) if known else None,
+        within_10=statistics.fmean(e <= 0.1 for e in absolute),
+        within_20=statistics.fmean(e <= 0.2 for e in absolute),
+        coverage_80=statistics.fmean(known) if known else None,
         bound_mape=statistics.fmean(abs(p.bound_error) for p in rows),
         bound_bias=statistics.fmean(p.bound_error for p in rows),
     )
 
 
-def _share(true: Iterable[bool]) -> float:
-    values = list(true)
-    return sum(values) / len(values)
-
-
 def by(predictions: Iterable[P], key: Callable[[P], str]) -> dict[str, Errors]:
     """Sum up times by a key, in order of it."""
-    groups: defaultdict[str, list[P]] = defaultdict(list)
-    for p in predictions:
-        groups[key(p)].append(p)
-    found = ((name, errors_of(group)) for name, group in sorted(groups.items()))
+    grouped = itertools.groupby(sorted(predictions, key=key), key)
+    found = ((name, errors_of(group)) for name, group in grouped)
     return {name: errors for name, errors in found if errors is not None}
 
 

@@ -17,11 +17,10 @@ from meshwise.costs.problem import Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving, fabric_of
 from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_batch
-from meshwise.costs.spread import Likely, likely_interval, uncertainty_sources
+from meshwise.costs.spread import likely_interval, uncertainty_sources
 from meshwise.scoring.constants import Constant
-from meshwise.scoring.conversions import duration, measured_bytes, tokens_per_second
-from meshwise.scoring.prediction import Prediction, Refusal, does_not_fit
-from meshwise.scoring.rows import ServingRun
+from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit, needed_bytes
+from meshwise.scoring.rows import ServingRun, duration, measured_bytes, tokens_per_second
 from meshwise.scoring.serving_scenario import ServingScenario, build_serving_scenario
 
 #: What of an estimate a row is compared with.
@@ -47,12 +46,12 @@ _BEST = Calibration(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ServingPrediction(Prediction):
     """A serving row that was predicted.
 
     Args:
-        estimate: of the layout that was taken.
+        estimate: of the layout that was taken; terms are those of a prefill, or of a decode step.
         compared: what of it.
     """
 
@@ -61,14 +60,14 @@ class ServingPrediction(Prediction):
     compared: Compared
 
     @property
-    def terms(self) -> dict[str, float]:
-        """Seconds of the steps that were compared, by term: of a prefill, or of a decode step."""
-        return dict(_engine(self.estimate, self.compared).terms)
+    def phase(self) -> str:
+        """Which steps were measured."""
+        return self.scenario.run.steps
 
     @property
-    def needed(self) -> float:
-        """As in `Prediction`."""
-        return _needed(self.scenario, self.estimate)
+    def engine(self) -> str:
+        """What served it, in one word."""
+        return next(iter(self.scenario.run.engine.split()), "not named")
 
     def seconds_under(self, calibration: Calibration) -> float:
         """As in `Prediction`; layouts and batches stay."""
@@ -98,73 +97,57 @@ def predict_serving(run: ServingRun, calibration: str = "fitted") -> ServingPred
         estimate, found = _fastest(scenario, what)
     except MeshwiseError as error:
         return Refusal(run, str(error))
-    if reason := _impossible(scenario, estimate, what, measured, found):
+    if reason := _impossible(scenario, estimate, what, measured, found.lower):
         return Refusal(run, reason)
     if estimate.setup.batch < scenario.candidates[0].batch:
         note = "fewer requests fit in memory at once than are under way: the others wait for the cache"
         scenario = replace(scenario, assumed=(*scenario.assumed, note))
-    return ServingPrediction(
-        scenario=scenario,
-        estimate=estimate,
-        compared=what,
-        measured=measured,
-        expected=found.expected,
-        bound=0.0 if run.is_memory else found.lower,
-        likely=_likely(scenario, estimate, what, found),
-    )
-
-
-#: What a row of continuous batching may have done that it does not say.
-_NOT_APART = (
-    "prompts were computed within steps that decode, or not all of them (cached prefixes): the row says neither"
-)
+    problem, terms, memory = scenario.problem, dict(_engine(estimate, what).terms), _memory(scenario, estimate)
+    bound = found.lower
+    likely = None
+    if run.is_memory:
+        bound = 0.0
+    elif problem.calibration.doubts is not None:  # calibrations without doubts were not compared with measured steps
+        likely = likely_interval(found.expected, bound, terms, uncertainty_sources(problem.calibration, problem.model))
+    return ServingPrediction(scenario, estimate, terms, memory, measured, found.expected, bound, likely, what)
 
 
 def _impossible(
-    scenario: ServingScenario, e: ServingEstimate, what: Compared, measured: float, found: Interval
+    scenario: ServingScenario, e: ServingEstimate, what: Compared, measured: float, lower: float
 ) -> str | None:
     """Why a row cannot be what was read into it; None where it can.
 
     What does not fit has no time that could be compared. Where the weights fit and the time is possible, more may have
     fit than is predicted: that is an error of the prediction, not of the row (`ServingPrediction.false_oom`).
     """
-    memory, capacity = _memory(scenario, e), e.hbm_capacity
-    if memory["weights"] > capacity:
-        return does_not_fit(memory, capacity)
-    if scenario.run.is_memory:
-        return None
-    if measured < found.lower * 0.98:
-        reason = _too_fast(measured, found.lower, what, e)
+    memory = _memory(scenario, e)
+    if memory["weights"] <= e.hbm_capacity:
+        reason = None if scenario.run.is_memory else _too_fast(scenario, e, what, measured, lower)
+        if reason is None or needed_bytes(memory) <= e.hbm_capacity:
+            return reason
+    return does_not_fit(memory, e.hbm_capacity)
+
+
+def _too_fast(
+    scenario: ServingScenario, e: ServingEstimate, what: Compared, measured: float, lower: float
+) -> str | None:
+    """Why a row took too little time: less than data sheets allow, or than the best single operations; else None."""
+    if measured < lower * 0.98:
+        if what != "tpot" or measured < e.decode.seconds.lower * 0.98:
+            return (
+                f"{measured:.4g} s is faster than the chips' data sheets allow, at least {lower:.4g} s ({e.bound}); "
+                f"{WRONG}"
+            )
+        rates, limit = "at the rates of the chips' data sheets", f"{lower:.4g} s ({e.bound})"
     elif what == "tpot" and measured < (best := _at_best_rates(scenario, e.setup)) * 0.98:
-        reason = (
-            f"{measured:.4g} s is faster than prompts and outputs take one after the other at the best rates that "
-            f"single operations have reached, with links at their data sheets: {best:.4g} s; {_NOT_APART}"
-        )
+        rates = "at the best rates that single operations have reached, with links at their data sheets"
+        limit = f"{best:.4g} s"
     else:
         return None
-    return reason if memory["total"] - memory["reserve"] <= capacity else does_not_fit(memory, capacity)
-
-
-def _too_fast(measured: float, lower: float, what: Compared, e: ServingEstimate) -> str:
-    """Why a row cannot be what was read into it: a time below what data sheets allow."""
-    if what == "tpot" and measured >= e.decode.seconds.lower * 0.98:
-        return (
-            f"{measured:.4g} s is faster than prompts and outputs take one after the other at the rates of the chips' "
-            f"data sheets: {lower:.4g} s ({e.bound}); {_NOT_APART}"
-        )
     return (
-        f"{measured:.4g} s is faster than the chips' data sheets allow, at least {lower:.4g} s ({e.bound}); the row, "
-        "or what was read into it, is wrong"
+        f"{measured:.4g} s is faster than prompts and outputs take one after the other {rates}: {limit}; prompts were "
+        "computed within steps that decode, or not all of them (cached prefixes): the row says neither"
     )
-
-
-def _likely(scenario: ServingScenario, e: ServingEstimate, what: Compared, found: Interval) -> Likely | None:
-    """The 80 % interval; None under a calibration that was not compared with measured steps."""
-    problem = scenario.problem
-    if problem.calibration.doubts is None or scenario.run.is_memory:
-        return None
-    causes = uncertainty_sources(problem.calibration, problem.model)
-    return likely_interval(found.expected, found.lower, _engine(e, what).terms, causes)
 
 
 def _engine(e: ServingEstimate, what: Compared) -> Engine:
@@ -190,11 +173,10 @@ def compared(run: ServingRun) -> Compared:
         )
     if what := _COMPARED.get(metric):
         return what
-    if metric == "latency":
-        by_phase: dict[str, Compared] = {"prefill": "prefill", "decode": "steps", "prefill+decode": "whole"}
-        return by_phase[steps]
     if steps == "prefill":
         return "prefill"
+    if metric == "latency":
+        return "steps" if steps == "decode" else "whole"
     return "step" if steps == "decode" and "end to end" not in run.unit else "whole"
 
 
@@ -231,7 +213,11 @@ def _fastest(scenario: ServingScenario, what: Compared) -> tuple[ServingEstimate
     if not found:
         assert refused is not None
         raise refused
-    return min(found, key=lambda each: (_needed(scenario, each[0]) > each[0].hbm_capacity, each[1].expected))
+
+    def merit(one: tuple[ServingEstimate, Interval]) -> tuple[bool, float]:
+        return needed_bytes(_memory(scenario, one[0])) > one[0].hbm_capacity, one[1].expected
+
+    return min(found, key=merit)
 
 
 def _with_what_fits(scenario: ServingScenario, candidate: ServingSetup, fabric: Fabric) -> ServingEstimate:
@@ -265,33 +251,21 @@ def _expected(scenario: ServingScenario, e: ServingEstimate, what: Compared) -> 
     closed forms of `estimate_serving`, in which prompts are prefilled between decode steps.
     """
     if what == "memory":
-        held = _needed(scenario, e)
+        held = needed_bytes(_memory(scenario, e))
         return Interval(held, held, held)
     run, prefill, step = scenario.run, e.prefill.seconds, e.decode.seconds
     first, each = (prefill, step) if run.is_static else (e.ttft, e.tpot)
     whole = _sum((1.0, first), (e.output - 1, each))
     if not run.is_static and run.measured_metric.startswith("output_tokens"):
         whole = _sum((e.output, each))  # an engine that is kept full: prefills come between, in TPOT
-    known: dict[Compared, Interval] = {
-        "prefill": prefill,
-        "step": step,
-        "steps": _sum((e.output, step)),
-        "tpot": each,
-        "ttft": first,
-        "whole": whole,
-    }
+    steps = _sum((e.output, step))
+    known = {"prefill": prefill, "step": step, "steps": steps, "tpot": each, "ttft": first, "whole": whole}
     return known[what]
 
 
 def _sum(*parts: tuple[float, Interval]) -> Interval:
     lower, expected, upper = (sum(n * getattr(x, name) for n, x in parts) for name in ("lower", "expected", "upper"))
     return Interval(lower, expected, upper)
-
-
-def _needed(scenario: ServingScenario, e: ServingEstimate) -> float:
-    """Bytes on the fullest chip, without the reserve."""
-    memory = _memory(scenario, e)
-    return memory["total"] - memory["reserve"]
 
 
 def _memory(scenario: ServingScenario, e: ServingEstimate) -> dict[str, float]:

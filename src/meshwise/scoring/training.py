@@ -1,24 +1,335 @@
-"""What is predicted of a measured training run: its step's time or its memory, beside the measurement, or why not.
+"""A measured training run: what it did in our words, and what is predicted of its step's time or its memory.
 
-Not here: what a row means (`training_scenario`), and what all rows say together (`score`).
+What a row leaves open stays open in the layout, to be chosen best; what was read into it is said. Not here: reading
+rows (`reading`), models (`models`), machines (`machines`), and what all rows say together (`score`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration import Calibration
+from meshwise.costs.calibration import Calibration, default_calibration
 from meshwise.costs.estimate import Estimate, evaluate_layout
 from meshwise.costs.fabric import Fabric
+from meshwise.costs.fitted import find_calibration
+from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.spread import likely_interval, uncertainty_sources
-from meshwise.scoring.conversions import measured_bytes, measured_seconds
-from meshwise.scoring.prediction import Prediction, Refusal, does_not_fit
-from meshwise.scoring.rows import TrainingRun
-from meshwise.scoring.training_scenario import TrainingScenario, build_scenario
+from meshwise.hardware import Chip
+from meshwise.jobs import PRECISIONS, TrainingJob
+from meshwise.models import Model
+from meshwise.scoring.machines import cluster_of
+from meshwise.scoring.models import model_of
+from meshwise.scoring.prediction import WRONG, Prediction, Refusal, Scenario, does_not_fit, needed_bytes
+from meshwise.scoring.rows import TrainingRun, first_match, measured_bytes, measured_seconds
 from meshwise.search import estimate_layout
-from meshwise.sharding.layout import Layout
+from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
+from meshwise.sharding.remat import parse_remat
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingScenario(Scenario):
+    """A training run as it can be estimated.
+
+    Args:
+        layout: as far as the row says it.
+        open: what the row does not say and the time depends on.
+    """
+
+    run: TrainingRun
+    problem: TrainingProblem
+    layout: LayoutRequest
+    open: tuple[str, ...]
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether its recomputation is not from the measurement's source: a source in brackets follows it."""
+        return "[" in self.run.recompute and "remat" in self.layout.choices
+
+    def without_recompute(self) -> TrainingScenario:
+        """The same with recomputation and offloading open, where what was looked up cannot be of this run."""
+        named = ("remat", "remat_layers", "offload", "offload_layers")
+        choices = {name: value for name, value in self.layout.choices.items() if name not in named}
+        note = f"recompute {self.run.recompute!r} does not fit in memory, so is of another run: the fastest that fits"
+        layout = replace(self.layout, choices=choices)
+        return replace(self, layout=layout, assumed=(*self.assumed, note), open=(*self.open, "remat"))
+
+
+def build_scenario(run: TrainingRun, calibration: str = "fitted") -> TrainingScenario:
+    """What a run did.
+
+    Raises:
+        MeshwiseError: something that it says is unknown here, or contradicts itself.
+    """
+    model, of_model = model_of(run)
+    cluster, of_cluster = cluster_of(run)
+    precision, of_precision = _precision(run)
+    job = TrainingJob(
+        batch_tokens=run.tokens,
+        seq_len=run.seq_len,
+        batch_slack=0.0,
+        precision=precision,
+        expert_imbalance=1.0 if "force-balanced" in run.words else None,
+    )
+    calibration, of_software = _software(run, calibration, chip=cluster.chip, mixture=bool(model.mixtures))
+    sizes, choices, of_layout = _layout(run, model)
+    Layout.from_json({**sizes, **choices})  # checks every value
+    settled = {*choices, *(("zero",) if sizes["data"] == 1 else ())}
+    return TrainingScenario(
+        run=run,
+        problem=TrainingProblem(model, job, cluster, find_calibration(calibration, cluster.chip)),
+        layout=LayoutRequest(sizes, choices, tuple(a for a in MESH_AXES if sizes[a] > 1)),
+        assumed=(*of_model, *of_cluster, *of_precision, *of_software, *of_layout),
+        open=tuple(name for name in ("remat", "zero", "micro_batch") if name not in settled),
+    )
+
+
+#: A source's words for its software -> a name of `SOFTWARE`, and the last year in which it was that.
+_SOFTWARE = (
+    (r"maxtext|jax|levanter|axlearn", "xla", 9999),
+    (r"megatron.*deepspeed", "megatron-deepspeed", 2023),
+    (r"megatron|nemo", "megatron-2021", 2023),
+    (r"megatron|nemo|transformer ?engine", "megatron", 9999),
+    (r"flashattention \(triton\)|composer|deepspeed|fsdp", "eager-2023", 2023),
+)
+
+
+def _software(run: TrainingRun, calibration: str, *, chip: Chip, mixture: bool) -> tuple[str, tuple[str, ...]]:
+    """The calibration with the software that a row names, where "fitted" is asked for; and what was assumed."""
+    if calibration != "fitted" or chip.vendor == "google":
+        return calibration, ()
+    words, year = run.software.lower(), run.year or 9999
+    found = first_match(((pattern, name) for pattern, name, last in _SOFTWARE if year <= last), words)
+    if found is None:
+        return calibration, ("software is not named or not known: Megatron Core of 2024 and later taken",)
+    release = re.search(r"container (\d+)\.(\d+)", words)
+    since = (int(release[1]), int(release[2])) if release else (0, 0)
+    if since >= (26, 6) and default_calibration(chip).name == "blackwell":
+        return "fitted+megatron-graphs", ()
+    far = (run.ep or 1) > math.prod(level.degree for level in chip.scale_up)
+    if since >= (25, 9) and mixture and far:
+        return "fitted+megatron-beside", ("exchanges between nodes run beside compute, as in the recipes",)
+    return f"fitted+{found}", ()
+
+
+#: A source's words -> precision; the first that is found.
+_PRECISIONS = (
+    (r"^mxfp8|fp8-mx|alternative granularity", "mxfp8"),
+    (r"nvfp4|^fp4", "nvfp4"),
+    (r"fp8-cs|main value", "fp8-current"),
+    (r"fp8.*1x128|fp8-block|blockwise", "fp8-block"),
+    (r"^fp8", "fp8"),
+    (r"int8", "int8"),
+    (r"bf16.*(fp32 grad)|amp, fp32 master|bf16 mixed", "mixed"),
+    (r"bf16 pure", "bf16,master=fp32"),
+    (r"^bf16", "bf16"),
+    (r"^fp16", "fp16"),
+    (r"^(fp32|tf32|f32)", "fp32"),
+)
+
+
+def _precision(run: TrainingRun) -> tuple[str, tuple[str, ...]]:
+    """Number formats, and what was assumed of them.
+
+    NVIDIA's recipes for performance add up gradients in bf16 (`grad_reduce_in_fp32 = False` in scripts/performance of
+    Megatron-Bridge and NeMo 2); DeepSpeed keeps those of fp16 weights in fp16.
+    """
+    precision, notes = _formats(run)
+    software = run.software.lower()
+    if "deepspeed" in software and precision == "fp16":
+        return "fp16,gradients=fp16", notes
+    if "nemo" in software and (run.year or 0) >= 2025 and "," not in precision and precision != "fp32":
+        return f"{precision},gradients=bf16", (*notes, "gradients in bf16, as the recipes of these releases")
+    return precision, notes
+
+
+def _formats(run: TrainingRun) -> tuple[str, tuple[str, ...]]:
+    """Formats as a preset, and what was assumed of them."""
+    words = run.dtype.strip().lower()
+    if words in PRECISIONS and words not in ("bf16", "fp8"):
+        return words, ()
+    if not words:
+        return "mixed", ("bf16 with fp32 master weights: no format is named",)
+    found = first_match(_PRECISIONS, words)
+    if found is None:
+        raise MeshwiseError(f"dtype {run.dtype!r} is not understood; expected one of {', '.join(PRECISIONS)}")
+    if found == "mxfp8" and run.chip.startswith(("h100", "h200", "h800")):
+        return "fp8-block", ("fp8 by blocks of 128, as DeepSeek-V3: Hopper has no other finer grain",)
+    megatron = "nemo" in run.software.lower() or "megatron" in run.software.lower()
+    if found == "bf16":
+        return ("mixed" if megatron else "bf16,master=fp32"), ()
+    if found == "fp8" and megatron and (run.year or 0) >= 2025:
+        return "fp8-current", ("fp8 scaled by tensor, as the recipes of these releases",)
+    return found, ()
+
+
+def _layout(run: TrainingRun, model: Model) -> tuple[dict[str, int], dict[str, Any], list[str]]:
+    """Sizes of mesh axes, the choices that the row says, and what was assumed."""
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    choices: dict[str, Any] = {}
+    notes: list[str] = []
+    tp, pp, cp = run.tp or 1, run.pp or 1, run.cp or 1
+    dp = run.dp or run.n_chips // (tp * pp * cp)
+    if tp * pp * cp * dp != run.n_chips:
+        raise MeshwiseError(
+            f"tp {tp} x pp {pp} x cp {cp} x dp {dp} = {tp * pp * cp * dp:,} chips, but n_chips is {run.n_chips:,}"
+        )
+    sizes |= {"tensor": tp, "stage": pp, "context": cp}
+    _check_ways(run, model)
+    _shards(run, _experts(run.ep or 1, dp, tp, sizes, choices), sizes, choices)
+    if tp > 1:
+        choices["sequence_parallel"] = run.sp is None or run.sp > 1
+    if cp > 1:
+        choices["context_method"] = "ring"
+    if pp > 1:
+        choices["schedule"] = "interleaved" if (run.vpp or 1) > 1 else "1f1b"
+        choices["virtual_stages"] = run.vpp or 1
+    _recompute(run, choices, notes)
+    _microbatches(run, sizes, choices)
+    if "tokendrop" in run.words:
+        notes.append("tokens beyond an expert's capacity are dropped: taken as balanced")
+    return sizes, choices, notes
+
+
+def _check_ways(run: TrainingRun, model: Model) -> None:
+    """Refuse ways that nothing here is split in, which the layout could not hold."""
+    tp = run.tp or 1
+    if run.sp not in (None, 1, tp):
+        raise MeshwiseError(f"sp: expected 1 or tp, which is {tp}, found {run.sp}")
+    if (run.vpp or 1) > 1 and (run.pp or 1) == 1:
+        raise MeshwiseError(f"vpp {run.vpp} without pipeline stages; expected 1 or a blank cell, or pp above 1")
+    if (run.ep or 1) > 1 and not model.mixtures:
+        raise MeshwiseError(f"ep {run.ep} of a model without experts; expected 1 or a blank cell")
+
+
+def _experts(ep: int, dp: int, tp: int, sizes: dict[str, int], choices: dict[str, Any]) -> int:
+    """Take expert parallelism out of dp, and out of tp, whose devices then hold whole experts.
+
+    Megatron-LM counts devices of dp and tp alike in ep.
+
+    Returns: the dp that is left.
+    """
+    if ep == 1:
+        return dp
+    over_data = ep // tp if ep % tp == 0 else ep
+    if dp % over_data:
+        raise MeshwiseError(f"ep {ep} does not divide dp x tp = {dp} x {tp} replicas")
+    sizes["expert"] = over_data
+    if tp > 1:
+        choices["expert_tensor_parallel"] = ep % tp != 0
+    return dp // over_data
+
+
+#: A source's words for what replicas share -> ZeRO stage; 3 is FSDP.
+_STAGES = (
+    (r"zero-2|zero stage 2|shard_grad_op", 2),
+    (r"fsdp|zero-3|zero stage 3|full_shard", 3),
+    (r"distributed optimizer|zero-1|zero stage 1", 1),
+    (r"ddp|none|no optimizer|zero stage 0|zero-0", 0),
+)
+
+
+def _shards(run: TrainingRun, dp: int, sizes: dict[str, int], choices: dict[str, Any]) -> None:
+    """Deal the replicas out between data and fsdp."""
+    words = run.fsdp_or_zero_stage.lower()
+    sizes["data"] = dp
+    if not words:
+        return
+    stage = first_match(_STAGES, words)
+    if stage is None:
+        raise MeshwiseError(
+            f"fsdp_or_zero_stage {run.fsdp_or_zero_stage!r} is not understood; expected DDP, ZeRO stage 1 or 2, or FSDP"
+        )
+    if stage < 3:
+        choices["zero"] = stage
+        choices["fully_sharded"] = False
+        return
+    sizes["data"] = _copies(run, words, dp)
+    sizes["fsdp"] = dp // sizes["data"]
+    choices["zero"] = 1 if sizes["data"] > 1 else 0
+
+
+def _copies(run: TrainingRun, words: str, dp: int) -> int:
+    """Copies of the model that FSDP leaves between groups which share one: as the row says, else one."""
+    across = re.search(r"dp=(\d+) across", words)
+    within = re.search(r"within (\d+)-gpu|over (\d+)\b(?! chips)", words)
+    said = int(across[1]) if across else int(within[1] or within[2]) if within else None
+    if said is None and "hybrid" not in words:
+        return 1
+    if said is None or dp % said:
+        raise MeshwiseError(
+            f"fsdp_or_zero_stage {run.fsdp_or_zero_stage!r}: expected over how many of the {dp} replicas weights are "
+            "shared, a divisor: 'FSDP over 8', 'FSDP; DP=2 across nodes'"
+        )
+    return said if across else dp // said
+
+
+#: MaxText's names -> ours (src/MaxText/layers, `remat_policy`).
+_MAXTEXT = {
+    "full": "full",
+    "minimal": "projections",
+    "minimal_flash": "matmuls",
+    "minimal_with_context": "matmuls",
+    "save_qkv_proj": "save:q+k+v",
+    "save_dot_except_mlp": "attention",
+    "none": "none",
+}
+
+
+#: What may follow a policy: layers that are offloaded, and what the column `sp` says.
+_FURTHER = (
+    r"(?:[;,] ?activations of \d+ layers offloaded(?: to (?:the )?(?:cpu|host))?)?(?: ?\+ ?sequence parallel(?:ism)?)?"
+)
+
+
+def _recompute(run: TrainingRun, choices: dict[str, Any], notes: list[str]) -> None:
+    """What is computed again, and what lives in the host's memory."""
+    words = run.recompute.strip()
+    bare = words.split("[")[0].strip().lower()
+    if offloaded := re.search(r"activations of (\d+) layers offloaded", bare):
+        choices["offload"] = ("activations",)
+        choices["offload_layers"] = int(offloaded[1])
+    if not bare:
+        return
+    if found := re.search(r"remat_policy=(\w+)", words):
+        if found[1] not in _MAXTEXT:
+            notes.append(f"remat_policy={found[1]} is not known here: the fastest that fits")
+            return
+        choices["remat"] = _MAXTEXT[found[1]]
+    elif found := re.fullmatch(r"(none|full)(?:(?<=full) on (\d+) layers)?(?: ?\(.*\))?" + _FURTHER, bare):
+        choices["remat"] = found[1]
+        if found[2]:
+            choices["remat_layers"] = int(found[2])
+    elif re.fullmatch(r"selective(?: \(attention core\))?" + _FURTHER, bare):
+        choices["remat"] = "recompute:core_attn"
+    elif "mla_up_proj" in bare:
+        choices["remat"] = "recompute:mla_up_proj+moe_act"
+        notes.append("selective recomputation of mla_up_proj and moe_act: which modules varies between machines")
+    else:
+        try:
+            request = parse_remat(bare)  # a policy as layouts write it
+        except MeshwiseError as error:
+            raise MeshwiseError(f"recompute {bare!r} is not understood: {error}") from None
+        choices |= {"remat": request.policy} | ({} if request.layers is None else {"remat_layers": request.layers})
+
+
+def _microbatches(run: TrainingRun, sizes: dict[str, int], choices: dict[str, Any]) -> None:
+    replicas = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    if run.micro_batch is None:
+        if run.global_batch_seqs % replicas:
+            raise MeshwiseError(f"{run.global_batch_seqs:,} sequences do not divide over {replicas:,} replicas")
+        return
+    number, rest = divmod(run.global_batch_seqs, replicas * run.micro_batch)
+    if rest or not number:
+        raise MeshwiseError(
+            f"global_batch_seqs {run.global_batch_seqs:,} is no multiple of micro_batch {run.micro_batch} x "
+            f"{replicas:,} replicas"
+        )
+    choices |= {"micro_batch": run.micro_batch, "num_microbatches": number}
+
 
 #: Metric of memory -> the classes of an estimate that it measures.
 _MEMORY_PARTS = {
@@ -27,7 +338,7 @@ _MEMORY_PARTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingPrediction(Prediction):
     """A training run that was predicted.
 
@@ -38,16 +349,6 @@ class TrainingPrediction(Prediction):
     scenario: TrainingScenario
     estimate: Estimate
     layout: Layout
-
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """Seconds of a step, by term."""
-        return self.estimate.terms
-
-    @property
-    def needed(self) -> float:
-        """As in `Prediction`."""
-        return _needed(self.estimate)
 
     def seconds_under(self, calibration: Calibration) -> float:
         """As in `Prediction`; the layout stays."""
@@ -73,30 +374,13 @@ def predict_training(run: TrainingRun, calibration: str = "fitted") -> TrainingP
         parts = _MEMORY_PARTS.get(run.measured_metric, ("total",))
         expected, bound = sum(estimate.memory.get(part, 0.0) for part in parts), 0.0
     elif measured < step.lower * 0.98:
-        return Refusal(run, _impossible(measured, estimate))
+        # What does not fit has no time that could be compared.
+        if needed_bytes(estimate.memory) > estimate.hbm_capacity:
+            return Refusal(run, does_not_fit(estimate.memory, estimate.hbm_capacity))
+        faster = f"{measured:.4g} s a step is faster than the chips' data sheets allow"
+        return Refusal(run, f"{faster}, at least {step.lower:.4g} s ({estimate.bound}); {WRONG}")
     else:
         causes = (*scenario.open, *uncertainty_sources(scenario.problem.calibration, scenario.problem.model))
         likely = likely_interval(expected, bound, estimate.terms, causes)
-    return TrainingPrediction(
-        scenario=scenario,
-        estimate=estimate,
-        layout=plan.layout,
-        measured=measured,
-        expected=expected,
-        bound=bound,
-        likely=likely,
-    )
-
-
-def _needed(estimate: Estimate) -> float:
-    return estimate.memory["total"] - estimate.memory["reserve"]
-
-
-def _impossible(measured: float, estimate: Estimate) -> str:
-    """Why a row cannot be what was read into it; what does not fit has no time that could be compared."""
-    if _needed(estimate) > estimate.hbm_capacity:
-        return does_not_fit(estimate.memory, estimate.hbm_capacity)
-    return (
-        f"{measured:.4g} s a step is faster than the chips' data sheets allow, at least "
-        f"{estimate.step_time.lower:.4g} s ({estimate.bound}); the row, or what was read into it, is wrong"
-    )
+    terms, memory = estimate.terms, estimate.memory
+    return TrainingPrediction(scenario, estimate, terms, memory, measured, expected, bound, likely, plan.layout)

@@ -4,10 +4,10 @@ import pytest
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.scoring import Refusal, TrainingRun, predict_training, shipped_rows
-from meshwise.scoring.conversions import convention_flops, measured_bytes, measured_seconds
 from meshwise.scoring.machines import cluster_of, node_bandwidth
 from meshwise.scoring.models import model_of
-from meshwise.scoring.training_scenario import build_scenario
+from meshwise.scoring.rows import convention_flops, measured_bytes, measured_seconds
+from meshwise.scoring.training import build_scenario
 
 RUNS = {run.id: run for run in shipped_rows(TrainingRun)}
 BASE = {"id": "x", "n_chips": 8, "global_batch_seqs": 64, "seq_len": 8192, "measured_metric": "step_time",
@@ -54,7 +54,7 @@ def test_layouts_of_published_runs(name, sizes, choices):
     ],
 )
 def test_formats_of_published_runs(name, precision):
-    from meshwise.scoring.training_scenario import _precision  # noqa: PLC0415  (the row of 0545 contradicts itself elsewhere)
+    from meshwise.scoring.training import _precision  # noqa: PLC0415  (the row of 0545 contradicts itself elsewhere)
 
     assert _precision(RUNS[name])[0] == precision
 
