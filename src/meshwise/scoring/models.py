@@ -63,33 +63,30 @@ def model_of(run: Row) -> tuple[Model, tuple[str, ...]]:
     if run.moe_topk is not None and run.moe_experts is None:
         raise MeshwiseError(f"moe_topk is {run.moe_topk}, and moe_experts is blank: fill in both or none")
     missing = [n for n in ("layers", "d_model", "n_heads") if getattr(run, n) is None]
+    if missing and named is not None:
+        raise MeshwiseError(_contradiction(named, run, missing))
     if missing:
-        if named is not None:
-            raise MeshwiseError(_contradiction(named, run, missing))
         raise MeshwiseError(
             f"model {run.model!r} is not a name that is known, and {', '.join(missing)} are blank: fill them in"
         )
     if named is not None and named.mixtures and run.moe_experts is None:
         raise MeshwiseError(f"model {run.model!r} has experts, and moe_experts and moe_topk are blank: fill them in")
-    notes = []
-    vocab = run.vocab or _usual_vocabulary(run)
-    if run.vocab is None:
-        notes.append(f"vocabulary of {vocab:,} taken, as usual for {family_of(run)}")
-    model, more = _of_dimensions(run, vocab)
-    return model, (*notes, *more)
+    if run.vocab is not None:
+        return _of_dimensions(run, run.vocab)
+    vocab = _usual_vocabulary(run)
+    model, notes = _of_dimensions(run, vocab)
+    return model, (f"vocabulary of {vocab:,} taken, as usual for {family_of(run)}", *notes)
 
 
 @cache
 def _named(name: str) -> Model | None:
     """The built-in that a source's name means."""
     plain = _plain(name)
-    found = next((known for known in model_names() if _plain(known) == plain), None)
-    if found is None:
-        try:
-            return load_model(name) if name.strip() and "/" not in name and "=" not in name else None
-        except MeshwiseError:
-            return None
-    return load_model(found)
+    found = next((known for known in model_names() if _plain(known) == plain), name)
+    try:
+        return load_model(found) if found.strip() and "/" not in found and "=" not in found else None
+    except MeshwiseError:
+        return None
 
 
 def _plain(name: str) -> str:
@@ -106,21 +103,13 @@ def _dimensions(model: Model, run: Row) -> list[tuple[str, int | None, set[int]]
     by_axis: defaultdict[str, set[int]] = defaultdict(set)
     for axis, size in model.sizes.items():
         by_axis[axis.partition(".")[0]].add(int(size))
-    always: list[tuple[str, int | None, set[int]]] = [
-        ("layers", run.layers, {model.num_layers}),
-        ("d_model", run.d_model, {model.d_model}),
-        ("vocab", run.vocab, {model.vocab_size}),
-        ("moe_experts", run.moe_experts, by_axis["E"]),
-        ("moe_topk", run.moe_topk, by_axis["top_k"]),
-    ]
+    known = {"layers": {model.num_layers}, "d_model": {model.d_model}, "vocab": {model.vocab_size}}
+    known |= {"moe_experts": by_axis["E"], "moe_topk": by_axis["top_k"]}
     # Latent attention has neither key/value heads nor one width of a head; a source may give either width of mixtures.
-    where_there = [
-        ("n_heads", run.n_heads, by_axis["N"]),
-        ("n_kv_heads", run.n_kv_heads, by_axis["K"]),
-        ("head_dim", run.head_dim, by_axis["H"]),
-        ("d_ff", run.d_ff, by_axis["F"] | by_axis["Fe"]),
-    ]
-    return [*always, *((name, said, known) for name, said, known in where_there if known)]
+    heads = {"n_heads": by_axis["N"], "n_kv_heads": by_axis["K"], "head_dim": by_axis["H"]}
+    where_there = heads | {"d_ff": by_axis["F"] | by_axis["Fe"]}
+    known |= {name: sizes for name, sizes in where_there.items() if sizes}
+    return [(name, getattr(run, name), sizes) for name, sizes in known.items()]
 
 
 def _contradiction(model: Model, run: Row, missing: Sequence[str]) -> str:

@@ -156,17 +156,12 @@ def _cell(column: str, kind: type, text: str, where: str) -> str | int | float |
         return text
     if not text:
         return None
-    least = 0 if column in _FROM_ZERO else 1
-    expected = "a number above 0" if kind is float else f"a whole number of at least {least}"
-    wrong = _RowError(f"{where}, column {column}: expected {expected}, found {text!r}")
     try:
         value = float(text.replace(",", ""))
     except ValueError:
-        raise wrong from None
-    if not math.isfinite(value) or value < 0 or (value == 0 and column not in _FROM_ZERO):
-        raise wrong
-    if kind is float:
-        return value
-    if value != int(value):
-        raise wrong
-    return int(value)
+        value = math.nan
+    least = 0 if column in _FROM_ZERO else 1
+    if not math.isfinite(value) or value < 0 or (value == 0 and least) or (kind is int and value != int(value)):
+        expected = "a number above 0" if kind is float else f"a whole number of at least {least}"
+        raise _RowError(f"{where}, column {column}: expected {expected}, found {text!r}")
+    return value if kind is float else int(value)

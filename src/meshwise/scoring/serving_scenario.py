@@ -56,10 +56,10 @@ def build_serving_scenario(run: ServingRun, calibration: str) -> ServingScenario
     problem = ServingProblem(model, load, cluster, _calibration(run, calibration, cluster.chip))
     batch = _batch(run, layouts[0].replicas)
     together = batch if run.is_static else _prompts_together(batch, load)
-    of_engine: tuple[str, ...] = ()
+    of_engine = []
     if calibration == "fitted" and _engine(run) is None:
         taken = {"vllm": "vLLM", "jax": "JAX"}[problem.calibration.name.removeprefix("fitted+")]
-        of_engine = (f"engine is not named or not known: {taken} taken",)
+        of_engine.append(f"engine is not named or not known: {taken} taken")
     return ServingScenario(
         run=run,
         problem=problem,
@@ -78,10 +78,8 @@ _ENGINES = (
 
 def _calibration(run: ServingRun, name: str, chip: Chip) -> Calibration:
     """The calibration; "fitted" takes the engine that the row names, where its constants are known."""
-    engine = _engine(run)
-    if name != "fitted" or engine is None:
-        return find_serving_calibration(name, chip)
-    return serving_calibration(chip, engine)
+    engine = _engine(run) if name == "fitted" else None
+    return serving_calibration(chip, engine) if engine else find_serving_calibration(name, chip)
 
 
 def _engine(run: ServingRun) -> str | None:
@@ -125,24 +123,20 @@ def _prompts_together(batch: int, load: ServingLoad) -> int:
 
 def _batch(run: ServingRun, replicas: int) -> int:
     """Requests of one engine at once."""
-    if run.batch is not None:
-        _check_under_way(run, run.batch * replicas)
-        return run.batch
-    if run.concurrency is None:
-        raise MeshwiseError("batch and concurrency are blank: fill one in")
-    if run.concurrency % replicas:
-        raise MeshwiseError(f"concurrency {run.concurrency} is no multiple of the {replicas} engines; fill in batch")
-    return run.concurrency // replicas
-
-
-def _check_under_way(run: ServingRun, requests: int) -> None:
-    """Refuse more requests at once than are under way, and a static batch that is not all of them."""
-    said = run.concurrency
+    batch, said = run.batch, run.concurrency
+    if batch is None:
+        if said is None:
+            raise MeshwiseError("batch and concurrency are blank: fill one in")
+        if said % replicas:
+            raise MeshwiseError(f"concurrency {said} is no multiple of the {replicas} engines; fill in batch")
+        return said // replicas
+    requests = batch * replicas
     if said is not None and (said < requests or (run.is_static and said != requests)):
         raise MeshwiseError(
-            f"batch {run.batch} of {requests // (run.batch or 1)} engines is {requests} requests at once, but "
-            f"concurrency is {said}; leave one of the two blank"
+            f"batch {batch} of {replicas} engines is {requests} requests at once, but concurrency is {said}; leave one "
+            "of the two blank"
         )
+    return batch
 
 
 #: A source's words -> a format; the first that is found.
@@ -215,10 +209,8 @@ def _layouts(run: ServingRun) -> tuple[tuple[ServingLayout, ...], tuple[str, ...
         )
     if sharing is not None or (run.chip.startswith("v") and tp > 1 and ep == 1):
         return _two_ways(tp, pp, engines, sharing)
-    if ep == 1:
-        return (ServingLayout(tensor=tp, stage=pp, replicas=engines),), ()
-    if ep == tp:
-        return (ServingLayout(tensor=tp, stage=pp, replicas=engines, expert_tensor_parallel=False),), ()
+    if ep in (1, tp):
+        return (ServingLayout(tensor=tp, stage=pp, replicas=engines, expert_tensor_parallel=ep == 1),), ()
     if tp == 1 and ep == engines:
         return (ServingLayout(expert=ep, stage=pp),), ()
     raise MeshwiseError(
@@ -236,10 +228,9 @@ def _two_ways(
         return tuple(found), ("weights gathered over the share of the chips that is fastest and fits",)
     if sharing == "both ways":
         ways = [w for w in ways if 1 < w < tp] or ways
-    found = []
-    for width, own in itertools.product(ways, ("tensor", "cache")):
-        layout = ServingLayout(width=width, stage=pp, replicas=engines)
-        split = "heads" if own == "tensor" else "batch"
-        found.append(layout.replace(**{own: tp // width, "cache_split": split}))
+    found = [
+        ServingLayout(width=width, stage=pp, replicas=engines).replace(**{own: tp // width, "cache_split": split})
+        for width, (own, split) in itertools.product(ways, (("tensor", "heads"), ("cache", "batch")))
+    ]
     note = "weights split over heads and width, and the cache, in the way that is fastest and fits"
     return tuple(found), (note,)
