@@ -1,29 +1,110 @@
-"""Operations to measure: words, columns of the format, work, and what each should take. Not here: the request."""
+"""What `bench` measures: the request, and its operations with their columns, work, and expected times.
+
+Not here: running them (`bench`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from meshwise.commands.requests import Flag
+from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
-from meshwise.costs.calibration import Calibration, default_calibration
+from meshwise.core.units import Quantity, format_duration, parse_bytes, parse_duration
+from meshwise.costs.calibration import default_calibration
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.machine import counted_bytes
 from meshwise.costs.network import make_group_link
-from meshwise.hardware import Chip, Cluster, load_chip
+from meshwise.hardware import Cluster, load_chip
 from meshwise.hardware.names import chip_of_device
 from meshwise.runtime.bench import Bench, Sample, attention_sizes, matmul_sizes
 from meshwise.sharding import CollectiveKind
 
-#: Sizes that were asked for; None for the usual ones.
-Sizes = Sequence[tuple[int, ...]] | None
+#: Sizes that were asked for; empty for the usual ones.
+Sizes = Sequence[tuple[int, ...]]
 
 #: Formats in which a machine is measured, unless one is asked for: those that the runtime multiplies.
 _FORMATS = ("bf16", "fp32")
+
+#: Sizes as `--sizes` takes them.
+_EXAMPLES = {"matmul": "4096x4096x4096", "attention": "8x1x4096"}
+
+
+class BenchRequest(Where):
+    """What `meshwise bench` is asked; the cluster is the one that it runs on."""
+
+    positional = ("what",)
+
+    what: Literal["matmul", "attention", "memory", "collectives", "machine"]
+    """What to measure; machine: everything that describes a CPU's devices as chips."""
+    dtype: Literal["bf16", "fp16", "fp32", "fp8", "int8"] | None = None
+    """Format of the operands; by default bf16, and for a machine bf16 and fp32."""
+    sizes: Annotated[str | None, Flag("SIZES")] = None
+    """Instead of the usual sizes, separated by commas: MxKxN of a matmul, BATCHxQUERIESxKEYS of attention (as many
+    queries as keys are causal), bytes of a copy or a collective."""
+    heads: int = Field(default=32, ge=1, le=4096)
+    """Query heads of attention."""
+    kv_heads: int = Field(default=8, ge=1, le=4096)
+    """Key/value heads of attention."""
+    head_dim: int = Field(default=128, ge=1, le=4096)
+    """Head dimension of attention."""
+    seconds: Annotated[float, Quantity("seconds", parse_duration, format_duration, "0.5s")] = Field(
+        default=0.5, gt=0, le=600
+    )
+    """Time to spend on each operation."""
+    cpu_devices: int | None = Field(default=None, ge=1, le=512)
+    """Use this many fake devices of the CPU, whatever other devices there are."""
+
+    def check(self) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            MeshwiseError: a format or sizes that the operation does not have.
+        """
+        dtype = f"--dtype {self.dtype}:"
+        if self.what == "attention" and self.dtype in ("fp8", "int8"):
+            raise MeshwiseError(f"{dtype} attention runs in bf16, fp16 or fp32 here; use one of these")
+        if self.what == "machine" and self.dtype not in (None, *_FORMATS):
+            raise MeshwiseError(f"{dtype} plans run in bf16 or fp32 on a CPU; use one of these, or leave it")
+        if self.what == "memory" and self.dtype not in (None, "fp32"):
+            raise MeshwiseError(f"{dtype} copies are of fp32; leave it out, --sizes are bytes")
+        if self.what == "machine" and self.sizes is not None:
+            raise MeshwiseError("--sizes: a machine is measured at the sizes that its description needs; leave it out")
+        if self.heads % self.kv_heads:
+            raise MeshwiseError(
+                f"--heads {self.heads}: expected a multiple of --kv-heads {self.kv_heads}, so that groups are equal"
+            )
+
+    def read_sizes(self) -> Sizes:
+        """Read `--sizes`.
+
+        Raises:
+            MeshwiseError: not of the form that the operation has.
+        """
+        if self.sizes is None:
+            return ()
+        example = _EXAMPLES.get(self.what, "1MiB,16MiB")
+        found = []
+        for word in filter(None, map(str.strip, self.sizes.split(","))):
+            try:
+                sizes = (
+                    tuple(map(int, word.lower().split("x"))) if self.what in _EXAMPLES else (int(parse_bytes(word)),)
+                )
+            except ValueError:
+                sizes = ()
+            if len(sizes) != example.count("x") + 1 or min(sizes) < 1:
+                raise MeshwiseError(f"--sizes: expected sizes such as {example}, found {word!r}")
+            found.append(sizes)
+        if not found:
+            raise MeshwiseError(f"--sizes: expected sizes such as {example}, found {self.sizes!r}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -33,60 +114,48 @@ class Operation:
     Args:
         text: what, in words.
         columns: of the format.
+        run: measures it.
         work: FLOPs or bytes of one call; unit: "FLOP/s", "bytes/s", or "" where there is neither.
         expected: seconds that it should take; None where that is not known.
-        run: measures it.
     """
 
     text: str
     columns: dict[str, Any]
-    work: float
-    unit: str
-    expected: float | None
     run: Callable[[], Sample]
+    work: float = 0.0
+    unit: str = ""
+    expected: float | None = None
 
 
-@dataclass(frozen=True)
-class AttentionHeads:
-    """Query heads, key/value heads, and the width of one."""
+class Operations:
+    """The operations of a request, on these devices.
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
-class Expected:
-    """What operations should take on a known chip, at its family's calibration; None where it is unknown.
+    What they should take is known on a chip of the catalog, at its family's calibration.
 
     Args:
-        chip: that the devices are.
-        cluster: that they are together.
-        name: of the chip; None where nobody knows it.
+        request: what was asked.
+        sizes: as it says.
+        cluster: that the devices are, if one was named.
+        devices: where they run.
+
+    Raises:
+        MeshwiseError: a cluster that the devices cannot be.
     """
 
-    def __init__(self, chip: Chip | None, cluster: Cluster | None) -> None:
-        self.chip, self.cluster = chip, cluster
-        self.name = None if chip is None else chip.name
-        self.calibration: Calibration | None = None if chip is None else default_calibration(chip)
-
-    @classmethod
-    def of(cls, devices: Bench, cluster: Cluster | None) -> Expected:
-        """Find the chip by the cluster that was named, else by what the devices call themselves.
-
-        Raises:
-            MeshwiseError: a cluster that this cannot be.
-        """
+    def __init__(self, request: BenchRequest, sizes: Sizes, cluster: Cluster | None, devices: Bench) -> None:
+        self.request, self.sizes, self.cluster, self.devices = request, sizes, cluster, devices
+        self.on_cpu = devices.platform == "cpu"
         name = chip_of_device(devices.hardware)
-        if cluster is None:
-            return cls(None if name is None else load_chip(name), None)
-        found = len(devices.devices) / cluster.chip.devices_per_chip
-        another = name not in (None, cluster.chip.name) or (devices.platform == "cpu") != (cluster.chip.vendor == "cpu")
-        if another or found != cluster.num_chips:
-            raise MeshwiseError(
-                f"--on {cluster.name}: expected the cluster that this runs on, found {len(devices.devices)} x "
-                f"{devices.hardware}; leave it out to measure all the same"
-            )
-        return cls(cluster.chip, cluster)
+        if cluster is not None:
+            found = len(devices.devices) / cluster.chip.devices_per_chip
+            another = name not in (None, cluster.chip.name) or self.on_cpu != (cluster.chip.vendor == "cpu")
+            if another or found != cluster.num_chips:
+                raise MeshwiseError(
+                    f"--on {cluster.name}: expected the cluster that this runs on, found {len(devices.devices)} x "
+                    f"{devices.hardware}; leave it out to measure all the same"
+                )
+        self.chip = cluster.chip if cluster is not None else None if name is None else load_chip(name)
+        self.calibration = None if self.chip is None else default_calibration(self.chip)
 
     @property
     def basis(self) -> str | None:
@@ -95,7 +164,21 @@ class Expected:
             return None
         return f"{self.chip.name} at the rates of calibration {self.calibration.name}"
 
-    def local(self, flops: float, num_bytes: float, dtype: str) -> float | None:
+    def __iter__(self) -> Iterator[Operation]:
+        dtype = self.request.dtype or "bf16"
+        match self.request.what:
+            case "matmul":
+                return self._matmuls(dtype, self.sizes or matmul_sizes(1024 if self.on_cpu else 8192))
+            case "attention":
+                return self._attentions(dtype)
+            case "memory":
+                return self._copies()
+            case "collectives":
+                return self._collectives(dtype)
+            case "machine":
+                return self._machine()
+
+    def _local(self, flops: float, num_bytes: float, dtype: str) -> float | None:
         """Seconds of so many FLOPs and bytes of HBM on one device: the longer of the two."""
         if self.chip is None or self.calibration is None or DType(dtype) not in self.chip.flops_per_s:
             return None
@@ -104,119 +187,88 @@ class Expected:
         bandwidth = self.chip.hbm_bandwidth * self.calibration.hbm_efficiency * share
         return max(flops / rate, num_bytes / bandwidth)
 
-    def collective(self, kind: CollectiveKind, num_bytes: float) -> float | None:
+    def _together(self, kind: CollectiveKind, num_bytes: float) -> float | None:
         """Seconds of a collective over the whole cluster, where that is known."""
         if self.cluster is None or self.calibration is None:
             return None
         fabric = Fabric.of(self.cluster, flat_rings=self.calibration.flat_rings)
         wire = make_group_link(fabric, {"x": [float(s) for s in fabric.sizes]}, ("x",))
-        return float(
-            collective_time(kind, counted_bytes(kind, num_bytes, int(wire.size)), wire, links=self.calibration.links)
-        )
+        counted = counted_bytes(kind, num_bytes, int(wire.size))
+        return float(collective_time(kind, counted, wire, links=self.calibration.links))
 
+    def _columns(self, category: str, op: str, dtype: str) -> dict[str, Any]:
+        return {"category": category, "op": op, "n_chips": self.devices.busy_devices, "dtype": dtype}
 
-def matmuls(devices: Bench, dtype: str, sizes: Sizes, expected: Expected) -> Iterator[Operation]:
-    """Products of (m, k) by (k, n)."""
-    width = DType(dtype).bits / 8
-    for m, k, n in sizes or matmul_sizes(1024 if devices.platform == "cpu" else 8192):
-        flops, moved = 2.0 * m * k * n, width * float(m * k + k * n + m * n)
-        columns = {"category": "gemm", "op": "GEMM (m,k)x(k,n)", "n_chips": devices.busy_devices, "dtype": dtype}
-        yield Operation(
-            f"{m} x {k} x {n}", columns | {"m": m, "n": n, "k": k}, flops, "FLOP/s",
-            expected.local(flops, moved, dtype),
-            partial(devices.matmul, m, k, n, dtype),
-        )  # fmt: skip
+    def _matmuls(self, dtype: str, sizes: Sizes) -> Iterator[Operation]:
+        """Products of (m, k) by (k, n)."""
+        for m, k, n in sizes:
+            flops, moved = 2.0 * m * k * n, DType(dtype).bits / 8 * float(m * k + k * n + m * n)
+            columns = self._columns("gemm", "GEMM (m,k)x(k,n)", dtype) | {"m": m, "n": n, "k": k}
+            run = partial(self.devices.matmul, m, k, n, dtype)
+            yield Operation(f"{m} x {k} x {n}", columns, run, flops, "FLOP/s", self._local(flops, moved, dtype))
 
+    def _copies(self) -> Iterator[Operation]:
+        """Reading half of so many bytes, and writing as many."""
+        for (size,) in self.sizes or [(2**p,) for p in ((20, 24) if self.on_cpu else (20, 24, 28, 32))]:
+            columns = self._columns("memory", "copy", "fp32") | {"bytes": size}
+            run, expected = partial(self.devices.copy, size), self._local(0.0, size, "bf16")
+            yield Operation(f"copy of {size:,} bytes", columns, run, float(size), "bytes/s", expected)
 
-def copies(devices: Bench, sizes: Sizes, expected: Expected) -> Iterator[Operation]:
-    """Reading half of so many bytes, and writing as many."""
-    for (size,) in sizes or tuple((2**p,) for p in ((20, 24) if devices.platform == "cpu" else (20, 24, 28, 32))):
-        columns = {"category": "memory", "op": "copy", "n_chips": devices.busy_devices, "dtype": "fp32", "bytes": size}
-        yield Operation(
-            f"copy of {size:,} bytes", columns, float(size), "bytes/s", expected.local(0.0, size, "bf16"),
-            partial(devices.copy, size),
-        )  # fmt: skip
+    def _collectives(self, dtype: str) -> Iterator[Operation]:
+        """Every kind over all devices; none over one.
 
+        Raises:
+            MeshwiseError: one device.
+        """
+        number = len(self.devices.devices)
+        if number == 1:
+            raise MeshwiseError(
+                f"collectives need several devices, found 1 x {self.devices.hardware}; --cpu-devices 8 makes eight of "
+                "a CPU"
+            )
+        usual = (12, 16, 20, 22) if self.on_cpu else (12, 16, 20, 24, 28, 29)
+        for kind in self.devices.kinds():
+            for (size,) in self.sizes or [(2**p,) for p in usual]:
+                columns = self._columns("collective", kind.value.replace("-", "_"), dtype)
+                columns |= {"bytes": size, "n_chips": number}
+                run, expected = partial(self.devices.collective, kind, size, dtype), self._together(kind, size)
+                yield Operation(f"{kind.value} of {size:,} bytes", columns, run, float(size), "bytes/s", expected)
 
-def collectives(devices: Bench, dtype: str, sizes: Sizes, expected: Expected) -> Iterator[Operation]:
-    """Every kind over all devices; none over one.
+    def _machine(self) -> Iterator[Operation]:
+        """What describes a CPU's devices as chips: products, copies, activations, collectives, the start of a program.
 
-    Raises:
-        MeshwiseError: one device.
-    """
-    if len(devices.devices) == 1:
-        raise MeshwiseError(
-            f"collectives need several devices, found 1 x {devices.hardware}; --cpu-devices 8 makes eight of a CPU"
-        )
-    usual = (12, 16, 20, 22) if devices.platform == "cpu" else (12, 16, 20, 24, 28, 29)
-    for kind in devices.kinds():
-        for (size,) in sizes or tuple((2**p,) for p in usual):
-            columns = {"category": "collective", "op": kind.value.replace("-", "_"), "bytes": size, "dtype": dtype,
-                       "n_chips": len(devices.devices)}  # fmt: skip
-            yield Operation(
-                f"{kind.value} of {size:,} bytes", columns, float(size), "bytes/s", expected.collective(kind, size),
-                partial(devices.collective, kind, size, dtype),
-            )  # fmt: skip
+        Raises:
+            MeshwiseError: devices that are no CPU's.
+        """
+        if not self.on_cpu:
+            raise MeshwiseError(
+                f"machine: expected a CPU's devices, found {self.devices.hardware}; --cpu-devices 4 makes four, and "
+                "'meshwise chips' lists the accelerators that are known"
+            )
+        for dtype in (self.request.dtype,) if self.request.dtype else _FORMATS:
+            yield from self._matmuls(dtype, ((256,) * 3, (512,) * 3, (1024,) * 3))
+        yield from self._copies()
+        elements, size = 2**16, 3 * 2**18
+        columns = self._columns("vector", "silu_mul", "fp32") | {"bytes": size}
+        run = partial(self.devices.activation, elements)
+        yield Operation(f"silu(x) * y of {elements:,} elements", columns, run, float(size), "bytes/s")
+        columns = self._columns("overhead", "empty program", "fp32")
+        yield Operation("start of a program", columns, self.devices.nothing)
+        if len(self.devices.devices) > 1:
+            yield from self._collectives("fp32")
 
-
-def machine(devices: Bench, dtype: str | None, expected: Expected) -> Iterator[Operation]:
-    """What describes a CPU's devices as chips: products, copies, activations, collectives, the start of a program.
-
-    Raises:
-        MeshwiseError: devices that are no CPU's.
-    """
-    if devices.platform != "cpu":
-        raise MeshwiseError(
-            f"machine: expected a CPU's devices, found {devices.hardware}; --cpu-devices 4 makes four, and "
-            "'meshwise chips' lists the accelerators that are known"
-        )
-    for of in _FORMATS if dtype is None else (dtype,):
-        yield from matmuls(devices, of, ((256,) * 3, (512,) * 3, (1024,) * 3), expected)
-    yield from copies(devices, None, expected)
-    shared = {"n_chips": devices.busy_devices, "dtype": "fp32"}
-    size = 2**18
-    yield Operation(
-        f"silu(x) * y of {size // 4:,} elements", {"category": "vector", "op": "silu_mul", "bytes": 3 * size, **shared},
-        3.0 * size, "bytes/s", None, partial(devices.activation, size // 4),
-    )  # fmt: skip
-    yield Operation(
-        "start of a program", {"category": "overhead", "op": "empty program", **shared}, 0.0, "", None, devices.nothing
-    )
-    if len(devices.devices) > 1:
-        yield from collectives(devices, "fp32", None, expected)
-
-
-def attentions(
-    devices: Bench, dtype: str, sizes: Sizes, heads: AttentionHeads, expected: Expected
-) -> Iterator[Operation]:
-    """Attention over (batch, queries, keys)."""
-    for batch, queries, keys in sizes or attention_sizes(1024 if devices.platform == "cpu" else 8192):
-        yield _attention(devices, dtype, (batch, queries, keys), heads, expected)
-
-
-def _attention(
-    devices: Bench, dtype: str, sizes: tuple[int, int, int], of: AttentionHeads, expected: Expected
-) -> Operation:
-    batch, queries, keys = sizes
-    heads, kv_heads, dim, causal = of.heads, of.kv_heads, of.head_dim, queries == keys
-    pairs = queries * (queries + 1) / 2 if causal else queries * keys
-    flops = 4.0 * batch * heads * pairs * dim
-    moved = DType(dtype).bits / 8 * float(batch * dim * 2 * (queries * heads + keys * kv_heads))
-    columns = {
-        "category": "attention prefill" if causal else "attention decode",
-        "op": "attention (causal)" if causal else "attention (each query over all keys)",
-        "n_chips": devices.busy_devices,
-        "dtype": dtype,
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": dim,
-        "seq_q": queries,
-        "seq_kv": keys,
-        "causal": "yes" if causal else "no",
-    }
-    return Operation(
-        f"{batch} x {queries} queries, {keys} keys", columns, flops, "FLOP/s",
-        expected.local(flops, moved, dtype),
-        partial(devices.attention, batch, queries, keys, heads, kv_heads, dim, dtype),
-    )  # fmt: skip
+    def _attentions(self, dtype: str) -> Iterator[Operation]:
+        """Attention over (batch, queries, keys)."""
+        heads, kv_heads, dim = self.request.heads, self.request.kv_heads, self.request.head_dim
+        for batch, queries, keys in self.sizes or attention_sizes(1024 if self.on_cpu else 8192):
+            causal = queries == keys
+            pairs = queries * (queries + 1) / 2 if causal else queries * keys
+            flops = 4.0 * batch * heads * pairs * dim
+            moved = DType(dtype).bits / 8 * float(batch * dim * 2 * (queries * heads + keys * kv_heads))
+            op = "attention (causal)" if causal else "attention (each query over all keys)"
+            columns = self._columns("attention prefill" if causal else "attention decode", op, dtype)
+            columns |= {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+            columns |= {"seq_q": queries, "seq_kv": keys, "causal": "yes" if causal else "no"}
+            run = partial(self.devices.attention, batch, queries, keys, heads, kv_heads, dim, dtype)
+            text, expected = f"{batch} x {queries} queries, {keys} keys", self._local(flops, moved, dtype)
+            yield Operation(text, columns, run, flops, "FLOP/s", expected)
