@@ -5,10 +5,9 @@ Not here: which commands exist (`main`).
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import click
@@ -35,23 +34,16 @@ class LazyCommand:
         if self.verbs:
             return LazyGroup(help=self.summary, lazy=self.verbs)
         module, attribute = self.target.split(":")
-        with _without_collecting():
+        collecting = gc.isenabled()
+        gc.disable()  # what is loaded stays, and it is a lot: no garbage is collected meanwhile, nor in it later
+        try:
             from meshwise.cli.options import click_command  # noqa: PLC0415  (what reads requests is loaded with one)
 
             return click_command(getattr(importlib.import_module(module), attribute))
-
-
-@contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Load code without collecting garbage meanwhile, nor in it later: what is loaded stays, and it is a lot."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if collecting:
-            gc.enable()
+        finally:
+            gc.freeze()
+            if collecting:
+                gc.enable()
 
 
 class LazyGroup(click.Group):

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TextIO
 
 import click
 
@@ -91,7 +90,8 @@ def main(args: Sequence[str] | None = None) -> int:
         _say(failure, as_json="--json" in words)
         return failure.exit_code
     for stream in (sys.stdout, sys.stderr):
-        _replace_what_cannot_be_encoded(stream)
+        if hasattr(stream, "reconfigure"):  # a question mark where the terminal's encoding lacks a character
+            stream.reconfigure(errors="replace")
     try:
         code = app.main(args=words, prog_name="meshwise", standalone_mode=False)
         sys.stdout.flush()
@@ -150,10 +150,3 @@ def _say(failure: _Failure, *, as_json: bool) -> None:
         click.echo(json.dumps({"schema_version": "1", "error": asdict(failure)}), err=True)
     else:
         click.echo(f"error: {failure.message}", err=True)
-
-
-def _replace_what_cannot_be_encoded(stream: TextIO) -> None:
-    """Print a question mark where the terminal's encoding lacks a character, instead of failing."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")

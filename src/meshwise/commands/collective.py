@@ -78,7 +78,11 @@ def collective(request: CollectiveRequest) -> CollectiveCase:
     links = calibration.links
     fabric = Fabric.of(cluster, flat_rings=calibration.flat_rings)
     tensor, step = _step(request, mesh)
-    copies = _copies(request, step, mesh)
+    copies = 1.0
+    if request.choices is not None:
+        if step.kind is not CollectiveKind.ALL_TO_ALL:
+            raise ShardingError(f"choices: only an all-to-all is ragged, found {step.kind.value}")
+        copies = distinct_destinations(request.choices, step.group_size(mesh))
     num_bytes = copies * collective_bytes(step, tensor.shape(request.sizes), mesh, tensor.dtype or request.dtype)
 
     def seconds(wiring: Mapping[str, Any]) -> float:
@@ -103,15 +107,6 @@ def collective(request: CollectiveRequest) -> CollectiveCase:
         calibration=calibration,
         algorithms=algorithms(step.kind, num_bytes, fabric, wiring, step.mesh_axes, links=links),
     )
-
-
-def _copies(request: CollectiveRequest, step: Collective, mesh: Mesh) -> float:
-    """Copies of each row that travel: one, or the distinct members among `choices` random ones."""
-    if request.choices is None:
-        return 1.0
-    if step.kind is not CollectiveKind.ALL_TO_ALL:
-        raise ShardingError(f"choices: only an all-to-all is ragged, found {step.kind.value}")
-    return distinct_destinations(request.choices, step.group_size(mesh))
 
 
 def _step(request: CollectiveRequest, mesh: Mesh) -> tuple[ShardedTensor, Collective]:

@@ -73,7 +73,10 @@ def compile_apart(
             command = [sys.executable, "-m", "meshwise.commands.compile_worker", str(request), str(result)]
             process = subprocess.Popen(command, stdout=noise, stderr=noise, env=_environment())  # noqa: S603  (our own words)
             try:
-                _wait(process, words, progress)
+                begun = time.monotonic()
+                while process.poll() is None:
+                    time.sleep(_PACE)
+                    progress(f"compiling {words}: {time.monotonic() - begun:.0f} s")
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -91,13 +94,6 @@ def _environment() -> dict[str, str]:
     home = str(Path(errors.__file__).parent.parent)
     paths = [home, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TF_CPP_MIN_LOG_LEVEL": "3"}
-
-
-def _wait(process: subprocess.Popen[bytes], words: str, progress: Callable[[str], None]) -> None:
-    begun = time.monotonic()
-    while process.poll() is None:
-        time.sleep(_PACE)
-        progress(f"compiling {words}: {time.monotonic() - begun:.0f} s")
 
 
 def _result(value: Mapping[str, Any]) -> tuple[Compiled, DeviceMesh]:

@@ -6,7 +6,7 @@ It loads JAX. Not here: the requests (`run_requests`), the step, the loop and th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,15 +56,7 @@ def train_as_planned(
         place_devices(devices, plan.layout),
         Hyperparameters(learning_rate=_learning_rate(request)),
     )
-    source = _source(plan, request)
-    published = None if request.weights is None else open_weights(Path(request.weights), plan.problem.model)
-    run = _Run(step, source, request, progress, published)
-    if request.checkpoint is None:
-        trained = run.train()
-    else:
-        trained = run.train_kept(Path(request.checkpoint), _identity(plan, request, step, source), saved)
-    compute = plan.problem.job.formats.compute
-    peak = None if chip is None else chip.flops_per_s.get(compute)
+    trained = _train(plan, request, step, progress=progress, saved=saved)
     compiled = trained.compiled
     return RunResult(
         plan=plan,
@@ -73,7 +65,7 @@ def train_as_planned(
         is_first_process=first_process(),
         software=software_of(devices[0]),
         chip=None if chip is None else chip.name,
-        peak_flops_per_s=peak,
+        peak_flops_per_s=None if chip is None else chip.flops_per_s.get(plan.problem.job.formats.compute),
         first=trained.first,
         losses=trained.losses,
         seconds=trained.seconds,
@@ -88,46 +80,40 @@ def train_as_planned(
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One run of the loop, as it was asked for."""
-
-    step: TrainStep
-    source: TokenSource
-    request: RunRequest
-    progress: Callable[[str], None]
-    published: Weights | None = None
-
-    def train(self, kept: Checkpoints | None = None) -> Trained:
-        """Train, from the last step that was saved where there is one, else from published weights if asked."""
-        asked, load = self.request, None
-        if kept is not None and kept.latest:
-            load = kept.load
-        elif self.published is not None:
-            load = partial(_start, self.published)
-        return train(
-            self.step,
-            self.source,
-            last=asked.steps,
-            seed=asked.seed,
-            load=load,
-            keeper=kept,
-            profile=None if asked.profile is None else Path(asked.profile),
-            progress=self.progress,
-        )
-
-    def train_kept(self, folder: Path, identity: dict[str, dict[str, Any]], saved: Callable[[int], None]) -> Trained:
-        """Train with a folder of saved steps."""
-        kept = Checkpoints.open(folder, identity, self.request.every or DEFAULT_EVERY, self.step, saved)
-        try:
-            if kept.latest >= self.request.steps:
+def _train(
+    plan: Plan,
+    request: RunRequest,
+    step: TrainStep,
+    *,
+    progress: Callable[[str], None],
+    saved: Callable[[int], None],
+) -> Trained:
+    """Train, from the last step that was saved if there is one, else from published weights if asked."""
+    source, kept = _source(plan, request), None
+    load: Callable[[TrainStep], tuple[int, State]] | None = None
+    if request.weights is not None:
+        load = partial(_start, open_weights(Path(request.weights), plan.problem.model))
+    with ExitStack() as stack:
+        if request.checkpoint is not None:
+            folder, identity = Path(request.checkpoint), _identity(plan, request, step, source)
+            kept = Checkpoints.open(folder, identity, request.every or DEFAULT_EVERY, step, saved)
+            stack.enter_context(closing(kept))
+            if kept.latest >= request.steps:
                 raise MeshwiseError(
-                    f"--steps {self.request.steps}: --checkpoint {folder} holds step {kept.latest} already; "
+                    f"--steps {request.steps}: --checkpoint {folder} holds step {kept.latest} already; "
                     "ask for a later one"
                 )
-            return self.train(kept)
-        finally:
-            kept.close()
+            load = kept.load if kept.latest else load
+        return train(
+            step,
+            source,
+            last=request.steps,
+            seed=request.seed,
+            load=load,
+            keeper=kept,
+            profile=None if request.profile is None else Path(request.profile),
+            progress=progress,
+        )
 
 
 def _start(published: Weights, step: TrainStep) -> tuple[int, State]:
@@ -165,14 +151,15 @@ def _learning_rate(request: RunRequest) -> LearningRate:
 
 def _rates(request: RunRequest) -> dict[str, Any]:
     """What decides the learning rates of all steps; options that were not given do not."""
-    falls = request.learning_rate_decay != "none"
-    return {
-        "learning_rate": request.learning_rate,
-        **({"warmup_steps": request.warmup_steps} if request.warmup_steps else {}),
-        **({"learning_rate_decay": request.learning_rate_decay} if falls else {}),
-        **({"decay_steps": request.decay_steps or request.steps} if falls else {}),
-        **({"final_learning_rate": request.final_learning_rate} if request.final_learning_rate else {}),
+    rate, falls = _learning_rate(request), request.learning_rate_decay != "none"
+    rates = {
+        "learning_rate": rate.peak,
+        "warmup_steps": rate.warmup_steps,
+        "learning_rate_decay": falls and rate.decay,
+        "decay_steps": falls and rate.decay_steps,
+        "final_learning_rate": rate.final,
     }
+    return {name: value for name, value in rates.items() if value}
 
 
 def _identity(plan: Plan, request: RunRequest, step: TrainStep, source: TokenSource) -> dict[str, dict[str, Any]]:

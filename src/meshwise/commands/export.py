@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -40,21 +39,11 @@ def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exp
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
     if not isinstance(plan, Plan | ServingPlan):
         plan = read_serving_plan(plan) if kind_of_plan(plan) == "serving" else read_plan(plan)
-    if isinstance(plan, ServingPlan):
-        _check_tool(to, "serving", SERVING_TARGETS, TARGETS)
-        return hand_over_serving(plan, to)
-    _check_tool(to, "training", TARGETS, SERVING_TARGETS)
-    return hand_over(plan, to)
-
-
-def _check_tool(to: str, kind: str, fitting: Iterable[str], others: Iterable[str]) -> None:
-    """Refuse a tool that does something else.
-
-    Raises:
-        MeshwiseError: with the tools that do it.
-    """
-    if to in others:
-        raise MeshwiseError(f"to: {to} does no {kind}, and this is a plan of {kind}: use {', '.join(fitting)}")
+    kinds = {"training": TARGETS, "serving": SERVING_TARGETS}
+    kind, other = ("serving", "training") if isinstance(plan, ServingPlan) else ("training", "serving")
+    if to in kinds[other]:
+        raise MeshwiseError(f"to: {to} does no {kind}, and this is a plan of {kind}: use {', '.join(kinds[kind])}")
+    return hand_over_serving(plan, to) if isinstance(plan, ServingPlan) else hand_over(plan, to)
 
 
 class _ExportRequest(Request):

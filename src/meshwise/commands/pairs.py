@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -15,27 +15,21 @@ from meshwise.core.units import parse_count
 _LARGEST = 1e15
 
 
-def parse_sizes(value: Any, *, example: str = "B=1024", check_name: Callable[[str], None] = lambda _: None) -> Any:
+def parse_sizes(value: Any) -> Any:
     """Read `("B=1024", "D=8Ki,F=32Ki")` as a dict of whole sizes; a dict is checked and passed on.
 
     >>> parse_sizes(["B=1024", "D=8Ki,F=32Ki"])
     {'B': 1024, 'D': 8192, 'F': 32768}
 
-    Args:
-        value: what the user gave.
-        example: one pair, for errors.
-        check_name: raises for a name that cannot be; asked before the name's size is read.
-
     Raises:
         MeshwiseError: not NAME=SIZE, a name twice, a size that is not a whole number from 1 to 1e15.
         UnitError: a size that is no number.
     """
-    pairs = value.items() if isinstance(value, Mapping) else _pairs(value, example)
+    pairs = value.items() if isinstance(value, Mapping) else _pairs(value)
     sizes: dict[str, int] = {}
     for name, size in pairs:
         if not isinstance(name, str):
-            raise MeshwiseError(f"expected a name such as {example.partition('=')[0]}, found {name!r}")
-        check_name(name)
+            raise MeshwiseError(f"expected a name such as B, found {name!r}")
         if name in sizes:
             raise MeshwiseError(f"{name} is given twice")
         number = parse_count(size, name)
@@ -45,23 +39,16 @@ def parse_sizes(value: Any, *, example: str = "B=1024", check_name: Callable[[st
     return sizes
 
 
-def _pairs(value: Any, example: str) -> list[tuple[str, str]]:
+def _pairs(value: Any) -> Iterator[tuple[str, str]]:
     """Split text, or several texts."""
-    texts = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else value
-    return [pair for text in texts for pair in _split(text, example)]
-
-
-def _split(text: Any, example: str) -> list[tuple[str, str]]:
-    if not isinstance(text, str):
-        raise MeshwiseError(f"expected NAME=SIZE such as {example}, found {text!r}")
-    return [_pair(part, example) for part in text.split(",")]
-
-
-def _pair(text: str, example: str) -> tuple[str, str]:
-    name, equals, size = text.partition("=")
-    if not equals or not name.strip() or not size.strip():
-        raise MeshwiseError(f"expected NAME=SIZE such as {example}, found {text!r}")
-    return name.strip(), size.strip()
+    for text in (value,) if isinstance(value, str) or not isinstance(value, Iterable) else value:
+        if not isinstance(text, str):
+            raise MeshwiseError(f"expected NAME=SIZE such as B=1024, found {text!r}")
+        for pair in text.split(","):
+            name, _, size = map(str.strip, pair.partition("="))
+            if not name or not size:
+                raise MeshwiseError(f"expected NAME=SIZE such as B=1024, found {pair!r}")
+            yield name, size
 
 
 def mesh_text(mesh: str | Mapping[str, int] | None) -> str | None:

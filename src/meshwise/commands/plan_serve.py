@@ -33,17 +33,18 @@ def _target(value: Any) -> Any:
     """Read `50ms` or `p99:50ms`; numbers are seconds."""
     if isinstance(value, LatencyTarget) or value is None:
         return value
-    text = str(value).strip()
+    text, share = str(value).strip(), None
     head, colon, rest = text.partition(":")
-    if not colon:
-        seconds = float(value) if isinstance(value, int | float) else parse_duration(text, "target")
-        return _latency_target(seconds, None, text)
-    number = head[1:] if head[:1] in ("p", "P") else ""
+    if colon:
+        try:
+            share = float(head[1:] if head[:1] in ("p", "P") else "") / 100
+        except ValueError:
+            raise MeshwiseError(f"expected a time such as 50ms, of the mean, or p99:50ms, found {text!r}") from None
+    seconds = float(value) if isinstance(value, int | float) else parse_duration(rest if colon else text, "target")
     try:
-        percentile = float(number)
-    except ValueError:
-        raise MeshwiseError(f"expected a time such as 50ms, of the mean, or p99:50ms, found {text!r}") from None
-    return _latency_target(parse_duration(rest, "target"), percentile / 100, text)
+        return LatencyTarget(seconds, share)
+    except MeshwiseError as error:
+        raise MeshwiseError(f"{str(error).removeprefix('target: ')} in {text!r}") from None
 
 
 def _tokens(text: str) -> int:
@@ -52,13 +53,6 @@ def _tokens(text: str) -> int:
     if value != int(value) or value < 1:
         raise MeshwiseError(f"--chunk: expected whole numbers of tokens, at least 1, found {text!r}")
     return int(value)
-
-
-def _latency_target(seconds: float, share: float | None, text: str) -> LatencyTarget:
-    try:
-        return LatencyTarget(seconds, share)
-    except MeshwiseError as error:
-        raise MeshwiseError(f"{str(error).removeprefix('target: ')} in {text!r}") from None
 
 
 _Target = Annotated[LatencyTarget, Flag("TIME"), BeforeValidator(_target, json_schema_input_type=str | float)]

@@ -105,32 +105,23 @@ class PlanTrainRequest(TrainRequest):
         """Clusters to compare; one name if there is no comparison."""
         return listed(self.on, "--on")
 
-    @property
-    def constraints(self) -> Constraints:
-        """What is fixed, forbidden and limited.
-
-        Raises:
-            LayoutError: constraints that contradict each other.
-        """
-        return Constraints(
-            fixed=self.fix,
-            forbidden=self.forbid,
-            max_chips=self.max_chips,
-            deadline_days=None if self.deadline is None else self.deadline / 86400,
-            budget_usd=self.budget,
-            max_memory=self.max_memory,
-            front=self.front,
-            offload=self.offload,
-        )
-
-    def check(self, problem: TrainingProblem) -> Constraints:
-        """Refuse constraints that cannot be, before anything is searched.
+    def constraints(self, problem: TrainingProblem) -> Constraints:
+        """What is fixed, forbidden and limited; refused, before anything is searched, where it cannot be.
 
         Raises:
             LayoutError: fixed axes that exceed the chips; contradictory or incomplete constraints.
         """
         try:
-            constraints = self.constraints
+            constraints = Constraints(
+                fixed=self.fix,
+                forbidden=self.forbid,
+                max_chips=self.max_chips,
+                deadline_days=None if self.deadline is None else self.deadline / 86400,
+                budget_usd=self.budget,
+                max_memory=self.max_memory,
+                front=self.front,
+                offload=self.offload,
+            )
         except LayoutError as error:
             raise LayoutError(f"--fix and --forbid: {error}") from None
         needed = math.prod(n for a, n in self.fix.items() if a in MESH_AXES)
@@ -160,7 +151,7 @@ def plan_train(request: PlanTrainRequest, *, progress: Callable[[str], None] = l
         MeshwiseError: an argument that cannot be understood; InfeasibleError when nothing fits.
     """
     problem = request.problem()
-    constraints = request.check(problem)
+    constraints = request.constraints(problem)
     planning = plan_training(
         problem, objective=request.objective, top=request.top, constraints=constraints, progress=progress
     )
@@ -204,7 +195,7 @@ def find_scaling(request: PlanTrainRequest, *, progress: Callable[[str], None] =
     if given or request.objective != "time":
         raise MeshwiseError(f"--scaling asks for the least time; leave out {' and '.join(given) or '--objective'}")
     problem = request.problem()
-    return scale_training(problem, constraints=request.check(problem), progress=progress)
+    return scale_training(problem, constraints=request.constraints(problem), progress=progress)
 
 
 def compare_train(

@@ -23,6 +23,9 @@ from meshwise.report.roofline import Critical, RooflineCase, roofline_report, ro
 _Rate = Annotated[float, Quantity("FLOP/s", parse_flops_per_s, format_flops_per_s, "989TFLOP/s")]
 _Bandwidth = Annotated[float, Quantity("bytes/s", parse_bandwidth, format_bandwidth, "3.35TB/s")]
 
+#: Memory -> its bandwidth, a field of a chip.
+_BANDWIDTHS = {Memory.HBM: "hbm_bandwidth", Memory.VMEM: "onchip_bandwidth", Memory.HOST: "host_link_bandwidth"}
+
 
 class RooflineRequest(Request):
     """What `meshwise roofline` is asked."""
@@ -81,37 +84,26 @@ def roofline(request: RooflineRequest) -> RooflineCase:
         intensity=1 / inverse if inverse > 0 else None,
         critical=critical,
         large=large,
-        compute_source=_compute_source(op, chip, request),
-        memory_source=_memory_source(chip, request),
+        compute_source=_source(chip, "flops_per_s" if op.matmul else "vector_flops_per_s", request.flops_per_s),
+        memory_source=_source(chip, _BANDWIDTHS[request.memory], request.memory_bandwidth),
     )
 
 
 def _rates(op: Op, chip: Chip, request: RooflineRequest) -> Rates:
     """Take the catalog's rates, or the user's."""
     if request.memory_bandwidth is not None:  # stands in also where the catalog knows none
-        chip = chip.replace(
-            hbm_bandwidth=request.memory_bandwidth,
-            onchip_bandwidth=request.memory_bandwidth,
-            host_link_bandwidth=request.memory_bandwidth,
-        )
+        chip = chip.replace(**dict.fromkeys(_BANDWIDTHS.values(), request.memory_bandwidth))
     rates = rates_of(op, chip, request.memory)
     if request.flops_per_s is not None:
         rates = dataclasses.replace(rates, flops_per_s=request.flops_per_s)
     return rates if request.padding else dataclasses.replace(rates, tile=None)
 
 
-def _compute_source(op: Op, chip: Chip, request: RooflineRequest) -> str:
-    if request.flops_per_s is not None:
+def _source(chip: Chip, field: str, given: float | None) -> str:
+    """Where a rate is from: the catalog's source, unless the user gave it."""
+    if given is not None:
         return "given by the user"
-    source = chip.source("flops_per_s" if op.matmul else "vector_flops_per_s")
-    return f"{source.title}, {source.date}"
-
-
-def _memory_source(chip: Chip, request: RooflineRequest) -> str:
-    if request.memory_bandwidth is not None:
-        return "given by the user"
-    names = {Memory.HBM: "hbm_bandwidth", Memory.VMEM: "onchip_bandwidth", Memory.HOST: "host_link_bandwidth"}
-    source = chip.source(names[request.memory])
+    source = chip.source(field)
     return f"{source.title}, {source.date}"
 
 

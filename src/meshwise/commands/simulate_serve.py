@@ -145,12 +145,21 @@ class SimulateServeRequest(Request):
         return ServingSystem(costs, self.replicas, scheduling, self.routing, pool, self.scaling())
 
     def scaling(self) -> Autoscaling | None:
-        """What changes the number of replicas."""
-        return None if self.autoscale is None else _autoscaling(self.autoscale)
-
-    def targets(self) -> Targets:
-        """The latencies that requests must keep."""
-        return Targets(self.max_ttft, self.max_tpot, self.share)
+        """What changes the number of replicas: `50:1-8:10s:60s`."""
+        if self.autoscale is None:
+            return None
+        parts = self.autoscale.split(":")
+        try:
+            target = float(parts[0])
+            least, most = map(int, parts[1].split("-"))
+        except (ValueError, IndexError):
+            parts = []
+        if len(parts) not in (2, 4):
+            raise MeshwiseError(
+                "--autoscale: expected REQUESTS:LEAST-MOST[:INTERVAL:STARTUP] such as 50:1-8:10s:60s, found "
+                f"{self.autoscale!r}"
+            )
+        return Autoscaling(target, least, most, *(parse_duration(p, "--autoscale") for p in parts[2:]))
 
 
 def _speculation(text: str) -> Speculation:
@@ -163,22 +172,6 @@ def _speculation(text: str) -> Speculation:
             f"--speculate: expected ACCEPTANCE:DRAFTS[:TIME] such as 0.7:4:1ms, found {text!r}"
         ) from None
     return Speculation(acceptance, drafts, parse_duration(":".join(parts[2:]), "--speculate") if parts[2:] else 0.0)
-
-
-def _autoscaling(text: str) -> Autoscaling:
-    """Read `50:1-8:10s:60s`."""
-    parts = text.split(":")
-    try:
-        target = float(parts[0])
-        least, most = (int(p) for p in parts[1].split("-"))
-    except (ValueError, IndexError):
-        parts = []
-    if len(parts) not in (2, 4):
-        raise MeshwiseError(
-            f"--autoscale: expected REQUESTS:LEAST-MOST[:INTERVAL:STARTUP] such as 50:1-8:10s:60s, found {text!r}"
-        )
-    times = [parse_duration(p, "--autoscale") for p in parts[2:]]
-    return Autoscaling(target, least, most, *times)
 
 
 def read_engine_costs(file: str | os.PathLike[str]) -> EngineCosts:
@@ -314,7 +307,7 @@ def simulate_serve(
         system = planned_system(request, served, name)
     else:
         system = request.system(served)
-    load, targets, capacity = request.load(), request.targets(), None
+    load, targets, capacity = request.load(), Targets(request.max_ttft, request.max_tpot, request.share), None
     if isinstance(served, ServingPlan):
         check_requests(load, served)
     if request.capacity:
