@@ -27,7 +27,7 @@ from meshwise.report.bench import BenchResult
 from meshwise.report.collective import CollectiveCase
 from meshwise.report.roofline import RooflineCase
 from meshwise.report.run import GenerateResult, RunResult
-from meshwise.scoring.calibrating import Refined
+from meshwise.scoring.fitting import Refined
 from meshwise.scoring.score import Score as Score
 from meshwise.scoring.score import ServingScore, TrainingScore
 from meshwise.search.plan import Plan as Plan
