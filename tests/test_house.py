@@ -74,6 +74,7 @@ def words_of(name: str) -> str:
     return f" {snake.replace('_', ' ').strip()} "
 
 
+@cache
 def retired_words(name: str) -> list[str]:
     words = words_of(name)
     for kept in RETIRED.values():  # a word may be retired alone and be used in another ("simulator setup")
@@ -166,34 +167,27 @@ def test_circles_are_found():
 # Lengths.
 
 
-def code_lines(file: File) -> set[int]:
-    """Lines that hold code: no comments, docstrings, imports and blanks."""
+def code_lines(file: File, function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many of its lines hold code: no comments, docstrings, imports and blanks."""
     left_out: set[int] = set()
-    for node in nodes(file):
+    for node in ast.walk(function):
         if isinstance(node, ast.Import | ast.ImportFrom):
             left_out.update(range(node.lineno, node.end_lineno + 1))
         elif isinstance(node, HOLDERS) and ast.get_docstring(node, clean=False) is not None:
             left_out.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    text = "".join(file.text.splitlines(keepends=True)[function.lineno - 1 : function.end_lineno])
     lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in no_code:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return lines - left_out
+            lines.update(range(function.lineno + token.start[0] - 1, function.lineno + token.end[0]))
+    return len(lines - left_out)
 
 
 def test_no_function_is_long():
-    long = {}
-    for file in files():
-        functions = [n for n in nodes(file) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-        if all(n.end_lineno - n.lineno < CODE_LINES_OF_A_FUNCTION for n in functions):
-            continue
-        lines = code_lines(file)
-        for node in functions:
-            if node.end_lineno - node.lineno >= CODE_LINES_OF_A_FUNCTION:
-                own = len(lines & set(range(node.lineno, node.end_lineno + 1)))
-                if own > CODE_LINES_OF_A_FUNCTION:
-                    long[f"{file.name}:{node.name}"] = own
+    functions = [(f, n) for f in files() for n in nodes(f) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    some = [(f, n) for f, n in functions if n.end_lineno - n.lineno >= CODE_LINES_OF_A_FUNCTION]
+    long = {f"{f.name}:{n.name}": own for f, n in some if (own := code_lines(f, n)) > CODE_LINES_OF_A_FUNCTION}
     assert not {name: n for name, n in long.items() if last(name) not in LONG_FUNCTIONS}
 
 

@@ -1,5 +1,7 @@
 """Attention by blocks of queries, and its backward pass from a given denominator, against attention at once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,21 +40,19 @@ def test_blocks_of_queries_change_nothing(given, monkeypatch):
 @pytest.mark.parametrize("block", [pytest.param(512, marks=pytest.mark.jax), 4])
 def test_gradients_from_a_given_denominator_are_those_of_attention(given, monkeypatch, block):
     *arrays, positions = given
-    expected = jax.grad(objective, argnums=(0, 1, 2))(*given)
-    out, total = attend(*arrays, MASKS, positions)
+    expected = jax.jit(jax.grad(objective, argnums=(0, 1, 2)))(*given)
+    out, total = jax.jit(attend, static_argnums=3)(*arrays, MASKS, positions)
     monkeypatch.setattr(attention, "_BLOCK", block)
     d_out = drawn(*out.shape)
     shift = drawn(*total.shape) - jnp.sum(d_out * out, axis=-1)
-    found = jax.grad(
-        lambda *a: weigh_scores(*a, masks=MASKS, positions=positions, total=total, d_out=d_out, shift=shift),
-        argnums=(0, 1, 2),
-    )(*arrays)
+    weighed = partial(weigh_scores, masks=MASKS, positions=positions, total=total, d_out=d_out, shift=shift)
+    found = jax.jit(jax.grad(weighed, argnums=(0, 1, 2)))(*arrays)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_query_that_sees_nothing_here_gets_zeros_and_no_weight():
     q, k, v = drawn(1, 4, 2, 8), drawn(1, 4, 2, 8), drawn(1, 4, 2, 8)
-    out, total = attend(q, k, v, MASKS, (jnp.arange(4), 4 + jnp.arange(4)))
+    out, total = jax.jit(attend, static_argnums=3)(q, k, v, MASKS, (jnp.arange(4), 4 + jnp.arange(4)))
     assert not np.asarray(out).any()
     assert np.isneginf(total).all()

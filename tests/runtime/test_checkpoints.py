@@ -34,7 +34,8 @@ def parts(step, state):
     return {part: by_layer(step, tree) for part, tree in trees.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "pipeline" else pytest.mark.jax) for n in LAYOUTS])
+@pytest.mark.jax
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_state_is_loaded_under_every_layout_bit_for_bit(name, tmp_path):
     step = split(LAYOUTS[name])
     state = state_of(step)

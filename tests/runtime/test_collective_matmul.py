@@ -132,7 +132,10 @@ def test_each_device_is_sent_every_other_shard_once_and_both_ways_are_equally_bu
 
 
 #: Odd and even, one way and both, in both formats.
-QUICK = [(4, True, np.float32), (5, True, np.float32), (3, False, np.float64)]
+QUICK = [
+    (4, True, np.float32),
+    *(pytest.param(*case, marks=pytest.mark.jax) for case in ((5, True, np.float32), (3, False, np.float64))),
+]
 
 
 @pytest.mark.parametrize(("size", "both_ways", "dtype"), QUICK)

@@ -74,6 +74,7 @@ def test_the_least_times_are_reading_weights_and_the_prompts_flops():
     assert least_times(plan, chip, DType.BF16, 4, 1)[0] == pytest.approx(each)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("choices", [{"fsdp": 2, "tensor": 2}, {"stage": 3, "fsdp": 2, "num_microbatches": 3}])
 def test_training_begins_with_published_weights(folder, choices):
     step = make(GOLDEN.model, Layout(**choices), precision="mixed")

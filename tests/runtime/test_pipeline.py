@@ -63,7 +63,9 @@ def loops(jaxpr):
             yield from loops(inner)
 
 
-@pytest.mark.parametrize(("schedule", "pieces", "rounds"), [("gpipe", 1, 5), ("interleaved", 2, 9)])
+@pytest.mark.parametrize(
+    ("schedule", "pieces", "rounds"), [pytest.param("gpipe", 1, 5, marks=pytest.mark.jax), ("interleaved", 2, 9)]
+)
 def test_no_weight_is_kept_of_every_round(schedule, pieces, rounds):
     """What a round keeps for its backward pass are activations: weights are read again where they are stored."""
     layout = Layout(

@@ -17,8 +17,10 @@ from meshwise.runtime.weights import open_weights
 from meshwise.sharding.layout import Layout
 from tests.runtime.golden import NAMES, Golden
 
-#: The others are slow because each is one more compiled program, and proves the same of another family.
-QUICK = ("mixtral", "deepseek_v3", "gpt_oss", "gemma3", "gpt2")
+#: Each is one more compiled program, and proves the same of another family: two in the default run, three with what
+#: starts JAX, and the others with the slow tests.
+MARKS = {n: [pytest.mark.slow] for n in NAMES} | {n: [pytest.mark.jax] for n in ("gpt_oss", "gemma3", "gpt2")}
+MARKS |= {n: [] for n in ("mixtral", "deepseek_v3")}
 
 
 def load(golden, file, layout=Layout(), sequences=2):  # noqa: B008 -- frozen
@@ -33,7 +35,7 @@ def check_logits(golden, file, layout):
     np.testing.assert_allclose(found, golden.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) for n in NAMES])
 def test_logits_are_those_of_the_reference_library(name, tmp_path):
     golden = Golden.of(name)
     check_logits(golden, golden.write(tmp_path), Layout())
