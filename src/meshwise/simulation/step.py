@@ -6,7 +6,8 @@ expected step time. Not here: pictures and words (`report`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshwise.costs.estimate import evaluate_layout, layout_candidate, layout_wires
@@ -15,11 +16,11 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.makespans import PipelineShape, StageTimes
 from meshwise.costs.pipeline import Pipeline, Shares, chunk_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.step import NETWORKS, Ledger, StepTime
-from meshwise.costs.traffic import CollectiveTemplate, Pass
+from meshwise.costs.step import NETWORKS, HostMove, Ledger, StepTime
+from meshwise.costs.traffic import Pass
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.placed import Purpose
-from meshwise.simulation.orders import Event, Task, Timeline, Work, run_schedule
+from meshwise.simulation.orders import PASSES, Event, Timeline, Work, run_schedule
 
 #: Stream -> what runs on it.
 STREAMS = {
@@ -39,19 +40,6 @@ _NOTHING = 1e-12
 
 #: Share of a step below which a gap is rounding error.
 _GAP = 1e-12
-
-_PASS = {
-    Task.FORWARD: ("forward",),
-    Task.BACKWARD: ("recompute", "backward", "weights"),
-    Task.ACTIVATIONS: ("recompute", "backward"),
-    Task.WEIGHTS: ("weights",),
-}
-_COMMUNICATES = {
-    Task.FORWARD: ("forward",),
-    Task.BACKWARD: ("backward", "weights"),
-    Task.ACTIVATIONS: ("backward",),
-    Task.WEIGHTS: ("weights",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,30 +117,38 @@ class StepTimeline:
 
     def exposed(self, stage: int) -> dict[str, float]:
         """Seconds of a stage's own critical path, by name of compute and by stream of communication; and "idle"."""
-        found: dict[str, float] = {}
-        for span in self.of(stage):
-            if span.exposed:
-                name = span.name if span.stream == "compute" else span.stream
-                found[name] = found.get(name, 0.0) + span.seconds
-        found["idle"] = self.total - sum(found.values())
-        return found
+        spans = [s for s in self.of(stage) if s.exposed]
+        found = _sums((s.name if s.stream == "compute" else s.stream, s.seconds) for s in spans)
+        return found | {"idle": self.total - sum(found.values())}
 
     def hidden(self, stage: int) -> dict[str, float]:
         """Seconds of communication that run beside a stage's compute, by stream."""
-        found: dict[str, float] = {}
-        for span in self.of(stage):
-            if not span.exposed:
-                found[span.stream] = found.get(span.stream, 0.0) + span.seconds
-        return found
+        return _sums((s.stream, s.seconds) for s in self.of(stage) if not s.exposed)
+
+
+def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Seconds by name."""
+    found: dict[str, float] = defaultdict(float)
+    for name, seconds in parts:
+        found[name] += seconds
+    return dict(found)
+
+
+_ByKind = defaultdict[str, dict[str, float]]
+
+
+def _by_kind() -> _ByKind:
+    """Seconds by pass (or purpose) and term, 0 where nothing was added."""
+    return defaultdict(lambda: defaultdict(float))
 
 
 @dataclass(slots=True)
 class _Chunk:
     """One microbatch in one chunk: seconds of compute by pass, and of communication by pass and term."""
 
-    compute: dict[str, float] = field(default_factory=dict)
-    exposed: dict[str, dict[str, float]] = field(default_factory=dict)
-    hidden: dict[str, dict[str, float]] = field(default_factory=dict)
+    compute: dict[str, float]
+    exposed: _ByKind = field(default_factory=_by_kind)
+    hidden: _ByKind = field(default_factory=_by_kind)
 
 
 def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Layout) -> StepTimeline:
@@ -182,9 +178,7 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
         return 2 if chunk == last else 0 if chunk == 0 else 1
 
     times = (ledger.times.first, ledger.times.middle, ledger.times.last)
-    chunks = [_chunk(whole, share) for share in shares]
-    for chunk in chunks:
-        _add_host(chunk, ledger, float(pipeline.device_chunks))
+    chunks = [_chunk(whole, share, ledger.host, float(pipeline.device_chunks)) for share in shares]
     simulated = run_schedule(layout.schedule, shape, lambda c: _floats(times[which(c)]))
     closed = float(step.terms["pipeline_bubble"]) + float(pipeline.schedule.work(shape, ledger.times))
     scale = closed / simulated.makespan
@@ -217,52 +211,32 @@ def _floats(t: StageTimes) -> StageTimes:
     return StageTimes(float(t.forward), float(t.backward), float(t.weights), float(t.saved))
 
 
-def _chunk(whole: Ledger, shares: Shares) -> _Chunk:
-    """What a chunk that has so large a share of each role computes and sends for one microbatch."""
-    chunk = _Chunk()
-    for runs in whole.blocks:
-        share = float(shares[runs.time.block.role]) * float(runs.count)
-        for name, compute in runs.time.compute.items():
-            chunk.compute[name] = chunk.compute.get(name, 0.0) + share * float(compute.seconds)
+def _chunk(whole: Ledger, shares: Shares, host: Iterable[HostMove], device_chunks: float) -> _Chunk:
+    """What a chunk that has so large a share of each role computes, sends and streams for one microbatch."""
+    runs = ((float(shares[r.time.block.role]) * float(r.count), r.time.compute) for r in whole.blocks)
+    chunk = _Chunk(_sums((name, share * float(c.seconds)) for share, own in runs for name, c in own.items()))
     for hiding in whole.hidings:
-        share = float(shares[hiding.block.role]) * float(hiding.count)
-        if hiding.when is not Pass.STEP and share:
-            for sent in hiding.sent:
-                _add_sent(chunk, sent.collective, share * float(sent.seconds), float(hiding.exposed_share))
+        share, exposed = float(shares[hiding.block.role]) * float(hiding.count), float(hiding.exposed_share)
+        for sent in hiding.sent if hiding.when is not Pass.STEP else ():
+            name, term, seconds = sent.collective.part, sent.collective.term, share * float(sent.seconds)
+            chunk.exposed[name][term] += exposed * seconds
+            chunk.hidden[name][term] += (1 - exposed) * seconds
+    for move in host:
+        if move.when is not Pass.STEP:
+            name = "forward" if move.when is Pass.FORWARD else "backward"
+            chunk.hidden[name]["host"] += float(move.copies * (move.seconds - move.exposed)) / device_chunks
     return chunk
 
 
-def _add_sent(chunk: _Chunk, one: CollectiveTemplate, seconds: float, exposed_share: float) -> None:
-    name, term = one.part, one.term
-    for into, part in ((chunk.exposed, exposed_share), (chunk.hidden, 1 - exposed_share)):
-        if part:
-            mine = into.setdefault(name, {})
-            mine[term] = mine.get(term, 0.0) + part * seconds
-
-
-def _add_host(chunk: _Chunk, ledger: Ledger, device_chunks: float) -> None:
-    """Add the streams of a chunk's passes over the host link that its compute hides."""
-    for move in ledger.host:
-        if move.when is not Pass.STEP:
-            name = "forward" if move.when is Pass.FORWARD else "backward"
-            mine = chunk.hidden.setdefault(name, {})
-            seconds = float(move.copies * (move.seconds - move.exposed)) / device_chunks
-            mine["host"] = mine.get("host", 0.0) + seconds
-
-
-_ByPurpose = dict[Purpose, dict[str, float]]
-
-
-def _once(ledger: Ledger) -> tuple[_ByPurpose, _ByPurpose]:
+def _once(ledger: Ledger) -> tuple[_ByKind, _ByKind]:
     """Seconds of what happens once a step, by purpose and term: those exposed, and those hidden."""
-    exposed: _ByPurpose = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
-    hidden: _ByPurpose = {Purpose.WEIGHTS: {}, Purpose.GRADIENTS: {}}
+    exposed, hidden = _by_kind(), _by_kind()
     for h in ledger.hidings:
         for sent in h.sent if h.when is Pass.STEP else ():
-            term, share = sent.collective.term, float(h.exposed_share)
-            for into, part in ((exposed, share), (hidden, 1 - share)):
-                mine = into[sent.collective.purpose]
-                mine[term] = mine.get(term, 0.0) + part * float(h.count * sent.seconds)
+            purpose, term, share = sent.collective.purpose, sent.collective.term, float(h.exposed_share)
+            seconds = float(h.count * sent.seconds)
+            exposed[purpose][term] += share * seconds
+            hidden[purpose][term] += (1 - share) * seconds
     for move in ledger.host:
         if move.when is Pass.STEP:
             hidden[Purpose.GRADIENTS]["host"] = float(move.copies * (move.seconds - move.exposed))
@@ -289,13 +263,13 @@ def _event(event: Event, chunks: list[_Chunk], begin: float, scale: float) -> It
     """What a device does during one entry of its order: compute, then what of communication sticks out of it."""
     start, room = begin + scale * event.start, scale * (event.end - event.start)
     work: list[tuple[Work, str, str, float]] = []
-    beside: list[tuple[Work, str, float]] = []
     for w, chunk in zip(event.works, chunks, strict=True):
-        work += [(w, "compute", name, scale * chunk.compute.get(name, 0.0)) for name in _PASS[w.task]]
+        names = ("recompute", *PASSES[w.task]) if "backward" in PASSES[w.task] else PASSES[w.task]
+        work += [(w, "compute", name, scale * chunk.compute.get(name, 0.0)) for name in names]
     exchanges: list[tuple[Work, str, float]] = []
     for w, chunk in zip(event.works, chunks, strict=True):
-        for name in _COMMUNICATES[w.task]:
-            for term, seconds in chunk.exposed.get(name, {}).items():
+        for name in PASSES[w.task]:
+            for term, seconds in chunk.exposed[name].items():
                 if term == "expert":
                     exchanges.append((w, term, scale * seconds))
                 else:
@@ -308,10 +282,10 @@ def _event(event: Event, chunks: list[_Chunk], begin: float, scale: float) -> It
     left = room - sum(seconds for *_, seconds in work)
     share = max(left, 0.0) / sent if len(event.works) > 1 and sent else 1.0
     work += [(w, term, term, seconds * share) for w, term, seconds in exchanges]
-    beside += [(w, term, seconds * (1 - share)) for w, term, seconds in exchanges if share < 1]
+    beside = [(w, term, seconds * (1 - share)) for w, term, seconds in exchanges]
     for w, chunk in zip(event.works, chunks, strict=True):
-        for name in _COMMUNICATES[w.task]:
-            beside += [(w, term, scale * seconds) for term, seconds in chunk.hidden.get(name, {}).items()]
+        for name in PASSES[w.task]:
+            beside += [(w, term, scale * seconds) for term, seconds in chunk.hidden[name].items()]
     at = start
     for w, stream, name, seconds in work:
         if seconds > _NOTHING:
