@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -139,7 +139,7 @@ class SimulateServeRequest(Request):
         pool = None
         if self.prefill_replicas:
             own = costs if self.prefill_costs is None else read_engine_costs(self.prefill_costs)
-            pool = PrefillPool(own, self.prefill_replicas, scheduling.replace(speculation=None))
+            pool = PrefillPool(own, self.prefill_replicas, replace(scheduling, speculation=None))
         elif self.prefill_costs is not None:
             raise MeshwiseError("--prefill-costs: of which replicas? Give --prefill-replicas")
         return ServingSystem(costs, self.replicas, scheduling, self.routing, pool, self.scaling())
@@ -260,17 +260,17 @@ def planned_system(request: SimulateServeRequest, plan: ServingPlan, name: str) 
         raise MeshwiseError(f"{flag(decided[0])}: the plan {name} says it; leave it out")
     system = simulator_setup(plan.problem, plan.setup)
     changes = {field: getattr(request, field) for field in _SCHEDULING if field in given}
-    system = system.replace(scheduling=system.scheduling.replace(**changes))
+    system = replace(system, scheduling=replace(system.scheduling, **changes))
     if "prefill_replicas" in given:
         if system.prefill is None:
             raise MeshwiseError(
                 f"--prefill-replicas: the engines of {name} prefill themselves; leave it out, or plan with "
                 "--mode disaggregated"
             )
-        system = system.replace(prefill=system.prefill.replace(replicas=request.prefill_replicas))
-    system = system.replace(**{field: getattr(request, field) for field in ("replicas", "routing") if field in given})
+        system = replace(system, prefill=replace(system.prefill, replicas=request.prefill_replicas))
+    system = replace(system, **{field: getattr(request, field) for field in ("replicas", "routing") if field in given})
     scaling = request.scaling()
-    return system if scaling is None else system.replace(autoscaling=scaling)
+    return system if scaling is None else replace(system, autoscaling=scaling)
 
 
 @command(SimulateServeRequest)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ EVERYTHING = [
 def test_nothing_is_lost(routing, scheduling, separate):
     """Requests, tokens and blocks are conserved and time goes on, with a cache that is far too small."""
     costs = COSTS.replace(kv_blocks=160)
-    pool = PrefillPool(costs, 2, scheduling.replace(speculation=None)) if separate else None
+    pool = PrefillPool(costs, 2, replace(scheduling, speculation=None)) if separate else None
     system = ServingSystem(costs, 2, scheduling, routing, pool)
     asked = load(
         300, 40.0, "lognormal:200:1:900", "uniform:1-300", "gamma:2", seed=5, prefixes=SharedPrefixes(200, groups=3)
@@ -148,7 +149,7 @@ def test_a_small_cache_does_make_requests_give_way():
     crowded = ServingSystem(COSTS.replace(kv_blocks=700), scheduling=Scheduling(preemption="swap"))
     swapped = simulate_serving(crowded, load(500, 20.0, "300", "300"))
     recomputed = simulate_serving(
-        crowded.replace(scheduling=Scheduling(preemption="recompute")), load(500, 20.0, "300", "300")
+        replace(crowded, scheduling=Scheduling(preemption="recompute")), load(500, 20.0, "300", "300")
     )
     assert swapped.replicas[0].preemptions > 50
     assert recomputed.replicas[0].prefilled > 500 * 300 == swapped.replicas[0].prefilled

@@ -188,13 +188,13 @@ def simulator_setup(problem: ServingProblem, setup: ServingSetup) -> ServingSyst
         pool = PrefillPool(
             engine_costs(problem, setup, "prefill"),
             setup.prefill.replicas,
-            whole.replace(max_batch=max(setup.prefill_batch, 1), speculation=None),
+            replace(whole, max_batch=max(setup.prefill_batch, 1), speculation=None),
         )
         costs = engine_costs(problem, setup, "decode")
-        own = whole.replace(prefix_cache=False)
+        own = replace(whole, prefix_cache=False)
         return ServingSystem(costs, setup.decode.replicas, own, "least-loaded", pool)
     scheduling = whole
     if setup.chunk is not None:
         most = setup.chunk + setup.batch * whole.tokens_each
-        scheduling = whole.replace(policy="chunked", max_step_tokens=most)
+        scheduling = replace(whole, policy="chunked", max_step_tokens=most)
     return ServingSystem(engine_costs(problem, setup, "decode"), setup.decode.replicas, scheduling, "least-loaded")

@@ -9,67 +9,50 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 from meshwise.jobs.traffic import Demand, Load
 from meshwise.simulation.serving.cache import Request
 from meshwise.simulation.serving.recording import Recorder
 from meshwise.simulation.serving.replica import Replica
-from meshwise.simulation.serving.system import Autoscaling, PrefillPool, ServingSystem
+from meshwise.simulation.serving.system import PrefillPool, ServingSystem
 
 #: Requests that a replica may have more than the least loaded one, and still get those whose prefix it has.
 _AFFINITY_SLACK = 16
 
 
-class Router(Protocol):
-    """Chooses a replica."""
+class Router:
+    """Chooses replicas for the requests of one fleet.
+
+    Args:
+        routing: a name of `ROUTINGS`.
+    """
+
+    def __init__(self, routing: str) -> None:
+        self._routing = routing
+        self._last = 0
+        self._sent: dict[str, Replica] = {}  # beginning of prompts -> the replica that was last sent one
 
     def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:
-        """Choose for a request that arrives at `time`; None: its prefix does not matter."""
-
-
-class RoundRobin:
-    """Each replica in turn."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:  # noqa: ARG002
-        """Choose the next one."""
-        self._next = (self._next + 1) % len(replicas)
-        return replicas[self._next]
-
-
-class LeastLoaded:
-    """The replica with the fewest requests that are not done."""
-
-    def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:  # noqa: ARG002
-        """Choose it; of several the first."""
+        """Choose for a request that arrives at `time`; `demand` is None where its prefix does not matter."""
+        if self._routing == "round-robin":
+            self._last = (self._last + 1) % len(replicas)
+            return replicas[self._last]
         best = replicas[0]
         for replica in replicas:
             if replica.clock <= time:
                 replica.run_until(time)
             if replica.outstanding < best.outstanding:
                 best = replica
-        return best
-
-
-class Affinity:
-    """The replica that has most of a prompt's prefix in its cache, or was last sent one like it.
-
-    Unless it has many more requests than the least loaded one, which is then chosen.
-    """
-
-    def __init__(self) -> None:
-        self._least = LeastLoaded()
-        self._sent: dict[str, Replica] = {}
-
-    def choose(self, replicas: Sequence[Replica], time: float, demand: Demand | None) -> Replica:
-        """Choose by prefix, then by load."""
-        best = self._least.choose(replicas, time, demand)
-        if demand is None or not demand.prefix:
+        if self._routing == "least-loaded" or demand is None or not demand.prefix:
             return best
-        most, load = 0, best.outstanding + _AFFINITY_SLACK
+        return self._by_prefix(replicas, best, demand)
+
+    def _by_prefix(self, replicas: Sequence[Replica], least: Replica, demand: Demand) -> Replica:
+        """The replica that has most of a prompt's prefix in its cache, or was last sent one like it.
+
+        Unless it has many more requests than the least loaded one, which is then chosen.
+        """
+        best, most, load = least, 0, least.outstanding + _AFFINITY_SLACK
         beginning = demand.prefix[0][0]
         known = self._sent.get(beginning)
         if known is not None and known.outstanding <= load and known in replicas:
@@ -80,14 +63,6 @@ class Affinity:
                 best, most = replica, found
         self._sent[beginning] = best
         return best
-
-
-#: Name -> how to choose.
-_ROUTERS: dict[str, type[RoundRobin | LeastLoaded | Affinity]] = {
-    "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
-    "affinity": Affinity,
-}
 
 
 class Life:
@@ -118,37 +93,37 @@ class Fleet:
     Attributes:
         lives: of those that decode, all there ever were.
         prefill: those that only prefill.
+        sizes: times, and how many replicas were to be there from then on.
         refused: requests that do not fit in a replica's cache.
         transferred: tokens whose cache was sent.
     """
 
     def __init__(self, system: ServingSystem, recorder: Recorder, seed: int = 0) -> None:
         self.system, self.recorder, self.seed = system, recorder, seed
-        self._router = _ROUTERS[system.routing]()
+        self._router, self._prefill_router = Router(system.routing), Router(system.routing)
         self._made = 0
         self.lives = [self._ordered(0.0, 0.0) for _ in range(system.replicas)]
         self._active = [life.replica for life in self.lives]
-        self._scaling = None if system.autoscaling is None else _Scaling(system.autoscaling)
+        self.sizes = [(0.0, system.replicas)]
+        self._due = math.inf if system.autoscaling is None else system.autoscaling.interval_s
         self.refused = self.transferred = 0
         self.end = 0.0
         self.prefill: list[Replica] = []
         self._arriving: list[tuple[float, int, Request]] = []
         if system.prefill is not None:
             self._links = [0.0] * system.prefill.replicas
-            self._prefill_router = _ROUTERS[system.routing]()
             self.prefill = [self._prefiller(system.prefill, number) for number in range(system.prefill.replicas)]
 
     def run(self, load: Load) -> None:
         """Serve a load from the first request to the last."""
-        scaling, prefill = self._scaling, self.prefill
+        prefill = self.prefill
         most_tokens = self._active[0].cache.most_tokens
         most_prompt = prefill[0].cache.most_tokens if prefill else most_tokens
         for index, demand in enumerate(load.requests()):
             time = demand.arrival
             if prefill:
                 self._deliver(time)
-            if scaling is not None:
-                self._scale(time)
+            self._scale(time)
             if demand.prompt > most_prompt or demand.prompt + demand.output - 1 > most_tokens:
                 self.refused += 1
                 continue
@@ -193,8 +168,7 @@ class Fleet:
         arriving = self._arriving
         while arriving and arriving[0][0] <= time:
             when, _, request = heapq.heappop(arriving)
-            if self._scaling is not None:
-                self._scale(when)
+            self._scale(when)
             replica = self._router.choose(self._active, when, None)
             replica.run_until(when)
             replica.enqueue(request, when)
@@ -203,43 +177,23 @@ class Fleet:
 
     def _scale(self, time: float) -> None:
         """Decide how many replicas there are, as often as was due before `time`."""
-        scaling = self._scaling
-        assert scaling is not None
-        while scaling.next <= time:
-            now = scaling.next
-            scaling.next += scaling.rule.interval_s
+        rule = self.system.autoscaling
+        while rule is not None and self._due <= time:
+            now = self._due
+            self._due += rule.interval_s
             for life in self.lives:
                 life.replica.run_until(now)
-            wanted = scaling.wanted(sum(life.replica.outstanding for life in self.lives))
+            outstanding = sum(life.replica.outstanding for life in self.lives)
+            wanted = min(max(math.ceil(outstanding / rule.requests_per_replica), rule.least), rule.most)
             staying = [life for life in self.lives if life.leaving is None]
             for life in staying[wanted:]:
                 life.leaving = now
             for _ in range(wanted - len(staying)):
-                self.lives.append(self._ordered(now, scaling.rule.startup_s))
+                self.lives.append(self._ordered(now, rule.startup_s))
             there = [life.replica for life in self.lives if life.leaving is None and life.replica.begins <= now]
-            scaling.sizes.append((now, min(wanted, len(staying)) + max(wanted - len(staying), 0)))
+            self.sizes.append((now, wanted))
             self._active = there or self._active
 
     def lifetimes(self) -> list[float]:
         """Seconds that each replica was there, those that only prefill last."""
         return [life.gone(self.end) - life.ordered for life in self.lives] + [self.end] * len(self.prefill)
-
-    @property
-    def sizes(self) -> list[tuple[float, int]]:
-        """Times, and how many replicas were to be there from then on."""
-        first = [(0.0, self.system.replicas)]
-        return first if self._scaling is None else first + self._scaling.sizes
-
-
-class _Scaling:
-    """When the next decision is due, and what was decided."""
-
-    def __init__(self, rule: Autoscaling) -> None:
-        self.rule = rule
-        self.next = rule.interval_s
-        self.sizes: list[tuple[float, int]] = []
-
-    def wanted(self, outstanding: int) -> int:
-        """Replicas for so many requests."""
-        wanted = math.ceil(outstanding / self.rule.requests_per_replica)
-        return min(max(wanted, self.rule.least), self.rule.most)

@@ -134,7 +134,7 @@ class Recorder:
         on_progress: called now and then with the number of requests that are done.
     """
 
-    def __init__(self, spans: int = 0, on_progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, spans: int = 0, on_progress: Callable[[int], None] = lambda _: None) -> None:
         self.rows = array("d")
         self.spans: list[Span] = []
         self.max_spans = spans
@@ -147,5 +147,4 @@ class Recorder:
         self._left -= 1
         if not self._left:
             self._left = _PROGRESS_EVERY
-            if self._on_progress is not None:
-                self._on_progress(len(self.rows) // len(COLUMNS))
+            self._on_progress(len(self.rows) // len(COLUMNS))

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.jobs.traffic import Load
@@ -50,7 +49,12 @@ def simulate_serving(
     Raises:
         InfeasibleError: no request fits in a replica's cache.
     """
-    recorder = Recorder(spans, None if progress is None else partial(_requests_done, progress, load.num_requests))
+
+    def say(done: int) -> None:
+        if progress is not None:
+            progress(f"{done:,} of {load.num_requests:,} requests are done")
+
+    recorder = Recorder(spans, say)
     fleet = Fleet(system, recorder, seed)
     begun = time.process_time()
     fleet.run(load)
@@ -62,10 +66,6 @@ def simulate_serving(
             f"replica's cache holds {system.costs.kv_tokens:,}; give replicas more chips, or shorter requests"
         )
     return ServingResult.of(fleet, seconds)
-
-
-def _requests_done(progress: Callable[[str], None], number: int, done: int) -> None:
-    progress(f"{done:,} of {number:,} requests are done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,15 @@ def find_capacity(
     tried: dict[float, ServingResult | None] = {}
 
     def keeps(rate: float) -> bool:
-        say = None if progress is None else partial(_at_rate, progress, rate, len(tried) + 1)
+        number = len(tried) + 1
+
+        def say(line: str) -> None:
+            if progress is not None:
+                progress(f"rate {number}, {rate:.4g} requests/s: {line}")
+
         result = simulate_serving(system, load.at_rate(rate), seed=seed, progress=say)
-        kept = targets.met_by(result)
-        tried[rate] = result if kept else None
-        return kept
+        tried[rate] = result if targets.met_by(result) else None
+        return tried[rate] is not None
 
     alone = simulate_serving(system, load.first(_ALONE).at_rate(_SELDOM), seed=seed)
     if not targets.met_by(alone):
@@ -134,11 +138,6 @@ def find_capacity(
     assert best is not None
     outcome = tuple((rate, result is not None) for rate, result in tried.items())
     return Capacity(low, best, outcome, time.process_time() - begun)
-
-
-def _at_rate(progress: Callable[[str], None], rate: float, number: int, line: str) -> None:
-    """Tell a line of the simulation of one rate; `number` counts those that were tried, this one included."""
-    progress(f"rate {number}, {rate:.4g} requests/s: {line}")
 
 
 def _bracket(rate: float, keeps: Callable[[float], bool]) -> tuple[float, float]:

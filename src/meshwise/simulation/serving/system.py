@@ -6,8 +6,7 @@ Values only; `replica` and `fleet` act on them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -122,10 +121,6 @@ class Scheduling:
         """Tokens of a step for each request that decodes: one, and its draft."""
         return 1 if self.speculation is None else 1 + self.speculation.draft_tokens
 
-    def replace(self, **changes: Any) -> Scheduling:
-        """A copy with other values."""
-        return replace(self, **changes)
-
 
 #: Routing -> which replica a request goes to.
 ROUTINGS = {
@@ -153,10 +148,6 @@ class PrefillPool:
         """Check that there are some, and that they can send."""
         _check_replicas("prefill replicas", self.replicas)
         self.costs.transfer_seconds(1)
-
-    def replace(self, **changes: Any) -> PrefillPool:
-        """A copy with other values."""
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +223,6 @@ class ServingSystem:
         """Chips of all replicas; with autoscaling, at first."""
         others = 0 if self.prefill is None else self.prefill.replicas * self.prefill.costs.num_chips
         return self.replicas * self.costs.num_chips + others
-
-    def replace(self, **changes: Any) -> ServingSystem:
-        """A copy with other values."""
-        return replace(self, **changes)
 
 
 def _check_replicas(what: str, count: int) -> None:
