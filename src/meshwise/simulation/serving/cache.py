@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 Path = tuple[tuple[str, int], ...]
@@ -39,6 +40,13 @@ class Node:
     def end(self) -> int:
         """Tokens up to where it is cached."""
         return self.begin + self.tokens
+
+    def path(self) -> Iterator[Node]:
+        """The part and those before it, up to the root."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
 
 
 @dataclass(slots=True, eq=False)
@@ -208,23 +216,19 @@ class PrefixCache:
     def pin(self, node: Node) -> None:
         """Keep a part and those before it from being evicted, and mark them as just used."""
         self._clock += 1
-        step: Node | None = node
-        while step is not None:
+        for step in node.path():
             if not step.pins:
                 self.pinned += self._size(step)
             step.pins += 1
             step.used = self._clock
-            step = step.parent
 
     def unpin(self, node: Node) -> None:
         """Undo one `pin`."""
-        step: Node | None = node
-        while step is not None:
+        for step in node.path():
             step.pins -= 1
             if not step.pins:
                 self.pinned -= self._size(step)
                 self._offer(step)
-            step = step.parent
 
     def insert(self, path: Path) -> Node:
         """Put a path into the cache, pinned; the caller's blocks of it are the tree's from now on.
@@ -232,28 +236,20 @@ class PrefixCache:
         Parts that are there already stay; blocks that both had are to be freed by the caller.
         """
         node = self.root
-        nodes = [node]
         for name, size in path:
             child = node.children.get(name)
             if child is None:
                 child = node.children[name] = Node(node, name, node.end)
             node = child
-            nodes.append(node)
             if node.tokens < size:
-                if not node.children:
-                    self._grow(node, size)
-                else:
+                if node.children:
                     break  # others went on from a shorter part of this name
+                before, node.tokens = self._size(node), size
+                grown = self._size(node) - before
+                self.blocks += grown
+                self.pinned += grown if node.pins else 0
         self.pin(node)
         return node
-
-    def _grow(self, node: Node, tokens: int) -> None:
-        before = self._size(node)
-        node.tokens = tokens
-        grown = self._size(node) - before
-        self.blocks += grown
-        if node.pins:
-            self.pinned += grown
 
     def evict(self, blocks: int) -> None:
         """Free blocks, those least recently used, from the ends of paths.
@@ -276,9 +272,8 @@ class PrefixCache:
                 return
             self.blocks -= size
             blocks -= size
-            parent = node.parent
+            parent, node.parent = node.parent, None
             del parent.children[node.name]
-            node.parent = None
             self._offer(parent)
 
     def _offer(self, node: Node) -> None:

@@ -165,13 +165,10 @@ class Decoding:
     def step_seconds_of(self, count: int, more_tokens: int) -> float:
         """Seconds, besides attention, of a step in which `count` decode, with so many more tokens of prompts."""
         costs, speculation = self.costs, self.speculation
-        each, drafts = (
-            (1, 0.0)
-            if speculation is None
-            else (1 + speculation.draft_tokens, speculation.draft_tokens * speculation.draft_step_s)
-        )
-        seconds = costs.overhead_s + costs.per_request_s * count + costs.tokens_seconds(count * each + more_tokens)
-        return seconds + (drafts if count else 0.0)
+        drafted = 0 if speculation is None else speculation.draft_tokens
+        tokens = count * (1 + drafted) + more_tokens
+        seconds = costs.overhead_s + costs.per_request_s * count + costs.tokens_seconds(tokens)
+        return seconds + (drafted * speculation.draft_step_s if speculation is not None and count else 0.0)
 
 
 class _Window:

@@ -13,6 +13,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 
@@ -71,17 +72,11 @@ class Replica:
         self.prefilling: deque[Piece] = deque()
         self.cache = PagedCache(self.decoding.pages, costs.kv_blocks, keeps_prefixes=scheduling.prefix_cache)
         self.activity = Activity(number, costs.kv_blocks)
+        self._policy = scheduling.policy
         self._watermark = math.ceil(scheduling.watermark * costs.kv_blocks)
         self._random = np.random.default_rng((seed, number < 0, abs(number)))
         self._hand_over = hand_over
         self._sent: list[tuple[float, float]] = []  # when blocks of requests that were handed over may be dropped
-        self._start = {
-            "prefill-first": self._start_prefill_first,
-            "decode-first": self._start_decode_first,
-            "chunked": self._start_chunked,
-        }[scheduling.policy]
-        self._swaps = scheduling.preemption == "swap"
-        self._joins_runs = scheduling.policy != "decode-first"
         self._filling = True
         self._settle: Callable[[], None] | None = None
         self._begun = begins
@@ -124,7 +119,7 @@ class Replica:
     def _could_join(self) -> bool:
         """Whether one more request may be taken in before one is done; its blocks aside."""
         return (
-            self._joins_runs
+            self._policy != "decode-first"
             and self.decoding.count < self.scheduling.max_batch
             and len(self.ready) + len(self.waiting) == 1
         )
@@ -139,16 +134,15 @@ class Replica:
             self.cache.used = 0  # no rounding is carried on
         if self.ready:
             self._resume()
-        return self._start()
-
-    def _start_prefill_first(self) -> bool:
-        return self._begin_prefill() or self._begin_run()
-
-    def _start_decode_first(self) -> bool:
+        if self._policy == "chunked":
+            return self._begin_mixed()
+        if self._policy == "prefill-first":
+            return self._begin_prefill() or self._begin_run()
         self._filling = (self._filling or not self.decoding.count) and self._begin_prefill()
         return self._filling or self._begin_run()
 
-    def _start_chunked(self) -> bool:
+    def _begin_mixed(self) -> bool:
+        """Begin a step of pieces of prompts beside those that decode; a run where there are none."""
         decoding = self.decoding
         if not self.prefilling and not self.waiting:
             return self._begin_run()
@@ -156,13 +150,11 @@ class Replica:
             self._preempt()
         budget = self.scheduling.max_step_tokens - decoding.count * self.scheduling.tokens_each
         chunks: list[tuple[Piece, int]] = []
-        for piece in self.prefilling:
-            if budget:
-                chunks.append((piece, min(piece.tokens - piece.done, budget)))
-                budget -= chunks[-1][1]
-        while budget and (piece := self._admit()) is not None:  # type: ignore[assignment]
+        for piece in chain(tuple(self.prefilling), iter(self._admit, None)):
             chunks.append((piece, min(piece.tokens - piece.done, budget)))
             budget -= chunks[-1][1]
+            if not budget:
+                break
         if not chunks:
             return self._begin_run()
         tokens = sum(new for _, new in chunks)
@@ -363,7 +355,7 @@ class Replica:
             request.produced += min((decoding.steps - request.joined) * remaining // steps, remaining - 1)
             decoding.leave(request)
             self.cache.used -= self.cache.unshare(request, tokens)
-            if self._swaps:
+            if self.scheduling.preemption == "swap":
                 request.cached = tokens
                 self._moving += self.costs.swap_seconds(math.ceil(tokens))
                 self.ready.appendleft(request)
