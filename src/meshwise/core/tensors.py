@@ -72,6 +72,10 @@ class Format:
     reads: int = 1
     writes: int = 1
 
+    def storing(self, t: Tensor) -> Tensor:
+        """`t`, stored in this format."""
+        return replace(t, dtype=self.dtype, scale_bytes=self.scale_bytes)
+
     def of(self, t: Tensor) -> Tensor:
         """`t` in this format."""
         return replace(t, name=f"{self.dtype.value}.{t.name}", dtype=self.dtype, scale_bytes=self.scale_bytes)

@@ -104,7 +104,10 @@ def parse_fine_tuning(text: str) -> FineTuning:
     storage = options.get("storage", "nf4") if method == "qlora" else ""
     if storage and storage not in _STORAGE:
         raise UnknownNameError("storage of frozen weights", storage, _STORAGE, list_all=True)
-    return FineTuning(text, method, _rank(options.get("rank", "16")), targets, storage)
+    rank = options.get("rank", "16")
+    if not (rank.isascii() and rank.isdigit()) or not 1 <= int(rank) <= _LARGEST_RANK:
+        raise MeshwiseError(f"expected a rank from 1 to {_LARGEST_RANK:,}, found {rank!r}")
+    return FineTuning(text, method, int(rank), targets, storage)
 
 
 def _options(method: str, rest: str, text: str) -> dict[str, str]:
@@ -120,12 +123,6 @@ def _options(method: str, rest: str, text: str) -> dict[str, str]:
             raise MeshwiseError(f"{name} is given twice in {text!r}")
         found[name] = value
     return found
-
-
-def _rank(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _LARGEST_RANK:
-        raise MeshwiseError(f"expected a rank from 1 to {_LARGEST_RANK:,}, found {text!r}")
-    return int(text)
 
 
 #: The axis of an adapter's rank.
@@ -163,9 +160,7 @@ def trainable_parameters(program: Program) -> int:
     >>> trainable_parameters(with_adapters(program, parse_fine_tuning("lora:rank=4")))
     768
     """
-    return int(
-        sum(b.repeat * t.elements(program.sizes) for b in program for t in b.weights if not t.frozen),
-    )
+    return int(sum(b.repeat * t.elements(program.sizes) for b in program for t in b.weights if not t.frozen))
 
 
 def _adapt(block: Block, tuning: FineTuning) -> list[Op]:
@@ -188,7 +183,7 @@ def _stored(op: Einsum, weight: Tensor, tuning: FineTuning) -> list[Op]:
     """`op` on the weight as stored: a quantized weight is widened before each multiplication."""
     if tuning.stored is None:
         return [op]
-    few = replace(weight, dtype=tuning.stored.dtype, scale_bytes=tuning.stored.scale_bytes)
+    few = tuning.stored.storing(weight)
     wide = Tensor(f"wide.{weight.name}", weight.axes, frozen=True)
     widen = Convert(name=f"widen.{weight.name}", inputs=(few,), output=wide, lasting=False)
     return [widen, replace(op, inputs=tuple(wide if t is weight else t for t in op.inputs))]

@@ -5,11 +5,15 @@ Not here: sizes of anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from meshwise.core.dtypes import DType, parse_dtype
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.core.tensors import Block, Einsum, Format, Kind, Op, Program, Route, Tensor, convert
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +29,20 @@ class Recipe:
             the tensor axis.
         weights: format in which these weights are stored and gathered, or None: as the role `weights`, converted by
             the matmul as it reads them.
+        needs: rates that a chip must have of its own; a recipe makes no sense on widened operands.
         weight_copies: of a stored weight (2 where the backward pass needs other blocks than the forward pass).
         dispatches: whether tokens travel to their experts in it, and gradients likewise; what comes back does not.
-        needs: rates that a chip must have of its own; a recipe makes no sense on widened operands.
         vendor: whose chips alone have it, or "".
         accumulates: in what products are added up, in words.
     """
 
     activations: Format
     weights: Format | None
-    weight_copies: int
-    dispatches: bool
     needs: tuple[DType, ...]
-    vendor: str
-    accumulates: str
+    weight_copies: int = 1
+    dispatches: bool = False
+    vendor: str = ""
+    accumulates: str = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def _precision(name: str, half: DType, gradients: DType, master: DType | None, m
 _MIXED = _precision("mixed", DType.BF16, DType.FP32, DType.FP32, "bf16 matmuls; fp32 gradients, master, moments")
 
 
-def _narrow(name: str, recipe: Recipe, meaning: str, moments: DType = DType.FP32) -> Precision:
+def _narrow(name: str, meaning: str, recipe: Recipe, moments: DType = DType.FP32) -> Precision:
     """Mixed precision whose matmuls with weights run in the recipe's format."""
     compute = recipe.activations.dtype
     states = {"moments": moments, "second_moments": moments}
@@ -102,79 +106,60 @@ _BLOCKS_OF_16 = 1 / 16  # one e4m3 scale
 #: weight gradient needs activations in a second layout.
 _LAYOUTS = 2
 
-_FP8 = Recipe(
-    activations=Format(DType.FP8, writes=_LAYOUTS),
-    weights=Format(DType.FP8),
-    weight_copies=1,
-    dispatches=False,
-    needs=(DType.FP8,),
-    vendor="",
-    accumulates="fp32 (14 bits of it inside Hopper's tensor cores)",
-)
+_HOPPER = "fp32 (14 bits of it inside Hopper's tensor cores)"
+_PROMOTED = "fp32, partial sums of 128 products promoted to the vector units, beside the next product"
+_BLOCKS = "fp32, block scales applied by the matrix unit"
+_FP8 = Recipe(Format(DType.FP8, writes=_LAYOUTS), Format(DType.FP8), needs=(DType.FP8,), accumulates=_HOPPER)
 
 _PRECISIONS = (
     _precision("bf16", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)"),
     _MIXED,
     _precision("fp16", DType.FP16, DType.FP32, DType.FP32, "fp16 matmuls; fp32 gradients, master weights, moments"),
     _precision("fp32", DType.FP32, DType.FP32, None, "everything in fp32"),
-    _narrow("fp8", _FP8, "fp8 weights and operands, one delayed scale a tensor; fp32 gradients, master, moments"),
+    _narrow("fp8", "fp8 weights and operands, one delayed scale a tensor; fp32 gradients, master, moments", _FP8),
     _narrow(
         "fp8-current",
-        replace(_FP8, activations=replace(_FP8.activations, reads=2)),
         "as fp8, each tensor scaled by its own largest value, which is read first",
+        replace(_FP8, activations=replace(_FP8.activations, reads=2)),
     ),
     _narrow(
         "fp8-block",
+        "DeepSeek-V3: fp8 by 1 x 128 (activations) and 128 x 128 (weights), fp8 dispatch; bf16 moments, fp32 master",
         Recipe(
             activations=Format(DType.FP8, _BLOCKS_OF_128, writes=_LAYOUTS),
             weights=Format(DType.FP8, 4 / 128**2),
-            weight_copies=1,
-            dispatches=True,
             needs=(DType.FP8,),
-            vendor="",
-            accumulates="fp32, partial sums of 128 products promoted to the vector units, beside the next product",
+            dispatches=True,
+            accumulates=_PROMOTED,
         ),
-        "DeepSeek-V3: fp8 by 1 x 128 (activations) and 128 x 128 (weights), fp8 dispatch; bf16 moments, fp32 master",
         moments=DType.BF16,
     ),
     _narrow(
         "mxfp8",
+        "fp8 by blocks of 32 with power-of-two scales, weights stored both ways; fp32 gradients, master, moments",
         Recipe(
             activations=Format(DType.FP8, _BLOCKS_OF_32, writes=_LAYOUTS),
             weights=Format(DType.FP8, _BLOCKS_OF_32),
-            weight_copies=2,
-            dispatches=False,
             needs=(DType.FP8, DType.FP4),
-            vendor="",
-            accumulates="fp32, block scales applied by the matrix unit",
+            weight_copies=2,
+            accumulates=_BLOCKS,
         ),
-        "fp8 by blocks of 32 with power-of-two scales, weights stored both ways; fp32 gradients, master, moments",
     ),
     _narrow(
         "nvfp4",
+        "fp4 by blocks of 16 with fp8 scales (weights 16 x 16) and one scale a tensor; fp32 gradients, master, moments",
         Recipe(
             activations=Format(DType.FP4, _BLOCKS_OF_16, reads=2, writes=_LAYOUTS),
             weights=Format(DType.FP4, _BLOCKS_OF_16),
-            weight_copies=1,
-            dispatches=False,
             needs=(DType.FP4,),
             vendor="nvidia",
-            accumulates="fp32, block scales applied by the matrix unit",
+            accumulates=_BLOCKS,
         ),
-        "fp4 by blocks of 16 with fp8 scales (weights 16 x 16) and one scale a tensor; fp32 gradients, master, moments",
     ),
     _narrow(
         "int8",
-        Recipe(
-            activations=Format(DType.INT8, reads=2),
-            weights=None,
-            weight_copies=1,
-            dispatches=False,
-            needs=(DType.INT8,),
-            vendor="",
-            accumulates="int32",
-        ),
         "int8 operands quantised as they are used (AQT), bf16 weights; fp32 gradients, master, moments",
+        Recipe(Format(DType.INT8, reads=2), None, needs=(DType.INT8,), accumulates="int32"),
     ),
 )
 
@@ -207,20 +192,22 @@ def parse_precision(text: str) -> Precision:
         UnknownNameError: for an unknown preset, role or dtype.
         MeshwiseError: for a role that is given twice, or that the preset's recipe decides.
     """
-    first, *others = (p.strip() for p in text.split(","))
-    preset = "bf16" if "=" in first else first
-    if preset not in PRECISIONS:
-        hint = "Other formats are given by role after one of these: bf16,compute=fp8."
-        raise UnknownNameError("precision", preset, PRECISIONS, hint, list_all=True)
-    base = PRECISIONS[preset]
+    hint = "Other formats are given by role after one of these: bf16,compute=fp8."
+    base, parts = preset_and_roles(text, PRECISIONS, "precision", hint)
     changes: dict[str, DType | None] = {}
-    for part in others if preset == first else [first, *others]:
-        role, value = _change(part)
+    for part in parts:
+        role, equals, value = (p.strip() for p in part.partition("="))
+        if not equals:
+            raise UnknownNameError("precision", role, PRECISIONS, "Roles are changed by role=dtype after the preset.")
+        role = _ROLE_ALIASES.get(role, role)
+        if role not in _ROLES:
+            raise UnknownNameError("precision role", role, _ROLES)
+        made = None if role == "master" and value == "none" else parse_dtype(value)
         if role in changes:
             raise MeshwiseError(f"precision: {role} is given twice in {text!r}")
         if base.recipe is not None and role in _OF_RECIPES:
-            raise MeshwiseError(f"precision: {preset} decides {role} itself, found {part!r}; leave it out")
-        changes[role] = value
+            raise MeshwiseError(f"precision: {base.name} decides {role} itself, found {part!r}; leave it out")
+        changes[role] = made
     if not changes:
         return base
     values = {r: changes.get(r, getattr(base, r)) for r in _ROLES}
@@ -234,15 +221,13 @@ def parse_precision(text: str) -> Precision:
     return Precision(name=text, meaning=meaning, recipe=base.recipe, **values)
 
 
-def _change(part: str) -> tuple[str, DType | None]:
-    """Read one `role=dtype`; only the master copy can be "none"."""
-    role, equals, value = (p.strip() for p in part.partition("="))
-    if not equals:
-        raise UnknownNameError("precision", role, PRECISIONS, "Roles are changed by role=dtype after the preset.")
-    role = _ROLE_ALIASES.get(role, role)
-    if role not in _ROLES:
-        raise UnknownNameError("precision role", role, _ROLES)
-    return role, None if role == "master" and value == "none" else parse_dtype(value)
+def preset_and_roles(text: str, presets: Mapping[str, P], what: str, hint: str) -> tuple[P, list[str]]:
+    """Split "preset,role=dtype,..." or "role=dtype,..." (of bf16) into the preset and the roles that it changes."""
+    first, *others = (p.strip() for p in text.split(","))
+    preset = "bf16" if "=" in first else first
+    if preset not in presets:
+        raise UnknownNameError(what, preset, presets, hint, list_all=True)
+    return presets[preset], others if preset == first else [first, *others]
 
 
 def narrowed(program: Program, precision: Precision) -> Program:
@@ -281,7 +266,9 @@ class _Narrowing:
 
     def run(self) -> list[Op]:
         for op in self.block.ops:
-            if isinstance(op, Einsum) and is_projection(op) and not self.crosses(op):
+            # what an encoder left for all decoder layers stays in the wider format
+            crosses = any(t.name in self.block.inputs[1:] for t in op.inputs)
+            if isinstance(op, Einsum) and is_projection(op) and not crosses:
                 inputs = tuple(self.operand(t) for t in op.inputs)
                 self.ops.append(replace(op, inputs=inputs, narrow=True, format=self.recipe.activations))
             elif isinstance(op, Route) and self.recipe.dispatches:
@@ -290,16 +277,12 @@ class _Narrowing:
                 self.ops.append(op)
         return self.ops
 
-    def crosses(self, op: Op) -> bool:
-        """Whether it reads what an encoder left for all decoder layers, which stays in the wider format."""
-        return any(t.name in self.block.inputs[1:] for t in op.inputs)
-
     def operand(self, t: Tensor) -> Tensor:
         """An operand of a projection in its format."""
-        if t.kind is Kind.WEIGHT:
-            into = self.recipe.weights
-            return t if into is None else replace(t, dtype=into.dtype, scale_bytes=into.scale_bytes)
-        return self.converted(t, self.recipe.activations)
+        if t.kind is not Kind.WEIGHT:
+            return self.converted(t, self.recipe.activations)
+        into = self.recipe.weights
+        return t if into is None else into.storing(t)
 
     def converted(self, t: Tensor, into: Format) -> Tensor:
         if t.name not in self.narrow:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 from meshwise.jobs.serving_precision import SERVING_PRECISIONS, ServingPrecision, parse_serving_precision
-from meshwise.jobs.traffic.lengths import Fixed, Lengths, Uniform, parse_lengths
+from meshwise.jobs.traffic.lengths import Lengths, Uniform, parse_lengths
 from meshwise.jobs.traffic.load import Arrivals, DrawnLoad, SharedPrefixes
 from meshwise.jobs.traffic.mix import RequestMix
 
@@ -166,15 +166,11 @@ def computed_lengths(load: ServingLoad) -> Lengths:
     Raises:
         MeshwiseError: the load's requests were recorded.
     """
-    first = int(load.cached_prefix)
     if load.mix is None:
-        return Fixed(int(load.computed))
-    if load.mix.prompt is None:
-        raise MeshwiseError(f"the load's requests were {load.mix.words}: they cannot be drawn, give the file (--csv)")
-    lengths = parse_lengths(load.mix.prompt)
-    if isinstance(lengths, Uniform):
-        return Uniform(lengths.least - first, lengths.most - first)
-    return Fixed(lengths.tokens - first) if isinstance(lengths, Fixed) else lengths  # others begin with nothing cached
+        return Uniform(int(load.computed), int(load.computed))
+    lengths, first = _drawn(load.mix, load.mix.prompt), int(load.cached_prefix)
+    # others begin with nothing cached
+    return Uniform(lengths.least - first, lengths.most - first) if isinstance(lengths, Uniform) else lengths
 
 
 def output_lengths(load: ServingLoad) -> Lengths:
@@ -183,11 +179,13 @@ def output_lengths(load: ServingLoad) -> Lengths:
     Raises:
         MeshwiseError: the load's requests were recorded.
     """
-    if load.mix is None:
-        return Fixed(int(load.output))
-    if load.mix.output is None:
-        raise MeshwiseError(f"the load's requests were {load.mix.words}: they cannot be drawn, give the file (--csv)")
-    return parse_lengths(load.mix.output)
+    return Uniform(int(load.output), int(load.output)) if load.mix is None else _drawn(load.mix, load.mix.output)
+
+
+def _drawn(mix: RequestMix, lengths: str | None) -> Lengths:
+    if lengths is None:
+        raise MeshwiseError(f"the load's requests were {mix.words}: they cannot be drawn, give the file (--csv)")
+    return parse_lengths(lengths)
 
 
 def drawn_requests(load: ServingLoad, rate: float, count: int, seed: int = 0) -> DrawnLoad:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from meshwise.core.dtypes import DType, parse_dtype
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.core.tensors import Block, Format, Kind, Op, Program, Tensor
-from meshwise.jobs.precision import PRECISIONS, Precision, Recipe, is_projection, narrowed
+from meshwise.jobs.precision import PRECISIONS, Precision, Recipe, is_projection, narrowed, preset_and_roles
 
 #: Scales of weights in four bits: one fp16 number for 128 elements (AWQ, GPTQ), or one e4m3 number for 16 (NVFP4).
 _SCALES = {DType.INT4: 2 / 128, DType.FP4: 1 / 16}
@@ -47,11 +47,6 @@ class ServingPrecision:
         return Format(self.weights, _SCALES.get(self.weights, 0.0))
 
     @property
-    def kv_format(self) -> Format:
-        """Of the cache; narrow caches have one scale a tensor, which is nothing."""
-        return Format(self.kv)
-
-    @property
     def quantises_activations(self) -> bool:
         """Whether operands are brought into a narrower format before they are multiplied."""
         return self.compute != self.activations
@@ -62,18 +57,9 @@ class ServingPrecision:
         recipe = None
         if self.quantises_activations:
             scales = _SCALES.get(self.compute, 0.0)
-            recipe = Recipe(
-                activations=Format(self.compute, scales),
-                weights=self.weight_format,
-                weight_copies=1,
-                dispatches=False,
-                needs=(self.compute,),
-                vendor="",
-                accumulates="fp32",
-            )
-        base = PRECISIONS["bf16"]
+            recipe = Recipe(Format(self.compute, scales), self.weight_format, needs=(self.compute,))
         return replace(
-            base,
+            PRECISIONS["bf16"],
             name=self.name,
             weights=self.activations,
             activations=self.activations,
@@ -118,14 +104,10 @@ def parse_serving_precision(text: str) -> ServingPrecision:
         UnknownNameError: for an unknown preset, role or dtype.
         MeshwiseError: for a role that is given twice, or formats that cannot go together.
     """
-    first, *others = (p.strip() for p in text.split(","))
-    preset = "bf16" if "=" in first else first
-    if preset not in SERVING_PRECISIONS:
-        hint = "Roles are given as weights=int8,kv=int8,compute=int8."
-        raise UnknownNameError("serving precision", preset, SERVING_PRECISIONS, hint, list_all=True)
-    base = SERVING_PRECISIONS[preset]
+    hint = "Roles are given as weights=int8,kv=int8,compute=int8."
+    base, parts = preset_and_roles(text, SERVING_PRECISIONS, "serving precision", hint)
     changes: dict[str, DType] = {}
-    for part in others if preset == first else [first, *others]:
+    for part in parts:
         role, equals, value = (p.strip() for p in part.partition("="))
         role = _ALIASES.get(role, role)
         if not equals or role not in _ROLES:
@@ -155,20 +137,18 @@ def parse_serving_precision(text: str) -> ServingPrecision:
 
 def quantised(program: Program, precision: ServingPrecision) -> Program:
     """A serving program in its formats: weights, operands of projections, caches."""
-    blocks = tuple(_in_formats(b, precision) for b in program)
-    program = replace(program, blocks=blocks)
+    program = replace(program, blocks=tuple(_in_formats(b, precision) for b in program))
     return narrowed(program, precision.formats) if precision.quantises_activations else program
 
 
 def _in_formats(block: Block, precision: ServingPrecision) -> Block:
     def tensor(t: Tensor, op: Op) -> Tensor:
         if t.kind is Kind.KV_CACHE and t.dtype is None:
-            into = precision.kv_format
-            return replace(t, dtype=into.dtype, scale_bytes=into.scale_bytes)
+            return Format(precision.kv).storing(t)  # narrow caches have one scale a tensor, which is nothing
         if t.kind is not Kind.WEIGHT:
             return t
         if block.role == "layer" and is_projection(op):
-            return replace(t, dtype=precision.weights, scale_bytes=precision.weight_format.scale_bytes)
+            return precision.weight_format.storing(t)
         if block.role != "layer" and len(t.axes) > 1:
             return replace(t, dtype=precision.head)
         return t

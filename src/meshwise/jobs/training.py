@@ -5,11 +5,12 @@ An optimizer is what it keeps per parameter and what it computes besides; bytes 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.core.units import Quantity, format_count, format_percent, parse_count, parse_fraction
@@ -102,6 +103,14 @@ _Run = Annotated[float, Quantity("tokens", parse_count, format_count, "15T")]
 _Share = Annotated[float, Quantity("share", parse_fraction, format_percent, "10%")]
 
 
+#: Field of a job -> what reads its text.
+_READERS: Mapping[str, Callable[[str], object]] = {
+    "precision": parse_precision,
+    "optimizer": parse_optimizer,
+    "fine_tune": parse_fine_tuning,
+}
+
+
 class TrainingJob(BaseModel):
     """A training job.
 
@@ -136,22 +145,10 @@ class TrainingJob(BaseModel):
     """What is trained: full, lora or qlora, such as lora:rank=16,targets=attention+mlp (all, attention, mlp, experts,
     shared, q, k, v, o, gate, up, down) or qlora:rank=64,storage=nf4 (or int4)."""
 
-    @field_validator("precision")
+    @field_validator("precision", "fine_tune", "optimizer")
     @classmethod
-    def _precision_is_known(cls, text: str) -> str:
-        parse_precision(text)
-        return text
-
-    @field_validator("fine_tune")
-    @classmethod
-    def _fine_tuning_is_known(cls, text: str) -> str:
-        parse_fine_tuning(text)
-        return text
-
-    @field_validator("optimizer")
-    @classmethod
-    def _optimizer_is_known(cls, text: str) -> str:
-        parse_optimizer(text)
+    def _is_known(cls, text: str, info: ValidationInfo) -> str:
+        _READERS[str(info.field_name)](text)
         return text
 
     @field_validator("batch_tokens", "seq_len")
@@ -165,9 +162,8 @@ class TrainingJob(BaseModel):
     def _at_least_one_sequence(self) -> TrainingJob:
         if self.batch_tokens < self.seq_len * (1 - self.batch_slack):
             raise MeshwiseError(
-                f"batch_tokens {self.batch_tokens:,.0f} is less than one sequence of "
-                f"seq_len {self.seq_len:,.0f} tokens; "
-                "raise batch_tokens or lower seq_len"
+                f"batch_tokens {self.batch_tokens:,.0f} is less than one sequence of seq_len {self.seq_len:,.0f} "
+                "tokens; raise batch_tokens or lower seq_len"
             )
         if self.tokens is not None and self.tokens < self.batch_tokens:
             raise MeshwiseError(

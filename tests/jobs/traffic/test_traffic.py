@@ -44,7 +44,7 @@ def test_nothing_arrives_in_a_pause():
 
 
 def test_another_rate_is_the_same_draw_stretched():
-    slow, fast = times(parse_arrivals("gamma:2", 5.0)), times(parse_arrivals("gamma:2", 5.0).at_rate(10.0))
+    slow, fast = times(parse_arrivals("gamma:2", 5.0)), times(parse_arrivals("gamma:2", 10.0))
     assert np.allclose(slow, 2 * fast)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from meshwise.core.units import format_time
 from meshwise.exports.choices import commented
 from meshwise.exports.serving.choices import ServingChoices
-from meshwise.jobs.traffic import Fixed, Uniform, parse_lengths
+from meshwise.jobs.traffic import Uniform, parse_lengths
 
 #: Flag -> its value as the shell takes it; None for a switch.
 Options = Mapping[str, str | int | float | None]
@@ -123,7 +123,7 @@ def length_spreads(choices: ServingChoices) -> dict[str, float] | None:
     out = {}
     for name, text, cached in (("input", load.mix.prompt, load.cached_prefix), ("output", load.mix.output, 0.0)):
         lengths = parse_lengths(text)
-        if not isinstance(lengths, Uniform | Fixed) or lengths.most is None:
+        if not isinstance(lengths, Uniform):
             return None
         out[name] = round((lengths.most - lengths.least) / (lengths.most + lengths.least - 2 * cached), 6)
     return out

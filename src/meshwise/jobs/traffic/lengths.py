@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,73 +18,9 @@ from meshwise.core.units import parse_count
 _EXAMPLES = "1024, uniform:128-2048 or lognormal:1024:0.8:8192 (mean, standard deviation over mean, most)"
 
 
-class Lengths(Protocol):
-    """A distribution of whole numbers of tokens, 1 or more."""
-
-    @property
-    def least(self) -> int:
-        """The shortest there is."""
-
-    @property
-    def mean(self) -> float:
-        """Tokens on average."""
-
-    @property
-    def mean_square(self) -> float:
-        """The average of their squares."""
-
-    def quantile(self, share: float) -> int:
-        """The length that so many, from 0 to 1, are not above."""
-
-    @property
-    def most(self) -> int | None:
-        """The longest there is; None: no limit."""
-
-    def sample(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
-        """Draw `count` lengths, int64."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """Always the same."""
-
-    tokens: int
-
-    @property
-    def least(self) -> int:
-        """The one there is."""
-        return self.tokens
-
-    @property
-    def most(self) -> int:
-        """The one there is."""
-        return self.tokens
-
-    @property
-    def mean(self) -> float:
-        """The one there is."""
-        return float(self.tokens)
-
-    @property
-    def mean_square(self) -> float:
-        """Its square."""
-        return float(self.tokens) ** 2
-
-    def quantile(self, share: float) -> int:  # noqa: ARG002  (all are alike)
-        """The one there is."""
-        return self.tokens
-
-    def sample(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:  # noqa: ARG002  (nothing is random)
-        """The one length, `count` times."""
-        return np.full(count, self.tokens, dtype=np.int64)
-
-    def __str__(self) -> str:
-        return f"{self.tokens}"
-
-
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every length between two, both included, equally often."""
+    """Every length between two, both included, equally often; one length, where they are the same."""
 
     least: int
     most: int
@@ -109,7 +45,7 @@ class Uniform:
         return random.integers(self.least, self.most, count, endpoint=True)
 
     def __str__(self) -> str:
-        return f"uniform:{self.least}-{self.most}"
+        return f"{self.least}" if self.least == self.most else f"uniform:{self.least}-{self.most}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +110,15 @@ class Lognormal:
         return f"lognormal:{self.mean_before:g}:{self.variation:g}" + (f":{self.most}" if self.most is not None else "")
 
 
+#: A distribution of whole numbers of tokens, 1 or more.
+Lengths = Uniform | Lognormal
+
+
 def parse_lengths(text: str | float, what: str = "lengths") -> Lengths:
     """Read a distribution of lengths.
 
     >>> parse_lengths("1024"), parse_lengths("uniform:128-2Ki")
-    (Fixed(tokens=1024), Uniform(least=128, most=2048))
+    (Uniform(least=1024, most=1024), Uniform(least=128, most=2048))
     >>> str(parse_lengths("lognormal:1024:0.8:8192"))
     'lognormal:1024:0.8:8192'
 
@@ -192,7 +132,7 @@ def parse_lengths(text: str | float, what: str = "lengths") -> Lengths:
     kind, colon, rest = str(text).strip().partition(":")
     parts = rest.split("-") if kind == "uniform" else rest.split(":")
     if not colon:
-        return Fixed(_tokens(kind, what))
+        return Uniform(_tokens(kind, what), _tokens(kind, what))
     if kind == "uniform" and len(parts) == 2:
         least, most = (_tokens(p, what) for p in parts)
         if least > most:
@@ -202,7 +142,9 @@ def parse_lengths(text: str | float, what: str = "lengths") -> Lengths:
         return Uniform(least, most)
     if kind == "lognormal" and len(parts) in (2, 3):
         mean = parse_count(parts[0], what)
-        variation = _share(parts[1], what)
+        variation = parse_count(parts[1], what)
+        if variation > 20:
+            raise MeshwiseError(f"{what}: expected a standard deviation over mean of at most 20, found {parts[1]!r}")
         most_tokens = _tokens(parts[2], what) if len(parts) == 3 else None
         if most_tokens is not None and most_tokens < mean:
             raise MeshwiseError(
@@ -218,11 +160,3 @@ def _tokens(text: str, what: str) -> int:
     if value != int(value):
         raise MeshwiseError(f"{what}: expected a whole number of tokens, found {text!r}")
     return int(value)
-
-
-def _share(text: str, what: str) -> float:
-    """Standard deviation over mean."""
-    value = parse_count(text, what)
-    if value > 20:
-        raise MeshwiseError(f"{what}: expected a standard deviation over mean of at most 20, found {text!r}")
-    return value

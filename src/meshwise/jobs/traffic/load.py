@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,21 +47,15 @@ class Arrivals:
         rate = self.rate * (self.on_s + self.off_s) / self.on_s
         last = 0.0
         for start in range(0, count, BLOCK):
-            busy = last + np.cumsum(self._gaps(random, min(BLOCK, count - start))) / rate
+            number = min(BLOCK, count - start)
+            gaps = np.ones(number)  # of mean 1
+            if self.variation == 1:
+                gaps = random.exponential(size=number)
+            elif self.variation:
+                gaps = random.gamma(self.variation**-2, self.variation**2, size=number)
+            busy = last + np.cumsum(gaps) / rate
             last = float(busy[-1])
             yield busy + np.floor(busy / self.on_s) * self.off_s if self.off_s else busy
-
-    def _gaps(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
-        """Gaps of mean 1."""
-        if self.variation == 0:
-            return np.ones(count)
-        if self.variation == 1:
-            return random.exponential(size=count)
-        return random.gamma(self.variation**-2, self.variation**2, size=count)
-
-    def at_rate(self, rate: float) -> Arrivals:
-        """The same process at another mean rate; the same draws, closer together or further apart."""
-        return replace(self, rate=rate)
 
     def __str__(self) -> str:
         if self.off_s:
@@ -117,30 +111,6 @@ class Demand(NamedTuple):
     keep_as: str | None = None
 
 
-class Load(Protocol):
-    """Requests in order of arrival."""
-
-    @property
-    def num_requests(self) -> int:
-        """How many there are."""
-
-    @property
-    def rate(self) -> float:
-        """Requests per second, the mean."""
-
-    def requests(self) -> Iterator[Demand]:
-        """The requests in order; each call starts again at the first."""
-
-    def at_rate(self, rate: float) -> Load:
-        """The same requests at another mean rate."""
-
-    def first(self, count: int) -> Load:
-        """The first requests only."""
-
-    def words(self) -> dict[str, Any]:
-        """What it is, for a report."""
-
-
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
     """What prompts begin with, in common: system prompts, or documents.
@@ -160,13 +130,13 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnLoad(Load):
+class DrawnLoad:
     """A load drawn from distributions.
 
     Args:
         arrivals: when.
         prompt, output: how long.
-        count: how many.
+        num_requests: how many.
         seed: of all draws.
         prefixes: what prompts share.
     """
@@ -174,19 +144,14 @@ class DrawnLoad(Load):
     arrivals: Arrivals
     prompt: Lengths
     output: Lengths
-    count: int
+    num_requests: int
     seed: int = 0
     prefixes: SharedPrefixes | None = None
 
     def __post_init__(self) -> None:
         """Check the number of requests."""
-        if self.count < 1:
-            raise MeshwiseError(f"requests: expected at least 1, found {self.count}")
-
-    @property
-    def num_requests(self) -> int:
-        """How many there are."""
-        return self.count
+        if self.num_requests < 1:
+            raise MeshwiseError(f"requests: expected at least 1, found {self.num_requests}")
 
     @property
     def rate(self) -> float:
@@ -204,7 +169,7 @@ class DrawnLoad(Load):
         of_time, of_prompt, of_output, of_prefix = (
             np.random.default_rng(s) for s in np.random.SeedSequence(self.seed).spawn(4)
         )
-        for times in self.arrivals.times(of_time, self.count):
+        for times in self.arrivals.times(of_time, self.num_requests):
             prompts = self.prompt.sample(of_prompt, BLOCK)[: len(times)].tolist()
             outputs = self.output.sample(of_output, BLOCK)[: len(times)].tolist()
             if self.prefixes is None:
@@ -216,12 +181,12 @@ class DrawnLoad(Load):
                 yield Demand(time, prompt + shared, output, ((f"prefix {group}", shared),))
 
     def at_rate(self, rate: float) -> DrawnLoad:
-        """The same requests, closer together or further apart."""
-        return replace(self, arrivals=self.arrivals.at_rate(rate))
+        """The same requests, the same draws, closer together or further apart."""
+        return replace(self, arrivals=replace(self.arrivals, rate=rate))
 
     def first(self, count: int) -> DrawnLoad:
         """The first requests only."""
-        return replace(self, count=min(count, self.count))
+        return replace(self, num_requests=min(count, self.num_requests))
 
     def words(self) -> dict[str, Any]:
         """What it is, for a report."""
@@ -231,7 +196,7 @@ class DrawnLoad(Load):
             "rate_per_s": self.rate,
             "prompt_tokens": str(self.prompt),
             "output_tokens": str(self.output),
-            "requests": self.count,
+            "requests": self.num_requests,
             "seed": self.seed,
             "prefix_tokens": 0 if shared is None else shared.tokens,
             "prefix_groups": 0 if shared is None else shared.groups,

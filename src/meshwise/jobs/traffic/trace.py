@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import ConfigError
-from meshwise.jobs.traffic.load import Demand, Load
+from meshwise.jobs.traffic.load import Demand, DrawnLoad
 
 _NEEDED = ("arrival", "prompt", "output")
 _KNOWN = (*_NEEDED, "prefix", "keep_as")
 
 
 @dataclass(frozen=True, slots=True)
-class Trace(Load):
+class Trace:
     """A recorded load.
 
     Args:
@@ -72,6 +72,10 @@ class Trace(Load):
         return {"trace": self.source, "requests": self.num_requests, "rate_per_s": self.rate}
 
 
+#: Requests in order of arrival.
+Load = DrawnLoad | Trace
+
+
 def read_trace(file: str | os.PathLike[str]) -> Trace:
     """Read a trace.
 
@@ -97,7 +101,12 @@ def _demands(lines: Iterable[str], where: str) -> Iterator[Demand]:
     rows = csv.reader(lines, strict=True)
     try:
         columns = [name.strip() for name in next(rows, [])]
-        _check_columns(columns, where)
+        if missing := [name for name in _NEEDED if name not in columns]:
+            raise ConfigError(f"{where}, line 1: no column {missing[0]!r}; expected a header with {', '.join(_NEEDED)}")
+        if unknown := [name for name in columns if name not in _KNOWN]:
+            raise ConfigError(f"{where}, line 1: unknown column {unknown[0]!r}; known: {', '.join(_KNOWN)}")
+        if len(set(columns)) != len(columns):
+            raise ConfigError(f"{where}, line 1: a column comes twice")
         before = -math.inf
         for row in rows:
             if not row:
@@ -112,15 +121,6 @@ def _demands(lines: Iterable[str], where: str) -> Iterator[Demand]:
             yield demand
     except csv.Error as error:
         raise ConfigError(f"{where}, line {rows.line_num}: {error}") from None
-
-
-def _check_columns(columns: list[str], where: str) -> None:
-    if missing := [name for name in _NEEDED if name not in columns]:
-        raise ConfigError(f"{where}, line 1: no column {missing[0]!r}; expected a header with {', '.join(_NEEDED)}")
-    if unknown := [name for name in columns if name not in _KNOWN]:
-        raise ConfigError(f"{where}, line 1: unknown column {unknown[0]!r}; known: {', '.join(_KNOWN)}")
-    if len(set(columns)) != len(columns):
-        raise ConfigError(f"{where}, line 1: a column comes twice")
 
 
 def _demand(row: list[str], columns: list[str], where: str) -> Demand:
