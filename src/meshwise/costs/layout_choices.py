@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.pipeline import Pipeline
@@ -84,22 +83,22 @@ class Candidates:
     `schedule` of the pipeline.
     """
 
-    data: Any
-    fsdp: Any
-    context: Any
-    tensor: Any
-    stage: Any
-    micro_batch: Any
-    num_microbatches: Any
-    expert: Any = 1.0
-    ulysses: Any = 1.0
-    remat_share: Any = 1.0
-    offload_share: Any = 1.0
-    virtual_stages: Any = 1.0
+    data: Num
+    fsdp: Num
+    context: Num
+    tensor: Num
+    stage: Num
+    micro_batch: Num
+    num_microbatches: Num
+    expert: Num = 1.0
+    ulysses: Num = 1.0
+    remat_share: Num = 1.0
+    offload_share: Num = 1.0
+    virtual_stages: Num = 1.0
     schedule: str = "1f1b"
 
     @property
-    def mesh(self) -> Mapping[str, Any]:
+    def mesh(self) -> Mapping[str, Num]:
         """Mesh axis -> size."""
         return {a: getattr(self, a) for a in MESH_AXES}
 
@@ -128,13 +127,13 @@ class Candidates:
 class LocalSizes:
     """The sizes that one device's work on one microbatch depends on: floats, or arrays of one length."""
 
-    micro_batch: Any
-    context: Any = 1.0
-    ulysses: Any = 1.0
-    expert: Any = 1.0
-    tensor: Any = 1.0
+    micro_batch: Num
+    context: Num = 1.0
+    ulysses: Num = 1.0
+    expert: Num = 1.0
+    tensor: Num = 1.0
 
     @property
-    def mesh(self) -> dict[str, Any]:
+    def mesh(self) -> dict[str, Num]:
         """Mesh axis -> size, of those that split this work."""
         return {"context": self.context, "ulysses": self.ulysses, "expert": self.expert, "tensor": self.tensor}

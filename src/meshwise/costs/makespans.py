@@ -28,10 +28,10 @@ class StageTimes:
             computes while the other communicates; at most the shorter of the two.
     """
 
-    forward: Any
-    backward: Any
-    weights: Any
-    saved: Any = 0.0
+    forward: Num
+    backward: Num
+    weights: Num
+    saved: Num = 0.0
 
     @property
     def total(self) -> Num:

@@ -121,7 +121,7 @@ def expert_load(job: TrainingJob | ServingLoad, slots: Num, devices: Num, *, sca
     m = `_largest_of(d)` such deviations above it, and m^2 / 6 slots more, because such counts are skewed upwards. A
     stated imbalance or capacity factor takes its place.
 
-    >>> job = TrainingJob(batch_tokens=8192, seq_len=4096)
+    >>> job = ServingLoad(prompt=4096, output=1)
     >>> expert_load(job, 1024.0, 1.0), round(expert_load(job, 32768.0, 64.0), 4)
     (1.0, 1.013)
 

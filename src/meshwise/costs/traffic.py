@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshwise.core.tensors import Kind
 from meshwise.costs.arithmetic import Num
@@ -45,6 +45,9 @@ class CollectiveKey(NamedTuple):
 
 #: What one collective moves.
 Bucket = tuple[Transfer, ...]
+
+#: What buckets have in common that share a template: when, why and how they go; of activations their bytes, too.
+_Group = tuple[Pass, Purpose, CollectiveKind, tuple[str, ...], tuple[tuple[Volume, float], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class CollectiveLowering:
 
         An optimizer that works on whole matrices adds an exchange of their shards, there and back, once a step.
         """
-        groups: dict[tuple[Any, ...], list[Bucket]] = {}
+        groups: dict[_Group, list[Bucket]] = {}
         for when, items in ((Pass.FORWARD, placed.forward), (Pass.BACKWARD, placed.backward), (Pass.STEP, placed.step)):
             for bucket in _buckets([item for item in items if isinstance(item, Transfer)]):
                 groups.setdefault(self._group(when, bucket), []).append(bucket)
@@ -140,7 +143,7 @@ class CollectiveLowering:
         return (
             *(self._template(group, buckets, late) for group, buckets in groups.items()),
             *(
-                replace(self._template((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes), items), count=2)
+                replace(self._template((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes, ()), items), count=2)
                 for axes, items in exchanged.items()
             ),
         )
@@ -150,20 +153,20 @@ class CollectiveLowering:
 
         What one operation waits for and goes the same way travels as one: the products of fused projections.
         """
-        waiting: dict[tuple[Any, ...], Bucket] = {}
+        waiting: dict[tuple[object, ...], Bucket] = {}
         for t in (item for item in placed.forward if isinstance(item, Transfer)):
             key = (t.waits, t.purpose, t.collective.kind, t.collective.mesh_axes)
             waiting[key] = (*waiting.get(key, ()), t)
-        groups: dict[tuple[Any, ...], list[Bucket]] = {}
+        groups: dict[_Group, list[Bucket]] = {}
         for bucket in waiting.values():
             groups.setdefault(self._group(Pass.FORWARD, bucket), []).append(bucket)
         return tuple(self._template(group, buckets) for group, buckets in groups.items())
 
-    def _group(self, when: Pass, bucket: Bucket) -> tuple[Any, ...]:
+    def _group(self, when: Pass, bucket: Bucket) -> _Group:
         """What buckets have in common that share a template."""
         first = bucket[0]
         own = self._bucket_bytes(bucket) if first.purpose in _ONE_BY_ONE else ()
-        return (when, first.purpose, first.collective.kind, first.collective.mesh_axes, *own)
+        return (when, first.purpose, first.collective.kind, first.collective.mesh_axes, own)
 
     def _bucket_bytes(self, bucket: Bucket) -> tuple[tuple[Volume, float], ...]:
         """Bytes of the local blocks that the collective is counted by, as terms of a sum."""
@@ -178,10 +181,10 @@ class CollectiveLowering:
         )
 
     def _template(
-        self, group: tuple[Any, ...], buckets: list[Bucket], late: frozenset[str] = frozenset()
+        self, group: _Group, buckets: list[Bucket], late: frozenset[str] = frozenset()
     ) -> CollectiveTemplate:
         """Lower equal activations, or all weights or gradients of one pass; `late` operations make such gradients."""
-        when, purpose, kind, mesh_axes = group[:4]
+        when, purpose, kind, mesh_axes, _ = group
         one_by_one = purpose in _ONE_BY_ONE
         items = [t for bucket in buckets for t in bucket]
         # Equal activations (the gathered input of attention and of the feed-forward part) are counted; weights share a
@@ -240,7 +243,7 @@ def _is_of_gates(t: Transfer) -> bool:
     return tuple(a.partition(".")[0] for a in t.tensor.axes) == ("E", "C")
 
 
-def _route(t: Transfer) -> tuple[Any, ...]:
+def _route(t: Transfer) -> tuple[object, ...]:
     """From where to where slots go, whatever they hold."""
     c = t.collective
     return (t.tensor.axes[:2], c.kind, c.mesh_axes, c.before.splits[:2], c.after.splits[:2])

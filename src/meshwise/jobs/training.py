@@ -186,6 +186,20 @@ class TrainingJob(BaseModel):
         """Sequences per step; not whole when `seq_len` does not divide `batch_tokens`."""
         return self.batch_tokens / self.seq_len
 
+    @property
+    def batch_words(self) -> str:
+        """The size of the batch in words: in sequences where these are whole."""
+        whole = self.sequences == int(self.sequences)
+        return f"{self.sequences:,.0f} sequences" if whole else f"{self.batch_tokens:,.0f} tokens"
+
+    def tokens_per_chip(self, num_chips: int) -> float:
+        """Tokens of a batch on each of so many chips."""
+        return self.batch_tokens / num_chips
+
+    def with_sequences(self, sequences: int) -> TrainingJob:
+        """The same job with another batch."""
+        return TrainingJob(**{**self.model_dump(), "batch_tokens": sequences * self.seq_len})
+
     @cached_property
     def formats(self) -> Precision:
         """The parsed `precision`."""

@@ -261,7 +261,7 @@ def _bubble(w: Breakdown, seconds: float) -> Explanation:
     if w.pipeline.num_chunks <= 2:
         del chunks["middle"]
     passes = (
-        f"{name} {format_time(t.forward)} + {format_time(t.backward)} + {format_time(t.weights)}"
+        f"{name} {' + '.join(format_time(float(s)) for s in (t.forward, t.backward, t.weights))}"
         for name, t in chunks.items()
     )
     return Explanation(

@@ -27,7 +27,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
 from meshwise.search.candidates import batch_cuts
 from meshwise.search.plan import Plan
-from meshwise.search.reasons import batch_words, critical_tokens_per_chip, tokens_per_chip
+from meshwise.search.reasons import critical_tokens_per_chip
 from meshwise.sharding.layout import MESH_AXES, Layout
 from meshwise.sharding.remat import REMAT_POLICIES
 
@@ -169,7 +169,7 @@ def _communication_reasons(problem: TrainingProblem, whole: Fabric, axis: str, c
         return []
     times = f"communication takes {communication / compute:.1f} x the compute"
     if axis in ("data", "fsdp"):
-        needed, tokens = critical_tokens_per_chip(problem, whole), tokens_per_chip(problem, whole)
+        needed, tokens = critical_tokens_per_chip(problem, whole), problem.job.tokens_per_chip(math.prod(whole.sizes))
         return (
             [f"{tokens:,.0f} tokens per chip is under the {needed:,.0f} this network needs; {times}"]
             if tokens < needed
@@ -182,7 +182,7 @@ def _placing_reasons(problem: TrainingProblem, axis: str, chips: int) -> list[st
     """What keeps the strategy from being placed at all."""
     job, sizes = problem.job, problem.model.sizes
     if axis in ("data", "fsdp") and not batch_cuts(job.sequences, job.batch_slack, chips):
-        return [f"{batch_words(job)} do not divide over {chips:,} chips"]
+        return [f"{job.batch_words} do not divide over {chips:,} chips"]
     heads = int(max((v for k, v in sizes.items() if k.partition(".")[0] == "N"), default=0))
     if axis == "tensor" and heads and chips > heads:
         return [f"{heads} heads cannot be split over {chips:,} chips"]

@@ -99,23 +99,23 @@ class Bounds:
         self.begins = np.cumsum(self.number) - self.number
         candidates = table.candidates(first)
         self.size = table.local[first]
-        at, self.pipe = distinct((candidates.stage, candidates.num_microbatches))
-        self.stages, self.num_microbatches = candidates.stage[at], candidates.num_microbatches[at]
+        pipelines = table.axis("stage", first), table.num_microbatches[first]
+        at, self.pipe = distinct(pipelines)
+        self.stages, self.num_microbatches = (column[at] for column in pipelines)
         self.tokens = array(candidates.sequences * self.problem.job.seq_len)
         shards = candidates.context * candidates.ulysses * candidates.tensor
         # Of all chips, those that share one microbatch's work on a stage, over the microbatch's tokens.
         chips = math.prod(network.fabric.sizes)
-        self.per_token = shards / (candidates.micro_batch * chips * self.problem.job.seq_len)  # by key
+        self.per_token = array(shards / (candidates.micro_batch * chips * self.problem.job.seq_len))  # by key
         self._weight_state = WeightColumns(network.choices, self._evaluate_state)
         self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
         self._activations: dict[LayoutChoices, StepParts] = {}
-        mesh = candidates.mesh
         plain = {_all_remats(v): v for v in network.variants}
-        self._keys = {own: np.flatnonzero(v.applies(mesh.__getitem__)) for own, v in plain.items()}
+        self._keys = {own: np.flatnonzero(v.applies(lambda axis: table.axis(axis, first))) for own, v in plain.items()}
         self.keys = [self._keys[_all_remats(v)] for v in network.variants]  # where each compute variant applies
         self.sizes = [np.unique(self.size[keys]) for keys in self.keys]
         starts = np.cumsum([0, *map(len, self.sizes)])
-        self.row = np.full((len(self.sizes), len(table.sizes.micro_batch)), -1)  # in what is stacked of all variants
+        self.row = np.full((len(self.sizes), np.size(table.sizes.micro_batch)), -1)  # in what is stacked of all variants
         for row, sizes, start in zip(self.row, self.sizes, starts, strict=False):
             row[sizes] = start + np.arange(len(sizes))
 

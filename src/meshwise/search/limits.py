@@ -19,7 +19,6 @@ from meshwise.search.baselines import Baseline
 from meshwise.search.constraints import Constraints
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
-from meshwise.search.reasons import batch_words
 from meshwise.search.search import SearchResult, SearchSpace, search
 from meshwise.search.space import parts_up_to, shrunken
 from meshwise.sharding.layout import LayoutRequest
@@ -184,7 +183,7 @@ def batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutError
 
 def _batch(job: TrainingJob) -> str:
     whole = job.sequences == int(job.sequences)
-    return batch_words(job) + ("" if whole else ", which is no whole number of sequences")
+    return job.batch_words + ("" if whole else ", which is no whole number of sequences")
 
 
 def _whole_batch(job: TrainingJob) -> str:

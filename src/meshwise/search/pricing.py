@@ -189,7 +189,7 @@ class Pricing:
     ) -> Array:
         """Seconds per token under one of the layout choices; `inverse` says which of `candidates` is whose."""
         shared = evaluated(self.problem, self.network.choices[c], candidates, links, local, bounded=False)
-        tokens = np.broadcast_to(candidates.sequences * self.problem.job.seq_len, len(candidates.micro_batch))
+        tokens = np.broadcast_to(candidates.sequences * self.problem.job.seq_len, np.size(candidates.micro_batch))
         out, offloads = np.zeros(len(batch)), self.network.offloads
         with np.errstate(all="ignore"):  # where a schedule cannot run, its formula means nothing
             for s in np.unique(batch.schedule):

@@ -18,7 +18,6 @@ from meshwise.costs.rules import (
     mixed_fsdp_optimum,
     pipeline_bubble,
 )
-from meshwise.jobs import TrainingJob
 from meshwise.search.plan import Plan
 
 
@@ -44,7 +43,7 @@ def _batch(plan: Plan, whole: Fabric) -> str:
     if chips == 1:
         return ""
     needed = critical_tokens_per_chip(plan.problem, whole)
-    asked = tokens_per_chip(plan.problem, whole)
+    asked = plan.problem.job.tokens_per_chip(chips)
     verdict = "enough for FSDP alone" if asked >= needed else "too few for FSDP alone"
     parameters = plan.problem.model.parameters
     sparse = ", times total over active parameters" if parameters.total != parameters.active else ""
@@ -52,17 +51,6 @@ def _batch(plan: Plan, whole: Fabric) -> str:
         f"{asked:,.0f} tokens per chip are {verdict}, which needs {needed:,.0f} on this network "
         f"(FLOP/s over its bytes/s{sparse})"
     )
-
-
-def tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:
-    """Tokens of a batch on each chip of a network."""
-    return problem.job.batch_tokens / math.prod(whole.sizes)
-
-
-def batch_words(job: TrainingJob) -> str:
-    """How large a batch is, in sequences where these are whole."""
-    whole = job.sequences == int(job.sequences)
-    return f"{job.sequences:,.0f} sequences" if whole else f"{job.batch_tokens:,.0f} tokens"
 
 
 def critical_tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:
@@ -89,7 +77,8 @@ def _mix(plan: Plan, whole: Fabric) -> list[str]:
     if len(torus) < 2 or len(widths) != 1 or plan.layout.tensor == 1:
         return []
     d_ff, chips, axes = float(widths[0]), math.prod(whole.sizes), len(torus) - 1
-    fsdp = mixed_fsdp_optimum(problem.job.batch_tokens, d_ff, chips, fsdp_axes=axes, tensor_axes=1)
+    tokens = problem.job.sequences * problem.job.seq_len
+    fsdp = mixed_fsdp_optimum(tokens, d_ff, chips, fsdp_axes=axes, tensor_axes=1)
     bandwidth = 2 * torus[0].bandwidth_one_way
     needed = mixed_critical_tokens_per_chip(d_ff, estimate.peak_flops_per_s, bandwidth, fsdp_axes=axes, tensor_axes=1)
     line = (

@@ -119,16 +119,11 @@ def _changed(problem: TrainingProblem) -> Iterator[tuple[str, float, TrainingPro
         yield name, -CHANGE, replace(problem, cluster=other)
     sequences = max(1, round(job.sequences * (1 - CHANGE)))
     if sequences < job.sequences:
-        smaller = _job(job, batch_tokens=sequences * job.seq_len)
-        yield "batch", sequences / job.sequences - 1, replace(problem, job=smaller)
+        yield "batch", sequences / job.sequences - 1, replace(problem, job=job.with_sequences(sequences))
     length = round(job.seq_len * (1 - CHANGE) / _POSITIONS) * _POSITIONS
     if 0 < length < job.seq_len:
-        shorter = _job(job, seq_len=float(length))
+        shorter = TrainingJob(**{**job.model_dump(), "seq_len": float(length)})
         yield "sequence length", length / job.seq_len - 1, replace(problem, job=shorter)
-
-
-def _job(job: TrainingJob, **changes: float) -> TrainingJob:
-    return TrainingJob(**{**job.model_dump(), **changes})
 
 
 def _clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from itertools import islice
 
 from meshwise.core.errors import LayoutError
+from meshwise.costs.arithmetic import Num
 from meshwise.costs.makespans import PipelineShape, StageTimes
 from meshwise.costs.schedules import find_schedule
 
@@ -352,9 +353,9 @@ def _needs(work: Work, last: int) -> tuple[str, int, int] | None:
 
 def _seconds(works: tuple[Work, ...], times: Callable[[int], StageTimes]) -> float:
     """How long it takes; two tasks that run together save half of what either chunk says."""
-    total = 0.0
+    total: Num = 0.0
     for work in works:
         t = times(work.chunk)
-        total += sum(getattr(t, name) for name in PASSES[work.task])
-        total -= t.saved / 2 * (len(works) > 1)
-    return total
+        total = total + sum(getattr(t, name) for name in PASSES[work.task])
+        total = total - t.saved / 2 * (len(works) > 1)
+    return float(total)
