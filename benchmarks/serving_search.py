@@ -14,7 +14,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
 from meshwise.search.serving import ServingConstraints, plan_serving
-from meshwise.search.serving.planner import priced_tables
+from meshwise.search.serving.tables import Tables
 
 CASES = (("llama-3-70b", "h100:64", "fp8"), ("llama-3-70b", "v5e:8x8", "weights=int8,kv=int8"),
          ("deepseek-v3", "h200:64", "fp8"))  # fmt: skip
@@ -29,10 +29,10 @@ def main() -> None:
         constraints = ServingConstraints(max_ttft=2.0, max_tpot=0.05)
         first = plan_serving(problem, constraints=constraints).search
         began = time.process_time()
-        tables = priced_tables(problem, fabric_of(problem), constraints)
+        tables = Tables.priced(problem, fabric_of(problem))
         priced = time.process_time() - began
         search = plan_serving(problem, constraints=constraints).search
-        rows = sum(t.priced for t in tables)
+        rows = sum(t.priced for t in tables.both)
         print(f"{model} on {on}: {rows:,} layouts with batches priced, {rows / priced:,.0f} a CPU-second; "
               f"search {first.cpu_s:.2f} CPU-seconds, again {search.cpu_s:.2f}; {search.pairs:,} pairs")  # fmt: skip
 

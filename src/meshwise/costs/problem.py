@@ -60,6 +60,7 @@ class TrainingProblem:
 
 
 Step = Literal["prefill", "decode"]
+STEPS: tuple[Step, Step] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)

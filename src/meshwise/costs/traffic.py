@@ -143,7 +143,9 @@ class CollectiveLowering:
         return (
             *(self._template(group, buckets, late) for group, buckets in groups.items()),
             *(
-                replace(self._template((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes, ()), items), count=2)
+                replace(
+                    self._template((Pass.STEP, Purpose.WEIGHTS, CollectiveKind.ALL_TO_ALL, axes, ()), items), count=2
+                )
                 for axes, items in exchanged.items()
             ),
         )
@@ -180,9 +182,7 @@ class CollectiveLowering:
             for t in bucket
         )
 
-    def _template(
-        self, group: _Group, buckets: list[Bucket], late: frozenset[str] = frozenset()
-    ) -> CollectiveTemplate:
+    def _template(self, group: _Group, buckets: list[Bucket], late: frozenset[str] = frozenset()) -> CollectiveTemplate:
         """Lower equal activations, or all weights or gradients of one pass; `late` operations make such gradients."""
         when, purpose, kind, mesh_axes, _ = group
         one_by_one = purpose in _ONE_BY_ONE

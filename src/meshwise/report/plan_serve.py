@@ -105,8 +105,8 @@ def _front(front: tuple[FrontPoint, ...]) -> RenderableType:
             format_time(p.tpot),
             f"{p.tokens:,.1f}",
             format_time(p.ttft),
-            f"{p.batch:,}",
-            p.decode.replace(",", ", ") + (" (apart)" if p.mode == "disaggregated" else ""),
+            f"{p.setup.batch:,}",
+            str(p.setup.decode).replace(",", ", ") + (" (apart)" if p.setup.mode == "disaggregated" else ""),
         )
         for p in (front[i] for i in shown)
     ]
@@ -208,11 +208,11 @@ def _point(p: FrontPoint) -> dict[str, Any]:
         "tpot_s": p.tpot,
         "ttft_s": p.ttft,
         "throughput_tokens_per_s_per_chip": p.tokens,
-        "mode": p.mode,
-        "batch": p.batch,
-        "num_chips": p.num_chips,
-        "prefill_layout": p.prefill,
-        "decode_layout": p.decode,
+        "mode": p.setup.mode,
+        "batch": p.setup.batch,
+        "num_chips": p.setup.num_chips,
+        "prefill_layout": str(p.setup.prefill),
+        "decode_layout": str(p.setup.decode),
     }
 
 

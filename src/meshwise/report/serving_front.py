@@ -26,7 +26,7 @@ def front_svg(fronts: Mapping[str, Sequence[FrontPoint]], best: ServingEstimate,
         x, y = [1e3 * p.tpot for p in front], [p.tokens for p in front]
         (line,) = axes.plot(x, y, drawstyle="steps-post", linewidth=1, label=name or "the front")
         for filled, mode in ((True, "aggregated"), (False, "disaggregated")):
-            points = [(px, py) for px, py, p in zip(x, y, front, strict=True) if p.mode == mode]
+            points = [(px, py) for px, py, p in zip(x, y, front, strict=True) if p.setup.mode == mode]
             face = line.get_color() if filled else "white"
             axes.plot(*zip(*points, strict=True) if points else ((), ()), "o", markersize=4, color=line.get_color(),
                       markerfacecolor=face)  # fmt: skip

@@ -7,7 +7,7 @@ them. Not here: bounds that count weights (`placement_bounds`), or prices (`pric
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
@@ -23,7 +23,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import Wires
 from meshwise.costs.step_time import StepParts, passes_makespan
 from meshwise.costs.weight_traffic import evaluate_weight_state
-from meshwise.search.candidates import Array, CandidateBatch, Index, Mask, distinct
+from meshwise.search.candidates import Array, CandidateBatch, Columns, Index, Mask, distinct
 from meshwise.search.choices import Choices, ComputeVariant, allowed, compute_variants
 from meshwise.search.network import SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
@@ -36,7 +36,7 @@ _KEYS = 4 * CHUNK
 
 
 @dataclass(slots=True)
-class Groups:
+class Groups(Columns):
     """Candidates that share their compute and its cut into microbatches, whatever is stored where; parallel columns.
 
     Args:
@@ -52,19 +52,12 @@ class Groups:
     variant: Index
     schedule: Index
 
-    def __len__(self) -> int:
-        return len(self.bound)
-
-    def take(self, index: Index | slice) -> Groups:
-        """Some of them."""
-        return Groups(*(getattr(self, f.name)[index] for f in fields(self)))
-
     @classmethod
-    def joined(cls, parts: Sequence[Groups]) -> Groups:
-        """Groups of all parts, smallest bound first."""
+    def sorted_by(cls, column: str, parts: Iterable[Groups]) -> Groups:
+        """Groups of all parts, those with the smallest of a column first."""
         none = cls(np.zeros(0), np.zeros(0), *(np.zeros(0, int) for _ in range(3)))
-        whole = cls(*(np.concatenate([getattr(p, f.name) for p in (none, *parts)]) for f in fields(cls)))
-        return whole.take(np.argsort(whole.bound, kind="stable"))
+        whole = cls.joined([none, *parts])
+        return whole.take(np.argsort(getattr(whole, column), kind="stable"))
 
 
 def ideal_chip_seconds_per_token(problem: TrainingProblem, asked: Choices) -> float:
@@ -115,7 +108,9 @@ class Bounds:
         self.keys = [self._keys[_all_remats(v)] for v in network.variants]  # where each compute variant applies
         self.sizes = [np.unique(self.size[keys]) for keys in self.keys]
         starts = np.cumsum([0, *map(len, self.sizes)])
-        self.row = np.full((len(self.sizes), np.size(table.sizes.micro_batch)), -1)  # in what is stacked of all variants
+        self.row = np.full(
+            (len(self.sizes), np.size(table.sizes.micro_batch)), -1
+        )  # in what is stacked of all variants
         for row, sizes, start in zip(self.row, self.sizes, starts, strict=False):
             row[sizes] = start + np.arange(len(sizes))
 
@@ -141,7 +136,7 @@ class Bounds:
         for begin in range(0, len(key), _KEYS):
             part = slice(begin, begin + _KEYS)
             found += self._groups_of(variant[part], key[part], schedules, below)
-        return Groups.joined(found)
+        return Groups.sorted_by("bound", found)
 
     def _groups_of(
         self, variant: Index, key: Index, schedules: Sequence[int], below: Callable[[Array], Mask]
@@ -176,11 +171,12 @@ class Bounds:
     def by_memory(self) -> Groups:
         """All groups that can run, whether they fit or not; those whose activations need least come first."""
         variant = np.repeat(np.arange(len(self.keys)), [len(keys) for keys in self.keys])
-        key, found = np.concatenate(self.keys), []
-        for s, mine, floors in self._fitting(variant, key, range(len(self.network.schedules)), math.inf):
-            found.append(Groups(np.zeros(len(mine)), floors, key[mine], variant[mine], np.full(len(mine), s)))
-        groups = Groups.joined(found)
-        return groups.take(np.argsort(groups.memory, kind="stable"))
+        key, schedules = np.concatenate(self.keys), range(len(self.network.schedules))
+        found = (
+            Groups(np.zeros(len(mine)), floors, key[mine], variant[mine], np.full(len(mine), s))
+            for s, mine, floors in self._fitting(variant, key, schedules, math.inf)
+        )
+        return Groups.sorted_by("memory", found)
 
     def examined(self, schedules: Sequence[int]) -> int:
         """Layouts that `groups` of some schedules bounds: every member of every key in all its choices."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,24 @@ class CandidateTable:
 
 
 @dataclass(slots=True)
-class CandidateBatch:
+class Columns:
+    """Base of dataclasses whose fields are parallel columns: arrays of one length."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+    def take(self, index: Index | Mask | slice) -> Self:
+        """Some of the rows, or other ones."""
+        return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, one after the other."""
+        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+
+@dataclass(slots=True)
+class CandidateBatch(Columns):
     """Candidates, as parallel columns.
 
     Args:
@@ -93,13 +111,6 @@ class CandidateBatch:
         n = len(at)
         return cls(at, np.full(n, choices), schedule, np.zeros(n, int), bound, np.zeros(n))
 
-    def __len__(self) -> int:
-        return len(self.at)
-
-    def take(self, index: Index | Mask | slice) -> CandidateBatch:
-        """Some of them."""
-        return CandidateBatch(*(getattr(self, f.name)[index] for f in fields(self)))
-
     def where(self, condition: Mask) -> CandidateBatch:
         """Those for which the condition holds."""
         return self if condition.all() else self.take(np.flatnonzero(condition))
@@ -107,11 +118,6 @@ class CandidateBatch:
     def by_bound(self) -> CandidateBatch:
         """The same, smallest bound first."""
         return self.take(np.argsort(self.bound, kind="stable"))
-
-    @classmethod
-    def joined(cls, parts: Sequence[CandidateBatch]) -> CandidateBatch:
-        """Batches one after the other."""
-        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
 
 def candidate_table(

@@ -19,8 +19,8 @@ from meshwise.jobs.traffic import mix_lengths, parse_lengths
 from meshwise.models import load_model
 from meshwise.search.serving import ServingConstraints, plan_serving, planner
 from meshwise.search.serving.pairs import aggregated, disaggregated, undominated
-from meshwise.search.serving.planner import priced_tables
 from meshwise.search.serving.space import candidates
+from meshwise.search.serving.tables import Tables
 
 
 def problem(model="llama-3-8b", on="h100:8", *, prompt=1024, output=256, **load):
@@ -30,10 +30,6 @@ def problem(model="llama-3-8b", on="h100:8", *, prompt=1024, output=256, **load)
     else:
         whole = ServingLoad(prompt=prompt, output=output, **load)
     return ServingProblem(load_model(model), whole, cluster, default_calibration(cluster.chip))
-
-
-def every(pairs):
-    return np.arange(len(pairs))
 
 
 @pytest.mark.parametrize(
@@ -48,16 +44,15 @@ def every(pairs):
 def test_numbers_of_the_search_are_those_of_the_estimate(model, on, load):
     given = problem(model, on, **load)
     fabric = fabric_of(given)
-    prefill, decode = priced_tables(given, fabric, ServingConstraints(max_batch=64))
+    tables = Tables.priced(given, fabric, max_batch=64)
     random = np.random.default_rng(7)
-    both = (aggregated(given, prefill, decode, every), disaggregated(given, fabric, prefill, decode, every))
-    for found in both:
+    for found in (aggregated(tables), disaggregated(tables)):
         parts = [p for p in found if len(p)]
         assert parts
         for _ in range(12):
             pairs = parts[random.integers(len(parts))]
             i = int(random.integers(len(pairs)))
-            e = estimate_serving(given, pairs.setup(i, prefill, decode), fabric, count=False)
+            e = estimate_serving(given, pairs.setup(i, tables), fabric, count=False)
             assert e.ttft.expected == pytest.approx(float(pairs.ttft[i]), rel=1e-9)
             assert e.tpot.expected == pytest.approx(float(pairs.tpot[i]), rel=1e-9)
             assert e.throughput_per_chip == pytest.approx(float(pairs.tokens[i]), rel=1e-9)

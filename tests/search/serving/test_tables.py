@@ -68,7 +68,7 @@ def test_of_each_place_left_out_another_of_its_mesh_is_as_fast_in_everything(mod
     given = problem(model, on)
     fabric = fabric_of(given)
     found = candidates(given, fabric, step, (1, 2, 4, 8, 16))
-    table = make_table(given, fabric, step, found, BATCHES, keys=({}, {}))
+    table = make_table(given, fabric, step, found, BATCHES, keys={})
     places = [place for group in found for place in group.layouts]
     meshes = {layout for layout, _ in places}
     assert table.priced == len(BATCHES) * len(places) > table.rows >= len(BATCHES) * len(meshes)

@@ -6,7 +6,7 @@ Not here: what an engine's steps are made of (`step`), nor what happens over tim
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from meshwise.costs.compute import op_compute
@@ -15,7 +15,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.estimate import cache_transfer_rate, fabric_of, layout_wires, with_wires
-from meshwise.costs.serving.memory import cache_bytes, cache_capacity, decode_sizes, prefill_sizes
+from meshwise.costs.serving.memory import cache_bytes, cache_capacity, mesh_sizes, setup_sizes
 from meshwise.costs.serving.sizes import StepSizes, part_of_sequences, step_extents
 from meshwise.costs.serving.step import price_step
 from meshwise.sharding.serving import ServingLayout
@@ -40,8 +40,7 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
     setup = with_wires(problem, fabric, setup)
     layout: ServingLayout = getattr(setup, step)
     block = problem.load.block_tokens
-    mesh = {a: float(s) for a, s in layout.sizes.items()}
-    of_one_block = float(cache_bytes(problem, step, layout.structure, mesh, 1.0, float(block)))
+    of_one_block = float(cache_bytes(problem, step, layout.structure, mesh_sizes(layout), 1.0, float(block)))
     room = cache_capacity(problem, setup, step)
     rate, startup = cache_transfer_rate(problem, fabric, setup)
     chip = problem.cluster.chip
@@ -75,7 +74,7 @@ def _token_seconds(
         prefills = setup.mode == "aggregated" and tokens > generated
         kind: Step = "prefill" if prefills else step
         layout: ServingLayout = getattr(setup, kind)
-        wires, mesh = layout_wires(problem, fabric, layout), {a: float(s) for a, s in layout.sizes.items()}
+        wires, mesh = layout_wires(problem, fabric, layout), mesh_sizes(layout)
         prompts = float(max(round(tokens / problem.load.computed), 1)) if kind == "prefill" else float(tokens)
         each = tokens / prompts
         costs = price_step(problem, kind, layout.structure, StepSizes(prompts, each, each, mesh), wires)
@@ -97,24 +96,17 @@ def _started(problem: ServingProblem, layout: ServingLayout, step: Step) -> floa
 
 def _attention(problem: ServingProblem, setup: ServingSetup) -> Iterable[AttentionCosts]:
     """One entry for each span that layers read of a cache."""
-    decoding = decode_sizes(problem, setup)
-    whole = prefill_sizes(problem, setup)[-1]
+    decoding, whole = (setup_sizes(problem, setup, step)[-1] for step in ("decode", "prefill"))
     spans = sorted({*_spans(problem, setup, "decode"), *_spans(problem, setup, "prefill")}, key=lambda s: s or 0)
     for span in spans:
         # Both ends of the slope are within the window; each request reads so many tokens.
         near, far = (64.0, 128.0) if span is not None and span < 2048 else (1024.0, 2048.0)
-        slope = _seconds(problem, setup, "decode", span, _with_keys(decoding, far)) - _seconds(
-            problem, setup, "decode", span, _with_keys(decoding, near)
-        )
+        less, more = (_seconds(problem, setup, "decode", span, replace(decoding, keys=n)) for n in (near, far))
         read = float(decoding.sequences) * (far - near)
         queries = float(whole.queries)
         pairs = float(whole.sequences) * _pairs(queries, float(whole.keys), span)
         prefill = _seconds(problem, setup, "prefill", span, whole)
-        yield AttentionCosts(max(slope / read, 0.0), max(prefill / pairs, 0.0), span)
-
-
-def _with_keys(sizes: StepSizes, keys: float) -> StepSizes:
-    return StepSizes(sizes.sequences, sizes.queries, keys, sizes.mesh, sizes.last)
+        yield AttentionCosts(max((more - less) / read, 0.0), max(prefill / pairs, 0.0), span)
 
 
 def _pairs(queries: float, keys: float, span: int | None) -> float:
@@ -175,8 +167,8 @@ def slowest_operations(
 ) -> tuple[SlowOperation, ...]:
     """Find those that take most in all copies together; of a prefill in chunks, in its last chunk."""
     layout: ServingLayout = getattr(setup, step)
-    sizes = prefill_sizes(problem, setup)[-1] if step == "prefill" else decode_sizes(problem, setup)
-    extents = step_extents(problem, step, layout.structure, part_of_sequences(sizes))
+    sizes = part_of_sequences(setup_sizes(problem, setup, step)[-1])
+    extents = step_extents(problem, step, layout.structure, sizes)
     rates = problem.compute_rates
     found = []
     for block in problem.blocks(step, layout.structure):

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.core.errors import ClusterError, LayoutError
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import AxisMapping, Fabric, axis_mappings
 from meshwise.costs.network import PlacedWires
-from meshwise.costs.problem import ServingProblem, Step
+from meshwise.costs.problem import STEPS, ServingProblem, Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
-from meshwise.costs.serving.memory import attended_sizes, decode_sizes, engine_memory, largest_batch, prefill_sizes
+from meshwise.costs.serving.memory import engine_memory, largest_batch, setup_sizes
+from meshwise.costs.serving.sizes import attended_sizes
 from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
 from meshwise.sharding import CollectiveKind, Mesh
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
@@ -47,24 +48,24 @@ def check_layout(problem: ServingProblem, layout: ServingLayout, step: Step) -> 
         )
 
 
-def _prefill_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> list[StepCosts]:
-    wires = layout_wires(problem, fabric, setup.prefill)
-    structure = setup.prefill.structure
-    each = zip(prefill_sizes(problem, setup), attended_sizes(problem, setup), strict=True)
-    return [price_step(problem, "prefill", structure, sizes, wires, attending) for sizes, attending in each]
+def _step_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step) -> list[StepCosts]:
+    """A decode step, or the steps of a prefill."""
+    layout: ServingLayout = getattr(setup, step)
+    wires = layout_wires(problem, fabric, layout)
+    return [
+        price_step(problem, step, layout.structure, s, wires, attended_sizes(problem.load, s, step))
+        for s in setup_sizes(problem, setup, step)
+    ]
 
 
 def _mixed_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> list[StepCosts]:
     """Steps in which chunks of prompts go along with what is generated."""
     wires, structure = layout_wires(problem, fabric, setup.decode), setup.decode.structure
-    along = decode_sizes(problem, setup)
-    each = zip(prefill_sizes(problem, setup), attended_sizes(problem, setup), strict=True)
-    return [price_mixed_step(problem, structure, sizes, along, wires, attending) for sizes, attending in each]
-
-
-def _decode_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> StepCosts:
-    wires = layout_wires(problem, fabric, setup.decode)
-    return price_step(problem, "decode", setup.decode.structure, decode_sizes(problem, setup), wires)
+    (along,) = setup_sizes(problem, setup, "decode")
+    return [
+        price_mixed_step(problem, structure, s, along, wires, attended_sizes(problem.load, s))
+        for s in setup_sizes(problem, setup, "prefill")
+    ]
 
 
 def with_wires(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> ServingSetup:
@@ -73,22 +74,19 @@ def with_wires(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> 
     Raises:
         ClusterError: a layout cannot be laid on the network.
     """
-    prefill = setup.prefill
-    if prefill.wires is None:
-        prefill = _fastest(problem, fabric, setup, "prefill")
-    decode = setup.decode
-    if decode.wires is None:
-        decode = _fastest(problem, fabric, setup, "decode")
-    return ServingSetup(setup.mode, prefill, decode, setup.batch, setup.prefill_batch, setup.chunk)
+    prefill, decode = (_fastest(problem, fabric, setup, step) for step in STEPS)
+    return replace(setup, prefill=prefill, decode=decode)
 
 
 def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step: Step) -> ServingLayout:
-    layout = getattr(setup, step)
+    layout: ServingLayout = getattr(setup, step)
+    if layout.wires is not None:
+        return layout
     best: tuple[float, ServingLayout] | None = None
     for wiring in engine_axis_mappings(layout.sizes, fabric):
         wires = wires_of(problem, fabric, wiring)
-        all_sizes = prefill_sizes(problem, setup)[-1:] if step == "prefill" else [decode_sizes(problem, setup)]
-        seconds = sum(float(price_step(problem, step, layout.structure, s, wires).expected) for s in all_sizes)
+        sizes = setup_sizes(problem, setup, step)[-1]
+        seconds = float(price_step(problem, step, layout.structure, sizes, wires).expected)
         if best is None or seconds < best[0]:
             best = seconds, layout.replace(wires=tuple(wiring.items()))
     if best is None:
@@ -140,14 +138,16 @@ def estimate_serving(
         ClusterError: a layout that cannot be laid on the network.
     """
     fabric = fabric or fabric_of(problem)
-    check_layout(problem, setup.prefill, "prefill")
-    check_layout(problem, setup.decode, "decode")
+    for step in STEPS:
+        check_layout(problem, getattr(setup, step), step)
     _check_mode(setup)
     setup = with_wires(problem, fabric, setup)
-    decode_costs = _decode_costs(problem, fabric, setup)
-    decode = _engine([decode_costs], known.decode.memory if known else engine_memory(problem, setup, "decode"))
+    decode = _engine(
+        _step_costs(problem, fabric, setup, "decode"),
+        known.decode.memory if known else engine_memory(problem, setup, "decode"),
+    )
     mixed = setup.mode == "aggregated" and setup.chunk is not None
-    steps = (_mixed_costs if mixed else _prefill_costs)(problem, fabric, setup)
+    steps = _mixed_costs(problem, fabric, setup) if mixed else _step_costs(problem, fabric, setup, "prefill")
     prefill = _engine(steps, known.prefill.memory if known else engine_memory(problem, setup, "prefill"))
     load, aggregated = problem.load, setup.mode == "aggregated"
     full = _FullEngine(

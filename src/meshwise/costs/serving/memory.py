@@ -16,9 +16,11 @@ from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.sizes import (
     NEVER_PADDED,
     StepSizes,
+    decode_sizes,
     layer_share,
     num_layers,
     part_of_sequences,
+    prompt_sizes,
     residual_bytes,
     step_extents,
 )
@@ -128,45 +130,12 @@ def mesh_sizes(layout: ServingLayout) -> dict[str, float]:
     return {a: float(s) for a, s in layout.sizes.items()}
 
 
-def prefill_sizes(problem: ServingProblem, setup: ServingSetup) -> list[StepSizes]:
-    """What each step of a prefill computes: the chunks of the prompts that are prefilled together."""
-    return prompt_sizes(problem, setup, problem.load.computed)
-
-
-def attended_sizes(problem: ServingProblem, setup: ServingSetup) -> list[StepSizes] | list[None]:
-    """What attention computes in each of these steps; None where that is the same.
-
-    As many pairs of queries and keys as prompts of all lengths have on average: those of a prompt whose length is the
-    root mean square, in as many steps as the mean prompt takes.
-    """
-    load, whole = problem.load, prefill_sizes(problem, setup)
-    if load.mix is None:
-        return [None] * len(whole)
-    more = (load.attended_prompt - load.cached_prefix) / load.computed
-    first = load.cached_prefix
-    return [StepSizes(s.sequences, s.queries * more, first + (s.keys - first) * more, s.mesh, s.last) for s in whole]
-
-
-def prompt_sizes(problem: ServingProblem, setup: ServingSetup, computed: float) -> list[StepSizes]:
-    """What each step of a prefill of prompts computes that have so many tokens to be computed."""
-    load, mesh = problem.load, mesh_sizes(setup.prefill)
-    chunk = computed if setup.chunk is None else float(min(setup.chunk, computed))
-    steps = math.ceil(computed / chunk)
-    done = [min((i + 1) * chunk, computed) for i in range(steps)]
-    before = [0.0, *done[:-1]]
-    return [
-        StepSizes(float(setup.prefill_batch), end - start, load.cached_prefix + end, mesh)
-        for start, end in zip(before, done, strict=True)
-    ]
-
-
-def decode_sizes(problem: ServingProblem, setup: ServingSetup) -> StepSizes:
-    """What a decode step computes, halfway through the output."""
-    load = problem.load
-    positions = load.positions_per_step
-    return StepSizes(
-        float(setup.batch), positions, load.mean_context + positions - 1, mesh_sizes(setup.decode), last=positions
-    )
+def setup_sizes(problem: ServingProblem, setup: ServingSetup, step: Step) -> list[StepSizes]:
+    """What a decode step computes, or each step of a prefill: the chunks of the prompts that are prefilled together."""
+    load, mesh = problem.load, mesh_sizes(getattr(setup, step))
+    if step == "decode":
+        return [decode_sizes(load, float(setup.batch), mesh)]
+    return prompt_sizes(load, float(setup.prefill_batch), mesh, load.computed, setup.chunk)
 
 
 def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> dict[str, float]:
@@ -178,10 +147,12 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
     load = problem.load
     prompts = float(setup.prefill_batch)
     if step == "prefill" or both:
-        long = prompt_sizes(problem, setup, load.prefilled(prompts) - load.cached_prefix)
+        longest = load.prefilled(prompts) - load.cached_prefix
+        long = prompt_sizes(load, prompts, mesh_sizes(setup.prefill), longest, setup.chunk)
         parts += [step_memory(problem, "prefill", setup.prefill.structure, s) for s in long]
     if step == "decode" or both:
-        parts.append(step_memory(problem, "decode", setup.decode.structure, decode_sizes(problem, setup)))
+        decoding = setup_sizes(problem, setup, "decode")
+        parts += [step_memory(problem, "decode", setup.decode.structure, s) for s in decoding]
     requests, tokens = float(setup.batch), load.kept(float(setup.batch)) + load.draft_tokens
     if step == "prefill" and not both:
         requests, tokens = prompts, load.prefilled(prompts)

@@ -5,8 +5,10 @@ Not here: which sizes a load asks for (`room`), or what they take (`step`, `memo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from meshwise.core.tensors import Program, Tensor
 from meshwise.costs.arithmetic import Num, ceil, maximum, minimum
@@ -14,6 +16,7 @@ from meshwise.costs.extents import Extents, WeightedSum
 from meshwise.costs.lower import LoweredServingBlock
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.routing import expert_load
+from meshwise.jobs import ServingLoad
 from meshwise.sharding.placed import Held
 from meshwise.sharding.serving import ServingLayoutChoices
 
@@ -38,6 +41,34 @@ class StepSizes:
     keys: Num
     mesh: Mapping[str, Num]
     last: Num = 1.0
+
+
+def prompt_sizes(
+    load: ServingLoad, prompts: Num, mesh: Mapping[str, Num], computed: Num, chunk: int | None = None
+) -> list[StepSizes]:
+    """What each step of a prefill of prompts computes that have so many tokens to be computed."""
+    if chunk is None:
+        return [StepSizes(prompts, computed, load.cached_prefix + computed, mesh)]
+    ends = [min((i + 1.0) * chunk, computed) for i in range(math.ceil(computed / chunk))]
+    return [StepSizes(prompts, end - start, load.cached_prefix + end, mesh) for start, end in pairwise((0.0, *ends))]
+
+
+def attended_sizes(load: ServingLoad, sizes: StepSizes, step: Step = "prefill") -> StepSizes | None:
+    """What attention computes in such a step; None where that is the same.
+
+    As many pairs of queries and keys as prompts of all lengths have on average: those of a prompt whose length is the
+    root mean square, in as many steps as the mean prompt takes.
+    """
+    if load.mix is None or step == "decode":
+        return None
+    first, more = load.cached_prefix, (load.attended_prompt - load.cached_prefix) / load.computed
+    return replace(sizes, queries=sizes.queries * more, keys=first + (sizes.keys - first) * more)
+
+
+def decode_sizes(load: ServingLoad, batch: Num, mesh: Mapping[str, Num]) -> StepSizes:
+    """What a decode step computes, halfway through the output."""
+    positions = load.positions_per_step
+    return StepSizes(batch, positions, load.mean_context + positions - 1, mesh, last=positions)
 
 
 def part_of_sequences(sizes: StepSizes) -> StepSizes:

@@ -15,6 +15,8 @@ import numpy as np
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.arithmetic import Condition, Num
 from meshwise.costs.serving.answer import Mode
+from meshwise.search.candidates import Array, Index, Mask
+from meshwise.search.serving.pairs import Pairs
 from meshwise.sharding.serving import SERVING_AXES
 
 # Of a share of a score: scores that are equal but for the order of their sums stay equal at the edge of `within`, too.
@@ -66,6 +68,10 @@ class ServingConstraints:
                 ok = ok & (sign * value <= sign * limit)
         return ok
 
+    def keeping(self, pairs: Pairs) -> Mask:
+        """Which of them keep the targets."""
+        return np.broadcast_to(self.kept(pairs.ttft, pairs.tpot, pairs.rate), len(pairs))
+
 
 #: Plans whose numbers differ by so large a share of the best are as good.
 TIE = 0.01
@@ -99,7 +105,7 @@ def ties(constraints: ServingConstraints) -> tuple[float, float, float]:
     return (0.0 if constraints.rate is not None else TIE), TIE, TIE
 
 
-def best_of(columns: Sequence[np.ndarray], within: Sequence[float], among: np.ndarray | None = None) -> int:
+def best_of(columns: Sequence[Array], within: Sequence[float], among: Index | None = None) -> int:
     """Index of the best entry, smaller numbers being better.
 
     As good are those within the first share of the least in the first column; of these, those within the second share

@@ -6,24 +6,22 @@ before. Not here: prices of rows (`tables`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.costs.fabric import Fabric
-from meshwise.costs.problem import ServingProblem
-from meshwise.costs.serving.answer import Mode, ServingSetup
-from meshwise.search.serving.constraints import ServingConstraints
-from meshwise.search.serving.tables import Table
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.search.candidates import Array, Columns, Index, Mask
+from meshwise.search.serving.tables import Table, Tables
 
 
-@dataclass(frozen=True)
-class Pairs:
+@dataclass(slots=True)
+class Pairs(Columns):
     """Complete plans: one entry each.
 
     Args:
-        mode: of all of them.
+        apart: whether engines do one of the two.
         prefill, decode: rows of the tables.
         into, out: engines that prefill and that decode (the same ones, where aggregated).
         chips: of all engines; ttft, tpot: seconds.
@@ -31,36 +29,25 @@ class Pairs:
         memory: bytes of the fullest chip of either kind.
     """
 
-    mode: Mode
-    prefill: np.ndarray
-    decode: np.ndarray
-    into: np.ndarray
-    out: np.ndarray
-    chips: np.ndarray
-    ttft: np.ndarray
-    tpot: np.ndarray
-    rate: np.ndarray
-    tokens: np.ndarray
-    memory: np.ndarray
+    apart: Mask
+    prefill: Index
+    decode: Index
+    into: Array
+    out: Array
+    chips: Array
+    ttft: Array
+    tpot: Array
+    rate: Array
+    tokens: Array
+    memory: Array
 
-    def __len__(self) -> int:
-        return len(self.prefill)
-
-    def take(self, index: np.ndarray) -> Pairs:
-        """Other entries."""
-        columns = ("prefill", "decode", "into", "out", "chips", "ttft", "tpot", "rate", "tokens", "memory")
-        return Pairs(self.mode, **{name: getattr(self, name)[index] for name in columns})
-
-    def keeping(self, constraints: ServingConstraints) -> np.ndarray:
-        """Which of them keep the targets."""
-        return np.broadcast_to(constraints.kept(self.ttft, self.tpot, self.rate), len(self))
-
-    def setup(self, i: int, prefill: Table, decode: Table) -> ServingSetup:
-        """One of the pairs, as a setup."""
+    def setup(self, i: int, tables: Tables) -> ServingSetup:
+        """One of them as a setup."""
         first, second = int(self.prefill[i]), int(self.decode[i])
-        into = prefill.layout_of(first, int(self.into[i]))
-        out = decode.layout_of(second, int(self.out[i]))
-        return ServingSetup(self.mode, into, out, int(decode.batch[second]), int(prefill.batch[first]))
+        into = tables.prefill.layout_of(first, int(self.into[i]))
+        out = tables.decode.layout_of(second, int(self.out[i]))
+        batches = int(tables.decode.batch[second]), int(tables.prefill.batch[first])
+        return ServingSetup("disaggregated" if self.apart[i] else "aggregated", into, out, *batches)
 
 
 #: More than any rate of requests.
@@ -69,11 +56,8 @@ _FAR = 1e15
 #: How often the fastest rows of each kind are asked which others they beat.
 _ROUNDS = 24
 
-#: Makes pairs of rows complete, or gives None where none is wanted.
-_Keep = Callable[[Pairs], np.ndarray]
 
-
-def undominated(*columns: np.ndarray) -> np.ndarray:
+def undominated(*columns: Array) -> Index:
     """Rows that no other row beats or equals in every column (of equal rows the first), smaller being better."""
     left = np.lexsort(columns[::-1])
     others = np.stack(columns[1:])[:, left]  # in the first column rows ascend
@@ -85,48 +69,43 @@ def undominated(*columns: np.ndarray) -> np.ndarray:
     return np.array(kept, dtype=int)
 
 
-def aggregated(
-    problem: ServingProblem, prefill: Table, decode: Table, keep: _Keep, wanted: float | None = None
-) -> Iterator[Pairs]:
+def aggregated(tables: Tables, wanted: float | None = None) -> Iterator[Pairs]:
     """Pair rows of the same engines whose weights are stored alike.
 
     Args:
-        problem: model, load, cluster, calibration.
-        prefill, decode: the tables.
-        keep: which pairs to keep.
+        tables: of both steps.
         wanted: requests per second, for as many engines as that takes; None for all that the chips make.
     """
-    load = problem.load
-    room = (1 - load.reserve) * problem.cluster.chip.hbm_usable
-    fits_in, fits_out = (t.weights + t.activations + t.workspace <= room for t in (prefill, decode))
+    prefill, decode = tables.prefill, tables.decode
+    room = (1 - tables.problem.load.reserve) * tables.usable
+    fits_in, fits_out = (t.weights + t.activations + t.workspace <= room for t in tables.both)
     held = prefill.activations + prefill.workspace
     per_prompt = prefill.interval / prefill.batch
     lean = _lean(decode, np.flatnonzero(fits_out))
-    for stored in np.intersect1d(np.unique(prefill.stored[fits_in]), np.unique(decode.stored[fits_out])):
+    for stored in np.intersect1d(prefill.stored[fits_in], decode.stored[fits_out]):
         into = np.flatnonzero((prefill.stored == stored) & fits_in)
         out = np.flatnonzero((decode.stored == stored) & fits_out)
         first = prefill.seconds[into] + prefill.handover[into]
         best = into[undominated(first, per_prompt[into], held[into], prefill.batch[into])]
         row, of = _all_with_all(best, lean[decode.stored[lean] == stored])
         apart = prefill.mesh[row] != decode.mesh[of]  # where one layout does both, the cache stays
-        row, of = row[apart], of[apart]
-        yield from _together(problem, prefill, decode, (row, of, prefill.handover[row]), keep, wanted)
+        yield from _together(tables, row[apart], of[apart], prefill.handover[row[apart]], wanted)
         own = []
-        for mesh in np.intersect1d(np.unique(prefill.mesh[into]), np.unique(decode.mesh[out])):
+        for mesh in np.intersect1d(prefill.mesh[into], decode.mesh[out]):
             rows = into[prefill.mesh[into] == mesh]
             rows = rows[undominated(prefill.seconds[rows], per_prompt[rows], held[rows], prefill.batch[rows])]
             own.append(_all_with_all(rows, out[decode.mesh[out] == mesh]))
         if own:
             row, of = (np.concatenate(parts) for parts in zip(*own, strict=True))
-            yield from _together(problem, prefill, decode, (row, of, np.zeros(len(row))), keep, wanted)
+            yield from _together(tables, row, of, np.zeros(len(row)), wanted)
 
 
-def _all_with_all(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _all_with_all(a: Index, b: Index) -> tuple[Index, Index]:
     """Each of `a` with each of `b`."""
     return np.repeat(a, len(b)), np.tile(b, len(a))
 
 
-def _lean(decode: Table, out: np.ndarray) -> np.ndarray:
+def _lean(decode: Table, out: Index) -> Index:
     """Leave out rows of `out` that another of the same batch and way to store weights beats in time and all memory.
 
     Only the fastest few of each kind are asked whether they beat the others: what is left out is beaten, but not all
@@ -140,75 +119,55 @@ def _lean(decode: Table, out: np.ndarray) -> np.ndarray:
         if not len(order):
             break
         batch, stored = decode.batch[order], decode.stored[order]
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = (batch[1:] != batch[:-1]) | (stored[1:] != stored[:-1])
+        first = np.r_[True, (batch[1:] != batch[:-1]) | (stored[1:] != stored[:-1])]
         fastest = order[np.flatnonzero(first)[np.cumsum(first) - 1]]
-        beaten = np.ones(len(order), dtype=bool)
-        for column in columns:
-            beaten &= column[order] >= column[fastest]
+        beaten = np.logical_and.reduce([column[order] >= column[fastest] for column in columns])
         kept.append(order[first])
         order = order[~beaten & ~first]
     return np.concatenate([*kept, order])
 
 
-def _together(  # noqa: PLR0917 -- what is paired, and how
-    problem: ServingProblem, prefill: Table, decode: Table, which: tuple[np.ndarray, np.ndarray, np.ndarray],
-    keep: _Keep, wanted: float | None,
-) -> Iterator[Pairs]:  # fmt: skip
+def _together(tables: Tables, row: Index, out: Index, handover: Array, wanted: float | None) -> Iterator[Pairs]:
     """Rows of prefill with rows of generation, of one size of engines; and seconds of their handover."""
-    row, out, handover = which
+    prefill, decode, load = tables.prefill, tables.decode, tables.problem.load
     slots = prefill.batch[row] <= decode.batch[out]  # prompts that are prefilled together go on together
     row, out, handover = row[slots], out[slots], handover[slots]
-    if not len(row):
-        return
-    load = problem.load
-    p = prefill.batch[row]
+    p, engine = prefill.batch[row], prefill.chips[row]
     numbers, bytes_of = decode.prompts
     prompts = bytes_of[np.searchsorted(numbers, p), decode.layout[out]]
     further, gained = load.output - 1, load.tokens_per_step
     b, step = decode.batch[out], decode.seconds[out]
     per_prompt = prefill.interval[row] / p
-    memory = (
-        np.maximum(prefill.weights[row], decode.weights[out])
+    each = 1 / (per_prompt + step * further / gained / b)
+    most = np.floor(tables.num_chips / engine)
+    replicas = most if wanted is None else np.clip(np.ceil(wanted / each - 1e-12), 1, most)
+    rate = replicas * each
+    yield Pairs(
+        apart=np.zeros(len(row), bool),
+        prefill=row,
+        decode=out,
+        into=replicas,
+        out=replicas,
+        chips=replicas * engine,
+        ttft=prefill.seconds[row] + handover + step / 2 + (p - 1) / 2 / each,
+        tpot=step / gained + (per_prompt * b / further if further else 0.0),
+        rate=rate,
+        tokens=rate * load.output / (replicas * engine),
+        memory=np.maximum(prefill.weights[row], decode.weights[out])
         + decode.cache[out]
         + prompts
         + np.maximum(prefill.activations[row], decode.activations[out])
         + np.maximum(prefill.workspace[row], decode.workspace[out])
-        + load.reserve * problem.cluster.chip.hbm_usable
+        + tables.reserve,
     )
-    engine = prefill.chips[row]
-    each = 1 / (per_prompt + step * further / gained / b)
-    most = np.floor(problem.cluster.num_chips / engine)
-    replicas = most if wanted is None else np.clip(np.ceil(wanted / each - 1e-12), 1, most)
-    rate = replicas * each
-    pairs = Pairs(
-        "aggregated",
-        row,
-        out,
-        replicas,
-        replicas,
-        replicas * engine,
-        prefill.seconds[row] + handover + step / 2 + (p - 1) / 2 / each,
-        step / gained + (per_prompt * b / further if further else 0.0),
-        rate,
-        rate * load.output / (replicas * engine),
-        memory,
-    )
-    kept = keep(pairs)
-    if len(kept):
-        yield pairs.take(kept)
 
 
-def disaggregated(  # noqa: PLR0917 -- what is paired, and how
-    problem: ServingProblem, fabric: Fabric, prefill: Table, decode: Table, keep: _Keep, wanted: float | None = None
-) -> Iterator[Pairs]:
+def disaggregated(tables: Tables, wanted: float | None = None) -> Iterator[Pairs]:
     """Pair engines of their own, as many of each as serve most with each chip; `wanted` requests/s where said."""
-    chips = problem.cluster.num_chips
-    load = problem.load
-    usable, reserve = problem.cluster.chip.hbm_usable, load.reserve * problem.cluster.chip.hbm_usable
-    memory_in, memory_out = (t.weights + t.cache + t.activations + t.workspace + reserve for t in (prefill, decode))
-    into = np.flatnonzero((memory_in <= usable) & (prefill.chips < chips))
-    out = np.flatnonzero((memory_out <= usable) & (decode.chips < chips))
+    prefill, decode, problem, load = tables.prefill, tables.decode, tables.problem, tables.problem.load
+    memory_in, memory_out = (t.weights + t.cache + t.activations + t.workspace + tables.reserve for t in tables.both)
+    into = np.flatnonzero((memory_in <= tables.usable) & (prefill.chips < tables.num_chips))
+    out = np.flatnonzero((memory_out <= tables.usable) & (decode.chips < tables.num_chips))
     if not len(into) or not len(out) or load.output == 1:
         return
     rate_in = prefill.batch / prefill.interval
@@ -216,44 +175,46 @@ def disaggregated(  # noqa: PLR0917 -- what is paired, and how
     into = into[undominated(prefill.seconds[into], -rate_in[into], prefill.chips[into], prefill.batch[into])]
     out = out[undominated(decode.seconds[out], -rate_out[out], decode.chips[out])]
     links = problem.calibration.in_steps.links
-    slowest = min(d.bandwidth_one_way for d in fabric.dimensions) * links.efficiency
+    slowest = min(d.bandwidth_one_way for d in tables.fabric.dimensions) * links.efficiency
     per_prompt = problem.model.kv_cache.bytes_per_sequence(load.prompt, load.formats.kv)
     for row in into:
-        n, m = _ratios(prefill.chips[row], rate_in[row], decode.chips[out], rate_out[out], chips, wanted)
-        there = (m >= 1) & (prefill.batch[row] <= m * decode.batch[out])
+        chips, together = prefill.chips[row], prefill.batch[row]
+        n, m = _ratios(tables.num_chips, (chips, rate_in[row]), (decode.chips[out], rate_out[out]), wanted)
+        there = (m >= 1) & (together <= m * decode.batch[out])
         n, m, g = n[there], m[there], out[there]
-        used = n * prefill.chips[row] + m * decode.chips[g]
+        used = n * chips + m * decode.chips[g]
         rate = np.minimum(n * rate_in[row], m * rate_out[g])
-        sends = np.minimum(prefill.chips[row], decode.chips[g]) * slowest
-        pairs = Pairs(
-            "disaggregated",
-            np.full(n.shape, row),
-            g,
-            n,
-            m,
-            used,
-            prefill.seconds[row]
-            + links.startup
-            + prefill.batch[row] * per_prompt / sends
-            + (prefill.batch[row] - 1) / 2 / rate_in[row],
-            decode.seconds[g] / load.tokens_per_step,
-            rate,
-            rate * load.output / used,
-            np.maximum(memory_in[row], memory_out[g]),
+        sends = np.minimum(chips, decode.chips[g]) * slowest
+        gathering = (together - 1) / 2 / rate_in[row]
+        yield Pairs(
+            apart=np.ones(len(g), bool),
+            prefill=np.full(len(g), row),
+            decode=g,
+            into=n,
+            out=m,
+            chips=used,
+            ttft=prefill.seconds[row] + links.startup + together * per_prompt / sends + gathering,
+            tpot=decode.seconds[g] / load.tokens_per_step,
+            rate=rate,
+            tokens=rate * load.output / used,
+            memory=np.maximum(memory_in[row], memory_out[g]),
         )
-        kept = keep(pairs)
-        if len(kept):
-            yield pairs.take(kept)
 
 
-def _ratios(  # noqa: PLR0917 -- both kinds of engines
-    chips_in: float, rate_in: float, chips_out: np.ndarray, rate_out: np.ndarray, chips: int, wanted: float | None
-) -> tuple[np.ndarray, np.ndarray]:
+def _ratios(
+    chips: int, prefill: tuple[float, float], decode: tuple[Array, Array], wanted: float | None
+) -> tuple[Array, Array]:
     """How many engines of each kind serve most requests per chip; latencies do not depend on it.
 
     For each number of engines that prefill, as many decode as keep up, or one fewer. With a wanted rate, it is the
     fewest chips that reach it, as far as any do.
+
+    Args:
+        chips: of the cluster.
+        prefill, decode: chips of an engine, and its requests per second.
+        wanted: requests per second.
     """
+    (chips_in, rate_in), (chips_out, rate_out) = prefill, decode
     a = np.arange(1, int((chips - 1) // chips_in) + 1, dtype=float)[:, None]
     room = (chips - a * chips_in) // chips_out
     needed = np.ceil(a * rate_in / rate_out - 1e-12)
@@ -261,8 +222,6 @@ def _ratios(  # noqa: PLR0917 -- both kinds of engines
     a = np.broadcast_to(np.concatenate([a, a]), b.shape)
     rate = np.minimum(a * rate_in, b * rate_out)
     used = a * chips_in + b * chips_out
-    merit = np.where(b >= 1, rate / used, -1.0)
-    if wanted is not None:
-        merit = np.where((b >= 1) & (rate >= wanted), _FAR - used, np.where(b >= 1, rate, -1.0))
-    best = np.argmax(merit, axis=0), np.arange(b.shape[1])
+    merit = rate / used if wanted is None else np.where(rate >= wanted, _FAR - used, rate)
+    best = np.argmax(np.where(b >= 1, merit, -1.0), axis=0), np.arange(b.shape[1])
     return a[best], b[best]

@@ -7,25 +7,25 @@ Not here: why others lose (`reasons`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwise.core.errors import InfeasibleError
 from meshwise.core.units import format_bytes, format_time
 from meshwise.costs.compute import check_precision
-from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving, fabric_of
+from meshwise.search.candidates import Array, Index
 from meshwise.search.serving.constraints import ServingConstraints, best_of, in_order, scores, ties
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
 from meshwise.search.serving.reasons import Neighbour, neighbours
-from meshwise.search.serving.space import candidates, engine_sizes
-from meshwise.search.serving.tables import Table, make_table
+from meshwise.search.serving.tables import Tables
 from meshwise.simulation.serving import ServingResult
 
 
@@ -35,17 +35,13 @@ class FrontPoint:
 
     Args:
         tpot, ttft: seconds; tokens: output tokens per second and chip.
-        mode, batch, num_chips: of the plan; prefill, decode: its layouts as text.
+        setup: of the plan.
     """
 
     tpot: float
     ttft: float
     tokens: float
-    mode: str
-    batch: int
-    num_chips: int
-    prefill: str
-    decode: str
+    setup: ServingSetup
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +107,6 @@ class ServingPlanResult:
     simulated: tuple[SimulatedPlan, ...] = ()
 
 
-def batch_grid(most: int) -> tuple[int, ...]:
-    """Batches that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest allowed.
-
-    >>> batch_grid(10)
-    (1, 2, 3, 4, 6, 8, 10)
-    """
-    powers = (2**k for k in range(24))
-    return tuple(sorted({n for p in powers for n in (p, 3 * p // 2) if n <= most} | {most}))
-
-
-#: Prompts that are prefilled together.
-_PROMPTS = tuple(2**k for k in range(10))
-
-
 def plan_serving(
     problem: ServingProblem, *, constraints: ServingConstraints | None = None, top: int = 5
 ) -> ServingPlanResult:
@@ -142,148 +124,73 @@ def plan_serving(
     constraints = constraints or ServingConstraints()
     check_precision(problem.cluster.chip, problem.load.formats.formats)
     began = time.process_time()
-    fabric = fabric_of(problem)
-    prefill, decode = priced_tables(problem, fabric, constraints)
-    found = _Found(problem, constraints)
-    chips = problem.cluster.num_chips
-    if constraints.mode != "disaggregated":
-        for pairs in aggregated(problem, prefill, decode, found.fitting, constraints.rate):
-            found.add(pairs)
-    if constraints.mode != "aggregated" and chips > 1:
-        for pairs in disaggregated(problem, fabric, prefill, decode, found.fitting, constraints.rate):
-            found.add(pairs)
-    if constraints.mode == "disaggregated" and (chips == 1 or problem.load.output == 1):
-        why = f"{problem.cluster.name} has one chip" if chips == 1 else "an output of one token needs no other engine"
+    tables = Tables.priced(problem, fabric_of(problem), max_batch=constraints.max_batch, forbid=constraints.forbid)
+    seen, pairs = _paired(tables, constraints)
+    best = _ranked(tables, constraints, pairs, top)
+    plans = _estimated(tables, pairs, best)
+    search = ServingSearch(tables.prefill.priced + tables.decode.priced, seen, time.process_time() - began)
+    others = neighbours(constraints, tables, pairs, best[0])
+    if constraints.chunks:
+        one_layout = ~pairs.apart & (tables.prefill.mesh[pairs.prefill] == tables.decode.mesh[pairs.decode])
+        alike, first = pairs.take(one_layout), plans[0]
+        with contextlib.suppress(InfeasibleError):
+            plans += _estimated(tables, alike, _ranked(tables, constraints, alike, top)) if len(alike) else ()
+        plans = _with_chunks(tables, constraints, plans)[:top]
+        if plans[0].setup.chunk is not None:  # what was told of others was beside the best of those that prefill whole
+            others = (Neighbour("prompts prefilled whole", f"at best {_performance(first)}"),)
+    return ServingPlanResult(problem, constraints, plans, _front(tables, constraints, pairs), others, search)
+
+
+def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs]:
+    """How many pairs of prefill and generation there are, and those that fit in memory.
+
+    Raises:
+        InfeasibleError: there are none.
+    """
+    problem, chip = tables.problem, tables.problem.cluster.chip
+    if constraints.mode == "disaggregated" and (tables.num_chips == 1 or problem.load.output == 1):
+        one_chip = tables.num_chips == 1
+        why = f"{problem.cluster.name} has one chip" if one_chip else "an output of one token needs no other engine"
         raise InfeasibleError(
             f"--mode disaggregated: engines that prefill and engines that decode are different ones, {why}; leave it "
-            "out, or use more chips" + ("" if chips == 1 else " and longer outputs")
+            "out, or use more chips" + ("" if one_chip else " and longer outputs")
         )
-    found.note(prefill, decode)
-    groups = found.joined()
-    plans, order = _ranked(problem, fabric, constraints, groups, prefill, decode, top)
-    search = ServingSearch(prefill.priced + decode.priced, found.seen, time.process_time() - began)
-    front = _front(groups, constraints, prefill, decode)
-    others = neighbours(constraints, groups, order, prefill, decode)
-    if constraints.chunks:
-        alike = _one_layout(groups, prefill, decode)
-        whole, best = [*plans], plans[0]
-        with contextlib.suppress(InfeasibleError):
-            whole += _ranked(problem, fabric, constraints, alike, prefill, decode, top)[0] if alike else ()
-        plans = tuple(_with_chunks(problem, fabric, constraints, whole)[:top])
-        if plans[0].setup.chunk is not None:  # what was told of others was beside the best of those that prefill whole
-            others = (Neighbour("prompts prefilled whole", f"at best {_performance(best)}"),)
-    return ServingPlanResult(problem, constraints, plans, front, others, search)
+    seen, least = 0, math.inf
+    found: list[Pairs] = []
+    for mode, pair in (("aggregated", aggregated), ("disaggregated", disaggregated)):
+        for pairs in pair(tables, constraints.rate) if constraints.mode in (None, mode) else ():
+            seen, least = seen + len(pairs), min(least, float(pairs.memory.min(initial=math.inf)))
+            found.append(pairs.take(pairs.memory <= tables.usable))
+    if not sum(map(len, found)):
+        needed = min(
+            least, *(float((t.weights + t.activations + t.workspace).min()) + tables.reserve for t in tables.both)
+        )
+        raise InfeasibleError(
+            f"nothing fits: no layout holds {problem.model.name} and one request in the "
+            f"{format_bytes(chip.hbm_usable)} of each {chip.title}; the leanest needs {format_bytes(needed)}; use more "
+            "chips, narrower formats (--precision fp8, int4-weights), shorter requests, or a smaller --reserve"
+        )
+    return seen, Pairs.joined(found)
 
 
-def priced_tables(problem: ServingProblem, fabric: Fabric, constraints: ServingConstraints) -> tuple[Table, Table]:
-    """Price every layout and batch of prefill, and of generation."""
-    sizes = engine_sizes(problem.cluster.num_chips)
-    keys: tuple[dict[object, int], dict[object, int]] = ({}, {})
-    prefill = make_table(
-        problem,
-        fabric,
-        "prefill",
-        candidates(problem, fabric, "prefill", sizes, constraints.forbid),
-        _PROMPTS,
-        keys=keys,
-    )
-    decode = make_table(
-        problem,
-        fabric,
-        "decode",
-        candidates(problem, fabric, "decode", sizes, constraints.forbid),
-        batch_grid(constraints.max_batch),
-        prompts=_PROMPTS,
-        keys=keys,
-    )
-    return prefill, decode
-
-
-class _Found:
-    """Collects pairs that fit in memory."""
-
-    def __init__(self, problem: ServingProblem, constraints: ServingConstraints) -> None:
-        self.problem = problem
-        self.constraints = constraints
-        self.seen = 0
-        self.least_memory = math.inf
-        self.parts: list[Pairs] = []
-
-    def fitting(self, pairs: Pairs) -> np.ndarray:
-        """Those that fit."""
-        self.seen += len(pairs)
-        if len(pairs):
-            self.least_memory = min(self.least_memory, float(pairs.memory.min()))
-        return np.flatnonzero(pairs.memory <= self.problem.cluster.chip.hbm_usable)
-
-    def note(self, *tables: Table) -> None:
-        """Remember what a chip needs at least: weights, what a step needs, and what is reserved."""
-        reserve = self.problem.load.reserve * self.problem.cluster.chip.hbm_usable
-        for t in tables:
-            self.least_memory = min(self.least_memory, float((t.weights + t.activations + t.workspace).min()) + reserve)
-
-    def add(self, pairs: Pairs) -> None:
-        self.parts.append(pairs)
-
-    def joined(self) -> tuple[Pairs, ...]:
-        """All of them, by mode.
-
-        Raises:
-            InfeasibleError: there are none.
-        """
-        if not self.parts:
-            chip = self.problem.cluster.chip
-            least = "" if math.isinf(self.least_memory) else f"; the leanest needs {format_bytes(self.least_memory)}"
-            raise InfeasibleError(
-                f"nothing fits: no layout holds {self.problem.model.name} and one request in the "
-                f"{format_bytes(chip.hbm_usable)} of each {chip.title}{least}; use more chips, narrower formats "
-                "(--precision fp8, int4-weights), shorter requests, or a smaller --reserve"
-            )
-        joined = []
-        for mode in ("aggregated", "disaggregated"):
-            parts = [p for p in self.parts if p.mode == mode]
-            if parts:
-                columns = [f for f in Pairs.__dataclass_fields__ if f != "mode"]
-                joined.append(
-                    Pairs(parts[0].mode, **{c: np.concatenate([getattr(p, c) for p in parts]) for c in columns})
-                )
-        return tuple(joined)
+def _estimated(tables: Tables, pairs: Pairs, which: Iterable[int]) -> tuple[ServingEstimate, ...]:
+    setups = (pairs.setup(i, tables) for i in which)
+    return tuple(estimate_serving(tables.problem, setup, tables.fabric, count=False) for setup in setups)
 
 
 def _with_chunks(
-    problem: ServingProblem,
-    fabric: Fabric,
-    constraints: ServingConstraints,
-    plans: Iterable[ServingEstimate],
-) -> Sequence[ServingEstimate]:
-    """The plans, and those whose engines do both in one layout also with prompts in chunks; best first.
-
-    Args:
-        problem, fabric: as in `estimate_serving`.
-        constraints: targets, and the chunks to try.
-        plans: that prefill whole prompts.
-    """
+    tables: Tables, constraints: ServingConstraints, plans: Sequence[ServingEstimate]
+) -> tuple[ServingEstimate, ...]:
+    """The plans, which prefill whole prompts, and those of one layout also with prompts in chunks; best first."""
     found = {e.setup: e for e in plans}
-    for e in tuple(found.values()):
-        setup = e.setup
-        if setup.mode == "disaggregated" or not setup.one_layout:
-            continue
-        for chunk in constraints.chunks:
-            if chunk >= problem.load.computed:
-                continue
-            layout = setup.decode
-            other = estimate_serving(
-                problem, ServingSetup("aggregated", layout, layout, setup.batch, 1, chunk), fabric, count=False
-            )
-            if other.fits and constraints.kept(other.ttft.expected, other.tpot.expected, other.requests_per_s):
-                found[other.setup] = other
+    alike = [setup for setup in found if setup.one_layout]
+    chunks = [chunk for chunk in constraints.chunks if chunk < tables.problem.load.computed]
+    for setup, chunk in itertools.product(alike, chunks):
+        other = replace(setup, prefill=setup.decode, prefill_batch=1, chunk=chunk)
+        e = estimate_serving(tables.problem, other, tables.fabric, count=False)
+        if e.fits and constraints.kept(e.ttft.expected, e.tpot.expected, e.requests_per_s):
+            found[e.setup] = e
     return in_order(found.values(), lambda e: _score_of(e, constraints), ties(constraints))
-
-
-def _one_layout(groups: Sequence[Pairs], prefill: Table, decode: Table) -> tuple[Pairs, ...]:
-    """Those of engines that do both in one layout."""
-    alike = [(p, prefill.mesh[p.prefill] == decode.mesh[p.decode]) for p in groups if p.mode == "aggregated"]
-    return tuple(p.take(np.flatnonzero(same)) for p, same in alike if same.any())
 
 
 def _performance(e: ServingEstimate) -> str:
@@ -296,47 +203,35 @@ def _score_of(e: ServingEstimate, constraints: ServingConstraints) -> tuple[floa
     return scores(constraints, e.setup.num_chips, -e.throughput_per_chip, *times)
 
 
-def _ranked(  # noqa: PLR0917 -- what was asked, and what was found
-    problem: ServingProblem, fabric: Fabric, constraints: ServingConstraints, groups: Sequence[Pairs], prefill: Table,
-    decode: Table, top: int,
-) -> tuple[tuple[ServingEstimate, ...], tuple[int, int]]:  # fmt: skip
-    """The best plans, one for each pair of layouts and mode, and where the best is."""
-    allowed = [np.flatnonzero(pairs.keeping(constraints)) for pairs in groups]
-    group = np.repeat(np.arange(len(groups)), [len(ok) for ok in allowed])
-    if not len(group):
-        raise InfeasibleError(_impossible(groups, constraints))
+def _ranked(tables: Tables, constraints: ServingConstraints, pairs: Pairs, top: int) -> list[int]:
+    """The best plans, best first: one for each pair of layouts and mode.
 
-    def joined(of: Callable[[Pairs], np.ndarray]) -> np.ndarray:
-        return np.concatenate([of(pairs)[ok] for pairs, ok in zip(groups, allowed, strict=True)])
-
-    tpot, ttft = joined(lambda p: p.tpot), joined(lambda p: p.ttft)
-    whole = ttft + (problem.load.output - 1) * tpot
-    columns = scores(constraints, joined(lambda p: p.chips), -joined(lambda p: p.tokens), tpot, ttft, whole)
-    kinds = joined(lambda p: prefill.kind[p.prefill] * (decode.kind.max() + 1) + decode.kind[p.decode])
-    kinds = kinds * len(groups) + group
-    entry = np.concatenate(allowed)
-    plans: list[ServingEstimate] = []
-    left, first = np.arange(len(group)), None
-    while len(left) and len(plans) < top:
-        i = best_of(columns, ties(constraints), left)
-        first = first or (int(group[i]), int(entry[i]))
-        setup = groups[group[i]].setup(int(entry[i]), prefill, decode)
-        plans.append(estimate_serving(problem, setup, fabric, count=False))
-        left = left[kinds[left] != kinds[i]]
-    assert first is not None, "there is an entry"
-    return tuple(plans), first
+    Raises:
+        InfeasibleError: none keeps the targets.
+    """
+    left = np.flatnonzero(constraints.keeping(pairs))
+    if not len(left):
+        raise InfeasibleError(_impossible(pairs, constraints))
+    whole = pairs.ttft + (tables.problem.load.output - 1) * pairs.tpot
+    columns = scores(constraints, pairs.chips, -pairs.tokens, pairs.tpot, pairs.ttft, whole)
+    decode = tables.decode.kind
+    kinds = 2 * (tables.prefill.kind[pairs.prefill] * (decode.max() + 1) + decode[pairs.decode]) + pairs.apart
+    best: list[int] = []
+    while len(left) and len(best) < top:
+        best.append(best_of(columns, ties(constraints), left))
+        left = left[kinds[left] != kinds[best[-1]]]
+    return best
 
 
-def _impossible(groups: Sequence[Pairs], constraints: ServingConstraints) -> str:
+def _impossible(pairs: Pairs, constraints: ServingConstraints) -> str:
     """What is the best that each target could be."""
     said = []
-    ttft, tpot = (min(float(getattr(p, n).min()) for p in groups) for n in ("ttft", "tpot"))
-    rate = max(float(p.rate.max()) for p in groups)
-    for name, wanted, best in (("TTFT", constraints.max_ttft, ttft), ("TPOT", constraints.max_tpot, tpot)):
+    for name, wanted in (("ttft", constraints.max_ttft), ("tpot", constraints.max_tpot)):
         if wanted is not None:
-            said.append(f"{name} within {format_time(wanted)} (the least is {format_time(best)})")
+            least = float(getattr(pairs, name).min())
+            said.append(f"{name.upper()} within {format_time(wanted)} (the least is {format_time(least)})")
     if constraints.rate is not None:
-        said.append(f"{constraints.rate:g} requests/s (the most is {rate:.3g})")
+        said.append(f"{constraints.rate:g} requests/s (the most is {float(pairs.rate.max()):.3g})")
     together = " together" if len(said) > 1 else ""
     return (
         f"nothing keeps {', '.join(said)}{together}; loosen a target, use more or faster chips, narrower formats "
@@ -344,40 +239,25 @@ def _impossible(groups: Sequence[Pairs], constraints: ServingConstraints) -> str
     )
 
 
-def _front(
-    groups: Sequence[Pairs], constraints: ServingConstraints, prefill: Table, decode: Table
-) -> tuple[FrontPoint, ...]:
+def _front(tables: Tables, constraints: ServingConstraints, pairs: Pairs) -> tuple[FrontPoint, ...]:
     """Throughput against time per output token, of plans within the target of the first token."""
-    points: list[tuple[float, float, int, int]] = []
-    for g, pairs in enumerate(groups):
-        ok = np.flatnonzero(pairs.ttft <= (math.inf if constraints.max_ttft is None else constraints.max_ttft))
-        if len(ok):
-            best = ok[_pareto(pairs.tpot[ok], pairs.tokens[ok])]
-            points += [(float(pairs.tpot[i]), -float(pairs.tokens[i]), g, int(i)) for i in best]
-    front: list[FrontPoint] = []
-    most = 0.0
-    for tpot, tokens, g, i in sorted(points):
-        if -tokens > most:
-            most = -tokens
-            pairs = groups[g]
-            setup = pairs.setup(i, prefill, decode)
-            layouts = str(setup.prefill), str(setup.decode)
-            front.append(
-                FrontPoint(tpot, float(pairs.ttft[i]), most, pairs.mode, setup.batch, setup.num_chips, *layouts)
-            )
-    return tuple(front)
+    within = np.flatnonzero(pairs.ttft <= (math.inf if constraints.max_ttft is None else constraints.max_ttft))
+    front = within[_pareto(pairs.tpot[within], pairs.tokens[within])] if len(within) else within
+    return tuple(
+        FrontPoint(float(pairs.tpot[i]), float(pairs.ttft[i]), float(pairs.tokens[i]), pairs.setup(i, tables))
+        for i in front
+    )
 
 
 #: One of so many plans is asked first which others it beats.
 _SAMPLED = 256
 
 
-def _sorted_by(small: np.ndarray, large: np.ndarray) -> np.ndarray:
-    order: np.ndarray = np.lexsort((-large, small))
-    return order
+def _sorted_by(small: Array, large: Array) -> Index:
+    return np.lexsort((-large, small))
 
 
-def _pareto(small: np.ndarray, large: np.ndarray) -> np.ndarray:
+def _pareto(small: Array, large: Array) -> Index:
     """Rows with the least `small` for so much `large`."""
     some = _sorted_by(small[::_SAMPLED], large[::_SAMPLED])  # none of what these beat can be one of them
     steps, most = small[::_SAMPLED][some], np.maximum.accumulate(large[::_SAMPLED][some])
@@ -386,5 +266,5 @@ def _pareto(small: np.ndarray, large: np.ndarray) -> np.ndarray:
     order = asked[_sorted_by(small[asked], large[asked])]
     best = np.maximum.accumulate(large[order])
     first = np.concatenate([[True], best[1:] > best[:-1]])
-    chosen: np.ndarray = order[first]
+    chosen: Index = order[first]
     return chosen

@@ -20,6 +20,7 @@ from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.estimate import engine_axis_mappings
 from meshwise.models import Model
 from meshwise.models.spec import SelfAttention
+from meshwise.search.candidates import Array, Index
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout, ServingLayoutChoices
 
 _AXES: dict[Step, tuple[str, ...]] = {
@@ -45,10 +46,10 @@ class Candidates:
 
     structure: ServingLayoutChoices
     layouts: tuple[tuple[ServingLayout, AxisMapping], ...]
-    places: np.ndarray
-    factors: dict[str, list[np.ndarray]]
-    mesh: dict[str, np.ndarray]
-    chips: np.ndarray
+    places: Index
+    factors: dict[str, list[Array]]
+    mesh: dict[str, Array]
+    chips: Array
     stored: tuple[object, ...]
     cached: tuple[object, ...]
 
@@ -61,11 +62,6 @@ def divisors(n: int) -> tuple[int, ...]:
     (1, 2, 3, 4, 6, 12)
     """
     return tuple(d for d in range(1, n + 1) if n % d == 0)
-
-
-def engine_sizes(chips: int) -> tuple[int, ...]:
-    """Chips that an engine may have on a cluster of so many."""
-    return divisors(chips)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +147,7 @@ def _candidates(
     limits: _Limits, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...]
 ) -> tuple[Candidates, ...]:
     """As `candidates`; kept, because searches of one cluster in other formats, or with other targets, have the same."""
-    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, list[AxisMapping], np.ndarray]]] = {}
+    found: dict[ServingLayoutChoices, list[tuple[ServingLayout, list[AxisMapping], Array]]] = {}
     for chips in sizes:
         for mesh in _meshes(chips, step, limits):
             if any(mesh.get(axis, 1) > 1 for axis in forbid):
@@ -181,16 +177,14 @@ def _distinct(mesh: dict[str, int], fabric: Fabric) -> list[AxisMapping]:
     return list(seen.values())
 
 
-def _extents(mappings: list[AxisMapping], dimensions: int) -> np.ndarray:
+def _extents(mappings: list[AxisMapping], dimensions: int) -> Array:
     """Extents of every way to lay a mesh on the network, [way, axis, dimension]."""
     ones = (1,) * dimensions
     each = [[wiring.get(a, ones) for a in SERVING_AXES] for wiring in mappings]
     return np.array(each, dtype=float).reshape(len(mappings), len(SERVING_AXES), dimensions)
 
 
-def _arrays(
-    structure: ServingLayoutChoices, found: list[tuple[ServingLayout, list[AxisMapping], np.ndarray]]
-) -> Candidates:
+def _arrays(structure: ServingLayoutChoices, found: list[tuple[ServingLayout, list[AxisMapping], Array]]) -> Candidates:
     meshes = [(layout, mappings) for layout, mappings, _ in found]
     extents = np.concatenate([e for *_, e in found])
     return Candidates(

@@ -20,16 +20,33 @@ from meshwise.costs.fabric import AxisMapping, Fabric
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.memory import cache_bytes, step_memory, weight_bytes
-from meshwise.costs.serving.sizes import StepSizes, part_of_sequences, step_extents
+from meshwise.costs.serving.sizes import (
+    StepSizes,
+    attended_sizes,
+    decode_sizes,
+    part_of_sequences,
+    prompt_sizes,
+    step_extents,
+)
 from meshwise.costs.serving.step import time_step
 from meshwise.jobs import ServingLoad
-from meshwise.search.serving.space import Candidates
+from meshwise.search.candidates import Array
+from meshwise.search.serving.space import Candidates, candidates, divisors
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
 
+#: Prompts that are prefilled together.
+_PROMPTS = tuple(2**k for k in range(10))
 
-def _nothing() -> np.ndarray:
-    return np.empty((0, 0))
+
+def batch_grid(most: int) -> tuple[int, ...]:
+    """Batches that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest allowed.
+
+    >>> batch_grid(10)
+    (1, 2, 3, 4, 6, 8, 10)
+    """
+    powers = (2**k for k in range(24))
+    return tuple(sorted({n for p in powers for n in (p, 3 * p // 2) if n <= most} | {most}))
 
 
 @dataclass(frozen=True)
@@ -53,21 +70,21 @@ class Table:
 
     priced: int
     layouts: tuple[tuple[ServingLayout, AxisMapping], ...]
-    sizes: dict[str, np.ndarray]
-    layout: np.ndarray
-    batch: np.ndarray
-    chips: np.ndarray
-    stored: np.ndarray
-    mesh: np.ndarray
-    kind: np.ndarray
-    seconds: np.ndarray
-    weights: np.ndarray
-    cache: np.ndarray
-    activations: np.ndarray
-    workspace: np.ndarray
-    prompts: tuple[np.ndarray, np.ndarray]
-    interval: np.ndarray = field(default_factory=_nothing)
-    handover: np.ndarray = field(default_factory=_nothing)
+    sizes: dict[str, Array]
+    layout: Array
+    batch: Array
+    chips: Array
+    stored: Array
+    mesh: Array
+    kind: Array
+    seconds: Array
+    weights: Array
+    cache: Array
+    activations: Array
+    workspace: Array
+    prompts: tuple[Array, Array]
+    interval: Array = field(default_factory=lambda: np.zeros(0))
+    handover: Array = field(default_factory=lambda: np.zeros(0))
 
     def layout_of(self, row: int, replicas: int = 1) -> ServingLayout:
         """A row's layout with its wires."""
@@ -80,8 +97,52 @@ class Table:
         return len(self.batch)
 
 
-def _number(of: dict[object, int], key: object) -> int:
-    return of.setdefault(key, len(of))
+@dataclass(frozen=True)
+class Tables:
+    """Every layout and batch of both steps, priced.
+
+    Args:
+        problem, fabric: as in `estimate_serving`.
+        prefill, decode: rows of each.
+    """
+
+    problem: ServingProblem
+    fabric: Fabric
+    prefill: Table
+    decode: Table
+
+    @classmethod
+    def priced(
+        cls, problem: ServingProblem, fabric: Fabric, *, max_batch: int = 4096, forbid: tuple[str, ...] = ()
+    ) -> Tables:
+        """Price what is searched: batches up to `max_batch`, without the axes of `forbid`."""
+        sizes, keys = divisors(problem.cluster.num_chips), dict[object, int]()
+        into, out = (candidates(problem, fabric, step, sizes, forbid) for step in ("prefill", "decode"))
+        prefill = make_table(problem, fabric, "prefill", into, _PROMPTS, keys=keys)
+        batches = batch_grid(max_batch)
+        return cls(
+            problem, fabric, prefill, make_table(problem, fabric, "decode", out, batches, prompts=_PROMPTS, keys=keys)
+        )
+
+    @property
+    def both(self) -> tuple[Table, Table]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of the cluster."""
+        return self.problem.cluster.num_chips
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a chip that may be filled."""
+        return self.problem.cluster.chip.hbm_usable
+
+    @property
+    def reserve(self) -> float:
+        """Bytes of these that are kept free."""
+        return self.problem.load.reserve * self.usable
 
 
 def make_table(
@@ -92,7 +153,7 @@ def make_table(
     batches: Sequence[int],
     *,
     prompts: Sequence[int] = (),
-    keys: tuple[dict[object, int], dict[object, int]],
+    keys: dict[object, int],
 ) -> Table:
     """Price every candidate at every batch.
 
@@ -106,7 +167,7 @@ def make_table(
     """
     batch, together = (np.array([[float(n)] for n in numbers]) for numbers in (batches, prompts))
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
-    held, layouts, kinds = [_nothing()], 0, 0
+    held, layouts, kinds = [np.zeros((len(prompts), 0))], 0, 0
     for group in found:
         steps = _step_sizes(problem.load, step, batch, group.mesh)
         extents = step_extents(problem, step, group.structure, part_of_sequences(steps[0]))
@@ -117,8 +178,8 @@ def make_table(
         of_mesh = {
             "batch": batch,
             "chips": group.chips,
-            "stored": np.array([_number(keys[0], key) for key in group.stored]),
-            "mesh": np.array([_number(keys[1], key) for key in group.cached]),
+            "stored": np.array([keys.setdefault(key, len(keys)) for key in group.stored]),
+            "mesh": np.array([keys.setdefault(key, len(keys)) for key in group.cached]),
             "kind": np.arange(kinds, kinds + len(group.chips)),
             **memory,
         }
@@ -135,7 +196,7 @@ def make_table(
         tuple(layout for group in found for layout in group.layouts),
         {a: np.concatenate([group.mesh[a][group.places] for group in found]) for a in SERVING_AXES},
         **{name: np.concatenate(values) for name, values in parts.items()},
-        prompts=(together.ravel(), np.concatenate(held[1:] or held, axis=1)),
+        prompts=(together.ravel(), np.concatenate(held, axis=1)),
     )
 
 
@@ -201,26 +262,15 @@ def _fastest(columns: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
 
 
 def _step_sizes(load: ServingLoad, step: Step, batch: np.ndarray, mesh: dict[str, np.ndarray]) -> _Steps:
-    if step == "prefill":
-        return _prompts(load, batch, mesh)
-    positions = load.positions_per_step
-    sizes = StepSizes(batch, positions, load.mean_context + positions - 1, mesh, last=positions)
-    return sizes, None, sizes
-
-
-def _prompts(
-    load: ServingLoad, batch: np.ndarray, mesh: dict[str, np.ndarray]
-) -> tuple[StepSizes, StepSizes | None, StepSizes]:
-    """Sizes of a whole prefill: of the mean prompt, for attention, and of long ones for memory."""
-    mean = StepSizes(batch, load.computed, load.prompt, mesh)
+    """Sizes of a decode step, or of a whole prefill: of the mean prompt, for attention, and of long ones for memory."""
+    if step == "decode":
+        sizes = decode_sizes(load, batch, mesh)
+        return sizes, None, sizes
+    (mean,) = prompt_sizes(load, batch, mesh, load.computed)
     if load.mix is None:
         return mean, None, mean
-    attended, long = load.attended_prompt, load.prefilled(batch)
-    return (
-        mean,
-        StepSizes(batch, attended - load.cached_prefix, attended, mesh),
-        StepSizes(batch, long - load.cached_prefix, long, mesh),
-    )
+    (long,) = prompt_sizes(load, batch, mesh, load.prefilled(batch) - load.cached_prefix)
+    return mean, attended_sizes(load, mean), long
 
 
 def _cache_transfer(problem: ServingProblem, wires: PlacedWires, prompts: np.ndarray) -> np.ndarray:
