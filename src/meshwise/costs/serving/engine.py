@@ -15,7 +15,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.estimate import cache_transfer_rate, fabric_of, layout_wires, with_wires
-from meshwise.costs.serving.memory import cache_bytes, cache_capacity, mesh_sizes, setup_sizes
+from meshwise.costs.serving.memory import cache_bytes, cache_capacity, mesh_sizes, sizes_of_steps
 from meshwise.costs.serving.sizes import StepSizes, part_of_sequences, step_extents
 from meshwise.costs.serving.step import price_step
 from meshwise.sharding.serving import ServingLayout
@@ -96,7 +96,7 @@ def _started(problem: ServingProblem, layout: ServingLayout, step: Step) -> floa
 
 def _attention(problem: ServingProblem, setup: ServingSetup) -> Iterable[AttentionCosts]:
     """One entry for each span that layers read of a cache."""
-    decoding, whole = (setup_sizes(problem, setup, step)[-1] for step in ("decode", "prefill"))
+    decoding, whole = (sizes_of_steps(problem, setup, step)[-1] for step in ("decode", "prefill"))
     spans = sorted({*_spans(problem, setup, "decode"), *_spans(problem, setup, "prefill")}, key=lambda s: s or 0)
     for span in spans:
         # Both ends of the slope are within the window; each request reads so many tokens.
@@ -167,7 +167,7 @@ def slowest_operations(
 ) -> tuple[SlowOperation, ...]:
     """Find those that take most in all copies together; of a prefill in chunks, in its last chunk."""
     layout: ServingLayout = getattr(setup, step)
-    sizes = part_of_sequences(setup_sizes(problem, setup, step)[-1])
+    sizes = part_of_sequences(sizes_of_steps(problem, setup, step)[-1])
     extents = step_extents(problem, step, layout.structure, sizes)
     rates = problem.compute_rates
     found = []

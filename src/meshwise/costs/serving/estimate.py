@@ -17,7 +17,7 @@ from meshwise.costs.fabric import AxisMapping, Fabric, axis_mappings
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import STEPS, ServingProblem, Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
-from meshwise.costs.serving.memory import engine_memory, largest_batch, setup_sizes
+from meshwise.costs.serving.memory import engine_memory, largest_batch, sizes_of_steps
 from meshwise.costs.serving.sizes import attended_sizes
 from meshwise.costs.serving.step import StepCosts, price_mixed_step, price_step
 from meshwise.sharding import CollectiveKind, Mesh
@@ -54,17 +54,17 @@ def _step_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, st
     wires = layout_wires(problem, fabric, layout)
     return [
         price_step(problem, step, layout.structure, s, wires, attended_sizes(problem.load, s, step))
-        for s in setup_sizes(problem, setup, step)
+        for s in sizes_of_steps(problem, setup, step)
     ]
 
 
 def _mixed_costs(problem: ServingProblem, fabric: Fabric, setup: ServingSetup) -> list[StepCosts]:
     """Steps in which chunks of prompts go along with what is generated."""
     wires, structure = layout_wires(problem, fabric, setup.decode), setup.decode.structure
-    (along,) = setup_sizes(problem, setup, "decode")
+    (along,) = sizes_of_steps(problem, setup, "decode")
     return [
         price_mixed_step(problem, structure, s, along, wires, attended_sizes(problem.load, s))
-        for s in setup_sizes(problem, setup, "prefill")
+        for s in sizes_of_steps(problem, setup, "prefill")
     ]
 
 
@@ -85,7 +85,7 @@ def _fastest(problem: ServingProblem, fabric: Fabric, setup: ServingSetup, step:
     best: tuple[float, ServingLayout] | None = None
     for wiring in engine_axis_mappings(layout.sizes, fabric):
         wires = wires_of(problem, fabric, wiring)
-        sizes = setup_sizes(problem, setup, step)[-1]
+        sizes = sizes_of_steps(problem, setup, step)[-1]
         seconds = float(price_step(problem, step, layout.structure, sizes, wires).expected)
         if best is None or seconds < best[0]:
             best = seconds, layout.replace(wires=tuple(wiring.items()))

@@ -130,7 +130,7 @@ def mesh_sizes(layout: ServingLayout) -> dict[str, float]:
     return {a: float(s) for a, s in layout.sizes.items()}
 
 
-def setup_sizes(problem: ServingProblem, setup: ServingSetup, step: Step) -> list[StepSizes]:
+def sizes_of_steps(problem: ServingProblem, setup: ServingSetup, step: Step) -> list[StepSizes]:
     """What a decode step computes, or each step of a prefill: the chunks of the prompts that are prefilled together."""
     load, mesh = problem.load, mesh_sizes(getattr(setup, step))
     if step == "decode":
@@ -151,7 +151,7 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
         long = prompt_sizes(load, prompts, mesh_sizes(setup.prefill), longest, setup.chunk)
         parts += [step_memory(problem, "prefill", setup.prefill.structure, s) for s in long]
     if step == "decode" or both:
-        decoding = setup_sizes(problem, setup, "decode")
+        decoding = sizes_of_steps(problem, setup, "decode")
         parts += [step_memory(problem, "decode", setup.decode.structure, s) for s in decoding]
     requests, tokens = float(setup.batch), load.kept(float(setup.batch)) + load.draft_tokens
     if step == "prefill" and not both:
