@@ -22,6 +22,12 @@ _WIDER: dict[DType, tuple[DType, ...]] = {
     DType.INT4: (DType.INT8, DType.FP8, DType.BF16, DType.FP16),
 }
 
+#: Fields of a chip that are above zero and finite.
+_POSITIVE = (
+    *("vector_flops_per_s", "hbm_capacity", "hbm_bandwidth", "link_bandwidth_one_way", "host_link_bandwidth"),
+    *("chips_per_host", "power"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -75,16 +81,8 @@ class Chip:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no chip can have."""
-        positive = {
-            "vector_flops_per_s": self.vector_flops_per_s,
-            "hbm_capacity": self.hbm_capacity,
-            "hbm_bandwidth": self.hbm_bandwidth,
-            "link_bandwidth_one_way": self.link_bandwidth_one_way,
-            "host_link_bandwidth": self.host_link_bandwidth,
-            "chips_per_host": self.chips_per_host,
-            "power": self.power,
-            **{f"flops_per_s.{dtype}": rate for dtype, rate in self.flops_per_s.items()},
-        }
+        positive = {name: getattr(self, name) for name in _POSITIVE}
+        positive |= {f"flops_per_s.{dtype}": rate for dtype, rate in self.flops_per_s.items()}
         for name, value in positive.items():
             if not 0 < value < float("inf"):
                 raise ClusterError(f"chip {self.name}: expected {name} above zero and finite, found {value}")

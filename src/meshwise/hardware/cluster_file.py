@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from meshwise.core.errors import ClusterError, ConfigError
 from meshwise.hardware.chip import Chip
@@ -22,35 +22,33 @@ from meshwise.hardware.schema import (
     Count,
     Dollars,
     LevelRow,
+    Row,
     Seconds,
     SourceRow,
     chip_row,
     load_chip,
     networks,
     resolve_chip_name,
-    source_rows,
+    sources,
     validate,
 )
 from meshwise.hardware.slices import SliceRules
 
 
-class _AxisRow(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _AxisRow(Row):
     size: Count
     wraps: bool
 
 
-class _NetworkRow(BaseModel):
+class _NetworkRow(Row):
     """Either `levels` (a tree, innermost first) or `axes` (a torus)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     levels: tuple[LevelRow, ...] = ()
     in_network_reduction: bool = False
     axes: tuple[_AxisRow, ...] = ()
 
 
-class _ClusterRow(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _ClusterRow(Row):
     name: Annotated[str, Field(min_length=1)] | None = None
     chip: str | dict[str, Any]
     num_chips: Count | None = None
@@ -90,7 +88,13 @@ def load_cluster_file(path: str | Path) -> Cluster:
         ConfigError: a file that cannot be read, a key that is not known, a value that is wrong; names file and key.
         ClusterError, UnknownNameError: a cluster that cannot exist, a name that no catalog holds.
     """
-    return read_cluster(_text(Path(path)), name=Path(path).stem, where=str(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"cluster file {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster file {str(path)!r} cannot be read: {error}") from None
+    return read_cluster(text, name=Path(path).stem, where=str(path))
 
 
 def read_cluster(text: str, *, name: str, where: str) -> Cluster:
@@ -101,7 +105,10 @@ def read_cluster(text: str, *, name: str, where: str) -> Cluster:
         name: of the cluster, unless the text gives one.
         where: what errors call the text.
     """
-    row = validate(_ClusterRow, _parse(text, where), where)
+    try:
+        row = validate(_ClusterRow, tomllib.loads(text), where)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cluster file {where!r} is not TOML: {error}") from None
     chip = load_chip(row.chip) if isinstance(row.chip, str) else _own_chip(row.chip, where)
     name = row.name or name
     try:
@@ -110,22 +117,6 @@ def read_cluster(text: str, *, name: str, where: str) -> Cluster:
         raise ClusterError(f"{where}: {error}") from None
     cluster = cluster.replace(document=text)
     return cluster if row.price_per_chip_hour is None else reprice(cluster, row.price_per_chip_hour)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"cluster file {str(path)!r} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster file {str(path)!r} cannot be read: {error}") from None
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster file {where!r} is not TOML: {error}") from None
 
 
 def _own_chip(table: dict[str, Any], where: str) -> Chip:
@@ -140,7 +131,7 @@ def _own_chip(table: dict[str, Any], where: str) -> Chip:
             f"{where}: chip.name: expected the name of the chip, or chip.base to change one, found {name!r}"
         )
     own = "the user's file"
-    known = {**source_rows(), own: SourceRow.model_construct(title=f"given in {Path(where).name}", date="", url="")}
+    known = {**sources(), own: SourceRow.model_construct(title=f"given in {Path(where).name}", date="", url="")}
     if base is None:
         fields.setdefault("title", name)
         fields.setdefault("vendor", "own")

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from meshwise.core.errors import ClusterError, UnknownNameError
 from meshwise.hardware.chip import Chip, Source
 from meshwise.hardware.cluster import Cluster
-from meshwise.hardware.schema import aliases, chips, fabric_aliases, machines, networks
+from meshwise.hardware.schema import aliases, chips, machines, networks
 from meshwise.hardware.slices import SliceRules
 from meshwise.hardware.trees import Fabric, build_tree
 
 _FORM = "CHIP:SHAPE_OR_COUNT[*SLICES][@NETWORK], for example v5p:4x4x8, v5e-16, v5p:8x8x16*2, h100-sxm:64"
 _PARTS = re.compile(
     r"(?P<head>[a-z0-9][a-z0-9._-]*)"
-    r"(?P<colon>:[^*@+:]*)?(?P<star>\*[^*@+:]*)?(?P<network>@[a-z0-9._-]+)?(?P<sharp>\+sharp)?"
+    r"(?::(?P<size>[^*@+:]*))?(?:\*(?P<star>[^*@+:]*))?(?:@(?P<network>[a-z0-9._-]+))?(?P<sharp>\+sharp)?"
 )
 _CLOUD_NAME = re.compile(r"(?P<stem>.+)-(?P<tail>\d[\dx]*)")
 _TWISTED = "_twisted"
@@ -93,24 +93,16 @@ def _take_apart(text: str) -> _Request:
     match = _PARTS.fullmatch(bare)
     if match is None:
         raise ClusterError(f"cannot read cluster {text!r}; expected {_FORM}")
-    head, size, dashed = match["head"], match["colon"], False
+    head, size, dashed = match["head"], match["size"], False
     known = {*_chip_names(), *machines()}
     cloud = None if head in known else _CLOUD_NAME.fullmatch(head)
     if cloud is not None and cloud["stem"] in known:
         if size is not None:
-            raise ClusterError(f"{bare}: found two sizes, {cloud['tail']!r} and {size[1:]!r}; expected {_FORM}")
-        head, size, dashed = cloud["stem"], f"-{cloud['tail']}", True
+            raise ClusterError(f"{bare}: found two sizes, {cloud['tail']!r} and {size!r}; expected {_FORM}")
+        head, size, dashed = cloud["stem"], cloud["tail"], True
     if head not in known:
         raise UnknownNameError("chip or machine", head, known, f"Clusters are written {_FORM}.")
-    return _Request(
-        text=bare,
-        head=head,
-        size=None if size is None else size[1:],
-        dashed=dashed,
-        star=None if match["star"] is None else match["star"][1:],
-        network=None if match["network"] is None else match["network"][1:],
-        sharp=match["sharp"] is not None,
-    )
+    return _Request(bare, head, size, dashed, match["star"], match["network"], match["sharp"] is not None)
 
 
 def _positive(text: str, what: str, request: _Request) -> int:
@@ -128,10 +120,11 @@ def _slices(request: _Request, chip: Chip, rules: SliceRules) -> Cluster:
         asked = f"@{request.network}" if request.network else "+sharp"
         raise ClusterError(f"{request.text}: {chip.title} slices have their own network; {asked} is for GPUs")
     num_slices = 1 if request.star is None else _positive(request.star, "the number of slices", request)
-    twisted = request.size is not None and request.size.endswith(_TWISTED)
+    size = (request.size or "").removesuffix(_TWISTED)
+    twisted = size != (request.size or "")
     if twisted:
-        request = replace(request, size=(request.size or "").removesuffix(_TWISTED))
-        if "x" not in (request.size or ""):
+        request = replace(request, size=size)
+        if "x" not in size:
             raise ClusterError(
                 f"{request.text}: a twisted slice needs its shape, for example {chip.name}:4x4x8_twisted"
             )
@@ -240,9 +233,9 @@ def find_fabric(name: str) -> Fabric:
         UnknownNameError: with the nearest names.
     """
     fabrics = {key: entry for key, entry in networks().items() if isinstance(entry, Fabric)}
-    key = fabric_aliases().get(name, name)
+    key = aliases("fabric").get(name, name)
     if key not in fabrics:
-        raise UnknownNameError("network", name, [*fabrics, *fabric_aliases()])
+        raise UnknownNameError("network", name, [*fabrics, *aliases("fabric")])
     return fabrics[key]
 
 

@@ -53,7 +53,7 @@ class Torus:
     @property
     def num_chips(self) -> int:
         """Chips in the torus, the product of its axes."""
-        return math.prod(axis.size for axis in self.axes)
+        return math.prod(self.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Torus:
         >>> Torus((TorusAxis(8, False), TorusAxis(16, True)), 4.5e10, 1e-6).describe()
         '8x16 torus (the axis of 16 wraps)'
         """
-        shape = "x".join(str(axis.size) for axis in self.axes)
+        shape = "x".join(map(str, self.shape))
         long = [axis for axis in self.axes if axis.size > 1]
         wrapping = [axis for axis in long if axis.wraps]
         if not long:
@@ -110,11 +110,8 @@ class Tree:
         if not self.levels:
             raise ClusterError("a tree needs at least one level")
         for level in self.levels:
-            if (
-                level.degree < 1
-                or not 0 < level.bandwidth_per_chip_one_way < math.inf
-                or not 0 <= level.latency < math.inf
-            ):
+            usable = 0 < level.bandwidth_per_chip_one_way < math.inf and 0 <= level.latency < math.inf
+            if level.degree < 1 or not usable:
                 raise ClusterError(
                     f"level {level.name}: expected degree >= 1, bandwidth > 0, latency >= 0; found {level.degree}, "
                     f"{level.bandwidth_per_chip_one_way} bytes/s, {level.latency} s"

@@ -44,11 +44,13 @@ Dollars = Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)]
 Date = Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
 
 
-class _Row(BaseModel):
+class Row(BaseModel):
+    """A table of the TOML; unlisted keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SourceRow(_Row):
+class SourceRow(Row):
     """A document: title, date as YYYY-MM or YYYY-MM-DD, address."""
 
     title: Annotated[str, Field(min_length=3)]
@@ -72,7 +74,7 @@ def find_source(ref: SourceRef, known: Mapping[str, SourceRow]) -> Source:
     return known[ref].build()
 
 
-class LevelRow(_Row):
+class LevelRow(Row):
     """One level of a tree: degree children, bandwidth of one chip one way with all chips sending, latency.
 
     `switches_add`: its switches add up what they are sent, without being asked (NVLS).
@@ -89,14 +91,14 @@ class LevelRow(_Row):
         return Level(self.name, self.degree, self.bandwidth_per_chip_one_way, self.latency, self.switches_add)
 
 
-class PriceRow(_Row):
+class PriceRow(Row):
     """Dollars for one chip for one hour, and who asks that."""
 
     per_chip_hour: Dollars
     source: SourceRef
 
 
-class ChipRow(_Row):
+class ChipRow(Row):
     """One chip. See `Chip` for what the fields mean."""
 
     title: str
@@ -136,37 +138,18 @@ class ChipRow(_Row):
 
     def build(self, name: str, known: Mapping[str, SourceRow]) -> Chip:
         """Make the value; `known` are the documents that sources may name."""
+        own = {key: value for key, value in self if key not in ("aliases", "power_watts", "price")}
+        own |= {"name": name, "power": self.power_watts, "flops_per_s": dict(self.flops_per_s)}
+        own |= {"scale_up": tuple(level.build() for level in self.scale_up)}
+        own |= {"sources": {field: find_source(ref, known) for field, ref in self.sources.items()}}
         return Chip(
-            name=name,
-            title=self.title,
-            vendor=self.vendor,
-            flops_per_s=dict(self.flops_per_s),
-            vector_flops_per_s=self.vector_flops_per_s,
-            hbm_capacity=self.hbm_capacity,
-            hbm_bandwidth=self.hbm_bandwidth,
-            onchip_capacity=self.onchip_capacity,
-            onchip_bandwidth=self.onchip_bandwidth,
-            matmul_tile=self.matmul_tile,
-            link_bandwidth_one_way=self.link_bandwidth_one_way,
-            num_links=self.num_links,
-            hop_latency=self.hop_latency,
-            host_link_bandwidth=self.host_link_bandwidth,
-            chips_per_host=self.chips_per_host,
-            cores_per_chip=self.cores_per_chip,
-            devices_per_chip=self.devices_per_chip,
-            power=self.power_watts,
+            **own,
             price_per_chip_hour=self.price.per_chip_hour if self.price else None,
             price_source=find_source(self.price.source, known) if self.price else None,
-            sources={field: find_source(ref, known) for field, ref in self.sources.items()},
-            scale_up=tuple(level.build() for level in self.scale_up),
-            network=self.network,
-            notes=self.notes,
-            hbm_reported=self.hbm_reported,
-            host_memory=self.host_memory,
         )
 
 
-class SliceRulesRow(_Row):
+class SliceRulesRow(Row):
     """What slices of a TPU generation exist. See `SliceRules`."""
 
     title: str
@@ -182,19 +165,7 @@ class SliceRulesRow(_Row):
 
     def build(self, name: str, known: Mapping[str, SourceRow]) -> SliceRules:
         """Make the value."""
-        return SliceRules(
-            name=name,
-            title=self.title,
-            num_axes=self.num_axes,
-            largest=self.largest,
-            wraps=self.wraps,
-            counts=self.counts,
-            cloud_name=self.cloud_name,
-            dcn_bandwidth_per_chip_one_way=self.dcn_bandwidth_per_chip_one_way,
-            dcn_latency=self.dcn_latency,
-            source=find_source(self.source, known),
-            twists=self.twists,
-        )
+        return SliceRules(**dict(self) | {"name": name, "source": find_source(self.source, known)})
 
 
 class FabricLevelRow(LevelRow):
@@ -203,7 +174,7 @@ class FabricLevelRow(LevelRow):
     group: str
 
 
-class FabricRow(_Row):
+class FabricRow(Row):
     """A scale-out network of GPUs. See `Fabric`."""
 
     title: str
@@ -217,19 +188,12 @@ class FabricRow(_Row):
 
     def build(self, name: str, known: Mapping[str, SourceRow]) -> Fabric:
         """Make the value."""
-        return Fabric(
-            name=name,
-            title=self.title,
-            domains=self.domains,
-            levels=tuple(FabricLevel(level.build(), level.group) for level in self.levels),
-            in_network_reduction=self.in_network_reduction,
-            can_reduce=self.can_reduce,
-            source=find_source(self.source, known),
-            notes=self.notes,
-        )
+        own = {key: value for key, value in self if key != "aliases"}
+        own["levels"] = tuple(FabricLevel(level.build(), level.group) for level in self.levels)
+        return Fabric(**own | {"name": name, "source": find_source(self.source, known)})
 
 
-class MachineRow(_Row):
+class MachineRow(Row):
     """A cloud's machine type: its chip, how many, and the network between such machines."""
 
     chip: str
@@ -321,70 +285,45 @@ def _tables(kind: str) -> Mapping[str, Any]:
     return MappingProxyType(merged)
 
 
-@cache
-def _sources() -> Mapping[str, SourceRow]:
-    return MappingProxyType(
-        {name: validate(SourceRow, row, f"source {name}") for name, row in _tables("source").items()}
-    )
+def _rows(kind: str, model: type[RowT]) -> dict[str, RowT]:
+    return {name: validate(model, row, f"{kind} {name}") for name, row in _tables(kind).items()}
 
 
 @cache
-def _chip_rows() -> Mapping[str, ChipRow]:
-    return MappingProxyType({name: validate(ChipRow, row, f"chip {name}") for name, row in _tables("chip").items()})
+def sources() -> Mapping[str, SourceRow]:
+    """The documents that rows of the catalog name."""
+    return MappingProxyType(_rows("source", SourceRow))
 
 
 @cache
 def chips() -> Mapping[str, Chip]:
     """Every built-in chip by name, in the order of the data files."""
-    return MappingProxyType({name: row.build(name, _sources()) for name, row in _chip_rows().items()})
+    return MappingProxyType({name: row.build(name, sources()) for name, row in _rows("chip", ChipRow).items()})
 
 
 @cache
 def networks() -> Mapping[str, SliceRules | Fabric]:
     """Every built-in network by name: the slices of each TPU generation, the scale-out fabrics of GPUs."""
-    slices = {
-        name: validate(SliceRulesRow, row, f"slices {name}").build(name, _sources())
-        for name, row in _tables("slices").items()
-    }
-    fabrics = {name: row.build(name, _sources()) for name, row in _fabric_rows().items()}
-    return MappingProxyType({**slices, **fabrics})
+    rows: dict[str, SliceRulesRow | FabricRow] = {**_rows("slices", SliceRulesRow), **_rows("fabric", FabricRow)}
+    return MappingProxyType({name: row.build(name, sources()) for name, row in rows.items()})
 
 
 @cache
-def _fabric_rows() -> Mapping[str, FabricRow]:
-    return MappingProxyType(
-        {name: validate(FabricRow, row, f"fabric {name}") for name, row in _tables("fabric").items()}
-    )
-
-
-@cache
-def fabric_aliases() -> Mapping[str, str]:
-    """Other spellings of scale-out networks -> the catalog's names."""
-    return MappingProxyType({alias: name for name, row in _fabric_rows().items() for alias in row.aliases})
+def aliases(kind: Literal["chip", "fabric"] = "chip") -> Mapping[str, str]:
+    """Other spellings of chips, or of scale-out networks -> the catalog's names."""
+    return MappingProxyType({alias: name for name, row in _tables(kind).items() for alias in row.get("aliases", ())})
 
 
 @cache
 def machines() -> Mapping[str, Machine]:
     """Every cloud machine type by name; other spellings of the same machine are names too."""
-    rows = {name: validate(MachineRow, row, f"machine {name}") for name, row in _tables("machine").items()}
     return MappingProxyType(
         {
-            spelling: Machine(name, row.chip, row.num_chips, row.network, find_source(row.source, _sources()))
-            for name, row in rows.items()
+            spelling: Machine(name, row.chip, row.num_chips, row.network, find_source(row.source, sources()))
+            for name, row in _rows("machine", MachineRow).items()
             for spelling in (name, *row.aliases)
         }
     )
-
-
-@cache
-def aliases() -> Mapping[str, str]:
-    """Other spellings of chip names -> the catalog's names."""
-    return MappingProxyType({alias: name for name, row in _chip_rows().items() for alias in row.aliases})
-
-
-def source_rows() -> Mapping[str, SourceRow]:
-    """The documents that rows of the catalog name, for rows of a user's file that build on one."""
-    return _sources()
 
 
 def chip_row(name: str) -> Mapping[str, Any]:

@@ -52,24 +52,19 @@ class SliceRules:
             ClusterError: for a shape that the generation does not have, or cannot twist.
         """
         self.check(shape, chip)
-        if twisted:
-            self._check_twist(shape, chip)
+        if twisted and not self.twists:
+            raise ClusterError(f"{chip.title} has no twisted slices; v4 and v5p have. Leave '_twisted' out")
+        if twisted and (not can_twist(shape) or min(shape) % _CUBE):
+            raise ClusterError(
+                f"{chip.title} has no twisted slice {_text(shape)}: expected two equal axes and a third of half or "
+                f"twice their length, of whole cubes, for example 4x4x8_twisted or 4x8x8_twisted"
+            )
         if self.wraps == "cubes":
             cubes = all(size % _CUBE == 0 for size in shape)
             axes = tuple(TorusAxis(size, cubes) for size in shape)
         else:
             axes = tuple(TorusAxis(size, size == max(self.largest)) for size in shape)
         return Torus(axes, chip.link_bandwidth_one_way, chip.hop_latency, twisted)
-
-    def _check_twist(self, shape: tuple[int, ...], chip: Chip) -> None:
-        """Refuse a twist that the generation does not offer, or not for this shape."""
-        if not self.twists:
-            raise ClusterError(f"{chip.title} has no twisted slices; v4 and v5p have. Leave '_twisted' out")
-        if not can_twist(shape) or min(shape) % _CUBE:
-            raise ClusterError(
-                f"{chip.title} has no twisted slice {_text(shape)}: expected two equal axes and a third of half or "
-                f"twice their length, of whole cubes, for example 4x4x8_twisted or 4x8x8_twisted"
-            )
 
     def check(self, shape: tuple[int, ...], chip: Chip) -> None:
         """Refuse a shape that the generation does not have, saying which rule it breaks and what is near."""
@@ -129,12 +124,9 @@ class SliceRules:
         for head in itertools.combinations_with_replacement(sizes, self.num_axes - 1):
             last, rest = divmod(num_chips, math.prod(head))
             if rest == 0 and last >= head[-1] and self._exists((*head, last)) and self._fits((*head, last)):
-                shapes.append(self._cloud_order((*head, last)))
+                # the cloud writes one host's worth of a 3D pod as 2x2x1, not 1x2x2
+                shapes.append((last, *head[::-1]) if self.num_axes == 3 and head[0] == 1 else (*head, last))
         return shapes
-
-    def _cloud_order(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Write one host's worth of a 3D pod as the cloud does: 2x2x1, not 1x2x2."""
-        return shape[::-1] if self.num_axes == 3 and min(shape) == 1 else shape
 
     def _rule(self) -> str:
         if self.wraps == "cubes":

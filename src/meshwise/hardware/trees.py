@@ -38,10 +38,6 @@ class Fabric:
     source: Source
     notes: tuple[str, ...] = ()
 
-    def largest(self, domain: int) -> int:
-        """Chips of the whole network when each node has `domain` chips."""
-        return domain * math.prod(level.level.degree for level in self.levels)
-
 
 def build_tree(
     chip: Chip, num_chips: int, fabric: Fabric | None, *, reduce: bool = False
