@@ -28,6 +28,16 @@ def objective(q, k, v, positions):
     return jnp.sum(out * drawn(*out.shape)) + jnp.sum(total * drawn(*total.shape))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_query_sees_keys_of_its_window_and_of_its_own_chunk(causal, window, chunk):
+    found = Masks(causal, window, chunk, scale=1.0).seen(np.arange(10), np.arange(10))
+    for q, k in np.ndindex(10, 10):
+        near, own = window is None or q - k < window, chunk is None or q // chunk == k // chunk
+        assert found[q, k] == ((k <= q or not causal) and near and own)
+
+
 @pytest.mark.jax
 def test_blocks_of_queries_change_nothing(given, monkeypatch):
     expected = jax.value_and_grad(objective, argnums=(0, 1, 2))(*given)

@@ -38,7 +38,7 @@ def all_coordinates(mesh: Mesh) -> tuple[Coordinates, ...]:
 
 def part_of(mesh: Mesh, device: Coordinates, axes: Sequence[str]) -> tuple[int, int]:
     """Which part, of how many, the device stands for along `axes`, major to minor."""
-    return _parts(mesh, tuple(axes))[device]
+    return parts_of(mesh, tuple(axes))[device]
 
 
 def group_of(mesh: Mesh, device: Coordinates, axes: Sequence[str]) -> list[Coordinates]:
@@ -47,7 +47,7 @@ def group_of(mesh: Mesh, device: Coordinates, axes: Sequence[str]) -> list[Coord
 
 
 @cache
-def _parts(mesh: Mesh, axes: tuple[str, ...]) -> dict[Coordinates, tuple[int, int]]:
+def parts_of(mesh: Mesh, axes: tuple[str, ...]) -> dict[Coordinates, tuple[int, int]]:
     """Every device's part: worked out once for all devices, because a run asks millions of times."""
     positions, sizes, count = [mesh.names.index(a) for a in axes], [mesh.size(a) for a in axes], mesh.size(*axes)
     parts = {}
@@ -64,7 +64,7 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[Coordinates, list[Coordin
     """Every device's group, ordered by part."""
     positions = [mesh.names.index(axis) for axis in axes]
     groups: dict[Coordinates, dict[int, Coordinates]] = {}
-    for device, (index, _) in _parts(mesh, axes).items():
+    for device, (index, _) in parts_of(mesh, axes).items():
         others = tuple(-1 if i in positions else x for i, x in enumerate(device))
         groups.setdefault(others, {})[index] = device
     ordered = {others: [members[i] for i in range(len(members))] for others, members in groups.items()}
@@ -78,11 +78,14 @@ def take_part(block: np.ndarray, dimension: int, part: tuple[int, int]) -> np.nd
     return block[(slice(None),) * dimension + (slice(index * width, (index + 1) * width),)]
 
 
-def block_of(array: np.ndarray, sharding: Sharding, mesh: Mesh, device: Coordinates) -> np.ndarray:
-    """The block of the global array that `device` should hold."""
-    for dimension, split in enumerate(sharding.splits):
-        array = take_part(array, dimension, part_of(mesh, device, split))
-    return array
+def blocks_of(arrays: dict[Coordinates, np.ndarray], splits: Sequence[Sequence[str]], mesh: Mesh) -> Blocks:
+    """The part of its own array that each device keeps, cut along each dimension by these axes."""
+    blocks = arrays
+    for dimension, split in enumerate(splits):
+        if split:
+            parts = parts_of(mesh, tuple(split))
+            blocks = {d: take_part(block, dimension, parts[d]) for d, block in blocks.items()}
+    return blocks
 
 
 def distribute(
@@ -90,15 +93,14 @@ def distribute(
 ) -> Devices:
     """Put a global array on devices; over unreduced axes as random addends (integers, so that sums are exact)."""
     if not sharding.unreduced:
-        return Devices(mesh, {d: block_of(array, sharding, mesh, d) for d in all_coordinates(mesh)})
+        return Devices(mesh, blocks_of(dict.fromkeys(all_coordinates(mesh), array), sharding.splits, mesh))
     numbers = numbers or np.random.default_rng(0)
     pending = [a for a in mesh.names if a in sharding.unreduced]
     count = mesh.size(*pending)
     addends = numbers.integers(-9, 10, (count, *array.shape)).astype(array.dtype)
     addends[-1] = array - addends[:-1].sum(axis=0)
-    return Devices(
-        mesh, {d: block_of(addends[part_of(mesh, d, pending)[0]], sharding, mesh, d) for d in all_coordinates(mesh)}
-    )
+    own = {d: addends[part] for d, (part, _) in parts_of(mesh, tuple(pending)).items()}
+    return Devices(mesh, blocks_of(own, sharding.splits, mesh))
 
 
 def collect(
@@ -111,13 +113,11 @@ def collect(
     pending = [a for a in mesh.names if a in sharding.unreduced]
     addends = np.zeros((mesh.size(*pending), *shape), first.dtype)
     written = np.zeros(addends.shape, bool)
+    addend, *parts = (parts_of(mesh, tuple(axes)) for axes in (pending, *sharding.splits))
     for device, block in devices.blocks.items():
         assert block.shape == first.shape, f"device {device} holds {block.shape}, others {first.shape}"
-        where = [part_of(mesh, device, pending)[0]]
-        for width, split in zip(block.shape, sharding.splits, strict=True):
-            start = part_of(mesh, device, split)[0] * width
-            where.append(slice(start, start + width))
-        place = tuple(where)
+        starts = [part[device][0] * width for part, width in zip(parts, block.shape, strict=True)]
+        place = (addend[device][0], *(slice(s, s + n) for s, n in zip(starts, block.shape, strict=True)))
         if written[place].any():
             assert same(addends[place], block), f"device {device} holds another copy than its peers"
         addends[place] = block

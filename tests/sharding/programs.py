@@ -15,7 +15,17 @@ from meshwise.core.tensors import Attention, AttentionGradient, Fused, FusedGrad
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
 from meshwise.sharding.strategy import Strategy
-from tests.sharding.devices import Devices, all_coordinates, apply, collect, distribute, part_of, take_part
+from tests.sharding.devices import (
+    Blocks,
+    Coordinates,
+    Devices,
+    all_coordinates,
+    apply,
+    blocks_of,
+    collect,
+    distribute,
+    parts_of,
+)
 from tests.sharding.formulas import Formulas, Part, Routing, attention_gradient
 from tests.sharding.recurrences import kernel_gradients
 
@@ -74,7 +84,7 @@ class Machine:
         for source, devices in copies.items():
             appended = _appended(source, sharding)
             if appended is not None:
-                return _take(devices, appended)
+                return Devices(self.mesh, blocks_of(devices.blocks, appended, self.mesh))
         raise NotHeldError(f"{name} is needed as {sharding}, held as {', '.join(map(str, copies)) or 'nothing'}")
 
     def run(self, items: Iterable[LocalOp | Transfer]) -> None:
@@ -94,7 +104,8 @@ class Machine:
         if isinstance(op, AttentionGradient | FusedGradient):
             self.put(output.tensor.name, output.sharding, self._kernel_outputs[op.source.name, op.inputs[1].name])
             return
-        parts = {d: [_part(h, x, d, self.mesh) for h, x in inputs] for d in all_coordinates(self.mesh)}
+        read = [_parts(h, x) for h, x in inputs]
+        parts = {d: [part[d] for part in read] for d in all_coordinates(self.mesh)}
         if isinstance(op, Attention | Fused) and op.gradient:
             if isinstance(op, Attention):
                 results = {d: attention_gradient(op, p) for d, p in parts.items()}
@@ -106,20 +117,19 @@ class Machine:
                 self._kernel_outputs[op.name.removeprefix("d"), t.name] = made
             blocks = {d: r[op.inputs[0].name] for d, r in results.items()}
         else:
-            blocks = {d: self._compute_local(item, parts[d], d) for d in parts}
+            blocks = self._compute_local(item, parts)
         self.put(output.tensor.name, output.sharding, Devices(self.mesh, blocks))
 
-    def _compute_local(self, item: LocalOp, parts: Sequence[Part], device: tuple[int, ...]) -> np.ndarray:
-        output = item.output
-        shape, starts = [], []
-        for axis, split in zip(output.tensor.axes, output.sharding.splits, strict=True):
-            index, count = part_of(self.mesh, device, split)
-            width = self.sizes[axis] // count
-            shape.append(width)
-            starts.append(index * width)
-        result = self.formulas.compute(item.op, parts, starts, shape)
-        assert result.shape == tuple(shape), f"{item.op.name}: {result.shape} on a device, expected {shape}"
-        return result
+    def _compute_local(self, item: LocalOp, parts: Mapping[Coordinates, Sequence[Part]]) -> Blocks:
+        axes, splits = item.output.tensor.axes, item.output.sharding.splits
+        shape = [self.sizes[axis] // self.mesh.size(*split) for axis, split in zip(axes, splits, strict=True)]
+        written = [parts_of(self.mesh, split) for split in splits]
+        blocks = {}
+        for device, inputs in parts.items():
+            starts = [part[device][0] * width for part, width in zip(written, shape, strict=True)]
+            blocks[device] = result = self.formulas.compute(item.op, inputs, starts, shape)
+            assert result.shape == tuple(shape), f"{item.op.name}: {result.shape} on a device, expected {shape}"
+        return blocks
 
 
 def _appended(source: Sharding, target: Sharding) -> list[tuple[str, ...]] | None:
@@ -134,20 +144,13 @@ def _appended(source: Sharding, target: Sharding) -> list[tuple[str, ...]] | Non
     return appended
 
 
-def _take(devices: Devices, appended: Sequence[tuple[str, ...]]) -> Devices:
-    blocks = {}
-    for device, held in devices.blocks.items():
-        block = held
-        for dimension, axes in enumerate(appended):
-            block = take_part(block, dimension, part_of(devices.mesh, device, axes))
-        blocks[device] = block
-    return Devices(devices.mesh, blocks)
-
-
-def _part(held: Held, devices: Devices, device: tuple[int, ...], mesh: Mesh) -> Part:
-    block = devices.blocks[device]
-    where = [part_of(mesh, device, s)[0] * n for s, n in zip(held.sharding.splits, block.shape, strict=True)]
-    return Part(held.tensor.axes, block, tuple(where))
+def _parts(held: Held, devices: Devices) -> dict[Coordinates, Part]:
+    """What each device holds, and where that begins in the global array."""
+    parts = [parts_of(devices.mesh, split) for split in held.sharding.splits]
+    return {
+        d: Part(held.tensor.axes, block, tuple(p[d][0] * n for p, n in zip(parts, block.shape, strict=True)))
+        for d, block in devices.blocks.items()
+    }
 
 
 def _check_splits(item: LocalOp) -> None:
