@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.scoring import TrainingRun, UnreadRow, read_rows, score_training, shipped_rows
+from meshwise.scoring import TrainingRun, read_rows, score_training, shipped_rows
+from meshwise.scoring.rows import UnreadRow
 
 HEADER = "id,chip,model,n_chips,global_batch_seqs,seq_len,measured_metric,measured_value,unit"
 ROW = "a,h100-sxm,llama-3-8b,8,64,8192,step_time,2.5,s"

@@ -121,8 +121,7 @@ def test_the_backward_pass_finds_all_it_reads(name: str, policy: str) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_nothing_is_kept_and_also_run_again(name: str, policy: str) -> None:
     s = saved(name, policy)
-    assert not {t.name for t in s.kept} & {t.name for t in s.recomputed}
-    assert [t.name for t in s.recomputed] == [op.output.name for op in s.recompute]
+    assert not {t.name for t in s.kept} & {op.output.name for op in s.recompute}
     assert all(t.kind is Kind.ACTIVATION for t in s.kept)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwise.core.errors import LayoutError, UnknownNameError
 from meshwise.costs.makespans import PipelineShape, PipelineTimes, StageTimes
 from meshwise.costs.schedules import SCHEDULES, find_schedule
-from meshwise.simulation import Task, run_schedule, work_orders
+from meshwise.simulation.orders import Task, run_schedule, work_orders
 
 ONE = StageTimes(1.0, 1.0, 1.0)
 FOLDED = ("zb-v", "dualpipe", "dualpipe-v")

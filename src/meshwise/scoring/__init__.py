@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from meshwise.scoring.prediction import Prediction, Refusal
 from meshwise.scoring.reading import is_serving, read_rows, read_text, shipped_rows
-from meshwise.scoring.rows import ServingRun, TrainingRun, UnreadRow
+from meshwise.scoring.rows import ServingRun, TrainingRun
 from meshwise.scoring.score import (
     Errors,
-    Ranking,
     Score,
     ServingScore,
     TrainingScore,
@@ -20,7 +19,6 @@ from meshwise.scoring.training import TrainingPrediction, predict_training
 __all__ = [
     "Errors",
     "Prediction",
-    "Ranking",
     "Refusal",
     "Score",
     "ServingPrediction",
@@ -29,7 +27,6 @@ __all__ = [
     "TrainingPrediction",
     "TrainingRun",
     "TrainingScore",
-    "UnreadRow",
     "is_serving",
     "predict_serving",
     "predict_training",

@@ -3,7 +3,6 @@
 from meshwise.sharding.matmul import (
     Indices,
     MatmulPlacement,
-    PlacementCost,
     alternatives,
     book_case,
     cheapest,
@@ -20,7 +19,6 @@ __all__ = [
     "Indices",
     "MatmulPlacement",
     "Mesh",
-    "PlacementCost",
     "ShardedTensor",
     "Sharding",
     "alternatives",

@@ -134,13 +134,9 @@ def _form(t: Tensor, whole: Sharding, split: Sharding, same: Form, other: Form) 
 
 def _only_difference(t: Tensor, whole: Sharding, split: Sharding) -> str | None:
     """The axis that `split` splits further than `whole`, over the one mesh axis and nothing else."""
-    found = [
-        axis
-        for axis, before, after in zip(t.axes, whole.splits, split.splits, strict=True)
-        if before != after and after == (*before, AXIS)
-    ]
-    changed = sum(before != after for before, after in zip(whole.splits, split.splits, strict=True))
-    return found[0] if len(found) == 1 == changed else None
+    rows = zip(t.axes, whole.splits, split.splits, strict=True)
+    changed = [(axis, after == (*before, AXIS)) for axis, before, after in rows if before != after]
+    return changed[0][0] if len(changed) == 1 and changed[0][1] else None
 
 
 def _rows(t: Tensor) -> str | None:

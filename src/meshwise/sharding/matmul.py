@@ -90,7 +90,7 @@ class MatmulPlacement:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """Every step that moves data, in order."""
-        return tuple(c for c in chain(*self.input_steps, self.output_steps) if c.moves_data)
+        return tuple(step for _, step in self.moves)
 
     @property
     def moves(self) -> tuple[tuple[tuple[str, ...], Collective], ...]:
@@ -212,25 +212,22 @@ def book_case(indices: Indices, inputs: Sequence[Sharding]) -> int:
     >>> book_case(i, [X, Sharding(((), ("X",)))]), book_case(i, [X, X])
     (4, 2)
     """
-    uses: dict[str, set[str]] = {}
-    for axes, sharding in zip(indices.inputs, inputs, strict=True):
-        for index, split in zip(axes, sharding.splits, strict=True):
-            for axis in split if index not in indices.contracted else ():
-                uses.setdefault(axis, set()).add(index)
-    if any(len(owners) > 1 for owners in uses.values()):
+    held = [
+        (index, split)
+        for axes, sharding in zip(indices.inputs, inputs, strict=True)
+        for index, split in zip(axes, sharding.splits, strict=True)
+    ]
+    uses = {(axis, index) for index, split in held if index not in indices.contracted for axis in split}
+    if len({axis for axis, _ in uses}) < len(uses):
         return 4
-    splits: dict[str, list[tuple[str, ...]]] = {}
-    for axes, sharding in zip(indices.inputs, inputs, strict=True):
-        for index, split in zip(axes, sharding.splits, strict=True):
-            if index in indices.contracted:
-                splits.setdefault(index, []).append(split)
-    if any(len(set(found)) > 1 for found in splits.values()):
+    splits = [{split for i, split in held if i == index} for index in indices.contracted]
+    if any(len(found) > 1 for found in splits):
         return 2
-    return 3 if any(found[0] for found in splits.values()) else 1
+    return 3 if any(found != {()} for found in splits) else 1
 
 
 def _structural_merit(placement: MatmulPlacement) -> tuple[float, int, int]:
-    steps = [*chain(*placement.input_steps), *placement.output_steps]
+    steps = [*chain(*placement.input_steps, placement.output_steps)]
     working = sum(len(axes) for _, axes in placement.space)
     return sum(map(nominal_bytes_sent, steps)), -working, len(steps)
 

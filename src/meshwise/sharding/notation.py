@@ -207,6 +207,13 @@ def _parse(text: str, mesh: Mesh | None, rule: Callable[[_Reader], _T]) -> _T:
     return found
 
 
+def _letters_or_word(word: str, place: int) -> list[_Placed]:
+    """The mesh axes that a word in a subscript names: each uppercase letter one, or the word as a whole."""
+    if word.isupper() and word.isalpha():
+        return [(letter, place + i) for i, letter in enumerate(word)]
+    return [(word, place)]
+
+
 class _Reader:
     """A cursor over the text; one method for each rule of the grammar."""
 
@@ -228,11 +235,10 @@ class _Reader:
         for axis, place in zip(output[0].axes, output[1], strict=True):
             if axis not in known:
                 self.fail(f"output index {axis} is in no input; every output index must come from an input", place)
-        if len(inputs) > 1:
-            for tensor, places in (*inputs, output):
-                for axis, place in zip(tensor.axes, places, strict=True):
-                    if isinstance(axis, int):
-                        self.fail(f"a product needs names for its indices, found the size {axis}", place)
+        for tensor, places in (*inputs, output) if len(inputs) > 1 else ():
+            for axis, place in zip(tensor.axes, places, strict=True):
+                if isinstance(axis, int):
+                    self.fail(f"a product needs names for its indices, found the size {axis}", place)
         return Expression(tuple(tensor for tensor, _ in inputs), output[0])
 
     def tensor_with_places(self) -> tuple[ShardedTensor, list[int]]:
@@ -259,22 +265,16 @@ class _Reader:
 
     def head(self) -> tuple[str, DType | None]:
         place = self.skip()
-        name = self.take(_AXIS)
-        if self.take(":"):
-            return name, self.dtype()
+        name, named = self.take(_AXIS), bool(self.take(":"))
+        after = self.skip()
         try:
-            return "", parse_dtype(name)
-        except UnknownNameError:
+            return (name, parse_dtype(self.take(_AXIS))) if named else ("", parse_dtype(name))
+        except UnknownNameError as error:
+            if named:
+                self.fail(str(error), after)
             if re.fullmatch(r"(bf|fp|int|float|uint)\d+\w*", name):
                 self.fail(f"{name} is not a dtype that is known: {', '.join(DType)}", place)
             return name, None
-
-    def dtype(self) -> DType:
-        place = self.skip()
-        try:
-            return parse_dtype(self.take(_AXIS))
-        except UnknownNameError as error:
-            self.fail(str(error), place)
 
     def dimension(self) -> str | int:
         place = self.skip()
@@ -299,25 +299,17 @@ class _Reader:
         if not self.take("_"):
             return []
         opening = self.take("(") or self.take("{")
-        if not opening:
-            return self.letters_or_word()
         place = self.skip()
+        if not opening:
+            word = self.take(_NAME)
+            if not word:
+                self.fail("expected mesh axes after _, as in I_X, I_XY or I_(data,tensor)")
+            return _letters_or_word(word, place)
         axes = [self.axis()]
         while self.take(","):
             axes.append(self.axis())
         self.need(_CLOSING[opening], f"expected , or {_CLOSING[opening]} after a mesh axis")
-        if opening == "{" and len(axes) == 1 and axes[0][0].isupper() and axes[0][0].isalpha():
-            return [(letter, place + i) for i, letter in enumerate(axes[0][0])]
-        return axes
-
-    def letters_or_word(self) -> list[_Placed]:
-        place = self.skip()
-        word = self.take(_NAME)
-        if not word:
-            self.fail("expected mesh axes after _, as in I_X, I_XY or I_(data,tensor)")
-        if word.isupper() and word.isalpha():
-            return [(letter, place + i) for i, letter in enumerate(word)]
-        return [(word, place)]
+        return _letters_or_word(*axes[0]) if opening == "{" and len(axes) == 1 else axes
 
     def axis(self) -> _Placed:
         place = self.skip()

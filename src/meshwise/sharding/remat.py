@@ -150,13 +150,10 @@ def _list_policy(verb: str, names: tuple[str, ...]) -> RematPolicy:
     if len(set(names)) < len(names):
         raise LayoutError(f"layout: {text!r} names an operation twice")
     quoted = ", ".join(map(repr, names))
-    if verb == "save":
-        return RematPolicy(
-            text, lambda op: _is_any(op, names), f"keep {', '.join(names)}", f"save_only_these_names({quoted})"
-        )
-    return RematPolicy(
-        text, lambda op: not _is_any(op, names), f"repeat {', '.join(names)}", f"save_any_names_but_these({quoted})"
-    )
+    saves = verb == "save"
+    jax_name = f"save_only_these_names({quoted})" if saves else f"save_any_names_but_these({quoted})"
+    meaning = f"{'keep' if saves else 'repeat'} {', '.join(names)}"
+    return RematPolicy(text, lambda op: _is_any(op, names) is saves, meaning, jax_name)
 
 
 def _is_any(op: Op, names: Iterable[str]) -> bool:
@@ -191,12 +188,10 @@ class Saved:
 
     Args:
         kept: activations held from the forward to the backward pass.
-        recomputed: activations made again just before the backward pass (one block at a time).
-        recompute: the operations that make them, in order.
+        recompute: the operations that make the others again just before the backward pass, in order.
     """
 
     kept: tuple[Tensor, ...]
-    recomputed: tuple[Tensor, ...]
     recompute: tuple[Op, ...]
 
 
@@ -206,11 +201,8 @@ def saved_activations(block: Block, policy: RematPolicy) -> Saved:
     tensors = {t.name: t for op in reversed(block.ops) for t in (*op.inputs, op.output)}
     tensors |= {op.output.name: op.output for op in block.ops}  # the maker's axes (T), not a reader's (S)
 
-    def is_kept(name: str) -> bool:
-        if name not in makers:
-            return True
-        maker = makers[name]
-        return policy.keeps(maker) and not (isinstance(maker, Convert) and not maker.lasting)
+    def is_kept(maker: Op | None) -> bool:
+        return maker is None or (policy.keeps(maker) and not (isinstance(maker, Convert) and not maker.lasting))
 
     wanted = [t.name for op in backward(block) for t in op.inputs if _is_activation(tensors.get(t.name))]
     kept: dict[str, Tensor] = {}
@@ -219,13 +211,12 @@ def saved_activations(block: Block, policy: RematPolicy) -> Saved:
         name = wanted.pop()
         if name in kept or name in again:
             continue
-        if is_kept(name):
+        if is_kept(makers.get(name)):
             kept[name] = tensors[name]
         else:
             again.add(name)
             wanted += [t.name for t in makers[name].inputs if _is_activation(tensors.get(t.name))]
-    recompute = tuple(op for op in block.ops if op.output.name in again)
-    return Saved(tuple(kept.values()), tuple(op.output for op in recompute), recompute)
+    return Saved(tuple(kept.values()), tuple(op for op in block.ops if op.output.name in again))
 
 
 def _is_activation(t: Tensor | None) -> bool:

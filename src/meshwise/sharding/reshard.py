@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from itertools import combinations, count
+from itertools import combinations, count, pairwise
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
@@ -67,18 +67,24 @@ class Collective:
         >>> step.bytes_sent((1024,), Mesh.of(X=4), DType.BF16)
         1536.0
         """
-        others = 1 - 1 / self.group_size(mesh)
-        match self.kind:
-            case CollectiveKind.SLICE:
-                return 0.0
-            case CollectiveKind.ALL_GATHER:
-                return self.after.local_bytes(shape, mesh, dtype) * others
-            case CollectiveKind.ALL_REDUCE:
-                return 2 * self.before.local_bytes(shape, mesh, dtype) * others
-            case CollectiveKind.PERMUTE if others:
-                return self.before.local_bytes(shape, mesh, dtype)
-            case _:
-                return self.before.local_bytes(shape, mesh, dtype) * others
+        before, after = (held.local_bytes(shape, mesh, dtype) for held in (self.before, self.after))
+        devices = self.group_size(mesh)
+        return _sent(self.kind, 1 - 1 / devices, before, after) if devices > 1 else 0.0
+
+
+def _sent(kind: CollectiveKind, others: float, before: float, after: float) -> float:
+    """What each device sends of the block that it holds before or after, where `others` have that share of a group."""
+    match kind:
+        case CollectiveKind.SLICE:
+            return 0.0
+        case CollectiveKind.ALL_GATHER:
+            return after * others
+        case CollectiveKind.ALL_REDUCE:
+            return 2 * before * others
+        case CollectiveKind.PERMUTE:
+            return before
+        case _:
+            return before * others
 
 
 #: Every mesh axis counts as this many devices. A power of two, so that sums of costs are exact and ties are ties.
@@ -119,13 +125,8 @@ def reshard(source: Sharding, target: Sharding) -> tuple[Collective, ...]:
             f"cannot reshard {source} to {target}: over {extra} the value is not a partial sum any more"
         )
     path = _cheapest_path((source.splits, source.unreduced), _Moves(target))
-    steps = []
-    before = source
-    for kind, axes, (splits, unreduced) in path:
-        after = Sharding(splits, unreduced)
-        steps.append(Collective(kind, axes, before, after))
-        before = after
-    return tuple(steps)
+    held = [source, *(Sharding(*state) for _, _, state in path)]
+    return tuple(Collective(kind, axes, *ends) for (kind, axes, _), ends in zip(path, pairwise(held), strict=True))
 
 
 def _cheapest_path(start: _State, moves: _Moves) -> tuple[_Step, ...]:
@@ -174,18 +175,7 @@ def nearest(sources: Iterable[Sharding], targets: Iterable[Sharding]) -> Shardin
 
 def _bytes_sent(step: _Step, before: _State) -> float:
     kind, axes, after = step
-    others = 1 - _NOMINAL_SIZE ** -len(axes)
-    match kind:
-        case CollectiveKind.SLICE:
-            return 0.0
-        case CollectiveKind.ALL_GATHER:
-            return _block(after) * others
-        case CollectiveKind.ALL_REDUCE:
-            return 2 * _block(before) * others
-        case CollectiveKind.PERMUTE:
-            return _block(before)
-        case _:
-            return _block(before) * others
+    return _sent(kind, 1 - _NOMINAL_SIZE ** -len(axes), _block(before), _block(after))
 
 
 def _block(state: _State) -> float:
@@ -203,11 +193,8 @@ class _Moves:
 
     def from_state(self, state: _State) -> Iterator[_Step]:
         """List the steps that `state` allows."""
-        yield from self._slices(state)
-        yield from self._reductions(state)
-        yield from self._exchanges(state)
-        yield from self._gathers(state)
-        yield from self._permutes(state)
+        for steps in (self._slices, self._reductions, self._exchanges, self._gathers, self._permutes):
+            yield from steps(state)
 
     def _slices(self, state: _State) -> Iterator[_Step]:
         """Split over axes whose devices hold copies: one or several of a dimension, in the target's order."""

@@ -12,7 +12,6 @@ from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.jobs.traffic import Demand, DrawnLoad, SharedPrefixes, Trace, parse_arrivals, parse_lengths
 from meshwise.simulation.serving import (
     POLICIES,
-    PREEMPTIONS,
     Autoscaling,
     PrefillPool,
     Scheduling,
@@ -24,6 +23,7 @@ from meshwise.simulation.serving import (
 )
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import Recorder
+from meshwise.simulation.serving.system import PREEMPTIONS
 
 #: About LLaMA-3-70B on eight H100.
 COSTS = EngineCosts(

@@ -1,12 +1,10 @@
 """Serving over time: requests, replicas that batch them, what users notice. Not here: what a step takes (`costs`)."""
 
-from meshwise.simulation.serving.recording import Activity, Sample, Span
+from meshwise.simulation.serving.recording import Activity, Sample
 from meshwise.simulation.serving.results import LatencyTarget, LatencyTargets, Quantiles, ServingResult, Targets
 from meshwise.simulation.serving.simulate import Capacity, find_capacity, simulate_serving
 from meshwise.simulation.serving.system import (
     POLICIES,
-    PREEMPTIONS,
-    ROUTINGS,
     Autoscaling,
     PrefillPool,
     Scheduling,
@@ -16,8 +14,6 @@ from meshwise.simulation.serving.system import (
 
 __all__ = [
     "POLICIES",
-    "PREEMPTIONS",
-    "ROUTINGS",
     "Activity",
     "Autoscaling",
     "Capacity",
@@ -29,7 +25,6 @@ __all__ = [
     "Scheduling",
     "ServingResult",
     "ServingSystem",
-    "Span",
     "Speculation",
     "Targets",
     "find_capacity",

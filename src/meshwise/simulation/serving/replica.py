@@ -78,7 +78,7 @@ class Replica:
         self._hand_over = hand_over
         self._sent: list[tuple[float, float]] = []  # when blocks of requests that were handed over may be dropped
         self._filling = True
-        self._settle: Callable[[], None] | None = None
+        self._busy = False  # whether what it does now is still to be settled
         self._begun = begins
         self._in_use = (0.0, 0.0)  # blocks when the running step, or run, begins and when it ends
         self._moving = 0.0  # seconds of swapping that the next step takes besides
@@ -92,9 +92,9 @@ class Replica:
     def run_until(self, time: float) -> None:
         """Do all that begins before `time`."""
         while self.clock <= time:
-            if self._settle is not None:
-                settle, self._settle = self._settle, None
-                settle()
+            if self._busy:
+                self._busy = False
+                self._settle()
             if self.clock >= time:
                 return  # what arrives now is seen by what begins now
             if not self._begin():
@@ -106,23 +106,17 @@ class Replica:
         Its cache is sent along where it has produced a token.
         """
         self.outstanding += 1
-        if self._settle is None:
+        if not self._busy:
             self.clock = max(self.clock, time)
         queue = self.ready if request.produced else self.waiting
         queue.append(request)
-        if self._running and self._could_join():
+        # Whether one more request may be taken in before one is done; its blocks aside.
+        joins = self._running and self._policy != "decode-first" and len(self.ready) + len(self.waiting) == 1
+        if joins and self.decoding.count < self.scheduling.max_batch:
             steps = self.decoding.steps_until(time, self._run_begun, self._run_steps)
             if steps < self._run_steps:
                 self._run_steps = steps
                 self.clock = self._run_begun + self.decoding.seconds(steps)
-
-    def _could_join(self) -> bool:
-        """Whether one more request may be taken in before one is done; its blocks aside."""
-        return (
-            self._policy != "decode-first"
-            and self.decoding.count < self.scheduling.max_batch
-            and len(self.ready) + len(self.waiting) == 1
-        )
 
     # What to do next
 
@@ -159,7 +153,7 @@ class Replica:
             return self._begin_run()
         tokens = sum(new for _, new in chunks)
         seconds = decoding.step_seconds_of(decoding.count, tokens) + decoding.attention_seconds()
-        self._occupy(seconds + self._take(chunks), self._settle_mixed)
+        self._occupy(seconds + self._take(chunks), min(decoding.count, 1))
         return True
 
     def _begin_prefill(self) -> bool:
@@ -173,7 +167,7 @@ class Replica:
             budget -= chunks[-1][1]
             piece = self._admit(budget) if budget > 0 and self.waiting else None
         seconds = self.decoding.prefill_seconds(self.scheduling.max_step_tokens - budget)
-        self._occupy(seconds + self._take(chunks), self._settle_prefill)
+        self._occupy(seconds + self._take(chunks), 0)
         return True
 
     def _take(self, chunks: list[tuple[Piece, int]]) -> float:
@@ -192,7 +186,7 @@ class Replica:
         decoding = self.decoding
         if not decoding.count:
             if self._sent and self.waiting:
-                self._occupy(self._sent[0][0] - self.clock, self._settle_nothing)
+                self._occupy(self._sent[0][0] - self.clock, 0)
                 return True
             assert not self.outstanding, "a request that fits alone was not taken in"
             return False
@@ -200,39 +194,34 @@ class Replica:
         while not steps:
             self._preempt()
             steps = min(decoding.longest_run(self.cache.available), 1)  # then there may be room for who gave way
-        self._run_steps = steps
         self._run_begun = self.clock + self._moving
         self._running = True
-        self._occupy(decoding.seconds(steps), self._settle_run)
+        self._occupy(decoding.seconds(steps), steps)
         return True
 
-    def _occupy(self, seconds: float, settle: Callable[[], None]) -> None:
-        """Be busy with a step or a run."""
+    def _occupy(self, seconds: float, steps: int) -> None:
+        """Be busy with a step or a run, of so many decode steps."""
         self._begun = self.clock
         in_use = self.cache.in_use
         self._in_use = (in_use, in_use)
         self.clock = self.clock + self._moving + seconds
         self._moving = 0.0
-        self._settle = settle
+        self._run_steps = steps
+        self._busy = True
 
     # What happens at the end
 
-    def _settle_run(self) -> None:
+    def _settle(self) -> None:
+        """A step of prompts, of decoding or of both is over, or a run, or time in which blocks were sent."""
         self._running = False
-        count = self.decoding.count
-        self._advance(self._run_steps)
-        self._did("decode", count, self._run_steps, 0)
-
-    def _settle_prefill(self) -> None:
-        tokens = self._prefill_chunks()
-        self._did("prefill", 0, 0, tokens)
-
-    def _settle_mixed(self) -> None:
-        count = self.decoding.count
-        if count:
-            self._advance(1)
-        tokens = self._prefill_chunks()
-        self._did("mixed" if count else "prefill", count, 1 if count else 0, tokens)
+        count, steps = self.decoding.count, self._run_steps
+        if steps:
+            self._advance(steps)
+        if self._chunks:
+            tokens = self._prefill_chunks()
+            self._did("mixed" if steps else "prefill", count if steps else 0, steps, tokens)
+        elif steps:
+            self._did("decode", count, steps, 0)
 
     def _did(self, kind: str, decoding: int, steps: int, tokens: int) -> None:
         """Record a step, or a run, that is over."""
@@ -252,10 +241,8 @@ class Replica:
             if piece.done == piece.tokens:  # pieces are worked on in order: the first is done first
                 self.prefilling.popleft()
                 self._prefilled(piece.request)
+        self._chunks = []
         return tokens
-
-    def _settle_nothing(self) -> None:
-        """Time has passed; blocks were sent."""
 
     def _advance(self, steps: int) -> None:
         """All that decode have done `steps` steps."""
