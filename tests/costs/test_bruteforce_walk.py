@@ -14,7 +14,7 @@ import pytest
 
 from meshwise.core.tensors import Einsum
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import evaluate, evaluate_local, whole_extents
+from meshwise.costs.evaluate import evaluate, evaluate_local, local_prices, whole_extents
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.network import NO_WIRE
 from meshwise.costs.problem import TrainingProblem
@@ -98,7 +98,9 @@ class Case:
         sizes = {a: float(n) for a, n in layout.sizes.items()}
         self.candidates = Candidates(**sizes, micro_batch=float(layout.micro_batch), num_microbatches=1.0)
         self.blocks = self.problem.lowered.training(self.structure)
-        self.local = evaluate_local(self.problem, self.structure, self.candidates.local)
+        self.local = evaluate_local(
+            self.problem, self.structure, local_prices(self.problem, self.structure, self.candidates.local)
+        )
         bound = model.train_program().bind(batch=layout.sequences, queries=T)
         mesh = {a: layout.sizes[a] for a in MESH_AXES if a != "stage"}
         self.walk = Walk(mesh, bound, job.formats)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from meshwise.costs.calibration import IDENTITY
-from meshwise.costs.evaluate import evaluate, evaluate_local
+from meshwise.costs.evaluate import evaluate, evaluate_local, local_prices
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.network import NO_WIRE
 from meshwise.costs.problem import TrainingProblem
@@ -32,7 +32,9 @@ def costs(**layout):
     (layer,) = (
         local.memory.buffers
         for local, block in zip(
-            evaluate_local(problem, structure, candidates.local), problem.model.train_program(), strict=True
+            evaluate_local(problem, structure, local_prices(problem, structure, candidates.local)),
+            problem.model.train_program(),
+            strict=True,
         )
         if block.role == "layer"
     )

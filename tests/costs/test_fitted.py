@@ -8,7 +8,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.costs.calibration import CALIBRATIONS, IDENTITY, default_calibration
 from meshwise.costs.estimate import evaluate_layout, layout_candidate
-from meshwise.costs.evaluate import evaluate_local
+from meshwise.costs.evaluate import evaluate_local, local_prices
 from meshwise.costs.fitted import SOFTWARE, find_calibration, fitted_calibration
 from meshwise.hardware import chips, load_chip, parse_cluster
 from meshwise.jobs import TrainingJob
@@ -119,7 +119,10 @@ def test_a_compiler_gathers_weight_by_weight_and_holds_no_activation_functions()
 
     def blocks(*, compiled):
         problem = replace(PLAIN.problem, calibration=replace(IDENTITY, compiled=compiled))
-        return [block.memory for block in evaluate_local(problem, structure, candidates.local)[1:]]
+        return [
+            block.memory
+            for block in evaluate_local(problem, structure, local_prices(problem, structure, candidates.local))[1:]
+        ]
 
     (eager, head), (compiled, same) = blocks(compiled=False), blocks(compiled=True)
     assert same.beside == head.beside > 0  # logits are there in any case

@@ -87,10 +87,8 @@ class LocalBlock:
 def evaluate_local(
     problem: TrainingProblem,
     structure: LayoutChoices,
-    sizes: LocalSizes,
+    prices: OperationPrices,
     known: Sequence[LocalBlock] | None = None,
-    *,
-    bounded: bool = True,
 ) -> tuple[LocalBlock, ...]:
     """Price what one device does on its own: operations, activations, and the bytes of most collectives.
 
@@ -98,13 +96,11 @@ def evaluate_local(
 
     Args:
         problem, structure: as in `evaluate`.
-        sizes: floats or arrays.
+        prices: from `local_prices`, for this structure or for another one that splits experts alike.
         known: the same of a structure that differs only in what it stores where (`zero`, `fully_sharded`), whose
             operations are the same.
-        bounded: as in `evaluate`.
     """
-    blocks, extents = problem.lowered.training(structure), local_extents(problem, structure, sizes)
-    prices = OperationPrices(problem.lowered.ops.values, extents, problem.compute_rates, bounded=bounded)
+    blocks, extents = problem.lowered.training(structure), prices.extents
     passes = [_passes(problem, structure, b, prices) for b in blocks] if known is None else [b.passes for b in known]
     return tuple(
         LocalBlock(
@@ -114,6 +110,21 @@ def evaluate_local(
         )
         for own, b in zip(passes, blocks, strict=True)
     )
+
+
+def local_prices(
+    problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes, *, bounded: bool = True
+) -> OperationPrices:
+    """Prices of what one device does on its own, each worked out when it is first asked for.
+
+    Of the structure, only whether experts are split over tensors matters: all others share them.
+
+    Args:
+        problem, structure, bounded: as in `evaluate`.
+        sizes: floats or arrays.
+    """
+    extents = local_extents(problem, structure, sizes)
+    return OperationPrices(problem.lowered.ops.values, extents, problem.compute_rates, bounded=bounded)
 
 
 def repeats_whole(problem: TrainingProblem, structure: LayoutChoices) -> bool:
@@ -317,7 +328,7 @@ def evaluated(
     c = candidates
     lowered = problem.lowered.training(structure)
     if local is None:
-        local = evaluate_local(problem, structure, c.local, bounded=bounded)
+        local = evaluate_local(problem, structure, local_prices(problem, structure, c.local, bounded=bounded))
     extents = whole_extents(problem, structure, c)
     blocks = tuple((b, b.part(structure, c.remat_share), own) for b, own in zip(lowered, local, strict=True))
     times = []
@@ -357,7 +368,7 @@ def offloaded(costs: Costs, which: Iterable[str], share: Num = 1.0, *, ledger: L
 def evaluate_activations(
     problem: TrainingProblem,
     structure: LayoutChoices,
-    wires: Wires,
+    prices: CollectivePrices,
     local: tuple[LocalBlock, ...],
 ) -> StepParts:
     """Sums of a step whose weights, gradients, optimizer and sends take no time: their makespan bounds the expected.
@@ -368,7 +379,8 @@ def evaluate_activations(
     Args:
         problem, local: as in `evaluate`.
         structure: whose layers all follow its remat policy.
-        wires: mesh axes of `LocalSizes` -> link of the group along them.
+        prices: of collectives, whose links are those of the groups along the axes of `LocalSizes`; shared by structures
+            that split experts alike, on the same links.
     """
     times = []
     for b, own in zip(problem.lowered.training(structure), local, strict=True):
@@ -380,9 +392,8 @@ def evaluate_activations(
             if one.local and one.purpose in _OF_ACTIVATIONS and not {"data", "fsdp"} & set(one.key.mesh_axes)
         )
         times.append(BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(moving), own.sent))
-    rates = rates_of(problem, structure, wires, bounded=False)
-    sums, once = role_sums(times, CollectivePrices(rates, None))
-    return StepParts(sums, once, num_layers(problem.train_program()), rates, 0.0)
+    sums, once = role_sums(times, prices)
+    return StepParts(sums, once, num_layers(problem.train_program()), prices.rates, 0.0)
 
 
 def evaluate_memory(

@@ -58,6 +58,7 @@ class Symbols:
         self.terms = Distinct[tuple[Volume, float]]()
         self.sums = Distinct[tuple[int, ...]]()
         self.sums(())
+        self._held: dict[tuple[Split, tuple[Split, ...]], Volume] = {}  # placements ask for the same few all the time
 
     def volume(self, axes: Iterable[str], splits: Iterable[Split]) -> Volume:
         """The volume of a block with these axes and splits."""
@@ -65,7 +66,11 @@ class Symbols:
 
     def held(self, held: Held) -> Volume:
         """The volume of a tensor's block."""
-        return self.volume(held.tensor.axes, held.sharding.splits)
+        key = held.tensor.axes, held.sharding.splits
+        known = self._held.get(key)
+        if known is None:
+            known = self._held[key] = self.volume(*key)
+        return known
 
     def sum(self, terms: Iterable[tuple[Volume, float]]) -> WeightedSum:
         """A weighted sum; terms of equal volumes are merged."""

@@ -195,11 +195,13 @@ def _moment(alive: Iterable[Held], symbols: Symbols, precision: Precision) -> Mo
 
 def _largest_moments(moments: Iterable[Moment], symbols: Symbols) -> tuple[Moment, ...]:
     """Leave out moments of which another holds all, and more: they are never the largest."""
-    weights = {one: tuple(symbols.weights(part) for part in one) for one in moments}
+    weights = {
+        one: {(p, v): w for p, part in enumerate(one) for v, w in symbols.weights(part).items()} for one in moments
+    }
 
     def within(one: Moment, other: Moment) -> bool:
-        pairs = zip(weights[one], weights[other], strict=True)
-        return all(there.get(volume, 0.0) >= w for part, there in pairs for volume, w in part.items())
+        mine, there = weights[one], weights[other]
+        return mine.keys() <= there.keys() and all(there[volume] >= w for volume, w in mine.items())
 
     return tuple(one for one in weights if not any(other != one and within(one, other) for other in weights))
 

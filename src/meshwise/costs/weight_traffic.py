@@ -6,7 +6,7 @@ Both depend on the mesh alone, not on microbatches or the pipeline's schedule. N
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -64,18 +64,23 @@ def _row(one: CollectiveTemplate) -> int:
 
 
 def evaluate_weight_state(
-    problem: TrainingProblem, choices: LayoutChoices, mesh: Mapping[str, Num]
+    problem: TrainingProblem,
+    choices: LayoutChoices,
+    mesh: Mapping[str, Num],
+    classes: Sequence[str] = STATE_CLASSES,
 ) -> dict[str, NDArray[np.float64]]:
     """Bytes of the training state of all copies of the blocks of a role on one pipeline stage, [meshes].
 
-    Args: as in `evaluate_weight_traffic`.
+    Args:
+        problem, choices, mesh: as in `evaluate_weight_traffic`.
+        classes: that count.
     """
     extents = _extents(problem, mesh)
     found: dict[str, NDArray[np.float64]] = {}
     for block in problem.lowered.training(choices):
         num_bytes = found.setdefault(block.role, np.zeros(np.size(mesh["data"])))
         state = state_bytes(block.memory, extents, problem.job.formats)
-        num_bytes += block.placed.block.repeat * sum(state[name] for name in STATE_CLASSES)
+        num_bytes += block.placed.block.repeat * sum(state[name] for name in classes)
     return found
 
 

@@ -14,18 +14,19 @@ from functools import cached_property, partial
 import numpy as np
 
 from meshwise.costs.arithmetic import Num, array, take
-from meshwise.costs.evaluate import evaluate_activations, evaluate_local
+from meshwise.costs.evaluate import evaluate_activations, evaluate_local, local_prices, rates_of
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
-from meshwise.costs.memory import End, HeldActivations, held_activations, memory_floor, pipeline_ends
+from meshwise.costs.memory import STATE_CLASSES, End, HeldActivations, held_activations, memory_floor, pipeline_ends
+from meshwise.costs.offload import HOST_CLASSES
 from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums, Sums
 from meshwise.costs.pipeline import Part, Pipeline, Shares, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
-from meshwise.costs.step import Wires
+from meshwise.costs.step import CollectivePrices, Wires
 from meshwise.costs.step_time import StepParts, passes_makespan
 from meshwise.costs.weight_traffic import evaluate_weight_state
 from meshwise.search.candidates import Array, CandidateBatch, Columns, Index, Mask, distinct
 from meshwise.search.choices import Choices, ComputeVariant, allowed, compute_variants
-from meshwise.search.network import SearchedNetwork, WeightColumns
+from meshwise.search.network import Recent, SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
 
 #: Candidates evaluated at a time: arrays stay in the cache.
@@ -70,7 +71,8 @@ def ideal_chip_seconds_per_token(problem: TrainingProblem, asked: Choices) -> fl
     whole = LocalSizes(sequences)
     least = math.inf
     for choices in {_all_remats(v, "none") for v in compute_variants(problem.model, asked)}:
-        blocks = zip(problem.lowered.training(choices), evaluate_local(problem, choices, whole), strict=True)
+        local = evaluate_local(problem, choices, local_prices(problem, choices, whole))
+        blocks = zip(problem.lowered.training(choices), local, strict=True)
         passes = (b.placed.block.repeat * p.seconds for b, own in blocks for p in own.passes.values())
         least = min(least, sum(passes))
     return (1 - 1e-9) * least / (sequences * float(problem.job.seq_len))
@@ -102,17 +104,61 @@ class Bounds:
         self.per_token = array(shards / (candidates.micro_batch * chips * self.problem.job.seq_len))  # by key
         self._weight_state = WeightColumns(network.choices, self._evaluate_state)
         self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
-        self._activations: dict[LayoutChoices, StepParts] = {}
+        self._sums = Recent[StepParts](4)
+        self._prices = Recent[CollectivePrices](2)
         plain = {_all_remats(v): v for v in network.variants}
         self._keys = {own: np.flatnonzero(v.applies(lambda axis: table.axis(axis, first))) for own, v in plain.items()}
         self.keys = [self._keys[_all_remats(v)] for v in network.variants]  # where each compute variant applies
-        self.sizes = [np.unique(self.size[keys]) for keys in self.keys]
-        starts = np.cumsum([0, *map(len, self.sizes)])
-        self.row = np.full(
-            (len(self.sizes), np.size(table.sizes.micro_batch)), -1
-        )  # in what is stacked of all variants
-        for row, sizes, start in zip(self.row, self.sizes, starts, strict=False):
-            row[sizes] = start + np.arange(len(sizes))
+        # What is known of a compute variant and a size stands in this row of `activations` and `held`.
+        self.row = np.full((len(network.variants), np.size(table.sizes.micro_batch)), -1)
+        self.rows = 0
+        self._activations: StepParts | None = None
+        self._held: HeldActivations | None = None
+        self.ideal = IdealWires(
+            network.fabric,
+            {f.name: getattr(table.sizes, f.name) for f in fields(table.sizes) if f.name != "micro_batch"},
+            self.problem.routing,
+        )
+
+    def rows_of(self, variant: Index, size: Index) -> Index:
+        """Rows of `activations` and `held` of sizes under compute variants; new ones are worked out.
+
+        Sums are of one microbatch on ideal links.
+        """
+        missing = np.flatnonzero(self.row[variant, size] < 0)
+        sums: list[tuple[StepParts, int]] = [(self._activations, self.rows)] if self._activations else []
+        held: list[tuple[HeldActivations, int]] = [(self._held, self.rows)] if self._held else []
+        for v in np.unique(variant[missing]):
+            sizes, own = np.unique(size[missing[variant[missing] == v]]), self.network.variants[v]
+            self.row[v, sizes] = self.rows + np.arange(len(sizes))
+            self.rows += len(sizes)
+            sums.append((self.mixed(own, partial(self._ideal_sums, sizes)), len(sizes)))
+            held.append((self._held_under(own, sizes), len(sizes)))
+        if len(missing):
+            self._activations, self._held = stacked(sums), _stacked_memory(held)
+        return self.row[variant, size]
+
+    @property
+    def activations(self) -> StepParts:
+        """What `rows_of` worked out so far: sums of one microbatch."""
+        assert self._activations is not None, "rows are asked for first"
+        return self._activations
+
+    @cached_property
+    def _busy(self) -> dict[LayoutChoices, Array]:
+        """Seconds that one device computes for a microbatch at least, whatever is kept; infinite for other sizes.
+
+        Nothing is computed again, which takes no lowering and no prices of what only some policies do.
+        """
+        found = {}
+        for own, keys in self._keys.items():
+            choices, sizes = replace(own, remat="none"), np.unique(self.size[keys])
+            lowered = self.problem.lowered.training(choices)
+            blocks = zip(lowered, self.network.blocks(choices, sizes), strict=True) if len(sizes) else ()
+            least: Num = sum(b.placed.block.repeat * p.seconds for b, at in blocks for p in at.passes.values())
+            found[own] = np.full(self.row.shape[1], math.inf)
+            found[own][sizes] = (1 - 1e-9) * least  # added up in another order
+        return found
 
     def groups(self, schedules: Sequence[int], below: Callable[[Array], Mask], most: int | None = None) -> Groups:
         """All groups of some schedules whose bound is `below`, smallest first; weights and gradients cost nothing.
@@ -122,17 +168,22 @@ class Bounds:
         compute variant.
         """
         # No schedule is faster than all devices computing all the time.
-        busy: Num = sum(own.terms[name] for own in self.activations.sums.values() for name in COMPUTE_TERMS)
-        found: list[Groups] = []
         variants, chosen = [np.zeros(0, int)], [np.zeros(0, int)]
         for v, keys in enumerate(self.keys):
-            least = (1 - 1e-12) * array(busy)[self.row[v, self.size[keys]]] * self.per_token[keys]
+            least = self._busy[_all_remats(self.network.variants[v])][self.size[keys]] * self.per_token[keys]
             possible = below(least)
             if most is not None and most < len(least):
                 possible &= least <= np.partition(least, most)[most]
             chosen.append(keys[possible])
             variants.append(np.full(len(chosen[-1]), v))
         variant, key = np.concatenate(variants), np.concatenate(chosen)
+        # What is computed again counts, too.
+        at = self.rows_of(variant, self.size[key])
+        sums = self.activations.sums.values() if len(at) else ()
+        busy: Num = sum(own.terms[name] for own in sums for name in COMPUTE_TERMS)
+        kept = np.flatnonzero(below((1 - 1e-12) * np.broadcast_to(take(busy, at), len(at)) * self.per_token[key]))
+        variant, key = variant[kept], key[kept]
+        found: list[Groups] = []
         for begin in range(0, len(key), _KEYS):
             part = slice(begin, begin + _KEYS)
             found += self._groups_of(variant[part], key[part], schedules, below)
@@ -163,7 +214,9 @@ class Bounds:
 
     def _floor(self, s: int, variant: Index, key: Index, state: Mapping[str, Array] | None = None) -> Array:
         """Bytes that the fullest chip holds at least under a schedule."""
-        held = take(self.held, self.row[variant, self.size[key]])
+        rows = self.rows_of(variant, self.size[key])
+        assert self._held is not None, "a row is known"
+        held = take(self._held, rows)
         ends, hbm = take(self.pipeline(s)[2], self.pipe[key]), self.problem.cluster.chip.hbm_usable
         away = any("activations" in o for o in self.network.offloads)
         return np.broadcast_to(memory_floor(held, ends, hbm, offloaded=away, state=state), len(key))
@@ -204,45 +257,37 @@ class Bounds:
         return CandidateBatch.joined(found)
 
     def memory_floor(self, batch: CandidateBatch) -> Array:
-        """Bytes that each candidate holds at least, its training state counted where nothing may be on the host."""
-        state = None
-        if not any(self.network.offloads):
-            state = self._weight_state(batch.choices, self.network.table.mesh_id[batch.at])
+        """Bytes that each candidate holds at least, the training state that no offloading moves included."""
+        state = self._weight_state(batch.choices, self.network.table.mesh_id[batch.at])
         out, key, variant = np.zeros(len(batch)), self.key_of[batch.at], self.network.variant_of[batch.choices]
         for s in np.unique(batch.schedule):
             mine = np.flatnonzero(batch.schedule == s)
-            own = None if state is None else {role: of[mine] for role, of in state.items()}
+            own = {role: of[mine] for role, of in state.items()}
             out[mine] = self._floor(int(s), variant[mine], key[mine], own)
         return out
 
     def _evaluate_state(self, choices: LayoutChoices, meshes: Index) -> dict[str, Array]:
-        return evaluate_weight_state(self.problem, choices, self.network.table.axes(meshes))
+        away = {name for offload in self.network.offloads for part in offload for name in HOST_CLASSES[part]}
+        classes = [name for name in STATE_CLASSES if name not in away]
+        return evaluate_weight_state(self.problem, choices, self.network.table.axes(meshes), classes)
 
     def at(self, variant: Index, key: Index) -> StepParts:
         """Sums of one microbatch of some keys."""
-        row = self.row[variant, self.size[key]]
+        row = self.rows_of(variant, self.size[key])
         return replace(self.activations, sums={role: own.at(row) for role, own in self.activations.sums.items()})
 
-    @cached_property
-    def activations(self) -> StepParts:
-        """Sums of one microbatch on ideal links, stacked: of all compute variants, each for the sizes it applies to."""
-        table = self.network.table
-        ideal = IdealWires(
-            self.network.fabric,
-            {f.name: getattr(table.sizes, f.name) for f in fields(table.sizes) if f.name != "micro_batch"},
-            self.problem.routing,
-        )
-        each = [(v, sizes) for v, sizes in zip(self.network.variants, self.sizes, strict=True) if len(sizes)]
-        return stacked([(self.mixed(v, partial(self._sums_of, sizes, ideal)), len(sizes)) for v, sizes in each])
+    def _ideal_sums(self, sizes: Index, choices: LayoutChoices) -> StepParts:
+        key = choices.expert_tensor_parallel, sizes.tobytes()
+        prices = self._prices(key, lambda: self.prices(choices, self.ideal.at(sizes)))
+        return self._sums((choices, key), lambda: self.sums(sizes, prices, choices))
 
-    def _sums_of(self, sizes: Index, ideal: IdealWires, choices: LayoutChoices) -> StepParts:
-        if choices not in self._activations:
-            self._activations[choices] = self.sums(sizes, ideal.at(sizes), choices)
-        return self._activations[choices]
+    def prices(self, choices: LayoutChoices, links: Wires) -> CollectivePrices:
+        """Prices of collectives on given links, for all choices that split experts alike."""
+        return CollectivePrices(rates_of(self.problem, choices, links, bounded=False), None)
 
-    def sums(self, sizes: Index, links: Wires, choices: LayoutChoices) -> StepParts:
-        """Sums of one microbatch of some of the table's sizes, on given links."""
-        return evaluate_activations(self.problem, choices, links, self.network.blocks(choices, sizes))
+    def sums(self, sizes: Index, prices: CollectivePrices, choices: LayoutChoices) -> StepParts:
+        """Sums of one microbatch of some of the table's sizes."""
+        return evaluate_activations(self.problem, choices, prices, self.network.blocks(choices, sizes))
 
     def mixed(self, variant: ComputeVariant, sums: Callable[[LayoutChoices], StepParts]) -> StepParts:
         """Sums under the variant's remat policy, from those of a policy for all layers."""
@@ -253,15 +298,7 @@ class Bounds:
         mixed = {r: RoleSums.between(rest.sums[r], own, share) for r, own in whole.sums.items()}  # linear in the layers
         return replace(whole, sums=mixed)
 
-    @cached_property
-    def held(self) -> HeldActivations:
-        """Activations that one device holds, stacked as `activations`."""
-        each = [(v, sizes) for v, sizes in zip(self.network.variants, self.sizes, strict=True) if len(sizes)]
-        parts, numbers = [self._held(v, sizes) for v, sizes in each], [len(sizes) for _, sizes in each]
-        kept = {role: _joined([p.kept[role] for p in parts], numbers) for role in parts[0].kept}
-        return HeldActivations(kept, _joined([p.workspace for p in parts], numbers))
-
-    def _held(self, variant: ComputeVariant, sizes: Index) -> HeldActivations:
+    def _held_under(self, variant: ComputeVariant, sizes: Index) -> HeldActivations:
         shares = {variant.own.remat: 1.0}
         if variant.remat_layers is not None:
             share = variant.remat_layers / self.problem.model.num_layers
@@ -312,6 +349,12 @@ def stacked(parts: Sequence[tuple[StepParts, int]]) -> StepParts:
             columns[name] = Sums({key: _joined([getattr(own, name)[key] for own in each], numbers) for key in keys})
         sums[role] = RoleSums(**columns)
     return replace(parts[0][0], sums=sums)
+
+
+def _stacked_memory(parts: Sequence[tuple[HeldActivations, int]]) -> HeldActivations:
+    numbers = [n for _, n in parts]
+    kept = {role: _joined([p.kept[role] for p, _ in parts], numbers) for role in parts[0][0].kept}
+    return HeldActivations(kept, _joined([p.workspace for p, _ in parts], numbers))
 
 
 def _joined(columns: Sequence[Num], numbers: Sequence[int]) -> Num:

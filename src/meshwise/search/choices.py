@@ -139,8 +139,9 @@ def compute_variants(model: Model, asked: Choices) -> tuple[ComputeVariant, ...]
     asked = asked if mixture else replace(asked, expert_tensor_parallel=(True,), expert_dispatch="slots")
     found = []
     ways = asked.expert_tensor_parallel
-    each = itertools.product(asked.remats(model.num_layers), ways, asked.context_method, (False, True))
-    for (remat, layers), expert_tensor, method, exchanges in each:
+    # Those that differ in remat alone follow one another: they share the prices of their operations.
+    each = itertools.product(ways, asked.context_method, (False, True), asked.remats(model.num_layers))
+    for expert_tensor, method, exchanges, (remat, layers) in each:
         if (exchanges and not mixture) or not (expert_tensor or asked.sequence_parallel):
             continue
         own = LayoutChoices(

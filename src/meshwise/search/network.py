@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from meshwise.costs.evaluate import LocalBlock, evaluate_local
+from meshwise.costs.compute import OperationPrices
+from meshwise.costs.evaluate import LocalBlock, evaluate_local, local_prices
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.problem import TrainingProblem
@@ -21,6 +23,8 @@ from meshwise.costs.weight_traffic import weight_choices
 from meshwise.search.candidates import Array, CandidateTable, Index
 from meshwise.search.choices import Choices, compute_variants
 from meshwise.search.space import IdealWires
+
+T = TypeVar("T")
 
 #: Parameters of glibc's `mallopt`, and what they are set to, in bytes: what may lie free at the end of the heap, and
 #: from what size on an array is mapped on its own (glibc allows no more).
@@ -66,6 +70,7 @@ class LocalTables:
         self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
         self._own = {stored: v.own for v in self.variants for stored in v.stored}
         self._tables: dict[LayoutChoices, _LocalTable] = {}
+        self._prices = Recent[OperationPrices](2)
 
     def numbers(self, sizes: LocalSizes) -> Index:
         """The number of each of some sizes; new ones get the next."""
@@ -83,9 +88,35 @@ class LocalTables:
         if len(missing):
             own = self._own.get(choices, choices)
             known = None if choices == own else self(own, missing)  # the arithmetic is the same
-            sizes = LocalSizes(*(column[missing] for column in self._sizes))
-            table.add(missing, evaluate_local(self.problem, choices, sizes, known, bounded=False))
+            table.add(missing, evaluate_local(self.problem, choices, self._prices_of(choices, missing), known))
         return table.rows(numbers)
+
+    def _prices_of(self, choices: LayoutChoices, numbers: Index) -> OperationPrices:
+        def made() -> OperationPrices:
+            sizes = LocalSizes(*(column[numbers] for column in self._sizes))
+            return local_prices(self.problem, choices, sizes, bounded=False)
+
+        return self._prices((choices.expert_tensor_parallel, numbers.tobytes()), made)
+
+
+class Recent(Generic[T]):
+    """The last few values that were made, by their keys.
+
+    Args:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._known: dict[Hashable, T] = {}
+
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of a key, made if it is not known."""
+        value = self._known.pop(key) if key in self._known else make()
+        self._known[key] = value  # the latest is last
+        if len(self._known) > self.most:
+            del self._known[next(iter(self._known))]
+        return value
 
 
 class _LocalTable:

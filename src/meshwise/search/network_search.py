@@ -70,7 +70,8 @@ class NetworkSearch:
         """Search: a first look at the plainest schedule gives a cut, which rules most other schedules out."""
         bounds, every = self.pricing.bounds, range(len(self.network.schedules))
         self.state.strategies += bounds.examined(every)
-        self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT))
+        if math.isinf(self.state.ranking.cut):
+            self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT))
         left = self.rank(bounds.groups(every, self.matters))
         if not self.state.ranking.best:  # candidates whose activations alone do not fit were not looked at
             self.state.least_memory = min(self.state.least_memory, self.pricing.least_memory())

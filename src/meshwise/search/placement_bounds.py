@@ -148,7 +148,8 @@ class PlacementBounds:
     def _activations(self, variant: Index, size: Index, mapping: Index) -> tuple[StepParts, Index]:
         """Sums of one microbatch without weight traffic, worked out once for what is mapped alike; which are whose."""
         if not isinstance(self.mappings, Placements):
-            return self.bounds.activations, self.bounds.row[variant, size]
+            rows = self.bounds.rows_of(variant, size)
+            return self.bounds.activations, rows
         extents = self.mappings.factors[:, _OF_ACTIVATIONS].astype(int)
         ways = [distinct(list(extents[:, axis].T))[1] for axis in range(len(_OF_ACTIVATIONS))]
         alike = distinct(ways)[1][mapping]  # placements of the axes that move activations
@@ -156,8 +157,9 @@ class PlacementBounds:
         found: list[tuple[StepParts, int]] = []
         for v in np.unique(variant):
             own = first[variant[first] == v]
-            links, sizes = self.mappings.links(mapping[own]), size[own]
-            sums = self.bounds.mixed(self.network.variants[v], partial(self.bounds.sums, sizes, links))
+            variant_of = self.network.variants[v]
+            prices = self.bounds.prices(variant_of.own, self.mappings.links(mapping[own]))
+            sums = self.bounds.mixed(variant_of, partial(self.bounds.sums, size[own], prices))
             found.append((sums, len(own)))
         return stacked(found), index
 

@@ -1,6 +1,6 @@
 """Meshes and shardings: which mesh axes split which dimension of a tensor, and over which it is still to be summed.
 
-LayoutChoices and counting only. Not here: text (`notation`), moving data (`reshard`), bandwidths (the `costs` layer).
+Structure and counting only. Not here: text (`notation`), moving data (`reshard`), bandwidths (the `costs` layer).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError, UnknownNameError
@@ -124,7 +124,7 @@ class Sharding:
         >>> str(Sharding.of(("B", "D"), {"B": ("X",), "F": ("Y",)}))
         '[X, ]'
         """
-        return cls(tuple(tuple(rules.get(axis, ())) for axis in axes), frozenset(unreduced))
+        return _sharding(tuple(tuple(rules.get(axis, ())) for axis in axes), frozenset(unreduced))
 
     @property
     def ndim(self) -> int:
@@ -176,3 +176,8 @@ class Sharding:
             raise ShardingError(
                 f"sharding {self} is of {self.ndim} dimensions, the array of {len(shape)}: {tuple(shape)}"
             )
+
+
+@lru_cache(maxsize=65536)  # placing a program asks for the same few by the thousand
+def _sharding(splits: tuple[tuple[str, ...], ...], unreduced: frozenset[str]) -> Sharding:
+    return Sharding(splits, unreduced)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from meshwise.core.tensors import (
     Attention,
@@ -32,8 +33,7 @@ STORAGE_AXES = ("D", "Dw", "Rq", "Rkv", "Rt", "Dl", "Ro", "P")
 TENSOR_AXES = ("N", "K", "F", "Fs", "V", "Nr", "Kr", "Cr")
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """Split the first of `axes` that a tensor has over `mesh_axis`, unless the tensor already uses that mesh axis.
 
     Axes are compared without their variant suffix: "F" covers "F.1".
