@@ -78,21 +78,15 @@ def backward(block: Block) -> tuple[Op, ...]:
         if isinstance(op, Convert):  # the gradient passes through
             parts |= {t.name: [*parts.get(t.name, ()), grad] for t in _trained(op)}
             continue
-        narrow = _narrow_gradient(op, grad)
-        ops.extend(narrow)
-        ops.extend(_backward_of(op, narrow[-1].output if narrow else grad, contribute))
+        if isinstance(op, Einsum | Route) and op.format is not None and grad.dtype != op.format.dtype:
+            ops.append(convert(f"convert.d{op.name}", grad, op.format))
+            grad = ops[-1].output
+        ops.extend(_backward_of(op, grad, contribute))
     for name in dict.fromkeys(t.name for op in block.ops for t in op.inputs):
         source = next(t for op in block.ops for t in op.inputs if t.name == name)
         if name not in produced and len(parts.get(name, [])) > 1:
             collect(source)
     return tuple(ops)
-
-
-def _narrow_gradient(op: Op, grad: Tensor) -> list[Op]:
-    """The conversion of the output's gradient that `op` asks for, if it is needed."""
-    if not isinstance(op, Einsum | Route) or op.format is None or grad.dtype == op.format.dtype:
-        return []
-    return [convert(f"convert.d{op.name}", grad, op.format)]
 
 
 @singledispatch

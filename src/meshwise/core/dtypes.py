@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from enum import StrEnum
 
 from meshwise.core.errors import UnknownNameError
@@ -34,33 +35,19 @@ class DType(StrEnum):
         return _BITS[self] / 8
 
 
-_BITS = {
-    DType.FP32: 32,
-    DType.TF32: 32,
-    DType.BF16: 16,
-    DType.FP16: 16,
-    DType.FP8: 8,
-    DType.INT8: 8,
-    DType.INT4: 4,
-    DType.FP4: 4,
-}
+#: The digits of the names; tf32 is kept as fp32.
+_BITS = {dtype: int(dtype.value.lstrip(string.ascii_lowercase)) for dtype in DType}
 
-_ALIASES = {
-    "float32": DType.FP32,
-    "f32": DType.FP32,
-    "bfloat16": DType.BF16,
-    "float16": DType.FP16,
-    "f16": DType.FP16,
-    "half": DType.FP16,
-    "float8": DType.FP8,
-    "e4m3": DType.FP8,
-    "e5m2": DType.FP8,
-    "float8_e4m3fn": DType.FP8,
-    "float8_e5m2": DType.FP8,
-    "s8": DType.INT8,
-    "s4": DType.INT4,
-    "e2m1": DType.FP4,
+_SPELLINGS = {
+    DType.FP32: ("float32", "f32"),
+    DType.BF16: ("bfloat16",),
+    DType.FP16: ("float16", "f16", "half"),
+    DType.FP8: ("float8", "e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2"),
+    DType.INT8: ("s8",),
+    DType.INT4: ("s4",),
+    DType.FP4: ("e2m1",),
 }
+_ALIASES = {spelling: dtype for dtype, spellings in _SPELLINGS.items() for spelling in spellings}
 
 
 def parse_dtype(text: str) -> DType:

@@ -9,15 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from meshwise.core.tensors import Attention, Fused, Sizes
+from meshwise.core.tensors import Attention, Fused, Sizes, minimum
 
 _STATE_BYTES = 4.0  # states are kept in fp32 by every published kernel
-
-
-def _smaller(a: Any, b: Any) -> Any:
-    return (a + b - abs(a - b)) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,20 +43,12 @@ class Scan(Fused):
         gradient: the backward pass has two products for each one, and repeats the scores and the states.
     """
 
+    matmul: ClassVar[bool] = True
+
     heads_axis: str
     groups_axis: str
     chunk: int
     delta: bool = False
-
-    @property
-    def matmul(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def whole(self) -> tuple[str, ...]:
-        """Positions."""
-        return self.inputs[0].axes[1:2]
 
     @property
     def instead(self) -> str | None:
@@ -106,7 +94,7 @@ class Scan(Fused):
         """FLOPs of scores, of outputs within a chunk, and of making, reading and correcting by states."""
         v, k = self.inputs[:2]
         batch, positions, width, key = (sizes[a] for a in (*v.axes[:2], v.axes[-1], k.axes[-1]))
-        tokens, chunk = batch * positions, _smaller(positions, self.chunk)
+        tokens, chunk = batch * positions, minimum(positions, self.chunk)
         heads, groups = sizes[self.heads_axis], sizes[self.groups_axis]
         if self.delta:
             # Scores q k and k k; the inverse of the latter times k and v; then the outputs.
@@ -129,11 +117,6 @@ class SelectiveScan(Fused):
     """
 
     channels_axis: str
-
-    @property
-    def whole(self) -> tuple[str, ...]:
-        """Positions."""
-        return self.inputs[0].axes[1:2]
 
     @property
     def instead(self) -> str | None:
@@ -159,11 +142,6 @@ class ShortConvolution(Fused):
     """
 
     activated: bool = True
-
-    @property
-    def whole(self) -> tuple[str, ...]:
-        """Positions."""
-        return self.inputs[0].axes[1:2]
 
     @property
     def instead(self) -> str | None:
@@ -201,7 +179,7 @@ class IndexScores(Attention):
             return _compressed_pairs(self, self.ratio, self.top_k if self.gradient else None, sizes)
         if not self.gradient:
             return Attention.pairs(self, sizes)
-        return _chosen_pairs(self, self.top_k, sizes)
+        return self.seen(sizes, self.top_k)
 
     def flops(self, sizes: Sizes) -> Any:
         """2 per pair, head and width, and 2 per pair and head to weigh; twice that and once again backward."""
@@ -234,18 +212,13 @@ class SparseAttention(Attention):
     top_k: int
     latent: int
 
-    @property
-    def chosen(self) -> int:
-        """Keys that a query reads."""
-        return self.top_k
-
     def flops(self, sizes: Sizes) -> Any:
         """The fewer of the two."""
         masked = Attention.flops(self, sizes)
         q, v = self.inputs[0], self.inputs[2]
         wider = self.latent / (sizes[q.axes[-1]] + sizes[v.axes[-1]])
-        share = _chosen_pairs(self, self.top_k, sizes) / Attention.pairs(self, sizes)
-        return masked * _smaller(1.0, share * wider)
+        share = self.seen(sizes, self.top_k) / Attention.pairs(self, sizes)
+        return masked * minimum(1.0, share * wider)
 
     def full_flops(self, sizes: Sizes) -> Any:
         """Count every query as attending to every key."""
@@ -266,14 +239,9 @@ class AbsorbedAttention(Attention):
 
     top_k: int | None = None
 
-    @property
-    def chosen(self) -> int | None:
-        """Keys that a query reads, where not all."""
-        return self.top_k
-
     def pairs(self, sizes: Sizes) -> Any:
         """Query-key pairs of one sequence and head."""
-        return Attention.pairs(self, sizes) if self.top_k is None else _chosen_pairs(self, self.top_k, sizes)
+        return Attention.pairs(self, sizes) if self.top_k is None else self.seen(sizes, self.top_k)
 
     def flops(self, sizes: Sizes) -> Any:
         """2 per pair, head and width: scores over the latent and the rotated key, sums over the latent."""
@@ -324,18 +292,7 @@ def _compressed_pairs(op: Attention, ratio: int, top_k: int | None, sizes: Sizes
 
 def _complete_up_to(positions: Any, ratio: int, top_k: int | None) -> Any:
     """Sum over p = 1..positions of min(p // ratio, top_k)."""
-    near = positions if top_k is None else _smaller(positions, top_k * ratio)
+    near = positions if top_k is None else minimum(positions, top_k * ratio)
     whole = near // ratio
     complete = ratio * whole * (whole - 1) / 2 + whole * (near - whole * ratio + 1)
     return complete if top_k is None else complete + (positions - near) * top_k
-
-
-def _chosen_pairs(op: Attention, top_k: int, sizes: Sizes) -> Any:
-    """Pairs of one sequence where position p (from 1) chooses among p keys."""
-    queries, keys = sizes[op.query_axis], sizes[op.key_axis]
-    return _up_to(keys, top_k) - _up_to(keys - queries, top_k)
-
-
-def _up_to(positions: Any, top_k: int) -> Any:
-    near = _smaller(positions, top_k)
-    return near * (near + 1) / 2 + (positions - near) * top_k

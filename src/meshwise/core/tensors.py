@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwise.core.dtypes import DType
 
@@ -85,6 +85,9 @@ class Format:
 class Op:
     """One operation: tensors in, one tensor out, and an index space to count over."""
 
+    #: Whether the FLOPs run on the matrix unit (else on the vector unit).
+    matmul: ClassVar[bool] = False
+
     name: str
     inputs: tuple[Tensor, ...]
     output: Tensor
@@ -104,14 +107,18 @@ class Op:
         """Inputs, then the output."""
         return (*self.inputs, self.output)
 
-    @property
-    def matmul(self) -> bool:
-        """Whether the FLOPs run on the matrix unit (else on the vector unit)."""
-        return False
-
     def flops(self, sizes: Sizes) -> Any:
         """Floating-point operations (float or array)."""
         raise AssertionError(f"{type(self).__name__} must say its FLOPs; sizes {sizes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move(Op):
+    """What moves bytes and computes nothing."""
+
+    def flops(self, sizes: Sizes) -> Any:
+        """None."""
+        return 0 * math.prod(sizes[a] for a in self.output.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +134,8 @@ class Einsum(Op):
         format: to which the gradient of its output is converted before the backward pass multiplies it.
     """
 
+    matmul: ClassVar[bool] = True
+
     narrow: bool = False
     format: Format | None = None
 
@@ -141,11 +150,6 @@ class Einsum(Op):
             return Tensor(label, tuple(a.strip() for a in axes.split(",")), kind)
 
         return cls(name=name, inputs=tuple(tensor(p) for p in left.split("*")), output=tensor(right))
-
-    @property
-    def matmul(self) -> bool:
-        """True."""
-        return True
 
     def flops(self, sizes: Sizes) -> Any:
         """Two per point of the index space: a multiply and an add."""
@@ -169,6 +173,8 @@ class Attention(Op):
             scores are computed again (Dao 2023, FlashAttention-2, section 3.1).
     """
 
+    matmul: ClassVar[bool] = True
+
     query_axis: str = "T"
     key_axis: str = "S"
     heads_axis: str = "N"
@@ -178,11 +184,6 @@ class Attention(Op):
     chunk: int | None = None
     gradient: bool = False
 
-    @property
-    def matmul(self) -> bool:
-        """True."""
-        return True
-
     def pairs(self, sizes: Sizes) -> Any:
         """Query-key pairs of one sequence and head that are really computed."""
         queries, keys = sizes[self.query_axis], sizes[self.key_axis]
@@ -190,9 +191,14 @@ class Attention(Op):
             return queries * keys
         if self.chunk is not None:
             return _seen_in_chunks(keys, self.chunk) - _seen_in_chunks(keys - queries, self.chunk)
-        span: Any = keys if self.window is None else _minimum(keys, self.window)
-        # The last `queries` of `keys` positions; position p (from 1) sees min(p, span).
-        # When queries == keys this is span (span + 1) / 2 + (keys - span) span.
+        return self.seen(sizes, keys if self.window is None else minimum(keys, self.window))
+
+    def seen(self, sizes: Sizes, span: Any) -> Any:
+        """Pairs of the last queries of all positions, where position p (from 1) sees min(p, span) keys.
+
+        With as many queries as keys this is span (span + 1) / 2 + (keys - span) span.
+        """
+        queries, keys = sizes[self.query_axis], sizes[self.key_axis]
         return _seen_up_to(keys, span) - _seen_up_to(keys - queries, span)
 
     def flops(self, sizes: Sizes) -> Any:
@@ -207,13 +213,14 @@ class Attention(Op):
         return self.flops(sizes) / self.pairs(sizes) * sizes[self.query_axis] * sizes[self.key_axis]
 
 
-def _minimum(a: Any, b: Any) -> Any:
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller of two numbers or arrays."""
     return (a + b - abs(a - b)) / 2
 
 
 def _seen_up_to(positions: Any, span: Any) -> Any:
     """Sum over p = 1..positions of min(p, span)."""
-    near = _minimum(positions, span)
+    near = minimum(positions, span)
     return near * (near + 1) / 2 + (positions - near) * span
 
 
@@ -236,8 +243,8 @@ class Fused(Op):
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Axes of which a device needs all: it may hold no part of them."""
-        return ()
+        """Axes of which a device needs all, so that it may hold no part of them: the positions."""
+        return self.inputs[0].axes[1:2]
 
     @property
     def instead(self) -> str | None:
@@ -256,7 +263,7 @@ class Fused(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusedGradient(Op):
+class FusedGradient(Move):
     """One of the further gradients that the backward kernel of `source` writes: bytes, but no FLOPs of its own."""
 
     source: Op
@@ -266,13 +273,9 @@ class FusedGradient(Op):
         """What the backward `kernel` of `source` writes as the gradient of its input `read`."""
         return cls(name=f"{kernel.name}.{read.name}", inputs=(kernel.output, read), output=gradient, source=source)
 
-    def flops(self, sizes: Sizes) -> Any:
-        """None."""
-        return 0 * math.prod(sizes[a] for a in self.output.axes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionGradient(Op):
+class AttentionGradient(Move):
     """One of the key/value gradients that an attention backward kernel writes: bytes, but no FLOPs of its own.
 
     The kernel writes it for every key position, and a device that holds only some of the queries contributes a partial
@@ -280,10 +283,6 @@ class AttentionGradient(Op):
     """
 
     source: Attention
-
-    def flops(self, sizes: Sizes) -> Any:
-        """None."""
-        return 0 * math.prod(sizes[a] for a in self.output.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +330,7 @@ class CacheUpdate(Elementwise):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup(Op):
+class Lookup(Move):
     """Rows of a table picked by index: `tokens[B, T]`, `table[V, D]` -> `x[B, T, D]`. No FLOPs, one row per index.
 
     With the table split over its rows, a device contributes zeros for rows it does not hold: the output is unreduced.
@@ -339,13 +338,9 @@ class Lookup(Op):
 
     scatter: bool = False  # the backward pass adds rows into the table's gradient
 
-    def flops(self, sizes: Sizes) -> Any:
-        """None."""
-        return 0 * math.prod(sizes[a] for a in self.output.axes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route(Op):
+class Route(Move):
     """Tokens to the slots of the experts they chose, or back: `x[B, T, D]` <-> `xe[E, C, D]`. Moves bytes, no FLOPs.
 
     The gates of a token's choices, `[B, T, top_k]`, go to the same slots, `[E, C]`. Inputs: what moves, and the choice.
@@ -361,10 +356,6 @@ class Route(Op):
 
     combine: bool = False
     format: Format | None = None
-
-    def flops(self, sizes: Sizes) -> Any:
-        """None."""
-        return 0 * math.prod(sizes[a] for a in self.output.axes)
 
 
 @dataclass(frozen=True, slots=True)

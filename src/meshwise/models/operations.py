@@ -249,5 +249,5 @@ def _read_axis(op: Attention, t: Tensor) -> str:
     span = op.window or op.chunk
     if span is not None:
         return f"S.latest{span}"
-    chosen = op.chosen if isinstance(op, AbsorbedAttention | SparseAttention) else None
+    chosen = op.top_k if isinstance(op, AbsorbedAttention | SparseAttention) else None
     return "S" if chosen is None else f"S.chosen{chosen}"
