@@ -31,8 +31,8 @@ from meshwise.scoring.fitting import Refined
 from meshwise.scoring.score import Score as Score
 from meshwise.scoring.score import ServingScore, TrainingScore
 from meshwise.search.plan import Plan as Plan
+from meshwise.search.plan import ServingPlan
 from meshwise.search.planner import PlanResult as PlanResult
-from meshwise.search.serving.plan import ServingPlan
 from meshwise.search.serving.planner import ServingPlanResult
 
 __version__: str

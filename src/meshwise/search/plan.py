@@ -1,4 +1,4 @@
-"""A plan: model, job, cluster and layout, with what they would do. Its JSON alone reproduces it.
+"""A plan of training or of serving: what is given, layouts, and what they would do. Its JSON alone reproduces it.
 
 Not here: finding the layout (`search`, `planner`), or words (`report`).
 """
@@ -6,7 +6,7 @@ Not here: finding the layout (`search`, `planner`), or words (`report`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,15 +14,19 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
-from meshwise.costs.problem import ServingProblem, TrainingProblem
+from meshwise.costs.problem import STEPS, ServingProblem, TrainingProblem, check_context
+from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
-from meshwise.jobs import TrainingJob
-from meshwise.models import read_model_json
+from meshwise.jobs import ServingLoad, TrainingJob
+from meshwise.models import Model, read_model_json
 from meshwise.models.model import check_length
 from meshwise.sharding.layout import Layout
+from meshwise.sharding.serving import ServingLayout
 
 #: Kind of a plan -> commands that read its file.
 _READERS = {
@@ -35,19 +39,15 @@ _WRITERS = {
     "serving": "'meshwise plan serve ... --save' or 'estimate serve ... --save'",
 }
 
-_KEYS = (
-    "schema_version",
-    "model",
-    "job",
-    "cluster",
-    "cluster_document",
-    "price_usd_per_chip_hour",
-    "calibration",
-    "layout",
-    "fabric",
-)
-
 Kind = Literal["training", "serving"]
+
+_PROBLEM = ("cluster", "cluster_document", "price_usd_per_chip_hour", "calibration")
+#: Kind of a plan -> keys of its file.
+_KEYS: dict[Kind, tuple[str, ...]] = {
+    "training": ("schema_version", "model", "job", *_PROBLEM, "layout", "fabric"),
+    "serving": ("schema_version", "kind", "model", "load", *_PROBLEM, "setup"),
+}
+_SETUP = ("mode", "prefill", "decode", "batch", "prefill_batch", "chunk")
 
 #: What was read from JSON.
 Document = Mapping[str, Any]
@@ -91,14 +91,14 @@ class Plan:
 
     def to_json(self) -> str:
         """The inputs verbatim; `from_json` computes the rest again."""
-        value = {
-            "schema_version": "1",
-            **saved_problem(self.problem),
-            "job": self.problem.job.model_dump(),
-            "layout": self.layout.to_json(),
-            "fabric": [{"name": d.name, "size": d.size, "wraps": d.wraps} for d in self.fabric.dimensions],
-        }
-        return json.dumps({key: value[key] for key in _KEYS}, indent=2)
+        return _saved(
+            "training",
+            self.problem,
+            schema_version="1",
+            job=self.problem.job.model_dump(),
+            layout=self.layout.to_json(),
+            fabric=[{"name": d.name, "size": d.size, "wraps": d.wraps} for d in self.fabric.dimensions],
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -107,11 +107,10 @@ class Plan:
         Raises:
             ConfigError: not such a JSON document; other errors as its parts raise them.
         """
-        value = read_document(text, "training", _KEYS)
-        with unchanged_values():
+        with _document(text, "training") as value:
             if value["layout"]["wires"] is None:
                 raise ConfigError("plan JSON: layout.wires: expected where each mesh axis lies, found null")
-            cluster, model = saved_cluster(value), read_model_json(json.dumps(value["model"]))
+            cluster, model = _cluster_and_model(value)
             job = TrainingJob(**value["job"])
             check_length(model, job.seq_len)
             problem = TrainingProblem(model, job, cluster, find_calibration(value["calibration"], cluster.chip))
@@ -119,27 +118,65 @@ class Plan:
             return cls.of(problem, Layout.from_json(value["layout"]), fabric)
 
 
-def saved_problem(problem: TrainingProblem | ServingProblem) -> dict[str, object]:
-    """What the JSON of a plan says of its problem, besides job or load."""
-    return {
+@dataclass(frozen=True)
+class ServingPlan:
+    """A setup of a problem, with its estimate.
+
+    Args:
+        problem: model, load, cluster, calibration.
+        estimate: what its setup would do, wires included.
+    """
+
+    problem: ServingProblem
+    estimate: ServingEstimate
+
+    @property
+    def setup(self) -> ServingSetup:
+        """Layouts with wires, and batches."""
+        return self.estimate.setup
+
+    def to_json(self) -> str:
+        """The inputs verbatim; `from_json` computes the rest again."""
+        layouts = {step: getattr(self.setup, step).to_json() for step in STEPS}
+        return _saved(
+            "serving",
+            self.problem,
+            schema_version="2",
+            kind="serving",
+            load=self.problem.load.model_dump(mode="json"),
+            setup={name: getattr(self.setup, name) for name in _SETUP} | layouts,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> ServingPlan:
+        """Read what `to_json` wrote and estimate it again.
+
+        Raises:
+            ConfigError: not such a JSON document; other errors as its parts raise them.
+        """
+        with _document(text, "serving") as value:
+            cluster, model = _cluster_and_model(value)
+            calibration = find_serving_calibration(value["calibration"], cluster.chip)
+            load = ServingLoad(**value["load"])
+            check_context(model, load)
+            problem = ServingProblem(model, load, cluster, calibration)
+            return cls(problem, estimate_serving(problem, _setup(value["setup"])))
+
+
+def _saved(kind: Kind, problem: TrainingProblem | ServingProblem, /, **own: object) -> str:
+    """The JSON of a plan: what it has of its `own`, and what it was made for."""
+    value = own | {
         "model": json.loads(problem.model.to_json()),
         "cluster": problem.cluster.name,
         "cluster_document": problem.cluster.document,
         "price_usd_per_chip_hour": problem.cluster.price_per_chip_hour,
         "calibration": problem.calibration.name,
     }
+    return json.dumps({key: value[key] for key in _KEYS[kind]}, indent=2)
 
 
-def read_document(
-    text: str, kind: Kind, keys: tuple[str, ...], upgrade: Callable[[Document], Document] = lambda value: value
-) -> Document:
-    """The JSON object of a saved plan.
-
-    Args:
-        text: JSON.
-        kind: of the plan.
-        keys: that it has.
-        upgrade: makes the current schema of an earlier one.
+def _parsed(text: str, kind: Kind) -> Document:
+    """The JSON object of a saved plan, in the current schema.
 
     Raises:
         ConfigError: no such document.
@@ -153,27 +190,44 @@ def read_document(
     check_kind(value, kind)
     if kind == "serving" and kind_of(value) != kind:
         raise ConfigError("plan JSON: expected a plan of serving, as 'meshwise plan serve ... --save' writes it")
-    value = upgrade(value) if isinstance(value, Mapping) else value
+    value = _upgraded(value) if kind == "serving" and isinstance(value, Mapping) else value
     if isinstance(value, Mapping) and value.get("schema_version", version if kind == "training" else None) != version:
         raise ConfigError(
             f"plan JSON: schema_version: expected {version!r}, found {value.get('schema_version')!r}; another version "
             "of meshwise saved it: plan again with this one"
         )
-    if not isinstance(value, Mapping) or set(value) != set(keys):
+    if not isinstance(value, Mapping) or set(value) != set(_KEYS[kind]):
         found = ", ".join(sorted(value)) if isinstance(value, Mapping) else type(value).__name__
-        raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(keys))}; found {found}")
+        raise ConfigError(f"plan JSON: expected the keys {', '.join(sorted(_KEYS[kind]))}; found {found}")
     return value
 
 
 @contextmanager
-def unchanged_values() -> Iterator[None]:
-    """The error for a saved plan with a changed value, where the failure itself says no more."""
+def _document(text: str, kind: Kind) -> Iterator[Document]:
+    """A saved plan; where something goes wrong with it that says no more, say that a value was changed."""
+    value = _parsed(text, kind)
     try:
-        yield
+        yield value
     except MeshwiseError:
         raise
     except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
         raise _changed(error) from error
+
+
+def _cluster_and_model(value: Document) -> tuple[Cluster, Model]:
+    """The cluster of a plan, from its name or from the text of its file, at the plan's price; and its model.
+
+    Raises:
+        ClusterError: there is no such cluster, or the text describes none.
+    """
+    name, document, price = (value[key] for key in ("cluster", "cluster_document", "price_usd_per_chip_hour"))
+    if document:
+        cluster = read_cluster(document, name=name, where="plan JSON: cluster_document")
+        chip = cluster.chip if price is None else cluster.chip.replace(price_per_chip_hour=price)
+        cluster = cluster.replace(chip=chip)
+    else:
+        cluster = parse_cluster(name, price=price)
+    return cluster, read_model_json(json.dumps(value["model"]))
 
 
 def kind_of(value: object) -> Kind | None:
@@ -219,17 +273,27 @@ def _changed(error: Exception) -> ConfigError:
     )
 
 
-def saved_cluster(value: Document) -> Cluster:
-    """The cluster of a plan, from its name or from the text of its file, at the plan's price.
+def _upgraded(value: Document) -> Document:
+    """A plan of schema 1 as schema 2 writes it: the layout of decode steps was called "generate"."""
+    setup = value.get("setup")
+    if value.get("schema_version") != "1":
+        return value
+    if isinstance(setup, Mapping) and "generate" in setup:
+        setup = {"decode" if name == "generate" else name: part for name, part in setup.items()}
+    return {**value, "setup": setup, "schema_version": "2"}
 
-    Raises:
-        ClusterError: there is no such cluster, or the text describes none.
-    """
-    name, document, price = (value[key] for key in ("cluster", "cluster_document", "price_usd_per_chip_hour"))
-    if not document:
-        return parse_cluster(name, price=price)
-    cluster = read_cluster(document, name=name, where="plan JSON: cluster_document")
-    return cluster if price is None else cluster.replace(chip=cluster.chip.replace(price_per_chip_hour=price))
+
+def _setup(value: object) -> ServingSetup:
+    if not isinstance(value, Mapping) or set(value) != set(_SETUP):
+        raise ConfigError(f"plan JSON: setup: expected the keys {', '.join(_SETUP)}")
+    if value["mode"] not in ("aggregated", "disaggregated"):
+        raise ConfigError(f"plan JSON: setup: mode: expected aggregated or disaggregated, found {value['mode']!r}")
+    for name in ("batch", "prefill_batch", "chunk"):
+        number = value[name]
+        if not (name == "chunk" and number is None) and (type(number) is not int or number < 1):
+            raise ConfigError(f"plan JSON: setup: {name}: expected a whole number, at least 1, found {number!r}")
+    prefill, decode = (ServingLayout.from_json(value[name]) for name in ("prefill", "decode"))
+    return ServingSetup(value["mode"], prefill, decode, value["batch"], value["prefill_batch"], value["chunk"])
 
 
 def _fabric(cluster: Cluster, used: list[Document], *, flat_rings: bool) -> Fabric:

@@ -12,8 +12,8 @@ from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.costs.serving.estimate import estimate_serving
+from meshwise.search.plan import ServingPlan
 from meshwise.search.serving.constraints import ServingConstraints, in_order, ties
-from meshwise.search.serving.plan import ServingPlan
 from meshwise.search.serving.planner import ServingPlanResult, SimulatedPlan
 
 
