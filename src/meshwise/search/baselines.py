@@ -16,7 +16,6 @@ import numpy as np
 
 from meshwise.core.errors import LayoutError, MeshwiseError
 from meshwise.core.units import format_bytes, format_percent, format_time
-from meshwise.costs.estimate import Estimate
 from meshwise.costs.evaluate import Costs, evaluate
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
@@ -34,13 +33,8 @@ from meshwise.sharding.remat import REMAT_POLICIES
 #: Schedules that people know, each with its pieces of a stage.
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-v", 1), ("dualpipe", 1))
 
-_NAMES = {
-    "data": "data parallelism alone",
-    "fsdp": "FSDP alone",
-    "tensor": "tensor parallelism alone",
-    "context": "context parallelism alone",
-    "stage": "pipeline parallelism alone",
-}
+#: Pure strategies by their mesh axis.
+_PURE = {"data": "data parallelism alone", "fsdp": "FSDP alone", "tensor": "tensor parallelism alone"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,38 +64,36 @@ def baselines(
     `memory_share` of a chip's HBM is what plans may fill.
     """
     limit = winner.problem.cluster.chip.hbm_usable * memory_share
-    pure = [_pure(winner, whole, axis, limit) for axis in ("data", "fsdp", "tensor") if math.prod(whole.sizes) > 1]
-    used = {a for a in MESH_AXES if winner.layout.sizes[a] > 1}
-    lost = [r for axis, r in zip(("data", "fsdp", "tensor"), pure, strict=False) if used != {axis}]
-    other = next((p for p in ranked[1:] if set(p.layout.used_axes) != set(winner.layout.used_axes)), None)
-    runner_up = other or (ranked[1] if len(ranked) > 1 else None)
-    if runner_up is not None:
-        lost.append(_runner_up(winner, runner_up))
-    return tuple(lost)
+    used = set(winner.layout.used_axes)
+    lost = [_pure(winner, whole, axis, limit) for axis in _PURE if math.prod(whole.sizes) > 1 and used != {axis}]
+    others = sorted(ranked[1:], key=lambda p: set(p.layout.used_axes) == used)
+    return (*lost, *(_runner_up(winner, plan) for plan in others[:1]))
 
 
 def _seconds_per_token(plan: Plan) -> float:
     return plan.estimate.step_time.expected / plan.estimate.tokens
 
 
+def _longest(plan: Plan, winner: Plan) -> tuple[str, str, float]:
+    """The term of a plan that grows most over the winner's, by how much in words, and the slowdown of all terms."""
+    ours, theirs = ({n: s / p.estimate.tokens for n, s in p.estimate.terms.items()} for p in (winner, plan))
+    more = {name: theirs[name] - ours.get(name, 0.0) for name in theirs}
+    term = max(more, key=lambda name: more[name])
+    words = f"{format_time(more[term] * winner.estimate.tokens)} more of {term.replace('_', ' ')} a step"
+    return term, words, sum(theirs.values()) / sum(ours.values())
+
+
 def _runner_up(winner: Plan, plan: Plan) -> Baseline:
     """Compare two plans term by term."""
-    ours, theirs = _per_token(winner.estimate), _per_token(plan.estimate)
-    name, more = max(((n, theirs[n] - ours[n]) for n in theirs), key=lambda item: item[1])
     slowdown = _seconds_per_token(plan) / _seconds_per_token(winner)
-    step = more * winner.estimate.tokens
     if slowdown - 1 < 5e-4:
         held = format_bytes(plan.estimate.memory["total"])
         prefers = "; the ranking prefers less memory" if slowdown == 1 else ""
         reason = f"as fast within 0.05 %, and holds {held} per chip{prefers}"
     else:
-        reason = f"{format_percent(slowdown - 1)} slower: {format_time(step)} more of {name.replace('_', ' ')} a step"
+        reason = f"{format_percent(slowdown - 1)} slower: {_longest(plan, winner)[1]}"
     sizes = ", ".join(f"{a}={plan.layout.sizes[a]}" for a in plan.layout.used_axes) or "one chip"
     return Baseline(f"next best ({sizes})", reason, slowdown, plan.estimate.memory["total"], plan.estimate.fits)
-
-
-def _per_token(estimate: Estimate) -> dict[str, float]:
-    return {name: seconds / estimate.tokens for name, seconds in estimate.terms.items()}
 
 
 def _pure(winner: Plan, whole: Fabric, axis: str, limit: float) -> Baseline:
@@ -115,13 +107,10 @@ def _pure(winner: Plan, whole: Fabric, axis: str, limit: float) -> Baseline:
     reasons += _communication_reasons(problem, whole, axis, costs)
     reasons += _placing_reasons(problem, axis, chips)
     slowdown = seconds / _seconds_per_token(winner)
-    reasons.append(_slowdown_words(slowdown))
-    return Baseline(_NAMES[axis], "; ".join(reasons[:2]), slowdown, memory, memory <= limit)
-
-
-def _slowdown_words(slowdown: float) -> str:
-    """How much slower; three digits say nothing of a baseline that is as good as the winner."""
-    return "as fast, within 0.5 %" if abs(slowdown - 1) < 5e-3 else f"{slowdown:.3g} x the time per token"
+    # Three digits say nothing of a baseline that is as good as the winner.
+    alike = abs(slowdown - 1) < 5e-3
+    reasons.append("as fast, within 0.5 %" if alike else f"{slowdown:.3g} x the time per token")
+    return Baseline(_PURE[axis], "; ".join(reasons[:2]), slowdown, memory, memory <= limit)
 
 
 def _best_remat(problem: TrainingProblem, whole: Fabric, axis: str, chips: int, limit: float) -> tuple[Costs, float]:
@@ -168,14 +157,10 @@ def _communication_reasons(problem: TrainingProblem, whole: Fabric, axis: str, c
     if communication <= compute:
         return []
     times = f"communication takes {communication / compute:.1f} x the compute"
-    if axis in ("data", "fsdp"):
-        needed, tokens = critical_tokens_per_chip(problem, whole), problem.job.tokens_per_chip(math.prod(whole.sizes))
-        return (
-            [f"{tokens:,.0f} tokens per chip is under the {needed:,.0f} this network needs; {times}"]
-            if tokens < needed
-            else [times]
-        )
-    return [times]
+    needed, tokens = critical_tokens_per_chip(problem, whole), problem.job.tokens_per_chip(math.prod(whole.sizes))
+    if axis == "tensor" or tokens >= needed:
+        return [times]
+    return [f"{tokens:,.0f} tokens per chip is under the {needed:,.0f} this network needs; {times}"]
 
 
 def _placing_reasons(problem: TrainingProblem, axis: str, chips: int) -> list[str]:
@@ -213,10 +198,8 @@ def _changes(winner: Plan) -> Iterator[tuple[str, dict[str, object]]]:
         other = "ring" if layout.context_method == "gather" else "gather"
         yield f"the same with context_method={other}", {"context_method": other}
         if layout.ulysses == 1:
-            yield (
-                "the same with ulysses for context",
-                _moved(layout, "context", "ulysses") | {"context_method": "gather"},
-            )
+            moved = _moved(layout, "context", "ulysses") | {"context_method": "gather"}
+            yield "the same with ulysses for context", moved
     experts = [int(v) for k, v in winner.problem.model.sizes.items() if k.partition(".")[0] == "E"]
     if experts and layout.expert == 1:
         for axis in ("fsdp", "data", "tensor"):
@@ -244,14 +227,11 @@ def _priced(winner: Plan, name: str, change: dict[str, object], memory_share: fl
             return None
         plan = Plan.of(winner.problem, layout, winner.fabric)
     except MeshwiseError as error:
-        return Baseline(name, str(error).removeprefix("layout: "), float("inf"), 0.0, False)
-    ours, theirs = _per_token(winner.estimate), _per_token(plan.estimate)
-    slowdown = sum(theirs.values()) / sum(ours.values())
+        return _impossible(name, str(error).removeprefix("layout: "))
+    term, what, slowdown = _longest(plan, winner)
     memory, limit = plan.estimate.memory["total"], plan.estimate.hbm_capacity * memory_share
     reasons = [f"needs {format_bytes(memory)} per chip, plans may fill {format_bytes(limit)}"] if memory > limit else []
     if slowdown - 1 >= 5e-4:
-        term, more = max(((n, theirs[n] - ours.get(n, 0.0)) for n in theirs), key=lambda item: item[1])
-        what = f"{format_time(more * winner.estimate.tokens)} more of {term.replace('_', ' ')} a step"
         gathers = term == "fsdp" and layout.stage > 1 and layout.num_microbatches > 1
         each = f", gathering weights for each of {layout.num_microbatches} microbatches" if gathers else ""
         reasons.append(f"{format_percent(slowdown - 1)} slower: {what}{each}")
@@ -260,6 +240,10 @@ def _priced(winner: Plan, name: str, change: dict[str, object], memory_share: fl
             return None
         reasons = [f"as fast, and holds {format_bytes(memory)} per chip"]
     return Baseline(name, "; ".join(reasons), slowdown, memory, memory <= limit)
+
+
+def _impossible(name: str, reason: str) -> Baseline:
+    return Baseline(name, reason, slowdown=math.inf, memory_bytes=0.0, fits=False)
 
 
 def _why_not(winner: Plan, schedule: str, pieces: int) -> str | None:
@@ -280,7 +264,7 @@ def _impossible_schedules(winner: Plan) -> Iterator[Baseline]:
     for schedule, pieces in _SCHEDULES:
         reason = _why_not(winner, schedule, pieces)
         if reason is not None and schedule != winner.layout.schedule:
-            yield Baseline(f"the same under {schedule}", reason, float("inf"), 0.0, False)
+            yield _impossible(f"the same under {schedule}", reason)
 
 
 def _offload(winner: Plan) -> Iterator[Baseline]:
@@ -291,4 +275,4 @@ def _offload(winner: Plan) -> Iterator[Baseline]:
         check_offload(winner.problem.cluster.chip, ("activations",))
     except LayoutError as error:
         reason = str(error).removeprefix("layout: offload=activations ").partition(";")[0]
-        yield Baseline("offload to the host", reason, float("inf"), 0.0, False)
+        yield _impossible("offload to the host", reason)

@@ -23,17 +23,8 @@ from meshwise.search.plan import Plan
 
 def winner_reasons(plan: Plan, whole: Fabric) -> tuple[str, ...]:
     """What decided, one sentence each."""
-    lines = [
-        _batch(plan, whole),
-        *_mix(plan, whole),
-        _busiest(plan),
-        *_pipeline(plan),
-        *_experts(plan),
-        *_positions(plan),
-        *_offload(plan),
-        _memory(plan),
-        *_rule_of_thumb(plan),
-    ]
+    of_plan = (_busiest, _pipeline, _experts, _positions, _offload, _memory, _rule_of_thumb)
+    lines = _batch(plan, whole), _mix(plan, whole), *(reason(plan) for reason in of_plan)
     return tuple(line for line in lines if line)
 
 
@@ -60,38 +51,31 @@ def critical_tokens_per_chip(problem: TrainingProblem, whole: Fabric) -> float:
     experts and computes with few. Source: book, Training, "FSDP", and GPUs, "expert parallelism".
     """
     wire = make_group_link(whole, {"fsdp": [float(d.size) for d in whole.dimensions]}, ("fsdp",))
-    formats = problem.job.formats
-    bandwidth = 2 / (
-        float(wire.gather) * formats.gathered_weight_bytes
-    )  # of two-byte values, which the rule is stated for
+    formats, parameters = problem.job.formats, problem.model.parameters
+    # The rule is stated for values of two bytes.
+    bandwidth = 2 / (float(wire.gather) * formats.gathered_weight_bytes)
     peak = problem.cluster.chip.peak(formats.compute)
-    sparsity = problem.model.parameters.total / problem.model.parameters.active
-    return data_parallel_critical_tokens_per_chip(peak, bandwidth) * sparsity
+    return data_parallel_critical_tokens_per_chip(peak, bandwidth) * (parameters.total / parameters.active)
 
 
-def _mix(plan: Plan, whole: Fabric) -> list[str]:
+def _mix(plan: Plan, whole: Fabric) -> str:
     """The book's optimum of FSDP and tensor parallelism on a torus, before rounding."""
     problem, estimate = plan.problem, plan.estimate
     torus = [d for d in whole.dimensions if d.torus and d.size > 1]
     widths = [v for k, v in problem.model.sizes.items() if k.partition(".")[0] == "F"]
     if len(torus) < 2 or len(widths) != 1 or plan.layout.tensor == 1:
-        return []
+        return ""
     d_ff, chips, axes = float(widths[0]), math.prod(whole.sizes), len(torus) - 1
     tokens = problem.job.sequences * problem.job.seq_len
     fsdp = mixed_fsdp_optimum(tokens, d_ff, chips, fsdp_axes=axes, tensor_axes=1)
+    ways = math.prod(plan.layout.sizes[a] for a in ("data", "fsdp", "expert", "context", "ulysses"))
     bandwidth = 2 * torus[0].bandwidth_one_way
     needed = mixed_critical_tokens_per_chip(d_ff, estimate.peak_flops_per_s, bandwidth, fsdp_axes=axes, tensor_axes=1)
-    line = (
+    return (
         f"mixed with tensor parallelism {needed:,.0f} tokens per chip would do; the optimum before rounding is "
-        f"{fsdp:,.0f} ways of FSDP (here every axis but tensor and stage: {_token_ways(plan):,}) "
+        f"{fsdp:,.0f} ways of FSDP (here every axis but tensor and stage: {ways:,}) "
         f"by {chips / fsdp:.1f} of tensor (here {plan.layout.tensor})"
     )
-    return [line]
-
-
-def _token_ways(plan: Plan) -> int:
-    layout = plan.layout
-    return layout.data * layout.fsdp * layout.expert * layout.context * layout.ulysses
 
 
 def _busiest(plan: Plan) -> str:
@@ -109,76 +93,63 @@ def _busiest(plan: Plan) -> str:
     )
 
 
-def _pipeline(plan: Plan) -> list[str]:
+def _pipeline(plan: Plan) -> str:
     layout = plan.layout
     if layout.stage == 1:
-        return []
+        return ""
     estimate = plan.estimate
     idle = estimate.terms.get("pipeline_bubble", 0.0) / estimate.step_time.expected
     plain = pipeline_bubble(layout.stage, layout.num_microbatches)
     plain_words = f"under 1f1b it would be {format_percent(plain / (1 + plain))}; " if layout.schedule != "1f1b" else ""
-    line = (
+    return (
         f"{layout.stage} pipeline stages under {layout.schedule} wait for {format_percent(idle)} of the step; "
         f"{plain_words}they divide what each chip holds and reduces"
     )
-    return [line]
 
 
-def _experts(plan: Plan) -> list[str]:
+def _experts(plan: Plan) -> str:
     """How experts are dealt out, and what their exchange takes."""
     layout = plan.layout
     if layout.expert == 1:
-        return []
+        return ""
     exposed, hidden = (of.get("expert", 0.0) for of in (plan.estimate.terms, plan.estimate.hidden))
-    width = (
-        ""
-        if layout.tensor == 1
-        else (
-            f", the width of each over {layout.tensor} chips"
-            if layout.expert_tensor_parallel
-            else f", dealt out over tensor={layout.tensor}, too"
-        )
-    )
-    line = (
-        f"experts are dealt out over {layout.expert} chips{width}, which leaves {_share_words(plan)} weights of "
+    width, ways = "", layout.expert
+    if layout.tensor > 1 and layout.expert_tensor_parallel:
+        width = f", the width of each over {layout.tensor} chips"
+    elif layout.tensor > 1:
+        width, ways = f", dealt out over tensor={layout.tensor}, too", ways * layout.tensor
+    return (
+        f"experts are dealt out over {layout.expert} chips{width}, which leaves 1/{ways} of the weights of "
         f"experts to a group; sending tokens to them and back takes {format_time(exposed)} a step, "
         f"{format_time(hidden)} more is hidden"
     )
-    return [line]
 
 
-def _share_words(plan: Plan) -> str:
-    ways = plan.layout.expert * (1 if plan.layout.expert_tensor_parallel else plan.layout.tensor)
-    return f"1/{ways} of the"
-
-
-def _positions(plan: Plan) -> list[str]:
+def _positions(plan: Plan) -> str:
     """How positions of a sequence are split, and what that takes."""
     layout = plan.layout
     ways = [f"context={layout.context} ({layout.context_method})"] if layout.context > 1 else []
     ways += [f"ulysses={layout.ulysses}"] if layout.ulysses > 1 else []
     if not ways:
-        return []
+        return ""
     exposed, hidden = (of.get("context", 0.0) for of in (plan.estimate.terms, plan.estimate.hidden))
-    line = (
+    return (
         f"positions are split over {' and '.join(ways)}, which lets more chips share a batch of "
         f"{plan.layout.sequences:,} sequences; it takes {format_time(exposed)} a step, {format_time(hidden)} more is "
         "hidden"
     )
-    return [line]
 
 
-def _offload(plan: Plan) -> list[str]:
+def _offload(plan: Plan) -> str:
     """What lives on the host, and what its streams take."""
     layout, estimate = plan.layout, plan.estimate
     if not layout.offload:
-        return []
+        return ""
     away, exposed = estimate.host_memory.get("total", 0.0), estimate.terms.get("offload", 0.0)
-    line = (
+    return (
         f"{' and '.join(layout.offload)} live in the host's memory ({format_bytes(away)} for each chip); the streams "
         f"take {format_time(exposed)} a step that nothing hides"
     )
-    return [line]
 
 
 def _memory(plan: Plan) -> str:
@@ -203,12 +174,11 @@ def _memory(plan: Plan) -> str:
     return f"{held} of {whole} HBM ({format_percent(share)}): {again}{host}"
 
 
-def _rule_of_thumb(plan: Plan) -> list[str]:
+def _rule_of_thumb(plan: Plan) -> str:
     """The time at the utilisation that the book assumes, for comparison with what is published."""
     tokens = plan.problem.job.tokens
     if tokens is None:
-        return []
-    parameters = plan.problem.model.parameters.active
-    chips = plan.estimate.num_chips
-    seconds = training_time(parameters, tokens, plan.estimate.peak_flops_per_s * chips, mfu=0.4)
-    return [f"at 40 % MFU, a usual result of real runs, 6 x parameters x tokens take {format_duration(seconds)} here"]
+        return ""
+    peak = plan.estimate.peak_flops_per_s * plan.estimate.num_chips
+    seconds = training_time(plan.problem.model.parameters.active, tokens, peak, mfu=0.4)
+    return f"at 40 % MFU, a usual result of real runs, 6 x parameters x tokens take {format_duration(seconds)} here"
