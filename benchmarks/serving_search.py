@@ -9,7 +9,6 @@ import time
 
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.problem import ServingProblem
-from meshwise.costs.serving.estimate import fabric_of
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import load_model
@@ -29,7 +28,7 @@ def main() -> None:
         constraints = ServingConstraints(max_ttft=2.0, max_tpot=0.05)
         first = plan_serving(problem, constraints=constraints).search
         began = time.process_time()
-        tables = Tables.priced(problem, fabric_of(problem))
+        tables = Tables.priced(problem, problem.network)
         priced = time.process_time() - began
         search = plan_serving(problem, constraints=constraints).search
         rows = sum(t.priced for t in tables.both)

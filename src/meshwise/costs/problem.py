@@ -13,6 +13,7 @@ from meshwise.core.errors import LayoutError
 from meshwise.core.tensors import Program
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.compute import ComputeRates
+from meshwise.costs.fabric import Fabric
 from meshwise.costs.lower import Lowered, LoweredServingBlock, lowered_serving, lowered_training
 from meshwise.costs.routing import Routing
 from meshwise.hardware import Cluster
@@ -21,12 +22,10 @@ from meshwise.models import Model
 from meshwise.sharding.serving import ServingLayoutChoices
 
 
-@dataclass(frozen=True)
-class TrainingProblem:
-    """What is given: everything but the layout."""
+class _Problem:
+    """What training and serving have in common."""
 
     model: Model
-    job: TrainingJob
     cluster: Cluster
     calibration: Calibration
 
@@ -38,6 +37,21 @@ class TrainingProblem:
         """
         kinds = [Routing(m.experts, m.top_k, m.router.groups, m.router.groups_limit) for m in self.model.mixtures]
         return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
+
+    @property
+    def network(self) -> Fabric:
+        """The cluster's network as the software of the calibration sees it."""
+        return Fabric.of(self.cluster, flat_rings=self.calibration.flat_rings)
+
+
+@dataclass(frozen=True)
+class TrainingProblem(_Problem):
+    """What is given: everything but the layout."""
+
+    model: Model
+    job: TrainingJob
+    cluster: Cluster
+    calibration: Calibration
 
     def train_program(self) -> Program:
         """The model's program as the job trains it: with conversions to narrow formats, and with adapters."""
@@ -63,20 +77,14 @@ Step = Literal["prefill", "decode"]
 STEPS: tuple[Step, Step] = ("prefill", "decode")
 
 
-@dataclass(frozen=True, slots=True)
-class ServingProblem:
+@dataclass(frozen=True)
+class ServingProblem(_Problem):
     """What is given: everything but the layout."""
 
     model: Model
     load: ServingLoad
     cluster: Cluster
     calibration: Calibration
-
-    @property
-    def routing(self) -> Routing | None:
-        """How the model's router spreads tokens over experts; None without experts."""
-        kinds = [Routing(m.experts, m.top_k, m.router.groups, m.router.groups_limit) for m in self.model.mixtures]
-        return max(kinds, key=lambda r: (r.top_k, r.reachable), default=None)
 
     @property
     def compute_rates(self) -> ComputeRates:

@@ -15,7 +15,7 @@ from meshwise.costs.estimate import Interval
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import Step
 from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
-from meshwise.costs.serving.estimate import estimate_serving, fabric_of
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_batch
 from meshwise.costs.spread import likely_interval, uncertainty_sources
 from meshwise.scoring.constants import Constant
@@ -73,7 +73,7 @@ class ServingPrediction(Prediction):
         """As in `Prediction`; layouts and batches stay."""
         problem = replace(self.scenario.problem, calibration=calibration)
         known = self.estimate
-        again = estimate_serving(problem, known.setup, fabric_of(problem), count=False, known=known)
+        again = estimate_serving(problem, known.setup, problem.network, count=False, known=known)
         return _expected(replace(self.scenario, problem=problem), again, self.compared).expected
 
     def depends_on(self, constant: Constant) -> bool:
@@ -202,7 +202,7 @@ def _fastest(scenario: ServingScenario, what: Compared) -> tuple[ServingEstimate
     """
     found: list[tuple[ServingEstimate, Interval]] = []
     refused: MeshwiseError | None = None
-    fabric = fabric_of(scenario.problem)
+    fabric = scenario.problem.network
     for candidate in scenario.candidates:
         try:
             estimate = _with_what_fits(scenario, candidate, fabric)
@@ -237,7 +237,7 @@ def _at_best_rates(scenario: ServingScenario, layouts: ServingSetup) -> float:
     Decoding may go along with prompts, whose step reads the weights for both: then only attention adds up.
     """
     problem = replace(scenario.problem, calibration=_BEST)
-    e = estimate_serving(problem, layouts, fabric_of(problem), count=False)
+    e = estimate_serving(problem, layouts, problem.network, count=False)
     between = layouts.batch / max(e.output - 1, 1) / layouts.prefill_batch
     prompts, tokens = ({t: x.terms[t] for t in ("matmuls", "attention", "tensor")} for x in (e.prefill, e.decode))
     alone = between * sum(prompts.values()) + tokens["attention"]

@@ -157,15 +157,9 @@ def find_fewest(wanted: Wanted) -> Outcome:
 
 def _summed(results: list[SearchResult], last: SearchResult) -> SearchResult:
     """The last result, with the counts of all."""
-    return replace(
-        last,
-        strategies=sum(r.strategies for r in results),
-        priced=sum(r.priced for r in results),
-        covered=sum(r.covered for r in results),
-        infeasible=sum(r.infeasible for r in results),
-        cpu_s=sum(r.cpu_s for r in results),
-        least_memory=min(r.least_memory for r in results),
-    )
+    counts = ("strategies", "priced", "covered", "infeasible", "cpu_s")
+    sums = {name: sum(getattr(r, name) for r in results) for name in counts}
+    return replace(last, **sums, least_memory=min(r.least_memory for r in results))
 
 
 def batch_error(problem: TrainingProblem, request: LayoutRequest) -> LayoutError:

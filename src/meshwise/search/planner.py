@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.core.errors import LayoutError, UnknownNameError
-from meshwise.costs.fabric import Fabric
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline
@@ -94,7 +93,7 @@ def plan_training(
     top: int = 5,
     constraints: Constraints | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    **wished: Any,
+    **asked: Any,
 ) -> PlanResult:
     """Find the best training plans.
 
@@ -113,12 +112,12 @@ def plan_training(
         MeshwiseError: a share that is none.
         UnknownNameError: an objective, an axis or a choice that does not exist.
     """
-    constraints = constraints or Constraints(**wished)
+    constraints = constraints or Constraints(**asked)
     if objective not in (*OBJECTIVES, "chips"):
         raise UnknownNameError("objective", objective, (*OBJECTIVES, "chips"))
     _check_constraints(problem, constraints)
-    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    for space in wished_spaces(problem, constraints):
+    whole = problem.network
+    for space in asked_spaces(problem, constraints):
         wanted = Wanted(problem, whole, constraints, objective, top, space, progress)
         outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
         if outcome.result.best:
@@ -153,7 +152,7 @@ def _offloading(problem: TrainingProblem, constraints: Constraints) -> tuple[boo
     return (False, True) if may else (False,)
 
 
-def wished_spaces(problem: TrainingProblem, constraints: Constraints) -> Iterator[SearchSpace]:
+def asked_spaces(problem: TrainingProblem, constraints: Constraints) -> Iterator[SearchSpace]:
     """Spaces to search, in this order until something is found."""
     shares = (MAX_MEMORY, 1.0) if constraints.max_memory is None else (constraints.max_memory,)
     for offload, share in itertools.product(_offloading(problem, constraints), shares):
@@ -190,21 +189,14 @@ def estimate_layout(
             that can.
     """
     check_request(problem, request)
-    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    result = _search_layout(_with_exact_batch(problem), request, 1.0, progress)
-    if not result.best:
-        result = _search_layout(problem, request, 1.0, progress)
-    if result.best:
-        best = result.best[0]
-    else:  # what is missing is memory: the leanest way says by how much
-        result = _search_layout(problem, request, math.inf, progress)
-        best = result.front[-1]
-    plan = Plan.of(problem, best.layout, best.fabric)
-    return PlanResult((plan,), winner_reasons(plan, whole), (), result)
-
-
-def _with_exact_batch(problem: TrainingProblem) -> TrainingProblem:
-    return replace(problem, job=problem.job.model_copy(update={"batch_slack": 0.0}))
+    exact = replace(problem, job=problem.job.model_copy(update={"batch_slack": 0.0}))
+    # What is missing at the end is memory: the leanest way says by how much.
+    for given, share in ((exact, 1.0), (problem, 1.0), (problem, math.inf)):
+        result = _search_layout(given, request, share, progress)
+        if best := result.front[-1:] if math.isinf(share) else result.best:
+            break
+    plan = Plan.of(problem, best[0].layout, best[0].fabric)
+    return PlanResult((plan,), winner_reasons(plan, problem.network), (), result)
 
 
 def _search_layout(
@@ -215,7 +207,7 @@ def _search_layout(
     Raises:
         LayoutError: it cannot be placed on the cluster, or the batch does not divide.
     """
-    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    whole = problem.network
     parts = [whole] if request.num_chips == problem.cluster.num_chips else parts_of(whole, request.num_chips)
     if not parts:
         raise LayoutError(
@@ -269,59 +261,41 @@ def check_request(problem: TrainingProblem, request: LayoutRequest) -> None:
         LayoutError: with the constraint and the nearest size that works.
         UnknownNameError: for operations that the model's layers do not have.
     """
-    limits = training_limits(problem)
-    sizes = request.sizes
-    words = {"tensor": "query heads", "stage": "layers"}
-    for axis, what in words.items():
-        if sizes[axis] > limits.largest[axis]:
-            most = limits.largest[axis]
+    limits, sizes = training_limits(problem), request.sizes
+    for axis, what in (("tensor", "query heads"), ("stage", "layers")):
+        most = limits.largest[axis]
+        if sizes[axis] > most:
             raise LayoutError(
                 f"layout: {axis}={sizes[axis]} is more than the model's {most} {what}; use {axis}={most} or less"
             )
-    _check_experts(problem, sizes["expert"])
     check_remat(request.choices.get("remat", ""), problem.train_program())
     check_offload(problem.cluster.chip, request.choices.get("offload", ()))
-    _check_context(problem, sizes["context"])
-    _check_ulysses(problem, sizes)
+    _check_sizes(problem, sizes, "layout")
 
 
-def _check_context(problem: TrainingProblem, size: int, where: str = "layout") -> None:
-    """Refuse parts of a sequence that are not equally long."""
-    length = int(problem.job.seq_len)
+def _check_sizes(problem: TrainingProblem, sizes: Mapping[str, int], where: str) -> None:
+    """Refuse axes that have nothing to split, or split it unevenly: experts, positions, heads."""
+    limits, expert, ulysses = training_limits(problem), sizes["expert"], sizes["ulysses"]
+    if expert > 1 and not problem.model.mixtures:
+        raise LayoutError(
+            f"{where}: expert={expert}: {problem.model.name} has no experts to split; use data={expert} or "
+            f"fsdp={expert}"
+        )
+    experts, length, heads = limits.largest["expert"], int(problem.job.seq_len), limits.largest["ulysses"]
+    _check_divides("expert", expert, experts, f"{experts} experts", where)
+    _check_divides("context", sizes["context"], length, f"sequences of {length} tokens", where)
+    if ulysses > 1 and ulysses * sizes["tensor"] > heads:
+        raise LayoutError(
+            f"{where}: ulysses={ulysses} x tensor={sizes['tensor']} is more than the model's {heads} query heads; "
+            f"use ulysses={max(1, heads // sizes['tensor'])} or less, and context for the rest"
+        )
+    _check_divides("ulysses", ulysses, length // sizes["context"], f"sequences of {length} tokens", where)
+
+
+def _check_divides(axis: str, size: int, length: int, what: str, where: str) -> None:
     if length % size:
         nearest = max(d for d in range(1, size + 1) if length % d == 0)
-        raise LayoutError(
-            f"{where}: context={size} does not divide sequences of {length} tokens; use context={nearest}"
-        )
-
-
-def _check_experts(problem: TrainingProblem, size: int, where: str = "layout") -> None:
-    """Refuse an axis of experts that has none to split, or splits them unevenly."""
-    if size > 1 and not problem.model.mixtures:
-        raise LayoutError(
-            f"{where}: expert={size}: {problem.model.name} has no experts to split; use data={size} or fsdp={size}"
-        )
-    experts = training_limits(problem).largest["expert"]
-    if experts % size:
-        nearest = max(d for d in range(1, size + 1) if experts % d == 0)
-        raise LayoutError(f"{where}: expert={size} does not divide {experts} experts; use expert={nearest}")
-
-
-def _check_ulysses(problem: TrainingProblem, sizes: Mapping[str, int], where: str = "layout") -> None:
-    """Refuse more of Ulysses than heads are left by tensor parallelism, and positions that it does not divide."""
-    size, tensor, length = sizes["ulysses"], sizes["tensor"], int(problem.job.seq_len)
-    heads = training_limits(problem).largest["ulysses"]
-    if size > 1 and size * tensor > heads:
-        most = max(1, heads // tensor)
-        raise LayoutError(
-            f"{where}: ulysses={size} x tensor={tensor} is more than the model's {heads} query heads; "
-            f"use ulysses={most} or less, and context for the rest"
-        )
-    if length % (size * sizes["context"]):
-        nearest = max(d for d in range(1, size + 1) if length % (d * sizes["context"]) == 0)
-        raise LayoutError(
-            f"{where}: ulysses={size} does not divide sequences of {length} tokens; use ulysses={nearest}"
-        )
+        raise LayoutError(f"{where}: {axis}={size} does not divide {what}; use {axis}={nearest}")
 
 
 def _check_constraints(problem: TrainingProblem, constraints: Constraints) -> None:
@@ -332,9 +306,7 @@ def _check_constraints(problem: TrainingProblem, constraints: Constraints) -> No
     """
     where = "what is fixed"
     sizes = dict.fromkeys(MESH_AXES, 1) | constraints.sizes
-    _check_experts(problem, sizes["expert"], where)
-    _check_context(problem, sizes["context"], where)
-    _check_ulysses(problem, sizes, where)
+    _check_sizes(problem, sizes, where)
     name, stages = constraints.fixed.get("schedule"), sizes["stage"]
     if name is None or stages == 1:
         return

@@ -18,7 +18,7 @@ from meshwise.hardware import Chip, Cluster, Torus
 from meshwise.jobs import TrainingJob
 from meshwise.search.constraints import Constraints
 from meshwise.search.plan import Plan
-from meshwise.search.planner import PlanResult, plan_training, wished_spaces
+from meshwise.search.planner import PlanResult, asked_spaces, plan_training
 from meshwise.search.search import SearchResult, search
 from meshwise.search.space import whole_parts_of
 
@@ -102,7 +102,7 @@ def _kept(winner: Plan, problem: TrainingProblem) -> Plan | None:
     """The same layout on the changed problem, None where the job is another."""
     if problem.job != winner.problem.job:
         return None
-    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    whole = problem.network
     if len(whole.dimensions) != len(winner.fabric.dimensions):
         return None
     dims = tuple(
@@ -195,7 +195,7 @@ def scale_training(
         InfeasibleError: no number of chips has a plan.
     """
     constraints = constraints or Constraints()
-    whole = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
+    whole = problem.network
     total = min(problem.cluster.num_chips, constraints.max_chips or problem.cluster.num_chips)
     points: list[Point] = []
     complete = True
@@ -215,7 +215,7 @@ def scale_training(
 
 
 def _point(problem: TrainingProblem, constraints: Constraints, boxes: list[Fabric], chips: int) -> Point:
-    for space in wished_spaces(problem, constraints):
+    for space in asked_spaces(problem, constraints):
         result = search(problem, boxes, space, top=1)
         if not result.complete:
             raise KeyboardInterrupt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwise.costs.calibration import IDENTITY, default_calibration
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import engine_axis_mappings, estimate_serving, fabric_of, wires_of
+from meshwise.costs.serving.estimate import engine_axis_mappings, estimate_serving, wires_of
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import price_step
 from meshwise.hardware import parse_cluster
@@ -25,7 +25,7 @@ def problem(model="llama-3-8b", on="h100:8", *, ideal=False, prompt=1024, output
 def step(given, name, layout, batch, queries, keys):  # noqa: PLR0917 -- sizes as they are spoken
     """One step on the fastest wires."""
     layout = parse_serving_layout(layout, num_chips=given.cluster.num_chips)
-    fabric = fabric_of(given)
+    fabric = given.network
     sizes = StepSizes(float(batch), float(queries), float(keys), {a: float(n) for a, n in layout.sizes.items()})
     priced = [
         price_step(given, name, layout.structure, sizes, wires_of(given, fabric, wiring))

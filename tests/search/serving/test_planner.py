@@ -12,7 +12,7 @@ from meshwise.core.errors import InfeasibleError, LayoutError, UnknownNameError
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import estimate_serving, fabric_of
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, parse_lengths
@@ -43,7 +43,7 @@ def problem(model="llama-3-8b", on="h100:8", *, prompt=1024, output=256, **load)
 )
 def test_numbers_of_the_search_are_those_of_the_estimate(model, on, load):
     given = problem(model, on, **load)
-    fabric = fabric_of(given)
+    fabric = given.network
     tables = Tables.priced(given, fabric, max_batch=64)
     random = np.random.default_rng(7)
     for found in (aggregated(tables), disaggregated(tables)):
@@ -83,7 +83,7 @@ def objective_and_tie(e, constraints):
 def test_nothing_in_the_space_is_better(constraints, monkeypatch):
     """Every pair of layouts, batches and ratios on two chips, estimated one by one."""
     given = problem(on="h100:2", prompt=512, output=64)
-    fabric = fabric_of(given)
+    fabric = given.network
     found = {
         step: [layout.replace(wires=tuple(w.items())) for c in candidates(given, fabric, step, (1, 2))
                for layout, w in c.layouts]

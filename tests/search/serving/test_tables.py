@@ -9,7 +9,7 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import cache_transfer_seconds, fabric_of, wires_of
+from meshwise.costs.serving.estimate import cache_transfer_seconds, wires_of
 from meshwise.costs.serving.sizes import StepSizes
 from meshwise.costs.serving.step import price_step, time_step
 from meshwise.hardware import parse_cluster
@@ -33,7 +33,7 @@ def alone(given, step, layout, wiring, batch):
     """A step of one layout at one place."""
     mesh = {a: float(n) for a, n in layout.sizes.items()}
     sizes = StepSizes(float(batch), *LENGTHS[step], mesh)
-    return price_step(given, step, layout.structure, sizes, wires_of(given, fabric_of(given), wiring))
+    return price_step(given, step, layout.structure, sizes, wires_of(given, given.network, wiring))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def alone(given, step, layout, wiring, batch):
 )
 def test_many_places_at_once_take_what_each_takes_alone(model, on, step):
     given = problem(model, on)
-    fabric = fabric_of(given)
+    fabric = given.network
     column = np.array([[float(b)] for b in BATCHES])
     random = np.random.default_rng(3)
     for group in candidates(given, fabric, step, (2, 16)):
@@ -66,7 +66,7 @@ def test_many_places_at_once_take_what_each_takes_alone(model, on, step):
 @pytest.mark.parametrize(("model", "on"), [("llama-3-8b", "v5e:4x4"), ("mixtral-8x7b", "h100:16")])
 def test_of_each_place_left_out_another_of_its_mesh_is_as_fast_in_everything(model, on, step):
     given = problem(model, on)
-    fabric = fabric_of(given)
+    fabric = given.network
     found = candidates(given, fabric, step, (1, 2, 4, 8, 16))
     table = make_table(given, fabric, step, found, BATCHES, keys={})
     places = [place for group in found for place in group.layouts]

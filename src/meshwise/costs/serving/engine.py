@@ -14,7 +14,7 @@ from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import ServingProblem, Step
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.estimate import cache_transfer_rate, fabric_of, layout_wires, with_wires
+from meshwise.costs.serving.estimate import cache_transfer_rate, layout_wires, with_wires
 from meshwise.costs.serving.memory import cache_bytes, cache_capacity, mesh_sizes, sizes_of_steps
 from meshwise.costs.serving.sizes import StepSizes, part_of_sequences, step_extents
 from meshwise.costs.serving.step import price_step
@@ -36,7 +36,7 @@ def engine_costs(problem: ServingProblem, setup: ServingSetup, step: Step, fabri
         step: which engine of disaggregated ones.
         fabric: the network.
     """
-    fabric = fabric or fabric_of(problem)
+    fabric = fabric or problem.network
     setup = with_wires(problem, fabric, setup)
     layout: ServingLayout = getattr(setup, step)
     block = problem.load.block_tokens

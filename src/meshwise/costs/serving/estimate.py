@@ -137,7 +137,7 @@ def estimate_serving(
         LayoutError: a layout that the model, the step or the mode cannot have.
         ClusterError: a layout that cannot be laid on the network.
     """
-    fabric = fabric or fabric_of(problem)
+    fabric = fabric or problem.network
     for step in STEPS:
         check_layout(problem, getattr(setup, step), step)
     _check_mode(setup)
@@ -329,11 +329,6 @@ def cache_transfer_rate(problem: ServingProblem, fabric: Fabric, setup: ServingS
     slowest = min(d.bandwidth_one_way for d in fabric.dimensions)
     chips = min(setup.prefill.engine_chips, setup.decode.engine_chips)
     return chips * slowest * links.efficiency, links.startup
-
-
-def fabric_of(problem: ServingProblem) -> Fabric:
-    """The network as the software of the calibration sees it."""
-    return Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
 
 
 def engine_axis_mappings(sizes: dict[str, int], fabric: Fabric) -> Iterator[AxisMapping]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwise.core.dtypes import DType
-from meshwise.costs.serving.estimate import fabric_of
 from meshwise.exports.exported import Refusals
 from meshwise.exports.serving.choices import ServingChoices
 from meshwise.exports.serving.script import Script
@@ -142,7 +141,7 @@ def _placement_note(
     """Where axes lie, where an engine would number its ranks otherwise; "" where it would not."""
     group = {axis: number for number, axes in enumerate(numbered) for axis in axes}
     wires = [(axis, extents) for axis, extents in layout.wires or () if max(extents) > 1 and axis in group]
-    names = [d.name for d in fabric_of(choices.problem).dimensions]
+    names = [d.name for d in choices.problem.network.dimensions]
     # Axes on one level of the network may nest in any order there.
     order = [n for d in range(len(names)) for n in sorted(group[axis] for axis, e in wires if e[d] > 1)]
     if order == sorted(order):

@@ -20,7 +20,7 @@ from meshwise.core.units import format_bytes, format_time
 from meshwise.costs.compute import check_precision
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
-from meshwise.costs.serving.estimate import estimate_serving, fabric_of
+from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.search.candidates import Array, Index
 from meshwise.search.serving.constraints import ServingConstraints, best_of, in_order, scores, ties
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
@@ -124,7 +124,7 @@ def plan_serving(
     constraints = constraints or ServingConstraints()
     check_precision(problem.cluster.chip, problem.load.formats.formats)
     began = time.process_time()
-    tables = Tables.priced(problem, fabric_of(problem), max_batch=constraints.max_batch, forbid=constraints.forbid)
+    tables = Tables.priced(problem, problem.network, max_batch=constraints.max_batch, forbid=constraints.forbid)
     seen, pairs = _paired(tables, constraints)
     best = _ranked(tables, constraints, pairs, top)
     plans = _estimated(tables, pairs, best)
