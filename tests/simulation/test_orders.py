@@ -84,7 +84,7 @@ def test_every_order_does_every_task_once(name):
 
 
 @given(cases_of(list(SCHEDULES)), chunk)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_of_equal_stages_the_closed_form_is_exact(case, t):
     times = PipelineTimes(t, t, t)
     assert closed(case, times) == exactly(simulate(case, times).makespan)
@@ -100,7 +100,7 @@ def test_what_overlaps_is_saved_on_the_longest_path(case, t, share):
 
 
 @given(cases_of(["gpipe", "1f1b", "interleaved"]), chunk, chunk, chunk)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_a_last_stage_that_takes_longest_is_exact(case, first, middle, more):
     last = first.longest(middle)
     last = StageTimes(last.forward + more.forward, last.backward + more.backward, last.weights + more.weights)
@@ -109,7 +109,7 @@ def test_a_last_stage_that_takes_longest_is_exact(case, first, middle, more):
 
 
 @given(cases_of(["zb-h1"]), chunk, chunk, chunk)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_zb_h1_is_exact_where_the_ends_have_the_middle_and_more(case, middle, embedding, head):
     def more(t, by, share):
         return StageTimes(
@@ -123,7 +123,7 @@ def test_zb_h1_is_exact_where_the_ends_have_the_middle_and_more(case, middle, em
 
 
 @given(cases_of(["gpipe", "1f1b", "interleaved"]), three)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_stages_take_no_longer_than_the_closed_form(case, times):
     simulated = simulate(case, times).makespan
     bound = closed(case, times)
@@ -132,7 +132,7 @@ def test_any_stages_take_no_longer_than_the_closed_form(case, times):
 
 
 @given(cases_of([*FOLDED, "zb-h1"]), three)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_chunks_that_differ_are_off_by_their_differences_for_a_fill_and_a_drain(case, times):
     """However many microbatches there are. The longest passes everywhere bound it from above, all work from below."""
     name, shape = case
@@ -190,7 +190,7 @@ def test_what_is_held_is_what_the_simulation_holds(name):
 
 
 @given(cases_of(list(SCHEDULES)), three, st.sampled_from(["first", "middle", "last"]), st.integers(0, 2), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_step_gets_shorter_when_a_pass_gets_longer(case, times, which, longer, data):
     old = getattr(times, which)
     passes = [old.forward, old.backward, old.weights]
