@@ -42,7 +42,7 @@ def extents_of(factors, axes):
     return [math.prod(c) for c in zip(*(factors[a] for a in axes), strict=True)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(groups())
 def test_no_wire_beats_what_must_come_into_a_chip(group):
     fabric, factors, axes = group

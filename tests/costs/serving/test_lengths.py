@@ -36,7 +36,7 @@ def test_a_prefill_of_different_prompts_takes_their_mean(chunk, within, first):
     mean = estimate_serving(problem(ServingLoad.of_mix(mix, cached_prefix=first)), alone(chunk))
     each = [
         estimate_serving(problem(ServingLoad(prompt=prompts.quantile(s), output=65, cached_prefix=first)), alone(chunk))
-        for s in (np.arange(24) + 0.5) / 24
+        for s in (np.arange(12) + 0.5) / 12
     ]
     assert of_a_prompt(mean) == pytest.approx(np.mean([of_a_prompt(e) for e in each]), rel=within)
     assert mean.decode.seconds.expected == pytest.approx(np.mean([e.decode.seconds.expected for e in each]), rel=within)
