@@ -4,9 +4,8 @@ import pytest
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.scoring import Refusal, TrainingRun, predict_training, shipped_rows
-from meshwise.scoring.machines import cluster_of, node_bandwidth
-from meshwise.scoring.models import model_of
 from meshwise.scoring.rows import convention_flops, measured_bytes, measured_seconds
+from meshwise.scoring.scenario import cluster_of, model_of, node_bandwidth
 from meshwise.scoring.training import build_scenario
 
 RUNS = {run.id: run for run in shipped_rows(TrainingRun)}

@@ -1,7 +1,7 @@
 """Constants fitted to measured times, in logarithms and with priors from elsewhere; errors of rows left out of a fit.
 
 A row is priced again in milliseconds when only constants change: its model, layout and axis mapping stay. Not here:
-which constants are fitted (`constants`), or what rows mean (`training_scenario`, `serving_scenario`).
+which constants are fitted (`constants`), or what rows mean (`training`, `serving_scenario`).
 """
 
 from __future__ import annotations

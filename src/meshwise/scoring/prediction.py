@@ -13,12 +13,11 @@ from functools import cached_property
 from meshwise.core.units import format_bytes
 from meshwise.costs.calibration import Calibration, default_calibration
 from meshwise.costs.estimate import Estimate
-from meshwise.costs.problem import ServingProblem, TrainingProblem
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.costs.spread import Likely
 from meshwise.scoring.constants import Constant
-from meshwise.scoring.models import family_of
 from meshwise.scoring.rows import Row, UnreadRow
+from meshwise.scoring.scenario import Scenario, family_of
 
 #: The end of every reason for which a measurement cannot be what it says.
 WRONG = "the row, or what was read into it, is wrong"
@@ -53,21 +52,6 @@ def does_not_fit(memory: Mapping[str, float], capacity: float) -> str:
         f"it does not fit in memory: {format_bytes(needed_bytes(memory))} needed on a chip of {format_bytes(capacity)} "
         f"({largest}); {WRONG}"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """A row as it can be estimated.
-
-    Args:
-        run: the row.
-        problem: model, job or load, cluster, calibration.
-        assumed: what was read into the row, one phrase each.
-    """
-
-    run: Row
-    problem: TrainingProblem | ServingProblem
-    assumed: tuple[str, ...]
 
 
 @dataclass(frozen=True)

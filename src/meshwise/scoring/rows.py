@@ -1,6 +1,6 @@
 """Rows of measured training and serving as typed values: their fields are the columns of docs/measurements.md.
 
-Not here: reading files (`reading`), and what a row means (`training_scenario`, `serving_scenario`).
+Not here: reading files (`reading`), and what a row means (`training`, `serving_scenario`).
 """
 
 from __future__ import annotations

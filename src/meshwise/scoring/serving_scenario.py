@@ -15,10 +15,8 @@ from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.hardware import Chip
 from meshwise.jobs import ServingLoad
-from meshwise.scoring.machines import cluster_of
-from meshwise.scoring.models import model_of
-from meshwise.scoring.prediction import Scenario
 from meshwise.scoring.rows import ServingRun, Sharing, first_match, parse_mode
+from meshwise.scoring.scenario import Scenario, cluster_of, model_of
 from meshwise.sharding.serving import ServingLayout
 
 

@@ -1,7 +1,7 @@
 """A measured training run: what it did in our words, and what is predicted of its step's time or its memory.
 
 What a row leaves open stays open in the layout, to be chosen best; what was read into it is said. Not here: reading
-rows (`reading`), models (`models`), machines (`machines`), and what all rows say together (`score`).
+rows (`reading`), models and machines (`scenario`), and what all rows say together (`score`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from meshwise.costs.spread import likely_interval, uncertainty_sources
 from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import Model
-from meshwise.scoring.machines import cluster_of
-from meshwise.scoring.models import model_of
-from meshwise.scoring.prediction import WRONG, Prediction, Refusal, Scenario, does_not_fit, needed_bytes
+from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit, needed_bytes
 from meshwise.scoring.rows import TrainingRun, first_match, measured_bytes, measured_seconds
+from meshwise.scoring.scenario import Scenario, cluster_of, model_of
 from meshwise.search import estimate_layout
 from meshwise.sharding.layout import MESH_AXES, Layout, LayoutRequest
 from meshwise.sharding.remat import parse_remat

@@ -177,9 +177,12 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
     def which(chunk: int) -> int:
         return 2 if chunk == last else 0 if chunk == 0 else 1
 
-    times = (ledger.times.first, ledger.times.middle, ledger.times.last)
+    times = [
+        StageTimes(float(t.forward), float(t.backward), float(t.weights), float(t.saved))
+        for t in (ledger.times.first, ledger.times.middle, ledger.times.last)
+    ]
     chunks = [_chunk(whole, share, ledger.host, float(pipeline.device_chunks)) for share in shares]
-    simulated = run_schedule(layout.schedule, shape, lambda c: _floats(times[which(c)]))
+    simulated = run_schedule(layout.schedule, shape, lambda c: times[which(c)])
     closed = float(step.terms["pipeline_bubble"]) + float(pipeline.schedule.work(shape, ledger.times))
     scale = closed / simulated.makespan
     once, behind = _once(ledger)
@@ -187,8 +190,7 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
     sends = (float(step.terms["pipeline_send"]) - copied) / 2
     begin = sum(once[Purpose.WEIGHTS].values()) + sends
     spans: list[Span] = []
-    for stage in range(layout.stage):
-        spans += _row(stage, 0.0, [*_communication(once[Purpose.WEIGHTS]), ("pipeline", "send", sends)])
+    head = [*_communication(once[Purpose.WEIGHTS]), ("pipeline", "send", sends)]
     for event in simulated.events:
         spans += _event(event, [chunks[which(w.chunk)] for w in event.works], begin, scale)
     tail = [
@@ -200,15 +202,11 @@ def simulate_training_step(problem: TrainingProblem, fabric: Fabric, layout: Lay
     ]
     end = begin + closed
     for stage in range(layout.stage):
-        spans += _row(stage, end, tail)
+        spans += [*_row(stage, 0.0, head), *_row(stage, end, tail)]
         spans += [_hidden(stage, n, begin, begin + t) for n, t in behind[Purpose.WEIGHTS].items() if t > _NOTHING]
         spans += [_hidden(stage, n, end - t, end) for n, t in behind[Purpose.GRADIENTS].items() if t > _NOTHING]
     spans.sort(key=lambda s: (s.stage, s.start, s.end))
     return StepTimeline(tuple(spans), pipeline, step, scale, simulated, begin)
-
-
-def _floats(t: StageTimes) -> StageTimes:
-    return StageTimes(float(t.forward), float(t.backward), float(t.weights), float(t.saved))
 
 
 def _chunk(whole: Ledger, shares: Shares, host: Iterable[HostMove], device_chunks: float) -> _Chunk:

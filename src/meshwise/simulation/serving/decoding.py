@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
+from functools import cache, lru_cache
 
 from meshwise.costs.engine import AttentionCosts, EngineCosts
 from meshwise.simulation.serving.cache import FluidPages, Pages, Request
@@ -46,8 +47,9 @@ class Decoding:
         self.finishes: list[tuple[int, int, Request]] = []
         self.read_s = sum(kind.seconds_per_cached_token for kind in costs.attention if kind.window is None)
         self.windows = [_Window(kind, self.growth) for kind in costs.attention if kind.window is not None]
-        self._fixed = [0.0]
-        self._prefill: dict[int, float] = {}
+        # Seconds, besides attention, of a decode step by its requests, and of a step that only prefills by its tokens.
+        self.fixed_seconds = cache(lambda count: self.step_seconds_of(count, 0))
+        self.prefill_seconds = lru_cache(_REMEMBERED)(lambda tokens: self.step_seconds_of(0, tokens))
         self._step_s = self._growth_s = 0.0
 
     def join(self, request: Request, cached: float, steps: int) -> None:
@@ -107,7 +109,7 @@ class Decoding:
             steps = min(steps, window.steps_below(self.steps))
         if self.count > 1 and self.count * (steps * self.growth / self.costs.block_tokens + 1) > blocks:
             steps = min(steps, self.pages.steps_within(self.count, self.steps, blocks))  # type: ignore[arg-type]
-        self._step_s = self.fixed_seconds() + self.attention_seconds()
+        self._step_s = self.fixed_seconds(self.count) + self.attention_seconds()
         self._growth_s = self.read_s * self.growth * self.count
         for window in self.windows:
             self._growth_s += window.growth_s()
@@ -144,22 +146,6 @@ class Decoding:
         seconds = self.read_s * (self.offsets + self.count * self.growth * self.steps)
         for window in self.windows:
             seconds += window.seconds(self.steps)
-        return seconds
-
-    def fixed_seconds(self) -> float:
-        """Seconds of a decode step besides attention."""
-        fixed, count = self._fixed, self.count
-        while len(fixed) <= count:
-            fixed.append(self.step_seconds_of(len(fixed), 0))
-        return fixed[count]
-
-    def prefill_seconds(self, tokens: int) -> float:
-        """Seconds, besides attention, of a step that only prefills so many tokens."""
-        seconds = self._prefill.get(tokens)
-        if seconds is None:
-            if len(self._prefill) >= _REMEMBERED:
-                self._prefill.clear()
-            seconds = self._prefill[tokens] = self.step_seconds_of(0, tokens)
         return seconds
 
     def step_seconds_of(self, count: int, more_tokens: int) -> float:
