@@ -25,7 +25,8 @@ def problem(on, prompt, output):
     cluster = parse_cluster(on)
     lengths = parse_lengths(prompt), parse_lengths(output)
     mix = mix_lengths(*lengths)
-    load = ServingLoad(prompt=lengths[0].tokens, output=lengths[1].tokens) if mix is None else ServingLoad.of_mix(mix)
+    prompt_tokens, output_tokens = (int(own.mean) for own in lengths)
+    load = ServingLoad(prompt=prompt_tokens, output=output_tokens) if mix is None else ServingLoad.of_mix(mix)
     return ServingProblem(load_model("llama-3-8b"), load, cluster, default_calibration(cluster.chip))
 
 
