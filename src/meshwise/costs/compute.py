@@ -198,7 +198,7 @@ class OperationPrices:
         """Price one operation."""
         known = self._known.get(number)
         if known is None:
-            known = self._known[number] = op_compute(self.ops[number], self.extents, self.rates)
+            known = self._known[number] = op_compute(self.ops[number], self.extents, self.rates, bounded=self.bounded)
         return known
 
     def pass_compute(self, numbers: tuple[int, ...]) -> PassCompute:
@@ -226,12 +226,12 @@ class OperationPrices:
         return PassCompute(flops, busy, moved, seconds, serial, attention)
 
 
-def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates) -> OpCompute:
+def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded: bool = True) -> OpCompute:
     """Price one operation; arguments as in `OperationPrices`."""
     flops = busy = compute = _NONE
     if op.matmul is not None and op.tiles is not None:
         flops = 2 * extents.volume(op.matmul)
-        busy = flops * (rates.matmul_sheet if op.narrow else rates.other_matmul_sheet)
+        busy = flops * (rates.matmul_sheet if op.narrow else rates.other_matmul_sheet) if bounded else _NONE
         compute = flops * _matmul_rate(op, op.tiles, flops, extents, rates)
     elif op.attention is not None:
         flops = _attention_flops(*op.attention, extents)
@@ -253,10 +253,11 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates) -> OpComput
     memory = num_bytes * _byte(op, rates)
     if op.in_passes and rates.elementwise_passes != 1:
         memory = memory * rates.elementwise_passes
-    seconds, serial = maximum(compute, memory), compute + memory
+    seconds = maximum(compute, memory)
+    serial = compute + memory if bounded else _NONE
     if rates.added and op.added is not None:
         adding = extents.volume(op.added) * (rates.added * rates.byte)
-        seconds, serial = seconds + adding, serial + adding
+        seconds, serial = seconds + adding, serial + adding if bounded else _NONE
     if started := rates.gap + (0.0 if op.attention is None else rates.cache_start):
         seconds, serial = seconds + started, serial + started
     if op.routed and rates.mixture_launch:
