@@ -248,53 +248,41 @@ def _time_explanations(case: RooflineCase, line: Roofline) -> list[Explanation]:
         for t in case.op.tensors
     )
     padding = f" x {line.padding:.4g}" if line.padding > 1 else ""
-    return [
-        Explanation(
-            "FLOPs",
-            " x ".join((f"{per_point:g}", *axes)),
-            f"{per_point:g} x {sizes}",
-            f"{line.flops:.6g}",
-            book,
-        ),
-        Explanation(
-            "bytes", "sum over tensors of bytes per element x elements", moved, f"{line.bytes_moved:.6g}", book
-        ),
-        Explanation(
+    math_time, memory_time = format_time(line.math_time), format_time(line.memory_time)
+    rows = (
+        ("FLOPs", " x ".join((f"{per_point:g}", *axes)), f"{per_point:g} x {sizes}", f"{line.flops:.6g}", book),
+        ("bytes", "sum over tensors of bytes per element x elements", moved, f"{line.bytes_moved:.6g}", book),
+        (
             "intensity",
             "FLOPs / bytes",
             f"{line.flops:.6g} / {line.bytes_moved:.6g}",
             f"{line.intensity:,.4g} FLOPs/byte",
             book,
         ),
-        Explanation(
+        (
             "arithmetic",
             "FLOPs x padding / peak" if padding else "FLOPs / peak",
             f"{line.flops:.6g}{padding} / {line.rates.flops_per_s:.4g}",
-            format_time(line.math_time),
+            math_time,
             case.compute_source,
         ),
-        Explanation(
+        (
             "memory",
             "bytes / bandwidth",
             f"{line.bytes_moved:.6g} / {line.rates.bandwidth:.4g}",
-            format_time(line.memory_time),
+            memory_time,
             case.memory_source,
         ),
-        Explanation(
+        (
             "lower bound",
             "max(arithmetic, memory)",
-            f"max({format_time(line.math_time)}, {format_time(line.memory_time)})",
+            f"max({math_time}, {memory_time})",
             format_time(line.lower),
             book,
         ),
-        Explanation(
-            "upper bound",
-            "arithmetic + memory",
-            f"{format_time(line.math_time)} + {format_time(line.memory_time)}",
-            format_time(line.upper),
-            book,
-        ),
-    ]
+        ("upper bound", "arithmetic + memory", f"{math_time} + {memory_time}", format_time(line.upper), book),
+    )
+    return [Explanation(*row) for row in rows]
 
 
 def roofline_svg(case: RooflineCase) -> str:

@@ -34,32 +34,18 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
     fastest = min(plans, key=lambda n: 1 / plans[n].estimate.tokens_per_s)
     cheapest = min(plans, key=lambda n: _cost(plans[n]))
     signs = dict(zip(plans, string.ascii_uppercase, strict=False))
-    rows = [
-        (
-            signs.get(name, ""),
-            f"{name}\n  {layout_words(plan.layout)}",
-            f"{plan.estimate.num_chips:,}",
-            format_time(plan.estimate.step_time.expected),
-            format_count(plan.estimate.tokens_per_s),
-            format_percent(plan.estimate.mfu),
-            format_duration(86400 * plan.training.days.expected) if plan.training else "",
-            _cost_words(plan),
-        )
-        for name, plan in plans.items()
-    ]
+    rows = [(signs.get(name, ""), *_cluster_row(name, plan)) for name, plan in plans.items()]
     columns = ["", "cluster", ">chips", ">step", ">tok/s", ">MFU", ">run", ">cost" if run else ">1B tokens"]
     if not run:
         columns.pop(6)
-        rows = [(*row[:6], row[7]) for row in rows]  # type: ignore[misc]
+        rows = [(*row[:6], row[7]) for row in rows]
     body: list[RenderableType] = [table(columns, rows)]
     if without:
         body.append(listed("Without a plan", (f"{name}: {reason}" for name, reason in without.items())))
     if len(plans) > 1:
         points, (x_title, y_title) = _cost_against_time(plans)
-        sign = "".join(signs[n] for n in plans)
-        time = format_duration if run else format_time
-        dollars = _priced(plans)
-        drawn = terminal_chart(points, sign, format_money if dollars else format_count, time)
+        up, right = format_money if _priced(plans) else format_count, format_duration if run else format_time
+        drawn = terminal_chart(points, "".join(signs[n] for n in plans), up, right)
         body.append(Text(f"{y_title} (up) against {x_title} (right)\n{drawn}"))
     return Report(
         command="plan train",
@@ -79,6 +65,18 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
         body=tuple(body),
         assumed=tuple(p.problem.cluster.describe() for p in plans.values()),
         next_steps=("all about one of them: the same command with it alone",),
+    )
+
+
+def _cluster_row(name: str, plan: Plan) -> tuple[str, ...]:
+    return (
+        f"{name}\n  {layout_words(plan.layout)}",
+        f"{plan.estimate.num_chips:,}",
+        format_time(plan.estimate.step_time.expected),
+        format_count(plan.estimate.tokens_per_s),
+        format_percent(plan.estimate.mfu),
+        format_duration(86400 * plan.training.days.expected) if plan.training else "",
+        _cost_words(plan),
     )
 
 
@@ -145,16 +143,6 @@ def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
     ]
     points = _mfu(plans)
     drawn = terminal_chart(points, "o" * len(points), format_percent, lambda n: f"{n:,.0f}", joined=True)
-    most = plans[-1].estimate.num_chips
-    if scaling.end is None:
-        answer = (
-            f"Strong scaling goes on to {counted(most, 'chip')}: {format_percent(plans[-1].estimate.mfu)} MFU there"
-        )
-    else:
-        why = scaling.why.replace("_", " ")
-        answer = f"Strong scaling ends at {counted(scaling.end, 'chip')}: {why}" + (
-            " grows" if any(scaling.why in p.estimate.terms for p in plans) else ""
-        )
     body: list[RenderableType] = [] if scaling.complete else [Text("Interrupted: larger numbers were not looked at.")]
     body += [
         table((">chips", ">step", ">MFU", ">speed", "layout"), rows),
@@ -163,7 +151,7 @@ def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
     return Report(
         command="plan train",
         inputs=inputs,
-        answer=answer,
+        answer=_scaling_answer(scaling, plans),
         data={
             "scaling": [
                 {
@@ -184,6 +172,14 @@ def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
             f"speed is tokens/s over that of {counted(first.num_chips, 'chip')}",
         ),
     )
+
+
+def _scaling_answer(scaling: Scaling, plans: Sequence[Plan]) -> str:
+    if scaling.end is None:
+        last = plans[-1].estimate
+        return f"Strong scaling goes on to {counted(last.num_chips, 'chip')}: {format_percent(last.mfu)} MFU there"
+    grows = " grows" if any(scaling.why in p.estimate.terms for p in plans) else ""
+    return f"Strong scaling ends at {counted(scaling.end, 'chip')}: {scaling.why.replace('_', ' ')}{grows}"
 
 
 def _mfu(plans: Sequence[Plan]) -> list[tuple[float, float]]:

@@ -47,15 +47,12 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
     stages = [_stage(timeline, n) for n in range(timeline.stages)]
     schedule = timeline.pipeline.schedule
     busiest = max(stages, key=lambda s: float(s["compute_s"]))
-    answer = (
-        f"{'' if fits else 'Does not fit in memory. '}One step: {format_time(timeline.total)} on "
-        f"{counted(timeline.stages, 'stage')}; the busiest computes for "
-        f"{format_percent(busiest['compute_s'] / timeline.total)} of it"
-    )
     return Report(
         command="simulate train",
         inputs=inputs,
-        answer=answer,
+        answer=f"{'' if fits else 'Does not fit in memory. '}One step: {format_time(timeline.total)} on "
+        f"{counted(timeline.stages, 'stage')}; the busiest computes for "
+        f"{format_percent(busiest['compute_s'] / timeline.total)} of it",
         data={
             "step_time_s": timeline.total,
             "layout": layout,
