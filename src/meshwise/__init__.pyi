@@ -13,7 +13,6 @@ from meshwise.commands.catalogs import model as model
 from meshwise.commands.export import export as export
 from meshwise.commands.plan_serve import compare_serve as compare_serve
 from meshwise.commands.plan_train import compare_train as compare_train
-from meshwise.commands.plan_train import scale_train as scale_train
 from meshwise.commands.simulate_serve import ServedLoad
 from meshwise.commands.simulate_train import simulate_step as simulate_step
 from meshwise.commands.verify import verify as verify
@@ -34,6 +33,7 @@ from meshwise.search.plan import Plan as Plan
 from meshwise.search.plan import ServingPlan
 from meshwise.search.planner import PlanResult as PlanResult
 from meshwise.search.serving.planner import ServingPlanResult
+from meshwise.search.studies import Scaling
 
 __version__: str
 
@@ -221,6 +221,35 @@ def run_plan(
     saved: Callable[[int], None] = ...,
     **job: Any,
 ) -> RunResult: ...
+def scale_train(
+    model: str,
+    *,
+    on: str | None = None,
+    batch_tokens: str | float,
+    seq_len: str | float,
+    tokens: str | float | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    fine_tune: str = "full",
+    objective: Literal["time", "cost", "chips"] = "time",
+    deadline: str | float | None = None,
+    budget: str | float | None = None,
+    max_chips: int | None = None,
+    max_memory: str | float | None = None,
+    fix: str | Mapping[str, Any] | None = None,
+    forbid: str | Sequence[str] | None = None,
+    top: int = 5,
+    batch_slack: str | float = 0.1,
+    expert_imbalance: float | None = None,
+    capacity_factor: float | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    price: str | float | None = None,
+    calibration: str = "fitted",
+    front: bool = False,
+    offload: bool = False,
+    sensitivity: bool = False,
+    progress: Callable[[str], None] = ...,
+) -> Scaling: ...
 def score(
     file: str | os.PathLike[str],
     *,

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import meshwise
-from meshwise.commands.estimate_serve import read_serving_plan
+from meshwise.commands.plan_files import read_plan
+from meshwise.search.plan import ServingPlan
 
 PLAN = Path(__file__).parents[1] / "data" / "export" / "plan.json"
 
@@ -115,7 +116,7 @@ def test_a_plan_of_serving_is_a_script(run, saved):
     assert done.out == meshwise.export(saved, to="vllm").text
     assert done.out.startswith("#!/bin/bash\n# llama-3-8b on 4 x H100 SXM, a plan of meshwise")
     assert "--tensor-parallel-size 4 " in done.out
-    assert meshwise.export(read_serving_plan(saved), to="vllm").text == done.out
+    assert meshwise.export(read_plan(saved, ServingPlan), to="vllm").text == done.out
 
 
 def test_what_is_written_for_serving_is_explained(run, saved, tmp_path):

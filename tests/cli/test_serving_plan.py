@@ -5,7 +5,7 @@ import json
 import pytest
 
 import meshwise
-from meshwise.commands.estimate_serve import read_serving_plan
+from meshwise.commands.plan_files import read_plan
 from meshwise.search.serving import ServingPlan
 
 ASKED = ("plan", "serve", "llama-3-8b", "--on", "h100:4", "--prompt", "1024", "--output", "128", "--max-batch", "32")
@@ -21,7 +21,7 @@ def saved(request, run, tmp_path):
 
 def test_a_saved_plan_is_estimated_again(saved, run):
     best, file = saved
-    plan = read_serving_plan(file)
+    plan = read_plan(file, ServingPlan)
     assert ServingPlan.from_json(plan.to_json()) == plan
     (again,) = run("estimate", "serve", str(file), "--json").json["plans"]
     for name in ("mode", "batch", "ttft_s", "tpot_s", "throughput_tokens_per_s_per_chip", "memory_bytes"):
@@ -54,7 +54,7 @@ def test_requests_longer_than_the_model_reads_are_refused_with_its_plan(saved, r
 
 
 def test_python_simulates_plans(saved):
-    plan = read_serving_plan(saved[1])
+    plan = read_plan(saved[1], ServingPlan)
     served = meshwise.simulate_serve(plan, rate=2.0, requests=100, output="uniform:1-64")
     assert served.result.requests == 100
     assert served.result.columns["output"].max() <= 64

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from meshwise.commands.command import Screen, verb
-from meshwise.commands.requests import Request
+from meshwise.commands.requests import ModelName, Request
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_count, parse_count
@@ -106,8 +106,7 @@ def _text(name: str | os.PathLike[str], what: str) -> str:
 class _ModelRequest(Request):
     positional = ("model",)
 
-    model: str
-    """A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."""
+    model: ModelName
     seq_len: Annotated[int | None, Quantity("tokens", parse_count, format_count, "4096")] = Field(
         default=None,
         gt=0,

@@ -5,7 +5,6 @@ Not here: searching (`plan_serve`) and what the answer looks like (`report.serve
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwise.commands.command import Screen, command, verb
-from meshwise.commands.plan_files import check_save, no_plan_as_model, read_saved, save_plan, write_file
+from meshwise.commands.model_on_cluster import ModelOnCluster
+from meshwise.commands.plan_files import check_save, read_plan, save_plan, write_file
 from meshwise.commands.requests import File, Flag, Request
-from meshwise.commands.where import PricedWhere
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.problem import ServingProblem, Step, check_context
@@ -42,10 +41,9 @@ def _as_text(value: Any) -> Any:
 Lengths = Annotated[str, Flag("LENGTHS"), BeforeValidator(_as_text, json_schema_input_type=str | float)]
 
 
-class ServeRequest(PricedWhere, ServingConditions):
+class ServeRequest(ModelOnCluster, ServingConditions):
     """A model, a serving load and a cluster."""
 
-    positional = ("model",)
     sections: ClassVar = {"Load": ("on", "prompt", "output", "precision")}
 
     prompt: Lengths | None = Field(default=None, serialization_alias="prompt_lengths")
@@ -54,16 +52,9 @@ class ServeRequest(PricedWhere, ServingConditions):
     """Output tokens per request, including the first, written as --prompt."""
     csv: File | None = None
     """CSV file of requests: arrival, prompt, output (instead of --prompt and --output)."""
-    model: str
-    """A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."""
     calibration: str = "fitted"
     """Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; alone: vllm on GPUs,
     jax on TPUs), operations (of the chip's family, alone), none, or a family by name."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _model_is_no_plan(cls, asked: Any) -> Any:
-        return no_plan_as_model(asked)
 
     @model_validator(mode="after")
     def _lengths_are_given(self) -> ServeRequest:
@@ -188,15 +179,6 @@ def estimate_serve(request: EstimateServeRequest) -> ServingEstimate:
     return estimate_serving(problem, request.setup(problem))
 
 
-def read_serving_plan(file: str | os.PathLike[str]) -> ServingPlan:
-    """Read the plan that `plan serve --save` wrote.
-
-    Raises:
-        MeshwiseError: there is no such file, or it holds no serving plan.
-    """
-    return read_saved(file, ServingPlan.from_json, "plan serve")
-
-
 class EngineFiles(Request):
     """Files for what steps of engines take."""
 
@@ -251,7 +233,7 @@ def show_estimate(screen: Screen, asked: EstimateServeRequest | str, files: _Fil
     """  # noqa: D301  (click's mark for lines that stay as they are)
     check_save(files.save)
     if isinstance(asked, str):
-        plan, inputs = read_serving_plan(asked), {"plan": asked}
+        plan, inputs = read_plan(asked, ServingPlan), {"plan": asked}
     else:
         problem = asked.problem()
         plan = ServingPlan(problem, estimate_serving(problem, asked.setup(problem)))

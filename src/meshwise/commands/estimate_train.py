@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import model_validator
-
 from meshwise.commands.command import Screen, command, verb
-from meshwise.commands.plan_files import no_plan_as_model, read_plan, save_plan
+from meshwise.commands.model_on_cluster import ModelOnCluster
+from meshwise.commands.plan_files import read_plan, save_plan
 from meshwise.commands.requests import Flag, Request
-from meshwise.commands.where import PricedWhere
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
@@ -27,22 +25,14 @@ from meshwise.search import Plan, PlanResult, estimate_layout
 from meshwise.sharding.layout import parse_layout
 
 
-class TrainRequest(PricedWhere, TrainingJob):
+class TrainRequest(ModelOnCluster, TrainingJob):
     """A model, a training job and a cluster."""
 
-    positional = ("model",)
     sections: ClassVar = {"Job": ("on", "batch_tokens", "seq_len", "tokens", "precision", "optimizer", "fine_tune")}
 
-    model: str
-    """A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."""
     calibration: str = "fitted"
     """Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), none, a family by name,
     or a file of meshwise calibrate."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _model_is_no_plan(cls, asked: Any) -> Any:
-        return no_plan_as_model(asked)
 
     def job(self) -> TrainingJob:
         """The training job alone."""
@@ -136,7 +126,7 @@ def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) 
 def plan_asked(asked: EstimateTrainRequest | str, screen: Screen) -> tuple[Plan, dict[str, Any]]:
     """The plan that a verb is about: of a job and a layout, or saved in a file. And the inputs for JSON."""
     if isinstance(asked, str):
-        return read_plan(asked), {"plan": asked}
+        return read_plan(asked, Plan), {"plan": asked}
     (plan,) = estimate_train.answer(asked, progress=screen.progress).plans
     return plan, asked.echo_problem(plan.problem)
 
@@ -154,7 +144,7 @@ def plan_given(plan: Plan | str | os.PathLike[str], job: Mapping[str, Any]) -> P
     if not isinstance(plan, Plan | str | os.PathLike):
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
     if not isinstance(plan, Plan):
-        return estimate_train(str(plan), **job).plans[0] if job else read_plan(plan)
+        return estimate_train(str(plan), **job).plans[0] if job else read_plan(plan, Plan)
     if job:
         raise MeshwiseError(f"plan: a plan has its job in it, found {', '.join(sorted(job))} besides; leave them out")
     return plan

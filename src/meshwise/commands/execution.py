@@ -43,9 +43,7 @@ def train_as_planned(
 ) -> RunResult:
     """Train as a plan says.
 
-    Args: as of `execute`.
-
-    Raises: as `run_plan`.
+    Args and errors: as of `run_plan`.
     """
     devices = plan_devices(plan, request.cpu_devices, say, request.processes)
     chip = chip_of(plan, devices)
@@ -185,9 +183,7 @@ def generate_as_planned(
 ) -> GenerateResult:
     """Generate with a plan's layout.
 
-    Args: as of `execute_generation`.
-
-    Raises: as `generate`.
+    Args and errors: as of `generate`.
     """
     model, layout, dtype = plan.problem.model, plan.layout, plan.problem.job.formats.activations
     tokenizer = None if request.tokenizer_file is None else read_tokenizer(request.tokenizer_file)[0]

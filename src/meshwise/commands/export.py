@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from meshwise.commands.command import Screen, verb
-from meshwise.commands.estimate_serve import read_serving_plan
 from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
 from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
@@ -38,7 +37,7 @@ def export(plan: Plan | ServingPlan | str | os.PathLike[str], *, to: str) -> Exp
     if not isinstance(plan, Plan | ServingPlan | str | os.PathLike):
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
     if not isinstance(plan, Plan | ServingPlan):
-        plan = read_serving_plan(plan) if kind_of_plan(plan) == "serving" else read_plan(plan)
+        plan = read_plan(plan, ServingPlan) if kind_of_plan(plan) == "serving" else read_plan(plan, Plan)
     kinds = {"training": TARGETS, "serving": SERVING_TARGETS}
     kind, other = ("serving", "training") if isinstance(plan, ServingPlan) else ("training", "serving")
     if to in kinds[other]:

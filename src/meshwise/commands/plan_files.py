@@ -4,48 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from meshwise.core.errors import ConfigError, MeshwiseError
-from meshwise.models import load_model
-from meshwise.search import Plan
-from meshwise.search.plan import kind_of
+from meshwise.search.plan import Plan, ServingPlan, kind_of
 
-P = TypeVar("P")
+P = TypeVar("P", Plan, ServingPlan)
 
 
-class _Plan(Protocol):
-    """Of training or of serving."""
-
-    def to_json(self) -> str: ...
-
-
-def read_plan(file: str | os.PathLike[str]) -> Plan:
-    """Read the plan of training that `--save` wrote.
+def read_plan(file: str | os.PathLike[str], kind: type[P]) -> P:
+    """Read a plan that `--save` wrote.
 
     Raises:
         MeshwiseError: there is no such file, or it holds no such plan.
     """
-    return read_saved(file, Plan.from_json, "plan train")
-
-
-def read_saved(file: str | os.PathLike[str], parse: Callable[[str], P], verb: str) -> P:
-    """Read what `--save` wrote.
-
-    Args:
-        file: where it is.
-        parse: makes a plan of its text.
-        verb: the command that writes such a file.
-
-    Raises:
-        MeshwiseError: there is no such file, or it holds no such plan.
-    """
-    hint = f"'meshwise {verb} ... --save plan.json' writes one"
+    hint = f"'meshwise plan {'train' if kind is Plan else 'serve'} ... --save plan.json' writes one"
     text = read_text("plan", file, hint, "JSON as --save writes it")
     try:
-        return parse(text)
+        return kind.from_json(text)
     except ConfigError as error:
         raise ConfigError(str(error).replace("plan JSON", f"plan {str(file)!r}", 1)) from None
 
@@ -80,21 +58,6 @@ def kind_of_plan(file: str | os.PathLike[str]) -> str | None:
         return None
 
 
-def no_plan_as_model(asked: Any) -> Any:
-    """Refuse a saved plan where a model is expected, before anything else that is missing is named.
-
-    Args:
-        asked: what a request is made of, before it is checked.
-
-    Raises:
-        ConfigError: with the commands that read such a plan.
-    """
-    text = asked.get("model") if isinstance(asked, Mapping) else None
-    if isinstance(text, str) and text.endswith(".json") and kind_of_plan(text) is not None:
-        load_model(text)  # which says so
-    return asked
-
-
 def check_save(file: Path | None) -> None:
     """Refuse, before a search, a file that could not be written after it.
 
@@ -125,7 +88,7 @@ def write_file(flag: str, file: Path | None, text: Callable[[], str]) -> None:
         raise MeshwiseError(f"{flag} {file}: {error.strerror}") from None
 
 
-def save_plan(plan: _Plan, file: Path | None) -> None:
+def save_plan(plan: Plan | ServingPlan, file: Path | None) -> None:
     """Write the JSON that reproduces a plan, if `--save` asks for it.
 
     Raises:

@@ -185,19 +185,6 @@ def compare_clusters(
     return found
 
 
-def find_scaling(request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> Scaling:
-    """Plan on powers of two of the chips.
-
-    Raises:
-        MeshwiseError: several clusters, or limits that have no meaning here.
-    """
-    given = [flag for flag, value in (("--deadline", request.deadline), ("--budget", request.budget)) if value]
-    if given or request.objective != "time":
-        raise MeshwiseError(f"--scaling asks for the least time; leave out {' and '.join(given) or '--objective'}")
-    problem = request.problem()
-    return scale_training(problem, constraints=request.constraints(problem), progress=progress)
-
-
 def compare_train(
     model: str, *, on: Iterable[str], progress: Callable[[str], None] = lambda _: None, **options: Any
 ) -> dict[str, PlanResult | str]:
@@ -216,19 +203,22 @@ def compare_train(
     return compare_clusters(request, progress=progress)
 
 
-def scale_train(model: str, *, on: str, progress: Callable[[str], None] = lambda _: None, **options: Any) -> Scaling:
+@command(PlanTrainRequest)
+def scale_train(request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> Scaling:
     """Find the best plan on powers of two of a cluster's chips, for one batch, and where strong scaling ends.
 
     Args:
-        model: as `plan_train` takes it.
-        on: the cluster by name.
         progress: told a line now and then.
-        options: those of `plan_train`, by the same names.
 
     Raises:
-        MeshwiseError: as `plan_train`; InfeasibleError where no number of chips has a plan.
+        MeshwiseError: as `plan_train`, and for limits that have no meaning here; InfeasibleError where no number of
+            chips has a plan.
     """
-    return find_scaling(validated(PlanTrainRequest, {"model": model, "on": on, **options}), progress=progress)
+    given = [flag for flag, value in (("--deadline", request.deadline), ("--budget", request.budget)) if value]
+    if given or request.objective != "time":
+        raise MeshwiseError(f"--scaling asks for the least time; leave out {' and '.join(given) or '--objective'}")
+    problem = request.problem()
+    return scale_training(problem, constraints=request.constraints(problem), progress=progress)
 
 
 class _Further(Request):
@@ -289,7 +279,7 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
         compared = compare_clusters(request, progress=screen.progress)
         report, picture = comparison_report(compared, request.echo()), partial(comparison_svg, compared)
     else:
-        scaled = find_scaling(request, progress=screen.progress)
+        scaled = scale_train.answer(request, progress=screen.progress)
         report, picture = scaling_report(scaled, request.echo()), partial(scaling_svg, scaled)
     write_file("--svg", further.svg, picture)
     screen.show(report)

@@ -12,18 +12,18 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.core.units import Quantity
+from meshwise.core.units import Quantity, parse_count
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -49,6 +49,10 @@ def _path_as_text(value: Any) -> Any:
 #: The path of a file, as text.
 File = Annotated[str, Flag("FILE"), BeforeValidator(_path_as_text, json_schema_input_type=str | os.PathLike[str])]
 
+_MODEL = "A built-in name, a hub name, a config.json or its folder, or dimensions (D=4096 F=14336 L=32 ...)."
+#: A model by name, by file, or by dimensions.
+ModelName = Annotated[str, Field(description=_MODEL)]
+
 
 class Request(BaseModel):
     """What a command is asked. A field's `serialization_alias` is its JSON key where that is not its name."""
@@ -63,6 +67,65 @@ class Request(BaseModel):
     def echo(self) -> dict[str, Any]:
         """The inputs for JSON, defaults included; units are in the keys."""
         return self.model_dump(mode="json", by_alias=True)
+
+
+#: Larger than any axis of anything; keeps products of several sizes finite.
+_LARGEST = 1e15
+
+
+def parse_sizes(value: Any) -> Any:
+    """Read `("B=1024", "D=8Ki,F=32Ki")` as a dict of whole sizes; a dict is checked and passed on.
+
+    >>> parse_sizes(["B=1024", "D=8Ki,F=32Ki"])
+    {'B': 1024, 'D': 8192, 'F': 32768}
+
+    Raises:
+        MeshwiseError: not NAME=SIZE, a name twice, a size that is not a whole number from 1 to 1e15.
+        UnitError: a size that is no number.
+    """
+    pairs = value.items() if isinstance(value, Mapping) else _pairs(value)
+    sizes: dict[str, int] = {}
+    for name, size in pairs:
+        if not isinstance(name, str):
+            raise MeshwiseError(f"expected a name such as B, found {name!r}")
+        if name in sizes:
+            raise MeshwiseError(f"{name} is given twice")
+        number = parse_count(size, name)
+        if number != int(number) or not 1 <= number <= _LARGEST:
+            raise MeshwiseError(f"{name}: expected a whole number from 1 to {_LARGEST:.0e}, found {size!r}")
+        sizes[name] = int(number)
+    return sizes
+
+
+def _pairs(value: Any) -> Iterator[tuple[str, str]]:
+    """Split text, or several texts."""
+    for text in (value,) if isinstance(value, str) or not isinstance(value, Iterable) else value:
+        if not isinstance(text, str):
+            raise MeshwiseError(f"expected NAME=SIZE such as B=1024, found {text!r}")
+        for pair in text.split(","):
+            name, _, size = map(str.strip, pair.partition("="))
+            if not name or not size:
+                raise MeshwiseError(f"expected NAME=SIZE such as B=1024, found {pair!r}")
+            yield name, size
+
+
+def mesh_text(mesh: str | Mapping[str, int] | None) -> str | None:
+    """Write a mapping as users write a mesh; text is passed on.
+
+    >>> mesh_text({"X": 4, "Y": 8})
+    'X=4,Y=8'
+    """
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items()) if isinstance(mesh, Mapping) else mesh
+
+
+#: A mesh as text.
+MeshText = Annotated[str, Flag("AXES"), BeforeValidator(mesh_text, json_schema_input_type=str | Mapping[str, int])]
+#: Axis -> size.
+Sizes = Annotated[
+    dict[str, int],
+    Flag("AXIS=SIZE", "--set"),
+    BeforeValidator(parse_sizes, json_schema_input_type=str | Mapping[str, int]),
+]
 
 
 #: Bound of a field, as `annotated_types` and pydantic's errors call it, in words.

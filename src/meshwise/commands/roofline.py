@@ -9,9 +9,8 @@ from typing import Annotated
 from pydantic import Field
 
 from meshwise.commands.command import Screen, command, verb
-from meshwise.commands.pairs import Sizes
 from meshwise.commands.plan_files import write_file
-from meshwise.commands.requests import Flag, Request
+from meshwise.commands.requests import Flag, Request, Sizes
 from meshwise.core.errors import UnknownNameError
 from meshwise.core.tensors import Einsum, Elementwise, Op
 from meshwise.core.units import Quantity, format_bandwidth, format_flops_per_s, parse_bandwidth, parse_flops_per_s

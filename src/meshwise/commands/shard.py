@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from meshwise.commands.command import Screen, command, verb
-from meshwise.commands.pairs import MeshText, Sizes
-from meshwise.commands.requests import Flag
+from meshwise.commands.requests import Flag, MeshText, Sizes
 from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from meshwise.commands.command import Screen, command, verb
-from meshwise.commands.estimate_serve import Lengths, read_serving_plan
-from meshwise.commands.plan_files import kind_of_plan, read_text, write_file
+from meshwise.commands.estimate_serve import Lengths
+from meshwise.commands.plan_files import kind_of_plan, read_plan, read_text, write_file
 from meshwise.commands.requests import File, Flag, Request, flag
 from meshwise.core.errors import LayoutError, MeshwiseError
 from meshwise.core.units import Quantity, format_count, format_time, parse_count, parse_duration
@@ -301,7 +301,7 @@ def simulate_serve(
     served, name = costs, "given"
     if not isinstance(served, EngineCosts | ServingPlan):
         name = str(costs)
-        served = read_engine_costs(name) if kind_of_plan(name) is None else read_serving_plan(name)
+        served = read_engine_costs(name) if kind_of_plan(name) is None else read_plan(name, ServingPlan)
     if isinstance(served, ServingPlan):
         request = planned_requests(request, served, name)
         system = planned_system(request, served, name)
