@@ -15,7 +15,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.search import SearchSpace, search, training_limits
-from meshwise.search.choices import Choices
+from meshwise.search.candidates import Choices
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.placed import Purpose, Transfer
 from tests.costs.corpus import assume, every_case, one_of

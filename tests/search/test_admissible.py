@@ -12,8 +12,7 @@ from meshwise.costs.estimate import evaluate_layout
 from meshwise.costs.fabric import Fabric
 from meshwise.search import training_limits
 from meshwise.search.bounds import ideal_chip_seconds_per_token
-from meshwise.search.candidates import candidate_table
-from meshwise.search.choices import Choices
+from meshwise.search.candidates import Choices, candidate_table
 from meshwise.search.network import LocalTables, SearchedNetwork
 from meshwise.search.pricing import Pricing
 from meshwise.search.space import meshes, placements

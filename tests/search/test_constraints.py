@@ -11,7 +11,7 @@ from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import read_config
 from meshwise.search import Constraints, parse_fixed, parse_forbidden, plan_training
-from meshwise.search.choices import OFFLOADS, SCHEDULED, Choices
+from meshwise.search.candidates import OFFLOADS, SCHEDULED, Choices
 from tests.costs.small_problems import FEW, FEWER, tiny
 
 MIXTURE = read_config(

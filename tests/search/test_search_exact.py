@@ -22,7 +22,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.search import FRONT_SPAN, SearchSpace, search, training_limits
-from meshwise.search.choices import Choices
+from meshwise.search.candidates import Choices
 from meshwise.sharding.layout import MESH_AXES
 from tests.costs.small_problems import (
     ALL_CALIBRATIONS,

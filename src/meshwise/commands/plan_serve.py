@@ -24,7 +24,7 @@ from meshwise.jobs.traffic import Load, read_trace
 from meshwise.report.plan_serve import plan_serve_report, plan_serve_svg
 from meshwise.report.serve_alternatives import alternatives_report, alternatives_svg
 from meshwise.search.serving import ServingConstraints, ServingPlan, ServingPlanResult, plan_serving, plan_simulated
-from meshwise.search.serving.alternatives import Alternative, ServingAlternatives, plan_alternatives
+from meshwise.search.serving.studies import Alternative, ServingAlternatives, plan_alternatives
 from meshwise.sharding.serving import SERVING_AXES
 from meshwise.simulation.serving import LatencyTarget, LatencyTargets
 

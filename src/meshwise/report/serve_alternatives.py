@@ -16,7 +16,7 @@ from meshwise.report.serve import NOT_MODELLED, assumed, definitions, serving_da
 from meshwise.report.serving_front import front_svg
 from meshwise.report.table import noted_table, table
 from meshwise.search.serving import ServingPlanResult
-from meshwise.search.serving.alternatives import Alternative, ServingAlternatives
+from meshwise.search.serving.studies import Alternative, ServingAlternatives
 
 
 def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -> Report:

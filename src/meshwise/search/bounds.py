@@ -24,8 +24,18 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import CollectivePrices, Wires
 from meshwise.costs.step_time import StepParts, passes_makespan
 from meshwise.costs.weight_traffic import evaluate_weight_state
-from meshwise.search.candidates import Array, CandidateBatch, Columns, Index, Mask, distinct
-from meshwise.search.choices import Choices, ComputeVariant, allowed, compute_variants
+from meshwise.search.candidates import (
+    Array,
+    CandidateBatch,
+    Choices,
+    Columns,
+    ComputeVariant,
+    Index,
+    Mask,
+    allowed,
+    compute_variants,
+    distinct,
+)
 from meshwise.search.network import Recent, SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
 

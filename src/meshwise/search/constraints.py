@@ -1,6 +1,6 @@
 """What a user asks of a search: sizes and choices that are fixed or forbidden, and limits of chips, days and dollars.
 
-Text becomes typed values here. Not here: what is searched without constraints (`structures`, `space`), flags (`verbs`).
+Text becomes typed values here. Not here: what is searched without constraints (`candidates`, `space`), flags.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from meshwise.core.errors import LayoutError, MeshwiseError, UnknownNameError
-from meshwise.search.choices import Choices
+from meshwise.search.candidates import Choices
 from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES, SCHEDULES, axis_of, parse_layout
 
 #: Axes are fixed whatever the cluster; whether they fit on it is asked elsewhere.

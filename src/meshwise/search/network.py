@@ -20,8 +20,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.weight_traffic import weight_choices
-from meshwise.search.candidates import Array, CandidateTable, Index
-from meshwise.search.choices import Choices, compute_variants
+from meshwise.search.candidates import Array, CandidateTable, Choices, Index, compute_variants
 from meshwise.search.space import IdealWires
 
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.schedules import find_schedule
 from meshwise.search.baselines import Baseline, baselines, variations
 from meshwise.search.bounds import ideal_chip_seconds_per_token
-from meshwise.search.candidates import batch_cuts
-from meshwise.search.choices import Choices
+from meshwise.search.candidates import Choices, batch_cuts
 from meshwise.search.constraints import Constraints, asked_choices, most_seconds_per_token
 from meshwise.search.limits import Wanted, batch_error, find_best, find_fewest, nothing_found, over_limit, too_much
 from meshwise.search.plan import Plan

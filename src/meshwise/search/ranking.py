@@ -1,6 +1,6 @@
 """What a search keeps of what it priced: the best of each kind, and the front of time against memory.
 
-Not here: which layouts are looked at (`search`, `network_search`).
+Not here: which layouts are looked at (`search`).
 """
 
 from __future__ import annotations

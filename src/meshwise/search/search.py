@@ -3,7 +3,8 @@
 Branch and bound over one evaluator. First every mesh and cut of the batch is bounded from below by its passes alone,
 as if weights and gradients moved in no time; then, under all layout choices, with these. Best bound first, they are
 priced on links that no placement beats; what does not fit is dropped; then real placements are priced, until no
-bound is left that could still enter the answer. Not here: one network (`network_search`), or the space (`space`).
+bound is left that could still enter the answer. Not here: what candidates cost (`pricing`), or the
+space (`space`).
 """
 
 from __future__ import annotations
@@ -13,15 +14,235 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from meshwise.costs.arithmetic import Num
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
-from meshwise.search.bounds import ideal_chip_seconds_per_token
-from meshwise.search.candidates import candidate_table
-from meshwise.search.choices import Choices
+from meshwise.search.bounds import CHUNK, Groups, ideal_chip_seconds_per_token
+from meshwise.search.candidates import Array, CandidateBatch, Choices, Mask, candidate_table
 from meshwise.search.network import LocalTables, SearchedNetwork, keep_freed_memory
-from meshwise.search.network_search import NetworkSearch, SearchState
-from meshwise.search.ranking import Found
+from meshwise.search.pricing import Priced, Pricing
+from meshwise.search.ranking import Found, Front, Ranking, best_of_kinds, kinds_of
 from meshwise.search.space import Limits, meshes
+
+#: For a first look, the best of each compute variant by a cheap bound are bounded, about so many, and of these groups
+#: so many are gone through; later rounds are larger. The placements of about so many candidates are priced.
+_LOOKED_AT, _GROUPS, _LEADERS = 4096, 1024, 32
+
+#: Candidates that are priced in the first go, so that the cut falls before the next, which are so many times as large:
+#: a go takes time for each of the layout choices that its candidates have, however few.
+_GO, _GROWTH = 64, 8
+
+
+class SearchState:
+    """What is known so far, on all networks: the best of each kind, the front, counts.
+
+    Args:
+        objective: "time" or "cost".
+        top: how many kinds to rank.
+        seconds_on: chips -> seconds per token that a plan may take.
+        progress: told a line now and then.
+    """
+
+    def __init__(
+        self, objective: str, top: int, seconds_on: Callable[[float], float], progress: Callable[[str], None]
+    ) -> None:
+        self.by_cost, self.seconds_on, self.progress = objective == "cost", seconds_on, progress
+        self.ranking, self.front = Ranking(top), Front()
+        self.front_on: Fabric | None = None
+        self.strategies = self.priced = self.covered = self.infeasible = 0
+        self.least_memory = math.inf
+
+    def score(self, seconds_per_token: Num, chips: float) -> Num:
+        """What is minimised."""
+        return seconds_per_token * (chips if self.by_cost else 1)
+
+
+class NetworkSearch:
+    """The search of one network.
+
+    Args:
+        state: filled.
+        network: and what may be chosen on it.
+    """
+
+    def __init__(self, state: SearchState, network: SearchedNetwork) -> None:
+        self.state, self.network, self.pricing = state, network, Pricing(network)
+        self.chips = float(math.prod(network.fabric.sizes))
+        self.most_seconds = state.seconds_on(self.chips)
+        self.for_front = network.fabric is state.front_on
+        self.waiting = CandidateBatch.none()
+
+    def run(self) -> None:
+        """Search: a first look at the plainest schedule gives a cut, which rules most other schedules out."""
+        bounds, every = self.pricing.bounds, range(len(self.network.schedules))
+        self.state.strategies += bounds.examined(every)
+        if math.isinf(self.state.ranking.cut):
+            self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT))
+        left = self.rank(bounds.groups(every, self.matters))
+        if not self.state.ranking.best:  # candidates whose activations alone do not fit were not looked at
+            self.state.least_memory = min(self.state.least_memory, self.pricing.least_memory())
+        if self.for_front:
+            self.find_front(left)
+
+    def below_cut(self, seconds_per_token: Array) -> Mask:
+        """Which bounds still allow a place in the ranking (a tie may win it by its memory)."""
+        within = seconds_per_token <= self.most_seconds
+        return np.asarray((self.state.score(seconds_per_token, self.chips) <= self.state.ranking.cut) & within)
+
+    def matters(self, seconds_per_token: Array) -> Mask:
+        """Which bounds still allow a place in the ranking, or on the front."""
+        below = self.below_cut(seconds_per_token)
+        return below | (seconds_per_token <= self.state.front.reach) if self.for_front else below
+
+    def expand(self, batch: CandidateBatch) -> None:
+        """Price every worthy placement of some candidates, and remember the best."""
+        state = self.state
+        for priced in self.pricing.placed(batch):
+            state.covered += priced.covered
+            state.priced += len(priced.seconds)
+            scores = np.asarray(state.score(priced.seconds, self.chips))
+            kinds = self._kinds(priced.batch)
+            within = np.where(priced.seconds <= self.most_seconds, scores, math.nan)  # what is over is below no cut
+            for i in best_of_kinds(priced.batch, kinds, within, state.ranking.cut):
+                kind = (int(self.chips), *(int(n) for n in kinds[i]))
+                state.ranking.enter(kind, self.pricing.found(priced, i, float(scores[i])))
+            if self.for_front:
+                self._enter_front(priced, scores)
+
+    def _enter_front(self, priced: Priced, scores: Array) -> None:
+        front, seconds, memory = self.state.front, priced.seconds, priced.batch.memory
+        new = np.flatnonzero(~front.dominated(seconds, memory))
+        if len(new):
+            order = new[np.lexsort((memory[new], seconds[new]))]
+            lowest = np.minimum.accumulate(memory[order])
+            chosen = order[np.r_[True, lowest[1:] < lowest[:-1]]]
+            front.add(self.pricing.found(priced, int(i), float(scores[i])) for i in chosen)
+
+    def expand_waiting(self, most: int) -> None:
+        """Expand those that wait, best bound first, at least `most` of them while they may enter the ranking."""
+        batch, ranking = self.waiting.by_bound(), self.state.ranking
+        if math.isinf(ranking.cut):  # the ranking is not full: begin with the best of each kind, which fill it
+            _, leaders = np.unique(self._kinds(batch), axis=0, return_index=True)
+            chosen = np.sort(leaders)[: 2 * ranking.top]
+            chosen = chosen[self.below_cut(batch.bound[chosen])]
+            self.expand(batch.take(chosen))
+            batch = batch.take(np.delete(np.arange(len(batch)), chosen))
+        begin, size = 0, min(_GO, most)
+        while begin < min(len(batch), most) and self.below_cut(batch.bound[begin : begin + 1])[0]:
+            # The others of the next go wait on: they may be on the front.
+            end = begin + int(self.below_cut(batch.bound[begin : begin + size]).sum())
+            self.expand(batch.take(slice(begin, end)))
+            begin, size = end, min(_GROWTH * size, CHUNK)
+        self.waiting = batch.take(slice(begin, None))
+
+    def _kinds(self, batch: CandidateBatch) -> Array:
+        table = self.network.table
+        return kinds_of(table.meshes[table.mesh_id[batch.at]])
+
+    def look(self, groups: Groups) -> None:
+        """Price some of the best of `groups`, sorted by their bound: a cut, before all are gone through."""
+        known = self.state.infeasible
+        batch = self._bounded(groups.take(slice(0, _GROUPS))).by_bound()
+        begin, size = 0, _GO
+        while begin < len(batch) and math.isinf(self.state.ranking.cut):
+            self._price(batch.take(slice(begin, begin + size)))
+            self.expand_waiting(_LEADERS)
+            begin, size = begin + size, _GROWTH * size
+        self.waiting, self.state.infeasible = CandidateBatch.none(), known  # they come again
+        self._tell()
+
+    def _bounded(self, groups: Groups) -> CandidateBatch:
+        """Candidates of groups that may fit, with their bounds."""
+        batch = self.pricing.bounds.members_of(groups)
+        possible = self.pricing.possible(batch)
+        self.state.infeasible += len(batch) - len(possible)
+        return self.pricing.raised(possible, self.matters)
+
+    def rank(self, groups: Groups) -> Groups:
+        """Go through `groups`, sorted by their bound, until none can enter the ranking.
+
+        Returns: those that were not looked at.
+        """
+        begin, size = 0, _GROUPS
+        pool = CandidateBatch.none()
+        while begin < len(groups) and self.below_cut(groups.bound[begin : begin + 1])[0]:
+            # Those over the cut wait on: they may be on the front.
+            end = begin + int(self.below_cut(groups.bound[begin : begin + size]).sum())
+            pool = CandidateBatch.joined([pool, self._bounded(groups.take(slice(begin, end)))])
+            if len(pool) > CHUNK:
+                self._price(pool)
+                self.expand_waiting(_GO)
+                pool = CandidateBatch.none()
+            begin, size = end, min(_GROWTH * size, CHUNK)
+        self._price(pool)
+        self.expand_waiting(len(self.waiting))
+        self._tell()
+        return groups.take(slice(begin, None))
+
+    def _tell(self) -> None:
+        """How far the search is."""
+        state = self.state
+        state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts{state.ranking.words()}")
+
+    def _price(self, batch: CandidateBatch) -> None:
+        """Let those that fit wait with their bounds, and expand some: best first, until none matters."""
+        batch, size = batch.by_bound(), _GO
+        while len(batch := batch.where(self.matters(batch.bound))):
+            fitting = self._fitting(batch.take(slice(0, size)))
+            self.state.priced += len(fitting)
+            bounded = self.pricing.bounded(fitting)
+            self.waiting = CandidateBatch.joined([self.waiting, bounded.where(self.matters(bounded.bound))])
+            batch = batch.take(slice(size, None))
+            if len(batch):
+                self.expand_waiting(size)
+                self._tell()
+            size = min(_GROWTH * size, CHUNK)
+
+    def _fitting(self, batch: CandidateBatch) -> CandidateBatch:
+        fitting, least = self.pricing.fitting(batch)
+        self.state.infeasible += len(batch) - int((fitting.offload == 0).sum())
+        self.state.least_memory = min(self.state.least_memory, least)
+        return fitting
+
+    def find_front(self, groups: Groups) -> None:
+        """Price what could still enter the front: `groups` were not looked at, candidates wait with bounds.
+
+        The front ends at FRONT_SPAN times the best time: nobody trades more than that for memory.
+        """
+        front, pricing = self.state.front, self.pricing
+        left, self.waiting = self._undominated(self.waiting), CandidateBatch.none()
+        begin, size = 0, CHUNK // 8
+        while True:
+            self._expand_front(left)
+            groups = groups.take(slice(begin, int(np.searchsorted(groups.bound, front.reach))))
+            groups = groups.take(np.flatnonzero(~front.dominated(groups.bound, groups.memory)))
+            if not len(groups):
+                break
+            # Memory needs no wires: what it rules out need not be bounded.
+            possible = self._undominated(self._fitting(pricing.bounds.members_of(groups.take(slice(0, size)))))
+            self.state.priced += len(possible)
+            left = self._undominated(pricing.bounded(possible))
+            begin, size = size, 2 * size
+
+    def _expand_front(self, left: CandidateBatch) -> None:
+        """Price the placements of candidates that may enter the front, in rounds, until none is left."""
+        left = left.by_bound()
+        while len(left):
+            # Those that no other bounds in both time and memory, and some more.
+            chosen = np.zeros(len(left), bool)
+            while chosen.sum() < _GO // 2 and not chosen.all():
+                rest = np.flatnonzero(~chosen)
+                lowest = np.minimum.accumulate(left.memory[rest])
+                chosen[rest[np.r_[True, lowest[1:] < lowest[:-1]]]] = True
+            self.expand(left.take(np.flatnonzero(chosen)))
+            left = self._undominated(left.take(np.flatnonzero(~chosen)))
+
+    def _undominated(self, batch: CandidateBatch) -> CandidateBatch:
+        front = self.state.front
+        return batch.where((batch.bound < front.reach) & ~front.dominated(batch.bound, batch.memory))
+
 
 #: What is minimised: seconds per token, or these times chips.
 OBJECTIVES = ("time", "cost")
