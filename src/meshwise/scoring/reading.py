@@ -21,10 +21,6 @@ R = TypeVar("R", bound=Row)
 _FROM_ZERO = ("output_len",)
 
 
-class _RowError(MeshwiseError):
-    """A cell that cannot be read."""
-
-
 def read_text(path: Path) -> str:
     """Read a file's text.
 
@@ -122,7 +118,7 @@ def _read_row(
         return UnreadRow(name, f"{where}: two rows have the id {name!r}; give each its own")
     try:
         return _row({**values, "id": name}, where, kind)
-    except _RowError as error:
+    except MeshwiseError as error:
         return UnreadRow(name, str(error))
 
 
@@ -131,13 +127,13 @@ def _row(values: Mapping[str, str], where: str, kind: type[R]) -> R:
     cells = {name: _cell(name, types[name], text, where) for name, text in values.items()}
     for name in _required(kind):
         if cells[name] in (None, ""):
-            raise _RowError(f"{where}, column {name}: expected a value, found a blank cell")
+            raise MeshwiseError(f"{where}, column {name}: expected a value, found a blank cell")
     metric, known = cells["measured_metric"], (*kind.TIMES, *kind.MEMORY)
     if metric not in known:
-        raise _RowError(f"{where}, column measured_metric: expected one of {', '.join(known)}; found {metric!r}")
+        raise MeshwiseError(f"{where}, column measured_metric: expected one of {', '.join(known)}; found {metric!r}")
     cells["primary"] = cells.get("primary") or "yes"
     if cells["primary"] not in ("yes", "no"):
-        raise _RowError(f"{where}, column primary: expected yes or no, found {cells['primary']!r}")
+        raise MeshwiseError(f"{where}, column primary: expected yes or no, found {cells['primary']!r}")
     return kind(**cells)  # type: ignore[arg-type]
 
 
@@ -163,5 +159,5 @@ def _cell(column: str, kind: type, text: str, where: str) -> str | int | float |
     least = 0 if column in _FROM_ZERO else 1
     if not math.isfinite(value) or value < 0 or (value == 0 and least) or (kind is int and value != int(value)):
         expected = "a number above 0" if kind is float else f"a whole number of at least {least}"
-        raise _RowError(f"{where}, column {column}: expected {expected}, found {text!r}")
+        raise MeshwiseError(f"{where}, column {column}: expected {expected}, found {text!r}")
     return value if kind is float else int(value)

@@ -223,12 +223,10 @@ def _fastest(scenario: ServingScenario, what: Compared) -> tuple[ServingEstimate
 def _with_what_fits(scenario: ServingScenario, candidate: ServingSetup, fabric: Fabric) -> ServingEstimate:
     """The estimate with as many requests at once as fit: under continuous batching the others wait."""
     estimate = estimate_serving(scenario.problem, candidate, fabric, count=False)
-    if scenario.run.is_static or estimate.fits:
-        return estimate
-    most = largest_batch(scenario.problem, estimate.setup)
-    if most == 0:
-        return estimate
-    return estimate_serving(scenario.problem, replace(estimate.setup, batch=most), fabric, count=False)
+    waits = not (scenario.run.is_static or estimate.fits)
+    if waits and (most := largest_batch(scenario.problem, estimate.setup)):
+        return estimate_serving(scenario.problem, replace(estimate.setup, batch=most), fabric, count=False)
+    return estimate
 
 
 def _at_best_rates(scenario: ServingScenario, layouts: ServingSetup) -> float:

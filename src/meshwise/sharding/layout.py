@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from meshwise.core.errors import LayoutError
-from meshwise.sharding.layout_fields import LayoutFields, MeshLayout, Wires, check_count, check_word, is_whole
+from meshwise.sharding.layout_fields import ALIASES, LayoutFields, MeshLayout, Wires, check_count, check_word, is_whole
 from meshwise.sharding.remat import RematRequest, parse_remat, remat_policy
 
 #: Mesh axes in the order in which they nest in the hardware unless told otherwise: innermost (fastest wires) first.
@@ -40,18 +40,11 @@ OFFLOADABLE = ("optimizer", "parameters", "activations")
 
 FIELDS = LayoutFields(
     axes=MESH_AXES,
-    aliases={
-        "dp": "data", "data_parallel": "data", "replica": "data",
-        "zero3": "fsdp",
-        "cp": "context", "context_parallel": "context",
-        "ep": "expert", "expert_parallel": "expert", "experts": "expert",
-        "cp_ulysses": "ulysses", "ulysses_parallel": "ulysses",
-        "tp": "tensor", "mp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
-        "pp": "stage", "pipeline": "stage", "stages": "stage", "pipeline_parallel": "stage",
-        "mbs": "micro_batch", "microbatch": "micro_batch",
+    aliases=ALIASES | {
+        "dp": "data", "data_parallel": "data", "replica": "data", "zero3": "fsdp", "model": "tensor",
+        "cp_ulysses": "ulysses", "ulysses_parallel": "ulysses", "mbs": "micro_batch", "microbatch": "micro_batch",
         "ga": "num_microbatches", "accumulation": "num_microbatches", "microbatches": "num_microbatches",
-        "sp": "sequence_parallel", "recompute": "remat", "etp": "expert_tensor_parallel",
-        "vpp": "virtual_stages", "pipeline_schedule": "schedule",
+        "recompute": "remat", "vpp": "virtual_stages", "pipeline_schedule": "schedule",
     },
     example="fsdp=64,tensor=4",
     counts=("zero", "micro_batch", "num_microbatches", "virtual_stages", "remat_layers", "offload_layers"),

@@ -16,6 +16,15 @@ from meshwise.core.errors import LayoutError, UnknownNameError
 
 _SWITCH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
+#: Words of other frameworks for what both kinds of layout have.
+ALIASES = {
+    "cp": "context", "context_parallel": "context",
+    "ep": "expert", "expert_parallel": "expert", "experts": "expert",
+    "tp": "tensor", "mp": "tensor", "tensor_parallel": "tensor",
+    "pp": "stage", "pipeline": "stage", "stages": "stage", "pipeline_parallel": "stage",
+    "sp": "sequence_parallel", "etp": "expert_tensor_parallel",
+}  # fmt: skip
+
 #: Mesh axis -> its extent on each physical dimension of the network.
 Wires = tuple[tuple[str, tuple[int, ...]], ...]
 

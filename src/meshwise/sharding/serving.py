@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from meshwise.core.errors import LayoutError
 from meshwise.sharding.layout import CONTEXT_METHODS
-from meshwise.sharding.layout_fields import LayoutFields, MeshLayout, Wires
+from meshwise.sharding.layout_fields import ALIASES, LayoutFields, MeshLayout, Wires
 from meshwise.sharding.strategy import STORAGE_AXES, TENSOR_AXES, Rule, Strategy, context, expert
 
 #: Mesh axes of one engine, innermost first.
@@ -111,15 +111,10 @@ def serving_strategy(
 
 FIELDS = LayoutFields(
     axes=(*SERVING_AXES, "replicas"),
-    aliases={
-        "tp": "tensor", "mp": "tensor", "tensor_parallel": "tensor",
-        "dcp": "cache", "kv": "cache", "dp_attention": "cache",
-        "cp": "context", "pcp": "context", "context_parallel": "context",
-        "ep": "expert", "expert_parallel": "expert", "experts": "expert",
-        "gather": "fsdp", "weight_gathered": "fsdp",
-        "pp": "stage", "pipeline": "stage", "stages": "stage", "pipeline_parallel": "stage",
+    aliases=ALIASES | {
+        "dcp": "cache", "kv": "cache", "dp_attention": "cache", "kv_split": "cache_split",
+        "pcp": "context", "gather": "fsdp", "weight_gathered": "fsdp",
         "dp": "replicas", "replica": "replicas", "data": "replicas", "engines": "replicas",
-        "sp": "sequence_parallel", "kv_split": "cache_split", "etp": "expert_tensor_parallel",
     },
     example="tensor=8,replicas=4",
     switches={"sequence_parallel": "", "expert_tensor_parallel": ""},

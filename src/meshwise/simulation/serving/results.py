@@ -181,11 +181,10 @@ class ServingResult:
     @property
     def usd(self) -> float | None:
         """What the replicas cost meanwhile; None if a price is unknown."""
-        prices = [self._costs(r).usd_per_chip_hour for r in self.replicas]
-        if None in prices:
+        own = [(r.seconds, self._costs(r)) for r in self.replicas]
+        if any(costs.usd_per_chip_hour is None for _, costs in own):
             return None
-        hours = [r.seconds / 3600 * self._costs(r).num_chips for r in self.replicas]
-        return sum(h * (price or 0) for h, price in zip(hours, prices, strict=True))
+        return sum(seconds / 3600 * costs.num_chips * (costs.usd_per_chip_hour or 0) for seconds, costs in own)
 
     def _costs(self, replica: Activity) -> EngineCosts:
         """Step costs of the engine that a replica is one of."""
