@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from meshwise.core.units import format_bytes
 from meshwise.costs.calibration import Calibration, default_calibration
@@ -82,7 +81,7 @@ class Prediction(ABC):
 
     def depends_on(self, constant: Constant) -> bool:
         """Whether the constant is one of those that the prediction is made with."""
-        return constant.applies(self.calibration, self.chip_family)
+        return constant.applies(self.calibration, default_calibration(self.scenario.problem.cluster.chip).name)
 
     @property
     def run(self) -> Row:
@@ -98,11 +97,6 @@ class Prediction(ABC):
     def chip(self) -> str:
         """Name of its chip."""
         return self.scenario.problem.cluster.chip.name
-
-    @cached_property
-    def chip_family(self) -> str:
-        """Family of its chip."""
-        return default_calibration(self.scenario.problem.cluster.chip).name
 
     @property
     def family(self) -> str:

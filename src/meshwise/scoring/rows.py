@@ -95,11 +95,6 @@ class Row(ABC):
     def positions(self) -> int:
         """Tokens of the longest sequence: rows of a learned table of positions."""
 
-    @property
-    def machine_words(self) -> str:
-        """Remarks that may say how many slices of TPUs were used."""
-        return f"{self.notes} {self.hardware}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun(Row):
@@ -130,11 +125,6 @@ class TrainingRun(Row):
     def positions(self) -> int:
         """Tokens of a sequence."""
         return self.seq_len
-
-    @property
-    def machine_words(self) -> str:
-        """As of any row, and what is said of replicas: `DP=2 across slices`."""
-        return f"{self.fsdp_or_zero_stage} {self.notes} {self.hardware}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

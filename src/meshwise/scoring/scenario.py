@@ -21,7 +21,7 @@ from meshwise.hardware.chip import Source
 from meshwise.hardware.network import Level
 from meshwise.hardware.trees import FabricLevel, build_tree
 from meshwise.models import Model, load_model, model_names
-from meshwise.scoring.rows import Row
+from meshwise.scoring.rows import Row, TrainingRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,9 @@ def model_of(run: Row) -> tuple[Model, tuple[str, ...]]:
         raise MeshwiseError(f"model {run.model!r} has experts, and moe_experts and moe_topk are blank: fill them in")
     if run.vocab is not None:
         return _of_dimensions(run, run.vocab)
-    vocab = _usual_vocabulary(run)
+    vocab = next((v for word, v in _USUAL_VOCABULARY.items() if word in run.words), None)
+    if vocab is None:
+        raise MeshwiseError(f"vocab is blank, and none is usual for models such as {run.model!r}: fill it in")
     model, notes = _of_dimensions(run, vocab)
     return model, (f"vocabulary of {vocab:,} taken, as usual for {family_of(run)}", *notes)
 
@@ -144,13 +146,6 @@ def _contradiction(model: Model, run: Row, missing: Sequence[str]) -> str:
         f"{column} is {said:,}, and that of {model.name} is {true}: leave it blank, or fill in "
         f"{', '.join(missing)} too for a model of these dimensions"
     )
-
-
-def _usual_vocabulary(run: Row) -> int:
-    found = next((v for word, v in _USUAL_VOCABULARY.items() if word in run.words), None)
-    if found is None:
-        raise MeshwiseError(f"vocab is blank, and none is usual for models such as {run.model!r}: fill it in")
-    return found
 
 
 def _of_dimensions(run: Row, vocab: int) -> tuple[Model, tuple[str, ...]]:
@@ -254,7 +249,8 @@ def _on_network(chip: Chip, run: Row, per_chip: float) -> Cluster:
 
 def _slices(run: Row) -> tuple[int, tuple[str, ...]]:
     """Slices of TPUs: as the row says, else one."""
-    words = run.machine_words
+    of_replicas = run.fsdp_or_zero_stage if isinstance(run, TrainingRun) else ""
+    words = f"{of_replicas} {run.notes} {run.hardware}"
     for pattern in (r"(\d+)\s*slice\(?s?\)?", r"DP=(\d+) across slices"):
         if found := re.search(pattern, words):
             slices = int(found[1])

@@ -43,11 +43,6 @@ class TrainingScenario(Scenario):
     layout: LayoutRequest
     open: tuple[str, ...]
 
-    @property
-    def looked_up(self) -> bool:
-        """Whether its recomputation is not from the measurement's source: a source in brackets follows it."""
-        return "[" in self.run.recompute and "remat" in self.layout.choices
-
     def without_recompute(self) -> TrainingScenario:
         """The same with recomputation and offloading open, where what was looked up cannot be of this run."""
         named = ("remat", "remat_layers", "offload", "offload_layers")
@@ -362,7 +357,8 @@ def predict_training(run: TrainingRun, calibration: str = "fitted") -> TrainingP
         scenario = build_scenario(run, calibration)
         measured = measured_bytes(run) if run.is_memory else measured_seconds(run, scenario.problem.model)
         plan = estimate_layout(scenario.problem, scenario.layout).plans[0]
-        if not plan.estimate.fits and scenario.looked_up:
+        # Brackets: its recomputation is from another source than the measurement's.
+        if not plan.estimate.fits and "[" in run.recompute and "remat" in scenario.layout.choices:
             scenario = scenario.without_recompute()
             plan = estimate_layout(scenario.problem, scenario.layout).plans[0]
     except MeshwiseError as error:

@@ -26,7 +26,7 @@ def served(costs, scheduling, demands):
     fleet.run(Trace(tuple(demands), "test"))
     width = len(COLUMNS)
     rows = [tuple(recorder.rows[k : k + width]) for k in range(0, len(recorder.rows), width)]
-    return sorted(rows), fleet.lives[0].replica
+    return sorted(rows), fleet.replicas[0]
 
 
 def row(one):

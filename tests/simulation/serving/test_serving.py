@@ -115,7 +115,7 @@ def test_nothing_is_lost(routing, scheduling, separate):
     recorder = Recorder(spans=10**6)
     fleet = Fleet(system, recorder, seed=1)
     fleet.run(asked)
-    replicas = [life.replica for life in fleet.lives] + fleet.prefill
+    replicas = [*fleet.replicas, *fleet.prefill]
     for replica in replicas:
         assert (replica.outstanding, replica.decoding.count) == (0, 0)
         assert not [*replica.waiting, *replica.ready, *replica.prefilling]

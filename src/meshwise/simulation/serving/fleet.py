@@ -65,23 +65,6 @@ class Router:
         return best
 
 
-class Life:
-    """A replica and when it was there.
-
-    Attributes:
-        ordered: when it was asked for, and is paid from.
-        leaving: when it was told to go; None: it stays.
-    """
-
-    def __init__(self, replica: Replica, ordered: float) -> None:
-        self.replica, self.ordered = replica, ordered
-        self.leaving: float | None = None
-
-    def gone(self, end: float) -> float:
-        """When it was gone: with its last request, or with the end of it all."""
-        return end if self.leaving is None else min(max(self.leaving, self.replica.clock), end)
-
-
 class Fleet:
     """All replicas of a system.
 
@@ -91,7 +74,7 @@ class Fleet:
         seed: of what replicas draw.
 
     Attributes:
-        lives: of those that decode, all there ever were.
+        replicas: those that decode, all there ever were.
         prefill: those that only prefill.
         sizes: times, and how many replicas were to be there from then on.
         refused: requests that do not fit in a replica's cache.
@@ -102,8 +85,8 @@ class Fleet:
         self.system, self.recorder, self.seed = system, recorder, seed
         self._router, self._prefill_router = Router(system.routing), Router(system.routing)
         self._made = 0
-        self.lives = [self._ordered(0.0, 0.0) for _ in range(system.replicas)]
-        self._active = [life.replica for life in self.lives]
+        self.replicas = [self._ordered(0.0, 0.0) for _ in range(system.replicas)]
+        self._active = self.replicas
         self.sizes = [(0.0, system.replicas)]
         self._due = math.inf if system.autoscaling is None else system.autoscaling.interval_s
         self.refused = self.transferred = 0
@@ -134,17 +117,18 @@ class Fleet:
             replica.run_until(time)
             replica.enqueue(Request(index, *demand), time)
         self._deliver(math.inf)
-        for life in self.lives:
-            life.replica.run_until(math.inf)
-        self.end = max([life.replica.clock for life in self.lives] + [r.clock for r in prefill])
+        for replica in self.replicas:
+            replica.run_until(math.inf)
+        self.end = max(replica.clock for replica in (*self.replicas, *prefill))
 
-    def _ordered(self, now: float, startup: float) -> Life:
+    def _ordered(self, now: float, startup: float) -> Replica:
         """One more replica."""
         number = self._made
         self._made += 1
-        system = self.system
-        replica = Replica(number, system.costs, system.scheduling, self.recorder, seed=self.seed, begins=now + startup)
-        return Life(replica, now)
+        costs, scheduling = self.system.costs, self.system.scheduling
+        replica = Replica(number, costs, scheduling, self.recorder, seed=self.seed, begins=now + startup)
+        replica.ordered = now
+        return replica
 
     # Caches that are sent
 
@@ -181,19 +165,15 @@ class Fleet:
         while rule is not None and self._due <= time:
             now = self._due
             self._due += rule.interval_s
-            for life in self.lives:
-                life.replica.run_until(now)
-            outstanding = sum(life.replica.outstanding for life in self.lives)
+            for replica in self.replicas:
+                replica.run_until(now)
+            outstanding = sum(replica.outstanding for replica in self.replicas)
             wanted = min(max(math.ceil(outstanding / rule.requests_per_replica), rule.least), rule.most)
-            staying = [life for life in self.lives if life.leaving is None]
-            for life in staying[wanted:]:
-                life.leaving = now
-            for _ in range(wanted - len(staying)):
-                self.lives.append(self._ordered(now, rule.startup_s))
-            there = [life.replica for life in self.lives if life.leaving is None and life.replica.begins <= now]
+            staying = [replica for replica in self.replicas if replica.leaving is None]
+            for replica in staying[wanted:]:
+                replica.leaving = now
+            more = [self._ordered(now, rule.startup_s) for _ in range(wanted - len(staying))]
+            self.replicas = [*self.replicas, *more]
+            there = [replica for replica in self.replicas if replica.leaving is None and replica.begins <= now]
             self.sizes.append((now, wanted))
             self._active = there or self._active
-
-    def lifetimes(self) -> list[float]:
-        """Seconds that each replica was there, those that only prefill last."""
-        return [life.gone(self.end) - life.ordered for life in self.lives] + [self.end] * len(self.prefill)

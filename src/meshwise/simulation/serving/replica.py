@@ -50,6 +50,8 @@ class Replica:
     Attributes:
         clock: when what it does now is over.
         outstanding: requests that it has and that are not done.
+        ordered: when it was asked for, and is paid from.
+        leaving: when it was told to go; None: it stays.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class Replica:
         self.number, self.costs, self.scheduling, self.recorder = number, costs, scheduling, recorder
         self.clock = self.begins = begins
         self.outstanding = 0
+        self.ordered = 0.0
+        self.leaving: float | None = None
         self.decoding = Decoding(costs, scheduling.speculation)
         self.waiting: deque[Request] = deque()
         self.ready: deque[Request] = deque()  # their cache is elsewhere: swapped out, or sent by another replica
@@ -99,6 +103,11 @@ class Replica:
                 return  # what arrives now is seen by what begins now
             if not self._begin():
                 return
+
+    def lifetime(self, end: float) -> float:
+        """Seconds that it was there, where all is over at `end`; told to go, it finishes what it has."""
+        gone = end if self.leaving is None else min(max(self.leaving, self.clock), end)
+        return gone - self.ordered
 
     def enqueue(self, request: Request, time: float) -> None:
         """Take in a request that arrives at `time`, up to which all was done.

@@ -116,9 +116,9 @@ class ServingResult:
         """Collect what a fleet did."""
         rows = np.frombuffer(fleet.recorder.rows, dtype=np.float64).reshape(-1, len(COLUMNS))
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
-        replicas = [life.replica for life in fleet.lives] + fleet.prefill
-        for replica, seconds in zip(replicas, fleet.lifetimes(), strict=True):
-            replica.activity.seconds = seconds
+        replicas = [*fleet.replicas, *fleet.prefill]
+        for replica in replicas:
+            replica.activity.seconds = replica.lifetime(fleet.end)
         return cls(
             system=fleet.system,
             columns={name: rows[:, k] for k, name in enumerate(COLUMNS)},
