@@ -7,19 +7,14 @@ import pytest
 import meshwise
 from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.search import Plan, plan_training
-from tests.costs.small_problems import tiny
-from tests.search.asked import estimate, problem
-
-
-@pytest.fixture(scope="module")
-def planned():
-    return plan_training(problem())
+from tests.costs.small_problems import FEW, tiny
+from tests.search.asked import estimate, planned, problem
 
 
 @pytest.mark.parametrize("cluster", ["h100:16", "v5p:4x4x4", "v5e:4x4*2", "h100:16+sharp"])
 def test_a_plan_is_reproduced_from_its_json(cluster):
     p = problem(tiny(layers=4, width=1024, hidden=4096), cluster, price=1.5, batch_tokens="128Ki", seq_len="2048")
-    for plan in plan_training(p, top=2).plans:
+    for plan in plan_training(p, top=2, **FEW).plans:
         again = Plan.from_json(plan.to_json())
         assert again.estimate == plan.estimate
         assert again.training == plan.training
@@ -64,8 +59,8 @@ def test_torn_plans_are_refused(text, words):
     ],
     ids=str,
 )
-def test_plans_with_a_changed_value_are_refused(planned, path, value, words):
-    changed = json.loads(planned.plans[0].to_json())
+def test_plans_with_a_changed_value_are_refused(path, value, words):
+    changed = json.loads(planned().plans[0].to_json())
     inner = changed
     for key in path[:-1]:
         inner = inner[key]
@@ -82,7 +77,7 @@ def test_sequences_longer_than_the_model_reads_are_refused():
         Plan.from_json(json.dumps(changed))
 
 
-def test_a_plan_of_another_network_is_refused(planned):
-    text = planned.plans[0].to_json().replace('"name": "nvlink"', '"name": "x"')
+def test_a_plan_of_another_network_is_refused():
+    text = planned().plans[0].to_json().replace('"name": "nvlink"', '"name": "x"')
     with pytest.raises(ConfigError, match="plan JSON: fabric names"):
         Plan.from_json(text)

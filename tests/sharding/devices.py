@@ -158,6 +158,7 @@ def apply_all(collectives: Sequence[Collective], devices: Devices) -> Devices:
     return devices
 
 
+@cache
 def _changed(longer: Sharding, shorter: Sharding) -> int:
     """The one dimension with more mesh axes in `longer`."""
     (dimension,) = (d for d, (a, b) in enumerate(zip(longer.splits, shorter.splits, strict=True)) if len(a) > len(b))

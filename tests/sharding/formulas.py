@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -358,6 +359,7 @@ FORMULAS = {
 }
 
 
+@cache
 def formula_of(name: str) -> Formula:
     short = name if name == "shared.scale" else name.removeprefix("shared.").removeprefix("expert.")
     return next(f for start, f in FORMULAS.items() if short.startswith(start))
