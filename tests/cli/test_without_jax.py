@@ -3,39 +3,33 @@
 import subprocess
 import sys
 
-import pytest
-
 BLOCKED = ("jax", "jaxlib", "orbax", "tokenizers", "libtpu")
 HIDING = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED})); from meshwise.cli.main import main"
 
 
-def meshwise(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in an interpreter that finds none of these libraries."""
-    code = f"{HIDING}; sys.exit(main(sys.argv[1:]))"
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)  # noqa: S603
-
-
-def test_help_is_printed():
-    verbs = ("bench", "run", "verify")
-    code = f"{HIDING}; print([main([verb, '--help']) for verb in {verbs}])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
-    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "[0, 0, 0]")
-    assert all(f"Usage: meshwise {verb}" in done.stdout for verb in verbs)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["bench", "matmul", "--sizes", "8x8x8"],
-        ["run", "D=8 F=16 L=1 N=1 K=1 H=8 V=8", "--on", "h100:1", "--batch-tokens", "64", "--seq-len", "8",
-         "--layout", "fsdp=1"],
-    ],
+#: Verbs that cannot go on without, each to the end of what it says.
+CALLS = (
+    ["bench", "matmul", "--sizes", "8x8x8"],
+    ["run", "D=8 F=16 L=1 N=1 K=1 H=8 V=8", "--on", "h100:1", "--batch-tokens", "64", "--seq-len", "8",
+     "--layout", "fsdp=1"],
 )  # fmt: skip
-def test_what_is_missing_is_said(words):
-    done = meshwise(*words)
-    assert done.returncode == 4
-    assert "error: executing a plan needs JAX: pip install 'meshwise[jax]'" in done.stderr
-    assert done.stdout == ""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """Run it in an interpreter that finds none of these libraries."""
+    code = f"{HIDING}; {code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
+
+
+def test_help_is_printed_and_what_is_missing_is_said():
+    verbs = ("bench", "run", "verify")
+    done = run(f"print([main([verb, '--help']) for verb in {verbs}], [main(words) for words in {CALLS}])")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[0, 0, 0] [4, 4]")
+    assert [line.startswith("Usage: ") for line in done.stdout.splitlines()].count(True) == len(verbs)
+    assert all(f"Usage: meshwise {verb}" in done.stdout for verb in verbs)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 2
+    assert all("executing a plan needs JAX: pip install 'meshwise[jax]'" in line for line in said)
 
 
 def test_python_too():
