@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -19,14 +19,15 @@ from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, tr
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import STEPS, ServingProblem, TrainingProblem, check_context
-from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
-from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.hardware import Cluster, parse_cluster, read_cluster
 from meshwise.jobs import ServingLoad, TrainingJob
 from meshwise.models import Model, read_model_json
 from meshwise.models.model import check_length
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.serving import ServingLayout
+
+if TYPE_CHECKING:  # planning training loads nothing of serving
+    from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 
 #: Kind of a plan -> commands that read its file.
 _READERS = {
@@ -154,6 +155,8 @@ class ServingPlan:
         Raises:
             ConfigError: not such a JSON document; other errors as its parts raise them.
         """
+        from meshwise.costs.serving.estimate import estimate_serving  # noqa: PLC0415
+
         with _document(text, "serving") as value:
             cluster, model = _cluster_and_model(value)
             calibration = find_serving_calibration(value["calibration"], cluster.chip)
@@ -293,6 +296,8 @@ def _setup(value: object) -> ServingSetup:
         if not (name == "chunk" and number is None) and (type(number) is not int or number < 1):
             raise ConfigError(f"plan JSON: setup: {name}: expected a whole number, at least 1, found {number!r}")
     prefill, decode = (ServingLayout.from_json(value[name]) for name in ("prefill", "decode"))
+    from meshwise.costs.serving.answer import ServingSetup  # noqa: PLC0415
+
     return ServingSetup(value["mode"], prefill, decode, value["batch"], value["prefill_batch"], value["chunk"])
 
 
