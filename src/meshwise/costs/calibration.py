@@ -268,17 +268,12 @@ CALIBRATIONS = {
     )
 }  # fmt: skip
 
-_FAMILY_PREFIXES = (
-    ("a100", "ampere"),
-    ("h100", "hopper"),
-    ("h200", "hopper"),
-    ("h800", "hopper"),
-    ("h20", "hopper"),
-    ("b200", "blackwell"),
-    ("b300", "blackwell"),
-    ("gb200", "blackwell"),
-    ("gb300", "blackwell"),
-)
+#: Family -> how names of its chips begin.
+_NAMES = {
+    "ampere": ("a100",),
+    "hopper": ("h100", "h200", "h800", "h20"),
+    "blackwell": ("b200", "b300", "gb200", "gb300"),
+}
 _VENDOR_FAMILY = {"google": "tpu", "nvidia": "ampere", "amd": "cdna", "cpu": "cpu"}
 
 
@@ -289,5 +284,5 @@ def default_calibration(chip: Chip) -> Calibration:
     >>> default_calibration(load_chip("h100-sxm")).name, default_calibration(load_chip("v5p")).name
     ('hopper', 'tpu')
     """
-    by_name = next((family for prefix, family in _FAMILY_PREFIXES if chip.name.startswith(prefix)), None)
+    by_name = next((family for family, prefixes in _NAMES.items() if chip.name.startswith(prefixes)), None)
     return CALIBRATIONS[by_name or _VENDOR_FAMILY.get(chip.vendor, "none")]

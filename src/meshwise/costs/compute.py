@@ -88,8 +88,7 @@ class ComputeRates:
         expert_byte: of HBM for matmuls of experts, over that of other matmuls.
         cache_byte: of HBM for attention.
         attention_backward: of attention's backward pass.
-        half_depth, half_output, half_attention, elementwise_passes, gap, mixture_launch, unfused_attention,
-            cache_start: as in `Calibration`.
+        calibration: what operations wait for besides.
         added: bytes that adding an element of a gradient moves, where that is an operation of its own; else 0.
     """
 
@@ -102,18 +101,11 @@ class ComputeRates:
     vector: float
     byte: float
     attention_backward: float
-    half_depth: float
-    half_output: float
-    half_attention: float
-    elementwise_passes: float
-    gap: float
-    mixture_launch: float
-    unfused_attention: bool
+    calibration: Calibration
     added: float
     weight_byte: Mapping[DType, float]
     expert_byte: float
     cache_byte: float
-    cache_start: float
 
     @classmethod
     def of(cls, chip: Chip, precision: Precision, calibration: Calibration) -> ComputeRates:
@@ -136,19 +128,12 @@ class ComputeRates:
             vector=1 / chip.vector_flops_per_s,
             byte=byte / calibration.hbm_efficiency,
             attention_backward=attention / calibration.attention_backward,
-            half_depth=calibration.half_depth,
-            half_output=calibration.half_output,
-            half_attention=calibration.half_attention,
-            elementwise_passes=calibration.elementwise_passes,
-            gap=calibration.gap,
-            mixture_launch=calibration.mixture_launch,
-            unfused_attention=calibration.unfused_attention,
+            calibration=calibration,
             # The new gradient is read in the format of activations; what it is added to, read and written.
             added=calibration.adds_gradients * (precision.activations.bytes + 2 * precision.gradients.bytes),
             weight_byte={dtype: byte / share for dtype, share in calibration.weight_reads},
             expert_byte=1 / calibration.expert_reads,
             cache_byte=byte / (calibration.cache_reads or calibration.hbm_efficiency),
-            cache_start=calibration.cache_start,
         )
 
 
@@ -228,6 +213,7 @@ class OperationPrices:
 
 def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded: bool = True) -> OpCompute:
     """Price one operation; arguments as in `OperationPrices`."""
+    achieved = rates.calibration
     flops = busy = compute = _NONE
     if op.matmul is not None and op.tiles is not None:
         flops = 2 * extents.volume(op.matmul)
@@ -236,11 +222,11 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
     elif op.attention is not None:
         flops = _attention_flops(*op.attention, extents)
         busy = flops * rates.other_matmul_sheet
-        if rates.unfused_attention:
+        if achieved.unfused_attention:
             return _unfused(op, flops, busy, extents, rates)
         compute = flops * (rates.attention_backward if op.attention[0].gradient else rates.attention)
-        if rates.half_attention:
-            compute = compute * (1 + rates.half_attention / extents.sizes[op.attention[0].key_axis])
+        if achieved.half_attention:
+            compute = compute * (1 + achieved.half_attention / extents.sizes[op.attention[0].key_axis])
     elif op.kernel is not None:
         operations = _kernel_flops(*op.kernel, extents)
         if op.kernel[0].matmul:
@@ -251,17 +237,17 @@ def op_compute(op: LoweredOp, extents: Extents, rates: ComputeRates, *, bounded:
         compute = extents.weighted(op.vector) * rates.vector
     num_bytes = extents.weighted(op.num_bytes)
     memory = num_bytes * _byte(op, rates)
-    if op.in_passes and rates.elementwise_passes != 1:
-        memory = memory * rates.elementwise_passes
+    if op.in_passes and achieved.elementwise_passes != 1:
+        memory = memory * achieved.elementwise_passes
     seconds = maximum(compute, memory)
     serial = compute + memory if bounded else _NONE
     if rates.added and op.added is not None:
         adding = extents.volume(op.added) * (rates.added * rates.byte)
         seconds, serial = seconds + adding, serial + adding if bounded else _NONE
-    if started := rates.gap + (0.0 if op.attention is None else rates.cache_start):
+    if started := achieved.gap + (0.0 if op.attention is None else achieved.cache_start):
         seconds, serial = seconds + started, serial + started
-    if op.routed and rates.mixture_launch:
-        seconds, serial = maximum(seconds, rates.mixture_launch), maximum(serial, rates.mixture_launch)
+    if op.routed and achieved.mixture_launch:
+        seconds, serial = maximum(seconds, achieved.mixture_launch), maximum(serial, achieved.mixture_launch)
     return OpCompute(flops, busy, num_bytes, compute, memory, seconds, serial)
 
 
@@ -278,7 +264,7 @@ def _matmul_rate(
 ) -> Num:
     """Seconds of a matmul's FLOP: at the rate of large ones, tiles padded, filling and last waves included."""
     seconds = (rates.matmul if op.narrow else rates.other_matmul) * _tile_waste(tiles, extents, rates.tile)
-    if rates.half_depth or rates.half_output:
+    if rates.calibration.half_depth or rates.calibration.half_output:
         seconds = seconds * filling(tiles, flops, extents, rates)
     return seconds
 
@@ -286,8 +272,8 @@ def _matmul_rate(
 def filling(tiles: tuple[Volume, Volume, Volume], flops: Num, extents: Extents, rates: ComputeRates) -> Num:
     """How many times as long a matmul takes as a large one of as many FLOPs: pipelines that fill, waves partly idle."""
     depth = extents.volume(tiles[1])
-    waves = rates.half_output * 2 * depth / maximum(flops, 1.0)  # products of a batch share waves of tiles
-    return (1 + rates.half_depth / depth) * (1 + waves)
+    waves = rates.calibration.half_output * 2 * depth / maximum(flops, 1.0)  # products of a batch share waves of tiles
+    return (1 + rates.calibration.half_depth / depth) * (1 + waves)
 
 
 #: Bytes that one score of attention moves where kernels are not fused, its values of 16 bits. Forward: written by
@@ -311,7 +297,7 @@ def _unfused(op: LoweredOp, flops: Num, busy: Num, extents: Extents, rates: Comp
     moved = scores * (_SCORE_GRADIENT_BYTES if attention.gradient else _SCORE_BYTES)
     num_bytes = extents.weighted(op.num_bytes)
     memory = (num_bytes + moved) * rates.byte
-    seconds = products + memory + rates.gap
+    seconds = products + memory + rates.calibration.gap
     return OpCompute(flops, busy, num_bytes, products, memory, seconds, seconds)
 
 

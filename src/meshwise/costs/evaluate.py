@@ -148,14 +148,6 @@ def _passes(
     return passes
 
 
-def evaluate_local_memory(
-    problem: TrainingProblem, structure: LayoutChoices, sizes: LocalSizes
-) -> tuple[tuple[LoweredTrainingBlock, LocalMemory], ...]:
-    """Evaluate the activations of each block alone; arguments as in `evaluate_local`."""
-    extents = local_extents(problem, structure, sizes)
-    return tuple((b, _local_memory(problem, b, extents)) for b in problem.lowered.training(structure))
-
-
 def _local_memory(problem: TrainingProblem, b: LoweredTrainingBlock, extents: Extents) -> LocalMemory:
     bucketed = problem.bucketed and b.placed.block.role == "layer"
     return local_memory(b.memory, extents, problem.calibration, bucketed=bucketed)

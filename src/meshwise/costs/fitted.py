@@ -192,17 +192,11 @@ def fitted_calibration(chip: Chip, software: str | None = None) -> Calibration:
     return replace(_with(family, SOFTWARE[name]), name="fitted" if name == usual else f"fitted+{name}")
 
 
-def _gap(family: Calibration) -> float:
-    """A program of XLA runs on a TPU without the host between its operations."""
-    return 0.0 if family.name == "tpu" else _GAP
-
-
 def _with(family: Calibration, software: Software) -> Calibration:
     """The constants of a family and of a software together."""
     own = _CHIPS.get(family.name, _CHIPS["hopper"])
-    forward, backward = own.attention, _FLASH_2_BACKWARD
-    if software.flash == 1:
-        forward, backward = own.flash_1
+    forward, backward = own.flash_1 if software.flash == 1 else (own.attention, _FLASH_2_BACKWARD)
+    gap = 0.0 if family.name == "tpu" else _GAP  # a program of XLA runs on a TPU without the host between operations
     matmul = software.collective_matmul if family.name != "tpu" else None
     return replace(
         family,
@@ -214,7 +208,7 @@ def _with(family: Calibration, software: Software) -> Calibration:
         unfused_attention=software.flash == 0,
         half_depth=own.half_depth,
         elementwise_passes=software.elementwise_passes,
-        gap=_gap(family) if software.gap is None else software.gap,
+        gap=gap if software.gap is None else software.gap,
         mixture_launch=0.0 if software.graphs else own.mixture_launch,
         interference=_INTERFERENCE,
         hbm_efficiency=own.memory,

@@ -117,12 +117,18 @@ def paths(
     extents = [math.prod(int(factors[a][i]) for a in key) for i in range(len(fabric.dimensions))]
     torus = [i for i, d in enumerate(fabric.dimensions) if d.torus]
     parts = ([torus] if torus else []) + [[i] for i, d in enumerate(fabric.dimensions) if not d.torus]
+
+    def alone(part: list[int]) -> float:
+        """Seconds of a byte with every dimension but `part` infinitely fast."""
+        dims = (d if i in part else replace(d, bandwidth_one_way=_AT_ONCE) for i, d in enumerate(fabric.dimensions))
+        wire = make_group_link(replace(fabric, dimensions=tuple(dims)), factors, key, routing=routing)
+        return float(schedules(kind, wire.carrying(routed=routing is not None))[algorithm][0])
+
     legs = []
     for part in parts:
         if math.prod(extents[i] for i in part) == 1:
             continue
         first = fabric.dimensions[part[0]]
-        seconds = _alone(kind, fabric, factors, key, part=part, algorithm=algorithm, routing=routing)
         lanes = tuple(
             Lane(d.name, extents[i], 1 / (_lane(kind, fabric, factors, key, i) * d.bandwidth_one_way))
             for i in part
@@ -133,24 +139,8 @@ def paths(
         name = "torus" if first.torus else first.name
         extent = extents[part[0]]
         parts_of_group = extent if part[0] == 0 else math.prod(extents) // below
-        legs.append(Leg(name, first.bandwidth_one_way, lanes, extent, parts_of_group, below, first.adds, seconds))
+        legs.append(Leg(name, first.bandwidth_one_way, lanes, extent, parts_of_group, below, first.adds, alone(part)))
     return Path(kind, math.prod(extents), tuple(legs), offered(kind, fabric)[algorithm], routing)
-
-
-def _alone(
-    kind: CollectiveKind,
-    fabric: Fabric,
-    factors: dict[str, list[float]],
-    axes: tuple[str, ...],
-    *,
-    part: Sequence[int],
-    algorithm: int,
-    routing: Routing | None,
-) -> float:
-    """Price a byte with every dimension but `part` infinitely fast."""
-    dims = tuple(d if i in part else replace(d, bandwidth_one_way=_AT_ONCE) for i, d in enumerate(fabric.dimensions))
-    wire = make_group_link(replace(fabric, dimensions=dims), factors, axes, routing=routing)
-    return float(schedules(kind, wire.carrying(routed=routing is not None))[algorithm][0])
 
 
 def _lane(

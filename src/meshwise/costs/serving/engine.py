@@ -85,10 +85,10 @@ def _token_seconds(
 
 def _started(problem: ServingProblem, layout: ServingLayout, step: Step) -> float:
     """Seconds that attention takes however little it reads."""
-    rates = problem.compute_rates
+    achieved = problem.calibration
     return sum(
         block.placed.block.repeat
-        * (rates.gap + (rates.cache_start if block.of.ops.values[number].attention is not None else 0.0))
+        * (achieved.gap + (achieved.cache_start if block.of.ops.values[number].attention is not None else 0.0))
         for block in problem.blocks(step, layout.structure)
         for number in (*block.passes.get("attention", ()), *block.passes.get("states", ()))
     )
