@@ -14,8 +14,7 @@ from typing import Any
 
 import click
 
-from meshwise.cli.lazy import LazyGroup
-from meshwise.cli.main import COMMANDS, main
+from meshwise.cli.main import COMMANDS, LazyGroup, main
 from meshwise.core.dtypes import DType
 from meshwise.costs.calibration import CALIBRATIONS, Calibration
 from meshwise.costs.memory import MEMORY_CLASSES

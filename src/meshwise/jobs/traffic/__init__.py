@@ -1,9 +1,17 @@
 """What is asked of a serving system: requests over time, drawn by a seed or recorded. Not here: how they are served."""
 
 from meshwise.jobs.traffic.lengths import Lengths, Lognormal, Uniform, parse_lengths
-from meshwise.jobs.traffic.load import Arrivals, Demand, DrawnLoad, SharedPrefixes, parse_arrivals
+from meshwise.jobs.traffic.load import (
+    Arrivals,
+    Demand,
+    DrawnLoad,
+    Load,
+    SharedPrefixes,
+    Trace,
+    parse_arrivals,
+    read_trace,
+)
 from meshwise.jobs.traffic.mix import RequestMix, mix_lengths, mix_trace
-from meshwise.jobs.traffic.trace import Load, Trace, read_trace
 
 __all__ = [
     "Arrivals",

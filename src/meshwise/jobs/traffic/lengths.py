@@ -1,6 +1,6 @@
 """How long prompts and outputs are: one number, or a distribution that is drawn from.
 
-Not here: when requests arrive (`arrivals`), or lengths that are listed (`trace`).
+Not here: when requests arrive, or lengths that are listed (`load`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.jobs.traffic.lengths import Lengths
-from meshwise.jobs.traffic.trace import Trace
+from meshwise.jobs.traffic.load import Trace
 
 #: Share of the requests that are not longer than what is called long.
 LONG = 0.99
