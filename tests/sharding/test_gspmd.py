@@ -230,6 +230,6 @@ def test_a_dropped_collective_would_be_noticed(compiled):
     case = "X=2,Y=4   A[I_X, J_Y] * B[J_Y, K] -> C[I_X, K]"
     mesh, expression, indices = read(case)
     emitted = Counter(of_xla(found) for found in compiled[case]["collectives"])
-    pending = expression.output.sharding.replace(unreduced="Y")
+    pending = expression.output.sharding.replace(unreduced=frozenset("Y"))
     lazy = place_einsum(indices, {"I": "X", "J": "Y"}, [t.sharding for t in expression.inputs], pending)
     assert written_as_xla(lazy, mesh) != emitted

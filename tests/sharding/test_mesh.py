@@ -77,6 +77,6 @@ def test_rank_must_match():
 def test_queries_of_a_sharding():
     held = Sharding((("X", "Y"), ()), frozenset("Z"))
     assert held.mesh_axes == {"X", "Y", "Z"}
-    assert held.replace(unreduced=()) == Sharding((("X", "Y"), ()))
+    assert held.replace(unreduced=frozenset()) == Sharding((("X", "Y"), ()))
     assert held.replace(splits=((), ("X",))) == Sharding(((), ("X",)), frozenset("Z"))
     assert Sharding.of(("B", "D"), {"D": ["X"]}, "Y") == Sharding(((), ("X",)), frozenset("Y"))

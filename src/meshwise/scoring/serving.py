@@ -79,13 +79,11 @@ class ServingPrediction(Prediction):
     def depends_on(self, constant: Constant) -> bool:
         """As in `Prediction`, and whether its model and layout have what the constant is of."""
         problem, name = self.scenario.problem, constant.name
-        if name.startswith(("startup", "links")) and self.estimate.setup.decode.engine_chips == 1:
-            return False
-        if name == "experts" and not problem.model.mixtures:
-            return False
-        if name in ("weights.int8", "weights.int4", "weights.fp4"):
-            return name == f"weights.{problem.load.formats.weights.value}" and super().depends_on(constant)
-        return super().depends_on(constant)
+        alone = self.estimate.setup.decode.engine_chips == 1 and name.startswith(("startup", "links"))
+        dense = name == "experts" and not problem.model.mixtures
+        narrow = name in ("weights.int8", "weights.int4", "weights.fp4")
+        other = narrow and name != f"weights.{problem.load.formats.weights.value}"
+        return not (alone or dense or other) and super().depends_on(constant)
 
 
 def predict_serving(run: ServingRun, calibration: str = "fitted") -> ServingPrediction | Refusal:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError, UnknownNameError
@@ -59,7 +60,7 @@ class Mesh:
     @property
     def names(self) -> tuple[str, ...]:
         """Axis names, outermost first."""
-        return tuple(name for name, _ in self.axes)
+        return tuple(self.sizes)
 
     @property
     def num_devices(self) -> int:
@@ -141,13 +142,9 @@ class Sharding:
         """The mesh axes that split a dimension."""
         return frozenset(axis for split in self.splits for axis in split)
 
-    def replace(
-        self, *, splits: tuple[tuple[str, ...], ...] | None = None, unreduced: Iterable[str] | None = None
-    ) -> Sharding:
+    def replace(self, **changes: Any) -> Sharding:
         """Copy with other splits or other unreduced axes."""
-        return Sharding(
-            self.splits if splits is None else splits, self.unreduced if unreduced is None else frozenset(unreduced)
-        )
+        return replace(self, **changes)
 
     def num_shards(self, mesh: Mesh) -> int:
         """Distinct blocks of the tensor: the product of the sizes of the axes that split it."""

@@ -13,7 +13,6 @@ from meshwise.core.tensors import (
     Attention,
     AttentionGradient,
     Block,
-    Convert,
     Elementwise,
     Kind,
     Op,
@@ -23,7 +22,7 @@ from meshwise.core.tensors import (
 from meshwise.sharding.collective_products import AXIS, moves_beside_products, split_by_rows
 from meshwise.sharding.mesh import Sharding
 from meshwise.sharding.placed import Held, LocalOp, PlacedBlock, Purpose, Transfer
-from meshwise.sharding.remat import RematPolicy, Saved, saved_activations
+from meshwise.sharding.remat import RematPolicy, Saved, is_passing, saved_activations
 from meshwise.sharding.reshard import CollectiveKind, nearest, reshard
 from meshwise.sharding.strategy import Strategy, iteration_space
 
@@ -65,25 +64,17 @@ class _Placer:
         if self.strategy.ring:
             self.circling |= _circling(op)
         splits = iteration_space(self.strategy, op)
-        passed = self._passed(op, splits)
+        # Routing is linear: partial sums over mesh axes that split neither tokens nor slots are routed as they are, and
+        # added afterwards, when there is one value a token again; over others they are scattered on the way.
+        routed = self.held[op.inputs[0].name].sharding.unreduced if isinstance(op, Route) else frozenset[str]()
+        passed = routed.difference(*splits.values())
         inputs = []
         for number, t in enumerate(op.inputs):
-            routed = isinstance(op, Route) and number == 0
-            wanted = Sharding.of(t.axes, splits, unreduced=passed if routed else ())
-            self.bring(t, wanted, op.name, as_it_is=routed and bool(self.held[t.name].sharding.unreduced))
+            wanted = Sharding.of(t.axes, splits, unreduced=() if number else passed)
+            self.bring(t, wanted, op.name, as_it_is=not number and bool(routed))
             inputs.append(Held(t, wanted))
         output = Held(op.output, self._output_sharding(op, splits, passed))
         self._append(op, tuple(inputs), output, splits)
-
-    def _passed(self, op: Op, splits: dict[str, tuple[str, ...]]) -> frozenset[str]:
-        """Mesh axes over which what is routed stays unreduced.
-
-        Routing is linear: partial sums over mesh axes that split neither tokens nor slots are routed as they are, and
-        added afterwards, when there is one value a token again; over others they are scattered on the way.
-        """
-        if not isinstance(op, Route):
-            return frozenset()
-        return self.held[op.inputs[0].name].sharding.unreduced.difference(*splits.values())
 
     def _append(self, op: Op, inputs: tuple[Held, ...], output: Held, splits: dict[str, tuple[str, ...]]) -> None:
         self.items.append(LocalOp(op, inputs, output, tuple(splits.items())))
@@ -249,7 +240,7 @@ def place_block(block: Block, strategy: Strategy, policy: RematPolicy) -> Placed
         backward=tuple(back.items),
         recomputed=recomputed,
         kept=tuple(kept.values()),
-        workspace=tuple(back.held[op.output.name] for op in saved.recompute if not _passing(op)),
+        workspace=tuple(back.held[op.output.name] for op in saved.recompute if not is_passing(op)),
         tied_gradients=tuple(h for n, h in gradients.items() if n not in own),
         gradients=tuple(gradients[n] for n in own if n in gradients),
         optimizer=optimizer,
@@ -289,11 +280,6 @@ def _placed(block: Block, outside: dict[str, Held], *passes: list[LocalOp | Tran
         gathered=tuple(gathered.values()),
         caches=tuple(h for h in outside.values() if h.tensor.kind is Kind.KV_CACHE),
     )
-
-
-def _passing(op: Op) -> bool:
-    """Whether what `op` makes is used up by the next operation: a weight widened for one multiplication."""
-    return isinstance(op, Convert) and not op.lasting
 
 
 def _outside(block: Block, strategy: Strategy) -> dict[str, Held]:

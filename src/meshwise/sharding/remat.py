@@ -195,6 +195,11 @@ class Saved:
     recompute: tuple[Op, ...]
 
 
+def is_passing(op: Op) -> bool:
+    """Whether what `op` makes is used up by the next operation: a weight widened for one multiplication."""
+    return isinstance(op, Convert) and not op.lasting
+
+
 def saved_activations(block: Block, policy: RematPolicy) -> Saved:
     """Which activations of `block` are kept, and what is run again, for its backward pass to find what it reads."""
     makers = {op.output.name: op for op in block.ops}
@@ -202,7 +207,7 @@ def saved_activations(block: Block, policy: RematPolicy) -> Saved:
     tensors |= {op.output.name: op.output for op in block.ops}  # the maker's axes (T), not a reader's (S)
 
     def is_kept(maker: Op | None) -> bool:
-        return maker is None or (policy.keeps(maker) and not (isinstance(maker, Convert) and not maker.lasting))
+        return maker is None or (policy.keeps(maker) and not is_passing(maker))
 
     wanted = [t.name for op in backward(block) for t in op.inputs if _is_activation(tensors.get(t.name))]
     kept: dict[str, Tensor] = {}

@@ -7,14 +7,14 @@ a communication pattern: `place` derives every collective. Not here: what it cos
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 from meshwise.core.errors import LayoutError
 from meshwise.sharding.layout import CONTEXT_METHODS
 from meshwise.sharding.layout_fields import ALIASES, LayoutFields, MeshLayout, Wires
-from meshwise.sharding.strategy import STORAGE_AXES, TENSOR_AXES, Rule, Strategy, context, expert
+from meshwise.sharding.strategy import STORAGE_AXES, TENSOR_AXES, Rule, Strategy, context, expert, fsdp
 
 #: Mesh axes of one engine, innermost first.
 SERVING_AXES = ("tensor", "cache", "width", "context", "expert", "fsdp", "stage")
@@ -73,14 +73,6 @@ def _state_rules(axis: str) -> tuple[Rule, ...]:
     return (Rule(("Nr",), axis), Rule(("Cr",), axis), Rule(("K",), axis))
 
 
-def gathered() -> Strategy:
-    """Store weights in parts and gather those of a layer when they are used, while sequences are split.
-
-    Source: Pope et al. 2022, section 3.2.3 (weight-gathered); in training it is FSDP.
-    """
-    return Strategy(compute=(Rule(("B", "C"), "fsdp"),), weights=(Rule(STORAGE_AXES, "fsdp"),))
-
-
 @lru_cache(maxsize=256)
 def serving_strategy(
     *,
@@ -100,9 +92,10 @@ def serving_strategy(
         experts: what the tensor axes split of a mixture: ("Fe",), the width of every expert, or ("E", "C"), their
             number.
     """
-    around = replace(context(sharded=False), ring=ring) | expert(sharded=False)
     positions = Strategy(caches=(Rule(("S",), "context"),))
-    whole = gathered() | around | positions | tensor_and_cache(cache_split, experts)
+    around = context(sharded=False, ring=ring) | expert(sharded=False)
+    # Weights that are stored in parts are gathered as in FSDP, while sequences are split (Pope et al. 2022, 3.2.3).
+    whole = fsdp() | around | positions | tensor_and_cache(cache_split, experts)
     if wide:
         whole |= width(cache_split)
     split = {"whole": (), "positions": ("T",), "width": ("D",)}[residual]
