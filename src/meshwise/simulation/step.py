@@ -264,14 +264,10 @@ def _event(event: Event, chunks: list[_Chunk], begin: float, scale: float) -> It
     for w, chunk in zip(event.works, chunks, strict=True):
         names = ("recompute", *PASSES[w.task]) if "backward" in PASSES[w.task] else PASSES[w.task]
         work += [(w, "compute", name, scale * chunk.compute.get(name, 0.0)) for name in names]
-    exchanges: list[tuple[Work, str, float]] = []
-    for w, chunk in zip(event.works, chunks, strict=True):
-        for name in PASSES[w.task]:
-            for term, seconds in chunk.exposed[name].items():
-                if term == "expert":
-                    exchanges.append((w, term, scale * seconds))
-                else:
-                    work.append((w, term, term, scale * seconds))
+    passes = [(w, chunk, name) for w, chunk in zip(event.works, chunks, strict=True) for name in PASSES[w.task]]
+    exposed = [(w, term, scale * s) for w, chunk, name in passes for term, s in chunk.exposed[name].items()]
+    work += [(w, term, term, seconds) for w, term, seconds in exposed if term != "expert"]
+    exchanges = [(w, term, seconds) for w, term, seconds in exposed if term == "expert"]
     # Of two chunks that differ, what a pair saves is their average: what nothing hides may not quite fit.
     fit = min(1.0, room / sum(seconds for *_, seconds in work)) if len(event.works) > 1 else 1.0
     work = [(w, stream, name, fit * seconds) for w, stream, name, seconds in work]
@@ -281,9 +277,7 @@ def _event(event: Event, chunks: list[_Chunk], begin: float, scale: float) -> It
     share = max(left, 0.0) / sent if len(event.works) > 1 and sent else 1.0
     work += [(w, term, term, seconds * share) for w, term, seconds in exchanges]
     beside = [(w, term, seconds * (1 - share)) for w, term, seconds in exchanges]
-    for w, chunk in zip(event.works, chunks, strict=True):
-        for name in PASSES[w.task]:
-            beside += [(w, term, scale * seconds) for term, seconds in chunk.hidden[name].items()]
+    beside += [(w, term, scale * s) for w, chunk, name in passes for term, s in chunk.hidden[name].items()]
     at = start
     for w, stream, name, seconds in work:
         if seconds > _NOTHING:
