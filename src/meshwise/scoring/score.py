@@ -234,21 +234,18 @@ def macro(groups: Mapping[str, Errors]) -> float | None:
 
 def ranking_of(predictions: Sequence[TrainingPrediction]) -> Ranking:
     """Compare layouts pairwise within what one source measured of one model on one machine."""
-    groups: defaultdict[tuple[object, ...], list[TrainingPrediction]] = defaultdict(list)
+    groups: defaultdict[tuple[object, ...], list[tuple[tuple[object, ...], float, float]]] = defaultdict(list)
     for p in predictions:
         if not p.run.is_memory:
-            groups[_machine(p.scenario.run)].append(p)
-    several = [group for group in groups.values() if len({_laid_out(p.scenario.run) for p in group}) > 1]
+            run = p.scenario.run
+            groups[_machine(run)].append((_laid_out(run), p.measured / run.tokens, p.expected / run.tokens))
+    several = [group for group in groups.values() if len({layout for layout, *_ in group}) > 1]
     pairs = right = 0.0
     for group in several:
-        for a, b in itertools.combinations(group, 2):
-            of_a, of_b = a.scenario.run, b.scenario.run
-            x, y = a.measured / of_a.tokens, b.measured / of_b.tokens
-            if _laid_out(of_a) == _laid_out(of_b) or abs(x / y - 1) < SAME:
-                continue
-            pairs += 1
-            said = a.expected / of_a.tokens - b.expected / of_b.tokens
-            right += 0.5 if said == 0 else float((said > 0) == (x > y))
+        for (a, took_a, said_a), (b, took_b, said_b) in itertools.combinations(group, 2):
+            if a != b and abs(took_a / took_b - 1) >= SAME:
+                pairs += 1
+                right += 0.5 if said_a == said_b else float((said_a > said_b) == (took_a > took_b))
     return Ranking(int(pairs), right / pairs if pairs else None, len(several))
 
 
