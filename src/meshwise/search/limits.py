@@ -19,7 +19,7 @@ from meshwise.search.baselines import Baseline
 from meshwise.search.constraints import Constraints
 from meshwise.search.plan import Plan
 from meshwise.search.ranking import Found
-from meshwise.search.search import SearchResult, SearchSpace, search
+from meshwise.search.search import COUNTS, SearchResult, SearchSpace, search
 from meshwise.search.space import parts_up_to, shrunken
 from meshwise.sharding.layout import LayoutRequest
 
@@ -55,10 +55,10 @@ class Wanted:
         """Whether a layout takes no more than it may."""
         return found.seconds_per_token <= self.space.seconds_on(found.layout.num_chips)
 
-    def search(self, fabrics: Iterable[Fabric], **others: object) -> SearchResult:
+    def search(self, fabrics: Iterable[Fabric]) -> SearchResult:
         """Search these networks."""
-        given = {"objective": self.objective, "top": self.top, "progress": self.progress, **others}
-        return search(self.problem, fabrics, self.space, **given)  # type: ignore[arg-type]
+        given = self.problem, fabrics, self.space
+        return search(*given, objective=self.objective, top=self.top, progress=self.progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,8 @@ def find_fewest(wanted: Wanted) -> Outcome:
             "objective chips: expected a deadline and the tokens of the run (--deadline 30d --tokens 15T)"
         )
     # Without limits, to know how fast those are that keep none.
-    free = replace(wanted.without_limits, objective="time", space=replace(wanted.without_limits.space, front=False))
+    space = replace(wanted.without_limits.space, front=False)
+    free = replace(wanted, objective="time", top=1, space=space, progress=lambda _: None)
     kept: tuple[Fabric, SearchResult] | None = None
     tried: list[SearchResult] = []
     interrupted_on = 0
@@ -135,7 +136,7 @@ def find_fewest(wanted: Wanted) -> Outcome:
         known = f"; {math.prod(kept[0].sizes):,} keep the deadline" if kept else ""
         try:
             wanted.progress(f"trying {chips:,} {'chip' if chips == 1 else 'chips'}{known}")
-            result = free.search([fabric], top=1, progress=lambda _: None)
+            result = free.search([fabric])
         except KeyboardInterrupt:
             if kept is None:
                 raise
@@ -157,8 +158,7 @@ def find_fewest(wanted: Wanted) -> Outcome:
 
 def _summed(results: list[SearchResult], last: SearchResult) -> SearchResult:
     """The last result, with the counts of all."""
-    counts = ("strategies", "priced", "covered", "infeasible", "cpu_s")
-    sums = {name: sum(getattr(r, name) for r in results) for name in counts}
+    sums = {name: sum(getattr(r, name) for r in results) for name in (*COUNTS, "cpu_s")}
     return replace(last, **sums, least_memory=min(r.least_memory for r in results))
 
 

@@ -247,6 +247,9 @@ class NetworkSearch:
 #: What is minimised: seconds per token, or these times chips.
 OBJECTIVES = ("time", "cost")
 
+#: What a search counts; see `SearchResult`.
+COUNTS = ("strategies", "priced", "covered", "infeasible")
+
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
@@ -351,11 +354,7 @@ def search(
     return SearchResult(
         best=state.ranking.members(),
         front=state.front.members(),
-        strategies=state.strategies,
-        priced=state.priced,
-        covered=state.covered,
-        infeasible=state.infeasible,
-        least_memory=state.least_memory,
+        **{name: getattr(state, name) for name in (*COUNTS, "least_memory")},
         cpu_s=time.process_time() - started,
         complete=not interrupted_on,
         interrupted_on=interrupted_on,

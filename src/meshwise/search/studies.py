@@ -14,7 +14,7 @@ from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.core.units import format_bytes
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
-from meshwise.hardware import Chip, Cluster, Torus
+from meshwise.hardware import Cluster, Torus
 from meshwise.jobs import TrainingJob
 from meshwise.search.constraints import Constraints
 from meshwise.search.plan import Plan
@@ -79,23 +79,16 @@ def sensitivity(
         except MeshwiseError as error:
             found.append(Sensitivity(name, change, None, float("inf"), None, False, str(error)))
             continue
-        same = _words(best) == _words(winner)
+        same = (str(best.layout), best.fabric.sizes) == (str(winner.layout), winner.fabric.sizes)
         kept = _kept(winner, problem)
-        found.append(Sensitivity(name, change, best, _ratio(best, winner), _kept_ratio(kept, winner), same))
+        slowdown = _ratio(kept, winner) if kept is not None and kept.estimate.fits else None
+        found.append(Sensitivity(name, change, best, _ratio(best, winner), slowdown, same))
     return tuple(found)
-
-
-def _words(plan: Plan) -> tuple[str, tuple[int, ...]]:
-    return str(plan.layout), plan.fabric.sizes
 
 
 def _ratio(plan: Plan, winner: Plan) -> float:
     ours, theirs = (p.estimate.step_time.expected / p.estimate.tokens for p in (winner, plan))
     return theirs / ours
-
-
-def _kept_ratio(kept: Plan | None, winner: Plan) -> float | None:
-    return _ratio(kept, winner) if kept is not None and kept.estimate.fits else None
 
 
 def _kept(winner: Plan, problem: TrainingProblem) -> Plan | None:
@@ -144,15 +137,13 @@ def _clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     if cluster.num_slices > 1 and cluster.dcn_bandwidth_per_chip_one_way:
         slower_dcn = cluster.dcn_bandwidth_per_chip_one_way * less
         yield "DCN bandwidth", cluster.replace(dcn_bandwidth_per_chip_one_way=slower_dcn)
-    for name, chip in _chips(cluster.chip, less):
-        yield name, cluster.replace(chip=chip)
-
-
-def _chips(chip: Chip, less: float) -> Iterator[tuple[str, Chip]]:
-    yield "FLOP/s", chip.replace(flops_per_s={dtype: rate * less for dtype, rate in chip.flops_per_s.items()})
-    yield "HBM bandwidth", chip.replace(hbm_bandwidth=chip.hbm_bandwidth * less)
+    chip = cluster.chip
+    slower_chip = chip.replace(flops_per_s={dtype: rate * less for dtype, rate in chip.flops_per_s.items()})
+    yield "FLOP/s", cluster.replace(chip=slower_chip)
+    yield "HBM bandwidth", cluster.replace(chip=chip.replace(hbm_bandwidth=chip.hbm_bandwidth * less))
     reported = None if chip.hbm_reported is None else chip.hbm_reported * less
-    yield "HBM capacity", chip.replace(hbm_capacity=chip.hbm_capacity * less, hbm_reported=reported)
+    smaller = chip.replace(hbm_capacity=chip.hbm_capacity * less, hbm_reported=reported)
+    yield "HBM capacity", cluster.replace(chip=smaller)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,9 @@ def plan_simulated(
         return _most(problem, constraints, targets, requests, top)
     nearest: SimulatedPlan | None = None
     for room in _ROOM:
+        more = replace(constraints, rate=constraints.rate * room)
         try:
-            planning = plan_serving(
-                problem, constraints=replace(constraints, rate=constraints.rate * room), top=max(top, _EACH)
-            )
+            planning = plan_serving(problem, constraints=more, top=max(top, _EACH))
         except InfeasibleError:
             if nearest is None:
                 raise
@@ -110,11 +109,8 @@ def _most(
     reasons: list[str] = []
     found: dict[object, SimulatedPlan] = {}
     for share in _SHARES:
-        limits = {
-            n: None if v is None else share * v
-            for n, v in (("ttft", constraints.max_ttft), ("tpot", constraints.max_tpot))
-        }
-        tighter = replace(constraints, max_ttft=limits["ttft"], max_tpot=limits["tpot"])
+        ttft, tpot = (limit and share * limit for limit in (constraints.max_ttft, constraints.max_tpot))
+        tighter = replace(constraints, max_ttft=ttft, max_tpot=tpot)
         try:
             planning = plan_serving(problem, constraints=tighter, top=_EACH)
         except InfeasibleError as error:
@@ -144,9 +140,8 @@ def _planned(
 
     Why others lose is left out: it is told by means, which were not what decided.
     """
-    return replace(
-        planning, constraints=constraints, plans=tuple(p.estimate for p in kept), neighbours=(), simulated=tuple(kept)
-    )
+    plans = tuple(p.estimate for p in kept)
+    return replace(planning, constraints=constraints, plans=plans, neighbours=(), simulated=tuple(kept))
 
 
 def _excess(targets: LatencyTargets, result: ServingResult) -> float:
@@ -181,26 +176,18 @@ def simulator_setup(problem: ServingProblem, setup: ServingSetup) -> ServingSyst
         setup: layouts and batches.
     """
     load = problem.load
-    speculation = None
-    if load.draft_tokens:
-        speculation = Speculation(min(load.acceptance, 1 - 1e-9), load.draft_tokens)
-    reuse = bool(load.cached_prefix)
-    together = max(round(setup.prefill_batch * load.computed), 1)
+    speculation = Speculation(min(load.acceptance, 1 - 1e-9), load.draft_tokens) if load.draft_tokens else None
+    reuse, together = bool(load.cached_prefix), max(round(setup.prefill_batch * load.computed), 1)
     whole = Scheduling("prefill-first", setup.batch, together, prefix_cache=reuse, speculation=speculation)
+    pool, costs = None, engine_costs(problem, setup, "decode")
     if setup.mode == "disaggregated":
-        pool = PrefillPool(
-            engine_costs(problem, setup, "prefill"),
-            setup.prefill.replicas,
-            replace(whole, max_batch=max(setup.prefill_batch, 1), speculation=None),
-        )
-        costs = engine_costs(problem, setup, "decode")
-        own = replace(whole, prefix_cache=False)
-        return ServingSystem(costs, setup.decode.replicas, own, "least-loaded", pool)
-    scheduling = whole
-    if setup.chunk is not None:
+        first = replace(whole, max_batch=max(setup.prefill_batch, 1), speculation=None)
+        pool = PrefillPool(engine_costs(problem, setup, "prefill"), setup.prefill.replicas, first)
+        whole = replace(whole, prefix_cache=False)
+    elif setup.chunk is not None:
         most = setup.chunk + setup.batch * whole.tokens_each
-        scheduling = replace(whole, policy="chunked", max_step_tokens=most)
-    return ServingSystem(engine_costs(problem, setup, "decode"), setup.decode.replicas, scheduling, "least-loaded")
+        whole = replace(whole, policy="chunked", max_step_tokens=most)
+    return ServingSystem(costs, setup.decode.replicas, whole, "least-loaded", pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +277,10 @@ def _score(constraints: ServingConstraints, *, priced: bool) -> tuple[str, _Scor
     if constraints.objective == "ttft":
         return "time to the first token", lambda e, _: (e.ttft.expected, -e.throughput_per_chip)
     if priced:
-        return "dollars for output tokens", lambda e, sent: (
-            (sent or e).usd_per_million_output_tokens or 0.0,
-            e.end_to_end_s,
-        )
-    return "output tokens per second and chip", lambda e, sent: (
-        -(sent.tokens_per_chip if sent else e.throughput_per_chip),
-        e.end_to_end_s,
-    )
+        by = "dollars for output tokens"
+        return by, lambda e, sent: ((sent or e).usd_per_million_output_tokens or 0.0, e.end_to_end_s)
+    by = "output tokens per second and chip"
+    return by, lambda e, sent: (-(sent.tokens_per_chip if sent else e.throughput_per_chip), e.end_to_end_s)
 
 
 def _formats(
