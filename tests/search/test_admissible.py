@@ -104,7 +104,7 @@ def test_the_best_of_all_placements_is_among_those_kept(case, generator):
 
 # Slow: the same of many more problems.
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(small_searches(), seeds)
 def test_on_many_problems_bounds_and_placements_are_admissible(case, generator):
     hold_bounds(case, generator)

@@ -54,8 +54,8 @@ def test_random_placements_compute_what_one_device_computes(name: str) -> None:
 @pytest.mark.slow
 @every_block
 def test_many_random_placements_compute_what_one_device_computes(name: str) -> None:
-    """Slow because it runs 3,400 placed blocks: rare meetings of mesh order, strategy order and policy."""
-    for seed in range(1, 60):
+    """Slow because it runs 900 placed blocks: rare meetings of mesh order, strategy order and policy."""
+    for seed in range(1, 16):
         prove(random_case(name, seed))
 
 
@@ -109,9 +109,9 @@ def test_every_combination_of_strategies(axes: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
 @pytest.mark.parametrize("axes", SETS, ids="+".join)
 def test_every_combination_of_strategies_with_every_choice(axes: tuple[str, ...], choices: Choices) -> None:
-    """Slow because it runs 1,000 placed blocks: every set of strategies with all choices, dense and mixed."""
-    for name in ("llama", "gpt-2", "deepseek-v3"):
-        prove(make_case(name, joined(axes, choices), dict.fromkeys(axes, 2), "matmuls"))
+    """Slow because it runs 370 placed blocks: every set of strategies with all choices, dense or mixed in turn."""
+    name = ("llama", "gpt-2", "deepseek-v3")[(SETS.index(axes) + CHOICES.index(choices)) % 3]
+    prove(make_case(name, joined(axes, choices), dict.fromkeys(axes, 2), "matmuls"))
 
 
 def turn(name: str, of: Sequence[T]) -> T:
@@ -215,15 +215,15 @@ def test_no_transfer_can_be_dropped(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", SMALL_MESHES, ids=lambda mesh: "+".join(a for a in mesh if mesh[a] > 1))
 @pytest.mark.parametrize(
     ("choices", "policy"),
     [(CHOICES[0], "full"), (CHOICES[1], "full"), (CHOICES[2], "full"), (CHOICES[4], "none"), (CHOICES[5], "none")],
 )
 @every_block
-def test_no_transfer_can_be_dropped_of_all(name: str, choices: Choices, policy: str, mesh: dict[str, int]) -> None:
-    """Slow because each of 3,500 transfers is left out in a run of its own: not one of them is superfluous."""
-    prove_none_is_useless(make_case(name, joined(AXES, choices), mesh, policy), sample=8)
+def test_no_transfer_can_be_dropped_of_all(name: str, choices: Choices, policy: str) -> None:
+    """Slow because each of 1,200 transfers is left out in a run of its own: not one of them is superfluous."""
+    mesh = SMALL_MESHES[(list(BLOCKS).index(name) + CHOICES.index(choices)) % len(SMALL_MESHES)]
+    prove_none_is_useless(make_case(name, joined(AXES, choices), mesh, policy), sample=4)
 
 
 def test_the_referee_refuses_what_a_device_does_not_hold() -> None:
