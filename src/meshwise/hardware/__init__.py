@@ -10,13 +10,12 @@ from meshwise.hardware.names import parse_cluster
 from meshwise.hardware.network import Level, Torus, TorusAxis, Tree
 from meshwise.hardware.schema import Machine, aliases, chips, load_chip, machines, networks
 from meshwise.hardware.slices import SliceRules
-from meshwise.hardware.trees import Fabric, FabricLevel
+from meshwise.hardware.trees import Fabric
 
 __all__ = [
     "Chip",
     "Cluster",
     "Fabric",
-    "FabricLevel",
     "Level",
     "Machine",
     "SliceRules",

@@ -1,7 +1,7 @@
 """What is wanted: a training job, its precision, optimizer, what is trained; or a serving load. Requests: `traffic`."""
 
 from meshwise.jobs.fine_tuning import FineTuning, parse_fine_tuning, trainable_parameters, with_adapters
-from meshwise.jobs.precision import PRECISIONS, Precision, Recipe, narrowed, parse_precision
+from meshwise.jobs.precision import PRECISIONS, Precision, narrowed, parse_precision
 from meshwise.jobs.serving import ServingConditions, ServingLoad, computed_lengths, drawn_requests, output_lengths
 from meshwise.jobs.serving_precision import (
     SERVING_PRECISIONS,
@@ -18,7 +18,6 @@ __all__ = [
     "FineTuning",
     "Optimizer",
     "Precision",
-    "Recipe",
     "ServingConditions",
     "ServingLoad",
     "ServingPrecision",

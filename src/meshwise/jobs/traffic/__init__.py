@@ -1,6 +1,6 @@
 """What is asked of a serving system: requests over time, drawn by a seed or recorded. Not here: how they are served."""
 
-from meshwise.jobs.traffic.lengths import Lengths, Lognormal, Uniform, parse_lengths
+from meshwise.jobs.traffic.lengths import Lognormal, Uniform, parse_lengths
 from meshwise.jobs.traffic.load import (
     Arrivals,
     Demand,
@@ -11,16 +11,14 @@ from meshwise.jobs.traffic.load import (
     parse_arrivals,
     read_trace,
 )
-from meshwise.jobs.traffic.mix import RequestMix, mix_lengths, mix_trace
+from meshwise.jobs.traffic.mix import mix_lengths, mix_trace
 
 __all__ = [
     "Arrivals",
     "Demand",
     "DrawnLoad",
-    "Lengths",
     "Load",
     "Lognormal",
-    "RequestMix",
     "SharedPrefixes",
     "Trace",
     "Uniform",
