@@ -62,14 +62,6 @@ def test_counts_of_published_a100_runs(count: int):
     assert parse_cluster(f"a100-sxm-80gb:{count}").num_chips == count
 
 
-def test_without_a_fabric_one_node_is_the_limit():
-    tree, notes = build_tree(load_chip("h100"), 8, None)
-    assert [level.degree for level in tree.levels] == [8]
-    assert notes == ()
-    with pytest.raises(ClusterError, match="one node holds at most 8"):
-        build_tree(load_chip("h100"), 16, None)
-
-
 def test_in_network_reduction_is_off_unless_asked_for():
     for name, entry in networks().items():
         if isinstance(entry, Fabric):

@@ -192,17 +192,15 @@ def _build(row: _ClusterRow, name: str, chip: Chip) -> Cluster:
 
 
 def _slices(row: _ClusterRow, name: str, chip: Chip, rules: SliceRules) -> Cluster:
-    if row.shape is None and row.num_chips is None:
-        raise ClusterError("expected shape (or num_chips), found neither")
-    if row.shape is None:
-        per_slice, rest = divmod(row.num_chips or 0, row.num_slices)
+    shape = row.shape
+    if shape is None:
+        if row.num_chips is None:
+            raise ClusterError("expected shape (or num_chips), found neither")
+        per_slice, rest = divmod(row.num_chips, row.num_slices)
         if rest:
             raise ClusterError(f"num_chips {row.num_chips} cannot be divided over {row.num_slices} slices")
         shape = rules.shape_of(per_slice, chip)
-    else:
-        shape = row.shape
-    torus = rules.torus(shape, chip, twisted=row.twisted)
-    return _with_slices(row, name, chip, torus, rules)
+    return _with_slices(row, name, chip, rules.torus(shape, chip, twisted=row.twisted), rules)
 
 
 def _described(row: _ClusterRow, name: str, chip: Chip, network: _NetworkRow) -> Cluster:

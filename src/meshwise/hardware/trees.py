@@ -39,9 +39,7 @@ class Fabric:
     notes: tuple[str, ...] = ()
 
 
-def build_tree(
-    chip: Chip, num_chips: int, fabric: Fabric | None, *, reduce: bool = False
-) -> tuple[Tree, tuple[str, ...]]:
+def build_tree(chip: Chip, num_chips: int, fabric: Fabric, *, reduce: bool = False) -> tuple[Tree, tuple[str, ...]]:
     """Cut the levels of `chip` and `fabric` to `num_chips`; returns the tree and notes on what was decided.
 
     A count inside one level uses only that part of it. A count that goes beyond must fill whole hosts, and is spread
@@ -51,25 +49,23 @@ def build_tree(
         ClusterError: when the count does not fill hosts or exceeds the network.
     """
     domain = math.prod(level.degree for level in chip.scale_up)
-    if fabric is not None and domain not in fabric.domains:
+    if domain not in fabric.domains:
         sizes = " or ".join(str(size) for size in fabric.domains)
         raise ClusterError(
             f"network {fabric.name} joins nodes of {sizes} GPUs; {chip.title} comes in nodes of {domain}. "
             f"Its own network is {chip.network or 'none'}"
         )
-    outer = [] if fabric is None else list(fabric.levels)
     stack = [(level, f"{level.name} domains") for level in chip.scale_up]
-    stack += [(item.level, item.group) for item in outer]
+    stack += [(item.level, item.group) for item in fabric.levels]
     limit = math.prod(level.degree for level, _ in stack)
     if num_chips > limit:
-        name = fabric.name if fabric else "one node"
         raise ClusterError(
-            f"{num_chips:,} x {chip.title}: {name} holds at most {limit:,}. Describe a larger network in a file"
+            f"{num_chips:,} x {chip.title}: {fabric.name} holds at most {limit:,}. Describe a larger network in a file"
         )
     if not _fills(chip, num_chips, limit):
         raise ClusterError(f"{num_chips:,} x {chip.title} {_why_not(chip, num_chips, domain, limit)}")
     levels, notes = _cut(stack, num_chips, chip)
-    return Tree(tuple(levels), reduce or (fabric is not None and fabric.in_network_reduction)), tuple(notes)
+    return Tree(tuple(levels), reduce or fabric.in_network_reduction), tuple(notes)
 
 
 def _fills(chip: Chip, num_chips: int, limit: int) -> bool:
