@@ -104,7 +104,7 @@ def price_step(  # noqa: PLR0917 -- what is asked, then where
     roles = _Roles(problem, structure, wires)
     part = part_of_sequences(sizes)
     extents = step_extents(problem, step, structure, part)
-    roles.add(step, _Extents.of(problem, step, structure, extents, attending and part_of_sequences(attending)))
+    roles.add(step, roles.extents(step, extents, attending and part_of_sequences(attending)))
     out = roles.assembled(step, sizes, extents)
     _add_host(out, problem, sizes.sequences, sizes.mesh)
     return out
@@ -132,7 +132,7 @@ def time_step(  # noqa: PLR0917 -- as `price_step`, and where
     """
     extents = extents or step_extents(problem, step, structure, part_of_sequences(sizes))
     roles = _Roles(problem, structure, wires, places)
-    roles.add(step, _Extents.of(problem, step, structure, extents, attending and part_of_sequences(attending)))
+    roles.add(step, roles.extents(step, extents, attending and part_of_sequences(attending)))
     _, expected, interval = roles.timed(step, sizes, roles.send_seconds(step, extents))
     host = _host_seconds(problem, sizes.sequences, roles.placed(sizes.mesh["expert"]))
     return expected + host, interval + host
@@ -144,19 +144,6 @@ class _Extents(NamedTuple):
     most: Extents
     reading: Extents
     head: Extents
-
-    @classmethod
-    def of(
-        cls,
-        problem: ServingProblem,
-        step: Step,
-        structure: ServingLayoutChoices,
-        extents: Extents,
-        attending: StepSizes | None,
-    ) -> _Extents:
-        """The same for all operations but those that read cached positions, where these attend to other sizes."""
-        reading = extents if attending is None else step_extents(problem, step, structure, attending)
-        return cls(extents, reading, extents)
 
 
 class _Roles:
@@ -184,6 +171,11 @@ class _Roles:
     def placed(self, value: Num) -> Num:
         """A value for each place, from one for each mesh."""
         return CollectivePrices(self.rates, None, self.places).placed(value)
+
+    def extents(self, step: Step, most: Extents, attending: StepSizes | None) -> _Extents:
+        """The same for all operations but those that read cached positions, where these attend to other sizes."""
+        reading = most if attending is None else step_extents(self.problem, step, self.structure, attending)
+        return _Extents(most, reading, most)
 
     def add(self, step: Step, extents: _Extents, passes: Container[str] = PASSES, *, sends: bool = True) -> None:
         """Add some `passes` of all blocks of a step, and what they send."""
@@ -285,7 +277,7 @@ def price_mixed_step(  # noqa: PLR0917 -- as `price_step`, of two parts
     extents, few = (step_extents(problem, "decode", structure, part_of_sequences(s)) for s in (together, ending))
     roles.add("decode", _Extents(extents, extents, few), ("matmuls", "elementwise"))
     chunks = step_extents(problem, "prefill", structure, part_of_chunks(prefill))
-    of_chunks = _Extents.of(problem, "prefill", structure, chunks, attending and part_of_chunks(attending))
+    of_chunks = roles.extents("prefill", chunks, attending and part_of_chunks(attending))
     roles.add("prefill", of_chunks, ("attention", "states"), sends=False)
     decoding = step_extents(problem, "decode", structure, part_of_sequences(decode))
     roles.add("decode", _Extents(decoding, decoding, decoding), ("attention", "states"), sends=False)
