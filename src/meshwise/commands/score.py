@@ -14,9 +14,7 @@ from meshwise.commands.requests import File, Request
 from meshwise.costs.engines import ENGINES
 from meshwise.costs.fitted import find_calibration
 from meshwise.hardware import load_chip
-from meshwise.report.score import score_report
-from meshwise.report.score_serving import served_report
-from meshwise.report.scored import scored_svg
+from meshwise.report.score import score_report, scored_svg, served_report
 from meshwise.scoring import (
     ServingRun,
     ServingScore,

@@ -30,9 +30,8 @@ from meshwise.report.layouts import choice_words, layout_words
 from meshwise.report.likely import likely_data, likely_words
 from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.model import length_words
-from meshwise.report.plan_details import plan_details
+from meshwise.report.plan_details import plan_details, sensitivity_data, sensitivity_table
 from meshwise.report.report import Report, listed
-from meshwise.report.sensitivity import sensitivity_data, sensitivity_table
 from meshwise.report.table import counted, table
 from meshwise.search import MAX_MEMORY, Baseline, Found, Plan, PlanResult
 

@@ -10,10 +10,9 @@ from rich.text import Text
 
 from meshwise.core.units import format_money, format_time
 from meshwise.costs.serving.answer import ServingEstimate
-from meshwise.report.plan_serve import front_data, plan_data, simulated_assumed, simulated_words
+from meshwise.report.plan_serve import front_data, front_svg, plan_data, simulated_assumed, simulated_words
 from meshwise.report.report import Report, listed
 from meshwise.report.serve import NOT_MODELLED, assumed, definitions, serving_data, serving_words, subject
-from meshwise.report.serving_front import front_svg
 from meshwise.report.table import noted_table, table
 from meshwise.search.serving import ServingPlanResult
 from meshwise.search.serving.studies import Alternative, ServingAlternatives

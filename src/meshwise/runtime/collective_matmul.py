@@ -11,7 +11,7 @@ sent, as in an AllGather: V/W for an array of V bytes at bandwidth W round the r
 
 Each is the transpose of the other. Sources: book, "Sharded Matrices" (an AllGather as n - 1 hops round a ring) and
 "Training", tensor parallelism; Wang et al. 2023, "Overlap communication with dependent computation via decomposition".
-Not here: which products of a block these are, and their gradients (`placed_products`).
+Not here: which products of a block these are, and their gradients (`products`).
 """
 
 from __future__ import annotations

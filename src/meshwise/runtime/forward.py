@@ -19,8 +19,7 @@ from meshwise.runtime.attention_placed import attend_placed
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
 from meshwise.runtime.ops import Surroundings, elementwise
-from meshwise.runtime.placed_products import PlacedProducts, multiply_placed
-from meshwise.runtime.products import multiply
+from meshwise.runtime.products import PlacedProducts, multiply, multiply_placed
 from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched, plain

@@ -21,9 +21,8 @@ from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.params import Order, Parameter, Tree
-from meshwise.runtime.weights.files import GgufFile, SafetensorsFiles
+from meshwise.runtime.weights.files import Array, GgufFile, SafetensorsFiles, Shape, Stored, shape_of
 from meshwise.runtime.weights.names import gguf_names, hub_names
-from meshwise.runtime.weights.stored import Array, Shape, Stored, shape_of
 
 #: What files hold besides weights: frequencies of rotations and masks, which follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from meshwise.core.errors import ConfigError
 from meshwise.models import Model
-from meshwise.runtime.weights.files import GgufFile
-from meshwise.runtime.weights.stored import Stored
+from meshwise.runtime.weights.files import GgufFile, Stored
 
 #: Name of a weight, in whichever block it is -> where it lies.
 Table = Mapping[str, Stored]
