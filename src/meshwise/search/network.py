@@ -47,7 +47,9 @@ class SearchedNetwork:
         self.sizes = local.numbers(table.sizes)  # of each of the table's sizes in `local`
         self.choices = tuple(stored for variant in self.variants for stored in variant.stored)
         self.variant_of = np.repeat(np.arange(len(self.variants)), [len(v.stored) for v in self.variants])
-        self.schedules, self.offloads = self.asked.variants, self.asked.offload
+        self.schedules = self.asked.variants
+        has_host = self.problem.cluster.chip.host_memory is not None
+        self.offloads = tuple(parts for parts in self.asked.offload if has_host or not parts)
         self.ideal = IdealWires(fabric, table.axes(), self.problem.routing)  # of all meshes
 
     def blocks(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
