@@ -6,10 +6,12 @@ Not here: any tool's own names.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from meshwise.exports.exported import Refusals
 from meshwise.jobs import PRECISIONS, TrainingJob
@@ -17,6 +19,8 @@ from meshwise.models import Model
 from meshwise.models.spec import Mixture
 from meshwise.search import Plan
 from meshwise.sharding.layout import MESH_AXES, Layout
+
+T = TypeVar("T")
 
 #: Fields of a layout that every target answers for, by an option, a note or a refusal.
 _ANSWERED = {
@@ -151,9 +155,7 @@ class Choices:
         """Mesh axis -> where it lies, in words ("nvlink 8 x leaf 2"), innermost first."""
         names = [d.name for d in self.plan.fabric.dimensions]
         return tuple(
-            (axis, " x ".join(f"{n} {e}" for n, e in zip(names, extents, strict=True) if e > 1))
-            for axis, extents in self.layout.wires or ()
-            if max(extents) > 1
+            (axis, extents_words(names, extents)) for axis, extents in self.layout.wires or () if max(extents) > 1
         )
 
     def placement_note(self, numbered: tuple[tuple[str, ...], ...], who: str) -> str:
@@ -181,33 +183,60 @@ class Choices:
 
     def check_known(self, refusals: Refusals) -> None:
         """Refuse what no target knows of: a choice that is newer than this code."""
-        for name, value in (*_unanswered(self.layout, Layout(), _ANSWERED), *self._unanswered_of_job()):
-            refusals.add(f"{name}={value}", "it is not handed over yet", f"a plan without {name}")
+        refusals.add_unanswered(field_values(self.layout, Layout()), _ANSWERED)
+        refusals.add_unanswered(given_values(self.job), _ANSWERED_OF_JOBS)
         if self.layout.expert > 1 and not self.mixture:
             refusals.add(
                 f"expert={self.layout.expert}", f"{self.model.name} has no experts", "the same number of data or fsdp"
             )
 
-    def _unanswered_of_job(self) -> list[tuple[str, Any]]:
-        job = self.job
-        return [
-            (name, getattr(job, name))
-            for name, info in TrainingJob.model_fields.items()
-            if name not in _ANSWERED_OF_JOBS and getattr(job, name) != info.default
-        ]
+    def optimizer_in(self, known: Mapping[str, T], refusals: Refusals, why: str) -> T | None:
+        """What a tool calls the optimizer; refuse one that it does not offer."""
+        kind = self.job.optimizer_kind.name
+        if kind not in known:
+            refusals.add(f"optimizer={kind}", why, "--optimizer adamw")
+        return known.get(kind)
+
+    def precision_in(self, known: Mapping[str, T], refusals: Refusals, *, bf16: str, other: str) -> T | None:
+        """What a tool says for the precision; refuse one that it cannot express.
+
+        Args:
+            known: name of a preset -> the tool's settings.
+            refusals: where a precision that is not there is noted.
+            bf16: why the tool has no pure bf16.
+            other: why it has none of the others.
+        """
+        if self.precision not in known:
+            why = bf16 if self.precision == "bf16" else other
+            refusals.add(f"precision={self.job.precision}", why, "--precision mixed")
+        return known.get(self.precision)
 
 
-def _unanswered(value: Any, default: Any, answered: set[str]) -> list[tuple[str, Any]]:
-    """Fields that were chosen and that nobody answers for."""
-    return [
-        (f.name, getattr(value, f.name))
-        for f in fields(value)
-        if f.name not in answered and getattr(value, f.name) != getattr(default, f.name)
-    ]
+def field_values(value: Any, default: Any) -> list[tuple[str, Any, Any]]:
+    """(field, value, default) of a dataclass."""
+    return [(f.name, getattr(value, f.name), getattr(default, f.name)) for f in fields(value)]
+
+
+def given_values(job: BaseModel) -> list[tuple[str, Any, Any]]:
+    """(field, value, default) of a job or a load."""
+    return [(name, getattr(job, name), info.default) for name, info in type(job).model_fields.items()]
+
+
+def extents_words(names: Iterable[str], extents: Sequence[int]) -> str:
+    """Where a mesh axis lies in the network: "nvlink 8 x leaf 2"."""
+    return " x ".join(f"{n} {e}" for n, e in zip(names, extents, strict=True) if e > 1)
+
+
+def exact(number: float) -> float | int:
+    """`number`, as an integer if it is one."""
+    return int(number) if number == int(number) else number
 
 
 #: Where a tool stores weights otherwise than the precision `mixed` says.
 ONE_COPY = "weights are stored once, in fp32; the plan counts a bf16 copy beside the fp32 master, and so holds more"
+
+#: Where a tool computes the update on the host.
+HOST_UPDATE = "the update of what is offloaded is computed by the host, too; the plan streams it through the chip"
 
 #: Of models that have such modules.
 MTP_NOTE = "multi-token-prediction modules of the model are in no plan, and left out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshwise.exports.choices import Choices, header_lines
+from meshwise.exports.choices import HOST_UPDATE, Choices, header_lines
 from meshwise.exports.exported import Exported, Refusals
 
 TITLE = "DeepSpeed"
@@ -72,9 +72,7 @@ def _offload(choices: Choices, stage: int, refusals: Refusals, notes: list[str])
                 refusals.add(f"offload={part}", f"it needs ZeRO stage {least}, this is {stage}", "zero=1, or fsdp")
             out[key] = {"device": "cpu", "pin_memory": True}
     if "optimizer" in choices.layout.offload:
-        notes.append(
-            "the update of what is offloaded is computed by the host, too; the plan streams it through the chip"
-        )
+        notes.append(HOST_UPDATE)
     return out
 
 
@@ -121,24 +119,14 @@ def _experts(choices: Choices, refusals: Refusals) -> dict[str, Any]:
 
 
 def _precision(choices: Choices, refusals: Refusals) -> dict[str, Any]:
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     known: dict[str, dict[str, Any]] = {
-        "mixed": {
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
-        },
-        "fp16": {
-            "fp16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
-        },
+        "mixed": {"bf16": {"enabled": True}, **sums},
+        "fp16": {"fp16": {"enabled": True}, **sums},
         "fp32": {},
     }
-    if choices.precision not in known:
-        bf16 = "bf16 master weights go with bf16 optimizer states, or with both on the host"
-        why = bf16 if choices.precision == "bf16" else "no key says it"
-        refusals.add(f"precision={choices.job.precision}", why, "--precision mixed")
-    return known.get(choices.precision, {})
+    bf16 = "bf16 master weights go with bf16 optimizer states, or with both on the host"
+    return choices.precision_in(known, refusals, bf16=bf16, other="no key says it") or {}
 
 
 def _remat(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
@@ -159,8 +147,6 @@ def _remat(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, 
 
 def _optimizer(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
     names = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
-    kind = choices.job.optimizer_kind.name
-    if kind not in names:
-        refusals.add(f"optimizer={kind}", f"it offers {', '.join(names.values())}", "--optimizer adamw")
+    name = choices.optimizer_in(names, refusals, f"it offers {', '.join(names.values())}")
     notes.append("the learning rate of the optimizer is yours to add (optimizer.params)")
-    return {"optimizer": {"type": names.get(kind, ""), "params": {}}}
+    return {"optimizer": {"type": name, "params": {}}}

@@ -5,7 +5,9 @@ Not here: any tool's own names (`maxtext`, `megatron`, `torchtitan`, `deepspeed`
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwise.core.errors import HandoverError
 
@@ -47,6 +49,17 @@ class Refusals:
         line = f"{choice}: {why}; nearest: {nearest}"
         if line not in self.lines:
             self.lines.append(line)
+
+    def add_unanswered(self, chosen: Iterable[tuple[str, Any, Any]], answered: Collection[str]) -> None:
+        """Refuse choices that no target answers for, as they are newer than the code here.
+
+        Args:
+            chosen: (field, its value, its default).
+            answered: fields that every target answers for.
+        """
+        for name, value, default in chosen:
+            if name not in answered and value != default:
+                self.add(f"{name}={value}", "it is not handed over yet", f"a plan without {name}")
 
     def check(self) -> None:
         """Raise what was collected.

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.exports.choices import MTP_NOTE, ONE_COPY, Choices, commented, header_lines
+from meshwise.exports.choices import MTP_NOTE, ONE_COPY, Choices, commented, exact, header_lines
 from meshwise.exports.exported import Exported, Refusals
 from meshwise.exports.shape import ModelShape, read_shape
 from meshwise.models.spec import LatentAttention, Mixture
@@ -209,14 +209,10 @@ def _batch(choices: Choices, refusals: Refusals) -> dict[str, Any]:
     passes = 1 if choices.schedule else layout.num_microbatches
     out: dict[str, Any] = {
         "max_target_length": choices.seq_len,
-        "per_device_batch_size": _exact(layout.sequences / passes / layout.num_chips),
+        "per_device_batch_size": exact(layout.sequences / passes / layout.num_chips),
         "gradient_accumulation_steps": passes,
     }
     return out | _pipeline(choices, refusals) if choices.schedule else out
-
-
-def _exact(number: float) -> float:
-    return int(number) if number == int(number) else number
 
 
 def _pipeline(choices: Choices, refusals: Refusals) -> dict[str, Any]:
@@ -295,18 +291,10 @@ _PRECISION: dict[str, dict[str, Any]] = {
 
 
 def _precision(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
-    out = _PRECISION.get(choices.precision)
-    if out is None:
-        why = (
-            "optimizer moments have the format of the weights"
-            if choices.precision == "bf16"
-            else "it has no such recipe"
-        )
-        refusals.add(f"precision={choices.job.precision}", why, "--precision mixed")
-    elif choices.precision != "fp32":
+    bf16 = "optimizer moments have the format of the weights"
+    out = choices.precision_in(_PRECISION, refusals, bf16=bf16, other="it has no such recipe") or {}
+    if choices.precision != "fp32":
         notes.append(ONE_COPY)
-    optimizers = {"adamw": "adamw", "sgd": "sgd", "muon": "muon"}
-    kind = choices.job.optimizer_kind.name
-    if kind not in optimizers:
-        refusals.add(f"optimizer={kind}", f"it offers {', '.join(optimizers)}", "--optimizer adamw")
-    return {**(out or {}), "opt_type": optimizers.get(kind, "")}
+    offered = ("adamw", "sgd", "muon")
+    optimizer = choices.optimizer_in({name: name for name in offered}, refusals, f"it offers {', '.join(offered)}")
+    return {**out, "opt_type": optimizer}

@@ -5,9 +5,10 @@ Not here: data, tokenizer, learning rate and checkpoints, which no plan knows.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
-from meshwise.exports.choices import Choices, commented, header_lines
+from meshwise.exports.choices import HOST_UPDATE, Choices, commented, header_lines
 from meshwise.exports.exported import Exported, Refusals
 from meshwise.exports.megatron_model import model_arguments
 from meshwise.exports.shape import read_shape
@@ -41,18 +42,13 @@ def megatron(choices: Choices, refusals: Refusals) -> Exported:
     }
     lines = [*header_lines(choices, TITLE, VERSION, notes), f"world size: {choices.layout.num_chips} ranks, one a chip"]
     body = "\n".join(
-        f"    # {name}\n" + "\n".join(f"    {' '.join(map(_quoted, argument))}" for argument in arguments)
+        f"    # {name}\n" + "\n".join(f"    {shlex.join(map(str, argument))}" for argument in arguments)
         for name, arguments in groups.items()
         if arguments
     )
     usage = 'use: torchrun ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" with data, tokenizer and learning rate of your own'
     text = f"{commented([*lines, usage])}MEGATRON_ARGS=(\n{body}\n)\n"
     return Exported("megatron", TITLE, VERSION, "megatron-args.sh", text, tuple(notes))
-
-
-def _quoted(word: str | int) -> str:
-    text = str(word)
-    return text if all(c.isalnum() or c in "-+_.," for c in text) else f"'{text}'"
 
 
 def _parallelism(choices: Choices, refusals: Refusals, notes: list[str]) -> Iterator[Argument]:
@@ -252,17 +248,11 @@ _PRECISION: dict[str, tuple[Argument, ...]] = {
 def _precision(choices: Choices, refusals: Refusals) -> tuple[Argument, ...]:
     if choices.mixture and choices.precision in ("fp16", "fp32"):
         refusals.add(f"precision={choices.job.precision}", "its grouped experts need bf16", "--precision mixed")
-    if choices.precision in _PRECISION:
-        if len(_PRECISION[choices.precision]) > 1:
-            _need_shared_optimizer(choices, refusals, f"precision={choices.job.precision}")
-        return _PRECISION[choices.precision]
-    why = (
-        "it always keeps an fp32 master copy of bf16 weights"
-        if choices.precision == "bf16"
-        else "it has no such recipe"
-    )
-    refusals.add(f"precision={choices.job.precision}", why, "--precision mixed")
-    return ()
+    bf16 = "it always keeps an fp32 master copy of bf16 weights"
+    arguments = choices.precision_in(_PRECISION, refusals, bf16=bf16, other="it has no such recipe") or ()
+    if len(arguments) > 1:
+        _need_shared_optimizer(choices, refusals, f"precision={choices.job.precision}")
+    return arguments
 
 
 def _need_shared_optimizer(choices: Choices, refusals: Refusals, choice: str) -> None:
@@ -277,10 +267,7 @@ def _optimizer(choices: Choices, refusals: Refusals) -> Iterator[Argument]:
         "adamw": (("--optimizer", "adam"),),
         "momentum": (("--optimizer", "sgd"), ("--sgd-momentum", "0.9")),
     }
-    kind = choices.job.optimizer_kind.name
-    if kind not in names:
-        refusals.add(f"optimizer={kind}", "it offers Adam and SGD with momentum", "--optimizer adamw")
-    yield from names.get(kind, ())
+    yield from choices.optimizer_in(names, refusals, "it offers Adam and SGD with momentum") or ()
 
 
 def _offload(choices: Choices, refusals: Refusals, notes: list[str]) -> Iterator[Argument]:
@@ -288,9 +275,7 @@ def _offload(choices: Choices, refusals: Refusals, notes: list[str]) -> Iterator
         if part == "optimizer":
             _need_shared_optimizer(choices, refusals, "offload=optimizer")
             yield from (("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",))
-            notes.append(
-                "the update of what is offloaded is computed by the host, too; the plan streams it through the chip"
-            )
+            notes.append(HOST_UPDATE)
         elif part == "activations":
             yield from _offload_activations(choices, refusals, notes)
         else:

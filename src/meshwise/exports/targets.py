@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from meshwise.core.errors import UnknownNameError
 from meshwise.exports.choices import Choices
@@ -21,6 +22,9 @@ from meshwise.exports.torchtitan import torchtitan
 from meshwise.search import Plan
 from meshwise.search.serving import ServingPlan
 
+C = TypeVar("C", Choices, ServingChoices)
+T = TypeVar("T")
+
 #: Name as `--to` takes it -> the tool's own name, and what writes for it.
 TARGETS: Mapping[str, tuple[str, Callable[[Choices, Refusals], Exported]]] = {
     "maxtext": ("MaxText", maxtext),
@@ -29,6 +33,18 @@ TARGETS: Mapping[str, tuple[str, Callable[[Choices, Refusals], Exported]]] = {
     "deepspeed": ("DeepSpeed", deepspeed),
     "jax": ("JAX", jaxcode),
 }
+
+
+def _write(kind: str, to: str, targets: Mapping[str, tuple[str, Callable[[C, Refusals], T]]], choices: C) -> T:
+    """Write for one of `targets`; raise what it cannot express."""
+    if to not in targets:
+        raise UnknownNameError(kind, to, targets, list_all=True)
+    title, write = targets[to]
+    refusals = Refusals(title)
+    choices.check_known(refusals)
+    written = write(choices, refusals)
+    refusals.check()
+    return written
 
 
 def hand_over(plan: Plan, to: str) -> Exported:
@@ -42,14 +58,7 @@ def hand_over(plan: Plan, to: str) -> Exported:
         UnknownNameError: for a tool that is not known.
         HandoverError: for choices that the tool cannot express, each with its reason and the nearest that it can.
     """
-    if to not in TARGETS:
-        raise UnknownNameError("tool", to, TARGETS, list_all=True)
-    title, write = TARGETS[to]
-    choices, refusals = Choices(plan), Refusals(title)
-    choices.check_known(refusals)
-    handed = write(choices, refusals)
-    refusals.check()
-    return handed
+    return _write("tool", to, TARGETS, Choices(plan))
 
 
 #: Name as `--to` takes it -> the engine's own name, and what writes for it.
@@ -72,11 +81,6 @@ def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
         UnknownNameError: for an engine that is not known.
         HandoverError: for choices that the engine cannot express, each with its reason and the nearest that it can.
     """
-    if to not in SERVING_TARGETS:
-        raise UnknownNameError("engine", to, SERVING_TARGETS, list_all=True)
-    title, write = SERVING_TARGETS[to]
-    choices, refusals = ServingChoices(plan), Refusals(title)
-    choices.check_known(refusals)
-    script = write(choices, refusals)
-    refusals.check()
+    choices = ServingChoices(plan)
+    script, title = _write("engine", to, SERVING_TARGETS, choices), SERVING_TARGETS[to][0]
     return Exported(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))

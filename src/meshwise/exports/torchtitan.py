@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.exports.choices import ONE_COPY, Choices, commented, header_lines
+from meshwise.exports.choices import HOST_UPDATE, ONE_COPY, Choices, commented, header_lines
 from meshwise.exports.exported import Exported, Refusals
 
 TITLE = "torchtitan"
@@ -38,7 +38,7 @@ def torchtitan(choices: Choices, refusals: Refusals) -> Exported:
     parallelism = {**_degrees(choices, refusals, notes), **_pipeline(choices, refusals, notes)}
     training = {**_batch(choices), **_precision(choices, refusals, notes), **_offload(choices, refusals, notes)}
     checkpoint, imported = _remat(choices, refusals)
-    _optimizer(choices, refusals)
+    choices.optimizer_in({"adamw": "AdamW"}, refusals, "its containers run Adam and AdamW")
     model = choices.model
     notes.append(
         f"the configuration that it is given must be of this model: {model.num_layers} layers, width {model.d_model}, "
@@ -140,15 +140,10 @@ def _batch(choices: Choices) -> dict[str, Any]:
 
 
 def _precision(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
-    compute = {"mixed": "bfloat16", "fp32": "float32"}.get(choices.precision)
-    if compute is None:
-        why = (
-            "without fp32 weights its optimizer states are bf16 too"
-            if choices.precision == "bf16"
-            else "no field says it"
-        )
-        refusals.add(f"precision={choices.job.precision}", why, "--precision mixed")
-    elif compute == "bfloat16":
+    bf16 = "without fp32 weights its optimizer states are bf16 too"
+    known = {"mixed": "bfloat16", "fp32": "float32"}
+    compute = choices.precision_in(known, refusals, bf16=bf16, other="no field says it")
+    if compute == "bfloat16":
         notes.append(ONE_COPY)
     return {"dtype": "float32", "mixed_precision_param": compute, "mixed_precision_reduce": "float32"}
 
@@ -176,11 +171,5 @@ def _offload(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str
             f"offload={'+'.join(choices.layout.offload)}", "it offloads parameters, gradients and optimizer together",
             "offload=optimizer+parameters",
         )  # fmt: skip
-    notes.append("the update of what is offloaded is computed by the host, too; the plan streams it through the chip")
+    notes.append(HOST_UPDATE)
     return {"enable_cpu_offload": True}
-
-
-def _optimizer(choices: Choices, refusals: Refusals) -> None:
-    kind = choices.job.optimizer_kind.name
-    if kind != "adamw":
-        refusals.add(f"optimizer={kind}", "its containers run Adam and AdamW", "--optimizer adamw")

@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+from meshwise.exports.choices import field_values, given_values
 from meshwise.exports.exported import Refusals
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import parse_lengths
@@ -156,11 +156,6 @@ class ServingChoices:
         return self.model.spec.mtp is not None
 
     @property
-    def published(self) -> str:
-        """How the published checkpoint is quantised ("" where it is not)."""
-        return self.model.quantization
-
-    @property
     def longest(self) -> int:
         """Tokens of a request when it ends, and those that are proposed in vain, as far as the model reads."""
         tokens = int(self.load.longest) + self.load.draft_tokens
@@ -186,11 +181,6 @@ class ServingChoices:
         return mix.longest if drawn is None else drawn
 
     @property
-    def decoding(self) -> int:
-        """Engines that decode."""
-        return self.setup.decode.replicas
-
-    @property
     def being_prefilled(self) -> int:
         """Requests before their first token, of all engines: as many as come in such a time (Little's law)."""
         return math.ceil(self.estimate.requests_per_s * self.estimate.ttft.expected)
@@ -204,7 +194,7 @@ class ServingChoices:
     def on_their_way(self) -> int:
         """Requests at once in a measurement: as many as keep the batch full, and those before their first token."""
         if self.apart:
-            return self.setup.batch * self.decoding + self.being_prefilled
+            return self.setup.batch * self.setup.decode.replicas + self.being_prefilled
         return self.setup.batch + math.ceil(self.being_prefilled / self.setup.decode.replicas)
 
     @property
@@ -243,14 +233,10 @@ class ServingChoices:
     def check_known(self, refusals: Refusals) -> None:
         """Refuse what no engine knows of: a choice that is newer than this code, and two layouts in one engine."""
         for layout in {self.setup.prefill, self.setup.decode}:
-            self._check_fields(refusals, layout, ServingLayout(), _ANSWERED["layout"])
+            refusals.add_unanswered(field_values(layout, ServingLayout()), _ANSWERED["layout"].split())
         for name in {f.name for f in fields(self.setup)} - set(_ANSWERED["setup"].split()):
             refusals.add(name, "it is not handed over yet", f"a plan without {name}")
-        for name, info in ServingLoad.model_fields.items():
-            if name not in _ANSWERED["load"].split() and getattr(self.load, name) != info.default:
-                refusals.add(
-                    f"{name}={getattr(self.load, name)}", "it is not handed over yet", f"a plan without {name}"
-                )
+        refusals.add_unanswered(given_values(self.load), _ANSWERED["load"].split())
         if not self.estimate.fits:
             most = self.estimate.largest_batch or 0
             refusals.add(
@@ -262,13 +248,6 @@ class ServingChoices:
                 "its engines have one layout for both",
                 f"estimate serve --layout {self.setup.decode}, or --mode disaggregated",
             )
-
-    @staticmethod
-    def _check_fields(refusals: Refusals, value: Any, default: Any, answered: str) -> None:
-        for f in fields(value):
-            found = getattr(value, f.name)
-            if f.name not in answered.split() and found != getattr(default, f.name):
-                refusals.add(f"{f.name}={found}", "it is not handed over yet", f"a plan without {f.name}")
 
     def check_vendors(self, refusals: Refusals, vendors: Sequence[str], elsewhere: str) -> None:
         """Refuse chips that an engine's options are not written for here."""

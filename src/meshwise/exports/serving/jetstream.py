@@ -16,6 +16,7 @@ from typing import Any
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.core.units import format_time
+from meshwise.exports.choices import exact
 from meshwise.exports.exported import Refusals
 from meshwise.exports.serving.choices import ServingChoices
 from meshwise.exports.serving.script import Script, command, mean_note
@@ -166,7 +167,7 @@ def _settings(choices: ServingChoices, layout: ServingLayout, refusals: Refusals
         "ici_autoregressive_parallelism": 1,
         "max_prefill_predict_length": choices.longest_prompt,
         "max_target_length": choices.longest,
-        "per_device_batch_size": _exact(choices.setup.batch / layout.engine_chips),
+        "per_device_batch_size": exact(choices.setup.batch / layout.engine_chips),
         "enable_prefix_caching": False,
     }
     dtypes = {DType.BF16: "bfloat16", DType.FP32: "float32"}
@@ -186,7 +187,3 @@ def _settings(choices: ServingChoices, layout: ServingLayout, refusals: Refusals
     elif formats.kv != formats.activations:
         refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=int8")
     return out
-
-
-def _exact(number: float) -> float | int:
-    return int(number) if number == int(number) else number

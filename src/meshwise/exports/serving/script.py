@@ -103,6 +103,24 @@ def _header(choices: ServingChoices) -> list[str]:
     ]
 
 
+def add_router(
+    choices: ServingChoices, script: Script, words: str, *, switch: str, port: int, bootstrap: str = ""
+) -> None:
+    """Add what stands before engines apart, where it is told their addresses by options.
+
+    Args:
+        choices, script: the plan, and where the command is added.
+        words: of the command.
+        switch: the option for engines apart.
+        port: it answers on unless told.
+        bootstrap: what follows the address of an engine that prefills.
+    """
+    prefill, decode = router_urls(choices)
+    options: Options = {switch: None, "--policy": "round_robin", "--port": f'"${{PORT:-{port}}}"'}
+    ends = f"$(printf -- '--prefill %s {bootstrap}' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {decode}))"
+    script.add("router", "what requests are sent to", run=command(words, options, last=ends))
+
+
 #: How a measurement is to be read.
 _MEASURED = (
     "'bench' keeps as many requests on their way as the plan has; the first ones come at once and wait for each other, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwise.core.dtypes import DType
+from meshwise.exports.choices import extents_words
 from meshwise.exports.exported import Refusals
 from meshwise.exports.serving.choices import ServingChoices
 from meshwise.exports.serving.script import Script
@@ -56,7 +57,7 @@ def model_setting(choices: ServingChoices, methods: Methods, refusals: Refusals,
         refusals: where a format that it does not have is noted.
         script: where the model is named.
     """
-    formats, published = choices.load.formats, choices.published
+    formats, published = choices.load.formats, choices.model.quantization
     wide = choices.formats == (formats.activations, formats.activations)
     hub = choices.model.hub_names[0] if choices.model.hub_names else ""
     if wide:
@@ -146,8 +147,5 @@ def _placement_note(
     order = [n for d in range(len(names)) for n in sorted(group[axis] for axis, e in wires if e[d] > 1)]
     if order == sorted(order):
         return ""
-    placed = "; ".join(
-        f"{axis} on " + " x ".join(f"{n} {e}" for n, e in zip(names, extents, strict=True) if e > 1)
-        for axis, extents in wires
-    )
+    placed = "; ".join(f"{axis} on {extents_words(names, extents)}" for axis, extents in wires)
     return f"{title} numbers its ranks otherwise than the plan lies ({placed}): order the hosts so"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from meshwise.core.dtypes import DType
 from meshwise.exports.exported import Refusals
 from meshwise.exports.serving.choices import Pool, ServingChoices
-from meshwise.exports.serving.script import Options, Script, add_measurement, command, mean_note, router_urls
+from meshwise.exports.serving.script import Options, Script, add_measurement, add_router, command, mean_note
 from meshwise.exports.serving.settings import Methods, common_notes, format_options
 
 VERSION, ROUTER = "0.5.23", "sglang-router 0.3.2"
@@ -32,8 +32,6 @@ _CACHE = {DType.FP8: "fp8_e4m3", DType.FP4: "nvfp4"}
 
 #: How its ranks nest, innermost first.
 _NUMBERED = (("tensor", "cache"), ("context",), ("expert",), ("stage",))
-
-_MODE = {"prefill": "prefill", "decode": "decode"}
 
 
 def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
@@ -55,7 +53,8 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
     if any(pool.ranks > 1 and pool.weight_chips > 1 for pool in choices.pools):
         script.notes.append("SGLang splits feed-forward parts without experts over all ranks; the plan over tensor")
     if choices.apart:
-        _add_router(choices, script)
+        words = "python3 -m sglang_router.launch_router"
+        add_router(choices, script, words, switch="--pd-disaggregation", port=30000, bootstrap="8998 ")
     if choices.load.mix is not None:
         script.notes.append(mean_note(choices))
     add_measurement(choices, script, _benchmark(choices))
@@ -116,7 +115,7 @@ def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Sc
     if load.draft_tokens:
         out |= _speculative(choices, script)
     if choices.apart:
-        out |= {"--disaggregation-mode": _MODE[pool.name], "--disaggregation-transfer-backend": "nixl"}
+        out |= {"--disaggregation-mode": pool.name, "--disaggregation-transfer-backend": "nixl"}
     return out
 
 
@@ -159,15 +158,6 @@ def _speculative(choices: ServingChoices, script: Script) -> dict[str, str | int
         return {"--speculative-algorithm": "NEXTN", **chain}
     script.settings["DRAFT"] = '"${DRAFT:?a draft model}"'
     return {"--speculative-algorithm": "STANDALONE", "--speculative-draft-model-path": '"$DRAFT"', **chain}
-
-
-def _add_router(choices: ServingChoices, script: Script) -> None:
-    prefill, decode = router_urls(choices)
-    options: Options = {"--pd-disaggregation": None, "--policy": "round_robin", "--port": '"${PORT:-30000}"'}
-    urls = [f"$(printf -- '--prefill %s 8998 ' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {decode}))"]
-    script.add(
-        "router", "what requests are sent to", run=command("python3 -m sglang_router.launch_router", options, last=urls)
-    )
 
 
 def _benchmark(choices: ServingChoices) -> list[str]:

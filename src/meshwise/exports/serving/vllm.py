@@ -20,10 +20,10 @@ from meshwise.exports.serving.script import (
     Options,
     Script,
     add_measurement,
+    add_router,
     command,
     length_spreads,
     mean_note,
-    router_urls,
     serving_benchmark,
     shell_json,
 )
@@ -67,7 +67,7 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
             words = f'VLLM_NIXL_SIDE_CHANNEL_HOST="${{HOST:?address of this node}}" {words}'
         script.add(pool.name, pool.words, run=command(words, options, last=_worker(choices, pool)))
     if choices.apart:
-        _add_router(choices, script)
+        add_router(choices, script, "vllm-router", switch="--vllm-pd-disaggregation", port=8000)
     base = '"${URL:-http://127.0.0.1:8000}"'
     bench = {"--backend": "vllm", "--base-url": base, **serving_benchmark(choices)}
     apart = length_spreads(choices)
@@ -188,10 +188,3 @@ def _speculative(choices: ServingChoices, script: Script) -> str:
         return shell_json({"method": "mtp", **config})
     script.settings["DRAFT"] = '"${DRAFT:?a draft model}"'
     return f'\'{{"model": "\'"$DRAFT"\'", "num_speculative_tokens": {count}}}\''
-
-
-def _add_router(choices: ServingChoices, script: Script) -> None:
-    prefill, decode = router_urls(choices)
-    options: Options = {"--vllm-pd-disaggregation": None, "--policy": "round_robin", "--port": '"${PORT:-8000}"'}
-    urls = [f"$(printf -- '--prefill %s ' $(echo {prefill}))", f"$(printf -- '--decode %s ' $(echo {decode}))"]
-    script.add("router", "what requests are sent to", run=command("vllm-router", options, last=urls))
