@@ -120,7 +120,7 @@ def _block(match: re.Match[str]) -> str:
 
 
 def generated(page: Path) -> str:
-    """Give a page as it should be, for a terminal of 80 columns."""
+    """The page as it should be, for a terminal of 80 columns."""
     os.environ["COLUMNS"] = "80"
     reference = script("reference")
     if page.suffix == ".pyi":

@@ -273,7 +273,7 @@ def commands() -> Iterator[tuple[str, click.Command]]:
 
 
 def _help(name: str) -> str:
-    """Give what `meshwise NAME --help` prints."""
+    """What `meshwise NAME --help` prints."""
     out = io.StringIO()
     with redirect_stdout(out):
         assert main([*name.split(), "--help"]) == 0

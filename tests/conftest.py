@@ -30,7 +30,7 @@ LONG = ("search", "runtime", "costs", "sharding", "cli", "answers", "docs", "sco
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each process whole folders, so that what their tests share is imported, placed and priced once."""
+    """Each process gets whole folders, so that what their tests share is imported, placed and priced once."""
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 -- not there without xdist
 
     class Folders(LoadScopeScheduling):

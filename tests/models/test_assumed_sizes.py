@@ -60,7 +60,7 @@ WITHOUT_ATTENTION = [FAMILIES[name] for name in ("mamba", "falcon_mamba", "mamba
 
 
 def assumed(config: dict[str, Any]) -> str:
-    """Give what the notes say was taken from defaults."""
+    """What the notes say was taken from defaults."""
     notes = [n for n in read_config(config, name="x").notes if n.startswith("taken from the defaults")]
     assert len(notes) <= 1
     family = config.get("model_type", "mamba_ssm")

@@ -46,7 +46,7 @@ def test_the_language_model_of_a_file_with_a_tower_is_that_of_its_text_family() 
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """Give the configuration with one key of one level changed."""
+    """The configuration with one key of one level changed."""
     level, key = path.split(".")
     return {**QWEN, level: {**QWEN[level], key: value}}
 

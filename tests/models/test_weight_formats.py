@@ -10,14 +10,14 @@ from meshwise.models import load_model, read_config
 
 
 def mixed(**formats: int) -> dict[str, Any]:
-    """Give so many layers of each format."""
+    """As many layers of each format as asked."""
     names = [f for f, number in formats.items() for _ in range(number)]
     layers = {f"model.layers.{i}.up_proj": {"quant_algo": name} for i, name in enumerate(names)}
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
 
 
 def tensors(**weights: Any) -> dict[str, Any]:
-    """Give one group of modules with these weights."""
+    """One group of modules with these weights."""
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
 
 
