@@ -292,3 +292,8 @@ def test_ranks_that_lie_otherwise_are_noted():
     setup = ServingSetup("aggregated", wired, wired, 16)
     object.__setattr__(plan.estimate, "setup", setup)
     assert "order the hosts so" in " ".join(hand_over_serving(plan, "vllm").notes)
+
+
+def test_jetstream_refuses_the_format_that_differs():
+    plan = make_serving_plan("llama-3-8b", TPUS, "tensor=8", 16, precision="weights=bf16,head=fp32")
+    assert "head=fp32: it computes in one format throughout; nearest: head=bf16" in said(plan, "jetstream")

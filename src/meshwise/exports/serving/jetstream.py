@@ -171,8 +171,12 @@ def _settings(choices: ServingChoices, layout: ServingLayout, refusals: Refusals
         "enable_prefix_caching": False,
     }
     dtypes = {DType.BF16: "bfloat16", DType.FP32: "float32"}
-    if formats.activations not in dtypes or formats.head != formats.activations:
+    if formats.activations not in dtypes:
         refusals.add(f"activations={formats.activations.value}", "it computes in bf16 or fp32 throughout", "bf16")
+    elif formats.head != formats.activations:
+        refusals.add(
+            f"head={formats.head.value}", "it computes in one format throughout", f"head={formats.activations.value}"
+        )
     out |= dict.fromkeys(("dtype", "weight_dtype"), dtypes.get(formats.activations, ""))
     if choices.formats != (formats.activations, formats.activations):
         if choices.formats not in _QUANTIZATION:
