@@ -167,9 +167,9 @@ def svg_of(figure: Any) -> str:
     return target.getvalue()
 
 
-def trace_process(pid: int, name: str) -> dict[str, Any]:
-    """The event that names a process of a trace."""
-    return {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+def trace_name(what: str, name: str, **at: int) -> dict[str, Any]:
+    """The event that names a "process" or a "thread" of a trace."""
+    return {"ph": "M", "name": f"{what}_name", **at, "args": {"name": name}}
 
 
 def trace_span(name: str, category: str, start: float, seconds: float, **fields: Any) -> dict[str, Any]:

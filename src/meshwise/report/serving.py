@@ -5,7 +5,6 @@ Not here: the simulation itself (`simulation.serving`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -16,7 +15,7 @@ from rich.text import Text
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_money, format_percent, format_time
 from meshwise.jobs.traffic import Load
-from meshwise.report.chart import new_figure, svg_of
+from meshwise.report.chart import new_figure, svg_of, trace_name, trace_span, trace_text
 from meshwise.report.report import Report
 from meshwise.report.table import counted, table
 from meshwise.simulation.serving import POLICIES, Activity, Capacity, Quantiles, Sample, ServingResult, Targets
@@ -225,16 +224,16 @@ def serving_trace(result: ServingResult) -> str:
     for replica in result.replicas:
         pid = 1 + replica.number if replica.number >= 0 else 1_000_000 - replica.number
         name = f"replica {replica.number}" if replica.number >= 0 else f"prefill replica {-1 - replica.number}"
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        events.append(trace_name("process", name, pid=pid))
         for span in (s for s in result.spans if s.replica == replica.number):
             args = {"decoding": span.decoding, "steps": span.steps, "prompt_tokens": span.tokens}
-            times = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
-            events.append({"ph": "X", "name": span.kind, "cat": "step", "pid": pid, "tid": 0, **times, "args": args})
+            seconds = span.end - span.start
+            events.append(trace_span(span.kind, "step", span.start, seconds, pid=pid, tid=0, args=args))
         for sample in replica.samples:
             at = {"ph": "C", "pid": pid, "ts": sample.time * 1e6}
             events.append({**at, "name": "requests", "args": sample._asdict() | {"time": 0, "kv_share": 0}})
             events.append({**at, "name": "cache in use", "args": {"share": sample.kv_share}})
-    events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "requests"}})
+    events.append(trace_name("process", "requests", pid=0))
     end = max((span.end for span in result.spans), default=0.0)
     columns = [result.columns[n] for n in ("index", "arrival", "started", "first", "finished")]
     for index, *moments in np.stack(columns, axis=1).tolist():
@@ -244,7 +243,7 @@ def serving_trace(result: ServingResult) -> str:
             common: dict[str, Any] = {"cat": "request", "name": name, "id": int(index), "pid": 0, "tid": 0}
             events.append({**common, "ph": "b", "ts": start * 1e6})
             events.append({**common, "ph": "e", "ts": stop * 1e6})
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
+    return trace_text(events)
 
 
 def serving_svg(result: ServingResult) -> str:

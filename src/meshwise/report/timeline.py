@@ -5,7 +5,6 @@ Not here: the timeline itself (`simulation`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_percent, format_time
-from meshwise.report.chart import new_figure, svg_of
+from meshwise.report.chart import new_figure, svg_of, trace_name, trace_span, trace_text
 from meshwise.report.report import Details, Report
 from meshwise.report.table import counted, table
 from meshwise.simulation import STREAMS, Span, StepTimeline
@@ -155,7 +154,7 @@ def timeline_trace(timeline: StepTimeline) -> str:
     """
     events: list[dict[str, Any]] = []
     for stage in range(timeline.stages):
-        events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
+        events.append(trace_name("process", f"stage {stage}", pid=stage))
         events.append({"ph": "M", "name": "process_sort_index", "pid": stage, "args": {"sort_index": stage}})
         thread = 0
         for stream in STREAMS:
@@ -163,11 +162,11 @@ def timeline_trace(timeline: StepTimeline) -> str:
             for k, lane in enumerate(_lanes(spans)):
                 at = {"pid": stage, "tid": thread}
                 name = stream if k == 0 else f"{stream} ({k + 1})"
-                events.append({"ph": "M", "name": "thread_name", **at, "args": {"name": name}})
+                events.append(trace_name("thread", name, **at))
                 events.append({"ph": "M", "name": "thread_sort_index", **at, "args": {"sort_index": thread}})
                 events += [_trace_event(span, at) for span in lane]
                 thread += 1
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
+    return trace_text(events)
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
@@ -183,16 +182,10 @@ def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _trace_event(span: Span, at: Mapping[str, int]) -> dict[str, Any]:
-    """One complete event, in microseconds."""
-    return {
-        "ph": "X",
-        "name": span.name if span.microbatch is None else f"{span.name} {span.microbatch}",
-        "cat": span.stream,
-        **at,
-        "ts": span.start * 1e6,
-        "dur": span.seconds * 1e6,
-        "args": {"microbatch": span.microbatch, "chunk": span.chunk, "exposed": span.exposed},
-    }
+    """One complete event."""
+    name = span.name if span.microbatch is None else f"{span.name} {span.microbatch}"
+    args = {"microbatch": span.microbatch, "chunk": span.chunk, "exposed": span.exposed}
+    return trace_span(name, span.stream, span.start, span.seconds, **at, args=args)
 
 
 def timeline_svg(timeline: StepTimeline) -> str:
