@@ -125,6 +125,18 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, target
 
 
+GUIDES = ("CONTRIBUTING.md", "docs/design.md", "docs/extending.md", "docs/life-of-a-number.md", "docs/networks.md")
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_guides_name_files_that_there_are(page):
+    """Paths of the repository, or below src/meshwise; a file that a reader is to write is named newcommand.py."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/.-]+/[\w.-]+\.py\b", text))
+    missing = [n for n in named if not ((ROOT / n).exists() or (ROOT / "src/meshwise" / n).exists())]
+    assert [n for n in missing if not n.endswith("/newcommand.py")] == []
+
+
 def test_trimming_keeps_the_named_paragraphs():
     text = "answer\n\nfirst\nline\n\nWhy:\n  - so\n\nlast\n"
     assert generate.trimmed(text, "1, Why") == "answer\n\n...\n\nWhy:\n  - so\n\n...\n"
