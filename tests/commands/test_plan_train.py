@@ -125,9 +125,13 @@ def interrupted(*words, when):
     """Send SIGINT to a real search at the first line of stderr that `when` accepts."""
     command = [sys.executable, "-m", "meshwise", "plan", "train", *words]
     source = str(Path(meshwise.__file__).parents[1])
-    with subprocess.Popen(  # noqa: S603
+    # A shell starts its background jobs with SIGINT ignored, and a child inherits that: Ctrl-C is what it is on a terminal.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    child = subprocess.Popen(  # noqa: S603
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": source}
-    ) as child:
+    )
+    signal.signal(signal.SIGINT, ignored)
+    with child:
         for line in child.stderr:
             if when(line):
                 child.send_signal(signal.SIGINT)
