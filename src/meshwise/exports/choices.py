@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from meshwise.exports.exported import Refusals
+from meshwise.exports.exported import Refusals, Rule
+from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import Model
 from meshwise.models.spec import Mixture
@@ -62,6 +63,11 @@ class Choices:
         return self.plan.problem.job
 
     @property
+    def chip(self) -> Chip:
+        """What it runs on."""
+        return self.plan.problem.cluster.chip
+
+    @property
     def seq_len(self) -> int:
         """Tokens of a sequence."""
         return int(self.job.seq_len)
@@ -92,19 +98,29 @@ class Choices:
         return self.layout.fsdp * (self.others if self.layout.fully_sharded else 1)
 
     @property
-    def splits_whole_groups(self) -> bool:
-        """Whether sharding of weights covers all of fsdp, context, ulysses and expert, as tools without a choice do."""
-        return self.layout.fully_sharded or self.others == 1
+    def replicas(self) -> int:
+        """Devices that see different tokens."""
+        return self.batch_ways * self.positions_ways
+
+    @property
+    def state_whole(self) -> bool:
+        """Whether every replica holds all of the optimizer's state."""
+        return (self.sharded_ways == 1) & ((self.layout.zero == 0) | (self.replicas == 1))
+
+    @property
+    def leaves_axes_out(self) -> bool:
+        """Whether weights are sharded over fsdp alone beside context, ulysses or expert; most tools shard over all."""
+        return (not self.layout.fully_sharded) & (self.others > 1)
 
     @property
     def experts_on_tensor(self) -> bool:
         """Whether the tensor axis splits the number of experts."""
-        return self.mixture and self.layout.tensor > 1 and not self.layout.expert_tensor_parallel
+        return (self.mixture and not self.layout.expert_tensor_parallel) & (self.layout.tensor > 1)
 
     @property
     def expert_ways(self) -> int:
         """Devices that hold different experts: expert, and tensor too where it splits their number."""
-        return self.layout.expert * (self.layout.tensor if self.experts_on_tensor else 1)
+        return self.layout.expert * (1 + (self.layout.tensor - 1) * self.experts_on_tensor)
 
     @property
     def remat_layers(self) -> int | None:
@@ -118,13 +134,6 @@ class Choices:
         layers = self.layout.offload_layers
         return None if layers is None or layers >= self.model.num_layers else layers
 
-    def refuse_offload_layers(self, refusals: Refusals) -> None:
-        """Refuse a count of layers, where a tool offloads the activations of all."""
-        if self.offload_layers is not None:
-            refusals.add(
-                f"offload_layers={self.offload_layers}", "activations of all layers are offloaded", "all layers"
-            )
-
     @property
     def schedule(self) -> str:
         """Of the pipeline; "" without one. One virtual stage of an interleaved schedule is plain 1F1B."""
@@ -132,6 +141,11 @@ class Choices:
             return ""
         interleaved = self.layout.schedule == "interleaved"
         return "1f1b" if interleaved and self.layout.virtual_stages == 1 else self.layout.schedule
+
+    @property
+    def whole_rounds(self) -> int:
+        """Microbatches, rounded up to a multiple of the stages."""
+        return -(-self.layout.num_microbatches // self.layout.stage) * self.layout.stage
 
     @cached_property
     def factors(self) -> tuple[tuple[str, int], ...]:
@@ -231,6 +245,31 @@ def exact(number: float) -> float | int:
     """`number`, as an integer if it is one."""
     return int(number) if number == int(number) else number
 
+
+#: Of tools that offload the activations of all layers.
+OFFLOADS_ALL: Rule[Choices] = Rule(
+    lambda c: c.offload_layers is not None,
+    "offload_layers={c.offload_layers}", "activations of all layers are offloaded", "all layers",
+)  # fmt: skip
+
+#: Of tools with one policy of recomputation.
+REMAT_OF_ALL: Rule[Choices] = Rule(
+    lambda c: c.remat_layers is not None,
+    "remat_layers={c.remat_layers}", "one policy is for all layers", "all layers",
+)  # fmt: skip
+
+#: Of tools where Ulysses goes with a ring.
+RING_WITH_ULYSSES: Rule[Choices] = Rule(
+    lambda c: (c.layout.context_method == "gather") & (c.layout.context > 1) & (c.layout.ulysses > 1),
+    "context_method=gather with ulysses", "Ulysses goes with a ring only", "context_method=ring",
+)  # fmt: skip
+
+#: Of JAX.
+ONE_DEVICE_CHIPS: Rule[Choices] = Rule(
+    lambda c: c.chip.devices_per_chip > 1,
+    "chip {c.chip.title}", "JAX sees {c.chip.devices_per_chip} devices in each, and meshes are of devices",
+    "a chip with one device",
+)  # fmt: skip
 
 #: Where a tool stores weights otherwise than the precision `mixed` says.
 ONE_COPY = "weights are stored once, in fp32; the plan counts a bf16 copy beside the fp32 master, and so holds more"

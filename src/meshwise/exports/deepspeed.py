@@ -5,14 +5,80 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshwise.exports.choices import HOST_UPDATE, Choices, header_lines
-from meshwise.exports.exported import Exported, Refusals
+from meshwise.exports.choices import HOST_UPDATE, OFFLOADS_ALL, Choices, header_lines
+from meshwise.exports.exported import Exported, Refusals, Rule
 
 TITLE = "DeepSpeed"
 VERSION = "docs/_pages/config-json.md at commit 00376da"
 
 #: Groups of mesh axes as its ranks are numbered, innermost first.
 _NESTING = (("tensor",), ("ulysses", "context"), ("expert", "fsdp"), ("data",), ("stage",))
+
+
+def _zero_stage(choices: Choices) -> int:
+    sharded = choices.sharded_ways > 1
+    return sharded * 3 + (1 - sharded) * (choices.replicas > 1) * choices.layout.zero
+
+
+def _offload_needs(part: str, least: int) -> Rule[Choices]:
+    return Rule(
+        lambda c: (part in c.layout.offload) & (_zero_stage(c) < least),
+        f"offload={part}", lambda c: f"it needs ZeRO stage {least}, this is {_zero_stage(c)}", "zero=1, or fsdp",
+    )  # fmt: skip
+
+
+#: What DeepSpeed cannot do.
+RULES: tuple[Rule[Choices], ...] = (
+    Rule(
+        lambda c: c.leaves_axes_out & (c.layout.fsdp > 1),
+        "fully_sharded=off with fsdp", "ZeRO-3 shares weights out over all ranks that see other tokens",
+        "fully_sharded=on",
+    ),
+    Rule(
+        lambda c: (c.layout.zero > 0) & (c.sharded_ways > 1) & (c.layout.data > 1),
+        "zero={c.layout.zero} with fsdp", "replicas of MiCS groups share out nothing", "zero=0",
+    ),
+    _offload_needs("optimizer", 1),
+    _offload_needs("parameters", 3),
+    Rule(
+        lambda c: c.layout.context > 1,
+        "context={c.layout.context}", "positions are split by Ulysses", "ulysses={c.positions_ways}",
+    ),
+    Rule(
+        lambda c: c.layout.sequence_parallel & (c.layout.tensor > 1),
+        "sequence_parallel=on", "AutoTP keeps the residual stream whole", "sequence_parallel=off",
+    ),
+    Rule(
+        lambda c: (c.mixture and c.layout.expert_tensor_parallel) & (c.layout.tensor > 1),
+        "expert_tensor_parallel=on", "AutoEP splits experts by number only", "expert_tensor_parallel=off",
+    ),
+    Rule(
+        lambda c: c.mixture and c.job.capacity_factor is not None,
+        "capacity_factor={c.job.capacity_factor}", "AutoEP drops no tokens", "no capacity_factor",
+    ),
+    Rule(
+        lambda c: c.schedule not in ("", "1f1b"),
+        "schedule={c.schedule}", "its pipeline engine runs 1F1B", "schedule=1f1b",
+    ),
+    Rule(
+        lambda c: (c.layout.stage > 1) & ((c.sharded_ways > 1) | (c.layout.zero == 2)),
+        lambda c: f"stage={c.layout.stage} with ZeRO {3 if c.sharded_ways > 1 else 2}",
+        "pipelines go with ZeRO 0 and 1 only", "data with zero=1 and fully_sharded=off",
+    ),
+    Rule(
+        lambda c: c.remat_layers is not None,
+        "remat_layers={c.remat_layers}", "checkpointing is for all layers", "all layers",
+    ),
+    Rule(
+        lambda c: c.layout.remat not in ("none", "full"),
+        "remat={c.layout.remat}", "it repeats whole layers, or nothing", "remat=full or remat=none",
+    ),
+    OFFLOADS_ALL,
+    Rule(
+        lambda c: "activations" in c.layout.offload and c.layout.remat != "full",
+        "offload=activations", "it offloads the inputs of repeated layers only", "remat=full",
+    ),
+)  # fmt: skip
 
 
 def deepspeed(choices: Choices, refusals: Refusals) -> Exported:
@@ -22,10 +88,10 @@ def deepspeed(choices: Choices, refusals: Refusals) -> Exported:
     notes += [placement] if placement else []
     config: dict[str, Any] = {
         **_batch(choices),
-        "zero_optimization": _zero(choices, refusals, notes),
-        **_parallel(choices, refusals, notes),
+        "zero_optimization": _zero(choices, notes),
+        **_parallel(choices, notes),
         **_precision(choices, refusals),
-        **_remat(choices, refusals, notes),
+        **_remat(choices, notes),
         **_optimizer(choices, refusals, notes),
     }
     header = header_lines(choices, TITLE, VERSION, notes)
@@ -42,80 +108,41 @@ def _batch(choices: Choices) -> dict[str, Any]:
     }
 
 
-def _zero(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
-    layout = choices.layout
-    if choices.sharded_ways > 1:
-        out: dict[str, Any] = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
-        if not choices.splits_whole_groups:
-            refusals.add(
-                "fully_sharded=off with fsdp", "ZeRO-3 shares weights out over all ranks that see other tokens",
-                "fully_sharded=on",
-            )  # fmt: skip
-        if layout.data > 1:
-            out["mics_shard_size"] = choices.sharded_ways
-            notes.append("replicas of sharded groups are MiCS: build the model under deepspeed.zero.MiCS_Init")
-            if layout.zero:
-                refusals.add(f"zero={layout.zero} with fsdp", "replicas of MiCS groups share out nothing", "zero=0")
-    else:
-        replicated = choices.batch_ways * choices.positions_ways > 1
-        out = {"stage": layout.zero if replicated else 0}
-        if out["stage"]:
-            out |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-    return out | _offload(choices, out["stage"], refusals, notes)
-
-
-def _offload(choices: Choices, stage: int, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for part, key, least in (("optimizer", "offload_optimizer", 1), ("parameters", "offload_param", 3)):
+def _zero(choices: Choices, notes: list[str]) -> dict[str, Any]:
+    out: dict[str, Any] = {"stage": _zero_stage(choices)}
+    if out["stage"]:
+        out |= {"overlap_comm": True, "contiguous_gradients": True}
+    if choices.sharded_ways == 1 and out["stage"]:
+        out["reduce_scatter"] = True
+    if choices.sharded_ways > 1 and choices.layout.data > 1:
+        out["mics_shard_size"] = choices.sharded_ways
+        notes.append("replicas of sharded groups are MiCS: build the model under deepspeed.zero.MiCS_Init")
+    for part, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
         if part in choices.layout.offload:
-            if stage < least:
-                refusals.add(f"offload={part}", f"it needs ZeRO stage {least}, this is {stage}", "zero=1, or fsdp")
             out[key] = {"device": "cpu", "pin_memory": True}
     if "optimizer" in choices.layout.offload:
         notes.append(HOST_UPDATE)
     return out
 
 
-def _parallel(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
+def _parallel(choices: Choices, notes: list[str]) -> dict[str, Any]:
     layout = choices.layout
     out: dict[str, Any] = {}
-    if layout.context > 1:
-        refusals.add(f"context={layout.context}", "positions are split by Ulysses", f"ulysses={choices.positions_ways}")
     if layout.ulysses > 1:
         out["sequence_parallel_size"] = layout.ulysses
         notes.append(f"give UlyssesSPAttentionHF.register_with_transformers sequence_parallel_size={layout.ulysses}")
     if layout.tensor > 1:
-        if layout.sequence_parallel:
-            refusals.add("sequence_parallel=on", "AutoTP keeps the residual stream whole", "sequence_parallel=off")
         out["tensor_parallel"] = {
             "autotp_size": layout.tensor,
             "vocab_parallel_lm_head": not choices.model.spec.head.tied,
         }
-    out |= _experts(choices, refusals)
+    if choices.mixture:
+        out["expert_parallel"] = {"enabled": True, "autoep_size": choices.expert_ways}
     if layout.stage > 1:
-        if choices.schedule != "1f1b":
-            refusals.add(f"schedule={choices.schedule}", "its pipeline engine runs 1F1B", "schedule=1f1b")
-        if choices.sharded_ways > 1 or layout.zero == 2:
-            refusals.add(
-                f"stage={layout.stage} with ZeRO {3 if choices.sharded_ways > 1 else 2}",
-                "pipelines go with ZeRO 0 and 1 only",
-                "data with zero=1 and fully_sharded=off",
-            )
         notes.append(
             f"build the model as PipelineModule(num_stages={layout.stage}); it accumulates over its microbatches"
         )
     return out
-
-
-def _experts(choices: Choices, refusals: Refusals) -> dict[str, Any]:
-    layout = choices.layout
-    if not choices.mixture:
-        return {}
-    if layout.tensor > 1 and layout.expert_tensor_parallel:
-        refusals.add("expert_tensor_parallel=on", "AutoEP splits experts by number only", "expert_tensor_parallel=off")
-    if choices.job.capacity_factor is not None:
-        refusals.add(f"capacity_factor={choices.job.capacity_factor}", "AutoEP drops no tokens", "no capacity_factor")
-    return {"expert_parallel": {"enabled": True, "autoep_size": choices.expert_ways}}
 
 
 def _precision(choices: Choices, refusals: Refusals) -> dict[str, Any]:
@@ -129,20 +156,11 @@ def _precision(choices: Choices, refusals: Refusals) -> dict[str, Any]:
     return choices.precision_in(known, refusals, bf16=bf16, other="no key says it") or {}
 
 
-def _remat(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
-    layout = choices.layout
-    if choices.remat_layers is not None:
-        refusals.add(f"remat_layers={choices.remat_layers}", "checkpointing is for all layers", "all layers")
-    if layout.remat == "full":
+def _remat(choices: Choices, notes: list[str]) -> dict[str, Any]:
+    if choices.layout.remat == "full":
         notes.append("recomputation is the model's: model.gradient_checkpointing_enable()")
-    elif layout.remat != "none":
-        refusals.add(f"remat={layout.remat}", "it repeats whole layers, or nothing", "remat=full or remat=none")
-    choices.refuse_offload_layers(refusals)
-    if "activations" not in layout.offload:
-        return {}
-    if layout.remat != "full":
-        refusals.add("offload=activations", "it offloads the inputs of repeated layers only", "remat=full")
-    return {"activation_checkpointing": {"cpu_checkpointing": True}}
+    offloaded = "activations" in choices.layout.offload
+    return {"activation_checkpointing": {"cpu_checkpointing": True}} if offloaded else {}
 
 
 def _optimizer(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:

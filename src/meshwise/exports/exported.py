@@ -1,15 +1,40 @@
-"""What a hand-over gives: a text for another tool, and the choices of a plan that the tool cannot express.
+"""What an export gives: a text for another tool, and the choices of a plan that the tool cannot express.
 
 Not here: any tool's own names (`maxtext`, `megatron`, `torchtitan`, `deepspeed`, `jaxcode`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from meshwise.core.errors import HandoverError
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[C]):
+    """What a tool cannot express. A tool's rules are one table, which its export reads as words.
+
+    Args:
+        refused: true of plans that the tool cannot express; sizes may be arrays, an entry a plan, so it joins
+            conditions with & and |.
+        choice: in words; "{c.layout.zero}" reads the choices of the plan.
+        why: the tool cannot express it.
+        nearest: that it can express.
+    """
+
+    refused: Callable[[C], Any]
+    choice: str | Callable[[C], str]
+    why: str | Callable[[C], str]
+    nearest: str | Callable[[C], str]
+
+    def words(self, choices: C) -> Iterable[str]:
+        """Choice, reason and nearest, of one plan."""
+        for said in (self.choice, self.why, self.nearest):
+            yield said.format(c=choices) if isinstance(said, str) else said(choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +74,12 @@ class Refusals:
         line = f"{choice}: {why}; nearest: {nearest}"
         if line not in self.lines:
             self.lines.append(line)
+
+    def apply(self, rules: Iterable[Rule[C]], choices: C) -> None:
+        """Note what `rules` refuse of a plan."""
+        for rule in rules:
+            if rule.refused(choices):
+                self.add(*rule.words(choices))
 
     def add_unanswered(self, chosen: Iterable[tuple[str, Any, Any]], answered: Collection[str]) -> None:
         """Refuse choices that no target answers for, as they are newer than the code here.

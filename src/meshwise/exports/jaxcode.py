@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwise.core.dtypes import DType
-from meshwise.exports.choices import Choices, commented, header_lines
-from meshwise.exports.exported import Exported, Refusals
+from meshwise.exports.choices import OFFLOADS_ALL, ONE_DEVICE_CHIPS, Choices, commented, header_lines
+from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.placed import HeldIn, PlacedTensors, placed_tensors
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.remat import remat_policy
@@ -169,10 +169,51 @@ _DTYPES = {DType.FP32: "jnp.float32", DType.BF16: "jnp.bfloat16", DType.FP16: "j
 _OPTIMIZERS = ("adamw", "lion", "momentum", "sgd")
 
 
+def _mixes_roles(choices: Choices) -> bool:
+    formats = choices.job.formats
+    return formats.reductions != formats.gradients or formats.second_moments != formats.moments
+
+
+def _no_arrays(choices: Choices) -> bool:
+    """Whether a format is none of arrays, or a product takes other operands than it is given."""
+    formats = choices.job.formats
+    wanted = (formats.weights, formats.activations, formats.gradients, formats.moments)
+    recipe = formats.recipe is not None or {formats.compute, formats.other_compute} != {formats.activations}
+    return recipe or any(f not in _DTYPES for f in (*wanted, formats.master or formats.moments))
+
+
+#: What is no sharding.
+RULES: tuple[Rule[Choices], ...] = (
+    ONE_DEVICE_CHIPS,
+    Rule(
+        lambda c: c.layout.stage > 1,
+        "stage={c.layout.stage}", "a pipeline is a schedule, which no sharding says", "stage=1",
+    ),
+    Rule(
+        lambda c: (c.layout.context_method == "ring") & (c.layout.context > 1),
+        "context_method=ring", "a ring is a program, which no sharding says", "context_method=gather",
+    ),
+    OFFLOADS_ALL,
+    Rule(
+        lambda c: "activations" in c.layout.offload,
+        "offload=activations", "its policies offload named values or plain matmuls", "--to maxtext",
+    ),
+    Rule(
+        lambda c: c.job.optimizer_kind.name not in _OPTIMIZERS,
+        "optimizer={c.job.optimizer}", "its state is not moments alone", "--optimizer adamw",
+    ),
+    Rule(
+        _mixes_roles,
+        "precision={c.job.precision}",
+        "gradients are reduced as they are accumulated, and moments have one format", "--precision mixed",
+    ),
+    Rule(_no_arrays, "precision={c.job.precision}", "arrays have bf16, fp16 or fp32", "--precision mixed"),
+)  # fmt: skip
+
+
 def jaxcode(choices: Choices, refusals: Refusals) -> Exported:
     """Write the module; refuse what is no sharding."""
     notes: list[str] = []
-    _refuse(choices, refusals)
     placed = placed_tensors(choices)
     mesh = Mesh.of({axis: choices.layout.sizes[axis] for axis in choices.layout.used_axes})
     for held in placed.all:
@@ -212,34 +253,6 @@ def jaxcode(choices: Choices, refusals: Refusals) -> Exported:
     for name, value in values.items():
         text = text.replace(f"<{name}>", value)
     return Exported("jax", TITLE, VERSION, "planned.py", text, tuple(notes))
-
-
-def _refuse(choices: Choices, refusals: Refusals) -> None:
-    layout, chip = choices.layout, choices.plan.problem.cluster.chip
-    if chip.devices_per_chip > 1:
-        refusals.add(
-            f"chip {chip.title}", f"JAX sees {chip.devices_per_chip} devices in each, and meshes are of devices",
-            "a chip with one device",
-        )  # fmt: skip
-    if layout.stage > 1:
-        refusals.add(f"stage={layout.stage}", "a pipeline is a schedule, which no sharding says", "stage=1")
-    if layout.context > 1 and layout.context_method == "ring":
-        refusals.add("context_method=ring", "a ring is a program, which no sharding says", "context_method=gather")
-    choices.refuse_offload_layers(refusals)
-    if "activations" in layout.offload:
-        refusals.add("offload=activations", "its policies offload named values or plain matmuls", "--to maxtext")
-    if choices.job.optimizer_kind.name not in _OPTIMIZERS:
-        refusals.add(f"optimizer={choices.job.optimizer}", "its state is not moments alone", "--optimizer adamw")
-    formats = choices.job.formats
-    wanted = (formats.weights, formats.activations, formats.gradients, formats.moments)
-    recipe = getattr(formats, "recipe", None) is not None or {formats.compute, formats.other_compute} != {
-        formats.activations
-    }
-    if formats.reductions != formats.gradients or formats.second_moments != formats.moments:
-        why = "gradients are reduced as they are accumulated, and moments have one format"
-        refusals.add(f"precision={choices.job.precision}", why, "--precision mixed")
-    if recipe or any(f not in _DTYPES for f in (*wanted, formats.master or formats.moments)):
-        refusals.add(f"precision={choices.job.precision}", "arrays have bf16, fp16 or fp32", "--precision mixed")
 
 
 def _check_even(held: HeldIn, mesh: Mesh, refusals: Refusals) -> None:

@@ -9,8 +9,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.exports.choices import MTP_NOTE, ONE_COPY, Choices, commented, exact, header_lines
-from meshwise.exports.exported import Exported, Refusals
+from meshwise.exports.choices import (
+    MTP_NOTE,
+    OFFLOADS_ALL,
+    ONE_COPY,
+    ONE_DEVICE_CHIPS,
+    REMAT_OF_ALL,
+    RING_WITH_ULYSSES,
+    Choices,
+    commented,
+    exact,
+    header_lines,
+)
+from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.shape import ModelShape, read_shape
 from meshwise.models.spec import LatentAttention, Mixture
 
@@ -117,127 +128,9 @@ VERSION = "src/maxtext/configs/base.yml at commit 000b810"
 _AXES = {"data": "data", "fsdp": "fsdp", "expert": "expert", "context": "context", "stage": "pipeline"}
 
 
-def maxtext(choices: Choices, refusals: Refusals) -> Exported:
-    """Write the overrides; refuse what they cannot say."""
-    notes: list[str] = []
-    shape = read_shape(choices.model, refusals)
-    placed = "; ".join(f"{axis} on {where}" for axis, where in choices.placements)
-    if placed:
-        notes.append(f"JAX chooses where the axes lie inside a slice; the plan counts on {placed}")
-    devices = choices.plan.problem.cluster.chip.devices_per_chip
-    if devices > 1:
-        refusals.add(
-            f"chip {choices.plan.problem.cluster.chip.title}",
-            f"JAX sees {devices} devices in each, and meshes are of devices",
-            "a chip with one device",
-        )
-    groups: dict[str, Mapping[str, Any]] = {
-        "model": model_settings(choices, shape, refusals, notes) if shape is not None else {},
-        "mesh": _mesh(choices, refusals),
-        "training state": _state(choices, refusals),
-        "context": _context(choices, refusals),
-        "batch and pipeline": _batch(choices, refusals),
-        "recomputation and offload": _remat(choices, refusals),
-        "precision and optimizer": _precision(choices, refusals, notes),
-    }
-    lines = header_lines(choices, TITLE, VERSION, notes)
-    usage = "use: python3 -m maxtext.trainers.pre_train.train THIS_FILE run_name=... base_output_directory=..."
-    body = "\n".join(
-        f"# {name}\n" + "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
-        for name, settings in groups.items()
-        if settings
-    )
-    text = f'{commented([*lines, usage])}base_config: "base.yml"\n\n{body}'
-    return Exported("maxtext", TITLE, VERSION, "maxtext.yml", text, tuple(notes))
-
-
-def _mesh(choices: Choices, refusals: Refusals) -> dict[str, Any]:
-    """Extents inside a slice (ici) and between slices (dcn) of every axis; what is not named is 1."""
-    layout = choices.layout
-    names = dict(_AXES, tensor="tensor_sequence", ulysses="context_usp_ulysses" if layout.context > 1 else "context")
-    if layout.tensor > 1 and not layout.sequence_parallel:
-        refusals.add(
-            "sequence_parallel=off", "between matmuls its tensor axes split positions or the residual width",
-            "sequence_parallel=on",
-        )  # fmt: skip
-    if choices.experts_on_tensor:
-        refusals.add(
-            "expert_tensor_parallel=off", "its tensor axes split the width of an expert", "expert_tensor_parallel=on"
-        )
-    between = [n for n, d in enumerate(choices.plan.fabric.dimensions) if d.name == "dcn"]
-    ici: dict[str, int] = dict.fromkeys((*_AXES.values(), "tensor_sequence", "context_usp_ulysses"), 1)
-    dcn = dict(ici)
-    for axis, extents in layout.wires or ():
-        outside = extents[between[0]] if between else 1
-        ici[names[axis]] *= layout.sizes[axis] // outside
-        dcn[names[axis]] *= outside
-    out = {f"ici_{name}_parallelism": size for name, size in ici.items()}
-    return out | {f"dcn_{name}_parallelism": size for name, size in dcn.items()}
-
-
-def _state(choices: Choices, refusals: Refusals) -> dict[str, Any]:
-    layout = choices.layout
-    if not choices.splits_whole_groups:
-        refusals.add(
-            "fully_sharded=off",
-            "context and expert always share out the weights that all use",
-            "fully_sharded=on",
-        )
-    if layout.data == 1:
-        return {}
-    if layout.zero == 2:
-        refusals.add("zero=2", "its replicas share out optimizer state at most", "zero=1, or fsdp instead of data")
-    return {"shard_optimizer_over_data": layout.zero >= 1}
-
-
-def _context(choices: Choices, refusals: Refusals) -> dict[str, Any]:
-    layout = choices.layout
-    if choices.positions_ways == 1:
-        return {}
-    if layout.ulysses == 1:
-        return {"context_parallel_strategy": {"gather": "all_gather", "ring": "ring"}[layout.context_method]}
-    if layout.context == 1:
-        return {"context_parallel_strategy": "ulysses"}
-    if layout.context_method != "ring":
-        refusals.add("context_method=gather with ulysses", "Ulysses goes with a ring only", "context_method=ring")
-    return {"context_parallel_strategy": "usp"}
-
-
-def _batch(choices: Choices, refusals: Refusals) -> dict[str, Any]:
-    """Sequences a device and pass, as MaxText counts them: over all devices, those of one sequence included."""
-    layout = choices.layout
-    passes = 1 if choices.schedule else layout.num_microbatches
-    out: dict[str, Any] = {
-        "max_target_length": choices.seq_len,
-        "per_device_batch_size": exact(layout.sequences / passes / layout.num_chips),
-        "gradient_accumulation_steps": passes,
-    }
-    return out | _pipeline(choices, refusals) if choices.schedule else out
-
-
-def _pipeline(choices: Choices, refusals: Refusals) -> dict[str, Any]:
-    layout, layers = choices.layout, choices.model.num_layers
-    if choices.schedule != "gpipe":
-        refusals.add(
-            f"schedule={choices.schedule}",
-            "its pipeline runs all forward passes, then all backward passes",
-            "schedule=gpipe, which holds more activations",
-        )
-    if layers % layout.stage:
-        fitting = max(n for n in range(1, layout.stage) if layers % n == 0)
-        refusals.add(f"stage={layout.stage}", f"{layers} layers must divide over the stages", f"stage={fitting}")
-    if layout.num_microbatches % layout.stage:
-        wanted = -(-layout.num_microbatches // layout.stage) * layout.stage
-        refusals.add(
-            f"num_microbatches={layout.num_microbatches}",
-            "they must be a multiple of the stages",
-            f"num_microbatches={wanted}",
-        )
-    return {
-        "num_layers_per_pipeline_stage": layers // layout.stage,
-        "num_pipeline_microbatches": layout.num_microbatches,
-        "scan_layers": False,
-    }
+def _fewer_stages(choices: Choices) -> int:
+    """Stages that the layers divide over."""
+    return max(n for n in range(1, choices.layout.stage) if choices.model.num_layers % n == 0)
 
 
 #: What a custom policy of MaxText can keep: operation of ours -> its name.
@@ -256,31 +149,140 @@ _NAMED = {
 }
 
 
-def _remat(choices: Choices, refusals: Refusals) -> dict[str, Any]:
+#: What the overrides cannot say.
+RULES: tuple[Rule[Choices], ...] = (
+    ONE_DEVICE_CHIPS,
+    Rule(
+        lambda c: (not c.layout.sequence_parallel) & (c.layout.tensor > 1),
+        "sequence_parallel=off", "between matmuls its tensor axes split positions or the residual width",
+        "sequence_parallel=on",
+    ),
+    Rule(
+        lambda c: c.experts_on_tensor,
+        "expert_tensor_parallel=off", "its tensor axes split the width of an expert", "expert_tensor_parallel=on",
+    ),
+    Rule(
+        lambda c: c.leaves_axes_out,
+        "fully_sharded=off", "context and expert always share out the weights that all use", "fully_sharded=on",
+    ),
+    Rule(
+        lambda c: (c.layout.zero == 2) & (c.layout.data > 1),
+        "zero=2", "its replicas share out optimizer state at most", "zero=1, or fsdp instead of data",
+    ),
+    RING_WITH_ULYSSES,
+    Rule(
+        lambda c: c.schedule not in ("", "gpipe"),
+        "schedule={c.schedule}", "its pipeline runs all forward passes, then all backward passes",
+        "schedule=gpipe, which holds more activations",
+    ),
+    Rule(
+        lambda c: c.model.num_layers % c.layout.stage > 0,
+        "stage={c.layout.stage}", "{c.model.num_layers} layers must divide over the stages",
+        lambda c: f"stage={_fewer_stages(c)}",
+    ),
+    Rule(
+        lambda c: c.layout.num_microbatches % c.layout.stage > 0,
+        "num_microbatches={c.layout.num_microbatches}", "they must be a multiple of the stages",
+        "num_microbatches={c.whole_rounds}",
+    ),
+    REMAT_OF_ALL,
+    Rule(
+        lambda c: not _policy(c),
+        "remat={c.layout.remat}", "its policies repeat what is no matmul, and keep what has a name",
+        f"remat=matmuls, or save: and some of {', '.join(_NAMED)}",
+    ),
+    OFFLOADS_ALL,
+)  # fmt: skip
+
+
+def maxtext(choices: Choices, refusals: Refusals) -> Exported:
+    """Write the overrides; refuse what they cannot say."""
+    notes: list[str] = []
+    shape = read_shape(choices.model, refusals)
+    placed = "; ".join(f"{axis} on {where}" for axis, where in choices.placements)
+    if placed:
+        notes.append(f"JAX chooses where the axes lie inside a slice; the plan counts on {placed}")
+    groups: dict[str, Mapping[str, Any]] = {
+        "model": model_settings(choices, shape, refusals, notes) if shape is not None else {},
+        "mesh": _mesh(choices),
+        "training state": {"shard_optimizer_over_data": choices.layout.zero >= 1} if choices.layout.data > 1 else {},
+        "context": _context(choices),
+        "batch and pipeline": _batch(choices),
+        "recomputation and offload": _remat(choices),
+        "precision and optimizer": _precision(choices, refusals, notes),
+    }
+    lines = header_lines(choices, TITLE, VERSION, notes)
+    usage = "use: python3 -m maxtext.trainers.pre_train.train THIS_FILE run_name=... base_output_directory=..."
+    body = "\n".join(
+        f"# {name}\n" + "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
+        for name, settings in groups.items()
+        if settings
+    )
+    text = f'{commented([*lines, usage])}base_config: "base.yml"\n\n{body}'
+    return Exported("maxtext", TITLE, VERSION, "maxtext.yml", text, tuple(notes))
+
+
+def _mesh(choices: Choices) -> dict[str, Any]:
+    """Extents inside a slice (ici) and between slices (dcn) of every axis; what is not named is 1."""
     layout = choices.layout
-    if choices.remat_layers is not None:
-        refusals.add(f"remat_layers={choices.remat_layers}", "one policy is for all layers", "all layers")
+    names = dict(_AXES, tensor="tensor_sequence", ulysses="context_usp_ulysses" if layout.context > 1 else "context")
+    between = [n for n, d in enumerate(choices.plan.fabric.dimensions) if d.name == "dcn"]
+    ici: dict[str, int] = dict.fromkeys((*_AXES.values(), "tensor_sequence", "context_usp_ulysses"), 1)
+    dcn = dict(ici)
+    for axis, extents in layout.wires or ():
+        outside = extents[between[0]] if between else 1
+        ici[names[axis]] *= layout.sizes[axis] // outside
+        dcn[names[axis]] *= outside
+    out = {f"ici_{name}_parallelism": size for name, size in ici.items()}
+    return out | {f"dcn_{name}_parallelism": size for name, size in dcn.items()}
+
+
+def _context(choices: Choices) -> dict[str, Any]:
+    layout = choices.layout
+    if choices.positions_ways == 1:
+        return {}
+    if layout.ulysses == 1:
+        return {"context_parallel_strategy": {"gather": "all_gather", "ring": "ring"}[layout.context_method]}
+    return {"context_parallel_strategy": "ulysses" if layout.context == 1 else "usp"}
+
+
+def _batch(choices: Choices) -> dict[str, Any]:
+    """Sequences a device and pass, as MaxText counts them: over all devices, those of one sequence included."""
+    layout = choices.layout
+    passes = 1 if choices.schedule else layout.num_microbatches
+    out: dict[str, Any] = {
+        "max_target_length": choices.seq_len,
+        "per_device_batch_size": exact(layout.sequences / passes / layout.num_chips),
+        "gradient_accumulation_steps": passes,
+    }
+    if choices.schedule:
+        out |= {
+            "num_layers_per_pipeline_stage": choices.model.num_layers // layout.stage,
+            "num_pipeline_microbatches": layout.num_microbatches,
+            "scan_layers": False,
+        }
+    return out
+
+
+def _policy(choices: Choices) -> dict[str, Any]:
+    """What says which operations are kept; nothing where it cannot be said."""
+    layout = choices.layout
     where = "offload" if "activations" in layout.offload else "device"
+    if layout.remat == "full" and where == "device":
+        return {"remat_policy": "full"}
+    if layout.remat == "matmuls":
+        return {"remat_policy": "minimal_with_context" if where == "device" else "minimal_offloaded"}
     verb, _, listed = layout.remat.partition(":")
     names = {"full": (), "attention": ("q", "k", "v", "attention", "o")}.get(layout.remat)
     names = tuple(listed.split("+")) if verb == "save" else names
-    if layout.remat == "full" and where == "device":
-        out: dict[str, Any] = {"remat_policy": "full"}
-    elif layout.remat == "matmuls":
-        out = {"remat_policy": "minimal_with_context" if where == "device" else "minimal_offloaded"}
-    elif names is not None and all(name in _NAMED for name in names):
-        out = {"remat_policy": "custom", "decoder_layer_input": where, **{_NAMED[name]: where for name in names}}
-    else:
-        out = {}
-        nearest = f"remat=matmuls, or save: and some of {', '.join(_NAMED)}"
-        refusals.add(
-            f"remat={layout.remat}", "its policies repeat what is no matmul, and keep what has a name", nearest
-        )
-    for part, key in (("optimizer", "optimizer_memory_host_offload"), ("parameters", "parameter_memory_host_offload")):
-        if part in layout.offload:
-            out[key] = True
-    choices.refuse_offload_layers(refusals)
-    return out
+    if names is None or not all(name in _NAMED for name in names):
+        return {}
+    return {"remat_policy": "custom", "decoder_layer_input": where, **{_NAMED[name]: where for name in names}}
+
+
+def _remat(choices: Choices) -> dict[str, Any]:
+    parts = {"optimizer": "optimizer_memory_host_offload", "parameters": "parameter_memory_host_offload"}
+    return _policy(choices) | {key: True for part, key in parts.items() if part in choices.layout.offload}
 
 
 _PRECISION: dict[str, dict[str, Any]] = {

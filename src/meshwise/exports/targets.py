@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from meshwise.core.errors import UnknownNameError
+from meshwise.exports import deepspeed, jaxcode, maxtext, megatron, torchtitan
 from meshwise.exports.choices import Choices
-from meshwise.exports.deepspeed import deepspeed
-from meshwise.exports.exported import Exported, Refusals
-from meshwise.exports.jaxcode import jaxcode
-from meshwise.exports.maxtext import maxtext
-from meshwise.exports.megatron import megatron
+from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.exports.serving.choices import ServingChoices
 from meshwise.exports.serving.jetstream import jetstream
 from meshwise.exports.serving.script import Script
 from meshwise.exports.serving.sglang import sglang
 from meshwise.exports.serving.tensorrt_llm import tensorrt_llm
 from meshwise.exports.serving.vllm import vllm
-from meshwise.exports.torchtitan import torchtitan
 from meshwise.search import Plan
 from meshwise.search.serving import ServingPlan
 
 C = TypeVar("C", Choices, ServingChoices)
 T = TypeVar("T")
 
-#: Name as `--to` takes it -> the tool's own name, and what writes for it.
-TARGETS: Mapping[str, tuple[str, Callable[[Choices, Refusals], Exported]]] = {
-    "maxtext": ("MaxText", maxtext),
-    "megatron": ("Megatron-LM", megatron),
-    "torchtitan": ("torchtitan", torchtitan),
-    "deepspeed": ("DeepSpeed", deepspeed),
-    "jax": ("JAX", jaxcode),
+
+@dataclass(frozen=True, slots=True)
+class Target(Generic[C, T]):
+    """A tool or an engine.
+
+    Args:
+        title: its own name.
+        rules: what it cannot express.
+        write: a plan in its words; it refuses the models and formats that it does not know.
+    """
+
+    title: str
+    rules: tuple[Rule[C], ...]
+    write: Callable[[C, Refusals], T]
+
+
+#: By the name that `--to` takes.
+TARGETS: Mapping[str, Target[Choices, Exported]] = {
+    "maxtext": Target(maxtext.TITLE, maxtext.RULES, maxtext.maxtext),
+    "megatron": Target(megatron.TITLE, megatron.RULES, megatron.megatron),
+    "torchtitan": Target(torchtitan.TITLE, torchtitan.RULES, torchtitan.torchtitan),
+    "deepspeed": Target(deepspeed.TITLE, deepspeed.RULES, deepspeed.deepspeed),
+    "jax": Target(jaxcode.TITLE, jaxcode.RULES, jaxcode.jaxcode),
 }
 
 
-def _write(kind: str, to: str, targets: Mapping[str, tuple[str, Callable[[C, Refusals], T]]], choices: C) -> T:
+def _write(kind: str, to: str, targets: Mapping[str, Target[C, T]], choices: C) -> T:
     """Write for one of `targets`; raise what it cannot express."""
     if to not in targets:
         raise UnknownNameError(kind, to, targets, list_all=True)
-    title, write = targets[to]
-    refusals = Refusals(title)
+    refusals = Refusals(targets[to].title)
     choices.check_known(refusals)
-    written = write(choices, refusals)
+    refusals.apply(targets[to].rules, choices)
+    written = targets[to].write(choices, refusals)
     refusals.check()
     return written
 
@@ -61,12 +74,12 @@ def hand_over(plan: Plan, to: str) -> Exported:
     return _write("tool", to, TARGETS, Choices(plan))
 
 
-#: Name as `--to` takes it -> the engine's own name, and what writes for it.
-SERVING_TARGETS: Mapping[str, tuple[str, Callable[[ServingChoices, Refusals], Script]]] = {
-    "vllm": ("vLLM", vllm),
-    "sglang": ("SGLang", sglang),
-    "tensorrt-llm": ("TensorRT-LLM", tensorrt_llm),
-    "jetstream": ("JetStream with MaxText", jetstream),
+#: By the name that `--to` takes.
+SERVING_TARGETS: Mapping[str, Target[ServingChoices, Script]] = {
+    "vllm": Target("vLLM", (), vllm),
+    "sglang": Target("SGLang", (), sglang),
+    "tensorrt-llm": Target("TensorRT-LLM", (), tensorrt_llm),
+    "jetstream": Target("JetStream with MaxText", (), jetstream),
 }
 
 
@@ -82,5 +95,5 @@ def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
         HandoverError: for choices that the engine cannot express, each with its reason and the nearest that it can.
     """
     choices = ServingChoices(plan)
-    script, title = _write("engine", to, SERVING_TARGETS, choices), SERVING_TARGETS[to][0]
+    script, title = _write("engine", to, SERVING_TARGETS, choices), SERVING_TARGETS[to].title
     return Exported(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))

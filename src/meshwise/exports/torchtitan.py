@@ -8,8 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwise.exports.choices import HOST_UPDATE, ONE_COPY, Choices, commented, header_lines
-from meshwise.exports.exported import Exported, Refusals
+from meshwise.exports.choices import (
+    HOST_UPDATE,
+    OFFLOADS_ALL,
+    ONE_COPY,
+    REMAT_OF_ALL,
+    Choices,
+    commented,
+    header_lines,
+)
+from meshwise.exports.exported import Exported, Refusals, Rule
 
 TITLE = "torchtitan"
 VERSION = "torchtitan/config/parallelism.py at commit 15e2431, training.py at f204eb6"
@@ -30,14 +38,63 @@ _TWO_PIECES = ("zb-v", "dualpipe-v")
 _NESTING = (("tensor",), ("ulysses", "context"), ("expert", "fsdp"), ("data",), ("stage",))
 
 
+#: What its configuration cannot say.
+RULES: tuple[Rule[Choices], ...] = (
+    Rule(
+        lambda c: c.leaves_axes_out,
+        "fully_sharded=off", "weights are shared out over context and expert ranks", "fully_sharded=on",
+    ),
+    Rule(
+        lambda c: (c.layout.zero > 0) & (c.layout.data > 1),
+        "zero={c.layout.zero}", "replicas keep all whole, or share out all", "zero=0, or fsdp",
+    ),
+    Rule(
+        lambda c: (c.layout.context_method == "ring") & (c.layout.context > 1),
+        "context_method=ring", "it gathers keys and values", "context_method=gather",
+    ),
+    Rule(
+        lambda c: (c.layout.context > 1) & (c.layout.ulysses > 1),
+        "context={c.layout.context} with ulysses={c.layout.ulysses}", "one of both is used",
+        "context={c.positions_ways} or ulysses={c.positions_ways}",
+    ),
+    Rule(
+        lambda c: (c.mixture and c.layout.expert_tensor_parallel) & (c.layout.tensor > 1),
+        "expert_tensor_parallel=on", "experts are split by number only", "expert_tensor_parallel=off",
+    ),
+    Rule(
+        lambda c: c.mixture and c.job.capacity_factor is not None,
+        "capacity_factor={c.job.capacity_factor}", "it drops no tokens", "no capacity_factor",
+    ),
+    Rule(
+        lambda c: c.schedule not in ("", *_SCHEDULES),
+        "schedule={c.schedule}", f"of ours it runs {', '.join(_SCHEDULES)}",
+        lambda c: _NEAREST_SCHEDULE.get(c.schedule, "schedule=1f1b"),
+    ),
+    OFFLOADS_ALL,
+    Rule(
+        lambda c: set(c.layout.offload) not in (set(), {"optimizer", "parameters"}),
+        lambda c: f"offload={'+'.join(c.layout.offload)}", "it offloads parameters, gradients and optimizer together",
+        "offload=optimizer+parameters",
+    ),
+    REMAT_OF_ALL,
+    Rule(
+        lambda c: c.layout.remat not in ("none", "full"),
+        "remat={c.layout.remat}", "its selective policy repeats some matmuls too", "remat=full or remat=none",
+    ),
+)  # fmt: skip
+
+
 def torchtitan(choices: Choices, refusals: Refusals) -> Exported:
     """Write the function; refuse what its configuration cannot say."""
     notes: list[str] = []
     placement = choices.placement_note(_NESTING, "meshes nest tensor, context, shards, replicas, stages")
     notes += [placement] if placement else []
-    parallelism = {**_degrees(choices, refusals, notes), **_pipeline(choices, refusals, notes)}
-    training = {**_batch(choices), **_precision(choices, refusals, notes), **_offload(choices, refusals, notes)}
-    checkpoint, imported = _remat(choices, refusals)
+    parallelism = {**_degrees(choices, notes), **_pipeline(choices, notes)}
+    training = {**_batch(choices), **_precision(choices, refusals, notes)}
+    if choices.layout.offload:
+        training["enable_cpu_offload"] = True
+        notes.append(HOST_UPDATE)
+    recompute = choices.layout.remat != "none"
     choices.optimizer_in({"adamw": "AdamW"}, refusals, "its containers run Adam and AdamW")
     model = choices.model
     notes.append(
@@ -46,13 +103,13 @@ def torchtitan(choices: Choices, refusals: Refusals) -> Exported:
     )
     header = commented([*header_lines(choices, TITLE, VERSION, notes), "use: config = planned(llama3_70b())"])
     imports = "from torchtitan.config import ParallelismConfig, TrainingConfig\n"
-    imports += f"from torchtitan.distributed.activation_checkpoint import {imported}\n" if imported else ""
+    imports += "from torchtitan.distributed.activation_checkpoint import FullAC\n" if recompute else ""
     text = (
         f"{header}{imports}\n\ndef planned(config):\n"
         f'    """Set parallelism, batch, precision and recomputation of a Trainer.Config as planned."""\n'
         f"    config.parallelism = {_call('ParallelismConfig', parallelism)}\n"
         f"    config.training = {_call('TrainingConfig', training, keep=['steps', 'max_norm'])}\n"
-        f"    config.activation_checkpoint = {checkpoint}\n"
+        f"    config.activation_checkpoint = {'FullAC.Config()' if recompute else None}\n"
         "    return config\n"
     )
     return Exported("torchtitan", TITLE, VERSION, "planned.py", text, tuple(notes))
@@ -65,12 +122,8 @@ def _call(name: str, arguments: Mapping[str, Any], keep: list[str] | None = None
     return f"{name}(\n{''.join(lines)}    )"
 
 
-def _degrees(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
+def _degrees(choices: Choices, notes: list[str]) -> dict[str, Any]:
     layout = choices.layout
-    if not choices.splits_whole_groups:
-        refusals.add("fully_sharded=off", "weights are shared out over context and expert ranks", "fully_sharded=on")
-    if layout.zero and layout.data > 1:
-        refusals.add(f"zero={layout.zero}", "replicas keep all whole, or share out all", "zero=0, or fsdp")
     out = {
         "data_parallel_replicate_degree": layout.data,
         "data_parallel_shard_degree": layout.fsdp * layout.expert,
@@ -78,45 +131,22 @@ def _degrees(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str
         "enable_sequence_parallel": layout.sequence_parallel,
         "context_parallel_degree": choices.positions_ways,
     }
-    _context(choices, refusals, notes)
+    if choices.positions_ways > 1:  # which of both is a class of attention, not a number
+        kind = "KVAllGather" if layout.context > 1 else "Ulysses"
+        notes.append(f"afterwards, apply ContextParallelTransform with the {kind} class of the model's attention")
     if choices.mixture:
-        if layout.tensor > 1 and layout.expert_tensor_parallel:
-            refusals.add("expert_tensor_parallel=on", "experts are split by number only", "expert_tensor_parallel=off")
         out["expert_parallel_degree"] = choices.expert_ways
         notes.append(
             "expert ranks are taken from those of FSDP, context and tensor parallelism: data_parallel_shard_degree = "
             f"fsdp {layout.fsdp} x expert {layout.expert}"
         )
-        if choices.job.capacity_factor is not None:
-            refusals.add(f"capacity_factor={choices.job.capacity_factor}", "it drops no tokens", "no capacity_factor")
     return out
 
 
-def _context(choices: Choices, refusals: Refusals, notes: list[str]) -> None:
-    """Positions: by gathered keys and values, or by heads; which of them is a class of attention, not a number."""
-    layout = choices.layout
-    if layout.context > 1 and layout.context_method == "ring":
-        refusals.add("context_method=ring", "it gathers keys and values", "context_method=gather")
-    if layout.context > 1 and layout.ulysses > 1:
-        both = choices.positions_ways
-        refusals.add(
-            f"context={layout.context} with ulysses={layout.ulysses}",
-            "one of both is used",
-            f"context={both} or ulysses={both}",
-        )
-    if choices.positions_ways > 1:
-        kind = "KVAllGather" if layout.context > 1 else "Ulysses"
-        notes.append(f"afterwards, apply ContextParallelTransform with the {kind} class of the model's attention")
-
-
-def _pipeline(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
+def _pipeline(choices: Choices, notes: list[str]) -> dict[str, Any]:
     layout, schedule = choices.layout, choices.schedule
     if schedule == "":
         return {}
-    if schedule not in _SCHEDULES:
-        known = ", ".join(_SCHEDULES)
-        nearest = _NEAREST_SCHEDULE.get(schedule, "schedule=1f1b")
-        refusals.add(f"schedule={schedule}", f"of ours it runs {known}", nearest)
     pieces = layout.stage * (2 if schedule in _TWO_PIECES else layout.virtual_stages)
     layers = choices.model.num_layers
     if layers % pieces:
@@ -146,30 +176,3 @@ def _precision(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[s
     if compute == "bfloat16":
         notes.append(ONE_COPY)
     return {"dtype": "float32", "mixed_precision_param": compute, "mixed_precision_reduce": "float32"}
-
-
-def _remat(choices: Choices, refusals: Refusals) -> tuple[str, str]:
-    """The expression, and the class that it needs."""
-    if choices.remat_layers is not None:
-        refusals.add(f"remat_layers={choices.remat_layers}", "one policy is for all layers", "all layers")
-    if choices.layout.remat == "none":
-        return "None", ""
-    if choices.layout.remat != "full":
-        refusals.add(
-            f"remat={choices.layout.remat}", "its selective policy repeats some matmuls too", "remat=full or remat=none"
-        )
-    return "FullAC.Config()", "FullAC"
-
-
-def _offload(choices: Choices, refusals: Refusals, notes: list[str]) -> dict[str, Any]:
-    choices.refuse_offload_layers(refusals)
-    offload = set(choices.layout.offload)
-    if not offload:
-        return {}
-    if offload != {"optimizer", "parameters"}:
-        refusals.add(
-            f"offload={'+'.join(choices.layout.offload)}", "it offloads parameters, gradients and optimizer together",
-            "offload=optimizer+parameters",
-        )  # fmt: skip
-    notes.append(HOST_UPDATE)
-    return {"enable_cpu_offload": True}
