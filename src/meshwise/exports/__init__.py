@@ -5,7 +5,6 @@ error that names the choice and the nearest that it can. Not here: running anyth
 """
 
 from meshwise.exports.exported import Exported
-from meshwise.exports.serving import SERVING_TARGETS, hand_over_serving
-from meshwise.exports.targets import TARGETS, hand_over
+from meshwise.exports.targets import SERVING_TARGETS, TARGETS, hand_over, hand_over_serving
 
 __all__ = ["SERVING_TARGETS", "TARGETS", "Exported", "hand_over", "hand_over_serving"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -10,21 +10,19 @@ from meshwise.core.errors import UnknownNameError
 from meshwise.exports import deepspeed, jaxcode, maxtext, megatron, torchtitan
 from meshwise.exports.choices import Choices
 from meshwise.exports.exported import Exported, Refusals, Rule
-from meshwise.exports.serving.choices import ServingChoices
-from meshwise.exports.serving.jetstream import jetstream
+from meshwise.exports.serving import jetstream, sglang, tensorrt_llm, vllm
+from meshwise.exports.serving.choices import Pool, ServingChoices
 from meshwise.exports.serving.script import Script
-from meshwise.exports.serving.sglang import sglang
-from meshwise.exports.serving.tensorrt_llm import tensorrt_llm
-from meshwise.exports.serving.vllm import vllm
 from meshwise.search import Plan
 from meshwise.search.serving import ServingPlan
 
 C = TypeVar("C", Choices, ServingChoices)
+R = TypeVar("R", Choices, Pool)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Target(Generic[C, T]):
+class Target(Generic[C, R, T]):
     """A tool or an engine.
 
     Args:
@@ -34,12 +32,12 @@ class Target(Generic[C, T]):
     """
 
     title: str
-    rules: tuple[Rule[C], ...]
+    rules: tuple[Rule[R], ...]
     write: Callable[[C, Refusals], T]
 
 
 #: By the name that `--to` takes.
-TARGETS: Mapping[str, Target[Choices, Exported]] = {
+TARGETS: Mapping[str, Target[Choices, Choices, Exported]] = {
     "maxtext": Target(maxtext.TITLE, maxtext.RULES, maxtext.maxtext),
     "megatron": Target(megatron.TITLE, megatron.RULES, megatron.megatron),
     "torchtitan": Target(torchtitan.TITLE, torchtitan.RULES, torchtitan.torchtitan),
@@ -48,13 +46,14 @@ TARGETS: Mapping[str, Target[Choices, Exported]] = {
 }
 
 
-def _write(kind: str, to: str, targets: Mapping[str, Target[C, T]], choices: C) -> T:
+def _write(kind: str, to: str, targets: Mapping[str, Target[C, R, T]], choices: C, read: Iterable[R]) -> T:
     """Write for one of `targets`; raise what it cannot express."""
     if to not in targets:
         raise UnknownNameError(kind, to, targets, list_all=True)
     refusals = Refusals(targets[to].title)
     choices.check_known(refusals)
-    refusals.apply(targets[to].rules, choices)
+    for part in read:
+        refusals.apply(targets[to].rules, part)
     written = targets[to].write(choices, refusals)
     refusals.check()
     return written
@@ -71,15 +70,16 @@ def hand_over(plan: Plan, to: str) -> Exported:
         UnknownNameError: for a tool that is not known.
         HandoverError: for choices that the tool cannot express, each with its reason and the nearest that it can.
     """
-    return _write("tool", to, TARGETS, Choices(plan))
+    choices = Choices(plan)
+    return _write("tool", to, TARGETS, choices, [choices])
 
 
 #: By the name that `--to` takes.
-SERVING_TARGETS: Mapping[str, Target[ServingChoices, Script]] = {
-    "vllm": Target("vLLM", (), vllm),
-    "sglang": Target("SGLang", (), sglang),
-    "tensorrt-llm": Target("TensorRT-LLM", (), tensorrt_llm),
-    "jetstream": Target("JetStream with MaxText", (), jetstream),
+SERVING_TARGETS: Mapping[str, Target[ServingChoices, Pool, Script]] = {
+    "vllm": Target("vLLM", vllm.RULES, vllm.vllm),
+    "sglang": Target("SGLang", sglang.RULES, sglang.sglang),
+    "tensorrt-llm": Target("TensorRT-LLM", tensorrt_llm.RULES, tensorrt_llm.tensorrt_llm),
+    "jetstream": Target("JetStream with MaxText", jetstream.RULES, jetstream.jetstream),
 }
 
 
@@ -95,5 +95,5 @@ def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
         HandoverError: for choices that the engine cannot express, each with its reason and the nearest that it can.
     """
     choices = ServingChoices(plan)
-    script, title = _write("engine", to, SERVING_TARGETS, choices), SERVING_TARGETS[to].title
+    script, title = _write("engine", to, SERVING_TARGETS, choices, choices.pools), SERVING_TARGETS[to].title
     return Exported(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))

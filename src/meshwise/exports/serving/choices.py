@@ -6,7 +6,7 @@ Not here: any engine's own names.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from meshwise.core.dtypes import DType
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.exports.choices import field_values, given_values
-from meshwise.exports.exported import Refusals
+from meshwise.exports.exported import Refusals, Rule
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import parse_lengths
 from meshwise.models import Model
@@ -39,6 +39,7 @@ class Pool:
     """Engines of one kind.
 
     Args:
+        choices: of the plan.
         name: "serve" for engines that do both, else "prefill" or "decode".
         layout: of one engine, and how many there are.
         requests: that one engine works on at once, those being prefilled included.
@@ -47,6 +48,7 @@ class Pool:
         memory: bytes by class on the fullest chip.
     """
 
+    choices: ServingChoices
     name: str
     layout: ServingLayout
     requests: int
@@ -74,6 +76,11 @@ class Pool:
     def step_tokens(self) -> int:
         """Positions that one step of a rank computes at most, where it does both in one."""
         return self.prefill_tokens + self.positions
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether ranks hold different experts."""
+        return self.layout.expert > 1 or not self.layout.expert_tensor_parallel
 
     @property
     def weight_chips(self) -> int:
@@ -210,11 +217,11 @@ class ServingChoices:
         if not self.apart:
             both = self._prefill_tokens(setup.decode)
             memory = dict(estimate.decode.memory)
-            return (Pool("serve", setup.decode, self.on_their_way, both, positions, memory),)
+            return (Pool(self, "serve", setup.decode, self.on_their_way, both, positions, memory),)
         tokens = self._prefill_tokens(setup.prefill)
         return (
-            Pool("prefill", setup.prefill, setup.prefill_batch, tokens, 0, dict(estimate.prefill.memory)),
-            Pool("decode", setup.decode, setup.batch, 0, positions, dict(estimate.decode.memory)),
+            Pool(self, "prefill", setup.prefill, setup.prefill_batch, tokens, 0, dict(estimate.prefill.memory)),
+            Pool(self, "decode", setup.decode, setup.batch, 0, positions, dict(estimate.decode.memory)),
         )
 
     def _prefill_tokens(self, layout: ServingLayout) -> int:
@@ -249,70 +256,81 @@ class ServingChoices:
                 f"estimate serve --layout {self.setup.decode}, or --mode disaggregated",
             )
 
-    def check_vendors(self, refusals: Refusals, vendors: Sequence[str], elsewhere: str) -> None:
-        """Refuse chips that an engine's options are not written for here."""
-        chip = self.problem.cluster.chip
-        if chip.vendor not in vendors:
-            refusals.add(f"chip {chip.title}", f"its options are written here for {' and '.join(vendors)}", elsewhere)
 
-    def check_whole_heads(self, refusals: Refusals, layout: ServingLayout, *, copies: bool) -> None:
-        """Refuse ways that heads do not divide over; the plan pads them.
+#: What an engine cannot express, read for each kind of engines of a plan.
+EngineRules = tuple[Rule[Pool], ...]
 
-        Args:
-            refusals: where it is noted.
-            layout: of one engine.
-            copies: whether fewer key/value heads are copied.
-        """
-        keys = self.kv_heads
 
-        def whole(n: int) -> bool:
-            few = copies and n % keys == 0
-            queries = all(heads % (n * layout.cache) == 0 for heads in self.heads)
-            return queries and (self.latent or keys % n == 0 or few)
+def vendors(names: Sequence[str], elsewhere: str) -> Rule[Pool]:
+    """Chips of other vendors: an engine's options are not written for them here."""
+    return Rule(
+        lambda c: c.choices.problem.cluster.chip.vendor not in names,
+        "chip {c.choices.problem.cluster.chip.title}",
+        f"its options are written here for {' and '.join(names)}",
+        elsewhere,
+    )
 
-        if not whole(layout.tensor):
-            fitting = next((n for n in range(layout.tensor - 1, 0, -1) if whole(n)), None)
-            said = "" if self.latent else f", {keys} of keys and values,"
-            asked = f"tensor={layout.tensor}" + (f",cache={layout.cache}" if layout.cache > 1 else "")
-            refusals.add(
-                asked,
-                f"{' or '.join(map(str, self.heads))} heads{said} do not divide over it",
-                f"tensor={fitting}" if fitting else "no cache axis",
-            )
 
-    def check_whole_experts(self, refusals: Refusals, ways: int) -> None:
-        """Refuse ways that experts do not divide over."""
-        if self.experts and self.experts % ways:
-            fitting = max(n for n in range(1, ways) if self.experts % n == 0)
-            refusals.add(
-                f"experts over {ways} ranks", f"{self.experts} experts do not divide over them", f"expert={fitting}"
-            )
+def whole_heads(*, copies: bool) -> Rule[Pool]:
+    """Ways that heads do not divide over, which the plan pads; `copies`: fewer key/value heads are copied."""
 
-    def check_common(self, refusals: Refusals, layout: ServingLayout) -> None:
-        """Refuse the axes that no engine on GPUs has."""
-        self.check_whole_heads(refusals, layout, copies=True)
-        if layout.width > 1:
-            refusals.add(
-                f"width={layout.width}",
-                "its weights are split one way, by heads and feed-forward widths",
-                f"tensor={layout.tensor * layout.width}, or plan serve --forbid width",
-            )
-        if layout.fsdp > 1:
-            refusals.add(
-                f"fsdp={layout.fsdp}",
-                "it never gathers weights",
-                f"tensor={layout.tensor * layout.fsdp}, or plan serve --forbid fsdp",
-            )
-        if layout.cache > 1 and layout.cache_split == "batch":
-            instead = f"expert={layout.cache}" if self.mixture else "cache_split=sequence"
-            refusals.add(
-                "cache_split=batch",
-                "ranks that share out requests hold attention's weights whole",
-                f"{instead}, or tensor={layout.tensor * layout.cache}",
-            )
-        if self.load.formats.head != self.load.formats.activations:
-            refusals.add(
-                f"head={self.load.formats.head.value}",
-                "embedding and head stay in the format of activations",
-                f"head={self.load.formats.activations.value}",
-            )
+    def whole(c: Pool, ways: int) -> bool:
+        keys = c.choices.kv_heads
+        queries = all(heads % (ways * c.layout.cache) == 0 for heads in c.choices.heads)
+        return queries and (c.choices.latent or keys % ways == 0 or (copies and ways % keys == 0))
+
+    def why(c: Pool) -> str:
+        said = "" if c.choices.latent else f", {c.choices.kv_heads} of keys and values,"
+        return f"{' or '.join(map(str, c.choices.heads))} heads{said} do not divide over it"
+
+    def nearest(c: Pool) -> str:
+        fitting = next((n for n in range(c.layout.tensor - 1, 0, -1) if whole(c, n)), None)
+        return f"tensor={fitting}" if fitting else "no cache axis"
+
+    return Rule(
+        lambda c: not whole(c, c.layout.tensor),
+        lambda c: f"tensor={c.layout.tensor}" + (f",cache={c.layout.cache}" if c.layout.cache > 1 else ""),
+        why,
+        nearest,
+    )
+
+
+def whole_experts(ways: Callable[[Pool], int]) -> Rule[Pool]:
+    """`ways` that experts do not divide over."""
+
+    def nearest(c: Pool) -> str:
+        return f"expert={max(n for n in range(1, ways(c)) if c.choices.experts % n == 0)}"
+
+    return Rule(
+        lambda c: c.choices.experts % ways(c) > 0,
+        lambda c: f"experts over {ways(c)} ranks",
+        "{c.choices.experts} experts do not divide over them",
+        nearest,
+    )
+
+
+#: Of all engines on GPUs.
+ON_GPUS: EngineRules = (
+    whole_heads(copies=True),
+    Rule(
+        lambda c: c.layout.width > 1,
+        "width={c.layout.width}", "its weights are split one way, by heads and feed-forward widths",
+        lambda c: f"tensor={c.layout.tensor * c.layout.width}, or plan serve --forbid width",
+    ),
+    Rule(
+        lambda c: c.layout.fsdp > 1,
+        "fsdp={c.layout.fsdp}", "it never gathers weights",
+        lambda c: f"tensor={c.layout.tensor * c.layout.fsdp}, or plan serve --forbid fsdp",
+    ),
+    Rule(
+        lambda c: c.layout.cache > 1 and c.layout.cache_split == "batch",
+        "cache_split=batch", "ranks that share out requests hold attention's weights whole",
+        lambda c: (f"expert={c.layout.cache}" if c.choices.mixture else "cache_split=sequence")
+        + f", or tensor={c.weight_chips}",
+    ),
+    Rule(
+        lambda c: c.choices.load.formats.head != c.choices.load.formats.activations,
+        "head={c.choices.load.formats.head.value}", "embedding and head stay in the format of activations",
+        "head={c.choices.load.formats.activations.value}",
+    ),
+)  # fmt: skip

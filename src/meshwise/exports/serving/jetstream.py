@@ -17,8 +17,8 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.core.units import format_time
 from meshwise.exports.choices import exact
-from meshwise.exports.exported import Refusals
-from meshwise.exports.serving.choices import ServingChoices
+from meshwise.exports.exported import Refusals, Rule
+from meshwise.exports.serving.choices import EngineRules, Pool, ServingChoices, vendors, whole_experts, whole_heads
 from meshwise.exports.serving.script import Script, command, mean_note
 from meshwise.exports.serving.settings import common_notes
 from meshwise.sharding.serving import ServingLayout
@@ -57,14 +57,12 @@ _NUMBERED = (("expert",), ("tensor",), ("fsdp",))
 
 def jetstream(choices: ServingChoices, refusals: Refusals) -> Script:
     """Write the commands; refuse what they cannot say."""
-    choices.check_vendors(refusals, ("google",), "--to vllm on GPUs")
     script = Script(VERSION)
     layout = choices.setup.decode
     script.notes += common_notes(
         choices, "MaxText", numbered=_NUMBERED, mixes=False, prefix_option="enable_prefix_caching=False"
     )
     _add_notes(choices, layout, script)
-    _check(choices, layout, refusals)
     hub = choices.model.hub_names[0] if choices.model.hub_names else ""
     script.settings["TOKENIZER"] = f'"${{TOKENIZER:-{hub}}}"' if hub else '"${TOKENIZER:?a tokenizer}"'
     script.settings["CHECKPOINT"] = '"${CHECKPOINT:?a checkpoint for inference (unscanned)}"'
@@ -113,44 +111,63 @@ def _add_notes(choices: ServingChoices, layout: ServingLayout, script: Script) -
         script.notes.append("over the expert axis other weights are stored in parts and gathered; the plan has copies")
 
 
-def _check(choices: ServingChoices, layout: ServingLayout, refusals: Refusals) -> None:
-    setup, load = choices.setup, choices.load
-    choices.check_whole_heads(refusals, layout, copies=False)
-    choices.check_whole_experts(refusals, layout.expert)
-    if choices.apart:
-        refusals.add("mode=disaggregated", "its servers with engines apart are experimental", "--mode aggregated")
-    if choices.problem.cluster.chip.devices_per_chip > 1:
-        refusals.add(
-            f"chip {choices.problem.cluster.chip.title}", "JAX sees several devices in each", "a chip with one device"
-        )
-    for name in ("width", "cache", "context", "stage"):
-        size = getattr(layout, name)
-        if size > 1:
-            fitting = math.gcd(layout.tensor * size, choices.kv_heads)
-            refusals.add(
-                f"{name}={size}",
-                "its engine has no axis that does the same",
-                f"tensor={fitting} with replicas, or plan serve --forbid {name}",
-            )
-    if choices.mixture and layout.tensor > 1 and not layout.expert_tensor_parallel:
-        refusals.add(
-            "expert_tensor_parallel=off", "its tensor axis splits the width of experts", "expert_tensor_parallel=on"
-        )
-    if setup.prefill_batch > 1:
-        refusals.add(f"prefill_batch={setup.prefill_batch}", "it prefills one prompt at a time", "--prefill-batch 1")
-    if setup.chunk is not None:
-        refusals.add(
-            f"chunk={setup.chunk}", "its chunks go in steps of their own, not with what is generated", "no --chunk"
-        )
-    elif load.cached_prefix:
-        refusals.add(
-            f"cached_prefix={load.cached_prefix:g}", "it keeps prefixes only where prompts go in chunks", "no prefix"
-        )
-    if load.draft_tokens:
-        refusals.add(f"draft_tokens={load.draft_tokens}", "it does not speculate", "--draft-tokens 0")
-    if choices.model.name not in _MODELS:
-        error = UnknownNameError("model", choices.model.name, _MODELS)
-        refusals.add(f"model {choices.model.name}", "MaxText has no configuration of it that is known here", str(error))
+def _no_axis(name: str) -> Rule[Pool]:
+    def size(c: Pool) -> int:
+        return int(getattr(c.layout, name))
+
+    return Rule(
+        lambda c: size(c) > 1,
+        lambda c: f"{name}={size(c)}",
+        "its engine has no axis that does the same",
+        lambda c: (
+            f"tensor={math.gcd(c.layout.tensor * size(c), c.choices.kv_heads)} with replicas, "
+            f"or plan serve --forbid {name}"
+        ),
+    )
+
+
+#: What its options cannot say.
+RULES: EngineRules = (
+    vendors(("google",), "--to vllm on GPUs"),
+    whole_heads(copies=False),
+    whole_experts(lambda c: c.layout.expert),
+    Rule(
+        lambda c: c.choices.apart,
+        "mode=disaggregated", "its servers with engines apart are experimental", "--mode aggregated",
+    ),
+    Rule(
+        lambda c: c.choices.problem.cluster.chip.devices_per_chip > 1,
+        "chip {c.choices.problem.cluster.chip.title}", "JAX sees several devices in each", "a chip with one device",
+    ),
+    *map(_no_axis, ("width", "cache", "context", "stage")),
+    Rule(
+        lambda c: c.choices.mixture and c.layout.tensor > 1 and not c.layout.expert_tensor_parallel,
+        "expert_tensor_parallel=off", "its tensor axis splits the width of experts", "expert_tensor_parallel=on",
+    ),
+    Rule(
+        lambda c: c.choices.setup.prefill_batch > 1,
+        "prefill_batch={c.choices.setup.prefill_batch}", "it prefills one prompt at a time", "--prefill-batch 1",
+    ),
+    Rule(
+        lambda c: c.choices.setup.chunk is not None,
+        "chunk={c.choices.setup.chunk}", "its chunks go in steps of their own, not with what is generated",
+        "no --chunk",
+    ),
+    Rule(
+        lambda c: c.choices.setup.chunk is None and c.choices.load.cached_prefix > 0,
+        "cached_prefix={c.choices.load.cached_prefix:g}", "it keeps prefixes only where prompts go in chunks",
+        "no prefix",
+    ),
+    Rule(
+        lambda c: c.choices.load.draft_tokens > 0,
+        "draft_tokens={c.choices.load.draft_tokens}", "it does not speculate", "--draft-tokens 0",
+    ),
+    Rule(
+        lambda c: c.choices.model.name not in _MODELS,
+        "model {c.choices.model.name}", "MaxText has no configuration of it that is known here",
+        lambda c: str(UnknownNameError("model", c.choices.model.name, _MODELS)),
+    ),
+)  # fmt: skip
 
 
 def _settings(choices: ServingChoices, layout: ServingLayout, refusals: Refusals) -> dict[str, Any]:

@@ -10,8 +10,8 @@ of 1 is exact lengths); and sglang-router 0.3.2. Not here: `--help`'s other opti
 from __future__ import annotations
 
 from meshwise.core.dtypes import DType
-from meshwise.exports.exported import Refusals
-from meshwise.exports.serving.choices import Pool, ServingChoices
+from meshwise.exports.exported import Refusals, Rule
+from meshwise.exports.serving.choices import ON_GPUS, EngineRules, Pool, ServingChoices, vendors, whole_experts
 from meshwise.exports.serving.script import Options, Script, add_measurement, add_router, command, mean_note
 from meshwise.exports.serving.settings import Methods, common_notes, format_options
 
@@ -36,7 +36,6 @@ _NUMBERED = (("tensor", "cache"), ("context",), ("expert",), ("stage",))
 
 def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
     """Write the commands; refuse what they cannot say."""
-    choices.check_vendors(refusals, ("nvidia", "amd"), "--to jetstream on TPUs")
     script = Script(f"{VERSION}, {ROUTER}" if choices.apart else VERSION)
     script.notes += common_notes(
         choices, "SGLang", numbered=_NUMBERED, mixes=False, prefix_option="--disable-radix-cache"
@@ -44,7 +43,6 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
     if choices.latent:
         script.notes.append(f"SGLang chooses the pages of latents itself; the plan has {choices.load.block_tokens}")
     for pool in choices.pools:
-        _check(choices, pool, refusals)
         options = _options(choices, pool, refusals, script)
         words = "python3 -m sglang.launch_server"
         if options.get("--moe-a2a-backend") == "deepep" and pool.positions > _DISPATCHED:
@@ -61,29 +59,28 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
     return script
 
 
-def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
-    layout, ways = pool.layout, pool.weight_chips
-    choices.check_common(refusals, layout)
-    if layout.expert > 1 or not layout.expert_tensor_parallel:
-        choices.check_whole_experts(refusals, layout.expert * ways)
-    if layout.stage > 1 and choices.load.draft_tokens and not choices.predicts_tokens:
-        refusals.add(
-            f"stage={layout.stage} with draft_tokens={choices.load.draft_tokens}",
-            "its pipelines take drafts of EAGLE's kind only",
-            f"tensor={layout.tensor * layout.stage}, or --draft-tokens 0",
-        )
-    if layout.context > 1:
-        refusals.add(
-            f"context={layout.context}",
-            "what splits a prompt splits the other weights, too",
-            f"tensor={layout.tensor * layout.context}, or plan serve --forbid context",
-        )
-    if layout.expert > 1 and ways > 1 and layout.expert_tensor_parallel:
-        refusals.add(
-            "expert_tensor_parallel=on",
-            "its exchange of tokens with experts spans all ranks, each with whole experts",
-            "expert_tensor_parallel=off",
-        )
+#: What its options cannot say.
+RULES: EngineRules = (
+    vendors(("nvidia", "amd"), "--to jetstream on TPUs"),
+    *ON_GPUS,
+    whole_experts(lambda c: c.ranks * c.weight_chips if c.splits_experts else 1),
+    Rule(
+        lambda c: c.layout.stage > 1 and c.choices.load.draft_tokens > 0 and not c.choices.predicts_tokens,
+        "stage={c.layout.stage} with draft_tokens={c.choices.load.draft_tokens}",
+        "its pipelines take drafts of EAGLE's kind only",
+        lambda c: f"tensor={c.layout.tensor * c.layout.stage}, or --draft-tokens 0",
+    ),
+    Rule(
+        lambda c: c.layout.context > 1,
+        "context={c.layout.context}", "what splits a prompt splits the other weights, too",
+        lambda c: f"tensor={c.layout.tensor * c.layout.context}, or plan serve --forbid context",
+    ),
+    Rule(
+        lambda c: c.layout.expert > 1 and c.weight_chips > 1 and c.layout.expert_tensor_parallel,
+        "expert_tensor_parallel=on", "its exchange of tokens with experts spans all ranks, each with whole experts",
+        "expert_tensor_parallel=off",
+    ),
+)  # fmt: skip
 
 
 def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> Options:

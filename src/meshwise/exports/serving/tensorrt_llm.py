@@ -12,8 +12,8 @@ import json
 from typing import Any
 
 from meshwise.core.dtypes import DType
-from meshwise.exports.exported import Refusals
-from meshwise.exports.serving.choices import Pool, ServingChoices
+from meshwise.exports.exported import Refusals, Rule
+from meshwise.exports.serving.choices import ON_GPUS, EngineRules, Pool, ServingChoices, vendors, whole_experts
 from meshwise.exports.serving.script import (
     Options,
     Script,
@@ -43,7 +43,6 @@ _NUMBERED = (("tensor", "cache"), ("context",), ("expert",), ("stage",))
 
 def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
     """Write the commands; refuse what they cannot say."""
-    choices.check_vendors(refusals, ("nvidia",), "--to jetstream on TPUs, --to vllm on AMD's")
     script = Script(VERSION)
     script.notes += common_notes(
         choices, "TensorRT-LLM", numbered=_NUMBERED, mixes=True, prefix_option="enable_block_reuse: false"
@@ -55,7 +54,6 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
             f"TensorRT-LLM chooses the blocks of latents itself; the plan has {choices.load.block_tokens}"
         )
     for pool in choices.pools:
-        _check(choices, pool, refusals)
         file = f"{pool.name}.yaml"
         document = heredoc(file, _yaml(_settings(choices, pool, refusals, script)))
         words, nodes = 'trtllm-serve serve "$MODEL"', choices.nodes(pool.layout)
@@ -81,34 +79,33 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
     return script
 
 
-def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
-    layout = pool.layout
-    choices.check_common(refusals, layout)
-    if layout.cache > 1 and layout.cache_split == "sequence":
-        refusals.add(
-            f"cache={layout.cache}",
-            "of its engines only those with latents split positions (Helix), which is not handed over",
-            f"tensor={layout.tensor * layout.cache}, --to sglang, or plan serve --forbid cache",
-        )
-    if layout.context > 1:
-        refusals.add(
-            f"context={layout.context}",
-            "it splits prompts for few models, which is not handed over",
-            f"tensor={layout.tensor * layout.context}, or plan serve --forbid context",
-        )
-    if layout.expert > 1 and layout.tensor > 1:
-        refusals.add(
-            f"expert={layout.expert},tensor={layout.tensor}",
-            "data-parallel attention takes every rank there",
-            f"expert={layout.expert * layout.tensor}, or tensor={layout.expert * layout.tensor}",
-        )
-    if layout.expert > 1 or not layout.expert_tensor_parallel:
-        choices.check_whole_experts(refusals, layout.expert * layout.tensor)
-    block = choices.load.block_tokens
-    if not choices.latent and block & (block - 1):
-        refusals.add(
-            f"block_tokens={block}", "its blocks are powers of two", f"--block-tokens {1 << block.bit_length()}"
-        )
+#: What its options cannot say.
+RULES: EngineRules = (
+    vendors(("nvidia",), "--to jetstream on TPUs, --to vllm on AMD's"),
+    *ON_GPUS,
+    Rule(
+        lambda c: c.layout.cache > 1 and c.layout.cache_split == "sequence",
+        "cache={c.layout.cache}",
+        "of its engines only those with latents split positions (Helix), which is not handed over",
+        "tensor={c.weight_chips}, --to sglang, or plan serve --forbid cache",
+    ),
+    Rule(
+        lambda c: c.layout.context > 1,
+        "context={c.layout.context}", "it splits prompts for few models, which is not handed over",
+        lambda c: f"tensor={c.layout.tensor * c.layout.context}, or plan serve --forbid context",
+    ),
+    Rule(
+        lambda c: c.layout.expert > 1 and c.layout.tensor > 1,
+        "expert={c.layout.expert},tensor={c.layout.tensor}", "data-parallel attention takes every rank there",
+        lambda c: f"expert={c.layout.expert * c.layout.tensor}, or tensor={c.layout.expert * c.layout.tensor}",
+    ),
+    whole_experts(lambda c: c.layout.expert * c.layout.tensor if c.splits_experts else 1),
+    Rule(
+        lambda c: not c.choices.latent and c.choices.load.block_tokens.bit_count() > 1,
+        "block_tokens={c.choices.load.block_tokens}", "its blocks are powers of two",
+        lambda c: f"--block-tokens {1 << c.choices.load.block_tokens.bit_length()}",
+    ),
+)  # fmt: skip
 
 
 def _options(choices: ServingChoices, pool: Pool, file: str) -> Options:

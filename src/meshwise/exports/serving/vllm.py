@@ -14,8 +14,8 @@ import json
 from typing import Any
 
 from meshwise.core.dtypes import DType
-from meshwise.exports.exported import Refusals
-from meshwise.exports.serving.choices import Pool, ServingChoices
+from meshwise.exports.exported import Refusals, Rule
+from meshwise.exports.serving.choices import ON_GPUS, EngineRules, Pool, ServingChoices, vendors
 from meshwise.exports.serving.script import (
     Options,
     Script,
@@ -52,7 +52,6 @@ _CONNECTOR = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
     """Write the commands; refuse what they cannot say."""
-    choices.check_vendors(refusals, ("nvidia", "amd"), "--to jetstream on TPUs")
     script = Script(f"{VERSION}, {ROUTER}" if choices.apart else VERSION)
     script.notes += common_notes(
         choices, "vLLM", numbered=_NUMBERED, mixes=True, prefix_option="--no-enable-prefix-caching"
@@ -60,7 +59,6 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
     if choices.latent:
         script.notes.append(f"vLLM chooses the blocks of latents itself; the plan has {choices.load.block_tokens}")
     for pool in choices.pools:
-        _check(choices, pool, refusals)
         options = _options(choices, pool, refusals, script)
         words = 'vllm serve "$MODEL"'
         if choices.apart:
@@ -79,42 +77,42 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
     return script
 
 
-def _check(choices: ServingChoices, pool: Pool, refusals: Refusals) -> None:
-    layout = pool.layout
-    choices.check_common(refusals, layout)
-    if layout.expert > 1 and pool.weight_chips > 1 and layout.expert_tensor_parallel:
-        refusals.add(
-            "expert_tensor_parallel=on",
-            "it splits the number of experts over tensor and data ranks together",
-            "expert_tensor_parallel=off",
-        )
-    if layout.cache > 1 and not choices.latent and layout.tensor < choices.kv_heads:
-        refusals.add(
-            f"tensor={layout.tensor},cache={layout.cache}",
-            f"it splits positions among copies of {choices.kv_heads} key/value heads, which begin beyond as many ways",
-            f"tensor={choices.kv_heads} with cache, or tensor={layout.tensor * layout.cache}",
-        )
-    if layout.cache > 1 and any(heads // choices.kv_heads % layout.cache for heads in choices.heads):
-        refusals.add(
-            f"cache={layout.cache}",
-            "query heads of a key/value head do not divide over it",
-            f"tensor={layout.tensor * layout.cache}",
-        )
-    if layout.context > 1 and (choices.mixture or layout.context_method != "gather"):
-        what = "experts are split over it, too" if choices.mixture else "it gathers keys and values"
-        refusals.add(f"context={layout.context}", what, f"tensor={layout.tensor * layout.context}")
-    if pool.name == "decode" and layout.stage > 1:
-        refusals.add(
-            f"stage={layout.stage} of generation",
-            "NIXL hands caches to engines without a pipeline",
-            f"tensor={layout.tensor * layout.stage}, --mode aggregated, or plan serve --forbid stage",
-        )
-    if choices.apart and layout.cache > 1:
-        refusals.add(
-            f"cache={layout.cache}",
-            "NIXL hands over caches that are split by heads",
-            f"tensor={layout.tensor * layout.cache}, or --mode aggregated",
-        )
+#: What its options cannot say.
+RULES: EngineRules = (
+    vendors(("nvidia", "amd"), "--to jetstream on TPUs"),
+    *ON_GPUS,
+    Rule(
+        lambda c: c.layout.expert > 1 and c.weight_chips > 1 and c.layout.expert_tensor_parallel,
+        "expert_tensor_parallel=on", "it splits the number of experts over tensor and data ranks together",
+        "expert_tensor_parallel=off",
+    ),
+    Rule(
+        lambda c: c.layout.cache > 1 and not c.choices.latent and c.layout.tensor < c.choices.kv_heads,
+        "tensor={c.layout.tensor},cache={c.layout.cache}",
+        "it splits positions among copies of {c.choices.kv_heads} key/value heads, which begin beyond as many ways",
+        "tensor={c.choices.kv_heads} with cache, or tensor={c.weight_chips}",
+    ),
+    Rule(
+        lambda c: c.layout.cache > 1 and any(n // c.choices.kv_heads % c.layout.cache for n in c.choices.heads),
+        "cache={c.layout.cache}", "query heads of a key/value head do not divide over it", "tensor={c.weight_chips}",
+    ),
+    Rule(
+        lambda c: c.layout.context > 1 and (c.choices.mixture or c.layout.context_method != "gather"),
+        "context={c.layout.context}",
+        lambda c: "experts are split over it, too" if c.choices.mixture else "it gathers keys and values",
+        lambda c: f"tensor={c.layout.tensor * c.layout.context}",
+    ),
+    Rule(
+        lambda c: c.name == "decode" and c.layout.stage > 1,
+        "stage={c.layout.stage} of generation", "NIXL hands caches to engines without a pipeline",
+        lambda c: f"tensor={c.layout.tensor * c.layout.stage}, --mode aggregated, or plan serve --forbid stage",
+    ),
+    Rule(
+        lambda c: c.choices.apart and c.layout.cache > 1,
+        "cache={c.layout.cache}", "NIXL hands over caches that are split by heads",
+        "tensor={c.weight_chips}, or --mode aggregated",
+    ),
+)  # fmt: skip
 
 
 def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> Options:
