@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 from accuracy_page import errors_table, tell, write_or_check
+from fits import training_fit
 
 from meshwise.costs.fitted import SOFTWARE, fitted_calibration
 from meshwise.costs.spread import SPREADS
 from meshwise.hardware import load_chip
 from meshwise.scoring import TrainingPrediction, TrainingRun, TrainingScore, score_training, shipped_rows
-from meshwise.scoring.fitting import FittedRows, training_fit
+from meshwise.scoring.fitting import FittedRows
 from meshwise.scoring.score import by, errors_of, macro, ranking_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"

@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 
 from accuracy_page import tell
+from fits import serving_fit, training_fit
 
 from meshwise.scoring import ServingRun, TrainingRun, score_serving, score_training, shipped_rows
-from meshwise.scoring.fitting import serving_fit, training_fit
 
 
 def main(words: list[str]) -> int:

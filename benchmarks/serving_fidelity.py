@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 from accuracy_page import errors_table, tell, write_or_check
+from fits import engine_of, serving_fit
 
 from meshwise.costs.engines import ENGINES
 from meshwise.scoring import ServingPrediction, ServingRun, ServingScore, score_serving, shipped_rows
-from meshwise.scoring.constants import engine_of
-from meshwise.scoring.fitting import FittedRows, serving_fit
+from meshwise.scoring.fitting import FittedRows
 from meshwise.scoring.score import by, errors_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving-accuracy.md"

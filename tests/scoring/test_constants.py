@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.fits import serving_constants, serving_fit, start_values
 from meshwise.scoring import ServingRun, predict_serving, shipped_rows
-from meshwise.scoring.constants import serving_constants, start_values
-from meshwise.scoring.fitting import sensitivities, serving_fit, with_constants
+from meshwise.scoring.fitting import sensitivities, with_constants
 
 NAMES = ("S-gptfast-0001", "S-gptfast-0009", "S-ft-0104", "S-aicsilicon-2387", "S-aicsilicon-0061", "S-esti-0011")
 

@@ -7,7 +7,6 @@ which constants are fitted (`constants`), or what rows mean (`training`, `servin
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.spread import Likely
 from meshwise.hardware import Chip
-from meshwise.scoring.constants import Constant, all_constants, engine_of, serving_constants, start_values
+from meshwise.scoring.constants import Constant, all_constants
 from meshwise.scoring.prediction import Prediction, Refusal
 from meshwise.scoring.rows import TrainingRun, UnreadRow
 from meshwise.scoring.score import predict_all
@@ -37,9 +36,6 @@ _NOISE = 0.09
 _STEP = 0.05
 
 _ROUNDS = 30
-
-#: Points at which slopes are taken: at the priors, then where these lead.
-_POINTS = 2
 
 #: Precision that keeps a constant where it is.
 _FIXED = 1e8
@@ -170,34 +166,6 @@ class FittedRows(Generic[P]):
             out = keys == own
             expected[out] = self.expected(self.fitted_to(~out))[out]
         return tuple(_moved(p, float(e)) for p, e in zip(self.rows, expected, strict=True))
-
-
-def training_fit(rows: Sequence[P], progress: Callable[[str], None] = lambda _: None) -> FittedRows[P]:
-    """Prepare measured training steps for fits; rows of one source share their errors, and count as 12 at most."""
-    weights = _row_weights([p.run.source for p in rows], 12)
-    constants = all_constants()
-    at = {c.name: c.prior for c in constants}
-    for _ in range(_POINTS):  # slopes hold near where they were taken
-        found = FittedRows(tuple(rows), constants, sensitivities(rows, constants, at, progress), weights)
-        at = dict(found.fitted_to().values)
-    return found
-
-
-def serving_fit(rows: Sequence[P], progress: Callable[[str], None] = lambda _: None) -> FittedRows[P]:
-    """Prepare measured times of serving for fits; rows of one model, chip and engine count as 20 at most."""
-    weights = _row_weights([f"{engine_of(p.calibration)} {p.run.chip} {p.run.model}" for p in rows], 20)
-    constants = serving_constants()
-    return FittedRows(tuple(rows), constants, sensitivities(rows, constants, start_values(), progress), weights)
-
-
-def _row_weights(groups: Sequence[str], most: int) -> np.ndarray:
-    """What each row counts in a fit: the rows of one group count as `most` at most.
-
-    >>> _row_weights(["a", *["b"] * 24], 12)[:2].tolist()
-    [1.0, 0.5]
-    """
-    numbers = Counter(groups)
-    return np.array([min(1.0, most / numbers[g]) for g in groups])
 
 
 def _moved(p: P, expected: float) -> P:

@@ -18,7 +18,6 @@ from meshwise.costs.serving.answer import Engine, ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import cache_bytes, engine_memory, largest_batch
 from meshwise.costs.spread import likely_interval, uncertainty_sources
-from meshwise.scoring.constants import Constant
 from meshwise.scoring.prediction import WRONG, Prediction, Refusal, does_not_fit, needed_bytes
 from meshwise.scoring.rows import ServingRun, duration, measured_bytes, tokens_per_second
 from meshwise.scoring.serving_scenario import ServingScenario, build_serving_scenario
@@ -75,15 +74,6 @@ class ServingPrediction(Prediction):
         known = self.estimate
         again = estimate_serving(problem, known.setup, problem.network, count=False, known=known)
         return _expected(replace(self.scenario, problem=problem), again, self.compared).expected
-
-    def depends_on(self, constant: Constant) -> bool:
-        """As in `Prediction`, and whether its model and layout have what the constant is of."""
-        problem, name = self.scenario.problem, constant.name
-        alone = self.estimate.setup.decode.engine_chips == 1 and name.startswith(("startup", "links"))
-        dense = name == "experts" and not problem.model.mixtures
-        narrow = name in ("weights.int8", "weights.int4", "weights.fp4")
-        other = narrow and name != f"weights.{problem.load.formats.weights.value}"
-        return not (alone or dense or other) and super().depends_on(constant)
 
 
 def predict_serving(run: ServingRun, calibration: str = "fitted") -> ServingPrediction | Refusal:
