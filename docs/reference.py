@@ -67,6 +67,7 @@ _PLAN = {
     "plans[].choices.wires.*": "mesh axis -> its extent on each dimension of the network",
     "plans[].network[].name": "dimensions of the network, innermost first",
     "plans[].network[].size": "chips along it that the plan uses",
+    "plans[].runs_in[]": "tools that take the plan as it is (--tool, export --to)",
     "plans[].num_chips": "chips that the plan uses; fewer than the cluster's where that is better",
     "plans[].tokens_per_step": "the batch after rounding to what divides",
     "plans[].estimate.step_time_s.*": "lower (data-sheet rates, perfect overlap), expected, upper (no overlap, but the "
@@ -140,8 +141,10 @@ _ENGINE = {
 }
 
 _SERVING = {
+    "plans[].runs_in[]": "engines that take the plan as it is (--tool, export --to)",
     "plans[].mode": "aggregated engines prefill and decode in turn, disaggregated ones do one of the two",
     "plans[].num_chips": "of all engines",
+    "plans[].idle_chips": "of the cluster, in no engine",
     "plans[].batch": "requests that decode at once on one engine",
     **{f"plans[].{step}.{name}": what for step in ("prefill", "decode") for name, what in _ENGINE.items()},
     "plans[].prefill.chunk_tokens": "tokens of a prompt that are prefilled in one step; null for all",

@@ -62,6 +62,8 @@ _PROSE = frozenset(
         "span",
         "frontier",
         "neighbours",
+        "runs_in",
+        "idle_chips",
         "peak_flops_per_s_per_chip",
         "hbm_capacity_bytes",
         "host_capacity_bytes",
@@ -73,10 +75,22 @@ def answer(words: str) -> dict[str, Any]:
     """The numbers and short words of one command's answer; of a refusal, its exit code and kind."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*shlex.split(words.format(engine=ENGINE)), "--json"])
+        code = main([*_asked(words.format(engine=ENGINE)), "--json"])
     if code not in (0, 3) or not out.getvalue():
         return {"exit_code": code, "error": json.loads(err.getvalue().splitlines()[-1])["error"]["kind"]}
     return {"exit_code": code, **dict(_leaves(json.loads(out.getvalue()), ""))}
+
+
+def _asked(words: str) -> list[str]:
+    """The words of a command with what they were kept under, where they do not say otherwise."""
+    asked = shlex.split(words)
+    if asked[1] == "train" and "--precision" not in asked:
+        asked += ["--precision", "book"]
+    if (asked[1] == "train" or asked[:2] == ["plan", "serve"]) and "--tool" not in asked:
+        asked += ["--tool", "none"]
+    if asked[:2] == ["plan", "train"]:
+        asked += ["--within", "0"]
+    return asked
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

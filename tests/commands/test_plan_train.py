@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import meshwise
 from meshwise.cli.main import main
+from meshwise.core.errors import LayoutError
 
 JOB = {"batch_tokens": "512Ki", "seq_len": "4096"}
 FEW = {"fix": "schedule=1f1b,remat=full", "forbid": "offload,ulysses,context,partial-remat,zero=1"}
@@ -147,3 +149,52 @@ def test_ctrl_c_gives_the_best_so_far():
     assert code == 0
     assert out.startswith("Best so far: ")
     assert "The search was interrupted while it searched " in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("tp=8,pp=4", {"tensor": 8, "stage": 4, "data": 2}),
+        ("fsdp=64", {"fsdp": 64}),
+        ("fsdp=-1,tp=2", {"fsdp": 32, "tensor": 2}),
+    ],
+)
+def test_replicas_fill_the_chips_that_a_layout_leaves(layout, sizes):
+    planning = meshwise.estimate_train(
+        "llama-3-8b", on="h100:64", batch_tokens="1Mi", seq_len=4096, layout=f"{layout},remat=full"
+    )
+    assert {a: n for a, n in planning.plans[0].layout.sizes.items() if n > 1} == sizes
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("tp=8,dp=2", "uses 16 of the 64 chips of h100:64: leave data out, or write data=-1, to fill them"),
+        ("tp=3", "3 does not divide them; or give a cluster of 3 chips"),
+    ],
+)
+def test_a_layout_is_not_priced_on_a_part_of_the_cluster(layout, words):
+    with pytest.raises(LayoutError, match=words):
+        meshwise.estimate_train("llama-3-8b", on="h100:64", batch_tokens="1Mi", seq_len=4096, layout=layout)
+
+
+def test_what_was_changed_stands_in_the_first_lines(capsys):
+    assert main(["plan", "train", "llama-3-8b", "--on", "h100:24", "--batch-tokens", "100Ki", "--seq-len", "4096"]) == 0
+    first = capsys.readouterr().out.split("\n\n")[1]
+    assert re.search(r"batch: 98,304 tokens, -4\.0 % of what was asked", first)
+
+
+def test_the_simplest_of_plans_that_cannot_be_told_apart_is_first():
+    job = {"model": "llama-3-8b", "on": "h100:16", "batch_tokens": "1Mi", "seq_len": 8192}
+    simple, fastest = meshwise.plan_train(**job), meshwise.plan_train(**job, within=0)
+    first, best = simple.plans[0], fastest.plans[0]
+    assert len(first.layout.used_axes) < len(best.layout.used_axes)
+    assert 1 < first.estimate.step_time.expected / best.estimate.step_time.expected <= 1.02
+    assert simple.plans[1].layout == best.layout
+    assert "the simplest is first (--within 0 for the fastest)" in simple.reasons[0]
+    assert not any("simplest" in reason for reason in fastest.reasons)
+    # None with fewer axes is within 2 %.
+    for axis in ("data", "fsdp", "tensor", "context", "ulysses"):
+        if axis not in first.layout.used_axes:
+            alone = meshwise.plan_train(**job, within=0, fix={axis: 16}, top=1).plans[0].estimate.step_time.expected
+            assert alone >= first.estimate.step_time.expected

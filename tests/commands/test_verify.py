@@ -46,7 +46,12 @@ def with_compiler(compiler, function, *args, **options):
 @pytest.fixture(scope="module")
 def gpu_plan():
     return meshwise.estimate_train(
-        "llama-3-8b", on="h100:8", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+        "llama-3-8b",
+        on="h100:8",
+        batch_tokens="64Ki",
+        seq_len=4096,
+        precision="book",
+        layout="fsdp=4,tensor=2,remat=full",
     ).plans[0]
 
 
@@ -124,7 +129,12 @@ def test_what_is_moved_is_beside_what_was_planned_block_by_block(gpu):
 
 def test_a_tpu_program_of_two_layers_compares_as_well():
     plan = meshwise.estimate_train(
-        "llama-3-8b", on="v5p:2x2x2", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+        "llama-3-8b",
+        on="v5p:2x2x2",
+        batch_tokens="64Ki",
+        seq_len=4096,
+        precision="book",
+        layout="fsdp=4,tensor=2,remat=full",
     ).plans[0]
     compiled, mesh = stored("llama-3-8b_v5p_2x2x2_fsdp4_tensor2_2_layers")
     lines = {x.name: x for x in compare_copy(plan, 2, compiled, mesh)}
@@ -162,7 +172,12 @@ def test_a_program_whose_memory_exceeds_the_chip_does_not_fit(gpu_plan):
 def test_on_tpus_what_is_alive_decides():
     """XLA's sum of temporaries there is larger than what it takes, and it refuses what does not fit itself."""
     plan = meshwise.estimate_train(
-        "llama-3-8b", on="v5p:2x2x2", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+        "llama-3-8b",
+        on="v5p:2x2x2",
+        batch_tokens="64Ki",
+        seq_len=4096,
+        precision="book",
+        layout="fsdp=4,tensor=2,remat=full",
     ).plans[0]
 
     def compiler(plan, layers, *, progress):
@@ -187,7 +202,12 @@ def test_what_the_report_says(gpu, gpu_plan):
 
 def test_the_best_plans_are_verified_and_those_that_fail_go_last(gpu_plan):
     planning = meshwise.estimate_train(
-        "llama-3-8b", on="h100:8", batch_tokens="64Ki", seq_len=4096, layout="fsdp=4,tensor=2,remat=full"
+        "llama-3-8b",
+        on="h100:8",
+        batch_tokens="64Ki",
+        seq_len=4096,
+        precision="book",
+        layout="fsdp=4,tensor=2,remat=full",
     )
     names = [replace(gpu_plan, training=None) for _ in range(4)]
     planning = replace(planning, plans=tuple(names))
@@ -227,7 +247,7 @@ def test_reasons_are_said_once_and_none_is_the_unexplained_one():
 )
 def test_what_cannot_be_verified_is_refused_before_anything_is_compiled(asked, error, words):
     with pytest.raises(error, match=words):
-        verify("llama-3-8b", batch_tokens="64Ki", seq_len=4096, **asked)
+        verify("llama-3-8b", batch_tokens="64Ki", seq_len=4096, precision="book", **asked)
 
 
 def test_bad_plans(tmp_path, gpu_plan):

@@ -12,7 +12,9 @@ WEIGHT = 2  # bytes
 
 
 def expected(layout):
-    plan = meshwise.estimate_train(MODEL, on="h100:8", batch_tokens="64Ki", seq_len=2048, layout=layout).plans[0]
+    plan = meshwise.estimate_train(
+        MODEL, on="h100:8", batch_tokens="64Ki", seq_len=2048, layout=layout, precision="book"
+    ).plans[0]
     return expect(plan.problem, plan.fabric, plan.layout, plan.estimate.memory)
 
 

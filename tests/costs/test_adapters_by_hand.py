@@ -24,7 +24,12 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def problem(fine_tune="full", *, model="llama-3-70b", on="h200:8", length=2048, sequences=8, **changes):
-    job = TrainingJob(batch_tokens=str(sequences * length), seq_len=str(length), fine_tune=fine_tune, **changes)
+    job = TrainingJob(
+        batch_tokens=str(sequences * length),
+        seq_len=str(length),
+        fine_tune=fine_tune,
+        **{"precision": "book", **changes},
+    )
     return TrainingProblem(load_model(model), job, parse_cluster(on), IDENTITY)
 
 

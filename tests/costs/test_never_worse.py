@@ -53,7 +53,7 @@ def test_stage_one_sends_no_more_and_holds_no_more_than_stage_zero(case):
 def test_stage_zero_is_looked_at_because_it_can_be_faster():
     """Over a slow network, behind a backward pass that is long because it computes the forward pass again."""
     cluster = parse_cluster("v5p:2x2x1*2")
-    job = TrainingJob(batch_tokens="64Ki", seq_len="8192", batch_slack="0%")
+    job = TrainingJob(batch_tokens="64Ki", seq_len="8192", batch_slack="0%", precision="book")
     problem = TrainingProblem(tiny(layers=8, width=4096, hidden=16384, heads=32), job, cluster, CALIBRATIONS["tpu"])
     fabric, limits = Fabric.of(cluster), training_limits(problem, {"data": 2, "fsdp": 4})
     found = [
@@ -82,7 +82,7 @@ def test_splitting_the_residual_never_sends_more_but_for_what_it_gathers_again(r
 
     def sent(sequence_parallel):
         weight = {CollectiveKind.ALL_REDUCE: 2, CollectiveKind.ALL_GATHER: 1, CollectiveKind.REDUCE_SCATTER: 1}
-        job = TrainingJob(batch_tokens="1Ki", seq_len="1Ki")
+        job = TrainingJob(batch_tokens="1Ki", seq_len="1Ki", precision="book")
         lowered = lowered_training(model, job.formats, job.tuning, job.optimizer_kind)
         blocks = lowered.training(LayoutChoices(1, sequence_parallel, remat))
         (layer,) = (b.placed for b in blocks if b.role == "layer")

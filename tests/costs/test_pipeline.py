@@ -72,7 +72,7 @@ def test_the_update_waits_for_the_fuller_end_of_the_pipeline():
     D, F, V, KH = 4096, 14336, 128256, 1024
     layer = 2 * D * D + 2 * D * KH + 3 * D * F + 2 * D
     cluster = parse_cluster("h100:3")
-    job = TrainingJob(batch_tokens=str(6 * 8192), seq_len="8192")
+    job = TrainingJob(batch_tokens=str(6 * 8192), seq_len="8192", precision="book")
     layout = Layout(stage=3, num_microbatches=6, wires=(("stage", (3,)),))
     problem = TrainingProblem(load_model("llama-3-8b"), job, cluster, IDENTITY)
     seconds = estimate_training(problem, Fabric.of(cluster), layout).terms["optimizer"]

@@ -28,7 +28,7 @@ def exactly(value):
 def step(cluster, calibration=IDENTITY, *, seq_len=T, layers=L, **layout):
     cluster = parse_cluster(cluster)
     whole = Layout(**layout)
-    job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len))
+    job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len), precision="book")
     config = {**load_model("llama-3-8b").config, "num_hidden_layers": layers}
     problem = TrainingProblem(read_config(config, name="llama-3-8b", where="here"), job, cluster, calibration)
     return evaluate_layout(problem, Fabric.of(cluster), whole).step, cluster.chip

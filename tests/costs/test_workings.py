@@ -32,7 +32,7 @@ def case(on="v5p:4x4x4", model=None, calibration=IDENTITY, seq_len=4096, **layou
     sizes = {axis: math.prod(extents) for axis, extents in wires}
     choices = {name: value for name, value in layout.items() if not isinstance(value, tuple)}
     whole = Layout(**sizes, **choices, wires=wires)
-    job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len))
+    job = TrainingJob(batch_tokens=str(whole.sequences * seq_len), seq_len=str(seq_len), precision="book")
     cluster = parse_cluster(on)
     return Case(TrainingProblem(model or tiny(), job, cluster, calibration), Fabric.of(cluster), whole)
 

@@ -1,6 +1,7 @@
 """Rewrites the expected texts: `python -m tests.exports.rewrite`. Read the difference afterwards."""
 
-from meshwise.exports import hand_over, hand_over_serving
+from meshwise.exports import hand_over
+from meshwise.exports.serving import hand_over_serving
 from tests.exports.plans import CASES, DATA, HANDED
 from tests.exports.serving_plans import SERVED, serving_plan
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from meshwise.exports import SERVING_TARGETS, hand_over_serving
+from meshwise.exports.serving import SERVING_TARGETS, hand_over_serving
 from tests.exports.kept import hold_header, hold_kept
 from tests.exports.plans import DATA
 from tests.exports.serving_plans import SERVED, serving_plan

@@ -7,8 +7,7 @@ import pytest
 
 from meshwise.core.errors import HandoverError, UnknownNameError
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.exports import SERVING_TARGETS, hand_over_serving
-from meshwise.exports.serving import choices
+from meshwise.exports.serving import SERVING_TARGETS, choices, hand_over_serving
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import mix_lengths, parse_lengths
 from meshwise.sharding.serving import ServingLayout

@@ -22,7 +22,7 @@ def test_defaults():
     j = job()
     assert j.tokens is None
     assert j.batch_slack == 0.1
-    assert j.formats.name == "bf16"
+    assert j.formats.name == "mixed"
     assert j.optimizer_kind is OPTIMIZERS["adamw"]
 
 

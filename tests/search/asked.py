@@ -12,7 +12,7 @@ from meshwise.sharding.layout import parse_layout
 
 
 def problem(model="llama-3-8b", cluster="h100:16", *, price=None, **job):
-    given = {"batch_tokens": "1Mi", "seq_len": "8192", "tokens": "1T"} | job
+    given = {"batch_tokens": "1Mi", "seq_len": "8192", "tokens": "1T", "precision": "book"} | job
     chips = parse_cluster(cluster, price=price)
     found = load_model(model) if isinstance(model, str) else model
     return TrainingProblem(found, TrainingJob(**given), chips, default_calibration(chips.chip))

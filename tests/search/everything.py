@@ -19,7 +19,7 @@ from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.pipeline import Pipeline
 from meshwise.costs.schedules import find_schedule
-from meshwise.sharding.layout import MESH_AXES
+from meshwise.sharding.layout import MESH_AXES, Layout
 from tests.costs.small_problems import all_factorings, divisors
 
 #: Pieces of the model that one device of a pipeline holds, by schedule; of "interleaved" any number from two.
@@ -137,14 +137,14 @@ def all_places(problem, fabric, fixed=None):
     return Places(*(np.array(column, float) for column in zip(*found, strict=True)))
 
 
-def everything(problem, fabric, choices, *, capacity=None, fixed=None):
-    """Price every layout; `capacity` is the HBM that it may fill."""
+def everything(problem, fabric, choices, *, capacity=None, fixed=None, tools=()):
+    """Price every layout; `capacity` is the HBM that it may fill, and one of `tools` has to take it."""
     places = all_places(problem, fabric, fixed)
     capacity = problem.cluster.chip.hbm_usable if capacity is None else capacity
     parts = []
     for structure, share, rows in structures_on(problem, places, choices):
         mine = places.take(rows)
-        parts += price(problem, fabric, mine, structure, share, choices, capacity)
+        parts += price(problem, fabric, mine, structure, share, choices, capacity, tools)
     return Points(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Points)))
 
 
@@ -195,23 +195,53 @@ def schedules_on(problem, places, choices):
             runs = {size: can(*size) for size in set(sizes)}
             rows = np.flatnonzero([runs[size] for size in sizes])
             if len(rows):
-                yield Pipeline.of(name, places.stage, places.num_microbatches, float(virtual)), rows
+                yield Pipeline.of(name, places.stage, places.num_microbatches, float(virtual)), rows, name, virtual
 
 
-def price(problem, fabric, places, structure, share, choices, capacity):  # noqa: PLR0917 -- what a layout is made of
+def taken(tools, places, structure, share, layers, name, pieces, offload):  # noqa: PLR0917 -- likewise
+    """Which places one of some tools takes, layout by layout."""
+    known = {}
+
+    def takes(row, micro, number):
+        mesh = {a: int(n) for a, n in zip(MESH_AXES, row, strict=True)}
+        layout = Layout(
+            **mesh,
+            **{n: getattr(structure, n) for n in ("zero", "fully_sharded", "remat", "sequence_parallel")},
+            expert_tensor_parallel=structure.expert_tensor_parallel,
+            context_method=structure.context_method,
+            schedule=name,
+            virtual_stages=pieces,
+            remat_layers=None if share == 1 else round(share * layers),
+            offload=offload,
+            micro_batch=int(micro),
+            num_microbatches=int(number),
+        )
+        return any(tool.runs(layout) for tool in tools)
+
+    for key in zip(map(tuple, places.mesh), places.micro_batch, places.num_microbatches, strict=True):
+        if key not in known:
+            known[key] = takes(*key)
+        yield known[key]
+
+
+def price(problem, fabric, places, structure, share, choices, capacity, tools=()):  # noqa: PLR0917 -- what a layout is made of
     """All schedules, and all that the host can hold."""
     candidates = places.candidates(remat_share=share)
     host = problem.cluster.chip.host_memory
     tokens = candidates.sequences * problem.job.seq_len
     with np.errstate(all="ignore"):  # a formula means nothing where its schedule cannot run
         shared = evaluated(problem, structure, candidates, places.wires(problem, fabric))
-        for pipeline, rows in schedules_on(problem, places, choices):
+        for pipeline, rows, name, pieces in schedules_on(problem, places, choices):
 
             def column(value, rows=rows):
                 return np.broadcast_to(value, len(places))[rows]
 
+            def held(size, which, rows=rows, name=name, pieces=pieces):
+                of = places.take(rows), structure, share, problem.model.num_layers, name, pieces
+                return np.where(list(taken(tools, *of, which)), size, math.inf) if tools else size
+
             plain = shared.costs(pipeline)
-            seconds, memory = column(plain.step.expected / tokens), column(plain.memory["total"])
+            seconds, memory = column(plain.step.expected / tokens), held(column(plain.memory["total"]), ())
             mesh, none = places.mesh[rows], np.zeros(len(rows), bool)
             fits = {(): memory <= capacity}
             yield Points(seconds, memory, mesh, none, fits[()], none)
@@ -222,7 +252,7 @@ def price(problem, fabric, places, structure, share, choices, capacity):  # noqa
                 slower, size = column(costs.step.expected / tokens), column(costs.memory["total"])
                 assert (slower >= seconds * (1 - 1e-12)).all(), "a layout without its host is never slower"
                 possible = column(costs.host_memory["total"]) <= host
-                size = np.where(possible, size, math.inf)
+                size = held(np.where(possible, size, math.inf), which)
                 more = np.any([f for other, f in fits.items() if set(other) < set(which)], axis=0)
                 fits[which] = size <= capacity
                 yield Points(slower, size, mesh, ~none, fits[which], more)

@@ -19,6 +19,7 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import Candidates, LayoutChoices
 from meshwise.costs.network import PlacedWires
 from meshwise.costs.problem import TrainingProblem
+from meshwise.exports import tools_for
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import TrainingJob
 from meshwise.search import FRONT_SPAN, SearchSpace, search, training_limits
@@ -44,7 +45,12 @@ EXACT = {"rel": 1e-12, "abs": 0}
 def problem_on(cluster, *, sequences=8, seq_len=1024, hbm=None, model=None, changes=None, **sizes):
     if hbm is not None:
         cluster = cluster.replace(chip=cluster.chip.replace(hbm_capacity=hbm, hbm_reported=None))
-    job = TrainingJob(batch_tokens=str(sequences * seq_len), seq_len=str(seq_len), batch_slack="0%", **(changes or {}))
+    job = TrainingJob(
+        batch_tokens=str(sequences * seq_len),
+        seq_len=str(seq_len),
+        batch_slack="0%",
+        **{"precision": "book", **(changes or {})},
+    )
     return TrainingProblem(model or tiny(**sizes), job, cluster, default_calibration(cluster.chip))
 
 
@@ -147,15 +153,19 @@ class Searched(NamedTuple):
     points: object
 
 
-def searched(problem, *, fixed=None, memory_share=1.0, top=TOP, **varied):
+def searched(problem, *, fixed=None, memory_share=1.0, top=TOP, tools=(), **varied):
     """Search one network, and price everything on it."""
     choices = Choices(**varied)
     fabric = Fabric.of(problem.cluster, flat_rings=problem.calibration.flat_rings)
-    space = SearchSpace(training_limits(problem, fixed), choices, memory_share=memory_share, front=True)
+    space = SearchSpace(training_limits(problem, fixed), choices, memory_share=memory_share, front=True, tools=tools)
     result = search(problem, [fabric], space, top=top)
     capacity = memory_share * problem.cluster.chip.hbm_usable
     return Searched(
-        problem, fabric, space, result, everything(problem, fabric, choices, capacity=capacity, fixed=fixed)
+        problem,
+        fabric,
+        space,
+        result,
+        everything(problem, fabric, choices, capacity=capacity, fixed=fixed, tools=tools),
     )
 
 
@@ -213,6 +223,24 @@ def test_the_search_finds_what_trying_everything_finds(name):
     again = search(found.problem, [found.fabric], replace(found.space, front=False), top=TOP)
     assert again.best == found.result.best
     assert again.front == ()
+
+
+#: What varies where tools restrict it: values that each of them has, and others.
+TOOLED = {
+    "remat": ("none", "full", "matmuls"), "zero": (0, 1, 2), "context_method": ("ring",),
+    "schedule": ("1f1b", "interleaved", "zb-v", "gpipe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [("megatron",), pytest.param(("torchtitan", "maxtext"), marks=pytest.mark.slow)])
+def test_with_tools_it_finds_what_trying_all_that_they_take_finds(names):
+    problem = large(chips="h100:4", changes={"precision": "mixed"}, layers=8, heads=8)
+    tools = tools_for(problem, names)
+    assert tuple(t.name for t in tools) == names
+    found = searched(problem, tools=tools, **TOOLED)
+    check(found)
+    assert all(any(t.runs(f.layout) for t in tools) for f in (*found.result.best, *found.result.front))
+    assert not np.isfinite(found.points.memory).all(), "the tools were to rule something out"
 
 
 # Slow: all choices vary at once on every problem, a few million layouts each; proves the search over the whole space.

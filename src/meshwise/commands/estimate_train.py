@@ -6,30 +6,44 @@ Not here: searching (`plan_train`) and what the answer looks like (`report.plan`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
 
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.model_on_cluster import ModelOnCluster
 from meshwise.commands.plan_files import read_plan, save_plan
 from meshwise.commands.requests import Flag, Request
-from meshwise.core.errors import InfeasibleError, MeshwiseError
+from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
+from meshwise.exports import TARGETS, asked_tools, check_written, parse_tools
+from meshwise.hardware import Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.models.model import check_length
 from meshwise.report.plan import estimate_report
 from meshwise.search import Plan, PlanResult, estimate_layout
-from meshwise.sharding.layout import parse_layout
+from meshwise.sharding.layout import LayoutRequest, parse_layout
 
 
 class TrainRequest(ModelOnCluster, TrainingJob):
     """A model, a training job and a cluster."""
 
-    sections: ClassVar = {"Job": ("on", "batch_tokens", "seq_len", "tokens", "precision", "optimizer", "fine_tune")}
+    sections: ClassVar = {
+        "Job": ("on", "batch_tokens", "seq_len", "tokens", "precision", "optimizer", "fine_tune", "tool")
+    }
 
+    tool: Annotated[
+        tuple[str, ...], Flag("TOOLS"), BeforeValidator(parse_tools, json_schema_input_type=str | Sequence[str])
+    ] = Field(
+        default=(),
+        description=f"Tools of which at least one has to run the plan: {', '.join(TARGETS)}, or none for any plan; "
+        "by default, those for the chip that have trainers of their own.",
+    )
     calibration: str = "fitted"
     """Achieved rates: fitted (to whole steps), fitted+SOFTWARE, operations (single ones alone), none, a family by name,
     or a file of meshwise calibrate."""
@@ -60,8 +74,8 @@ class EstimateTrainRequest(TrainRequest):
     sections: ClassVar = {"Job": ("on", "layout", *TrainRequest.sections["Job"][1:])}
 
     layout: Annotated[str, Flag("LAYOUT")]
-    """The layout: fsdp=512,tensor=4 (dp fsdp tp cp ulysses ep pp; -1 for the rest), and remat=, zero=, schedule=,
-    offload=, micro_batch=, num_microbatches=, ... to fix what is otherwise chosen."""
+    """The layout: fsdp=512,tensor=4 (dp fsdp tp cp ulysses ep pp; -1 for the rest; dp fills what is left), and remat=,
+    zero=, schedule=, offload=, micro_batch=, num_microbatches=, ... to fix what is otherwise chosen."""
 
 
 @command(EstimateTrainRequest)
@@ -94,8 +108,32 @@ def estimate_train(request: EstimateTrainRequest, *, progress: Callable[[str], N
         MeshwiseError: an argument that cannot be understood, or a layout that cannot be placed.
     """
     problem = request.problem()
-    layout = parse_layout(request.layout, num_chips=problem.cluster.num_chips)
-    return estimate_layout(problem, layout, progress=progress)
+    layout = _whole(parse_layout(request.layout, num_chips=problem.cluster.num_chips), problem.cluster, request.layout)
+    tools = asked_tools(problem, request.tool)
+    planning = estimate_layout(problem, layout, tools=tools, progress=progress)
+    if request.tool:
+        check_written(planning.plans[0], layout, tools)
+    return planning
+
+
+def _whole(layout: LayoutRequest, cluster: Cluster, text: str) -> LayoutRequest:
+    """The layout on all chips: replicas (`data`) fill what it leaves, unless it says how many there are.
+
+    Raises:
+        LayoutError: it leaves chips that replicas cannot fill, or that it does not let them fill.
+    """
+    used, chips = layout.num_chips, cluster.num_chips
+    if used == chips:
+        return layout
+    if "data" in layout.written or chips % used:
+        fill = (
+            "leave data out, or write data=-1, to fill them" if chips % used == 0 else f"{used:,} does not divide them"
+        )
+        raise LayoutError(
+            f"layout {text!r} uses {used:,} of the {chips:,} chips of {cluster.name}: {fill}; or give a cluster of "
+            f"{used:,} chips"
+        )
+    return replace(layout, sizes={**layout.sizes, "data": chips // used}, written=(*layout.written, "data"))
 
 
 class _Files(Request):

@@ -10,7 +10,8 @@ from meshwise.commands.command import Screen, verb
 from meshwise.commands.plan_files import kind_of_plan, read_plan, write_file
 from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
-from meshwise.exports import SERVING_TARGETS, TARGETS, Exported, hand_over, hand_over_serving
+from meshwise.exports import TARGETS, Exported, hand_over
+from meshwise.exports.serving import SERVING_TARGETS, hand_over_serving
 from meshwise.report.export import export_report
 from meshwise.search import Plan
 from meshwise.search.serving import ServingPlan

@@ -5,7 +5,8 @@ Not here: words and pictures (`report`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,6 +20,7 @@ from meshwise.commands.requests import Flag, listed, validated
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import parse_count, parse_duration
 from meshwise.costs.problem import ServingProblem
+from meshwise.exports.serving import SERVING_TARGETS, asked_serving_tools, parse_serving_tools
 from meshwise.jobs import SERVING_PRECISIONS, ServingLoad, drawn_requests, parse_serving_precision
 from meshwise.jobs.traffic import Load, read_trace
 from meshwise.report.plan_serve import plan_serve_report, plan_serve_svg
@@ -63,7 +65,7 @@ class PlanServeRequest(ServeRequest):
 
     sections: ClassVar = {
         **ServeRequest.sections,
-        "Search": ("objective", "max_ttft", "max_tpot", "rate", "max_batch", "mode", "chunk", "forbid", "top"),
+        "Search": ("objective", "max_ttft", "max_tpot", "rate", "max_batch", "mode", "chunk", "forbid", "tool", "top"),
     }
 
     on: Annotated[str | None, Flag("CLUSTERS")] = Field(default=None, serialization_alias="cluster")
@@ -93,6 +95,13 @@ class PlanServeRequest(ServeRequest):
     )
     """Chunk sizes to try for the best plans of aggregated serving, besides whole prompts: 256,512,1024 tokens of a
     prompt in one step."""
+    tool: Annotated[
+        tuple[str, ...], Flag("TOOLS"), BeforeValidator(parse_serving_tools, json_schema_input_type=str | Sequence[str])
+    ] = Field(
+        default=(),
+        description=f"Engines of which at least one has to run the plan: {', '.join(SERVING_TARGETS)}, or none for any "
+        "plan; by default, those for the chip.",
+    )
     top: int = Field(default=5, ge=1, le=100)
     """How many plans to show."""
 
@@ -130,6 +139,15 @@ class PlanServeRequest(ServeRequest):
         ttft, tpot = (None if target is None else target.seconds for target in (self.max_ttft, self.max_tpot))
         forbid, chunks = listed(self.forbid, "--forbid"), tuple(map(_tokens, listed(self.chunk, "--chunk")))
         return ServingConstraints(self.objective, ttft, tpot, self.rate, self.mode, self.max_batch, forbid, chunks)
+
+    def constraints_on(self, problem: ServingProblem) -> ServingConstraints:
+        """The same, with the engines that have to take a plan.
+
+        Raises:
+            HandoverError: an engine that is named takes the load in no layout.
+        """
+        tools = asked_serving_tools(problem, self.tool)
+        return replace(self.constraints, tools=tools, tools_optional=not self.tool)
 
     @property
     def simulates(self) -> bool:
@@ -170,14 +188,16 @@ def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> Se
         InfeasibleError: nothing fits, or nothing keeps the targets.
     """
     if not request.simulates:
-        return plan_serving(problem, constraints=request.constraints, top=request.top)
+        return plan_serving(problem, constraints=request.constraints_on(problem), top=request.top)
     if request.objective != "throughput":
         raise MeshwiseError(
             f"--objective {request.objective}: plans under percentiles are chosen by throughput, or by chips for "
             "--rate; leave it out"
         )
     targets = LatencyTargets(request.max_ttft, request.max_tpot)
-    return plan_simulated(problem, request.constraints, targets, request.requests(problem.load), request.top)
+    return plan_simulated(
+        problem, request.constraints_on(problem), targets, request.requests(problem.load), request.top
+    )
 
 
 @command(PlanServeRequest)

@@ -29,6 +29,7 @@ from meshwise.core.units import (
     parse_money,
 )
 from meshwise.costs.problem import TrainingProblem
+from meshwise.exports import asked_tools
 from meshwise.report import Report
 from meshwise.report.plan import plan_report
 from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
@@ -90,6 +91,11 @@ class PlanTrainRequest(TrainRequest):
         description="Most of a chip's HBM that a plan may fill; "
         f"by default {MAX_MEMORY:.0%}, or all of it if no plan fits in that.",
     )
+    within: Annotated[float, Quantity("share", parse_fraction, format_percent, "2%")] = Field(
+        default=0.02, ge=0, le=0.5
+    )
+    """Share of the best time (or cost) within which plans are not told apart: the simplest of them is first (0 for the
+    best alone)."""
     top: int = Field(default=5, ge=1, le=100)
     """How many plans to show."""
     front: bool = False
@@ -121,6 +127,9 @@ class PlanTrainRequest(TrainRequest):
                 max_memory=self.max_memory,
                 front=self.front,
                 offload=self.offload,
+                tools=asked_tools(problem, self.tool),
+                tools_optional=not self.tool,
+                within=self.within,
             )
         except LayoutError as error:
             raise LayoutError(f"--fix and --forbid: {error}") from None

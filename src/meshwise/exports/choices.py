@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from meshwise.costs.fabric import Fabric
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.costs.problem import TrainingProblem
 from meshwise.exports.exported import Refusals, Rule
 from meshwise.hardware import Chip
 from meshwise.jobs import PRECISIONS, TrainingJob
 from meshwise.models import Model
 from meshwise.models.spec import Mixture
-from meshwise.search import Plan
 from meshwise.sharding.layout import MESH_AXES, Layout
 
 T = TypeVar("T")
@@ -39,33 +41,34 @@ _ANSWERED_OF_JOBS = {"batch_tokens", "seq_len", "tokens", "batch_slack", "precis
 
 @dataclass(frozen=True)
 class Choices:
-    """A plan, read by what its choices mean.
+    """A layout for a job, read by what its choices mean.
 
     Args:
-        plan: what is handed over.
+        problem: model, job, cluster.
+        layout: sizes and choices; sizes may be arrays, an entry a layout, where only rules read them.
+        network: its levels, innermost first, as far as the layout uses them.
+        known: what rules worked out of the job, for all its layouts.
     """
 
-    plan: Plan
-
-    @property
-    def layout(self) -> Layout:
-        """Sizes and choices."""
-        return self.plan.layout
+    problem: TrainingProblem
+    layout: Layout
+    network: Fabric
+    known: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def model(self) -> Model:
         """What is trained."""
-        return self.plan.problem.model
+        return self.problem.model
 
     @property
     def job(self) -> TrainingJob:
         """How much of it."""
-        return self.plan.problem.job
+        return self.problem.job
 
     @property
     def chip(self) -> Chip:
         """What it runs on."""
-        return self.plan.problem.cluster.chip
+        return self.problem.cluster.chip
 
     @property
     def seq_len(self) -> int:
@@ -103,6 +106,18 @@ class Choices:
         return self.batch_ways * self.positions_ways
 
     @property
+    def structure(self) -> LayoutChoices:
+        """The choices that placing depends on; those of a search's candidates, where sizes are arrays."""
+        of_candidates: LayoutChoices | None = getattr(self.layout, "structure", None)
+        return of_candidates or LayoutChoices.of(self.layout)
+
+    @cached_property
+    def kv_heads(self) -> int | None:
+        """Fewest key/value heads of a layer; None where latents are kept instead."""
+        heads = (getattr(g.layer.attention, "kv_heads", None) for g in self.model.spec.groups)
+        return min((int(n) for n in heads if n), default=None)
+
+    @property
     def state_whole(self) -> bool:
         """Whether every replica holds all of the optimizer's state."""
         return (self.sharded_ways == 1) & ((self.layout.zero == 0) | (self.replicas == 1))
@@ -137,8 +152,11 @@ class Choices:
     @property
     def schedule(self) -> str:
         """Of the pipeline; "" without one. One virtual stage of an interleaved schedule is plain 1F1B."""
-        if self.layout.stage == 1:
-            return ""
+        return "" if self.layout.stage == 1 else self.order
+
+    @property
+    def order(self) -> str:
+        """The same, whether there is a pipeline or not."""
         interleaved = self.layout.schedule == "interleaved"
         return "1f1b" if interleaved and self.layout.virtual_stages == 1 else self.layout.schedule
 
@@ -154,7 +172,7 @@ class Choices:
         Within one dimension they nest in the order of `MESH_AXES`.
         """
         wires = dict(self.layout.wires or ())
-        number = len(self.plan.fabric.dimensions)
+        number = len(self.network.dimensions)
         placed = [(a, wires[a][d]) for d in range(number) for a in MESH_AXES if a in wires and wires[a][d] > 1]
         merged: list[tuple[str, int]] = []
         for axis, extent in placed:
@@ -167,7 +185,7 @@ class Choices:
     @property
     def placements(self) -> tuple[tuple[str, str], ...]:
         """Mesh axis -> where it lies, in words ("nvlink 8 x leaf 2"), innermost first."""
-        names = [d.name for d in self.plan.fabric.dimensions]
+        names = [d.name for d in self.network.dimensions]
         return tuple(
             (axis, extents_words(names, extents)) for axis, extents in self.layout.wires or () if max(extents) > 1
         )
@@ -221,7 +239,7 @@ class Choices:
             other: why it has none of the others.
         """
         if self.precision not in known:
-            why = bf16 if self.precision == "bf16" else other
+            why = bf16 if self.precision == "book" else other
             refusals.add(f"precision={self.job.precision}", why, "--precision mixed")
         return known.get(self.precision)
 
@@ -244,6 +262,11 @@ def extents_words(names: Iterable[str], extents: Sequence[int]) -> str:
 def exact(number: float) -> float | int:
     """`number`, as an integer if it is one."""
     return int(number) if number == int(number) else number
+
+
+def unknown_choices(layout: Layout) -> bool:
+    """Whether a layout makes a choice that no target answers for."""
+    return any(getattr(layout, f.name) != f.default for f in fields(Layout) if f.name not in _ANSWERED)
 
 
 #: Of tools that offload the activations of all layers.
@@ -283,7 +306,7 @@ MTP_NOTE = "multi-token-prediction modules of the model are in no plan, and left
 
 def header_lines(choices: Choices, title: str, version: str, notes: Iterable[str]) -> list[str]:
     """What a file is: the plan, the tool's version it was written for, and every note."""
-    cluster = choices.plan.problem.cluster
+    cluster = choices.problem.cluster
     return [
         f"{choices.model.name} on {choices.layout.num_chips:,} x {cluster.chip.title}, a plan of meshwise",
         f"layout: {choices.layout}",

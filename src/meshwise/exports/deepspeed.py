@@ -57,8 +57,8 @@ RULES: tuple[Rule[Choices], ...] = (
         "capacity_factor={c.job.capacity_factor}", "AutoEP drops no tokens", "no capacity_factor",
     ),
     Rule(
-        lambda c: c.schedule not in ("", "1f1b"),
-        "schedule={c.schedule}", "its pipeline engine runs 1F1B", "schedule=1f1b",
+        lambda c: (c.order != "1f1b") & (c.layout.stage > 1),
+        "schedule={c.order}", "its pipeline engine runs 1F1B", "schedule=1f1b",
     ),
     Rule(
         lambda c: (c.layout.stage > 1) & ((c.sharded_ways > 1) | (c.layout.zero == 2)),

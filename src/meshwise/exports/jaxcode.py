@@ -6,7 +6,12 @@ the model's own functions, and running it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from meshwise.core.dtypes import DType
 from meshwise.exports.choices import OFFLOADS_ALL, ONE_DEVICE_CHIPS, Choices, commented, header_lines
@@ -182,6 +187,29 @@ def _no_arrays(choices: Choices) -> bool:
     return recipe or any(f not in _DTYPES for f in (*wanted, formats.master or formats.moments))
 
 
+def _splits(choices: Choices) -> Iterator[tuple[str, str, int, str, Any]]:
+    """Axes that are split, each way once: axis, mesh axes in words, size, a tensor that has it, and how many ways.
+
+    Sequences are left out: a microbatch has as many for each device.
+    """
+    key = replace(choices.structure, remat="none", partial_remat=False, offload=())  # what is kept is split alike
+    if key not in choices.known:
+        first = choices.known[key] = {}
+        for held in placed_tensors(choices).all:
+            for axis, size, split in zip(held.axes, held.shape, held.sharding.splits, strict=True):
+                if axis != "B" and size is not None and split:
+                    first.setdefault((size, split), (axis, held.name))
+    for (size, split), (axis, name) in choices.known[key].items():
+        sizes = {a: getattr(choices.layout, a) for a in split}
+        over = " x ".join(a for a, n in sizes.items() if np.any(n > 1))
+        yield axis, over, size, name, math.prod(sizes.values())
+
+
+def _uneven(choices: Choices) -> tuple[str, str, int, str, Any]:
+    """The first split that is not even: arrays are not padded."""
+    return next(split for split in _splits(choices) if split[2] % split[4])
+
+
 #: What is no sharding.
 RULES: tuple[Rule[Choices], ...] = (
     ONE_DEVICE_CHIPS,
@@ -208,17 +236,21 @@ RULES: tuple[Rule[Choices], ...] = (
         "gradients are reduced as they are accumulated, and moments have one format", "--precision mixed",
     ),
     Rule(_no_arrays, "precision={c.job.precision}", "arrays have bf16, fp16 or fp32", "--precision mixed"),
+    Rule(
+        lambda c: sum(size % ways > 0 for _, _, size, _, ways in _splits(c)) > 0,
+        lambda c: "{1} on {0} = {2}".format(*_uneven(c)),
+        lambda c: "{3} is split into {4} equal parts".format(*_uneven(c)),
+        lambda c: "{1} that divide {2}".format(*_uneven(c)),
+    ),
 )  # fmt: skip
 
 
 def jaxcode(choices: Choices, refusals: Refusals) -> Exported:
     """Write the module; refuse what is no sharding."""
     notes: list[str] = []
-    placed = placed_tensors(choices)
-    mesh = Mesh.of({axis: choices.layout.sizes[axis] for axis in choices.layout.used_axes})
-    for held in placed.all:
-        _check_even(held, mesh, refusals)
     refusals.check()
+    placed = placed_tensors(choices, choices.layout.micro_batch * choices.batch_ways)
+    mesh = Mesh.of({axis: choices.layout.sizes[axis] for axis in choices.layout.used_axes})
     policy = _policy(choices, notes)
     if choices.layout.offload:
         notes.append("what is offloaded is stored in pinned host memory: jax.device_put brings it to the device")
@@ -253,17 +285,6 @@ def jaxcode(choices: Choices, refusals: Refusals) -> Exported:
     for name, value in values.items():
         text = text.replace(f"<{name}>", value)
     return Exported("jax", TITLE, VERSION, "planned.py", text, tuple(notes))
-
-
-def _check_even(held: HeldIn, mesh: Mesh, refusals: Refusals) -> None:
-    """Refuse a tensor that would be padded: arrays are split evenly."""
-    for axis, size, split in zip(held.axes, held.shape, held.sharding.splits, strict=True):
-        ways = mesh.size(*(a for a in split if a in mesh.sizes))
-        if size is not None and size % ways:
-            over = " x ".join(a for a in split if a in mesh.sizes)
-            line = f"{over} on {axis} = {size}"
-            if not any(known.startswith(line) for known in refusals.lines):
-                refusals.add(line, f"{held.name} is split into {ways} equal parts", f"{over} that divide {size}")
 
 
 def _policy(choices: Choices, notes: list[str]) -> str:

@@ -171,8 +171,8 @@ RULES: tuple[Rule[Choices], ...] = (
     ),
     RING_WITH_ULYSSES,
     Rule(
-        lambda c: c.schedule not in ("", "gpipe"),
-        "schedule={c.schedule}", "its pipeline runs all forward passes, then all backward passes",
+        lambda c: (c.order != "gpipe") & (c.layout.stage > 1),
+        "schedule={c.order}", "its pipeline runs all forward passes, then all backward passes",
         "schedule=gpipe, which holds more activations",
     ),
     Rule(
@@ -226,7 +226,7 @@ def _mesh(choices: Choices) -> dict[str, Any]:
     """Extents inside a slice (ici) and between slices (dcn) of every axis; what is not named is 1."""
     layout = choices.layout
     names = dict(_AXES, tensor="tensor_sequence", ulysses="context_usp_ulysses" if layout.context > 1 else "context")
-    between = [n for n, d in enumerate(choices.plan.fabric.dimensions) if d.name == "dcn"]
+    between = [n for n, d in enumerate(choices.network.dimensions) if d.name == "dcn"]
     ici: dict[str, int] = dict.fromkeys((*_AXES.values(), "tensor_sequence", "context_usp_ulysses"), 1)
     dcn = dict(ici)
     for axis, extents in layout.wires or ():

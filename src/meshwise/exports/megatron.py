@@ -5,6 +5,7 @@ Not here: data, tokenizer, learning rate and checkpoints, which no plan knows.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 
@@ -46,6 +47,10 @@ RULES: tuple[Rule[Choices], ...] = (
     ),
     RING_WITH_ULYSSES,
     Rule(
+        lambda c: c.layout.tensor > (c.kv_heads or math.inf),
+        "tensor={c.layout.tensor}", "it does not split {c.kv_heads} key/value heads further", "tensor={c.kv_heads}",
+    ),
+    Rule(
         lambda c: c.leaves_axes_out & (c.layout.fsdp > 1),
         "fully_sharded=off with fsdp={c.layout.fsdp}",
         "Megatron-FSDP shares weights out over all data-parallel and context ranks", "fully_sharded=on",
@@ -55,23 +60,23 @@ RULES: tuple[Rule[Choices], ...] = (
         "zero=2 with fsdp", "replicas of Megatron-FSDP share out optimizer state at most", "zero=1",
     ),
     Rule(
-        lambda c: c.schedule not in ("", "1f1b", "interleaved"),
-        "schedule={c.schedule}", "it runs 1F1B and interleaved 1F1B",
-        lambda c: "schedule=1f1b" if c.schedule == "gpipe" else "schedule=interleaved",
+        lambda c: (c.order not in ("1f1b", "interleaved")) & (c.layout.stage > 1),
+        "schedule={c.order}", "it runs 1F1B and interleaved 1F1B",
+        lambda c: "schedule=1f1b" if c.order == "gpipe" else "schedule=interleaved",
     ),
     Rule(
-        lambda c: (c.schedule == "interleaved") & (c.model.num_layers % _pieces(c) > 0),
+        lambda c: (c.order == "interleaved") & (c.layout.stage > 1) & (c.model.num_layers % _pieces(c) > 0),
         "virtual_stages={c.layout.virtual_stages}",
         lambda c: f"{c.model.num_layers} layers do not divide over {_pieces(c)} pieces",
         "virtual_stages that divide the layers of a stage",
     ),
     Rule(
-        lambda c: (c.schedule == "interleaved") & (c.layout.num_microbatches % c.layout.stage > 0),
+        lambda c: (c.order == "interleaved") & (c.layout.num_microbatches % c.layout.stage > 0),
         "num_microbatches={c.layout.num_microbatches}", "interleaving wants a multiple of the stages",
         "num_microbatches={c.whole_rounds}",
     ),
     Rule(
-        lambda c: (c.schedule != "interleaved") & (_last_stage(c) < 1),
+        lambda c: (c.order != "interleaved") & (_last_stage(c) < 1),
         "stage={c.layout.stage}",
         lambda c: f"{c.model.num_layers} layers, {-(-c.model.num_layers // c.layout.stage)} a stage, leave some empty",
         "fewer stages",

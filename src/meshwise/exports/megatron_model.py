@@ -48,12 +48,6 @@ def _attention(choices: Choices, shape: ModelShape, refusals: Refusals, notes: l
         yield from (("--group-query-attention",), ("--num-query-groups", attention.kv_heads))
     yield ("--kv-channels", attention.head_dim)
     yield from _special_attention(choices, attention, refusals)
-    if choices.layout.tensor > attention.kv_heads:
-        refusals.add(
-            f"tensor={choices.layout.tensor}",
-            f"it does not split {attention.kv_heads} key/value heads further",
-            f"tensor={attention.kv_heads}",
-        )
 
 
 def _special_attention(choices: Choices, attention: SelfAttention, refusals: Refusals) -> Iterator[Argument]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.tensors import Attention, Block, Kind, Sizes
-from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.exports.choices import Choices
 from meshwise.sharding import Sharding
 from meshwise.sharding.place import place_block
@@ -51,12 +50,12 @@ class PlacedTensors:
         return (*self.weights, *self.gradients, *self.optimizer, *self.activations)
 
 
-def placed_tensors(choices: Choices) -> PlacedTensors:
-    """Place the program of a plan and list what is held."""
+def placed_tensors(choices: Choices, sequences: int = 1) -> PlacedTensors:
+    """Place the program of a plan and list what is held, of so many sequences."""
     program = choices.model.train_program()
-    strategy = LayoutChoices.of(choices.layout).strategy
-    sizes = program.bind(batch=choices.layout.micro_batch * choices.batch_ways, queries=choices.seq_len)
-    policy = remat_policy(choices.layout.remat)
+    strategy = choices.structure.strategy
+    sizes = program.bind(batch=sequences, queries=choices.seq_len)
+    policy = remat_policy(choices.structure.remat)
     placed = [place_block(block, strategy, policy) for block in program]
     return PlacedTensors(
         weights=tuple(h for p in placed for h in _state(p.block, p.weights, sizes)),

@@ -1,62 +1,47 @@
-"""Which tools and engines a plan can be exported to, and the one way in. Not here: what each of them says."""
+"""Which tools a plan of training can be exported to, and the one way in. Not here: what each of them says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
-from meshwise.core.errors import UnknownNameError
+from meshwise.core.errors import HandoverError, MeshwiseError, UnknownNameError
+from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import deepspeed, jaxcode, maxtext, megatron, torchtitan
-from meshwise.exports.choices import Choices
+from meshwise.exports.choices import Choices, unknown_choices
 from meshwise.exports.exported import Exported, Refusals, Rule
-from meshwise.exports.serving import jetstream, sglang, tensorrt_llm, vllm
-from meshwise.exports.serving.choices import Pool, ServingChoices
-from meshwise.exports.serving.script import Script
 from meshwise.search import Plan
-from meshwise.search.serving import ServingPlan
-
-C = TypeVar("C", Choices, ServingChoices)
-R = TypeVar("R", Choices, Pool)
-T = TypeVar("T")
+from meshwise.search.tools import Tool, refuses_all
+from meshwise.sharding.layout import Layout, LayoutRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Target(Generic[C, R, T]):
-    """A tool or an engine.
+class Target:
+    """A tool that trains.
 
     Args:
         title: its own name.
+        vendors: of chips that it runs on; empty for any.
         rules: what it cannot express.
         write: a plan in its words; it refuses the models and formats that it does not know.
     """
 
     title: str
-    rules: tuple[Rule[R], ...]
-    write: Callable[[C, Refusals], T]
+    vendors: tuple[str, ...]
+    rules: tuple[Rule[Choices], ...]
+    write: Callable[[Choices, Refusals], Exported]
 
 
 #: By the name that `--to` takes.
-TARGETS: Mapping[str, Target[Choices, Choices, Exported]] = {
-    "maxtext": Target(maxtext.TITLE, maxtext.RULES, maxtext.maxtext),
-    "megatron": Target(megatron.TITLE, megatron.RULES, megatron.megatron),
-    "torchtitan": Target(torchtitan.TITLE, torchtitan.RULES, torchtitan.torchtitan),
-    "deepspeed": Target(deepspeed.TITLE, deepspeed.RULES, deepspeed.deepspeed),
-    "jax": Target(jaxcode.TITLE, jaxcode.RULES, jaxcode.jaxcode),
+TARGETS: Mapping[str, Target] = {
+    "maxtext": Target(maxtext.TITLE, (), maxtext.RULES, maxtext.maxtext),
+    "megatron": Target(megatron.TITLE, ("nvidia",), megatron.RULES, megatron.megatron),
+    "torchtitan": Target(torchtitan.TITLE, ("nvidia", "amd"), torchtitan.RULES, torchtitan.torchtitan),
+    "deepspeed": Target(deepspeed.TITLE, ("nvidia", "amd"), deepspeed.RULES, deepspeed.deepspeed),
+    "jax": Target(jaxcode.TITLE, (), jaxcode.RULES, jaxcode.jaxcode),
 }
-
-
-def _write(kind: str, to: str, targets: Mapping[str, Target[C, R, T]], choices: C, read: Iterable[R]) -> T:
-    """Write for one of `targets`; raise what it cannot express."""
-    if to not in targets:
-        raise UnknownNameError(kind, to, targets, list_all=True)
-    refusals = Refusals(targets[to].title)
-    choices.check_known(refusals)
-    for part in read:
-        refusals.apply(targets[to].rules, part)
-    written = targets[to].write(choices, refusals)
-    refusals.check()
-    return written
 
 
 def hand_over(plan: Plan, to: str) -> Exported:
@@ -70,30 +55,103 @@ def hand_over(plan: Plan, to: str) -> Exported:
         UnknownNameError: for a tool that is not known.
         HandoverError: for choices that the tool cannot express, each with its reason and the nearest that it can.
     """
-    choices = Choices(plan)
-    return _write("tool", to, TARGETS, choices, [choices])
+    if to not in TARGETS:
+        raise UnknownNameError("tool", to, TARGETS, list_all=True)
+    choices, refusals = Choices(plan.problem, plan.layout, plan.fabric), Refusals(TARGETS[to].title)
+    choices.check_known(refusals)
+    refusals.apply(TARGETS[to].rules, choices)
+    written = TARGETS[to].write(choices, refusals)
+    refusals.check()
+    return written
 
 
-#: By the name that `--to` takes.
-SERVING_TARGETS: Mapping[str, Target[ServingChoices, Pool, Script]] = {
-    "vllm": Target("vLLM", vllm.RULES, vllm.vllm),
-    "sglang": Target("SGLang", sglang.RULES, sglang.sglang),
-    "tensorrt-llm": Target("TensorRT-LLM", tensorrt_llm.RULES, tensorrt_llm.tensorrt_llm),
-    "jetstream": Target("JetStream with MaxText", jetstream.RULES, jetstream.jetstream),
-}
+def _tool(name: str, problem: TrainingProblem) -> Tool:
+    """A tool's conditions on layouts of a job."""
+    known: dict[Any, Any] = {}
+    return Tool(name, (unknown_choices, *(_condition(rule, problem, known) for rule in TARGETS[name].rules)))
 
 
-def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
-    """Write a serving plan as the configuration of an engine.
+def _condition(rule: Rule[Choices], problem: TrainingProblem, known: dict[Any, Any]) -> Callable[[Layout], Any]:
+    network = problem.network
+    return lambda layout: rule.refused(Choices(problem, layout, network, known))
 
-    Args:
-        plan: model, load, cluster, layouts and batches.
-        to: one of SERVING_TARGETS.
+
+def refusals_of(name: str, problem: TrainingProblem) -> Refusals:
+    """What a tool cannot express of a job, whatever the layout: the model, formats, the optimizer, the chip."""
+    target, choices = TARGETS[name], Choices(problem, Layout(), problem.network)
+    refusals, chip = Refusals(target.title), choices.chip
+    if target.vendors and chip.vendor not in target.vendors:
+        others = ", ".join(n for n, t in TARGETS.items() if not t.vendors or chip.vendor in t.vendors)
+        refusals.add(f"chip {chip.title}", f"it runs on chips of {' and '.join(target.vendors)}", f"--tool {others}")
+    choices.check_known(refusals)
+    with suppress(HandoverError):  # what writes may stop at the first
+        target.write(choices, refusals)  # a layout of one chip: what is refused is not the layout
+    refusals.apply((r for r in target.rules if refuses_all(_condition(r, problem, {}))), choices)
+    return refusals
+
+
+def tools_for(problem: TrainingProblem, names: Iterable[str] = TARGETS) -> tuple[Tool, ...]:
+    """Those of some tools that take the job in some layout."""
+    return tuple(_tool(name, problem) for name in names if not refusals_of(name, problem).lines)
+
+
+def runs_in(plan: Plan) -> tuple[str, ...]:
+    """Tools that take a plan, by name."""
+    return tuple(tool.name for tool in tools_for(plan.problem) if tool.runs(plan.layout))
+
+
+#: Tools that plans are made for unless others are asked for.
+USUAL = ("megatron", "torchtitan", "maxtext", "deepspeed")
+
+
+def parse_tools(value: str | Iterable[str]) -> tuple[str, ...]:
+    """Read names of tools: "megatron,maxtext", or several names; "none" stands alone.
 
     Raises:
-        UnknownNameError: for an engine that is not known.
-        HandoverError: for choices that the engine cannot express, each with its reason and the nearest that it can.
+        UnknownNameError: a tool that is not known.
+        MeshwiseError: none beside others.
     """
-    choices = ServingChoices(plan)
-    script, title = _write("engine", to, SERVING_TARGETS, choices, choices.pools), SERVING_TARGETS[to].title
-    return Exported(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))
+    return parse_names(value, TARGETS)
+
+
+def parse_names(value: str | Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Read names among `known`; see `parse_tools`."""
+    names = tuple(n.strip().lower() for n in (value.split(",") if isinstance(value, str) else value))
+    for name in names:
+        if name not in (*known, "none"):
+            raise UnknownNameError("tool", name, (*known, "none"), list_all=True)
+    if "none" in names and len(set(names)) > 1:
+        raise MeshwiseError(
+            f"tool: none leaves the choice to no tool, found {', '.join(names)}; leave out one or the other"
+        )
+    return tuple(dict.fromkeys(names))
+
+
+def asked_tools(problem: TrainingProblem, names: tuple[str, ...]) -> tuple[Tool, ...]:
+    """The tools by name, or no tool at all for "none". Where none is named: the usual ones that take the job, or JAX.
+
+    Raises:
+        HandoverError: a tool that is named takes the job in no layout, with its reasons.
+    """
+    for name in names if names != ("none",) else ():
+        refusals_of(name, problem).check()
+    if names == ("none",):
+        return ()
+    return tools_for(problem, names or USUAL) or tools_for(problem, ("jax",))
+
+
+def check_written(plan: Plan, written: LayoutRequest, tools: Iterable[Tool]) -> None:
+    """Refuse a plan that none of some tools takes: with what was written in its layout, else with all that it chooses.
+
+    Raises:
+        HandoverError: what the first of the tools cannot express.
+    """
+    tools = tuple(tools)
+    if not tools or any(tool.runs(plan.layout) for tool in tools):
+        return
+    target, choices = TARGETS[tools[0].name], Choices(plan.problem, plan.layout, plan.fabric)
+    refusals = Refusals(target.title)
+    conditions = ((rule, _condition(rule, plan.problem, {})) for rule in target.rules)
+    refusals.apply((r for r, c in conditions if refuses_all(c, written.sizes, **written.choices)), choices)
+    refusals.check()
+    hand_over(plan, tools[0].name)

@@ -66,9 +66,9 @@ RULES: tuple[Rule[Choices], ...] = (
         "capacity_factor={c.job.capacity_factor}", "it drops no tokens", "no capacity_factor",
     ),
     Rule(
-        lambda c: c.schedule not in ("", *_SCHEDULES),
-        "schedule={c.schedule}", f"of ours it runs {', '.join(_SCHEDULES)}",
-        lambda c: _NEAREST_SCHEDULE.get(c.schedule, "schedule=1f1b"),
+        lambda c: (c.order not in _SCHEDULES) & (c.layout.stage > 1),
+        "schedule={c.order}", f"of ours it runs {', '.join(_SCHEDULES)}",
+        lambda c: _NEAREST_SCHEDULE.get(c.order, "schedule=1f1b"),
     ),
     OFFLOADS_ALL,
     Rule(

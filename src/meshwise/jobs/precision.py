@@ -111,9 +111,12 @@ _PROMOTED = "fp32, partial sums of 128 products promoted to the vector units, be
 _BLOCKS = "fp32, block scales applied by the matrix unit"
 _FP8 = Recipe(Format(DType.FP8, writes=_LAYOUTS), Format(DType.FP8), needs=(DType.FP8,), accumulates=_HOPPER)
 
+_BOOK = _precision("book", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)")
+
 _PRECISIONS = (
-    _precision("bf16", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)"),
     _MIXED,
+    _BOOK,
+    replace(_BOOK, name="bf16", meaning="the same as book"),
     _precision("fp16", DType.FP16, DType.FP32, DType.FP32, "fp16 matmuls; fp32 gradients, master weights, moments"),
     _precision("fp32", DType.FP32, DType.FP32, None, "everything in fp32"),
     _narrow("fp8", "fp8 weights and operands, one delayed scale a tensor; fp32 gradients, master, moments", _FP8),

@@ -133,7 +133,7 @@ class TrainingJob(BaseModel):
     batch_slack: _Share = Field(default=0.1, ge=0, le=0.5)
     """Share by which the batch may be rounded so that it divides evenly (0 for exact)."""
     precision: str = Field(
-        default="bf16",
+        default="mixed",
         description=f"Number formats: {', '.join(PRECISIONS)}, or roles such as bf16,master=fp32,gradients=fp32.",
     )
     expert_imbalance: float | None = Field(default=None, ge=1, le=100)

@@ -24,9 +24,9 @@ from meshwise.core.units import (
 from meshwise.costs.estimate import Interval
 from meshwise.costs.explain import collectives_of, paddings
 from meshwise.costs.problem import TrainingProblem
+from meshwise.exports import runs_in
 from meshwise.jobs import trainable_parameters
 from meshwise.report.breakdown import collective_data, padding_data
-from meshwise.report.layouts import choice_words, layout_words
 from meshwise.report.likely import likely_data, likely_words
 from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.model import length_words
@@ -34,6 +34,7 @@ from meshwise.report.plan_details import plan_details, sensitivity_data, sensiti
 from meshwise.report.report import Report, listed
 from meshwise.report.table import counted, table
 from meshwise.search import MAX_MEMORY, Baseline, Found, Plan, PlanResult
+from meshwise.sharding.words import choice_words, layout_words
 
 
 def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
@@ -123,10 +124,18 @@ def _subject(plan: Plan) -> str:
     """Name what is planned, and the whole layout."""
     job, cluster = plan.problem.job, plan.problem.cluster
     tokens = "" if job.tokens is None else f", {format_count(job.tokens)} tokens"
-    return (
-        f"{plan.problem.model.name} on {plan.estimate.num_chips:,} x {cluster.chip.title}{tokens}\n"
-        f"layout: {str(plan.layout).replace(',', ', ')}"
-    )
+    lines = [
+        f"{plan.problem.model.name} on {plan.estimate.num_chips:,} x {cluster.chip.title}{tokens}",
+        f"layout: {str(plan.layout).replace(',', ', ')}",
+    ]
+    if plan.estimate.tokens != job.batch_tokens:
+        change = 100 * (plan.estimate.tokens / job.batch_tokens - 1)
+        lines.append(
+            f"batch: {plan.estimate.tokens:,.0f} tokens, {change:+.1f} % of what was asked, so that it divides"
+        )
+    if left := cluster.num_chips - plan.estimate.num_chips:
+        lines.append(f"left out: {counted(left, 'chip')} of {cluster.num_chips:,}; the rest does better without")
+    return "\n".join(lines)
 
 
 #: What MFU counts, by whether everything is trained.
@@ -150,16 +159,8 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
     problem, estimate = plan.problem, plan.estimate
     job, cluster, calibration = problem.job, problem.cluster, problem.calibration
     lines = [cluster.describe(), *cluster.notes]
-    if estimate.num_chips < cluster.num_chips:
-        lines.append(
-            f"left out: {counted(cluster.num_chips - estimate.num_chips, 'chip')}; the rest does better without"
-        )
     if estimate.tokens != job.batch_tokens:
-        change = estimate.tokens / job.batch_tokens - 1
-        lines.append(
-            f"the batch is rounded to {estimate.tokens:,.0f} tokens ({100 * change:+.1f} %), so that it divides; "
-            "--batch-slack 0 forbids it"
-        )
+        lines.append("the batch may be rounded so that it divides; --batch-slack 0 forbids it")
     formats = dict.fromkeys((job.formats.compute, job.formats.other_compute))
     shares = {f"{f.value} peak in matmuls": calibration.matmul(f) for f in formats}
     if calibration.attention_efficiency is not None:
@@ -303,17 +304,18 @@ def _cost_of_tokens(row: Plan) -> str:
 
 
 def _ranking(rows: Sequence[Plan]) -> RenderableType:
-    """Compare the plans; the run has a column where a token budget was given."""
-    columns = [">#", "layout", ">step", ">MFU", ">memory"]
+    """Compare the plans, by tokens where their batches differ; the run has a column where a token budget was given."""
+    by_tokens = len({row.estimate.tokens for row in rows}) > 1
+    columns = [">#", "layout", ">tokens/s" if by_tokens else ">step", ">MFU", ">memory"]
     lines = [
         [
             str(number),
-            f"{layout_words(row.layout)}\n  {choice_words(row.layout)}",
-            format_time(row.estimate.step_time.expected),
+            f"{layout_words(row.layout)}\n  {choice_words(row.layout)}\n  runs in {', '.join(takers) or 'no tool yet'}",
+            format_count(row.estimate.tokens_per_s) if by_tokens else format_time(row.estimate.step_time.expected),
             format_percent(row.estimate.mfu),
             format_bytes(row.estimate.memory["total"]),
         ]
-        for number, row in enumerate(rows, 1)
+        for number, (row, takers) in enumerate(((row, runs_in(row)) for row in rows), 1)
     ]
     if all(row.training is not None for row in rows):
         columns.append(">run")
@@ -402,6 +404,7 @@ def plan_data(row: Plan) -> dict[str, Any]:
         "layout_text": str(row.layout),
         "choices": choices,
         "network": [{"name": d.name, "size": d.size} for d in row.fabric.dimensions],
+        "runs_in": list(runs_in(row)),
         "num_chips": estimate.num_chips,
         "tokens_per_step": estimate.tokens,
         "estimate": {

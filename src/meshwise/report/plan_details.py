@@ -20,12 +20,12 @@ from meshwise.report.bounds import explain_lower, explain_upper
 from meshwise.report.breakdown import breakdown_data, breakdown_tables
 from meshwise.report.formats import explain_formats
 from meshwise.report.formulas import explain_time
-from meshwise.report.layouts import layout_words
 from meshwise.report.likely import constants_data, constants_table, explain_likely
 from meshwise.report.memory import explain_memory
 from meshwise.report.report import Details
 from meshwise.report.table import table
 from meshwise.search import Plan, Sensitivity
+from meshwise.sharding.words import layout_words
 
 
 def plan_details(plan: Plan) -> Details:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from meshwise.core.units import format_money, format_time
 from meshwise.costs.serving.answer import ServingEstimate
+from meshwise.exports.serving import serving_runs_in
 from meshwise.report.chart import Chart, new_figure, svg_of
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve import (
@@ -21,7 +22,7 @@ from meshwise.report.serve import (
     definitions,
     latency_table,
     memory_table,
-    serving_data,
+    serving_plan_data,
     serving_words,
     subject,
     term_table,
@@ -127,7 +128,8 @@ def _ranking(planning: ServingPlanResult) -> RenderableType:
         )
         prompts = f"; {setup.prefill_batch} prompts together" if setup.prefill_batch > 1 else ""
         prompts += f"; prompts in chunks of {setup.chunk:,}" if setup.chunk is not None else ""
-        rows.append((cells, f"{setup.mode}: {layouts.replace(',', ', ')}{prompts}"))
+        takers = ", ".join(serving_runs_in(planning.problem, setup)) or "no tool yet"
+        rows.append((cells, f"{setup.mode}: {layouts.replace(',', ', ')}{prompts}; runs in {takers}"))
     return noted_table(columns, rows)
 
 
@@ -179,7 +181,7 @@ def plan_serve_svg(planning: ServingPlanResult) -> str:
 def plan_data(planning: ServingPlanResult, e: ServingEstimate) -> dict[str, Any]:
     """A plan as JSON values, with the requests that it was sent where targets are percentiles."""
     sent = _sent(planning, e)
-    return serving_data(e) | ({} if sent is None else {"simulated": _simulated_data(sent)})
+    return serving_plan_data(planning.problem, e) | ({} if sent is None else {"simulated": _simulated_data(sent)})
 
 
 def _sent(planning: ServingPlanResult, e: ServingEstimate) -> SimulatedPlan | None:

@@ -18,6 +18,7 @@ from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import Engine, ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.memory import CLASSES
 from meshwise.costs.serving.step import TERMS
+from meshwise.exports.serving import serving_runs_in
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve_breakdown import serve_explanations
 from meshwise.report.table import counted, table
@@ -45,7 +46,7 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
         command="estimate serve",
         inputs=inputs,
         answer=f"{fits}{serving_words(e)}",
-        data={"plans": [serving_data(e)], "frontier": _frontier_data(answer)},
+        data={"plans": [serving_plan_data(problem, e)], "frontier": _frontier_data(answer)},
         body=tuple(body),
         assumed=assumed(problem, e.setup),
         not_modelled=NOT_MODELLED,
@@ -232,6 +233,12 @@ def _next_steps(answer: ServingAnswer) -> tuple[str, ...]:
     return (
         "more chips an engine (tensor=, width=, expert=, stage=), or narrower formats (--precision fp8, int4-weights)",
     )
+
+
+def serving_plan_data(problem: ServingProblem, e: ServingEstimate) -> dict[str, Any]:
+    """A plan as JSON values: the estimate, who runs it, and what of the cluster it leaves out."""
+    idle = problem.cluster.num_chips - e.setup.num_chips
+    return {"runs_in": list(serving_runs_in(problem, e.setup)), "idle_chips": idle, **serving_data(e)}
 
 
 def serving_data(e: ServingEstimate) -> dict[str, Any]:

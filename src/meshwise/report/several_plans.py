@@ -14,11 +14,11 @@ from rich.text import Text
 
 from meshwise.core.units import format_count, format_duration, format_money, format_percent, format_time
 from meshwise.report.chart import terminal_chart, write_svg
-from meshwise.report.layouts import layout_words
 from meshwise.report.plan import plan_data
 from meshwise.report.report import Report, listed
 from meshwise.report.table import counted, table
 from meshwise.search import Plan, PlanResult, Scaling
+from meshwise.sharding.words import layout_words
 
 
 def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str, Any]) -> Report:

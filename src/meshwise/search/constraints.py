@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwise.core.errors import LayoutError, MeshwiseError, UnknownNameError
 from meshwise.search.candidates import Choices
+from meshwise.search.tools import Tool
 from meshwise.sharding.layout import CONTEXT_METHODS, MESH_AXES, SCHEDULES, axis_of, parse_layout
 
 #: Axes are fixed whatever the cluster; whether they fit on it is asked elsewhere.
@@ -44,6 +45,9 @@ class Constraints:
         front: whether the front of time against memory is wanted, too.
         offload: whether plans that keep a part in the host's memory compete with those that fit without; else they are
             looked for only where nothing fits.
+        tools: of which one at least has to take a plan; none for any plan.
+        tools_optional: whether plans that none of them takes are looked for where there is none that one does.
+        within: share of the best plan's time, or cost, within which plans are not told apart: the simplest is first.
 
     Raises:
         LayoutError: choices that are fixed and forbidden.
@@ -59,6 +63,9 @@ class Constraints:
     max_memory: float | None = None
     front: bool = False
     offload: bool = False
+    tools: tuple[Tool, ...] = ()
+    tools_optional: bool = False
+    within: float = 0.0
 
     def __post_init__(self) -> None:
         parse_fixed(self.fixed)
@@ -83,6 +90,8 @@ class Constraints:
     def choices(self) -> Choices:
         """What is left to try besides sizes."""
         choices = asked_choices(self.fixed)
+        if self.tools and "schedule" not in self.fixed:  # some run nothing else
+            choices = replace(choices, schedule=(*choices.schedule, "gpipe"))
         for word in self.forbidden:
             if axis_of(word) is None:
                 choices = _without(choices, word)
@@ -91,7 +100,8 @@ class Constraints:
     def words(self) -> str:
         """The fixed and the forbidden in words, "" where there are none."""
         fixed = [f"{a}={shown(n)}" for a, n in self.fixed.items()]
-        return ",".join(fixed) + (f" without {', '.join(self.forbidden)}" if self.forbidden else "")
+        tools = f" for {' or '.join(t.name for t in self.tools)}" if self.tools and not self.tools_optional else ""
+        return ",".join(fixed) + (f" without {', '.join(self.forbidden)}" if self.forbidden else "") + tools
 
 
 def shown(value: object) -> str:

@@ -20,8 +20,9 @@ from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.weight_traffic import weight_choices
-from meshwise.search.candidates import Array, CandidateTable, Choices, Index, compute_variants
+from meshwise.search.candidates import Array, CandidateTable, Choices, Index, Mask, compute_variants
 from meshwise.search.space import IdealWires
+from meshwise.search.tools import Tool, ToolMasks, possible_schedules, possible_variants
 
 T = TypeVar("T")
 
@@ -47,10 +48,27 @@ class SearchedNetwork:
         self.sizes = local.numbers(table.sizes)  # of each of the table's sizes in `local`
         self.choices = tuple(stored for variant in self.variants for stored in variant.stored)
         self.variant_of = np.repeat(np.arange(len(self.variants)), [len(v.stored) for v in self.variants])
-        self.schedules = self.asked.variants
+        self.schedules = possible_schedules(local.tools, self.asked.variants)
+        self.masks = ToolMasks(local.tools, table) if local.tools else None
         has_host = self.problem.cluster.chip.host_memory is not None
         self.offloads = tuple(parts for parts in self.asked.offload if has_host or not parts)
         self.ideal = IdealWires(fabric, table.axes(), self.problem.routing)  # of all meshes
+
+    def runs(self, c: int, schedule: Index, at: Index) -> Mask:
+        """Which candidates some tool takes, whatever they offload: under one of the choices, each with its schedule."""
+        out = np.zeros(len(at), bool)
+        for s in np.unique(schedule):
+            mine = np.flatnonzero(schedule == s)
+            for o in range(len(self.offloads)):
+                out[mine] |= self.runs_with(c, int(s), o, at[mine])
+        return out
+
+    def runs_with(self, c: int, s: int, o: int, at: Index) -> Mask:
+        """The same, of one schedule, and with what is offloaded."""
+        if self.masks is None:
+            return np.ones(len(at), bool)
+        stored, variant = self.choices[c], self.variants[self.variant_of[c]]
+        return self.masks(variant, stored, self.schedules[s], self.offloads[o], at)
 
     def blocks(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
         """What one device does, for some of the table's sizes."""
@@ -63,10 +81,12 @@ class LocalTables:
     Args:
         problem: model, job, cluster, calibration.
         asked: what the search may choose.
+        tools: of which one at least has to take a plan; none for any plan.
     """
 
-    def __init__(self, problem: TrainingProblem, asked: Choices) -> None:
-        self.problem, self.asked, self.variants = problem, asked, compute_variants(problem.model, asked)
+    def __init__(self, problem: TrainingProblem, asked: Choices, tools: tuple[Tool, ...] = ()) -> None:
+        self.problem, self.asked, self.tools = problem, asked, tools
+        self.variants = possible_variants(tools, compute_variants(problem.model, asked))
         self._numbers: dict[tuple[float, ...], int] = {}
         self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
         self._own = {stored: v.own for v in self.variants for stored in v.stored}

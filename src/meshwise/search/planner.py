@@ -24,11 +24,14 @@ from meshwise.search.candidates import Choices, batch_cuts
 from meshwise.search.constraints import Constraints, asked_choices, most_seconds_per_token
 from meshwise.search.limits import Wanted, batch_error, find_best, find_fewest, nothing_found, over_limit, too_much
 from meshwise.search.plan import Plan
+from meshwise.search.ranking import Found
 from meshwise.search.reasons import winner_reasons
 from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.search.space import Limits, parts_of
+from meshwise.search.tools import Tool
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.remat import check_remat
+from meshwise.sharding.words import choice_words, layout_words
 
 #: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out
 #: of memory is worth less than one that is half a percent slower.
@@ -126,12 +129,14 @@ def plan_training(
         raise KeyboardInterrupt
     if not result.best:
         raise too_much(wanted, outcome) if outcome.over else nothing_found(problem, result, constraints, share)
-    plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in result.best)
+    simple = _simplest(wanted, result.best[0]) if constraints.within and objective in OBJECTIVES else None
+    ranked = [*([simple] if simple else []), *(f for f in result.best if simple is None or f.layout != simple.layout)]
+    plans = tuple(Plan.of(problem, f.layout, f.fabric) for f in ranked[:top])
     others = baselines(plans[0], plans, whole, memory_share=share)
     changed = variations(plans[0], memory_share=share, forbidden=constraints.forbidden)
     return PlanResult(
         plans,
-        winner_reasons(plans[0], whole),
+        (*(_why_simplest(wanted, simple, result.best[0]) if simple else ()), *winner_reasons(plans[0], whole)),
         (*(over_limit(wanted, f, plans[0]) for f in outcome.over[:1]), *others, *changed),
         result,
         memory_share=share,
@@ -140,6 +145,39 @@ def plan_training(
         most_speedup=result.best[0].seconds_per_token
         * min(problem.cluster.num_chips, constraints.max_chips or math.inf)
         / ideal_chip_seconds_per_token(problem, space.choices),
+    )
+
+
+def _simplest(wanted: Wanted, best: Found) -> Found | None:
+    """The plan with the fewest axes, then without unusual choices, that cannot be told from the best; None if it is.
+
+    Among plans with as many axes it is the fastest, or the cheapest.
+    """
+    space, most = wanted.space, 1 + wanted.constraints.within
+    chips = best.layout.num_chips
+    seconds = wanted.space.seconds_on(chips)
+    space = replace(space, front=False, most_seconds=min(seconds, most * best.seconds_per_token))
+    if wanted.objective == "cost":
+        space = replace(space, most_seconds=seconds, most_chip_seconds=most * best.seconds_per_token * chips)
+    for axes in range(1, len(best.layout.used_axes) + 1):
+        limits = replace(space.limits, most_axes=axes)
+        for choices in (space.choices.usual, space.choices):
+            if axes == len(best.layout.used_axes) and choices == space.choices:
+                return None
+            narrowed = replace(wanted, top=1, space=replace(space, limits=limits, choices=choices))
+            if found := narrowed.search([best.fabric]).best:
+                return found[0] if found[0].layout != best.layout else None
+    return None
+
+
+def _why_simplest(wanted: Wanted, simple: Found, best: Found) -> Iterator[str]:
+    """Why the simplest of plans is first."""
+    gain = simple.score / best.score - 1
+    how = "cheaper" if wanted.objective == "cost" else "faster"
+    yield (
+        f"{layout_words(best.layout)} ({choice_words(best.layout)}) would be {100 * gain:.2g} % {how}: of plans within "
+        f"{wanted.constraints.within:.0%} of each other, which predictions cannot tell apart, the simplest is first "
+        f"(--within 0 for the {'cheapest' if how == 'cheaper' else 'fastest'})"
     )
 
 
@@ -154,8 +192,9 @@ def _offloading(problem: TrainingProblem, constraints: Constraints) -> tuple[boo
 def asked_spaces(problem: TrainingProblem, constraints: Constraints) -> Iterator[SearchSpace]:
     """Spaces to search, in this order until something is found."""
     shares = (MAX_MEMORY, 1.0) if constraints.max_memory is None else (constraints.max_memory,)
-    for offload, share in itertools.product(_offloading(problem, constraints), shares):
-        space = _space(problem, constraints, share)
+    tools = (True, False) if constraints.tools_optional else (True,)
+    for with_tools, offload, share in itertools.product(tools, _offloading(problem, constraints), shares):
+        space = _space(problem, constraints if with_tools else replace(constraints, tools=()), share)
         yield space if offload else replace(space, choices=replace(space.choices, offload=((),)))
 
 
@@ -169,16 +208,22 @@ def _space(problem: TrainingProblem, constraints: Constraints, share: float) -> 
         num_microbatches=constraints.fixed.get("num_microbatches"),
         memory_share=share,
         front=constraints.front,
+        tools=constraints.tools,
         most_seconds=seconds,
         most_chip_seconds=chip_seconds,
     )
 
 
 def estimate_layout(
-    problem: TrainingProblem, request: LayoutRequest, *, progress: Callable[[str], None] = lambda _: None
+    problem: TrainingProblem,
+    request: LayoutRequest,
+    *,
+    tools: tuple[Tool, ...] = (),
+    progress: Callable[[str], None] = lambda _: None,
 ) -> PlanResult:
     """Estimate the layout that a user wrote; what was not written (remat, microbatches, wires...) is chosen best.
 
+    It is chosen so that one of `tools` runs the plan, where one can.
     Nothing is offloaded unless the layout says so. The batch is rounded only where the layout does not divide it, or
     does not fit with it. A layout that does not fit in memory in any way is estimated in its
     leanest one, and `Estimate.fits` says so.
@@ -190,8 +235,11 @@ def estimate_layout(
     check_request(problem, request)
     exact = replace(problem, job=problem.job.model_copy(update={"batch_slack": 0.0}))
     # What is missing at the end is memory: the leanest way says by how much.
-    for given, share in ((exact, 1.0), (problem, 1.0), (problem, math.inf)):
-        result = _search_layout(given, request, share, progress)
+    for takers, (given, share) in (
+        *itertools.product([tools] if tools else [], ((exact, 1.0), (problem, 1.0))),
+        *itertools.product([()], ((exact, 1.0), (problem, 1.0), (problem, math.inf))),
+    ):
+        result = _search_layout(given, request, takers, share, progress)
         if best := result.front[-1:] if math.isinf(share) else result.best:
             break
     plan = Plan.of(problem, best[0].layout, best[0].fabric)
@@ -199,7 +247,11 @@ def estimate_layout(
 
 
 def _search_layout(
-    problem: TrainingProblem, request: LayoutRequest, memory_share: float, progress: Callable[[str], None]
+    problem: TrainingProblem,
+    request: LayoutRequest,
+    tools: tuple[Tool, ...],
+    memory_share: float,
+    progress: Callable[[str], None],
 ) -> SearchResult:
     """Search what a layout leaves open, filling so much of the HBM.
 
@@ -220,6 +272,7 @@ def _search_layout(
         num_microbatches=request.choices.get("num_microbatches"),
         memory_share=memory_share,
         front=math.isinf(memory_share),
+        tools=tools,
     )
     result = search(problem, parts, space, top=1, progress=progress)
     if not result.best and math.isinf(memory_share):

@@ -102,6 +102,8 @@ class Pricing:
                 tried: list[tuple[frozenset[str], Mask]] = []
                 for o, offload in enumerate(self.network.offloads):
                     sizes = np.broadcast_to(memory(pipeline, offload), len(part))[inverse[1][of_schedule]]
+                    runs = self.network.runs_with(c, int(s), o, mine.at[of_schedule])
+                    sizes = np.where(runs, sizes, math.inf)
                     least = min(least, float(sizes.min()))
                     fits = sizes <= self.network.capacity
                     new = fits.copy()

@@ -25,6 +25,7 @@ from meshwise.search.network import LocalTables, SearchedNetwork, keep_freed_mem
 from meshwise.search.pricing import Priced, Pricing
 from meshwise.search.ranking import Found, Front, Ranking, best_of_kinds, kinds_of
 from meshwise.search.space import Limits, meshes
+from meshwise.search.tools import Tool
 
 #: For a first look, the best of each compute variant by a cheap bound are bounded, about so many, and of these groups
 #: so many are gone through; later rounds are larger. The placements of about so many candidates are priced.
@@ -81,7 +82,8 @@ class NetworkSearch:
         if math.isinf(self.state.ranking.cut):
             self.look(bounds.groups(every[:1], self.matters, most=_LOOKED_AT))
         left = self.rank(bounds.groups(every, self.matters))
-        if not self.state.ranking.best:  # candidates whose activations alone do not fit were not looked at
+        # Candidates whose activations alone do not fit were not looked at. Under limits, memory is not what lacks.
+        if not self.state.ranking.best and math.isinf(self.most_seconds):
             self.state.least_memory = min(self.state.least_memory, self.pricing.least_memory())
         if self.for_front:
             self.find_front(left)
@@ -261,6 +263,7 @@ class SearchSpace:
         micro_batch, num_microbatches: what the user fixed, or None.
         memory_share: share of a chip's HBM that a layout may fill (infinite: whatever it needs).
         front: whether to find the front of time against memory, too, which takes several times as long.
+        tools: of which one at least has to take a plan; none for any plan.
         most_seconds, most_chip_seconds: per token, of what may enter the ranking; infinite for any.
     """
 
@@ -270,6 +273,7 @@ class SearchSpace:
     num_microbatches: int | None = None
     memory_share: float = 1.0
     front: bool = False
+    tools: tuple[Tool, ...] = ()
     most_seconds: float = math.inf
     most_chip_seconds: float = math.inf
 
@@ -333,7 +337,7 @@ def search(
     """
     started = time.process_time()
     keep_freed_memory()
-    local = LocalTables(problem, space.choices)
+    local = LocalTables(problem, space.choices, space.tools)
     state = SearchState(objective, top, space.seconds_on, progress)
     ideal = ideal_chip_seconds_per_token(problem, space.choices)
     interrupted_on = 0
@@ -363,6 +367,8 @@ def search(
 
 def _search_fabric(state: SearchState, local: LocalTables, space: SearchSpace, fabric: Fabric) -> None:
     """Search one network."""
+    if not local.variants:  # no tool takes any
+        return
     table = candidate_table(
         local.problem.job,
         meshes(math.prod(fabric.sizes), space.limits),

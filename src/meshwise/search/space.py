@@ -33,12 +33,14 @@ class Limits:
         max_replicas: bound on data x fsdp x expert, from the batch.
         divides: mesh axis -> length that it must divide evenly.
         fixed: mesh axis -> size that the user fixed, whatever `largest` says.
+        most_axes: how many axes may have more than one device.
     """
 
     largest: Mapping[str, int]
     max_replicas: float
     divides: Mapping[str, int] = field(default_factory=dict)
     fixed: Mapping[str, int] = field(default_factory=dict)
+    most_axes: int = len(MESH_AXES)
 
 
 def meshes(num_chips: int, limits: Limits) -> NDArray[np.int64]:
@@ -67,6 +69,7 @@ def meshes(num_chips: int, limits: Limits) -> NDArray[np.int64]:
     ok &= (size["ulysses"] == 1) | (size["ulysses"] * size["context"] <= limits.largest["context"])
     if "fsdp" in limits.fixed:
         ok &= fsdp == limits.fixed["fsdp"]
+    ok &= (rows > 1).sum(axis=1) <= limits.most_axes
     return rows[ok]
 
 

@@ -1,1 +1,19 @@
-"""Commands that start engines as planned, and the one that measures what was predicted; one file an engine."""
+"""Exporting a plan of serving: commands that start its engines, and the one that measures what was predicted."""
+
+from meshwise.exports.serving.targets import (
+    SERVING_TARGETS,
+    asked_serving_tools,
+    hand_over_serving,
+    parse_serving_tools,
+    serving_runs_in,
+    serving_tools_for,
+)
+
+__all__ = [
+    "SERVING_TARGETS",
+    "asked_serving_tools",
+    "hand_over_serving",
+    "parse_serving_tools",
+    "serving_runs_in",
+    "serving_tools_for",
+]

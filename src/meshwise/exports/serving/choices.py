@@ -6,20 +6,21 @@ Not here: any engine's own names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from meshwise.core.dtypes import DType
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.exports.choices import field_values, given_values
 from meshwise.exports.exported import Refusals, Rule
+from meshwise.hardware import Chip
 from meshwise.jobs import ServingLoad
 from meshwise.jobs.traffic import parse_lengths
 from meshwise.models import Model
 from meshwise.models.spec import LatentAttention
-from meshwise.search.serving import ServingPlan
 from meshwise.sharding.serving import ServingLayout
 
 #: Fields that every engine answers for, by an option, a note or a refusal.
@@ -30,88 +31,16 @@ _ANSWERED = {
     "load": "prompt output mix cached_prefix precision block_tokens reserve draft_tokens acceptance expert_imbalance",
 }
 
+_KNOWN = {part: frozenset(names.split()) for part, names in _ANSWERED.items()}
+
 #: How many times as many requests a measurement sends as are on their way at once.
 _ROUNDS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Engines of one kind.
+class _OfProblem:
+    """What engines want to know of the model and the load."""
 
-    Args:
-        choices: of the plan.
-        name: "serve" for engines that do both, else "prefill" or "decode".
-        layout: of one engine, and how many there are.
-        requests: that one engine works on at once, those being prefilled included.
-        prefill_tokens: of prompts in one step of an engine's rank; 0 where it does not prefill.
-        positions: that a decode step computes on an engine's rank; 0 where it does not decode.
-        memory: bytes by class on the fullest chip.
-    """
-
-    choices: ServingChoices
-    name: str
-    layout: ServingLayout
-    requests: int
-    prefill_tokens: int
-    positions: int
-    memory: dict[str, float]
-
-    @property
-    def words(self) -> str:
-        """What one of these engines does."""
-        does = {"serve": "", "prefill": " that prefills", "decode": " that decodes"}
-        return f"one engine{does[self.name]}"
-
-    @property
-    def ranks(self) -> int:
-        """Groups of chips whose attention sees different requests (data-parallel attention)."""
-        return self.layout.expert
-
-    @property
-    def requests_per_rank(self) -> int:
-        """Requests of one of these groups."""
-        return math.ceil(self.requests / self.ranks)
-
-    @property
-    def step_tokens(self) -> int:
-        """Positions that one step of a rank computes at most, where it does both in one."""
-        return self.prefill_tokens + self.positions
-
-    @property
-    def splits_experts(self) -> bool:
-        """Whether ranks hold different experts."""
-        return self.layout.expert > 1 or not self.layout.expert_tensor_parallel
-
-    @property
-    def weight_chips(self) -> int:
-        """Chips of one rank and one stage: the ways of what other engines call tensor parallelism."""
-        return self.layout.tensor * self.layout.cache
-
-
-@dataclass(frozen=True)
-class ServingChoices:
-    """A plan of serving, read by what its choices mean.
-
-    Args:
-        plan: what is handed over.
-    """
-
-    plan: ServingPlan
-
-    @property
-    def problem(self) -> ServingProblem:
-        """Model, load, cluster."""
-        return self.plan.problem
-
-    @property
-    def estimate(self) -> ServingEstimate:
-        """What the plan would do."""
-        return self.plan.estimate
-
-    @property
-    def setup(self) -> ServingSetup:
-        """Layouts and batches."""
-        return self.estimate.setup
+    problem: ServingProblem
 
     @property
     def load(self) -> ServingLoad:
@@ -124,26 +53,26 @@ class ServingChoices:
         return self.problem.model
 
     @property
-    def apart(self) -> bool:
-        """Whether engines prefill or decode."""
-        return self.setup.mode == "disaggregated"
+    def chip(self) -> Chip:
+        """What it runs on."""
+        return self.problem.cluster.chip
 
     @property
     def mixture(self) -> bool:
         """Whether the model has experts."""
         return bool(self.model.mixtures)
 
-    @cached_property
+    @property
     def latent(self) -> bool:
         """Whether all attention keeps latents instead of keys and values of heads."""
         return all(isinstance(g.layer.attention, LatentAttention) for g in self.model.spec.groups)
 
-    @cached_property
+    @property
     def kv_heads(self) -> int:
         """Key/value heads of the layers that have most; 1 for latents."""
         return max(self._of_attention("kv_heads"), default=1)
 
-    @cached_property
+    @property
     def heads(self) -> tuple[int, ...]:
         """Query heads of the layers, each number once."""
         return tuple(sorted(set(self._of_attention("heads"))))
@@ -161,6 +90,111 @@ class ServingChoices:
     def predicts_tokens(self) -> bool:
         """Whether the model has modules that predict further tokens."""
         return self.model.spec.mtp is not None
+
+    @property
+    def formats(self) -> tuple[DType, DType]:
+        """Of weights and of operands of products with them."""
+        return self.load.formats.weights, self.load.formats.compute
+
+    @property
+    def wide(self) -> bool:
+        """Whether weights and operands are as activations are: nothing is quantised."""
+        return self.formats == (self.load.formats.activations,) * 2
+
+
+@dataclass(frozen=True)
+class Engine(_OfProblem):
+    """An engine as rules read it.
+
+    Args:
+        problem: model, load, cluster.
+        name: "serve" for engines that do both, else "prefill" or "decode".
+        layout: of one engine, and how many there are.
+        prefill_batch: prompts that are prefilled together.
+        chunk: tokens of a prompt in one step; None for all.
+    """
+
+    problem: ServingProblem
+    name: str
+    layout: ServingLayout
+    prefill_batch: int = 1
+    chunk: int | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether engines prefill or decode."""
+        return self.name != "serve"
+
+    @property
+    def ranks(self) -> int:
+        """Groups of chips whose attention sees different requests (data-parallel attention)."""
+        return self.layout.expert
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether ranks hold different experts."""
+        return self.layout.expert > 1 or not self.layout.expert_tensor_parallel
+
+    @property
+    def weight_chips(self) -> int:
+        """Chips of one rank and one stage: the ways of what other engines call tensor parallelism."""
+        return self.layout.tensor * self.layout.cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool(Engine):
+    """Engines of one kind in a plan.
+
+    Args:
+        requests: that one engine works on at once, those being prefilled included.
+        prefill_tokens: of prompts in one step of an engine's rank; 0 where it does not prefill.
+        positions: that a decode step computes on an engine's rank; 0 where it does not decode.
+        memory: bytes by class on the fullest chip.
+    """
+
+    requests: int
+    prefill_tokens: int
+    positions: int
+    memory: dict[str, float]
+
+    @property
+    def words(self) -> str:
+        """What one of these engines does."""
+        does = {"serve": "", "prefill": " that prefills", "decode": " that decodes"}
+        return f"one engine{does[self.name]}"
+
+    @property
+    def requests_per_rank(self) -> int:
+        """Requests of one of these groups."""
+        return math.ceil(self.requests / self.ranks)
+
+    @property
+    def step_tokens(self) -> int:
+        """Positions that one step of a rank computes at most, where it does both in one."""
+        return self.prefill_tokens + self.positions
+
+
+@dataclass(frozen=True)
+class ServingChoices(_OfProblem):
+    """A plan of serving, read by what its choices mean.
+
+    Args:
+        problem: model, load, cluster.
+        estimate: what the plan would do.
+    """
+
+    problem: ServingProblem
+    estimate: ServingEstimate
+
+    @property
+    def setup(self) -> ServingSetup:
+        """Layouts and batches."""
+        return self.estimate.setup
+
+    @property
+    def apart(self) -> bool:
+        """Whether engines prefill or decode."""
+        return self.setup.mode == "disaggregated"
 
     @property
     def longest(self) -> int:
@@ -214,14 +248,18 @@ class ServingChoices:
         """The kinds of engines."""
         setup, estimate = self.setup, self.estimate
         positions = math.ceil(setup.batch / setup.decode.expert) * int(self.load.positions_per_step)
+
+        def pool(name: str, layout: ServingLayout, **numbers: Any) -> Pool:
+            return Pool(self.problem, name, layout, setup.prefill_batch, setup.chunk, **numbers)
+
+        of_decode = {"positions": positions, "memory": dict(estimate.decode.memory)}
         if not self.apart:
-            both = self._prefill_tokens(setup.decode)
-            memory = dict(estimate.decode.memory)
-            return (Pool(self, "serve", setup.decode, self.on_their_way, both, positions, memory),)
-        tokens = self._prefill_tokens(setup.prefill)
+            tokens = self._prefill_tokens(setup.decode)
+            return (pool("serve", setup.decode, requests=self.on_their_way, prefill_tokens=tokens, **of_decode),)
+        of_prefill = {"prefill_tokens": self._prefill_tokens(setup.prefill), "memory": dict(estimate.prefill.memory)}
         return (
-            Pool(self, "prefill", setup.prefill, setup.prefill_batch, tokens, 0, dict(estimate.prefill.memory)),
-            Pool(self, "decode", setup.decode, setup.batch, 0, positions, dict(estimate.decode.memory)),
+            pool("prefill", setup.prefill, requests=setup.prefill_batch, positions=0, **of_prefill),
+            pool("decode", setup.decode, requests=setup.batch, prefill_tokens=0, **of_decode),
         )
 
     def _prefill_tokens(self, layout: ServingLayout) -> int:
@@ -231,11 +269,6 @@ class ServingChoices:
     def nodes(self, layout: ServingLayout) -> int:
         """Hosts that one engine lies on."""
         return math.ceil(layout.engine_chips / self.problem.cluster.chip.chips_per_host)
-
-    @property
-    def formats(self) -> tuple[DType, DType]:
-        """Of weights and of operands of products with them."""
-        return self.load.formats.weights, self.load.formats.compute
 
     def check_known(self, refusals: Refusals) -> None:
         """Refuse what no engine knows of: a choice that is newer than this code, and two layouts in one engine."""
@@ -257,33 +290,40 @@ class ServingChoices:
             )
 
 
+def unknown_serving_choices(engine: Engine) -> bool:
+    """Whether a layout or a load makes a choice that no engine answers for."""
+    chosen = [("layout", c) for c in field_values(engine.layout, ServingLayout())]
+    chosen += [("load", c) for c in given_values(engine.load)]
+    return any(value != default and name not in _KNOWN[part] for part, (name, value, default) in chosen)
+
+
 #: What an engine cannot express, read for each kind of engines of a plan.
-EngineRules = tuple[Rule[Pool], ...]
+EngineRules = tuple[Rule[Engine], ...]
 
 
-def vendors(names: Sequence[str], elsewhere: str) -> Rule[Pool]:
+def vendors(names: Sequence[str], elsewhere: str) -> Rule[Engine]:
     """Chips of other vendors: an engine's options are not written for them here."""
     return Rule(
-        lambda c: c.choices.problem.cluster.chip.vendor not in names,
-        "chip {c.choices.problem.cluster.chip.title}",
+        lambda c: c.chip.vendor not in names,
+        "chip {c.chip.title}",
         f"its options are written here for {' and '.join(names)}",
         elsewhere,
     )
 
 
-def whole_heads(*, copies: bool) -> Rule[Pool]:
+def whole_heads(*, copies: bool) -> Rule[Engine]:
     """Ways that heads do not divide over, which the plan pads; `copies`: fewer key/value heads are copied."""
 
-    def whole(c: Pool, ways: int) -> bool:
-        keys = c.choices.kv_heads
-        queries = all(heads % (ways * c.layout.cache) == 0 for heads in c.choices.heads)
-        return queries and (c.choices.latent or keys % ways == 0 or (copies and ways % keys == 0))
+    def whole(c: Engine, ways: int) -> bool:
+        keys = c.kv_heads
+        queries = all(heads % (ways * c.layout.cache) == 0 for heads in c.heads)
+        return queries and (c.latent or keys % ways == 0 or (copies and ways % keys == 0))
 
-    def why(c: Pool) -> str:
-        said = "" if c.choices.latent else f", {c.choices.kv_heads} of keys and values,"
-        return f"{' or '.join(map(str, c.choices.heads))} heads{said} do not divide over it"
+    def why(c: Engine) -> str:
+        said = "" if c.latent else f", {c.kv_heads} of keys and values,"
+        return f"{' or '.join(map(str, c.heads))} heads{said} do not divide over it"
 
-    def nearest(c: Pool) -> str:
+    def nearest(c: Engine) -> str:
         fitting = next((n for n in range(c.layout.tensor - 1, 0, -1) if whole(c, n)), None)
         return f"tensor={fitting}" if fitting else "no cache axis"
 
@@ -295,17 +335,43 @@ def whole_heads(*, copies: bool) -> Rule[Pool]:
     )
 
 
-def whole_experts(ways: Callable[[Pool], int]) -> Rule[Pool]:
+def whole_experts(ways: Callable[[Engine], int]) -> Rule[Engine]:
     """`ways` that experts do not divide over."""
 
-    def nearest(c: Pool) -> str:
-        return f"expert={max(n for n in range(1, ways(c)) if c.choices.experts % n == 0)}"
+    def nearest(c: Engine) -> str:
+        return f"expert={max(n for n in range(1, ways(c)) if c.experts % n == 0)}"
 
     return Rule(
-        lambda c: c.choices.experts % ways(c) > 0,
+        lambda c: c.experts % ways(c) > 0,
         lambda c: f"experts over {ways(c)} ranks",
-        "{c.choices.experts} experts do not divide over them",
+        "{c.experts} experts do not divide over them",
         nearest,
+    )
+
+
+#: (weights, operands) -> the engine's name of the method, the methods of published checkpoints that have these formats
+#: already, and the checkpoint that it needs ("" where any will do).
+Methods = Mapping[tuple[DType, DType], tuple[str, tuple[str, ...], str]]
+
+
+def formats_of(
+    methods: Mapping[tuple[DType, DType], Any], caches: Collection[DType], *, none: str, kv: str
+) -> EngineRules:
+    """Formats that an engine has no method for (`none` says so), or none for caches, of which `kv` is the nearest."""
+    known = ", ".join(f"weights={w.value},compute={c.value}" for w, c in methods)
+    return (
+        Rule(
+            lambda c: not c.wide and c.formats not in methods,
+            "weights={c.formats[0].value},compute={c.formats[1].value}",
+            none,
+            f"one of {known}",
+        ),
+        Rule(
+            lambda c: c.load.formats.kv not in (c.load.formats.activations, *caches),
+            "kv={c.load.formats.kv.value}",
+            "its caches have no such format",
+            kv,
+        ),
     )
 
 
@@ -325,12 +391,12 @@ ON_GPUS: EngineRules = (
     Rule(
         lambda c: c.layout.cache > 1 and c.layout.cache_split == "batch",
         "cache_split=batch", "ranks that share out requests hold attention's weights whole",
-        lambda c: (f"expert={c.layout.cache}" if c.choices.mixture else "cache_split=sequence")
+        lambda c: (f"expert={c.layout.cache}" if c.mixture else "cache_split=sequence")
         + f", or tensor={c.weight_chips}",
     ),
     Rule(
-        lambda c: c.choices.load.formats.head != c.choices.load.formats.activations,
-        "head={c.choices.load.formats.head.value}", "embedding and head stay in the format of activations",
-        "head={c.choices.load.formats.activations.value}",
+        lambda c: c.load.formats.head != c.load.formats.activations,
+        "head={c.load.formats.head.value}", "embedding and head stay in the format of activations",
+        "head={c.load.formats.activations.value}",
     ),
 )  # fmt: skip

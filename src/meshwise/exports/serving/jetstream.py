@@ -17,10 +17,22 @@ from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
 from meshwise.core.units import format_time
 from meshwise.exports.choices import exact
-from meshwise.exports.exported import Refusals, Rule
-from meshwise.exports.serving.choices import EngineRules, Pool, ServingChoices, vendors, whole_experts, whole_heads
-from meshwise.exports.serving.script import Script, command, mean_note
-from meshwise.exports.serving.settings import common_notes
+from meshwise.exports.exported import Rule
+from meshwise.exports.serving.choices import (
+    Engine,
+    EngineRules,
+    ServingChoices,
+    formats_of,
+    vendors,
+    whole_experts,
+    whole_heads,
+)
+from meshwise.exports.serving.script import (
+    Script,
+    command,
+    common_notes,
+    mean_note,
+)
 from meshwise.sharding.serving import ServingLayout
 
 VERSION = "MaxText's maxengine_server.py at commit 5505348, inference.yml at commit 106ee59"
@@ -49,14 +61,15 @@ _QUANTIZATION = {
     (DType.INT4, DType.BF16): "int4w",
     (DType.FP8, DType.FP8): "fp8",
 }
+_DTYPES = {DType.BF16: "bfloat16", DType.FP32: "float32"}
 _CACHE = {DType.INT8: "int8", DType.INT4: "int4", DType.FP8: "fp8"}
 
 #: How its axes nest (`data_sharding` of inference.yml), innermost first.
 _NUMBERED = (("expert",), ("tensor",), ("fsdp",))
 
 
-def jetstream(choices: ServingChoices, refusals: Refusals) -> Script:
-    """Write the commands; refuse what they cannot say."""
+def jetstream(choices: ServingChoices) -> Script:
+    """Write the commands."""
     script = Script(VERSION)
     layout = choices.setup.decode
     script.notes += common_notes(
@@ -67,7 +80,7 @@ def jetstream(choices: ServingChoices, refusals: Refusals) -> Script:
     script.settings["TOKENIZER"] = f'"${{TOKENIZER:-{hub}}}"' if hub else '"${TOKENIZER:?a tokenizer}"'
     script.settings["CHECKPOINT"] = '"${CHECKPOINT:?a checkpoint for inference (unscanned)}"'
     script.settings["CONFIG"] = '"${CONFIG:-maxtext/configs/inference/inference.yml}"'
-    settings = _settings(choices, layout, refusals)
+    settings = _settings(choices, layout)
     lines = [f"{key}={value if str(value).startswith(chr(34)) else _word(value)}" for key, value in settings.items()]
     server = 'python3 -m maxtext.inference.maxengine.maxengine_server "$CONFIG"'
     script.add("serve", "one engine, on port 9000", run=command(server, {}, last=lines))
@@ -111,8 +124,8 @@ def _add_notes(choices: ServingChoices, layout: ServingLayout, script: Script) -
         script.notes.append("over the expert axis other weights are stored in parts and gathered; the plan has copies")
 
 
-def _no_axis(name: str) -> Rule[Pool]:
-    def size(c: Pool) -> int:
+def _no_axis(name: str) -> Rule[Engine]:
+    def size(c: Engine) -> int:
         return int(getattr(c.layout, name))
 
     return Rule(
@@ -120,8 +133,7 @@ def _no_axis(name: str) -> Rule[Pool]:
         lambda c: f"{name}={size(c)}",
         "its engine has no axis that does the same",
         lambda c: (
-            f"tensor={math.gcd(c.layout.tensor * size(c), c.choices.kv_heads)} with replicas, "
-            f"or plan serve --forbid {name}"
+            f"tensor={math.gcd(c.layout.tensor * size(c), c.kv_heads)} with replicas, or plan serve --forbid {name}"
         ),
     )
 
@@ -132,48 +144,58 @@ RULES: EngineRules = (
     whole_heads(copies=False),
     whole_experts(lambda c: c.layout.expert),
     Rule(
-        lambda c: c.choices.apart,
+        lambda c: c.apart,
         "mode=disaggregated", "its servers with engines apart are experimental", "--mode aggregated",
     ),
     Rule(
-        lambda c: c.choices.problem.cluster.chip.devices_per_chip > 1,
-        "chip {c.choices.problem.cluster.chip.title}", "JAX sees several devices in each", "a chip with one device",
+        lambda c: c.chip.devices_per_chip > 1,
+        "chip {c.chip.title}", "JAX sees several devices in each", "a chip with one device",
     ),
     *map(_no_axis, ("width", "cache", "context", "stage")),
     Rule(
-        lambda c: c.choices.mixture and c.layout.tensor > 1 and not c.layout.expert_tensor_parallel,
+        lambda c: c.mixture and c.layout.tensor > 1 and not c.layout.expert_tensor_parallel,
         "expert_tensor_parallel=off", "its tensor axis splits the width of experts", "expert_tensor_parallel=on",
     ),
     Rule(
-        lambda c: c.choices.setup.prefill_batch > 1,
-        "prefill_batch={c.choices.setup.prefill_batch}", "it prefills one prompt at a time", "--prefill-batch 1",
+        lambda c: c.prefill_batch > 1,
+        "prefill_batch={c.prefill_batch}", "it prefills one prompt at a time", "--prefill-batch 1",
     ),
     Rule(
-        lambda c: c.choices.setup.chunk is not None,
-        "chunk={c.choices.setup.chunk}", "its chunks go in steps of their own, not with what is generated",
+        lambda c: c.chunk is not None,
+        "chunk={c.chunk}", "its chunks go in steps of their own, not with what is generated",
         "no --chunk",
     ),
     Rule(
-        lambda c: c.choices.setup.chunk is None and c.choices.load.cached_prefix > 0,
-        "cached_prefix={c.choices.load.cached_prefix:g}", "it keeps prefixes only where prompts go in chunks",
+        lambda c: c.chunk is None and c.load.cached_prefix > 0,
+        "cached_prefix={c.load.cached_prefix:g}", "it keeps prefixes only where prompts go in chunks",
         "no prefix",
     ),
     Rule(
-        lambda c: c.choices.load.draft_tokens > 0,
-        "draft_tokens={c.choices.load.draft_tokens}", "it does not speculate", "--draft-tokens 0",
+        lambda c: c.load.draft_tokens > 0,
+        "draft_tokens={c.load.draft_tokens}", "it does not speculate", "--draft-tokens 0",
     ),
     Rule(
-        lambda c: c.choices.model.name not in _MODELS,
-        "model {c.choices.model.name}", "MaxText has no configuration of it that is known here",
-        lambda c: str(UnknownNameError("model", c.choices.model.name, _MODELS)),
+        lambda c: c.model.name not in _MODELS,
+        "model {c.model.name}", "MaxText has no configuration of it that is known here",
+        lambda c: str(UnknownNameError("model", c.model.name, _MODELS)),
     ),
+    Rule(
+        lambda c: c.load.formats.activations not in _DTYPES,
+        "activations={c.load.formats.activations.value}", "it computes in bf16 or fp32 throughout", "bf16",
+    ),
+    Rule(
+        lambda c: c.load.formats.activations in _DTYPES and c.load.formats.head != c.load.formats.activations,
+        "head={c.load.formats.head.value}", "it computes in one format throughout",
+        "head={c.load.formats.activations.value}",
+    ),
+    *formats_of(_QUANTIZATION, _CACHE, none="no recipe of it has these", kv="kv=int8"),
 )  # fmt: skip
 
 
-def _settings(choices: ServingChoices, layout: ServingLayout, refusals: Refusals) -> dict[str, Any]:
+def _settings(choices: ServingChoices, layout: ServingLayout) -> dict[str, Any]:
     formats = choices.load.formats
     out: dict[str, Any] = {
-        "model_name": _MODELS.get(choices.model.name, ""),
+        "model_name": _MODELS[choices.model.name],
         "tokenizer_path": '"$TOKENIZER"',
         "tokenizer_type": "huggingface",
         "load_parameters_path": '"$CHECKPOINT"',
@@ -187,24 +209,9 @@ def _settings(choices: ServingChoices, layout: ServingLayout, refusals: Refusals
         "per_device_batch_size": exact(choices.setup.batch / layout.engine_chips),
         "enable_prefix_caching": False,
     }
-    dtypes = {DType.BF16: "bfloat16", DType.FP32: "float32"}
-    if formats.activations not in dtypes:
-        refusals.add(f"activations={formats.activations.value}", "it computes in bf16 or fp32 throughout", "bf16")
-    elif formats.head != formats.activations:
-        refusals.add(
-            f"head={formats.head.value}", "it computes in one format throughout", f"head={formats.activations.value}"
-        )
-    out |= dict.fromkeys(("dtype", "weight_dtype"), dtypes.get(formats.activations, ""))
-    if choices.formats != (formats.activations, formats.activations):
-        if choices.formats not in _QUANTIZATION:
-            known = ", ".join(f"weights={w.value},compute={c.value}" for w, c in _QUANTIZATION)
-            weights, operands = choices.formats
-            refusals.add(
-                f"weights={weights.value},compute={operands.value}", "no recipe of it has these", f"one of {known}"
-            )
-        out |= {"quantization": _QUANTIZATION.get(choices.formats, ""), "checkpoint_is_quantized": True}
+    out |= dict.fromkeys(("dtype", "weight_dtype"), _DTYPES[formats.activations])
+    if not choices.wide:
+        out |= {"quantization": _QUANTIZATION[choices.formats], "checkpoint_is_quantized": True}
     if formats.kv in _CACHE:
         out |= {"quantize_kvcache": True, "kv_quant_dtype": _CACHE[formats.kv]}
-    elif formats.kv != formats.activations:
-        refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=int8")
     return out

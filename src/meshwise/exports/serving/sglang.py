@@ -10,10 +10,27 @@ of 1 is exact lengths); and sglang-router 0.3.2. Not here: `--help`'s other opti
 from __future__ import annotations
 
 from meshwise.core.dtypes import DType
-from meshwise.exports.exported import Refusals, Rule
-from meshwise.exports.serving.choices import ON_GPUS, EngineRules, Pool, ServingChoices, vendors, whole_experts
-from meshwise.exports.serving.script import Options, Script, add_measurement, add_router, command, mean_note
-from meshwise.exports.serving.settings import Methods, common_notes, format_options
+from meshwise.exports.exported import Rule
+from meshwise.exports.serving.choices import (
+    ON_GPUS,
+    EngineRules,
+    Methods,
+    Pool,
+    ServingChoices,
+    formats_of,
+    vendors,
+    whole_experts,
+)
+from meshwise.exports.serving.script import (
+    Options,
+    Script,
+    add_measurement,
+    add_router,
+    command,
+    common_notes,
+    format_options,
+    mean_note,
+)
 
 VERSION, ROUTER = "0.5.23", "sglang-router 0.3.2"
 
@@ -34,8 +51,8 @@ _CACHE = {DType.FP8: "fp8_e4m3", DType.FP4: "nvfp4"}
 _NUMBERED = (("tensor", "cache"), ("context",), ("expert",), ("stage",))
 
 
-def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
-    """Write the commands; refuse what they cannot say."""
+def sglang(choices: ServingChoices) -> Script:
+    """Write the commands."""
     script = Script(f"{VERSION}, {ROUTER}" if choices.apart else VERSION)
     script.notes += common_notes(
         choices, "SGLang", numbered=_NUMBERED, mixes=False, prefix_option="--disable-radix-cache"
@@ -43,7 +60,7 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
     if choices.latent:
         script.notes.append(f"SGLang chooses the pages of latents itself; the plan has {choices.load.block_tokens}")
     for pool in choices.pools:
-        options = _options(choices, pool, refusals, script)
+        options = _options(choices, pool, script)
         words = "python3 -m sglang.launch_server"
         if options.get("--moe-a2a-backend") == "deepep" and pool.positions > _DISPATCHED:
             words = f"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK={pool.positions} {words}"
@@ -63,10 +80,11 @@ def sglang(choices: ServingChoices, refusals: Refusals) -> Script:
 RULES: EngineRules = (
     vendors(("nvidia", "amd"), "--to jetstream on TPUs"),
     *ON_GPUS,
+    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8"),
     whole_experts(lambda c: c.ranks * c.weight_chips if c.splits_experts else 1),
     Rule(
-        lambda c: c.layout.stage > 1 and c.choices.load.draft_tokens > 0 and not c.choices.predicts_tokens,
-        "stage={c.layout.stage} with draft_tokens={c.choices.load.draft_tokens}",
+        lambda c: c.layout.stage > 1 and c.load.draft_tokens > 0 and not c.predicts_tokens,
+        "stage={c.layout.stage} with draft_tokens={c.load.draft_tokens}",
         "its pipelines take drafts of EAGLE's kind only",
         lambda c: f"tensor={c.layout.tensor * c.layout.stage}, or --draft-tokens 0",
     ),
@@ -83,14 +101,14 @@ RULES: EngineRules = (
 )  # fmt: skip
 
 
-def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> Options:
+def _options(choices: ServingChoices, pool: Pool, script: Script) -> Options:
     load = choices.load
     out: dict[str, str | int | float | None] = {
         "--model-path": '"$MODEL"',
         "--host": '"${BIND:-0.0.0.0}"',
         "--port": '"${PORT:-30000}"',
         **_parallel(choices, pool),
-        **format_options(choices, _QUANTIZATION, _CACHE, refusals, script),
+        **format_options(choices, _QUANTIZATION, _CACHE, script),
     }
     if not choices.latent:
         out["--page-size"] = load.block_tokens

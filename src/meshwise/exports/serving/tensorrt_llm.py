@@ -12,20 +12,30 @@ import json
 from typing import Any
 
 from meshwise.core.dtypes import DType
-from meshwise.exports.exported import Refusals, Rule
-from meshwise.exports.serving.choices import ON_GPUS, EngineRules, Pool, ServingChoices, vendors, whole_experts
+from meshwise.exports.exported import Rule
+from meshwise.exports.serving.choices import (
+    ON_GPUS,
+    EngineRules,
+    Methods,
+    Pool,
+    ServingChoices,
+    formats_of,
+    vendors,
+    whole_experts,
+)
 from meshwise.exports.serving.script import (
     Options,
     Script,
     add_measurement,
     command,
+    common_notes,
     heredoc,
     length_spreads,
     mean_note,
+    model_setting,
     router_urls,
     serving_benchmark,
 )
-from meshwise.exports.serving.settings import Methods, common_notes, model_setting
 
 VERSION = "1.2 (commands/serve.py at commit 00209af)"
 
@@ -41,13 +51,13 @@ _CACHE = {DType.FP8: "fp8", DType.FP4: "nvfp4"}
 _NUMBERED = (("tensor", "cache"), ("context",), ("expert",), ("stage",))
 
 
-def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
-    """Write the commands; refuse what they cannot say."""
+def tensorrt_llm(choices: ServingChoices) -> Script:
+    """Write the commands."""
     script = Script(VERSION)
     script.notes += common_notes(
         choices, "TensorRT-LLM", numbered=_NUMBERED, mixes=True, prefix_option="enable_block_reuse: false"
     )
-    if model_setting(choices, _QUANTIZATION, refusals, script):
+    if model_setting(choices, _QUANTIZATION, script):
         script.notes.append("the checkpoint says how its weights are quantised: no option does")
     if choices.latent:
         script.notes.append(
@@ -55,7 +65,7 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
         )
     for pool in choices.pools:
         file = f"{pool.name}.yaml"
-        document = heredoc(file, _yaml(_settings(choices, pool, refusals, script)))
+        document = heredoc(file, _yaml(_settings(choices, pool, script)))
         words, nodes = 'trtllm-serve serve "$MODEL"', choices.nodes(pool.layout)
         if nodes > 1:
             each = choices.problem.cluster.chip.chips_per_host
@@ -83,6 +93,7 @@ def tensorrt_llm(choices: ServingChoices, refusals: Refusals) -> Script:
 RULES: EngineRules = (
     vendors(("nvidia",), "--to jetstream on TPUs, --to vllm on AMD's"),
     *ON_GPUS,
+    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8"),
     Rule(
         lambda c: c.layout.cache > 1 and c.layout.cache_split == "sequence",
         "cache={c.layout.cache}",
@@ -101,9 +112,9 @@ RULES: EngineRules = (
     ),
     whole_experts(lambda c: c.layout.expert * c.layout.tensor if c.splits_experts else 1),
     Rule(
-        lambda c: not c.choices.latent and c.choices.load.block_tokens.bit_count() > 1,
-        "block_tokens={c.choices.load.block_tokens}", "its blocks are powers of two",
-        lambda c: f"--block-tokens {1 << c.choices.load.block_tokens.bit_length()}",
+        lambda c: not c.latent and c.load.block_tokens.bit_count() > 1,
+        "block_tokens={c.load.block_tokens}", "its blocks are powers of two",
+        lambda c: f"--block-tokens {1 << c.load.block_tokens.bit_length()}",
     ),
 )  # fmt: skip
 
@@ -131,7 +142,7 @@ def _options(choices: ServingChoices, pool: Pool, file: str) -> Options:
     }
 
 
-def _settings(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> dict[str, Any]:
+def _settings(choices: ServingChoices, pool: Pool, script: Script) -> dict[str, Any]:
     """What the YAML says."""
     load, formats = choices.load, choices.load.formats
     cache: dict[str, Any] = {
@@ -140,12 +151,7 @@ def _settings(choices: ServingChoices, pool: Pool, refusals: Refusals, script: S
     }
     if not choices.latent:
         cache["tokens_per_block"] = load.block_tokens
-    if formats.kv in _CACHE:
-        cache["dtype"] = _CACHE[formats.kv]
-    elif formats.kv == formats.activations:
-        cache["dtype"] = "auto"
-    else:
-        refusals.add(f"kv={formats.kv.value}", "its caches have no such format", "kv=fp8")
+    cache["dtype"] = _CACHE.get(formats.kv, "auto")
     out: dict[str, Any] = {"kv_cache_config": cache}
     if choices.setup.chunk is not None and pool.name != "decode":
         out["enable_chunked_prefill"] = True

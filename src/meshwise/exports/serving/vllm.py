@@ -14,20 +14,21 @@ import json
 from typing import Any
 
 from meshwise.core.dtypes import DType
-from meshwise.exports.exported import Refusals, Rule
-from meshwise.exports.serving.choices import ON_GPUS, EngineRules, Pool, ServingChoices, vendors
+from meshwise.exports.exported import Rule
+from meshwise.exports.serving.choices import ON_GPUS, EngineRules, Methods, Pool, ServingChoices, formats_of, vendors
 from meshwise.exports.serving.script import (
     Options,
     Script,
     add_measurement,
     add_router,
     command,
+    common_notes,
+    format_options,
     length_spreads,
     mean_note,
     serving_benchmark,
     shell_json,
 )
-from meshwise.exports.serving.settings import Methods, common_notes, format_options
 
 VERSION, ROUTER = "0.33.0", "vllm-router 0.1.17"
 
@@ -50,8 +51,8 @@ _NODE = '"${NODE:?0 on the first node, then 1, ...}"'
 _CONNECTOR = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
-def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
-    """Write the commands; refuse what they cannot say."""
+def vllm(choices: ServingChoices) -> Script:
+    """Write the commands."""
     script = Script(f"{VERSION}, {ROUTER}" if choices.apart else VERSION)
     script.notes += common_notes(
         choices, "vLLM", numbered=_NUMBERED, mixes=True, prefix_option="--no-enable-prefix-caching"
@@ -59,7 +60,7 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
     if choices.latent:
         script.notes.append(f"vLLM chooses the blocks of latents itself; the plan has {choices.load.block_tokens}")
     for pool in choices.pools:
-        options = _options(choices, pool, refusals, script)
+        options = _options(choices, pool, script)
         words = 'vllm serve "$MODEL"'
         if choices.apart:
             words = f'VLLM_NIXL_SIDE_CHANNEL_HOST="${{HOST:?address of this node}}" {words}'
@@ -81,25 +82,26 @@ def vllm(choices: ServingChoices, refusals: Refusals) -> Script:
 RULES: EngineRules = (
     vendors(("nvidia", "amd"), "--to jetstream on TPUs"),
     *ON_GPUS,
+    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8"),
     Rule(
         lambda c: c.layout.expert > 1 and c.weight_chips > 1 and c.layout.expert_tensor_parallel,
         "expert_tensor_parallel=on", "it splits the number of experts over tensor and data ranks together",
         "expert_tensor_parallel=off",
     ),
     Rule(
-        lambda c: c.layout.cache > 1 and not c.choices.latent and c.layout.tensor < c.choices.kv_heads,
+        lambda c: c.layout.cache > 1 and not c.latent and c.layout.tensor < c.kv_heads,
         "tensor={c.layout.tensor},cache={c.layout.cache}",
-        "it splits positions among copies of {c.choices.kv_heads} key/value heads, which begin beyond as many ways",
-        "tensor={c.choices.kv_heads} with cache, or tensor={c.weight_chips}",
+        "it splits positions among copies of {c.kv_heads} key/value heads, which begin beyond as many ways",
+        "tensor={c.kv_heads} with cache, or tensor={c.weight_chips}",
     ),
     Rule(
-        lambda c: c.layout.cache > 1 and any(n // c.choices.kv_heads % c.layout.cache for n in c.choices.heads),
+        lambda c: c.layout.cache > 1 and any(n // c.kv_heads % c.layout.cache for n in c.heads),
         "cache={c.layout.cache}", "query heads of a key/value head do not divide over it", "tensor={c.weight_chips}",
     ),
     Rule(
-        lambda c: c.layout.context > 1 and (c.choices.mixture or c.layout.context_method != "gather"),
+        lambda c: c.layout.context > 1 and (c.mixture or c.layout.context_method != "gather"),
         "context={c.layout.context}",
-        lambda c: "experts are split over it, too" if c.choices.mixture else "it gathers keys and values",
+        lambda c: "experts are split over it, too" if c.mixture else "it gathers keys and values",
         lambda c: f"tensor={c.layout.tensor * c.layout.context}",
     ),
     Rule(
@@ -108,17 +110,17 @@ RULES: EngineRules = (
         lambda c: f"tensor={c.layout.tensor * c.layout.stage}, --mode aggregated, or plan serve --forbid stage",
     ),
     Rule(
-        lambda c: c.choices.apart and c.layout.cache > 1,
+        lambda c: c.apart and c.layout.cache > 1,
         "cache={c.layout.cache}", "NIXL hands over caches that are split by heads",
         "tensor={c.weight_chips}, or --mode aggregated",
     ),
 )  # fmt: skip
 
 
-def _options(choices: ServingChoices, pool: Pool, refusals: Refusals, script: Script) -> Options:
+def _options(choices: ServingChoices, pool: Pool, script: Script) -> Options:
     load = choices.load
     out: dict[str, str | int | float | None] = {"--port": '"${PORT:-8000}"', **_parallel(choices, pool)}
-    out |= format_options(choices, _QUANTIZATION, _CACHE, refusals, script)
+    out |= format_options(choices, _QUANTIZATION, _CACHE, script)
     if not choices.latent:
         out["--block-size"] = load.block_tokens
     out |= {

@@ -17,6 +17,7 @@ from meshwise.costs.arithmetic import Condition, Num
 from meshwise.costs.serving.answer import Mode
 from meshwise.search.candidates import Array, Index, Mask
 from meshwise.search.serving.pairs import Pairs
+from meshwise.search.tools import ServingTool
 from meshwise.sharding.serving import SERVING_AXES
 
 # Of a share of a score: scores that are equal but for the order of their sums stay equal at the edge of `within`, too.
@@ -37,6 +38,8 @@ class ServingConstraints:
         max_batch: requests that one engine decodes for at once, at most.
         forbid: mesh axes that no plan may use.
         chunks: tokens of a prompt in one step that are tried besides whole prompts, on engines that do both.
+        tools: engines of which one at least has to take a plan; none for any plan.
+        tools_optional: whether plans that none of them takes are looked for where there is none that one does.
 
     Raises:
         UnknownNameError: for an axis that does not exist.
@@ -51,6 +54,8 @@ class ServingConstraints:
     max_batch: int = 4096
     forbid: tuple[str, ...] = ()
     chunks: tuple[int, ...] = ()
+    tools: tuple[ServingTool, ...] = ()
+    tools_optional: bool = False
 
     def __post_init__(self) -> None:
         for chunk in self.chunks:

@@ -69,12 +69,13 @@ def undominated(*columns: Array) -> Index:
     return np.array(kept, dtype=int)
 
 
-def aggregated(tables: Tables, wanted: float | None = None) -> Iterator[Pairs]:
+def aggregated(tables: Tables, wanted: float | None = None, *, one_layout: bool = False) -> Iterator[Pairs]:
     """Pair rows of the same engines whose weights are stored alike.
 
     Args:
         tables: of both steps.
         wanted: requests per second, for as many engines as that takes; None for all that the chips make.
+        one_layout: whether engines have one layout for both steps.
     """
     prefill, decode = tables.prefill, tables.decode
     room = (1 - tables.problem.load.reserve) * tables.usable
@@ -87,9 +88,10 @@ def aggregated(tables: Tables, wanted: float | None = None) -> Iterator[Pairs]:
         out = np.flatnonzero((decode.stored == stored) & fits_out)
         first = prefill.seconds[into] + prefill.handover[into]
         best = into[undominated(first, per_prompt[into], held[into], prefill.batch[into])]
-        row, of = _all_with_all(best, lean[decode.stored[lean] == stored])
-        apart = prefill.mesh[row] != decode.mesh[of]  # where one layout does both, the cache stays
-        yield from _together(tables, row[apart], of[apart], prefill.handover[row[apart]], wanted)
+        if not one_layout:
+            row, of = _all_with_all(best, lean[decode.stored[lean] == stored])
+            apart = prefill.mesh[row] != decode.mesh[of]  # where one layout does both, the cache stays
+            yield from _together(tables, row[apart], of[apart], prefill.handover[row[apart]], wanted)
         own = []
         for mesh in np.intersect1d(prefill.mesh[into], decode.mesh[out]):
             rows = into[prefill.mesh[into] == mesh]

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,8 @@ from meshwise.search.candidates import Array, Index, Mask
 from meshwise.search.serving.constraints import ServingConstraints, best_of, in_order, scores, ties
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
 from meshwise.search.serving.tables import Table, Tables
+from meshwise.search.tools import ServingTool
+from meshwise.sharding.serving import ServingLayout
 from meshwise.simulation.serving import ServingResult
 
 
@@ -96,7 +98,8 @@ def _kinds(tables: Tables, pairs: Pairs, best: int) -> dict[str, Mask]:
 def _compared(constraints: ServingConstraints, pairs: Pairs, mask: Mask, kept: Mask, best: int) -> str | None:
     """Say by how much the best that is `kept` of a kind loses; None where none loses."""
     if not mask.any():
-        return "does not fit, or other layouts beat it in everything"
+        none = "none of the tools has it, it " if constraints.tools else ""
+        return f"{none}does not fit, or other layouts beat it in everything"
     if not kept.any():
         return _missed(constraints, pairs.take(mask))
     what = {"throughput": "tokens"}.get(constraints.objective, constraints.objective)
@@ -226,6 +229,10 @@ def plan_serving(
         MeshwiseError: a format that the chip cannot multiply.
     """
     constraints = constraints or ServingConstraints()
+    if constraints.tools_optional:
+        with contextlib.suppress(InfeasibleError):
+            return plan_serving(problem, constraints=replace(constraints, tools_optional=False), top=top)
+        constraints = replace(constraints, tools=(), tools_optional=False)
     check_precision(problem.cluster.chip, problem.load.formats.formats)
     began = time.process_time()
     tables = Tables.priced(problem, problem.network, max_batch=constraints.max_batch, forbid=constraints.forbid)
@@ -261,20 +268,60 @@ def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs
         )
     seen, least = 0, math.inf
     found: list[Pairs] = []
-    for mode, pair in (("aggregated", aggregated), ("disaggregated", disaggregated)):
-        for pairs in pair(tables, constraints.rate) if constraints.mode in (None, mode) else ():
-            seen, least = seen + len(pairs), min(least, float(pairs.memory.min(initial=math.inf)))
-            found.append(pairs.take(pairs.memory <= tables.usable))
+    for pairs in _of_tools(tables, constraints) if constraints.tools else _of_any(tables, constraints):
+        seen, least = seen + len(pairs), min(least, float(pairs.memory.min(initial=math.inf)))
+        found.append(pairs.take(pairs.memory <= tables.usable))
     if not sum(map(len, found)):
         needed = min(
             least, *(float((t.weights + t.activations + t.workspace).min()) + tables.reserve for t in tables.both)
         )
         raise InfeasibleError(
-            f"nothing fits: no layout holds {problem.model.name} and one request in the "
+            f"nothing fits: no layout{_for_tools(constraints)} holds {problem.model.name} and one request in the "
             f"{format_bytes(chip.hbm_usable)} of each {chip.title}; the leanest needs {format_bytes(needed)}; use more "
             "chips, narrower formats (--precision fp8, int4-weights), shorter requests, or a smaller --reserve"
         )
     return seen, Pairs.joined(found)
+
+
+def _of_any(tables: Tables, constraints: ServingConstraints) -> Iterator[Pairs]:
+    for mode, pair in (("aggregated", aggregated), ("disaggregated", disaggregated)):
+        yield from pair(tables, constraints.rate) if constraints.mode in (None, mode) else ()
+
+
+def _of_tools(tables: Tables, constraints: ServingConstraints) -> Iterator[Pairs]:
+    """Pairs that some tool takes, of each tool by itself: what it does not take rules nothing out."""
+    for tool in constraints.tools:
+        if constraints.mode in (None, "aggregated"):
+            rows, alike = _taken(tool, tables, ("serve", "serve"))
+            yield from map(rows, aggregated(alike, constraints.rate, one_layout=True))
+        if constraints.mode in (None, "disaggregated"):
+            rows, alike = _taken(tool, tables, ("prefill", "decode"))
+            yield from map(rows, disaggregated(alike, constraints.rate))
+
+
+def _taken(tool: ServingTool, tables: Tables, kinds: tuple[str, str]) -> tuple[Callable[[Pairs], Pairs], Tables]:
+    """The rows that a tool takes, by the kind of engines of each step; and how to number pairs as in `tables`."""
+    kept = []
+    for table, kind in zip(tables.both, kinds, strict=True):
+        known: dict[ServingLayout, tuple[bool, bool]] = {}
+        for layout, _ in table.layouts:
+            if layout not in known:
+                known[layout] = tool.takes(kind, layout, 1, None), tool.takes(kind, layout, 2, None)
+        one, more = (np.array([known[layout][n] for layout, _ in table.layouts], bool)[table.layout] for n in (0, 1))
+        together = (table.batch > 1) & (table is tables.prefill)
+        kept.append(np.flatnonzero(np.where(together, more, one)))
+    into, out = kept
+
+    def of_all(pairs: Pairs) -> Pairs:
+        return replace(pairs, prefill=into[pairs.prefill], decode=out[pairs.decode])
+
+    return of_all, replace(tables, prefill=tables.prefill.take(into), decode=tables.decode.take(out))
+
+
+def _for_tools(constraints: ServingConstraints) -> str:
+    """Which tools a plan has to run in, where that was asked."""
+    names = " or ".join(tool.name for tool in constraints.tools)
+    return f" that {names} takes" if names and not constraints.tools_optional else ""
 
 
 def _estimated(tables: Tables, pairs: Pairs, which: Iterable[int]) -> tuple[ServingEstimate, ...]:
@@ -291,6 +338,8 @@ def _with_chunks(
     chunks = [chunk for chunk in constraints.chunks if chunk < tables.problem.load.computed]
     for setup, chunk in itertools.product(alike, chunks):
         other = replace(setup, prefill=setup.decode, prefill_batch=1, chunk=chunk)
+        if constraints.tools and not any(tool.runs(other) for tool in constraints.tools):
+            continue
         e = estimate_serving(tables.problem, other, tables.fabric, count=False)
         if e.fits and constraints.kept(e.ttft.expected, e.tpot.expected, e.requests_per_s):
             found[e.setup] = e

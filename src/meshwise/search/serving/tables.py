@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from meshwise.costs.serving.sizes import (
 )
 from meshwise.costs.serving.step import time_step
 from meshwise.jobs import ServingLoad
-from meshwise.search.candidates import Array
+from meshwise.search.candidates import Array, Index
 from meshwise.search.serving.space import Candidates, candidates, divisors
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
@@ -95,6 +96,14 @@ class Table:
     def rows(self) -> int:
         """How many."""
         return len(self.batch)
+
+    def take(self, rows: Index) -> Table:
+        """Some of the rows."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        own: dict[str, Any] = {
+            n: c[rows] for n, c in columns.items() if isinstance(c, np.ndarray) and len(c) == self.rows
+        }
+        return replace(self, **own)
 
 
 @dataclass(frozen=True)

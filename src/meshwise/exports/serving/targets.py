@@ -1,0 +1,106 @@
+"""Which engines a plan of serving can be exported to, and the one way in. Not here: what each of them says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from meshwise.core.errors import UnknownNameError
+from meshwise.costs.problem import ServingProblem
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.exports.exported import Exported, Refusals
+from meshwise.exports.serving import jetstream, sglang, tensorrt_llm, vllm
+from meshwise.exports.serving.choices import Engine, EngineRules, ServingChoices, unknown_serving_choices
+from meshwise.exports.serving.script import Script
+from meshwise.exports.targets import parse_names
+from meshwise.search.serving import ServingPlan
+from meshwise.search.tools import ServingTool
+from meshwise.sharding.serving import ServingLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTarget:
+    """An engine that serves.
+
+    Args:
+        title: its own name.
+        rules: what it cannot express.
+        write: a plan in its words.
+    """
+
+    title: str
+    rules: EngineRules
+    write: Callable[[ServingChoices], Script]
+
+
+#: By the name that `--to` takes.
+SERVING_TARGETS: Mapping[str, EngineTarget] = {
+    "vllm": EngineTarget("vLLM", vllm.RULES, vllm.vllm),
+    "sglang": EngineTarget("SGLang", sglang.RULES, sglang.sglang),
+    "tensorrt-llm": EngineTarget("TensorRT-LLM", tensorrt_llm.RULES, tensorrt_llm.tensorrt_llm),
+    "jetstream": EngineTarget("JetStream with MaxText", jetstream.RULES, jetstream.jetstream),
+}
+
+
+def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
+    """Write a serving plan as the configuration of an engine.
+
+    Args:
+        plan: model, load, cluster, layouts and batches.
+        to: one of SERVING_TARGETS.
+
+    Raises:
+        UnknownNameError: for an engine that is not known.
+        HandoverError: for choices that the engine cannot express, each with its reason and the nearest that it can.
+    """
+    if to not in SERVING_TARGETS:
+        raise UnknownNameError("engine", to, SERVING_TARGETS, list_all=True)
+    choices = ServingChoices(plan.problem, plan.estimate)
+    title, refusals = SERVING_TARGETS[to].title, Refusals(SERVING_TARGETS[to].title)
+    choices.check_known(refusals)
+    for pool in choices.pools:
+        refusals.apply(SERVING_TARGETS[to].rules, pool)
+    refusals.check()
+    script = SERVING_TARGETS[to].write(choices)
+    return Exported(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))
+
+
+def serving_refusals_of(name: str, problem: ServingProblem) -> Refusals:
+    """What an engine cannot express of a load, whatever the layout: the model, formats, the chip."""
+    refusals = Refusals(SERVING_TARGETS[name].title)
+    refusals.apply(SERVING_TARGETS[name].rules, Engine(problem, "serve", ServingLayout()))
+    return refusals
+
+
+def serving_tools_for(problem: ServingProblem, names: Iterable[str] = SERVING_TARGETS) -> tuple[ServingTool, ...]:
+    """Those of some engines that take the load in some layout."""
+    return tuple(_serving_tool(name, problem) for name in names if not serving_refusals_of(name, problem).lines)
+
+
+def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
+    def takes(kind: str, layout: ServingLayout, prefill_batch: int, chunk: int | None) -> bool:
+        engine = Engine(problem, kind, layout, prefill_batch, chunk)
+        return not unknown_serving_choices(engine) and not any(r.refused(engine) for r in SERVING_TARGETS[name].rules)
+
+    return ServingTool(name, takes)
+
+
+def parse_serving_tools(value: str | Iterable[str]) -> tuple[str, ...]:
+    """As `parse_tools`, of engines."""
+    return parse_names(value, SERVING_TARGETS)
+
+
+def asked_serving_tools(problem: ServingProblem, names: tuple[str, ...]) -> tuple[ServingTool, ...]:
+    """The engines by name; all that take the load where none is named, and no engine at all for "none".
+
+    Raises:
+        HandoverError: an engine that is named takes the load in no layout, with its reasons.
+    """
+    for name in names if names != ("none",) else ():
+        serving_refusals_of(name, problem).check()
+    return () if names == ("none",) else serving_tools_for(problem, names or SERVING_TARGETS)
+
+
+def serving_runs_in(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
+    """Engines that take a plan of serving, by name."""
+    return tuple(tool.name for tool in serving_tools_for(problem) if tool.runs(setup))

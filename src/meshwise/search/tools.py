@@ -1,0 +1,178 @@
+"""Tools that run plans, as a search reads them: which of its candidates at least one of them takes.
+
+A tool is a list of conditions on a layout; `exports` has them. Not here: any tool's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.search.candidates import CandidateTable, ComputeVariant, Index, Mask, PipelineVariant
+from meshwise.sharding.layout import MESH_AXES, Layout
+
+if TYPE_CHECKING:  # planning training loads nothing of serving
+    from meshwise.costs.serving.answer import ServingSetup
+    from meshwise.sharding.serving import ServingLayout
+
+#: True of layouts that a tool cannot express; sizes may be arrays, an entry a layout.
+Refusal = Callable[[Layout], Any]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that runs plans of one job.
+
+    Args:
+        name: as `--tool` and `--to` take it.
+        refusals: each true of layouts that the tool cannot express.
+    """
+
+    name: str
+    refusals: tuple[Refusal, ...]
+
+    def runs(self, layout: Layout) -> bool:
+        """Whether the tool can express a complete layout."""
+        return not any(refused(layout) for refused in self.refusals)
+
+    def may_run(self, sizes: Mapping[str, Any] | None = None, **choices: Any) -> bool:
+        """Whether the tool can express some layout with these sizes and choices."""
+        return not any(refuses_all(refused, sizes, **choices) for refused in self.refusals)
+
+
+@dataclass(frozen=True)
+class ServingTool:
+    """An engine that serves one load.
+
+    Args:
+        name: as `--tool` and `--to` take it.
+        takes: whether engines of a kind ("serve" for both steps, "prefill", "decode") can have a layout, with so many
+            prompts prefilled together and in chunks of so many tokens.
+    """
+
+    name: str
+    takes: Callable[[str, ServingLayout, int, int | None], bool]
+
+    def runs(self, setup: ServingSetup) -> bool:
+        """Whether the engine can express a whole setup."""
+        if setup.mode == "aggregated":
+            return setup.one_layout and self.takes("serve", setup.decode, setup.prefill_batch, setup.chunk)
+        kinds = ("prefill", setup.prefill), ("decode", setup.decode)
+        return all(self.takes(kind, layout, setup.prefill_batch, setup.chunk) for kind, layout in kinds)
+
+
+class _Unknown(Exception):  # noqa: N818 -- no error: a condition reads what is not known yet
+    """A condition reads what is open."""
+
+
+class _Partly:
+    """A layout of which some fields are known, sizes as columns; it remembers which of its choices were read."""
+
+    def __init__(self, sizes: Mapping[str, Any], choices: Mapping[str, Any]) -> None:
+        self.sizes, self.choices, self.read = sizes, choices, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.sizes:
+            return self.sizes[name]
+        if name not in self.choices:
+            raise _Unknown(name)
+        self.read.add(name)
+        return self.choices[name]
+
+
+def refuses_all(refused: Refusal, sizes: Mapping[str, Any] | None = None, **choices: Any) -> bool:
+    """Whether a condition holds for every layout that has these sizes and choices, whatever the others are."""
+    try:
+        return bool(np.all(refused(cast(Layout, _Partly(sizes or {}, choices)))))
+    except _Unknown:
+        return False
+
+
+def possible_variants(tools: Sequence[Tool], variants: Iterable[ComputeVariant]) -> tuple[ComputeVariant, ...]:
+    """The compute variants that some tool may take; all of them without tools."""
+    return tuple(v for v in variants if not tools or any(t.may_run(**_own_choices(v)) for t in tools))
+
+
+def possible_schedules(tools: Sequence[Tool], schedules: Sequence[PipelineVariant]) -> tuple[PipelineVariant, ...]:
+    """The schedules that some tool may take; where no tool has pipelines, the first stands for one stage."""
+    kept = [s for s in schedules if not tools or any(t.may_run({"stage": 2}, **_pipeline_choices(s)) for t in tools)]
+    return tuple(kept or schedules[:1])
+
+
+def _own_choices(variant: ComputeVariant) -> dict[str, Any]:
+    own = variant.own
+    return {
+        "remat": own.remat,
+        "remat_layers": variant.remat_layers,
+        "sequence_parallel": own.sequence_parallel,
+        "expert_tensor_parallel": own.expert_tensor_parallel,
+        "context_method": own.context_method,
+        "collective_matmul": own.collective_matmul,
+        "expert_dispatch": variant.asked.expert_dispatch,
+    }
+
+
+def _pipeline_choices(schedule: PipelineVariant) -> dict[str, Any]:
+    return {"schedule": schedule.schedule, "virtual_stages": schedule.virtual_stages}
+
+
+class ToolMasks:
+    """Which candidates of one network at least one tool takes.
+
+    A condition is worked out once for all rows of the table, for each combination of the choices that it reads.
+
+    Args:
+        tools: at least one.
+        table: meshes and cuts of the batch.
+    """
+
+    def __init__(self, tools: Sequence[Tool], table: CandidateTable) -> None:
+        self.tools = tools
+        self._sizes = {a: table.axis(a) for a in MESH_AXES}
+        self._sizes |= {"micro_batch": table.micro_batch, "num_microbatches": table.num_microbatches}
+        self._read: dict[Refusal, set[str]] = {}
+        self._known: dict[tuple[Refusal, tuple[Any, ...]], bool | Mask] = {}
+
+    def __call__(
+        self,
+        variant: ComputeVariant,
+        stored: LayoutChoices,
+        schedule: PipelineVariant,
+        offload: tuple[str, ...],
+        at: Index,
+    ) -> Mask:
+        """Which rows of the table, under one combination of choices."""
+        away = variant.asked.offload_layers if "activations" in offload else None
+        choices = _own_choices(variant) | _pipeline_choices(schedule)
+        choices |= {"zero": stored.zero, "fully_sharded": stored.fully_sharded, "structure": stored}
+        choices |= {"offload": offload, "offload_layers": away}
+        runs = np.zeros(len(at), bool)
+        for tool in self.tools:
+            runs |= self._taken(tool, choices, at)
+        return runs
+
+    def _taken(self, tool: Tool, choices: Mapping[str, Any], at: Index) -> Mask | bool:
+        taken: Mask | bool = True
+        for refused in tool.refusals:
+            rows = self._refused(refused, choices)
+            if rows is True:
+                return False
+            if rows is not False:
+                taken = taken & ~rows[at]
+        return taken
+
+    def _refused(self, refused: Refusal, choices: Mapping[str, Any]) -> bool | Mask:
+        read = self._read.setdefault(refused, set())
+        key = refused, tuple(choices[name] for name in sorted(read))
+        if key not in self._known:
+            layout = _Partly(self._sizes, choices)
+            rows = refused(cast(Layout, layout))
+            # What was worked out with fewer choices read stands under keys that no longer come up.
+            read |= layout.read
+            key = refused, tuple(choices[name] for name in sorted(read))
+            self._known[key] = np.asarray(rows, bool) if np.ndim(rows) else bool(rows)
+        return self._known[key]

@@ -1,0 +1,118 @@
+"""Plans for a tool: what a search finds under it can be exported to it, and what a plan is said to run in takes it."""
+
+import pytest
+
+import meshwise
+from meshwise.core.errors import HandoverError, MeshwiseError, UnknownNameError
+from meshwise.exports import TARGETS, runs_in, tools_for
+from meshwise.exports.serving import serving_runs_in, serving_tools_for
+from meshwise.exports.targets import USUAL
+from meshwise.search.serving import ServingPlan
+
+#: Jobs of all kinds: model, cluster, batch, length.
+JOBS = {
+    "dense": ("llama-3-8b", "h100:16", "1Mi", 8192),
+    "dense on a torus": ("llama-3-8b", "v5e:4x4", "512Ki", 4096),
+    "long": ("llama-3.1-8b", "h100:64", "1Mi", 131072),
+    "mixture": ("mixtral-8x7b", "h100:64", "1Mi", 4096),
+    "latent attention": ("deepseek-v2", "h200:128", "1Mi", 4096),
+    "hybrid": ("jamba-v0.1", "h100:32", "1Mi", 4096),
+    "odd": ("qwen2.5-7b", "mi300x:24", "768Ki", 4096),
+}
+QUICK = ("dense", "mixture")
+
+
+def plans(job, **asked):
+    model, on, batch_tokens, seq_len = JOBS[job]
+    return meshwise.plan_train(model, on=on, batch_tokens=batch_tokens, seq_len=seq_len, **asked).plans
+
+
+def taken_by(plan, tool):
+    try:
+        meshwise.export(plan, to=tool)
+    except HandoverError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("job", [pytest.param(j, marks=[] if j in QUICK else pytest.mark.slow) for j in JOBS])
+def test_what_is_found_for_a_tool_can_be_exported_to_it(job):
+    best = plans(job)
+    problem = best[0].problem
+    able = [t.name for t in tools_for(problem, USUAL)]
+    assert able, "some tool takes the job"
+    for plan in best:
+        assert set(runs_in(plan)) & set(able)
+        assert runs_in(plan) == tuple(t for t in TARGETS if t in _all_able(problem) and taken_by(plan, t))
+    for tool in able:
+        found = plans(job, tool=tool, top=3)
+        assert all(taken_by(plan, tool) for plan in found)
+        assert found[0].estimate.step_time.expected >= best[0].estimate.step_time.expected * (1 - 1e-12)
+
+
+def _all_able(problem):
+    return {t.name for t in tools_for(problem)}
+
+
+def test_any_plan_where_no_tool_is_to_take_it():
+    free, usual = plans("dense on a torus", tool="none"), plans("dense on a torus")
+    assert free[0].estimate.step_time.expected <= usual[0].estimate.step_time.expected
+    assert not all(runs_in(plan) for plan in free)
+
+
+def test_what_is_left_open_is_chosen_for_the_tool():
+    for tool, remat in (("maxtext", "matmuls"), ("torchtitan", "none")):
+        planning = meshwise.estimate_train(
+            "llama-3-8b", on="h100:16", batch_tokens="1Mi", seq_len=8192, layout="fsdp=16", tool=tool
+        )
+        assert planning.plans[0].layout.remat == remat
+        assert taken_by(planning.plans[0], tool)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ({"tool": "megaton"}, UnknownNameError, "unknown tool 'megaton'. Nearest: megatron"),
+        ({"tool": "none,megatron"}, MeshwiseError, "none leaves the choice to no tool"),
+        ({"tool": "megatron", "on": "v5e:4x4"}, HandoverError, "it runs on chips of nvidia; nearest: --tool maxtext"),
+        ({"tool": "maxtext", "precision": "book"}, HandoverError, "optimizer moments have the format of the weights"),
+        ({"tool": "maxtext", "model": "jamba-v0.1"}, HandoverError, "its layers are of several kinds"),
+        ({"tool": "megatron", "layout": "stage=2,fsdp=8,schedule=zb-v"}, HandoverError, "a choice of this plan:.*zb-v"),
+    ],
+)
+def test_what_a_tool_cannot_do_is_said_by_name(asked, error, message):
+    asked = {"model": "llama-3-8b", "on": "h100:16", "batch_tokens": "1Mi", "seq_len": 8192} | asked
+    with pytest.raises(error, match="(?s)" + message):
+        (meshwise.estimate_train if "layout" in asked else meshwise.plan_train)(**asked)
+
+
+#: Loads: model, cluster, formats.
+LOADS = {
+    "dense": ("llama-3-8b", "h100:8", "bf16"),
+    "large": ("llama-3-70b", "h100:16", "fp8"),
+    "torus": ("llama-3-8b", "v5e:2x4", "bf16"),
+    "mixture": ("mixtral-8x7b", "h100:8", "bf16"),
+    "latents": ("deepseek-v3", "h200:16", "fp8"),
+    "amd": ("qwen2.5-7b", "mi300x:8", "bf16"),
+}
+
+
+def serving(load, **asked):
+    model, on, precision = LOADS[load]
+    return meshwise.plan_serve(model, on=on, prompt=1024, output=256, precision=precision, **asked)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_what_is_found_for_an_engine_can_be_exported_to_it(load):
+    usual, free = serving(load), serving(load, tool="none", top=100)
+    able = [t.name for t in serving_tools_for(usual.problem)]
+    assert able
+    for e in usual.plans:
+        takers = serving_runs_in(usual.problem, e.setup)
+        assert takers == tuple(t for t in able if taken_by(ServingPlan(usual.problem, e), t))
+        assert takers
+    for engine in able:
+        found = serving(load, tool=engine, top=3).plans
+        assert all(taken_by(ServingPlan(usual.problem, e), engine) for e in found)
+        others = [e for e in free.plans if engine in serving_runs_in(usual.problem, e.setup)]
+        assert all(e.throughput_per_chip <= 1.01 * found[0].throughput_per_chip for e in others), "ties are within 1 %"
