@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import functools
 import json
+import operator
 from pathlib import Path
 
 import pytest
@@ -28,28 +31,24 @@ def test_names_are_said_once() -> None:
     assert model_names() == sorted(model_names())
 
 
-@pytest.mark.parametrize(
-    ("name", "total"),
-    [
-        ("gpt-3-175b", 174604259328),
-        ("palm-540b", 540354281472),
-        ("mt-nlg-530b", 529600819200),
-        ("bloom-176b", 176247271424),
-        ("mistral-large", 122610069504),
-        ("llama-3.1-405b", 405853388800),
-        ("gpt2-medium", 354823168),
-        ("gpt2-large", 774030080),
-        ("llama-4-maverick", 400711848960),
-        ("llama-3.2-3b", 3212749824),
-        ("gemma-3-1b", 999885952),
-        ("gemma-2-2b", 2614341888),
-        ("gemma-2-27b", 27227128320),
-        ("qwen3-0.6b", 596049920),
-        ("qwen3-1.7b", 1720574976),
-    ],
-)
-def test_models_outside_the_tables_have_their_published_size(name: str, total: int) -> None:
-    assert load_model(name).parameters.total == total
+with (Path(__file__).parents[1] / "data" / "models" / "catalog.csv").open(encoding="utf-8") as file:
+    PUBLISHED = {row["name"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.parametrize("entry", catalog(), ids=[e.name for e in catalog()])
+def test_counts_and_context_are_the_published_ones(entry) -> None:  # type: ignore[no-untyped-def]
+    """The table holds the counts, the context, and the key of the published configuration that says the context."""
+    row, model = PUBLISHED[entry.name], load_model(entry.name)
+    assert row["source"] == entry.source.text
+    assert (model.parameters.total, model.parameters.active) == (int(row["total"]), int(row["active"]))
+    assert model.max_seq_len == (int(row["context"]) if row["context"] else None)
+    key = row["context_key"]
+    if not key.startswith(("none: ", "default of ")):
+        assert functools.reduce(operator.getitem, key.split("."), dict(model.config)) == model.max_seq_len
+
+
+def test_the_table_of_the_published_holds_the_catalog_and_no_more() -> None:
+    assert list(PUBLISHED) == model_names()
 
 
 def test_folders_and_files_are_read(tmp_path: Path) -> None:
