@@ -36,6 +36,7 @@ LEFT_OPEN = {
     "gemma-3-1b": "tie_word_embeddings = true",
     "gemma-3-4b": "num_attention_heads = 8, num_key_value_heads = 4, head_dim = 256, vocab_size = 262208, "
     "max_position_embeddings = 131072, tie_word_embeddings = true, sliding_window_pattern = 6",
+    "gemma-3-12b": "tie_word_embeddings = true",
     "gemma-3-27b": "vocab_size = 262208, max_position_embeddings = 131072, tie_word_embeddings = true, "
     "sliding_window_pattern = 6, vision_config.num_channels = 3",
     "gpt-3-175b": "tie_word_embeddings = true",
@@ -52,6 +53,7 @@ LEFT_OPEN = {
     "mt-nlg-530b": "tie_word_embeddings = true",
     "opt-350m": "tie_word_embeddings = true, enable_bias = true, layer_norm_elementwise_affine = true",
     "opt-6.7b": "tie_word_embeddings = true, enable_bias = true, layer_norm_elementwise_affine = true",
+    "qwen3.5-397b-a17b": "vision_config.deepstack_visual_indexes = []",
     "starcoder2-7b": "tie_word_embeddings = true",
 }
 
