@@ -51,13 +51,13 @@ def _named(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
             yield str(known[word].__module__), word
         elif word in ("Any", "Literal"):
             yield "typing", word
-        elif word in ("Mapping", "Sequence"):
+        elif word in ("Callable", "Mapping", "Sequence"):
             yield "collections.abc", word
 
 
 def _signature_text(function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
-    words = [str(p.annotation) for p in signature.parameters.values()]
+    words = [_annotation(p) for p in signature.parameters.values()]
     return " ".join(re.sub(r'"[^"]*"', "", word) for word in (*words, str(signature.return_annotation)))
 
 
@@ -91,9 +91,14 @@ def _function(name: str, function: Callable[..., Any]) -> str:
             lines.append("*")
             keyword = True
         stars = "**" if p.kind is Parameter.VAR_KEYWORD else ""
-        lines.append(f"{stars}{p.name}: {p.annotation}{_default(p)}")
+        lines.append(f"{stars}{p.name}: {_annotation(p)}{_default(p)}")
     body = "".join(f"    {line},\n" for line in lines)
     return f"def {name}(\n{body}) -> {signature.return_annotation}: ...\n"
+
+
+def _annotation(parameter: Parameter) -> str:
+    """A parameter's type, short names of types spelt out."""
+    return re.sub(r"\bTell\b", "Callable[[str], None]", str(parameter.annotation))
 
 
 def _default(parameter: Parameter) -> str:

@@ -6,11 +6,10 @@ Not here: words (`report`), and how they are timed (`runtime.bench`).
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable
 from pathlib import Path
 
 from meshwise.commands.bench_operations import BenchRequest, Operations
-from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.requests import Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.machine import MeasuredOperation, check_new, machine_document, write_new, write_rows
@@ -20,12 +19,7 @@ from meshwise.runtime.devices import machine_memory, share_of_machine
 
 
 @command(BenchRequest)
-def bench(
-    request: BenchRequest,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
-) -> BenchResult:
+def bench(request: BenchRequest, *, progress: Tell = silent, say: Tell = silent) -> BenchResult:
     """Measure single operations on the devices that are there: what `meshwise bench` answers, as values.
 
     Args:
@@ -58,15 +52,8 @@ def bench(
             **operation.columns,
         )
         rows.append(BenchRow(operation.text, measured, operation.work, operation.unit, operation.expected))
-    return BenchResult(
-        tuple(rows),
-        devices.hardware,
-        len(devices.devices),
-        devices.software,
-        chip,
-        asked.basis,
-        _document(devices, rows) if request.what == "machine" else None,
-    )
+    number, document = len(devices.devices), _document(devices, rows) if request.what == "machine" else None
+    return BenchResult(tuple(rows), devices.hardware, number, devices.software, chip, asked.basis, document)
 
 
 def _document(devices: Bench, rows: list[BenchRow]) -> str:

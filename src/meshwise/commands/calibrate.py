@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.fitted import calibration_text, find_calibration, is_file_name
@@ -30,7 +29,7 @@ class CalibrateRequest(Request):
 
 
 @command(CalibrateRequest)
-def calibrate(request: CalibrateRequest, *, progress: Callable[[str], None] = lambda _: None) -> Refined:
+def calibrate(request: CalibrateRequest, *, progress: Tell = silent) -> Refined:
     """Refine a chip's calibration by measured steps: what `meshwise calibrate` answers, as values.
 
     Args:

@@ -25,6 +25,13 @@ from meshwise.report import Report
 
 R = TypeVar("R")
 
+#: Called with a line of progress, or of what is to be known.
+Tell = Callable[[str], None]
+
+
+def silent(_line: str) -> None:
+    """Tell nobody."""
+
 
 class Command(Protocol[R]):
     """A public function of a request's fields; `answer` takes the request itself instead."""
@@ -108,7 +115,7 @@ class Screen(Protocol):
     explain: bool
 
     @property
-    def terminal_progress(self) -> Callable[[str], None] | None:
+    def terminal_progress(self) -> Tell | None:
         """As `progress`; None where nobody looks at a terminal."""
 
     def progress(self, line: str) -> None:

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwise.commands.command import Tell, silent
 from meshwise.compiler.compiling import Compiled, compile_ahead, target_devices
 from meshwise.compiler.hlo.groups import DeviceMesh
 from meshwise.compiler.placement import device_mesh, place_devices
@@ -53,9 +54,7 @@ def compile_plan(plan: Plan, layers: int | None) -> tuple[Compiled, DeviceMesh]:
     return compile_ahead(lowered, target, order), device_mesh(placed, layout)
 
 
-def compile_apart(
-    plan: Plan, layers: int | None, *, progress: Callable[[str], None] = lambda _: None
-) -> tuple[Compiled, DeviceMesh]:
+def compile_apart(plan: Plan, layers: int | None, *, progress: Tell = silent) -> tuple[Compiled, DeviceMesh]:
     """Compile a plan's training step in a process of its own.
 
     Args:

@@ -6,14 +6,14 @@ Not here: searching (`plan_train`) and what the answer looks like (`report.plan`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.model_on_cluster import ModelOnCluster
 from meshwise.commands.plan_files import read_plan, save_plan
 from meshwise.commands.requests import Flag, Request
@@ -79,7 +79,7 @@ class EstimateTrainRequest(TrainRequest):
 
 
 @command(EstimateTrainRequest)
-def estimate_train(request: EstimateTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> PlanResult:
+def estimate_train(request: EstimateTrainRequest, *, progress: Tell = silent) -> PlanResult:
     """Estimate what one layout would do: what `meshwise estimate train` answers, as values.
 
     >>> import meshwise

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.commands.command import Tell
 from meshwise.commands.run_requests import DEFAULT_EVERY, GenerateRequest, RunRequest
 from meshwise.compiler.placement import place_devices
 from meshwise.core.dtypes import DType
@@ -20,6 +21,7 @@ from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.hardware import Chip, load_chip
 from meshwise.hardware.names import chip_of_device
 from meshwise.report.run import GenerateResult, RunResult
+from meshwise.report.table import picked
 from meshwise.runtime.checkpoints import Checkpoints
 from meshwise.runtime.data import SyntheticTokens, TokenSource, read_text, read_tokenizer
 from meshwise.runtime.devices import find_devices, share_of_machine, software_of
@@ -34,42 +36,22 @@ from meshwise.search import Plan
 
 
 def train_as_planned(
-    plan: Plan,
-    request: RunRequest,
-    *,
-    progress: Callable[[str], None],
-    saved: Callable[[int], None],
-    say: Callable[[str], None],
+    plan: Plan, request: RunRequest, *, progress: Tell, saved: Callable[[int], None], say: Tell
 ) -> RunResult:
     """Train as a plan says.
 
     Args and errors: as of `run_plan`.
     """
     devices = plan_devices(plan, request.cpu_devices, say, request.processes)
-    chip = chip_of(plan, devices)
-    step = train_step(
-        plan.problem.model,
-        plan.layout,
-        plan.problem.job,
-        place_devices(devices, plan.layout),
-        Hyperparameters(learning_rate=_learning_rate(request)),
-    )
+    chip, job, rate = chip_of(plan, devices), plan.problem.job, Hyperparameters(learning_rate=_learning_rate(request))
+    step = train_step(plan.problem.model, plan.layout, job, place_devices(devices, plan.layout), rate)
     trained = _train(plan, request, step, progress=progress, saved=saved)
     compiled = trained.compiled
     return RunResult(
-        plan=plan,
-        hardware=str(devices[0].device_kind),
-        num_devices=len(devices),
+        **_machine(plan, devices, chip),
+        **picked(trained, "first", "losses", "seconds", "timed", "saved", "compile_seconds"),
         is_first_process=first_process(),
-        software=software_of(devices[0]),
-        chip=None if chip is None else chip.name,
-        peak_flops_per_s=None if chip is None else chip.flops_per_s.get(plan.problem.job.formats.compute),
-        first=trained.first,
-        losses=trained.losses,
-        seconds=trained.seconds,
-        timed=trained.timed,
-        saved=trained.saved,
-        compile_seconds=trained.compile_seconds,
+        peak_flops_per_s=None if chip is None else chip.flops_per_s.get(job.formats.compute),
         state_bytes=None if compiled is None else compiled.arguments,
         temporary_bytes=None if compiled is None else compiled.temporaries,
         peak_bytes_in_use=trained.in_use,
@@ -78,13 +60,19 @@ def train_as_planned(
     )
 
 
+def _machine(plan: Plan, devices: Sequence[Any], chip: Chip | None) -> dict[str, Any]:
+    """What every result says of the plan and of the devices that executed it."""
+    return {
+        "plan": plan,
+        "hardware": str(devices[0].device_kind),
+        "num_devices": len(devices),
+        "software": software_of(devices[0]),
+        "chip": None if chip is None else chip.name,
+    }
+
+
 def _train(
-    plan: Plan,
-    request: RunRequest,
-    step: TrainStep,
-    *,
-    progress: Callable[[str], None],
-    saved: Callable[[int], None],
+    plan: Plan, request: RunRequest, step: TrainStep, *, progress: Tell, saved: Callable[[int], None]
 ) -> Trained:
     """Train, from the last step that was saved if there is one, else from published weights if asked."""
     source, kept = _source(plan, request), None
@@ -102,16 +90,8 @@ def _train(
                     "ask for a later one"
                 )
             load = kept.load if kept.latest else load
-        return train(
-            step,
-            source,
-            last=request.steps,
-            seed=request.seed,
-            load=load,
-            keeper=kept,
-            profile=None if request.profile is None else Path(request.profile),
-            progress=progress,
-        )
+        profile, last, seed = None if request.profile is None else Path(request.profile), request.steps, request.seed
+        return train(step, source, last=last, seed=seed, load=load, keeper=kept, profile=profile, progress=progress)
 
 
 def _start(published: Weights, step: TrainStep) -> tuple[int, State]:
@@ -128,13 +108,8 @@ def _source(plan: Plan, request: RunRequest) -> TokenSource:
     vocabulary = plan.problem.model.vocab_size
     if request.text is None or request.tokenizer is None:
         return SyntheticTokens(vocabulary, request.seed)
-    return read_text(
-        Path(request.text),
-        Path(request.tokenizer),
-        vocabulary=vocabulary,
-        shortest=int(plan.problem.job.seq_len) + 1,
-        seed=request.seed,
-    )
+    text, tokenizer, shortest = Path(request.text), Path(request.tokenizer), int(plan.problem.job.seq_len) + 1
+    return read_text(text, tokenizer, vocabulary=vocabulary, shortest=shortest, seed=request.seed)
 
 
 def _learning_rate(request: RunRequest) -> LearningRate:
@@ -168,19 +143,13 @@ def _identity(plan: Plan, request: RunRequest, step: TrainStep, source: TokenSou
         "model": {"name": model.name, **model.config},
         "job": {
             "sequences": step.layout.sequences,
-            "seq_len": job.seq_len,
-            "precision": job.precision,
-            "optimizer": job.optimizer,
-            "fine_tune": job.fine_tune,
-            "capacity_factor": job.capacity_factor,
+            **picked(job, "seq_len", "precision", "optimizer", "fine_tune", "capacity_factor"),
         },
         "run": {**_rates(request), **source.identity, **weights},
     }
 
 
-def generate_as_planned(
-    plan: Plan, request: GenerateRequest, *, progress: Callable[[str], None], say: Callable[[str], None]
-) -> GenerateResult:
+def generate_as_planned(plan: Plan, request: GenerateRequest, *, progress: Tell, say: Tell) -> GenerateResult:
     """Generate with a plan's layout.
 
     Args and errors: as of `generate`.
@@ -191,33 +160,21 @@ def generate_as_planned(
     published = None if request.weights is None else open_weights(Path(request.weights), model)
     devices = plan_devices(plan, request.cpu_devices, say)
     sequences = layout.data * layout.fsdp * layout.expert
-    made = generator(
-        model,
-        layout,
-        place_devices(devices, layout),
-        sequences=sequences,
-        length=len(prompt) + request.tokens,
-        dtype=dtype,
-    )
+    length, placed = len(prompt) + request.tokens, place_devices(devices, layout)
+    made = generator(model, layout, placed, sequences=sequences, length=length, dtype=dtype)
     progress("reading weights")
     weights = made.initial_weights(request.seed) if published is None else made.load(published)
     found = generate_timed(made, weights, np.tile(prompt, (sequences, 1)), request.tokens, progress)
     chip, new = chip_of(plan, devices), tuple(int(t) for t in found.tokens[0])
     least = (None, None) if chip is None else least_times(plan, chip, dtype, sequences, len(prompt))
     return GenerateResult(
-        plan=plan,
-        hardware=str(devices[0].device_kind),
-        num_devices=len(devices),
-        software=software_of(devices[0]),
-        chip=None if chip is None else chip.name,
+        **_machine(plan, devices, chip),
+        **picked(found, "compile_seconds", "first_seconds", "seconds"),
         weights=f"drawn by seed {request.seed}" if request.weights is None else request.weights,
         prompt=tuple(int(t) for t in prompt),
         tokens=new,
         text=None if tokenizer is None else tokenizer.decode(list(new)),
         sequences=sequences,
-        compile_seconds=found.compile_seconds,
-        first_seconds=found.first_seconds,
-        seconds=found.seconds,
         least_first_seconds=least[0],
         least_seconds=least[1],
     )
@@ -267,9 +224,7 @@ def least_times(plan: Plan, chip: Chip, dtype: DType, sequences: int, length: in
     return max(reading, flops / (layout.num_chips * peak)), reading
 
 
-def plan_devices(
-    plan: Plan, cpu_devices: int | None, say: Callable[[str], None], processes: Processes | None = None
-) -> list[Any]:
+def plan_devices(plan: Plan, cpu_devices: int | None, say: Tell, processes: Processes | None = None) -> list[Any]:
     """Find as many devices as the plan has chips.
 
     Args:

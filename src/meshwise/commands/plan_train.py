@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.estimate_train import TrainRequest
 from meshwise.commands.plan_files import check_save, save_plan, write_file
 from meshwise.commands.requests import Flag, Request, listed, validated
@@ -144,7 +144,7 @@ class PlanTrainRequest(TrainRequest):
 
 
 @command(PlanTrainRequest)
-def plan_train(request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> PlanResult:
+def plan_train(request: PlanTrainRequest, *, progress: Tell = silent) -> PlanResult:
     """Find the best layouts for a training job: what `meshwise plan train` answers, as values.
 
     >>> import meshwise
@@ -169,9 +169,7 @@ def plan_train(request: PlanTrainRequest, *, progress: Callable[[str], None] = l
     return replace(planning, sensitivity=sensitivity(planning, objective=request.objective, progress=progress))
 
 
-def compare_clusters(
-    request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None
-) -> dict[str, PlanResult | str]:
+def compare_clusters(request: PlanTrainRequest, *, progress: Tell = silent) -> dict[str, PlanResult | str]:
     """Plan on each of the clusters that `--on a,b,c` names; where there is no plan, its reason.
 
     Raises:
@@ -195,7 +193,7 @@ def compare_clusters(
 
 
 def compare_train(
-    model: str, *, on: Iterable[str], progress: Callable[[str], None] = lambda _: None, **options: Any
+    model: str, *, on: Iterable[str], progress: Tell = silent, **options: Any
 ) -> dict[str, PlanResult | str]:
     """Compare clusters: cluster -> its plans, or why there is none.
 
@@ -213,7 +211,7 @@ def compare_train(
 
 
 @command(PlanTrainRequest)
-def scale_train(request: PlanTrainRequest, *, progress: Callable[[str], None] = lambda _: None) -> Scaling:
+def scale_train(request: PlanTrainRequest, *, progress: Tell = silent) -> Scaling:
     """Find the best plan on powers of two of a cluster's chips, for one batch, and where strong scaling ends.
 
     Args:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
 from meshwise.commands.run_requests import GenerateRequest, RunOptions, RunRequest
 from meshwise.report.run import GenerateResult, RunResult, generate_report, run_report
@@ -24,8 +24,8 @@ def run_plan(
     plan: Plan | str | os.PathLike[str],
     request: RunRequest,
     *,
-    progress: Callable[[str], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Tell = silent,
+    say: Tell = silent,
     saved: Callable[[int], None] = lambda _: None,
     **job: Any,
 ) -> RunResult:
@@ -54,11 +54,7 @@ def run_plan(
 
 @command(GenerateRequest)
 def generate(
-    plan: Plan | str | os.PathLike[str],
-    request: GenerateRequest,
-    *,
-    progress: Callable[[str], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    plan: Plan | str | os.PathLike[str], request: GenerateRequest, *, progress: Tell = silent, say: Tell = silent
 ) -> GenerateResult:
     """Generate with a plan's layout on the devices that are there: what `meshwise run --generate` answers.
 
@@ -106,13 +102,8 @@ def show_run(screen: Screen, options: RunOptions, asked: EstimateTrainRequest | 
         screen.show(generate_report(made, inputs | request.echo()))
         return
     with _stdout_for_the_answer(noisy=options.processes is not None):  # gloo tells whom it is connected to
-        result = run_plan.answer(
-            plan,
-            options,
-            progress=screen.progress,
-            say=screen.say,
-            saved=lambda step: screen.say(f"saved step {step}"),
-        )
+        told = {"progress": screen.progress, "say": screen.say, "saved": lambda step: screen.say(f"saved step {step}")}
+        result = run_plan.answer(plan, options, **told)
     if result.is_first_process:
         screen.show(run_report(result, inputs | options.echo()))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from pydantic import Field
 
-from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.plan_files import write_file
 from meshwise.commands.requests import File, Request
 from meshwise.costs.engines import ENGINES
@@ -48,7 +47,7 @@ class ScoreRequest(Request):
 
 
 @command(ScoreRequest)
-def score(request: ScoreRequest, *, progress: Callable[[str], None] = lambda _: None) -> TrainingScore | ServingScore:
+def score(request: ScoreRequest, *, progress: Tell = silent) -> TrainingScore | ServingScore:
     """Predict measured training runs or serving, and compare: what `meshwise score` answers, as values.
 
     Args:

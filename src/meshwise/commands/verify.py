@@ -7,11 +7,10 @@ Not here: compiling (`compile_worker`), comparing (`compiler`), words (`report`)
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-from meshwise.commands.command import Screen, verb
+from meshwise.commands.command import Screen, Tell, silent, verb
 from meshwise.commands.compile_worker import compile_apart
 from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
 from meshwise.commands.requests import Flag, Request
@@ -35,7 +34,7 @@ def verify(
     plan: Plan | str | os.PathLike[str],
     *,
     reduced: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Tell = silent,
     **job: Any,
 ) -> Verification:
     """Compile a plan's training step for its target, and compare: what `meshwise verify` answers, as values.
@@ -97,7 +96,7 @@ def _whole(compared: list[tuple[Line, ...]], reduction: Reduction | None) -> tup
 
 
 def verify_best(
-    planning: PlanResult, number: int, *, progress: Callable[[str], None] = lambda _: None
+    planning: PlanResult, number: int, *, progress: Tell = silent
 ) -> tuple[PlanResult, tuple[VerifiedPlan, ...]]:
     """Verify the best plans, and rank those whose programs do not fit last.
 
@@ -123,7 +122,7 @@ def verify_best(
     return ranking, tuple(verified)
 
 
-def _verified(rank: int, plan: Plan, progress: Callable[[str], None]) -> VerifiedPlan:
+def _verified(rank: int, plan: Plan, progress: Tell) -> VerifiedPlan:
     try:
         return VerifiedPlan(rank, plan, verify(plan, progress=progress), "")
     except MissingDependencyError:
