@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwise.commands.command import Screen, command, verb
-from meshwise.commands.model_on_cluster import ModelOnCluster
 from meshwise.commands.plan_files import check_save, read_plan, save_plan, write_file
-from meshwise.commands.requests import File, Flag, Request
+from meshwise.commands.requests import File, Flag, Request, attributes
+from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.problem import ServingProblem, Step, check_context
@@ -67,7 +67,7 @@ class ServeRequest(ModelOnCluster, ServingConditions):
         Raises:
             MeshwiseError: no lengths, or lengths and a file of them; a file that cannot be read.
         """
-        conditions = {name: getattr(self, name) for name in ServingConditions.model_fields}
+        conditions = attributes(self, *ServingConditions.model_fields)
         given = {"--prompt": self.prompt, "--output": self.output}
         if self.csv is not None:
             if drawn := [name for name, value in given.items() if value is not None]:
@@ -105,7 +105,7 @@ class ServeRequest(ModelOnCluster, ServingConditions):
 
     def echo_problem(self, problem: ServingProblem) -> dict[str, Any]:
         """The inputs for JSON, as they were resolved."""
-        return self.echo_load(problem.load) | self.echo_resolved(problem.cluster, problem.calibration.name)
+        return self.echo_load(problem.load) | self.echo_resolved(problem)
 
 
 class EstimateServeRequest(ServeRequest):

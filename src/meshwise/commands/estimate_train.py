@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
-from meshwise.commands.model_on_cluster import ModelOnCluster
 from meshwise.commands.plan_files import read_plan, save_plan
-from meshwise.commands.requests import Flag, Request
+from meshwise.commands.requests import Flag, Request, attributes
+from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
@@ -50,7 +50,7 @@ class TrainRequest(ModelOnCluster, TrainingJob):
 
     def job(self) -> TrainingJob:
         """The training job alone."""
-        return TrainingJob(**{name: getattr(self, name) for name in TrainingJob.model_fields})
+        return TrainingJob(**attributes(self, *TrainingJob.model_fields))
 
     def problem(self) -> TrainingProblem:
         """Resolve the names.
@@ -62,10 +62,6 @@ class TrainRequest(ModelOnCluster, TrainingJob):
         model = load_model(self.model)
         check_length(model, self.seq_len)
         return TrainingProblem(model, self.job(), cluster, find_calibration(self.calibration, cluster.chip))
-
-    def echo_problem(self, problem: TrainingProblem) -> dict[str, Any]:
-        """The inputs for JSON, as they were resolved."""
-        return self.echo_resolved(problem.cluster, problem.calibration.name)
 
 
 class EstimateTrainRequest(TrainRequest):
@@ -157,7 +153,7 @@ def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) 
     planning = estimate_train.answer(request, progress=screen.progress)
     (plan,) = planning.plans
     save_plan(plan, files.save)
-    screen.show(estimate_report(planning, request.echo_problem(plan.problem)))
+    screen.show(estimate_report(planning, request.echo_resolved(plan.problem)))
     return None if plan.estimate.fits else InfeasibleError.exit_code
 
 
@@ -166,7 +162,7 @@ def plan_asked(asked: EstimateTrainRequest | str, screen: Screen) -> tuple[Plan,
     if isinstance(asked, str):
         return read_plan(asked, Plan), {"plan": asked}
     (plan,) = estimate_train.answer(asked, progress=screen.progress).plans
-    return plan, asked.echo_problem(plan.problem)
+    return plan, asked.echo_resolved(plan.problem)
 
 
 def plan_given(plan: Plan | str | os.PathLike[str], job: Mapping[str, Any]) -> Plan:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.commands.command import Tell
+from meshwise.commands.requests import attributes
 from meshwise.commands.run_requests import DEFAULT_EVERY, GenerateRequest, RunRequest
 from meshwise.compiler.placement import place_devices
 from meshwise.core.dtypes import DType
@@ -21,7 +22,6 @@ from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.hardware import Chip, load_chip
 from meshwise.hardware.names import chip_of_device
 from meshwise.report.run import GenerateResult, RunResult
-from meshwise.report.table import picked
 from meshwise.runtime.checkpoints import Checkpoints
 from meshwise.runtime.data import SyntheticTokens, TokenSource, read_text, read_tokenizer
 from meshwise.runtime.devices import find_devices, share_of_machine, software_of
@@ -49,7 +49,7 @@ def train_as_planned(
     compiled = trained.compiled
     return RunResult(
         **_machine(plan, devices, chip),
-        **picked(trained, "first", "losses", "seconds", "timed", "saved", "compile_seconds"),
+        **attributes(trained, "first", "losses", "seconds", "timed", "saved", "compile_seconds"),
         is_first_process=first_process(),
         peak_flops_per_s=None if chip is None else chip.flops_per_s.get(job.formats.compute),
         state_bytes=None if compiled is None else compiled.arguments,
@@ -143,7 +143,7 @@ def _identity(plan: Plan, request: RunRequest, step: TrainStep, source: TokenSou
         "model": {"name": model.name, **model.config},
         "job": {
             "sequences": step.layout.sequences,
-            **picked(job, "seq_len", "precision", "optimizer", "fine_tune", "capacity_factor"),
+            **attributes(job, "seq_len", "precision", "optimizer", "fine_tune", "capacity_factor"),
         },
         "run": {**_rates(request), **source.identity, **weights},
     }
@@ -169,7 +169,7 @@ def generate_as_planned(plan: Plan, request: GenerateRequest, *, progress: Tell,
     least = (None, None) if chip is None else least_times(plan, chip, dtype, sequences, len(prompt))
     return GenerateResult(
         **_machine(plan, devices, chip),
-        **picked(found, "compile_seconds", "first_seconds", "seconds"),
+        **attributes(found, "compile_seconds", "first_seconds", "seconds"),
         weights=f"drawn by seed {request.seed}" if request.weights is None else request.weights,
         prompt=tuple(int(t) for t in prompt),
         tokens=new,

@@ -6,9 +6,8 @@ Not here: words and pictures (`report`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -17,7 +16,7 @@ from pydantic import BeforeValidator, Field
 from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.estimate_train import TrainRequest
 from meshwise.commands.plan_files import check_save, save_plan, write_file
-from meshwise.commands.requests import Flag, Request, listed, validated
+from meshwise.commands.requests import Flag, Request, attributes, listed, refuse, validated
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.core.units import (
     Quantity,
@@ -30,7 +29,6 @@ from meshwise.core.units import (
 )
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import asked_tools
-from meshwise.report import Report
 from meshwise.report.plan import plan_report
 from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
 from meshwise.search import (
@@ -51,9 +49,14 @@ if TYPE_CHECKING:
     from meshwise.report.verify import VerifiedPlan
 
 _Time = Annotated[float, Quantity("time", parse_duration, format_duration, "30d")]
-_Fixed = str | Mapping[str, Any]
-_Words = str | Sequence[str]
 _Dollars = Annotated[float, Quantity("dollars", parse_money, format_money, "5M$")]
+_Share = Annotated[float, Quantity("share", parse_fraction, format_percent, "80%")]
+_BY_DEFAULT = f"by default {MAX_MEMORY:.0%}, or all of it if no plan fits in that."
+_SUCH_AS = "tensor=8,stage=16,schedule=1f1b,remat=full."
+_READ_FIXED = BeforeValidator(parse_fixed, json_schema_input_type=str | Mapping[str, Any])
+_Fixed = Annotated[dict[str, Any], Flag("NAME=VALUE"), _READ_FIXED]
+_READ_FORBIDDEN = BeforeValidator(parse_forbidden, json_schema_input_type=str | Sequence[str])
+_Forbidden = Annotated[tuple[str, ...], Flag("WORDS"), _READ_FORBIDDEN]
 
 
 class PlanTrainRequest(TrainRequest):
@@ -72,24 +75,14 @@ class PlanTrainRequest(TrainRequest):
     """Most dollars for the whole run (--tokens); dearer plans are dropped."""
     max_chips: int | None = Field(default=None, ge=1)
     """Most chips of the cluster to use."""
-    fix: Annotated[dict[str, Any], Flag("NAME=VALUE"), BeforeValidator(parse_fixed, json_schema_input_type=_Fixed)] = (
-        Field(
-            default={},
-            description=f"Fix mesh axes ({', '.join(MESH_AXES)}) and choices, and search the others: "
-            "tensor=8,stage=16,schedule=1f1b,remat=full.",
-        )
+    fix: _Fixed = Field(
+        default={}, description=f"Fix mesh axes ({', '.join(MESH_AXES)}) and choices, and search the others: {_SUCH_AS}"
     )
-    forbid: Annotated[
-        tuple[str, ...], Flag("WORDS"), BeforeValidator(parse_forbidden, json_schema_input_type=_Words)
-    ] = ()
+    forbid: _Forbidden = ()
     """Exclude from all plans: mesh axes (pipeline, expert, ...), offload, ring, schedules (dualpipe, interleaved,
     zero-bubble, ...), partial-remat, or values of choices (zero=2, remat=full)."""
-    max_memory: Annotated[float | None, Quantity("share", parse_fraction, format_percent, "80%")] = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Most of a chip's HBM that a plan may fill; "
-        f"by default {MAX_MEMORY:.0%}, or all of it if no plan fits in that.",
+    max_memory: _Share | None = Field(
+        default=None, gt=0, le=1, description=f"Most of a chip's HBM that a plan may fill; {_BY_DEFAULT}"
     )
     within: Annotated[float, Quantity("share", parse_fraction, format_percent, "2%")] = Field(
         default=0.02, ge=0, le=0.5
@@ -121,15 +114,11 @@ class PlanTrainRequest(TrainRequest):
             constraints = Constraints(
                 fixed=self.fix,
                 forbidden=self.forbid,
-                max_chips=self.max_chips,
                 deadline_days=None if self.deadline is None else self.deadline / 86400,
                 budget_usd=self.budget,
-                max_memory=self.max_memory,
-                front=self.front,
-                offload=self.offload,
                 tools=asked_tools(problem, self.tool),
                 tools_optional=not self.tool,
-                within=self.within,
+                **attributes(self, "max_chips", "max_memory", "front", "offload", "within"),
             )
         except LayoutError as error:
             raise LayoutError(f"--fix and --forbid: {error}") from None
@@ -161,12 +150,11 @@ def plan_train(request: PlanTrainRequest, *, progress: Tell = silent) -> PlanRes
     """
     problem = request.problem()
     constraints = request.constraints(problem)
-    planning = plan_training(
-        problem, objective=request.objective, top=request.top, constraints=constraints, progress=progress
-    )
+    goal = request.objective
+    planning = plan_training(problem, objective=goal, top=request.top, constraints=constraints, progress=progress)
     if not request.sensitivity or not planning.search.complete:
         return planning
-    return replace(planning, sensitivity=sensitivity(planning, objective=request.objective, progress=progress))
+    return replace(planning, sensitivity=sensitivity(planning, objective=goal, progress=progress))
 
 
 def compare_clusters(request: PlanTrainRequest, *, progress: Tell = silent) -> dict[str, PlanResult | str]:
@@ -249,18 +237,19 @@ class _Further(Request):
             MeshwiseError: naming them.
         """
         check_save(self.save)
-        if several and self.scaling:
-            raise MeshwiseError("--scaling is of one cluster, found several in --on; leave one of them out")
-        if self.save is not None and (several or self.scaling):
-            raise MeshwiseError("--save writes one plan: leave it out with several clusters or --scaling")
-        if self.svg is not None and not (several or self.scaling):
-            raise MeshwiseError(
-                "--svg is the picture of several clusters (--on a,b,c) or of --scaling: give one of them"
-            )
-        if self.verify is not None and (several or self.scaling):
-            raise MeshwiseError(
-                "--verify: expected one cluster and no --scaling; verify a plan of one with 'meshwise verify'"
-            )
+        one = not (several or self.scaling)
+        refuse(
+            (several and self.scaling, "--scaling is of one cluster, found several in --on; leave one of them out"),
+            (self.save and not one, "--save writes one plan: leave it out with several clusters or --scaling"),
+            (
+                self.svg and one,
+                "--svg is the picture of several clusters (--on a,b,c) or of --scaling: give one of them",
+            ),
+            (
+                self.verify and not one,
+                "--verify: expected one cluster and no --scaling; verify a plan of one with 'meshwise verify'",
+            ),
+        )
 
 
 @verb(PlanTrainRequest, _Further)
@@ -280,23 +269,21 @@ def show_plans(screen: Screen, request: PlanTrainRequest, further: _Further) -> 
     further.check(several=several)
     if not several and not further.scaling:
         return _show_plans_of_one(screen, request, further)
-    report: Report
-    picture: Callable[[], str]
     if several:
         compared = compare_clusters(request, progress=screen.progress)
-        report, picture = comparison_report(compared, request.echo()), partial(comparison_svg, compared)
+        write_file("--svg", further.svg, lambda: comparison_svg(compared))
+        screen.show(comparison_report(compared, request.echo()))
     else:
         scaled = scale_train.answer(request, progress=screen.progress)
-        report, picture = scaling_report(scaled, request.echo()), partial(scaling_svg, scaled)
-    write_file("--svg", further.svg, picture)
-    screen.show(report)
+        write_file("--svg", further.svg, lambda: scaling_svg(scaled))
+        screen.show(scaling_report(scaled, request.echo()))
     return None
 
 
 def _show_plans_of_one(screen: Screen, request: PlanTrainRequest, further: _Further) -> int | None:
     """Search one cluster; compile the best plans, if that is asked for."""
     planning = plan_train.answer(request, progress=screen.progress)
-    inputs = request.echo_problem(planning.plans[0].problem)
+    inputs = request.echo_resolved(planning.plans[0].problem)
     inputs |= {"max_memory": planning.memory_share, "verify": further.verify}
     verified: tuple[VerifiedPlan, ...] = ()
     if further.verify is not None:  # what reads compiled programs is loaded where it is asked for

@@ -238,6 +238,21 @@ def validated(model: type[M], values: Mapping[str, Any], names: Mapping[str, str
         raise MeshwiseError(words) from None
 
 
+def attributes(value: object, *names: str) -> dict[str, Any]:
+    """Name -> attribute, to pass on as keywords."""
+    return {name: getattr(value, name) for name in names}
+
+
+def refuse(*rules: tuple[object, str]) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        MeshwiseError: with the words of the first rule that holds.
+    """
+    if words := next((words for holds, words in rules if holds), ""):
+        raise MeshwiseError(words)
+
+
 def listed(text: str | None, flag: str, separator: str = ",") -> tuple[str, ...]:
     """Split what a user listed; nothing at all is an empty list.
 
