@@ -1,13 +1,25 @@
 """Plans for a tool: what a search finds under it can be exported to it, and what a plan is said to run in takes it."""
 
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import pytest
 
 import meshwise
-from meshwise.core.errors import HandoverError, MeshwiseError, UnknownNameError
+from meshwise.core.errors import HandoverError, LayoutError, MeshwiseError, UnknownNameError
+from meshwise.costs.calibration import default_calibration
+from meshwise.costs.layout_choices import LayoutChoices
+from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import TARGETS, runs_in, tools_for
 from meshwise.exports.serving import serving_runs_in, serving_tools_for
 from meshwise.exports.targets import USUAL
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import TrainingJob
+from meshwise.models import load_model
+from meshwise.runtime.refusals import check_even, check_layout
 from meshwise.search.serving import ServingPlan
+from meshwise.sharding.layout import Layout, parse_layout
 
 #: Jobs of all kinds: model, cluster, batch, length.
 JOBS = {
@@ -43,7 +55,8 @@ def test_what_is_found_for_a_tool_can_be_exported_to_it(job):
     assert able, "some tool takes the job"
     for plan in best:
         assert set(runs_in(plan)) & set(able)
-        assert runs_in(plan) == tuple(t for t in TARGETS if t in _all_able(problem) and taken_by(plan, t))
+        told = tuple(t for t in runs_in(plan) if t != "meshwise")
+        assert told == tuple(t for t in TARGETS if t in _all_able(problem) and taken_by(plan, t))
     for tool in able:
         found = plans(job, tool=tool, top=3)
         assert all(taken_by(plan, tool) for plan in found)
@@ -116,3 +129,49 @@ def test_what_is_found_for_an_engine_can_be_exported_to_it(load):
         assert all(taken_by(ServingPlan(usual.problem, e), engine) for e in found)
         others = [e for e in free.plans if engine in serving_runs_in(usual.problem, e.setup)]
         assert all(e.throughput_per_chip <= 1.01 * found[0].throughput_per_chip for e in others), "ties are within 1 %"
+
+
+class Even(NamedTuple):
+    """What `check_even` reads of a placement, without devices."""
+
+    layout: Layout
+    strategy: object
+
+    @property
+    def mesh(self):
+        return SimpleNamespace(shape=self.layout.sizes)
+
+    def split(self, axes):
+        return tuple(a for a in axes if self.layout.sizes[a] > 1)
+
+    def ways(self, axes):
+        return math.prod(self.layout.sizes[a] for a in axes)
+
+
+LAYOUTS = (
+    "fsdp=8,remat=full", "tensor=8,remat=none", "data=2,tensor=4,zero=1,remat=full", "stage=2,data=4,remat=none",
+    "stage=2,data=4,schedule=interleaved,virtual_stages=2,num_microbatches=4,remat=full",
+    "stage=2,data=4,schedule=zb-v,num_microbatches=4,remat=none", "stage=4,data=2,schedule=dualpipe,num_microbatches=8",
+    "stage=2,data=4,num_microbatches=4,remat=full,remat_layers=3", "fsdp=8,remat=full,offload=optimizer",
+    "context=2,fsdp=4,remat=full", "ulysses=4,tensor=2,remat=full", "fsdp=3,data=2,remat=full", "tensor=5,remat=full",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("written", LAYOUTS)
+def test_our_own_runtime_takes_what_it_does_not_refuse(written):
+    request = parse_layout(written, num_chips=64)
+    layout = Layout(**{"micro_batch": 1, "num_microbatches": 1} | request.choices | dict(request.sizes))
+    model = load_model("D=64 F=192 L=8 N=8 K=4 H=16 V=256")
+    job = TrainingJob(batch_tokens=64 * layout.sequences, seq_len=64)
+    chips = parse_cluster(f"h100:{layout.num_chips}")
+    problem = TrainingProblem(model, job, chips, default_calibration(chips.chip))
+    (tool,) = tools_for(problem, ["meshwise"])
+    program, placement = model.train_program(), Even(layout, LayoutChoices.of(layout).strategy)
+    sizes = program.bind(batch=layout.sequences // layout.num_microbatches, queries=64)
+    try:
+        check_layout(layout, model)
+        check_even(program, placement, sizes)
+    except LayoutError:
+        assert not tool.runs(layout)
+    else:
+        assert tool.runs(layout)

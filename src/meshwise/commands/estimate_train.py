@@ -15,12 +15,12 @@ from pydantic import BeforeValidator, Field
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.plan_files import read_plan, save_plan
-from meshwise.commands.requests import Flag, Request, attributes
+from meshwise.commands.requests import Flag, Request, attributes, validated
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
-from meshwise.exports import TARGETS, asked_tools, check_written, parse_tools
+from meshwise.exports import TOOLS, USUAL, asked_tools, check_written, parse_tools
 from meshwise.hardware import Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
@@ -41,7 +41,7 @@ class TrainRequest(ModelOnCluster, TrainingJob):
         tuple[str, ...], Flag("TOOLS"), BeforeValidator(parse_tools, json_schema_input_type=str | Sequence[str])
     ] = Field(
         default=(),
-        description=f"Tools of which at least one has to run the plan: {', '.join(TARGETS)}, or none for any plan; "
+        description=f"Tools of which at least one has to run the plan: {', '.join(TOOLS)}, or none for any plan; "
         "by default, those for the chip that have trainers of their own.",
     )
     calibration: str = "fitted"
@@ -103,9 +103,14 @@ def estimate_train(request: EstimateTrainRequest, *, progress: Tell = silent) ->
     Raises:
         MeshwiseError: an argument that cannot be understood, or a layout that cannot be placed.
     """
+    return _estimated(request, progress)
+
+
+def _estimated(request: EstimateTrainRequest, progress: Tell, usual: tuple[str, ...] = USUAL) -> PlanResult:
+    """Answer the request; `usual`: tools that what is left open is chosen for, unless others are named."""
     problem = request.problem()
     layout = _whole(parse_layout(request.layout, num_chips=problem.cluster.num_chips), problem.cluster, request.layout)
-    tools = asked_tools(problem, request.tool)
+    tools = asked_tools(problem, request.tool, usual)
     planning = estimate_layout(problem, layout, tools=tools, progress=progress)
     if request.tool:
         check_written(planning.plans[0], layout, tools)
@@ -157,20 +162,27 @@ def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) 
     return None if plan.estimate.fits else InfeasibleError.exit_code
 
 
-def plan_asked(asked: EstimateTrainRequest | str, screen: Screen) -> tuple[Plan, dict[str, Any]]:
+#: What `run` and `verify` choose themselves is chosen so that they can.
+OWN_RUNTIME = ("meshwise",)
+
+
+def plan_asked(
+    asked: EstimateTrainRequest | str, screen: Screen, usual: tuple[str, ...] = USUAL
+) -> tuple[Plan, dict[str, Any]]:
     """The plan that a verb is about: of a job and a layout, or saved in a file. And the inputs for JSON."""
     if isinstance(asked, str):
         return read_plan(asked, Plan), {"plan": asked}
-    (plan,) = estimate_train.answer(asked, progress=screen.progress).plans
+    (plan,) = _estimated(asked, screen.progress, usual).plans
     return plan, asked.echo_resolved(plan.problem)
 
 
-def plan_given(plan: Plan | str | os.PathLike[str], job: Mapping[str, Any]) -> Plan:
+def plan_given(plan: Plan | str | os.PathLike[str], job: Mapping[str, Any], usual: tuple[str, ...] = USUAL) -> Plan:
     """The plan that a Python function is about: itself, its file, or that of a model with a job.
 
     Args:
         plan: a plan, or the file that one was saved in; with `job`, a model.
         job: the keywords of `estimate_train`.
+        usual: tools that what is left open is chosen for, unless others are named.
 
     Raises:
         MeshwiseError: a file that holds no plan; a plan and a job; an argument that cannot be understood.
@@ -178,7 +190,9 @@ def plan_given(plan: Plan | str | os.PathLike[str], job: Mapping[str, Any]) -> P
     if not isinstance(plan, Plan | str | os.PathLike):
         raise MeshwiseError(f"plan: expected a plan or the file of one, found {plan!r}")
     if not isinstance(plan, Plan):
-        return estimate_train(str(plan), **job).plans[0] if job else read_plan(plan, Plan)
+        if not job:
+            return read_plan(plan, Plan)
+        return _estimated(validated(EstimateTrainRequest, {"model": str(plan), **job}), lambda _: None, usual).plans[0]
     if job:
         raise MeshwiseError(f"plan: a plan has its job in it, found {', '.join(sorted(job))} besides; leave them out")
     return plan

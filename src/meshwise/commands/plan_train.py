@@ -64,7 +64,7 @@ class PlanTrainRequest(TrainRequest):
 
     sections: ClassVar = {
         **TrainRequest.sections,
-        "Search": ("objective", "deadline", "budget", "max_chips", "max_memory", "fix", "forbid", "top"),
+        "Search": ("objective", "deadline", "budget", "max_chips", "max_memory", "fix", "forbid", "within", "top"),
     }
 
     objective: Literal["time", "cost", "chips"] = "time"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
-from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
+from meshwise.commands.estimate_train import OWN_RUNTIME, EstimateTrainRequest, plan_asked, plan_given
 from meshwise.commands.run_requests import GenerateRequest, RunOptions, RunRequest
 from meshwise.report.run import GenerateResult, RunResult, generate_report, run_report
 from meshwise.runtime.devices import load_jax
@@ -44,7 +44,7 @@ def run_plan(
         MeshwiseError: a plan that cannot be executed, or not on these devices; an argument that cannot be understood;
             a checkpoint of another run, or a torn one.
     """
-    found = plan_given(plan, job)
+    found = plan_given(plan, job, OWN_RUNTIME)
     request.check()
     load_jax()
     from meshwise.commands.execution import train_as_planned  # noqa: PLC0415  (an optional extra)
@@ -94,7 +94,7 @@ def show_run(screen: Screen, options: RunOptions, asked: EstimateTrainRequest | 
       meshwise run plan.json --coordinator host0:1234 --num-processes 2 --process-id 0
       meshwise run plan.json --weights model.safetensors --prompt "Once upon" --generate 50
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    plan, inputs = plan_asked(asked, screen)
+    plan, inputs = plan_asked(asked, screen, OWN_RUNTIME)
     options.check()
     if options.tokens is not None:
         request = options.generation()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from meshwise.commands.command import Screen, Tell, silent, verb
 from meshwise.commands.compile_worker import compile_apart
-from meshwise.commands.estimate_train import EstimateTrainRequest, plan_asked, plan_given
+from meshwise.commands.estimate_train import OWN_RUNTIME, EstimateTrainRequest, plan_asked, plan_given
 from meshwise.commands.requests import Flag, Request
 from meshwise.compiler.comparison import STATE, WITHIN, compare
 from meshwise.compiler.compiling import Compiled
@@ -50,7 +50,7 @@ def verify(
         CompilerError: chips that no compiler here knows, or a program that does not compile.
         MeshwiseError: a file that holds no plan; a plan that is not executed yet.
     """
-    plan = plan_given(plan, job)
+    plan = plan_given(plan, job, OWN_RUNTIME)
     target = Target.of(plan.problem.cluster, plan.fabric)
     check_compiler(target.platform)
     model, layout = plan.problem.model, plan.layout
@@ -150,7 +150,7 @@ def show_verification(screen: Screen, asked: EstimateTrainRequest | str, copies:
       meshwise verify llama-3-8b --on v5p:2x2x2 --batch-tokens 64Ki --seq-len 4096 \\
         --layout fsdp=4,tensor=2,remat=full
     """  # noqa: D301  (click's mark for lines that stay as they are)
-    plan, inputs = plan_asked(asked, screen)
+    plan, inputs = plan_asked(asked, screen, OWN_RUNTIME)
     found = verify(plan, reduced=copies.reduced, progress=screen.progress)
     screen.show(verification_report(found, str(plan.layout), inputs | copies.echo()))
     return None if found.fits else InfeasibleError.exit_code

@@ -5,10 +5,22 @@ error that names the choice and the nearest that it can. Not here: running anyth
 """
 
 from meshwise.exports.exported import Exported
-from meshwise.exports.targets import TARGETS, asked_tools, check_written, hand_over, parse_tools, runs_in, tools_for
+from meshwise.exports.targets import (
+    TARGETS,
+    TOOLS,
+    USUAL,
+    asked_tools,
+    check_written,
+    hand_over,
+    parse_tools,
+    runs_in,
+    tools_for,
+)
 
 __all__ = [
     "TARGETS",
+    "TOOLS",
+    "USUAL",
     "Exported",
     "asked_tools",
     "check_written",

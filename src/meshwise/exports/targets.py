@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwise.core.errors import HandoverError, MeshwiseError, UnknownNameError
 from meshwise.costs.problem import TrainingProblem
-from meshwise.exports import deepspeed, jaxcode, maxtext, megatron, torchtitan
+from meshwise.exports import deepspeed, jaxcode, maxtext, megatron, own_runtime, torchtitan
 from meshwise.exports.choices import Choices, unknown_choices
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.search import Plan
@@ -44,6 +44,14 @@ TARGETS: Mapping[str, Target] = {
 }
 
 
+#: Tools that run plans, by the name that `--tool` takes: those that plans are exported to, and meshwise's own runtime.
+TOOLS = (*TARGETS, "meshwise")
+
+
+def _rules_of(name: str) -> tuple[Rule[Choices], ...]:
+    return own_runtime.RULES if name == "meshwise" else TARGETS[name].rules
+
+
 def hand_over(plan: Plan, to: str) -> Exported:
     """Write `plan` as the configuration of another tool.
 
@@ -68,7 +76,8 @@ def hand_over(plan: Plan, to: str) -> Exported:
 def _tool(name: str, problem: TrainingProblem) -> Tool:
     """A tool's conditions on layouts of a job."""
     known: dict[Any, Any] = {}
-    return Tool(name, (unknown_choices, *(_condition(rule, problem, known) for rule in TARGETS[name].rules)))
+    refusals = (_condition(rule, problem, known) for rule in _rules_of(name))
+    return Tool(name, tuple(refusals) if name == "meshwise" else (unknown_choices, *refusals))
 
 
 def _condition(rule: Rule[Choices], problem: TrainingProblem, known: dict[Any, Any]) -> Callable[[Layout], Any]:
@@ -78,7 +87,12 @@ def _condition(rule: Rule[Choices], problem: TrainingProblem, known: dict[Any, A
 
 def refusals_of(name: str, problem: TrainingProblem) -> Refusals:
     """What a tool cannot express of a job, whatever the layout: the model, formats, the optimizer, the chip."""
-    target, choices = TARGETS[name], Choices(problem, Layout(), problem.network)
+    choices, rules = Choices(problem, Layout(), problem.network), _rules_of(name)
+    if name == "meshwise":
+        refusals = Refusals(own_runtime.TITLE)
+        refusals.apply((r for r in rules if refuses_all(_condition(r, problem, {}))), choices)
+        return refusals
+    target = TARGETS[name]
     refusals, chip = Refusals(target.title), choices.chip
     if target.vendors and chip.vendor not in target.vendors:
         others = ", ".join(n for n, t in TARGETS.items() if not t.vendors or chip.vendor in t.vendors)
@@ -86,11 +100,11 @@ def refusals_of(name: str, problem: TrainingProblem) -> Refusals:
     choices.check_known(refusals)
     with suppress(HandoverError):  # what writes may stop at the first
         target.write(choices, refusals)  # a layout of one chip: what is refused is not the layout
-    refusals.apply((r for r in target.rules if refuses_all(_condition(r, problem, {}))), choices)
+    refusals.apply((r for r in rules if refuses_all(_condition(r, problem, {}))), choices)
     return refusals
 
 
-def tools_for(problem: TrainingProblem, names: Iterable[str] = TARGETS) -> tuple[Tool, ...]:
+def tools_for(problem: TrainingProblem, names: Iterable[str] = TOOLS) -> tuple[Tool, ...]:
     """Those of some tools that take the job in some layout."""
     return tuple(_tool(name, problem) for name in names if not refusals_of(name, problem).lines)
 
@@ -111,7 +125,7 @@ def parse_tools(value: str | Iterable[str]) -> tuple[str, ...]:
         UnknownNameError: a tool that is not known.
         MeshwiseError: none beside others.
     """
-    return parse_names(value, TARGETS)
+    return parse_names(value, TOOLS)
 
 
 def parse_names(value: str | Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
@@ -127,7 +141,7 @@ def parse_names(value: str | Iterable[str], known: Iterable[str]) -> tuple[str, 
     return tuple(dict.fromkeys(names))
 
 
-def asked_tools(problem: TrainingProblem, names: tuple[str, ...]) -> tuple[Tool, ...]:
+def asked_tools(problem: TrainingProblem, names: tuple[str, ...], usual: tuple[str, ...] = USUAL) -> tuple[Tool, ...]:
     """The tools by name, or no tool at all for "none". Where none is named: the usual ones that take the job, or JAX.
 
     Raises:
@@ -137,7 +151,7 @@ def asked_tools(problem: TrainingProblem, names: tuple[str, ...]) -> tuple[Tool,
         refusals_of(name, problem).check()
     if names == ("none",):
         return ()
-    return tools_for(problem, names or USUAL) or tools_for(problem, ("jax",))
+    return tools_for(problem, names or usual) or tools_for(problem, ("jax",))
 
 
 def check_written(plan: Plan, written: LayoutRequest, tools: Iterable[Tool]) -> None:
@@ -149,9 +163,10 @@ def check_written(plan: Plan, written: LayoutRequest, tools: Iterable[Tool]) -> 
     tools = tuple(tools)
     if not tools or any(tool.runs(plan.layout) for tool in tools):
         return
-    target, choices = TARGETS[tools[0].name], Choices(plan.problem, plan.layout, plan.fabric)
-    refusals = Refusals(target.title)
-    conditions = ((rule, _condition(rule, plan.problem, {})) for rule in target.rules)
+    name, choices = tools[0].name, Choices(plan.problem, plan.layout, plan.fabric)
+    refusals = Refusals(own_runtime.TITLE if name == "meshwise" else TARGETS[name].title)
+    conditions = [(rule, _condition(rule, plan.problem, {})) for rule in _rules_of(name)]
     refusals.apply((r for r, c in conditions if refuses_all(c, written.sizes, **written.choices)), choices)
     refusals.check()
-    hand_over(plan, tools[0].name)
+    refusals.apply(_rules_of(name), choices)
+    refusals.check()

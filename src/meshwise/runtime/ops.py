@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from meshwise.core.tensors import Elementwise
 from meshwise.models.numerics import Numerics, Rotary, Scaling
 from meshwise.runtime.products import align
+from meshwise.runtime.refusals import elementwise_of
 
 Arrays = Sequence[jax.Array]
 
@@ -68,9 +69,9 @@ def elementwise(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Ar
         inputs: whole arrays, in its order.
         around: what else is read.
     """
-    function = find_elementwise(op.name)
-    assert function is not None, f"refused before: {op.name}"
-    return function(op, inputs, around)
+    name = elementwise_of(op.name)
+    assert name is not None, f"refused before: {op.name}"
+    return _FUNCTIONS[name](op, inputs, around)
 
 
 def _norm(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
@@ -206,27 +207,18 @@ def _weigh(op: Elementwise, inputs: Arrays, around: Surroundings) -> jax.Array:
     return inputs[0] * align(gate, op.inputs[1].axes, op.output.axes)
 
 
-#: Function -> names of the operations that it computes; those that end in "." are beginnings of names.
-_NAMES: dict[Function, tuple[str, ...]] = {
-    _act: ("act", "shared.act", "expert.act"),
-    _add: ("shared.add", "residual", "residual.attn", "residual.mlp", "add.positions", "bias."),
-    _product: ("expert.weigh", "weigh", "weigh."),
-    _norm: ("norm.",),
-    _rope: ("rope.q", "rope.k"),
-    _weigh: ("shared.scale",),
-    _sinks: ("sinks",),
-    _embedding_scale: ("scale",),
-    _logits_scale: ("scale.logits",),
-    _loss: ("loss",),
+_FUNCTIONS: dict[str, Function] = {
+    "act": _act,
+    "add": _add,
+    "product": _product,
+    "norm": _norm,
+    "rope": _rope,
+    "weigh": _weigh,
+    "sinks": _sinks,
+    "embedding_scale": _embedding_scale,
+    "logits_scale": _logits_scale,
+    "loss": _loss,
 }
-
-
-def find_elementwise(name: str) -> Function | None:
-    """What computes an elementwise operation of this name; None where nothing does."""
-    for function, names in _NAMES.items():
-        if name in names or name.startswith(tuple(n for n in names if n.endswith("."))):
-            return function
-    return None
 
 
 def frequencies(rotary: Rotary, width: int) -> NDArray[np.float64]:

@@ -65,21 +65,12 @@ def _steps(number: int) -> str:
     return "1 step" if number == 1 else f"{format_count(number)} steps"
 
 
-#: Optimizers that run -> names of the moments that they keep.
-RUNNABLE: dict[str, tuple[str, ...]] = {
-    "adamw": ("mean", "variance"),
-    "lion": ("mean",),
-    "momentum": ("mean",),
-    "sgd": (),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
     """An optimizer and its constants.
 
     Args:
-        name: of `RUNNABLE`.
+        name: of `refusals.RUNNABLE`.
         learning_rate: of each step; a number is that of every step.
         beta1, beta2: decay of the averages of gradients and of their squares.
         epsilon: added to the root of the latter.

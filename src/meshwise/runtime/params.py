@@ -24,13 +24,10 @@ from meshwise.models.numerics import Numerics
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 
-#: Formats in which arrays are held and multiplied here.
-HELD: dict[DType, Any] = {DType.FP32: jnp.float32, DType.BF16: jnp.bfloat16}
-
 
 def dtype_of(format_: DType) -> Any:
-    """JAX's dtype."""
-    return HELD[format_]
+    """JAX's dtype, of a format of `refusals.HELD`."""
+    return {DType.FP32: jnp.float32, DType.BF16: jnp.bfloat16}[format_]
 
 
 @dataclass(frozen=True, slots=True)

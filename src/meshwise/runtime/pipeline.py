@@ -27,8 +27,6 @@ from meshwise.sharding.layout import Layout
 #: Mesh axis of the stages.
 STAGE = "stage"
 #: Schedules that run.
-PIPELINES = ("gpipe", "1f1b", "interleaved")
-
 Batch = Mapping[str, jax.Array]
 
 
@@ -72,7 +70,7 @@ class Pipeline:
             stage) in front.
         stages: number of them.
         pieces: of the model that each stage holds.
-        schedule: of `PIPELINES`.
+        schedule: of `refusals.PIPELINES`.
         parameters: by run and name.
         accumulates: format in which gradients are added up.
         reductions: format in which they are made and reduced.

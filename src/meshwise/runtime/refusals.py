@@ -1,25 +1,61 @@
-"""What a plan asks for that cannot be executed, each refused by name and with its reason before anything runs.
+"""What can be executed of a plan, and the refusal of the rest by name, with its reason, before anything runs.
 
-Not here: what can (`forward`, `train`).
+It loads no JAX, so that plans can be made for this runtime where JAX is not. Not here: how it is executed (`forward`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
+from meshwise.core.dtypes import DType
 from meshwise.core.errors import ConfigError, LayoutError, MeshwiseError
 from meshwise.core.tensors import Attention, Einsum, Elementwise, Kind, Lookup, Op, Program, Route, Tensor
 from meshwise.jobs import TrainingJob
 from meshwise.models import Model
-from meshwise.runtime.ops import find_elementwise
-from meshwise.runtime.optimizer import RUNNABLE
-from meshwise.runtime.params import HELD
-from meshwise.runtime.pipeline import PIPELINES
-from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout
 from meshwise.sharding.remat import check_remat
-from meshwise.sharding.strategy import iteration_space
+from meshwise.sharding.strategy import Strategy, iteration_space
+
+if TYPE_CHECKING:
+    from meshwise.runtime.shardings import Placement
+
+#: Schedules that run.
+PIPELINES = ("gpipe", "1f1b", "interleaved")
+
+#: Formats in which arrays are held and multiplied.
+HELD = (DType.FP32, DType.BF16)
+
+#: Optimizers that run -> names of the moments that they keep.
+RUNNABLE: dict[str, tuple[str, ...]] = {
+    "adamw": ("mean", "variance"),
+    "lion": ("mean",),
+    "momentum": ("mean",),
+    "sgd": (),
+}
+
+#: Elementwise functions that run -> names of the operations that each computes; those that end in "." are beginnings.
+ELEMENTWISE: dict[str, tuple[str, ...]] = {
+    "act": ("act", "shared.act", "expert.act"),
+    "add": ("shared.add", "residual", "residual.attn", "residual.mlp", "add.positions", "bias."),
+    "product": ("expert.weigh", "weigh", "weigh."),
+    "norm": ("norm.",),
+    "rope": ("rope.q", "rope.k"),
+    "weigh": ("shared.scale",),
+    "sinks": ("sinks",),
+    "embedding_scale": ("scale",),
+    "logits_scale": ("scale.logits",),
+    "loss": ("loss",),
+}
+
+
+def elementwise_of(name: str) -> str | None:
+    """The function that computes an elementwise operation of this name; None where none does."""
+    for function, names in ELEMENTWISE.items():
+        if name in names or name.startswith(tuple(n for n in names if n.endswith("."))):
+            return function
+    return None
 
 
 def check_model(model: Model) -> None:
@@ -44,7 +80,7 @@ def check_model(model: Model) -> None:
 
 def _runs(op: Op) -> bool:
     if isinstance(op, Elementwise):
-        return type(op) is Elementwise and (find_elementwise(op.name) is not None or op.name == "top_k")
+        return type(op) is Elementwise and (elementwise_of(op.name) is not None or op.name == "top_k")
     return type(op) in (Einsum, Attention, Lookup, Route)
 
 
@@ -133,24 +169,30 @@ def check_even(program: Program, placement: Placement, sizes: Mapping[str, float
     Raises:
         LayoutError: names the tensor, its axis and the mesh axes.
     """
-    strategy = placement.strategy
-    for block in program:
-        for op in block.ops:
-            splits = iteration_space(strategy, op)
-            for t in op.tensors:
-                _check_tensor(t, Sharding.of(t.axes, splits), placement, sizes)
-                _check_tensor(t, strategy.home(t.axes), placement, sizes)
-        for t in (t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT):
-            for part in ("weights", "gradients", "optimizer"):
-                _check_tensor(t, strategy.stored(t.axes, part), placement, sizes)
-
-
-def _check_tensor(t: Tensor, sharding: Sharding, placement: Placement, sizes: Mapping[str, float]) -> None:
-    for axis, split in zip(t.axes, sharding.splits, strict=True):
+    for t, axis, split in splits_of(program, placement.strategy):
         ways = placement.ways(split)
-        if axis != "C" and sizes[axis] % ways:
+        if sizes[axis] % ways:
             over = " x ".join(f"{a}={placement.mesh.shape[a]}" for a in placement.split(split))
             raise LayoutError(
                 f"layout: {over} splits {axis} = {sizes[axis]:,.0f} of {t.name} into {ways:,} parts that are not "
                 f"equal; the plan pads them, execution does not: use sizes that divide {sizes[axis]:,.0f}"
             )
+
+
+def splits_of(program: Program, strategy: Strategy) -> Iterator[tuple[Tensor, str, tuple[str, ...]]]:
+    """Axes that are split somewhere in a program, and over which mesh axes; not slots of experts, which are padded."""
+    for block in program:
+        for op in block.ops:
+            splits = iteration_space(strategy, op)
+            for t in op.tensors:
+                yield from _split_axes(t, Sharding.of(t.axes, splits))
+                yield from _split_axes(t, strategy.home(t.axes))
+        for t in (t for op in block.ops for t in op.inputs if t.kind is Kind.WEIGHT):
+            for part in ("weights", "gradients", "optimizer"):
+                yield from _split_axes(t, strategy.stored(t.axes, part))
+
+
+def _split_axes(t: Tensor, sharding: Sharding) -> Iterator[tuple[Tensor, str, tuple[str, ...]]]:
+    for axis, split in zip(t.axes, sharding.splits, strict=True):
+        if split and axis != "C":
+            yield t, axis, split

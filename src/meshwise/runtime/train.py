@@ -22,7 +22,7 @@ from meshwise.runtime.devices import make_mesh
 from meshwise.runtime.gradients import Accumulation, accumulate
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.ops import Surroundings
-from meshwise.runtime.optimizer import RUNNABLE, Hyperparameters, update
+from meshwise.runtime.optimizer import Hyperparameters, update
 from meshwise.runtime.params import (
     Order,
     Parameter,
@@ -34,7 +34,14 @@ from meshwise.runtime.params import (
     plan_segments,
 )
 from meshwise.runtime.pipeline import Pipeline, piece_order
-from meshwise.runtime.refusals import check_dispatch, check_even, check_job, check_layout, check_model
+from meshwise.runtime.refusals import (
+    RUNNABLE,
+    check_dispatch,
+    check_even,
+    check_job,
+    check_layout,
+    check_model,
+)
 from meshwise.runtime.shardings import Placement
 from meshwise.sharding import Sharding
 from meshwise.sharding.layout import Layout

@@ -1,0 +1,77 @@
+"""What `meshwise run` and `verify` cannot execute, as a table of rules beside those of other tools.
+
+The facts are `runtime.refusals`, which refuses the same when it is asked to execute a plan. Not here: executing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.exports.choices import Choices
+from meshwise.exports.exported import Rule
+from meshwise.runtime.refusals import PIPELINES, check_job, check_model, splits_of
+
+TITLE = "meshwise run"
+
+
+def _why(check: Callable[[Choices], None]) -> Callable[[Choices], str]:
+    """What a check says of a job, "" where it has no objection."""
+
+    def said(choices: Choices) -> str:
+        try:
+            check(choices)
+        except MeshwiseError as error:
+            return str(error)
+        return ""
+
+    return said
+
+
+_OF_MODEL, _OF_JOB = _why(lambda c: check_model(c.model)), _why(lambda c: check_job(c.job))
+
+
+def _splits(choices: Choices) -> list[tuple[tuple[str, ...], int, str]]:
+    """Mesh axes that split something, its size, a tensor that has it; not sequences: microbatches are whole."""
+    strategy = choices.structure.strategy
+    if strategy not in choices.known:
+        program = choices.model.train_program()
+        sizes = program.bind(batch=1, queries=choices.seq_len)
+        found = splits_of(program, strategy)
+        choices.known[strategy] = {(split, int(sizes[a])): t.name for t, a, split in found if a != "B"}
+    return [(split, size, name) for (split, size), name in choices.known[strategy].items()]
+
+
+def _ways(choices: Choices, split: tuple[str, ...]) -> int:
+    return math.prod(getattr(choices.layout, axis) for axis in split)
+
+
+def _uneven(choices: Choices) -> str:
+    """The first split that is not even, in words."""
+    split, size, name = next(found for found in _splits(choices) if found[1] % _ways(choices, found[0]))
+    return f"{' x '.join(a for a in split if getattr(choices.layout, a) > 1)} over {size} of {name}"
+
+
+#: What it cannot execute.
+RULES: tuple[Rule[Choices], ...] = (
+    Rule(lambda c: bool(_OF_MODEL(c)), "model {c.model.name}", _OF_MODEL, "another tool"),
+    Rule(lambda c: bool(_OF_JOB(c)), "the job", _OF_JOB, "another tool"),
+    Rule(
+        lambda c: (c.order not in PIPELINES) & (c.layout.stage > 1),
+        "schedule={c.order}", f"it runs {', '.join(PIPELINES)}", "schedule=1f1b",
+    ),
+    Rule(
+        lambda c: (c.layout.stage > 1) & ((c.remat_layers or 0) % (c.layout.stage * c.layout.virtual_stages) > 0),
+        "remat_layers={c.remat_layers}", "pieces of the model run in step",
+        lambda c: f"a multiple of {c.layout.stage * c.layout.virtual_stages}",
+    ),
+    Rule(
+        lambda c: len(c.layout.offload) > 0,
+        lambda c: f"offload={'+'.join(c.layout.offload)}", "it keeps nothing in the host's memory", "no offload",
+    ),
+    Rule(
+        lambda c: sum(size % _ways(c, split) > 0 for split, size, _ in _splits(c)) > 0,
+        _uneven, "it splits into equal parts, and pads nothing", "sizes that divide it",
+    ),
+)  # fmt: skip
