@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from meshwise.core.tensors import Lookup
 from meshwise.runtime.products import others
 from meshwise.runtime.shardings import Placement, complete, part_index
-from meshwise.runtime.watched import Watched
+from meshwise.runtime.watched import Watched, with_gradient
 from meshwise.sharding import Sharding
 
 
@@ -35,62 +35,39 @@ def look_up(
 
     Returns: the rows, where the output lives.
     """
-    value, sink = (table.value, table.sink) if isinstance(table, Watched) else (table, None)
-    rows, shape, narrow = _Rows(op, placement, splits), value.shape, value.dtype
-    watched, dtype = sink is not None, narrow if sink is None else sink.dtype
+    shape = (table.value if isinstance(table, Watched) else table).shape
+    if placement.mesh.size == 1:
 
-    def picked(index: jax.Array, value: jax.Array, sink: jax.Array | None) -> jax.Array:  # noqa: ARG001
-        return rows.pick(index, value)
+        def add(index: jax.Array, gradient: jax.Array, dtype: Any) -> tuple[None, jax.Array]:
+            return None, jnp.zeros(shape, dtype).at[index].add(gradient.astype(dtype))
 
-    def backward(index: jax.Array, gradient: jax.Array) -> tuple[Any, ...]:
-        found = rows.gradient(index, gradient.astype(dtype), shape)
-        return (None, jnp.zeros(shape, narrow), found) if watched else (None, found, None)
+        return with_gradient(lambda index, table: (jnp.take(table, index, axis=0), index), add, index, table)
+    found, held, made = (Sharding.of(t.axes, splits) for t in (*op.inputs, op.output))
+    home, back = placement.strategy.home(op.output.axes), placement.reduced(op.inputs[1].axes)
+    split, over = placement.split(held.splits[0]), others(held, placement)
+    # Devices that hold the same rows of the output have the same gradient of them, of which each takes its share.
+    alike = placement.ways(others(home, placement))
+    index_spec, table_spec, home_spec, back_spec = map(placement.spec, (found, held, home, back))
 
-    function = jax.custom_vjp(picked)
-    function.defvjp(lambda index, value, sink: (picked(index, value, sink), index), backward)
-    return function(index, value, sink)
-
-
-class _Rows:
-    """The rows of a table that a lookup reads, where a layout places them."""
-
-    def __init__(self, op: Lookup, placement: Placement, splits: Mapping[str, tuple[str, ...]]) -> None:
-        index, table = op.inputs
-        self.placement = placement
-        self.index, self.table, self.made = (Sharding.of(t.axes, splits) for t in (index, table, op.output))
-        self.home, self.back = placement.strategy.home(op.output.axes), placement.reduced(table.axes)
-
-    def pick(self, index: jax.Array, table: jax.Array) -> jax.Array:
-        """Pick rows."""
-        if self.placement.mesh.size == 1:
-            return jnp.take(table, index, axis=0)
-        index_spec, table_spec, home = map(self.placement.spec, (self.index, self.table, self.home))
-        return self.placement.local(self._pick_local, (index_spec, table_spec), home)(index, table)
-
-    def _pick_local(self, index: jax.Array, table: jax.Array) -> jax.Array:
+    def pick(index: jax.Array, table: jax.Array) -> jax.Array:
         """Pick rows from one device's part of the table, zeros for those of others, and add up."""
-        split = self.placement.split(self.table.splits[0])
-        own = index - part_index(split, self.placement) * table.shape[0]
-        held = (own >= 0) & (own < table.shape[0])
-        picked = jnp.take(table, jnp.where(held, own, 0), axis=0)
-        return complete(jnp.where(held[..., None], picked, 0), self.made, self.home, split, self.placement)
+        own = index - part_index(split, placement) * table.shape[0]
+        here = (own >= 0) & (own < table.shape[0])
+        picked = jnp.take(table, jnp.where(here, own, 0), axis=0)
+        return complete(jnp.where(here[..., None], picked, 0), made, home, split, placement)
 
-    def gradient(self, index: jax.Array, gradient: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The gradient of a table of this shape, where gradients are accumulated.
+    def forward(index: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return placement.local(pick, (index_spec, table_spec), home_spec)(index, table), index
 
-        Differentiated on each device: between two `shard_map`s a stage of a pipeline could hand nothing over.
-        """
-        placement = self.placement
-        if placement.mesh.size == 1:
-            return jnp.zeros(shape, gradient.dtype).at[index].add(gradient)
-        own = tuple(n // placement.ways(split) for n, split in zip(shape, self.table.splits, strict=True))
-        # Devices that hold the same rows of the output have the same gradient of them, of which each takes its share.
-        alike = placement.ways(others(self.home, placement))
+    def backward(index: jax.Array, gradient: jax.Array, dtype: Any) -> tuple[None, jax.Array]:
+        """Differentiate on each device: between two `shard_map`s a stage of a pipeline could hand nothing over."""
+        own = tuple(n // placement.ways(split) for n, split in zip(shape, held.splits, strict=True))
 
         def local(index: jax.Array, gradient: jax.Array) -> jax.Array:
-            _, transposed = jax.vjp(lambda table: self._pick_local(index, table), jnp.zeros(own, gradient.dtype))
+            _, transposed = jax.vjp(lambda table: pick(index, table), jnp.zeros(own, gradient.dtype))
             (part,) = transposed(gradient / alike)
-            return complete(part, self.table, self.back, others(self.table, placement), placement)
+            return complete(part, held, back, over, placement)
 
-        index_spec, home, back = map(placement.spec, (self.index, self.home, self.back))
-        return placement.local(local, (index_spec, home), back)(index, gradient)
+        return None, placement.local(local, (index_spec, home_spec), back_spec)(index, gradient.astype(dtype))
+
+    return with_gradient(forward, backward, index, table)

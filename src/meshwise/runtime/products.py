@@ -22,7 +22,7 @@ from meshwise.core.tensors import Einsum, Kind, Tensor
 from meshwise.runtime.circle import Circle
 from meshwise.runtime.collective_matmul import Equation, gathered_products, scattered_products
 from meshwise.runtime.shardings import Placement, complete
-from meshwise.runtime.watched import Watched, linear, product
+from meshwise.runtime.watched import Watched, linear, product, with_gradient
 from meshwise.sharding import Sharding
 from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form
 
@@ -172,45 +172,26 @@ def multiply_placed(how: PlacedProducts, x: jax.Array, weights: Sequence[Any]) -
 
     Returns: the results, where `how.outputs` has them.
     """
-    values = tuple(w.value if isinstance(w, Watched) else w for w in weights)
-    sinks = tuple(w.sink if isinstance(w, Watched) else None for w in weights)
-    return _multiplied(x, values, sinks, how)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _multiplied(x: jax.Array, values: Arrays, sinks: tuple[Any, ...], how: PlacedProducts) -> Arrays:
-    return _forward(x, values, sinks, how)[0]
-
-
-def _forward(x: jax.Array, values: Arrays, sinks: tuple[Any, ...], how: PlacedProducts) -> tuple[Arrays, Any]:
     spec = how.placement.spec
     read = how.products.ops[0]
-    passed = how._read(read, read.inputs[0])
-    weights = tuple(map(spec, how.weights))
-    outputs = (tuple(map(spec, how.outputs)), spec(passed))
-    with jax.named_scope(how.products.moved.name):
-        made, gathered = how.placement.local(how.forward, (spec(how.input), weights), outputs)(x, values)
-    kept = gathered if how.again else x
-    return made, (kept, values, tuple(None if s is None else jnp.zeros((), s.dtype) for s in sinks))
+    whole = how.placement.at(read, read.inputs[0])
+    held, at = spec(how.input), tuple(map(spec, how.weights))
+    outs = tuple(map(spec, how.outputs))
 
+    def forward(x: jax.Array, *values: jax.Array) -> tuple[Arrays, Any]:
+        with jax.named_scope(how.products.moved.name):
+            made, gathered = how.placement.local(how.forward, (held, at), (outs, spec(whole)))(x, values)
+        return made, (gathered if how.again else x, values)
 
-def _backward(how: PlacedProducts, kept: Any, d_outs: Arrays) -> tuple[jax.Array, Arrays, tuple[Any, ...]]:
-    x, values, formats = kept
-    spec = how.placement.spec
-    dtypes = tuple(v.dtype if f is None else f.dtype for v, f in zip(values, formats, strict=True))
-    read = how.products.ops[0]
-    held = how._read(read, read.inputs[0]) if how.again else how.input
-    inputs = (spec(held), tuple(map(spec, how.weights)), tuple(map(spec, how.outputs)))
-    outputs = (spec(how.input), tuple(map(spec, how.gradients)))
-    local = partial(how.backward, dtypes=dtypes)
-    with jax.named_scope(f"d_{how.products.moved.name}"):
-        d_x, d_weights = how.placement.local(local, inputs, outputs)(x, values, d_outs)
-    both = list(zip(values, formats, d_weights, strict=True))
-    d_values = tuple(d if f is None else jnp.zeros_like(v) for v, f, d in both)
-    return d_x, d_values, tuple(None if f is None else d for _, f, d in both)
+    def backward(kept: Any, d_outs: Arrays, *dtypes: Any) -> tuple[jax.Array, ...]:
+        inputs = (spec(whole) if how.again else held, at, outs)
+        outputs = (held, tuple(map(spec, how.gradients)))
+        local = partial(how.backward, dtypes=dtypes)
+        with jax.named_scope(f"d_{how.products.moved.name}"):
+            d_x, d_weights = how.placement.local(local, inputs, outputs)(*kept, d_outs)
+        return d_x, *d_weights
 
-
-_multiplied.defvjp(_forward, _backward)
+    return with_gradient(forward, backward, x, *weights)
 
 
 def subscripts(op: Einsum) -> tuple[str, str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwise.core.tensors import Einsum, Kind, Op, Route
 from meshwise.runtime.mixture import Experts
-from meshwise.runtime.watched import Watched, plain
+from meshwise.runtime.watched import Watched, plain, with_gradient
 
 
 @dataclass(frozen=True)
@@ -105,35 +104,24 @@ def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, sizes: jax.A
 
     Returns: [n, F], empty rows zero.
     """
-    if isinstance(matrices, Watched):
-        return _grouped(rows, matrices.value, matrices.sink, sizes)
-    return jax.lax.ragged_dot(rows, matrices, sizes)
+    if not isinstance(matrices, Watched):
+        return jax.lax.ragged_dot(rows, matrices, sizes)
 
+    def forward(given: tuple[jax.Array, jax.Array], matrices: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        rows, sizes = given
+        return jax.lax.ragged_dot(rows, matrices, sizes), (rows, matrices, sizes)
 
-@jax.custom_vjp
-def _grouped(rows: jax.Array, matrices: jax.Array, sink: jax.Array, sizes: jax.Array) -> jax.Array:  # noqa: ARG001
-    return jax.lax.ragged_dot(rows, matrices, sizes)
+    def backward(kept: tuple[jax.Array, ...], gradient: jax.Array, dtype: Any) -> tuple[Any, jax.Array]:
+        rows, matrices, sizes = kept
+        d_rows = jax.lax.ragged_dot(gradient, jnp.swapaxes(matrices, 1, 2), sizes)
+        d_matrices = jax.lax.ragged_dot_general(rows, gradient, sizes, _SUMMED, preferred_element_type=dtype)
+        return (d_rows.astype(rows.dtype), None), d_matrices
 
-
-def _grouped_forward(
-    rows: jax.Array, matrices: jax.Array, sink: jax.Array, sizes: jax.Array
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    return jax.lax.ragged_dot(rows, matrices, sizes), (rows, matrices, jnp.zeros((), sink.dtype), sizes)
+    return with_gradient(forward, backward, (rows, sizes), matrices)
 
 
 #: Of the rows of both, one matrix for each group of them.
 _SUMMED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-
-
-def _grouped_backward(kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
-    rows, matrices, like, sizes = kept
-    d_rows = jax.lax.ragged_dot(gradient, jnp.swapaxes(matrices, 1, 2), sizes)
-    general = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_SUMMED)
-    d_matrices = general(rows, gradient, sizes, preferred_element_type=like.dtype)
-    return d_rows.astype(rows.dtype), jnp.zeros_like(matrices), d_matrices, None
-
-
-_grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 Arrays = Mapping[str, jax.Array]

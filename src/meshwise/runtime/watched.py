@@ -59,6 +59,35 @@ def linear(apply: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Call
     return function
 
 
+def with_gradient(
+    forward: Callable[..., tuple[Any, Any]], backward: Callable[..., tuple[Any, ...]], x: Any, *weights: Any
+) -> Any:
+    """Apply a function of activations and weights with gradients of our own; watched weights get theirs in sinks.
+
+    Args:
+        forward: (activations, *values of weights) -> (result, what the backward pass reads).
+        backward: (what it reads, gradient of the result, *formats of the weights' gradients) -> gradients of the
+            activations and of each weight.
+        x: activations, a tree of arrays.
+        weights: each an array or `Watched`.
+
+    Returns: the result.
+    """
+    values = tuple(w.value if isinstance(w, Watched) else w for w in weights)
+    sinks = tuple(w.sink if isinstance(w, Watched) else None for w in weights)
+    formats = [value.dtype if sink is None else sink.dtype for value, sink in zip(values, sinks, strict=True)]
+
+    def back(kept: Any, gradient: Any) -> tuple[Any, ...]:
+        d_x, *found = backward(kept, gradient, *formats)
+        watched = list(zip(values, sinks, found, strict=True))
+        d_values = tuple(d if s is None else jnp.zeros(v.shape, v.dtype) for v, s, d in watched)
+        return d_x, d_values, tuple(None if s is None else d for _, s, d in watched)
+
+    function = jax.custom_vjp(lambda x, values, _: forward(x, *values)[0])
+    function.defvjp(lambda x, values, _: forward(x, *values), back)
+    return function(x, values, sinks)
+
+
 def product(
     letters: tuple[str, str, str],
     x: jax.Array,
@@ -73,21 +102,15 @@ def product(
         weight_gradient: from `x`, the result's gradient and a format to the gradient of `w`; unless given, an einsum.
     """
     left, right, out = letters
-    value, sink = (w.value, w.sink) if isinstance(w, Watched) else (w, None)
-    watched, dtype = sink is not None, value.dtype if sink is None else sink.dtype
 
-    def multiply(x: jax.Array, value: jax.Array, sink: jax.Array | None) -> jax.Array:  # noqa: ARG001
-        return jnp.einsum(f"{left},{right}->{out}", x, value)
+    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        return jnp.einsum(f"{left},{right}->{out}", x, w), (x, w)
 
-    def backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[Any, ...]:
-        x, value = kept
-        d_x = jnp.einsum(f"{out},{right}->{left}", gradient, value).astype(x.dtype)
-        if weight_gradient is None:
-            d_w = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
-        else:
-            d_w = weight_gradient(x, gradient, dtype)
-        return (d_x, jnp.zeros_like(value), d_w) if watched else (d_x, d_w, None)
+    def backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        x, w = kept
+        d_x = jnp.einsum(f"{out},{right}->{left}", gradient, w).astype(x.dtype)
+        if weight_gradient is not None:
+            return d_x, weight_gradient(x, gradient, dtype)
+        return d_x, jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=dtype)
 
-    function = jax.custom_vjp(multiply)
-    function.defvjp(lambda x, value, sink: (multiply(x, value, sink), (x, value)), backward)
-    return function(x, value, sink)
+    return with_gradient(forward, backward, x, w)
