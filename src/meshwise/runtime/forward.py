@@ -19,7 +19,7 @@ from meshwise.runtime.attention_placed import attend_placed
 from meshwise.runtime.lookup import look_up
 from meshwise.runtime.mixture import Experts, choose
 from meshwise.runtime.ops import Surroundings, elementwise
-from meshwise.runtime.products import PlacedProducts, multiply, multiply_placed
+from meshwise.runtime.products import PlacedProducts, multiply
 from meshwise.runtime.ragged import RaggedExperts
 from meshwise.runtime.shardings import Placement
 from meshwise.runtime.watched import Watched, plain
@@ -80,10 +80,11 @@ class _Walk:
     def _run_ring(self, products: CollectiveProducts) -> None:
         """Execute products that share a collective, all at once."""
         again = bool(self.around.recomputed & {op.name for op in products.ops})
-        how = PlacedProducts(products, self.placement, self.around.collective_matmul == "bidirectional", again)
+        both_ways = self.around.collective_matmul == "bidirectional"
+        how = PlacedProducts(products, self.placement, both_ways=both_ways, again=again)
         x = self.bring(products.ops[0].inputs[0], how.input)
         weights = [self.bring(op.inputs[1], held) for op, held in zip(products.ops, how.weights, strict=True)]
-        for op, made, held in zip(products.ops, multiply_placed(how, x, weights), how.outputs, strict=True):
+        for op, made, held in zip(products.ops, how.multiply(x, weights), how.outputs, strict=True):
             self._keep(op, made, held)
 
     def _run_one(self, op: Op) -> None:

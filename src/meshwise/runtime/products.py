@@ -9,8 +9,7 @@ accumulated. Not here: where a layout puts what (`shardings`), rings (`collectiv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,6 @@ from meshwise.sharding.collective_products import AXIS, CollectiveProducts, Form
 Arrays = tuple[jax.Array, ...]
 
 
-@dataclass(frozen=True)
 class PlacedProducts:
     """Products that share a collective, on a mesh.
 
@@ -39,80 +37,58 @@ class PlacedProducts:
         both_ways: whether pieces go round in both directions.
         again: whether the backward pass runs the products again before their gradients (recomputation), so that what
             came round for that need not come round once more.
+
+    Attributes: `input`, `weights` and `outputs` are shardings: where the operands are read (the input by rows, where it
+    is gathered), and where the results are left.
     """
 
-    products: CollectiveProducts
-    placement: Placement
-    both_ways: bool
-    again: bool
-
-    @property
-    def circle(self) -> Circle:
-        """Devices of the tensor axis."""
-        return Circle(AXIS, self.placement.mesh.shape[AXIS], self.both_ways)
-
-    @property
-    def form(self) -> Form:
-        """What the collective is."""
-        return self.products.form
-
-    @property
-    def letter(self) -> str:
-        """Of the rows by which pieces go round."""
-        return self._letters[self.products.along]
-
-    @property
-    def equations(self) -> tuple[Equation, ...]:
-        """Of the products."""
-        return tuple(
-            Equation(self._spell(op.inputs[0]), self._spell(op.inputs[1]), self._spell(op.output), op.name)
-            for op in self.products.ops
-        )
-
-    def _spell(self, t: Tensor) -> str:
-        return "".join(self._letters[a] for a in t.axes)
-
-    @property
-    def _letters(self) -> dict[str, str]:
-        axes = dict.fromkeys(a for op in self.products.ops for a in op.axes)
-        return {axis: chr(ord("a") + i) for i, axis in enumerate(axes)}
-
-    # Where things are -------------------------------------------------------------------------------------------------
-
-    @property
-    def input(self) -> Sharding:
-        """Where the input is held: by rows, where it is gathered."""
-        (op, *_) = self.products.ops
-        return self._by_rows(op.inputs[0]) if self.form is Form.GATHER else self._read(op, op.inputs[0])
-
-    @property
-    def outputs(self) -> tuple[Sharding, ...]:
-        """Where the results are left."""
-        if self.form is Form.SCATTER:
-            return (self._by_rows(self.products.ops[0].output),)
-        return tuple(self._read(op, op.output) for op in self.products.ops)
-
-    @property
-    def weights(self) -> tuple[Sharding, ...]:
-        """Where the weights are read."""
-        return tuple(self._read(op, op.inputs[1]) for op in self.products.ops)
-
-    @property
-    def gradients(self) -> tuple[Sharding, ...]:
-        """Where the gradients of the weights are reduced to."""
-        return tuple(self.placement.reduced(op.inputs[1].axes) for op in self.products.ops)
-
-    def _read(self, op: Einsum, t: Tensor) -> Sharding:
-        return self.placement.at(op, t)
+    def __init__(self, products: CollectiveProducts, placement: Placement, *, both_ways: bool, again: bool) -> None:
+        self.products, self.placement, self.form, self.again = products, placement, products.form, again
+        self.circle = Circle(AXIS, placement.mesh.shape[AXIS], both_ways)
+        ops, first = products.ops, products.ops[0]
+        axes = [a for op in ops for a in op.axes]
+        self.letter = _letters(axes)[products.along]  # of the rows by which pieces go round
+        self.equations = tuple(Equation(*_subscripts(op, axes), op.name) for op in ops)
+        self.whole = placement.at(first, first.inputs[0])
+        self.input = self._by_rows(first.inputs[0]) if self.form is Form.GATHER else self.whole
+        self.weights = tuple(placement.at(op, op.inputs[1]) for op in ops)
+        scattered = self.form is Form.SCATTER
+        self.outputs = tuple(self._by_rows(op.output) if scattered else placement.at(op, op.output) for op in ops)
 
     def _by_rows(self, t: Tensor) -> Sharding:
-        whole = self._read(self.products.ops[0], t)
+        whole = self.placement.at(self.products.ops[0], t)
         rows = zip(t.axes, whole.splits, strict=True)
         return Sharding(tuple((*split, AXIS) if axis == self.products.along else split for axis, split in rows))
 
+    def multiply(self, x: jax.Array, weights: Sequence[Any]) -> Arrays:
+        """Multiply on the mesh.
+
+        Args:
+            x: where `input` has it.
+            weights: where `weights` has them, each an array or `Watched`.
+
+        Returns: the results, where `outputs` has them.
+        """
+        spec, local, name = self.placement.spec, self.placement.local, self.products.moved.name
+        held, at, outs = spec(self.input), tuple(map(spec, self.weights)), tuple(map(spec, self.outputs))
+        reduced = tuple(spec(self.placement.reduced(op.inputs[1].axes)) for op in self.products.ops)
+
+        def forward(x: jax.Array, *values: jax.Array) -> tuple[Arrays, Any]:
+            with jax.named_scope(name):
+                made, gathered = local(self._forward, (held, at), (outs, spec(self.whole)))(x, values)
+            return made, (gathered if self.again else x, values)
+
+        def backward(kept: Any, d_outs: Arrays, *dtypes: Any) -> tuple[jax.Array, ...]:
+            reads = (spec(self.whole) if self.again else held, at, outs)
+            with jax.named_scope(f"d_{name}"):
+                d_x, d_weights = local(partial(self._backward, dtypes=dtypes), reads, (held, reduced))(*kept, d_outs)
+            return d_x, *d_weights
+
+        return with_gradient(forward, backward, x, *weights)
+
     # On one device ----------------------------------------------------------------------------------------------------
 
-    def forward(self, x: jax.Array, weights: Arrays) -> tuple[Arrays, jax.Array]:
+    def _forward(self, x: jax.Array, weights: Arrays) -> tuple[Arrays, jax.Array]:
         """Multiply one device's blocks.
 
         Returns: the results, and what the backward pass reads of the input where it runs this again.
@@ -127,7 +103,7 @@ class PlacedProducts:
                 made = scattered_products((x,), weights, equations, letter, circle, dtype=jnp.result_type(x, *weights))
                 return (self._whole(made, equations[0].out) if self.form is Form.REDUCE else made,), x
 
-    def backward(
+    def _backward(
         self, x: jax.Array, weights: Arrays, d_outs: Arrays, dtypes: Sequence[Any]
     ) -> tuple[jax.Array, Arrays]:
         """Gradients of one device's blocks; those of weights in `dtypes`, where they are accumulated."""
@@ -159,51 +135,24 @@ class PlacedProducts:
         op = self.products.ops[number]
         splits, weight = self.placement.splits(op), op.inputs[1]
         others = tuple(m for a in op.axes if a not in weight.axes for m in splits.get(a, ()))
-        return complete(gradient, self.weights[number], self.gradients[number], others, self.placement)
+        back = self.placement.reduced(weight.axes)
+        return complete(gradient, self.weights[number], back, others, self.placement)
 
 
-def multiply_placed(how: PlacedProducts, x: jax.Array, weights: Sequence[Any]) -> Arrays:
-    """Multiply on a mesh.
-
-    Args:
-        how: see there.
-        x: where `how.input` has it.
-        weights: where `how.weights` has them, each an array or `Watched`.
-
-    Returns: the results, where `how.outputs` has them.
-    """
-    spec = how.placement.spec
-    read = how.products.ops[0]
-    whole = how.placement.at(read, read.inputs[0])
-    held, at = spec(how.input), tuple(map(spec, how.weights))
-    outs = tuple(map(spec, how.outputs))
-
-    def forward(x: jax.Array, *values: jax.Array) -> tuple[Arrays, Any]:
-        with jax.named_scope(how.products.moved.name):
-            made, gathered = how.placement.local(how.forward, (held, at), (outs, spec(whole)))(x, values)
-        return made, (gathered if how.again else x, values)
-
-    def backward(kept: Any, d_outs: Arrays, *dtypes: Any) -> tuple[jax.Array, ...]:
-        inputs = (spec(whole) if how.again else held, at, outs)
-        outputs = (held, tuple(map(spec, how.gradients)))
-        local = partial(how.backward, dtypes=dtypes)
-        with jax.named_scope(f"d_{how.products.moved.name}"):
-            d_x, d_weights = how.placement.local(local, inputs, outputs)(*kept, d_outs)
-        return d_x, *d_weights
-
-    return with_gradient(forward, backward, x, *weights)
-
-
-def subscripts(op: Einsum) -> tuple[str, str, str]:
-    """Einsum letters of both inputs and of the output."""
-    letters = {axis: chr(ord("a") + i) for i, axis in enumerate(op.axes)}
-    first, second, out = ("".join(letters[a] for a in t.axes) for t in (*op.inputs, op.output))
+def _subscripts(op: Einsum, axes: Iterable[str]) -> tuple[str, str, str]:
+    """Einsum letters of both inputs and of the output, given out in the order of `axes`."""
+    letters = _letters(axes)
+    first, second, out = ("".join(letters[a] for a in t.axes) for t in op.tensors)
     return first, second, out
+
+
+def _letters(axes: Iterable[str]) -> dict[str, str]:
+    return {axis: chr(ord("a") + i) for i, axis in enumerate(dict.fromkeys(axes))}
 
 
 def named_einsum(op: Einsum, left: jax.Array, right: jax.Array | Watched) -> jax.Array:
     """Multiply two arrays over the named axes of an operation."""
-    first, second, out = letters = subscripts(op)
+    first, second, out = letters = _subscripts(op, op.axes)
     if isinstance(right, Watched):
         return product(letters, left, right)
     return jnp.einsum(f"{first},{second}->{out}", left, right)
@@ -238,7 +187,7 @@ def multiply(
     """
     if placement.mesh.size == 1 or op.inputs[1].kind is not Kind.WEIGHT:
         return named_einsum(op, x, w)
-    left, right, out = letters = subscripts(op)
+    left, right, out = letters = _subscripts(op, op.axes)
     held, back = Sharding.of(op.inputs[1].axes, splits), placement.reduced(op.inputs[1].axes)
     partial = [m for s in splits.values() for m in s if m not in held.splitting_axes]
 
