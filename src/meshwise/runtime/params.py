@@ -148,6 +148,10 @@ class Parameter:
         spec = placement.spec(self.stacked_sharding(placement, part))
         return NamedSharding(placement.mesh, PartitionSpec(*lead, *spec))
 
+    def hold(self, x: jax.Array, placement: Placement, part: str, lead: tuple[str, ...] = ()) -> jax.Array:
+        """Keep an array of its shape (weights, gradients, state) where `part` says."""
+        return jax.lax.with_sharding_constraint(x, self.named(placement, part, lead))
+
 
 def describe_parameters(
     program: Program, segments: tuple[Segment, ...], numerics: Numerics, pipeline: tuple[int, ...] = ()

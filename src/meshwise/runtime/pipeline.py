@@ -191,47 +191,46 @@ class Pipeline:
         """Mesh axes of the dimensions in front of a run's own: what stages share is held by each of them."""
         return () if any(p.staged for p in self.parameters[key].values()) else (STAGE,)
 
+    def _of_shared(self, tree: Tree, change: Callable[[Parameter, Any], Any]) -> Tree:
+        """Change what belongs to embedding and head, which stages share."""
+
+        def of_run(key: str, run: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: change(self.parameters[key][name], x) for name, x in run.items()}
+
+        return {key: of_run(key, run) if self._lead(key) else run for key, run in tree.items()}
+
     def _spread(self, weights: Tree) -> Tree:
         """Copy embedding and head to each stage: a leading dimension, over which gradients are added up."""
 
-        def one(key: str, name: str, w: Any) -> Any:
-            named = self.parameters[key][name].named(self.stack.placement, "weights", (STAGE,))
+        def one(parameter: Parameter, w: Any) -> Any:
+            def copied(part: jax.Array) -> jax.Array:
+                copies = jnp.broadcast_to(part, (self.stages, *part.shape))
+                return parameter.hold(copies, self.stack.placement, "weights", (STAGE,))
 
-            return jax.tree.map(
-                lambda part: jax.lax.with_sharding_constraint(
-                    jnp.broadcast_to(part, (self.stages, *part.shape)), named
-                ),
-                w,
-            )
+            return jax.tree.map(copied, w)
 
-        return {key: _each(key, run, one) if self._lead(key) else run for key, run in weights.items()}
+        return self._of_shared(weights, one)
 
     def _gathered_up(self, gradients: Tree) -> Tree:
         """Add up what stages have found for what they share."""
-
-        def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
-            named = self.parameters[key][name].named(self.stack.placement, "gradients")
-            return jax.lax.with_sharding_constraint(_added_up(gradient), named)
-
-        return {key: _each(key, run, one) if self._lead(key) else run for key, run in gradients.items()}
+        return self._of_shared(gradients, lambda p, g: p.hold(_added_up(g), self.stack.placement, "gradients"))
 
     def _accumulators(self, gradients: Tree) -> Tree:
         """Keep gradients where they are accumulated, each stage its own."""
 
         def one(key: str, name: str, gradient: jax.Array) -> jax.Array:
-            named = self.parameters[key][name].named(self.stack.placement, "gradients", self._lead(key))
-            return jax.lax.with_sharding_constraint(gradient, named)
+            return self.parameters[key][name].hold(gradient, self.stack.placement, "gradients", self._lead(key))
 
-        return {key: _each(key, run, one) for key, run in gradients.items()}
+        return {key: {n: one(key, n, g) for n, g in run.items()} for key, run in gradients.items()}
 
     def _zeros(self, like: Tree) -> Tree:
         """Accumulators of these weights."""
 
-        def zeros(key: str, name: str, _: Any) -> jax.Array:
+        def zeros(key: str, name: str) -> jax.Array:
             lead = (self.stages,) if self._lead(key) else ()
             return jnp.zeros((*lead, *self.parameters[key][name].shape), self.accumulates)
 
-        return self._accumulators({key: _each(key, run, zeros) for key, run in like.items()})
+        return self._accumulators({key: {name: zeros(key, name) for name in run} for key, run in like.items()})
 
     def _stacked(self, weights: Tree) -> Tree:
         """Weights of layers, which stages hold for themselves."""
@@ -299,10 +298,6 @@ class Pipeline:
         """Hand each stage's array on to the next stage, or back to the one before; the ends are joined."""
         send = Circle(STAGE, self.stages).pass_on
         return self.stack.placement.local(lambda x: send(x, by), self._spec(), self._spec())(x)
-
-
-def _each(key: str, run: Mapping[str, Any], make: Callable[[str, str, Any], Any]) -> dict[str, Any]:
-    return {name: make(key, name, value) for name, value in run.items()}
 
 
 def _added_up(x: jax.Array) -> jax.Array:

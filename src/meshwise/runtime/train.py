@@ -19,7 +19,7 @@ from meshwise.jobs import TrainingJob
 from meshwise.models import Model
 from meshwise.models.numerics import read_numerics
 from meshwise.runtime.devices import make_mesh
-from meshwise.runtime.gradients import Accumulation, accumulate
+from meshwise.runtime.gradients import Accumulation
 from meshwise.runtime.layers import Stack
 from meshwise.runtime.ops import Surroundings
 from meshwise.runtime.optimizer import Hyperparameters, update
@@ -33,7 +33,7 @@ from meshwise.runtime.params import (
     layer_order,
     plan_segments,
 )
-from meshwise.runtime.pipeline import Pipeline, piece_order
+from meshwise.runtime.pipeline import piece_order
 from meshwise.runtime.refusals import (
     RUNNABLE,
     check_dispatch,
@@ -61,7 +61,6 @@ class TrainStep:
         parameters: by run and name.
         job, layout: of the plan.
         constants: of the optimizer.
-        pipeline: the stages, or None.
     """
 
     stack: Stack
@@ -69,7 +68,6 @@ class TrainStep:
     job: TrainingJob
     layout: Layout
     constants: Hyperparameters
-    pipeline: Pipeline | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -159,22 +157,9 @@ class TrainStep:
 
     def _gradients(self, weights: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
         total = int(self.layout.sequences * self.job.seq_len)
-        formats = self.job.formats
-        how = Accumulation(
-            self.stack,
-            self.parameters,
-            dtype=dtype_of(formats.gradients),
-            reductions=dtype_of(formats.reductions),
-            pipeline=self.pipeline,
-            replicas=self._replicas,
-        )
-        loss, gradients = accumulate(how, weights, batch)
+        formats = dtype_of(self.job.formats.gradients), dtype_of(self.job.formats.reductions)
+        loss, gradients = Accumulation(self.stack, self.parameters, self.layout, *formats).accumulate(weights, batch)
         return loss / total, jax.tree.map(lambda g: g / total, gradients)
-
-    @property
-    def _replicas(self) -> bool:
-        """Whether replicas add up gradients of their own, and reduce them once a step."""
-        return self.layout.data > 1 and self.layout.zero < 2 and self.layout.num_microbatches > 1
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         loss, gradients = self._gradients(state["weights"], batch)
@@ -185,7 +170,7 @@ class TrainStep:
             """Update a parameter where its optimizer state is, and bring the new weight to where weights are stored."""
 
             def held(x: jax.Array, part: str) -> jax.Array:
-                return jax.lax.with_sharding_constraint(x, parameter.named(self.stack.placement, part))
+                return parameter.hold(x, self.stack.placement, part)
 
             named = dict(zip(moments, old, strict=True))
             new, changed = update(self.constants, held(kept, "optimizer"), held(gradient, "optimizer"), named, step)
@@ -248,13 +233,4 @@ def train_step(
     named = replace(constants or Hyperparameters(), name=job.optimizer_kind.name)
     stacked = tuple(n for n in (layout.stage, layout.virtual_stages) if n > 1) if layout.stage > 1 else ()
     parameters = describe_parameters(program, segments, numerics, stacked)
-    pipeline = Pipeline(
-        stack,
-        stages=layout.stage,
-        pieces=layout.virtual_stages,
-        schedule=layout.schedule,
-        parameters=parameters,
-        accumulates=dtype_of(job.formats.gradients),
-        reductions=dtype_of(job.formats.reductions),
-    )
-    return TrainStep(stack, parameters, job, layout, named, pipeline if layout.stage > 1 else None)
+    return TrainStep(stack, parameters, job, layout, named)
