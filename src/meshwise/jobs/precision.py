@@ -5,8 +5,8 @@ Not here: sizes of anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from meshwise.core.dtypes import DType, parse_dtype
@@ -113,6 +113,24 @@ _FP8 = Recipe(Format(DType.FP8, writes=_LAYOUTS), Format(DType.FP8), needs=(DTyp
 
 _BOOK = _precision("book", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)")
 
+_FP8_OF_32 = Format(DType.FP8, _BLOCKS_OF_32)
+_FP4_OF_16 = Format(DType.FP4, _BLOCKS_OF_16)
+_DEEPSEEK = Recipe(
+    Format(DType.FP8, _BLOCKS_OF_128, writes=_LAYOUTS), Format(DType.FP8, 4 / 128**2),
+    needs=(DType.FP8,), dispatches=True, accumulates=_PROMOTED,
+)  # fmt: skip
+_MXFP8 = Recipe(
+    replace(_FP8_OF_32, writes=_LAYOUTS), _FP8_OF_32,
+    needs=(DType.FP8, DType.FP4), weight_copies=2, accumulates=_BLOCKS,
+)  # fmt: skip
+_NVFP4 = Recipe(
+    replace(_FP4_OF_16, reads=2, writes=_LAYOUTS), _FP4_OF_16,
+    needs=(DType.FP4,), vendor="nvidia", accumulates=_BLOCKS,
+)  # fmt: skip
+_INT8 = Recipe(Format(DType.INT8, reads=2), None, needs=(DType.INT8,), accumulates="int32")
+
+_BOOK = _precision("book", DType.BF16, DType.BF16, None, "bf16 throughout, fp32 optimizer moments (the book's choice)")
+
 _PRECISIONS = (
     _MIXED,
     _BOOK,
@@ -120,64 +138,25 @@ _PRECISIONS = (
     _precision("fp16", DType.FP16, DType.FP32, DType.FP32, "fp16 matmuls; fp32 gradients, master weights, moments"),
     _precision("fp32", DType.FP32, DType.FP32, None, "everything in fp32"),
     _narrow("fp8", "fp8 weights and operands, one delayed scale a tensor; fp32 gradients, master, moments", _FP8),
-    _narrow(
-        "fp8-current",
-        "as fp8, each tensor scaled by its own largest value, which is read first",
-        replace(_FP8, activations=replace(_FP8.activations, reads=2)),
-    ),
-    _narrow(
-        "fp8-block",
-        "DeepSeek-V3: fp8 by 1 x 128 (activations) and 128 x 128 (weights), fp8 dispatch; bf16 moments, fp32 master",
-        Recipe(
-            activations=Format(DType.FP8, _BLOCKS_OF_128, writes=_LAYOUTS),
-            weights=Format(DType.FP8, 4 / 128**2),
-            needs=(DType.FP8,),
-            dispatches=True,
-            accumulates=_PROMOTED,
-        ),
-        moments=DType.BF16,
-    ),
-    _narrow(
-        "mxfp8",
-        "fp8 by blocks of 32 with power-of-two scales, weights stored both ways; fp32 gradients, master, moments",
-        Recipe(
-            activations=Format(DType.FP8, _BLOCKS_OF_32, writes=_LAYOUTS),
-            weights=Format(DType.FP8, _BLOCKS_OF_32),
-            needs=(DType.FP8, DType.FP4),
-            weight_copies=2,
-            accumulates=_BLOCKS,
-        ),
-    ),
-    _narrow(
-        "nvfp4",
-        "fp4 by blocks of 16 with fp8 scales (weights 16 x 16) and one scale a tensor; fp32 gradients, master, moments",
-        Recipe(
-            activations=Format(DType.FP4, _BLOCKS_OF_16, reads=2, writes=_LAYOUTS),
-            weights=Format(DType.FP4, _BLOCKS_OF_16),
-            needs=(DType.FP4,),
-            vendor="nvidia",
-            accumulates=_BLOCKS,
-        ),
-    ),
-    _narrow(
-        "int8",
-        "int8 operands quantised as they are used (AQT), bf16 weights; fp32 gradients, master, moments",
-        Recipe(Format(DType.INT8, reads=2), None, needs=(DType.INT8,), accumulates="int32"),
-    ),
-)
+    _narrow("fp8-current", "as fp8, each tensor scaled by its own largest value, which is read first",
+            replace(_FP8, activations=replace(_FP8.activations, reads=2))),
+    _narrow("fp8-block", "DeepSeek-V3: fp8 by 1 x 128 (activations) and 128 x 128 (weights), fp8 dispatch; bf16 "
+            "moments, fp32 master", _DEEPSEEK, moments=DType.BF16),
+    _narrow("mxfp8", "fp8 by blocks of 32 with power-of-two scales, weights stored both ways; fp32 gradients, master, "
+            "moments", _MXFP8),
+    _narrow("nvfp4", "fp4 by blocks of 16 with fp8 scales (weights 16 x 16) and one scale a tensor; fp32 gradients, "
+            "master, moments", _NVFP4),
+    _narrow("int8", "int8 operands quantised as they are used (AQT), bf16 weights; fp32 gradients, master, moments",
+            _INT8),
+)  # fmt: skip
 
 #: Presets by name.
 PRECISIONS = {p.name: p for p in _PRECISIONS}
 
-_ROLES = (
-    *("weights", "activations", "gradients", "reductions", "master", "moments", "second_moments", "compute"),
-    "other_compute",
-)
+_ROLES = tuple(f.name for f in fields(Precision) if f.name not in ("name", "meaning", "recipe"))
 _ROLE_ALIASES = {"act": "activations", "grads": "gradients", "weight": "weights", "optimizer": "moments"}
 #: Role -> the role that it follows unless it is given itself.
 _FOLLOWS = {"reductions": "gradients", "second_moments": "moments"}
-#: Roles that a recipe decides.
-_OF_RECIPES = ("compute",)
 
 
 def parse_precision(text: str) -> Precision:
@@ -196,41 +175,44 @@ def parse_precision(text: str) -> Precision:
         MeshwiseError: for a role that is given twice, or that the preset's recipe decides.
     """
     hint = "Other formats are given by role after one of these: bf16,compute=fp8."
-    base, parts = preset_and_roles(text, PRECISIONS, "precision", hint)
-    changes: dict[str, DType | None] = {}
-    for part in parts:
-        role, equals, value = (p.strip() for p in part.partition("="))
-        if not equals:
-            raise UnknownNameError("precision", role, PRECISIONS, "Roles are changed by role=dtype after the preset.")
-        role = _ROLE_ALIASES.get(role, role)
-        if role not in _ROLES:
-            raise UnknownNameError("precision role", role, _ROLES)
-        made = None if role == "master" and value == "none" else parse_dtype(value)
-        if role in changes:
-            raise MeshwiseError(f"precision: {role} is given twice in {text!r}")
-        if base.recipe is not None and role in _OF_RECIPES:
-            raise MeshwiseError(f"precision: {base.name} decides {role} itself, found {part!r}; leave it out")
-        changes[role] = made
+    base, changes = read_roles(text, PRECISIONS, "precision", hint, roles=_ROLES, aliases=_ROLE_ALIASES)
+    compute = changes.get("compute")
+    if base.recipe is not None and compute is not None:
+        raise MeshwiseError(
+            f"precision: {base.name} decides compute itself, found 'compute={compute.value}'; leave it out"
+        )
     if not changes:
         return base
     values = {r: changes.get(r, getattr(base, r)) for r in _ROLES}
     for role, leader in _FOLLOWS.items():
         if leader in changes and role not in changes:
             values[role] = values[leader]
-    compute = changes.get("compute")
     if compute is not None and compute.bits >= DType.BF16.bits and "other_compute" not in changes:
         values["other_compute"] = compute
     meaning = f"{base.name} with {', '.join(changes)} changed"
     return Precision(name=text, meaning=meaning, recipe=base.recipe, **values)
 
 
-def preset_and_roles(text: str, presets: Mapping[str, P], what: str, hint: str) -> tuple[P, list[str]]:
-    """Split "preset,role=dtype,..." or "role=dtype,..." (of bf16) into the preset and the roles that it changes."""
+def read_roles(
+    text: str, presets: Mapping[str, P], what: str, hint: str, *, roles: Sequence[str], aliases: Mapping[str, str]
+) -> tuple[P, dict[str, DType | None]]:
+    """Read "preset,role=dtype,..." or "role=dtype,..." (of bf16): the preset, and the roles with other formats."""
     first, *others = (p.strip() for p in text.split(","))
     preset = "bf16" if "=" in first else first
     if preset not in presets:
         raise UnknownNameError(what, preset, presets, hint, list_all=True)
-    return presets[preset], others if preset == first else [first, *others]
+    changes: dict[str, DType | None] = {}
+    for part in others if preset == first else [first, *others]:
+        role, equals, value = (p.strip() for p in part.partition("="))
+        if not equals:
+            raise UnknownNameError(what, role, presets, "Roles are changed by role=dtype after the preset.")
+        role = aliases.get(role, role)
+        if role not in roles:
+            raise UnknownNameError(f"{what} role", role, roles)
+        if role in changes:
+            raise MeshwiseError(f"precision: {role} is given twice in {text!r}")
+        changes[role] = None if role == "master" and value == "none" else parse_dtype(value)
+    return presets[preset], changes
 
 
 def narrowed(program: Program, precision: Precision) -> Program:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwise.core.dtypes import DType, parse_dtype
-from meshwise.core.errors import MeshwiseError, UnknownNameError
+from meshwise.core.dtypes import DType
+from meshwise.core.errors import MeshwiseError
 from meshwise.core.tensors import Block, Format, Kind, Op, Program, Tensor
-from meshwise.jobs.precision import PRECISIONS, Precision, Recipe, is_projection, narrowed, preset_and_roles
+from meshwise.jobs.precision import PRECISIONS, Precision, Recipe, is_projection, narrowed, read_roles
 
 #: Scales of weights in four bits: one fp16 number for 128 elements (AWQ, GPTQ), or one e4m3 number for 16 (NVFP4).
 _SCALES = {DType.INT4: 2 / 128, DType.FP4: 1 / 16}
@@ -105,16 +105,8 @@ def parse_serving_precision(text: str) -> ServingPrecision:
         MeshwiseError: for a role that is given twice, or formats that cannot go together.
     """
     hint = "Roles are given as weights=int8,kv=int8,compute=int8."
-    base, parts = preset_and_roles(text, SERVING_PRECISIONS, "serving precision", hint)
-    changes: dict[str, DType] = {}
-    for part in parts:
-        role, equals, value = (p.strip() for p in part.partition("="))
-        role = _ALIASES.get(role, role)
-        if not equals or role not in _ROLES:
-            raise UnknownNameError("serving precision role", role, _ROLES)
-        if role in changes:
-            raise MeshwiseError(f"precision: {role} is given twice in {text!r}")
-        changes[role] = parse_dtype(value)
+    base, found = read_roles(text, SERVING_PRECISIONS, "serving precision", hint, roles=_ROLES, aliases=_ALIASES)
+    changes = {role: dtype for role, dtype in found.items() if dtype is not None}
     if not changes:
         return base
     if "activations" in changes:
