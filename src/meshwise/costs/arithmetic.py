@@ -6,7 +6,7 @@ Everything else in the cost model is plain `+ - * /`, which already does. Not he
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -101,3 +101,30 @@ def take(value: Any, index: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(take(v, index) for v in value)
     return type(value)(*(take(getattr(value, name), index) for name in value.__dataclass_fields__))
+
+
+def joined(parts: Sequence[Any], numbers: Sequence[int]) -> Any:
+    """The rows of all parts, one after the other: the inverse of `take`, of values of one shape.
+
+    What is one float in all parts alike stays one.
+
+    >>> joined([{"a": np.array([1.0, 2.0]), "b": 3.0}, {"a": 4.0, "b": 3.0}], [2, 1])
+    {'a': array([1., 2., 4.]), 'b': 3.0}
+
+    Args:
+        parts: arrays or floats; or mappings, tuples or dataclasses of such.
+        numbers: rows of each part.
+    """
+    first = parts[0]
+    if isinstance(first, Mapping):
+        names = dict.fromkeys(name for part in parts for name in part)
+        together = {name: joined([part[name] for part in parts], numbers) for name in names}
+        return type(first)(together) if isinstance(first, dict) else together
+    if isinstance(first, tuple):
+        return tuple(joined(entries, numbers) for entries in zip(*parts, strict=True))
+    if hasattr(first, "__dataclass_fields__"):
+        names = first.__dataclass_fields__
+        return type(first)(*(joined([getattr(part, name) for part in parts], numbers) for name in names))
+    if all(not isinstance(part, _Array) and part == first for part in parts):
+        return first
+    return np.concatenate([np.broadcast_to(part, n) for part, n in zip(parts, numbers, strict=True)])

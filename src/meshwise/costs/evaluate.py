@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass, field, replace
 
 from meshwise.core.tensors import Tensor
-from meshwise.costs.arithmetic import Num, Rows, is_one, maximum, take, where
+from meshwise.costs.arithmetic import Num, is_one, maximum, where
 from meshwise.costs.compute import OperationPrices, PassCompute
 from meshwise.costs.extents import Extents, WeightedSum
 from meshwise.costs.layout_choices import Candidates, LayoutChoices, LocalSizes
@@ -21,7 +18,7 @@ from meshwise.costs.lower import LoweredTrainingBlock
 from meshwise.costs.memory import LocalMemory, StageMemory, fullest, local_memory, stage_memories
 from meshwise.costs.memory_plan import UpdatePlan
 from meshwise.costs.offload import HostInputs, HostPart, offload_memory, offload_time
-from meshwise.costs.overlap import role_sums
+from meshwise.costs.overlap import RoleSums, role_sums
 from meshwise.costs.pipeline import Part, Pipeline, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.routing import expert_load
@@ -63,25 +60,6 @@ class LocalBlock:
     passes: Mapping[str, PassCompute]
     sent: Mapping[int, Num]
     memory: LocalMemory
-
-    def take(self, index: Rows) -> LocalBlock:
-        """The same for other rows: entries `index` of every array."""
-        return LocalBlock(take(self.passes, index), take(self.sent, index), take(self.memory, index))
-
-    def joined(self, other: LocalBlock, numbers: tuple[int, int]) -> LocalBlock:
-        """The rows of this one, then those of `other`; `numbers` of each."""
-
-        def join(a: Num, b: Num) -> Num:
-            if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and a == b:
-                return a  # the same for all rows
-            return np.concatenate([np.broadcast_to(v, n) for v, n in zip((a, b), numbers, strict=True)])
-
-        def join_all(a: Any, b: Any) -> Any:
-            return type(a)(*(join(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
-
-        passes = {name: join_all(p, other.passes[name]) for name, p in self.passes.items()}
-        sent = {cost: join(v, other.sent[cost]) for cost, v in self.sent.items()}
-        return LocalBlock(passes, sent, join_all(self.memory, other.memory))
 
 
 def evaluate_local(
@@ -362,9 +340,10 @@ def evaluate_activations(
     structure: LayoutChoices,
     prices: CollectivePrices,
     local: tuple[LocalBlock, ...],
-) -> StepParts:
-    """Sums of a step whose weights, gradients, optimizer and sends take no time: their makespan bounds the expected.
+) -> Mapping[str, RoleSums]:
+    """Sums of one microbatch, by role, of a step whose weights, gradients, optimizer and sends take no time.
 
+    Their makespan bounds the expected time.
     They depend on the sizes of one device's own work alone: not on pipelines, nor on how replicas are split between
     data and fsdp, nor on what is stored where.
 
@@ -384,8 +363,7 @@ def evaluate_activations(
             if one.local and one.purpose in _OF_ACTIVATIONS and not {"data", "fsdp"} & set(one.key.mesh_axes)
         )
         times.append(BlockTime(part.block, part.share * part.block.repeat, own.passes, tuple(moving), own.sent))
-    sums, once = role_sums(times, prices)
-    return StepParts(sums, once, num_layers(problem.train_program()), prices.rates, 0.0)
+    return role_sums(times, prices)[0]
 
 
 def evaluate_memory(

@@ -68,7 +68,7 @@ class RoleSums:
     cover: Sums = field(default_factory=Sums)
     flops: Sums = field(default_factory=Sums)
 
-    def at(self, index: Rows) -> RoleSums:
+    def at(self, index: Rows | slice) -> RoleSums:
         """The same for other candidates: passes, exchanges, compute and cover only."""
         compute = Sums({name: take(self.terms[name], index) for name in COMPUTE_TERMS})
         passes, exchanged, cover = (Sums(take(getattr(self, name), index)) for name in ("passes", "exchanged", "cover"))

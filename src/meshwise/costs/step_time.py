@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from meshwise.costs.arithmetic import Num, is_zero, maximum, minimum, where
+from meshwise.costs.calibration import Calibration
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.makespans import PipelineShape, PipelineTimes, StageTimes
 from meshwise.costs.overlap import OnceSums, RoleSums, Sums, split_exposed, total
@@ -41,9 +42,9 @@ class StepParts:
     senders: Num = 1.0
 
 
-def passes_makespan(parts: StepParts, pipeline: Pipeline) -> Any:
+def passes_makespan(sums: Mapping[str, RoleSums], calibration: Calibration, layers: int, pipeline: Pipeline) -> Any:
     """Seconds of a step of the passes of its microbatches alone: no update, no sends, nothing that happens once."""
-    times = _times(parts, pipeline, chunk_shares(parts.layers, pipeline))
+    times = _times(sums, calibration, pipeline, chunk_shares(layers, pipeline))
     return pipeline.schedule.makespan(pipeline.shape, times)
 
 
@@ -76,7 +77,7 @@ def step_time(
     rates, schedule, shape = parts.rates, pipeline.schedule, pipeline.shape
     calibration, microbatches = rates.calibration, shape.num_microbatches
     shares = chunk_shares(parts.layers, pipeline)
-    times = _times(parts, pipeline, shares)
+    times = _times(parts.sums, calibration, pipeline, shares)
     works = schedule.works(shape, times)
     stored, saved = _busiest(pipeline, device_shares(parts.layers, pipeline), times, works)
     worked = {role: share * pipeline.work_share for role, share in stored.items()}
@@ -140,13 +141,15 @@ def _in_step(of_microbatch: Sums, microbatches: Num, *besides: Mapping[str, Num]
     return sums
 
 
-def _times(parts: StepParts, pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]) -> PipelineTimes:
-    calibration, shape = parts.rates.calibration, pipeline.shape
+def _times(
+    sums: Mapping[str, RoleSums], calibration: Calibration, pipeline: Pipeline, chunks: tuple[Shares, Shares, Shares]
+) -> PipelineTimes:
+    shape = pipeline.shape
     if calibration.beside_exchanges and pipeline.schedule.chunks is None:
         share = pipeline.paired_passes(beside=True) / (shape.num_microbatches * shape.virtual_stages)
-        return PipelineTimes(*(_beside(parts.sums, own, calibration.interference, share) for own in chunks))
+        return PipelineTimes(*(_beside(sums, own, calibration.interference, share) for own in chunks))
     cores = calibration.exchange_cores if pipeline.schedule.overlaps else None
-    return PipelineTimes(*(_stage_times(parts.sums, shares, cores) for shares in chunks))
+    return PipelineTimes(*(_stage_times(sums, shares, cores) for shares in chunks))
 
 
 def _busiest(

@@ -13,16 +13,16 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from meshwise.costs.arithmetic import Num, array, take
+from meshwise.costs.arithmetic import Num, array, joined, take
 from meshwise.costs.evaluate import evaluate_activations, evaluate_local, local_prices, rates_of
 from meshwise.costs.layout_choices import LayoutChoices, LocalSizes
 from meshwise.costs.memory import STATE_CLASSES, End, HeldActivations, held_activations, memory_floor, pipeline_ends
 from meshwise.costs.offload import HOST_CLASSES
-from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums, Sums
+from meshwise.costs.overlap import COMPUTE_TERMS, RoleSums
 from meshwise.costs.pipeline import Part, Pipeline, Shares, device_shares, num_layers
 from meshwise.costs.problem import TrainingProblem
 from meshwise.costs.step import CollectivePrices, Wires
-from meshwise.costs.step_time import StepParts, passes_makespan
+from meshwise.costs.step_time import passes_makespan
 from meshwise.costs.weight_traffic import evaluate_weight_state
 from meshwise.search.candidates import (
     Array,
@@ -36,7 +36,7 @@ from meshwise.search.candidates import (
     compute_variants,
     distinct,
 )
-from meshwise.search.network import Recent, SearchedNetwork, WeightColumns
+from meshwise.search.network import Recent, RowTable, SearchedNetwork, WeightColumns
 from meshwise.search.space import IdealWires
 
 #: Candidates evaluated at a time: arrays stay in the cache.
@@ -114,16 +114,13 @@ class Bounds:
         self.per_token = array(shards / (candidates.micro_batch * chips * self.problem.job.seq_len))  # by key
         self._weight_state = WeightColumns(network.choices, self._evaluate_state)
         self._pipelines: dict[int, tuple[Pipeline, Mask, tuple[End, ...], tuple[Shares, ...]]] = {}
-        self._sums = Recent[StepParts](4)
+        self._sums = Recent[Mapping[str, RoleSums]](4)
         self._prices = Recent[CollectivePrices](2)
         plain = {_all_remats(v): v for v in network.variants}
         self._keys = {own: np.flatnonzero(v.applies(lambda axis: table.axis(axis, first))) for own, v in plain.items()}
         self.keys = [self._keys[_all_remats(v)] for v in network.variants]  # where each compute variant applies
-        # What is known of a compute variant and a size stands in this row of `activations` and `held`.
-        self.row = np.full((len(network.variants), np.size(table.sizes.micro_batch)), -1)
-        self.rows = 0
-        self._activations: StepParts | None = None
-        self._held: HeldActivations | None = None
+        self.num_sizes = np.size(table.sizes.micro_batch)
+        self._known = RowTable(self._evaluate)  # of a compute variant with a size
         self.ideal = IdealWires(
             network.fabric,
             {f.name: getattr(table.sizes, f.name) for f in fields(table.sizes) if f.name != "micro_batch"},
@@ -131,28 +128,23 @@ class Bounds:
         )
 
     def rows_of(self, variant: Index, size: Index) -> Index:
-        """Rows of `activations` and `held` of sizes under compute variants; new ones are worked out.
+        """Rows of `activations` and `held` of sizes under compute variants."""
+        return self._known.rows(variant * self.num_sizes + size)
 
-        Sums are of one microbatch on ideal links.
-        """
-        missing = np.flatnonzero(self.row[variant, size] < 0)
-        sums: list[tuple[StepParts, int]] = [(self._activations, self.rows)] if self._activations else []
-        held: list[tuple[HeldActivations, int]] = [(self._held, self.rows)] if self._held else []
-        for v in np.unique(variant[missing]):
-            sizes, own = np.unique(size[missing[variant[missing] == v]]), self.network.variants[v]
-            self.row[v, sizes] = self.rows + np.arange(len(sizes))
-            self.rows += len(sizes)
-            sums.append((self.mixed(own, partial(self._ideal_sums, sizes)), len(sizes)))
-            held.append((self._held_under(own, sizes), len(sizes)))
-        if len(missing):
-            self._activations, self._held = stacked(sums), _stacked_memory(held)
-        return self.row[variant, size]
+    def _evaluate(self, numbers: Index) -> tuple[Mapping[str, RoleSums], HeldActivations]:
+        """Sums of one microbatch on ideal links, and what is held, of some sizes of each compute variant."""
+        found, lengths = [], []
+        for v in np.unique(numbers // self.num_sizes):
+            own, sizes = self.network.variants[v], numbers[numbers // self.num_sizes == v] % self.num_sizes
+            found.append((self.mixed(own, partial(self._ideal_sums, sizes)), self._held_under(own, sizes)))
+            lengths.append(len(sizes))
+        both: tuple[Mapping[str, RoleSums], HeldActivations] = joined(found, lengths)
+        return both
 
     @property
-    def activations(self) -> StepParts:
-        """What `rows_of` worked out so far: sums of one microbatch."""
-        assert self._activations is not None, "rows are asked for first"
-        return self._activations
+    def activations(self) -> Mapping[str, RoleSums]:
+        """What `rows_of` worked out so far: sums of one microbatch, by role."""
+        return self._known.values[0]
 
     @cached_property
     def _busy(self) -> dict[LayoutChoices, Array]:
@@ -166,7 +158,7 @@ class Bounds:
             lowered = self.problem.lowered.training(choices)
             blocks = zip(lowered, self.network.blocks(choices, sizes), strict=True) if len(sizes) else ()
             least: Num = sum(b.placed.block.repeat * p.seconds for b, at in blocks for p in at.passes.values())
-            found[own] = np.full(self.row.shape[1], math.inf)
+            found[own] = np.full(self.num_sizes, math.inf)
             found[own][sizes] = (1 - 1e-9) * least  # added up in another order
         return found
 
@@ -189,7 +181,7 @@ class Bounds:
         variant, key = np.concatenate(variants), np.concatenate(chosen)
         # What is computed again counts, too.
         at = self.rows_of(variant, self.size[key])
-        sums = self.activations.sums.values() if len(at) else ()
+        sums = self.activations.values() if len(at) else ()
         busy: Num = sum(own.terms[name] for own in sums for name in COMPUTE_TERMS)
         kept = np.flatnonzero(below((1 - 1e-12) * np.broadcast_to(take(busy, at), len(at)) * self.per_token[key]))
         variant, key = variant[kept], key[kept]
@@ -203,8 +195,9 @@ class Bounds:
         self, variant: Index, key: Index, schedules: Sequence[int], below: Callable[[Array], Mask]
     ) -> Iterator[Groups]:
         for s, mine, floors in self._fitting(variant, key, schedules, self.network.capacity):
-            own = self.at(variant[mine], key[mine])
-            seconds = passes_makespan(own, self.pipeline(s)[0].at(self.pipe[key[mine]]))
+            row = self.rows_of(variant[mine], self.size[key[mine]])
+            own = {role: sums.at(row) for role, sums in self.activations.items()}
+            seconds = self.makespan(own, s, key[mine])
             # The terms of a step are added up in another order: never above it for a last bit.
             bound = np.asarray((1 - 1e-12) * seconds / self.tokens[key[mine]])
             kept = np.flatnonzero(below(bound))
@@ -225,8 +218,7 @@ class Bounds:
     def _floor(self, s: int, variant: Index, key: Index, state: Mapping[str, Array] | None = None) -> Array:
         """Bytes that the fullest chip holds at least under a schedule."""
         rows = self.rows_of(variant, self.size[key])
-        assert self._held is not None, "a row is known"
-        held = take(self._held, rows)
+        held = take(self._known.values[1], rows)
         ends, hbm = take(self.pipeline(s)[2], self.pipe[key]), self.problem.cluster.chip.hbm_usable
         away = any("activations" in o for o in self.network.offloads)
         return np.broadcast_to(memory_floor(held, ends, hbm, offloaded=away, state=state), len(key))
@@ -282,12 +274,13 @@ class Bounds:
         classes = [name for name in STATE_CLASSES if name not in away]
         return evaluate_weight_state(self.problem, choices, self.network.table.axes(meshes), classes)
 
-    def at(self, variant: Index, key: Index) -> StepParts:
-        """Sums of one microbatch of some keys."""
-        row = self.rows_of(variant, self.size[key])
-        return replace(self.activations, sums={role: own.at(row) for role, own in self.activations.sums.items()})
+    def makespan(self, sums: Mapping[str, RoleSums], s: int, key: Index) -> Num:
+        """Seconds of a step's passes of some keys under a schedule."""
+        pipeline = self.pipeline(s)[0].at(self.pipe[key])
+        seconds: Num = passes_makespan(sums, self.problem.calibration, self.layers, pipeline)
+        return seconds
 
-    def _ideal_sums(self, sizes: Index, choices: LayoutChoices) -> StepParts:
+    def _ideal_sums(self, sizes: Index, choices: LayoutChoices) -> Mapping[str, RoleSums]:
         key = choices.expert_tensor_parallel, sizes.tobytes()
         prices = self._prices(key, lambda: self.prices(choices, self.ideal.at(sizes)))
         return self._sums((choices, key), lambda: self.sums(sizes, prices, choices))
@@ -296,18 +289,19 @@ class Bounds:
         """Prices of collectives on given links, for all choices that split experts alike."""
         return CollectivePrices(rates_of(self.problem, choices, links, bounded=False), None)
 
-    def sums(self, sizes: Index, prices: CollectivePrices, choices: LayoutChoices) -> StepParts:
+    def sums(self, sizes: Index, prices: CollectivePrices, choices: LayoutChoices) -> Mapping[str, RoleSums]:
         """Sums of one microbatch of some of the table's sizes."""
         return evaluate_activations(self.problem, choices, prices, self.network.blocks(choices, sizes))
 
-    def mixed(self, variant: ComputeVariant, sums: Callable[[LayoutChoices], StepParts]) -> StepParts:
-        """Sums under the variant's remat policy, from those of a policy for all layers."""
+    def mixed(
+        self, variant: ComputeVariant, sums: Callable[[LayoutChoices], Mapping[str, RoleSums]]
+    ) -> dict[str, RoleSums]:
+        """Sums under the variant's remat policy, from those of a policy for all layers, which are linear in layers."""
         whole = sums(_all_remats(variant, variant.own.remat))
-        if variant.remat_layers is None:
-            return whole
-        rest, share = sums(_all_remats(variant, "none")), variant.remat_layers / self.problem.model.num_layers
-        mixed = {r: RoleSums.between(rest.sums[r], own, share) for r, own in whole.sums.items()}  # linear in the layers
-        return replace(whole, sums=mixed)
+        if variant.remat_layers is not None:
+            rest, share = sums(_all_remats(variant, "none")), variant.remat_layers / self.problem.model.num_layers
+            whole = {role: RoleSums.between(rest[role], own, share) for role, own in whole.items()}
+        return {role: own.at(slice(None)) for role, own in whole.items()}  # what bounds need, and no more
 
     def _held_under(self, variant: ComputeVariant, sizes: Index) -> HeldActivations:
         shares = {variant.own.remat: 1.0}
@@ -344,31 +338,3 @@ def expanded(number: Index) -> tuple[Index, Index]:
     """Owner, and number among its own, of as many entries as each owner has."""
     owner = np.repeat(np.arange(len(number)), number)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(number) - number, number)
-
-
-def stacked(parts: Sequence[tuple[StepParts, int]]) -> StepParts:
-    """Sums one after the other, each of so many rows: passes, exchanges, compute, and what hides what moves, alone."""
-    numbers = [n for _, n in parts]
-    sums = {}
-    for role in parts[0][0].sums:
-        each = [p.sums[role] for p, _ in parts]
-        columns: dict[str, Sums] = {}
-        for name in ("terms", "passes", "exchanged", "cover"):
-            keys = (
-                COMPUTE_TERMS if name == "terms" else dict.fromkeys(key for own in each for key in getattr(own, name))
-            )
-            columns[name] = Sums({key: _joined([getattr(own, name)[key] for own in each], numbers) for key in keys})
-        sums[role] = RoleSums(**columns)
-    return replace(parts[0][0], sums=sums)
-
-
-def _stacked_memory(parts: Sequence[tuple[HeldActivations, int]]) -> HeldActivations:
-    numbers = [n for _, n in parts]
-    kept = {role: _joined([p.kept[role] for p, _ in parts], numbers) for role in parts[0][0].kept}
-    return HeldActivations(kept, _joined([p.workspace for p, _ in parts], numbers))
-
-
-def _joined(columns: Sequence[Num], numbers: Sequence[int]) -> Num:
-    if all(not isinstance(column, np.ndarray) and column == columns[0] for column in columns):
-        return columns[0]  # the same for all rows
-    return np.concatenate([np.broadcast_to(column, n) for column, n in zip(columns, numbers, strict=True)])

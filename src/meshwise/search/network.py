@@ -9,11 +9,12 @@ import ctypes
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from meshwise.costs.arithmetic import joined, take
 from meshwise.costs.compute import OperationPrices
 from meshwise.costs.evaluate import LocalBlock, evaluate_local, local_prices
 from meshwise.costs.fabric import Fabric
@@ -90,7 +91,7 @@ class LocalTables:
         self._numbers: dict[tuple[float, ...], int] = {}
         self._sizes = np.zeros((len(fields(LocalSizes)), 0))  # of each number
         self._own = {stored: v.own for v in self.variants for stored in v.stored}
-        self._tables: dict[LayoutChoices, _LocalTable] = {}
+        self._tables: dict[LayoutChoices, RowTable[tuple[LocalBlock, ...]]] = {}
         self._prices = Recent[OperationPrices](2)
 
     def numbers(self, sizes: LocalSizes) -> Index:
@@ -103,21 +104,18 @@ class LocalTables:
     def __call__(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         """Blocks with one row for each number of sizes."""
         if choices not in self._tables:
-            self._tables[choices] = _LocalTable()
-        table = self._tables[choices]
-        missing = table.missing(numbers)
-        if len(missing):
-            own = self._own.get(choices, choices)
-            known = None if choices == own else self(own, missing)  # the arithmetic is the same
-            table.add(missing, evaluate_local(self.problem, choices, self._prices_of(choices, missing), known))
-        return table.rows(numbers)
+            self._tables[choices] = RowTable(partial(self._evaluate, choices))
+        return self._tables[choices](numbers)
 
-    def _prices_of(self, choices: LayoutChoices, numbers: Index) -> OperationPrices:
+    def _evaluate(self, choices: LayoutChoices, numbers: Index) -> tuple[LocalBlock, ...]:
         def made() -> OperationPrices:
             sizes = LocalSizes(*(column[numbers] for column in self._sizes))
             return local_prices(self.problem, choices, sizes, bounded=False)
 
-        return self._prices((choices.expert_tensor_parallel, numbers.tobytes()), made)
+        own = self._own.get(choices, choices)
+        known = None if choices == own else self(own, numbers)  # the arithmetic is the same
+        prices = self._prices((choices.expert_tensor_parallel, numbers.tobytes()), made)
+        return evaluate_local(self.problem, choices, prices, known)
 
 
 class Recent(Generic[T]):
@@ -140,35 +138,38 @@ class Recent(Generic[T]):
         return value
 
 
-class _LocalTable:
-    """Blocks under one of the layout choices."""
+class RowTable(Generic[T]):
+    """Values with a row for each of some numbers, worked out when they are first asked for.
 
-    def __init__(self) -> None:
-        self.position = np.zeros(0, int)
-        self.number = 0
-        self.blocks: tuple[LocalBlock, ...] = ()
+    Args:
+        make: works out the rows of some numbers, ascending: arrays in mappings, tuples and dataclasses.
+    """
 
-    def missing(self, numbers: Index) -> Index:
-        """Numbers of sizes that are not known yet, each once."""
-        new = int(numbers.max(initial=-1)) + 1 - len(self.position)
+    def __init__(self, make: Callable[[Index], T]) -> None:
+        self.make = make
+        self.values: T  # of all rows so far
+        self._length = 0
+        self._row = np.zeros(0, int)  # of each number, -1 for none
+
+    def rows(self, numbers: Index) -> Index:
+        """Rows of `values` of numbers."""
+        new = int(numbers.max(initial=-1)) + 1 - len(self._row)
         if new > 0:
-            self.position = np.pad(self.position, (0, new), constant_values=-1)
-        return np.unique(numbers[self.position[numbers] < 0])
+            self._row = np.pad(self._row, (0, new), constant_values=-1)
+        missing = np.unique(numbers[self._row[numbers] < 0])
+        if len(missing):
+            made = self.make(missing)
+            self.values = joined([self.values, made], [self._length, len(missing)]) if self._length else made
+            self._row[missing] = self._length + np.arange(len(missing))
+            self._length += len(missing)
+        return self._row[numbers]
 
-    def add(self, numbers: Index, blocks: tuple[LocalBlock, ...]) -> None:
-        """Add rows."""
-        rows = (self.number, len(numbers))
-        pairs = zip(self.blocks, blocks, strict=True) if self.number else ()
-        self.blocks = tuple(a.joined(b, rows) for a, b in pairs) if self.number else blocks
-        self.position[numbers] = self.number + np.arange(len(numbers))
-        self.number += len(numbers)
-
-    def rows(self, numbers: Index) -> tuple[LocalBlock, ...]:
-        """One row for each number of sizes."""
-        at = self.position[numbers]
-        if len(at) == self.number and (at == np.arange(self.number)).all():
-            return self.blocks
-        return tuple(block.take(at) for block in self.blocks)
+    def __call__(self, numbers: Index) -> T:
+        """The values with one row for each of the numbers."""
+        at = self.rows(numbers)
+        whole = len(at) == self._length and (at == np.arange(self._length)).all()
+        values: T = self.values if whole else take(self.values, at)
+        return values
 
 
 class WeightColumns:

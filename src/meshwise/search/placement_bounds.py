@@ -21,15 +21,14 @@ from functools import partial
 
 import numpy as np
 
-from meshwise.costs.arithmetic import Num, maximum, minimum
+from meshwise.costs.arithmetic import Num, joined, maximum, minimum
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.costs.overlap import RoleSums, Sums
 from meshwise.costs.routing import Routing
 from meshwise.costs.step import Wires
-from meshwise.costs.step_time import StepParts, passes_makespan
 from meshwise.costs.weight_traffic import WeightTraffic, evaluate_weight_traffic
-from meshwise.search.bounds import CHUNK, Bounds, expanded, stacked
+from meshwise.search.bounds import CHUNK, Bounds, expanded
 from meshwise.search.candidates import Array, CandidateBatch, CandidateTable, Index, distinct
 from meshwise.search.network import WeightColumns
 from meshwise.search.space import IdealWires, WireTable, placements
@@ -131,21 +130,21 @@ class PlacementBounds:
         first, number = self.mappings.of(self.network.table.mesh_id[batch.at])
         row, offset = expanded(number)
         mapping, key = first[row] + offset, self.bounds.key_of[batch.at[row]]
-        parts, index = self._activations(self.network.variant_of[batch.choices[row]], self.bounds.size[key], mapping)
+        sums, index = self._activations(self.network.variant_of[batch.choices[row]], self.bounds.size[key], mapping)
         traffic = self._traffic(batch.choices[row], mapping)
         seconds, schedule = np.zeros(len(row)), batch.schedule[row]
         for s in np.unique(schedule):
             begin, end = np.searchsorted(schedule, (s, s + 1))
             for at in range(int(begin), int(end), CHUNK):
                 some = slice(at, min(at + CHUNK, int(end)))
-                own = replace(parts, sums={role: of.at(index[some]) for role, of in parts.sums.items()})
+                own = {role: of.at(index[some]) for role, of in sums.items()}
                 moved = {role: of[:, some] for role, of in traffic.items()}
                 seconds[some] = self._seconds(int(s), key[some], own, moved)
         # Terms are added up in another order.
         begins = np.cumsum(number) - number
         return np.asarray((1 - 1e-9) * np.minimum.reduceat(seconds / self.bounds.tokens[key], begins))
 
-    def _activations(self, variant: Index, size: Index, mapping: Index) -> tuple[StepParts, Index]:
+    def _activations(self, variant: Index, size: Index, mapping: Index) -> tuple[Mapping[str, RoleSums], Index]:
         """Sums of one microbatch without weight traffic, worked out once for what is mapped alike; which are whose."""
         if not isinstance(self.mappings, Placements):
             rows = self.bounds.rows_of(variant, size)
@@ -154,25 +153,24 @@ class PlacementBounds:
         ways = [distinct(list(extents[:, axis].T))[1] for axis in range(len(_OF_ACTIVATIONS))]
         alike = distinct(ways)[1][mapping]  # placements of the axes that move activations
         first, index = distinct([variant, size, alike])  # in the order of the variants
-        found: list[tuple[StepParts, int]] = []
+        found, lengths = [], []
         for v in np.unique(variant):
             own = first[variant[first] == v]
             variant_of = self.network.variants[v]
             prices = self.bounds.prices(variant_of.own, self.mappings.links(mapping[own]))
-            sums = self.bounds.mixed(variant_of, partial(self.bounds.sums, size[own], prices))
-            found.append((sums, len(own)))
-        return stacked(found), index
+            found.append(self.bounds.mixed(variant_of, partial(self.bounds.sums, size[own], prices)))
+            lengths.append(len(own))
+        return joined(found, lengths), index
 
     def _evaluate_traffic(self, choices: LayoutChoices, mapping: Index) -> dict[str, WeightTraffic]:
         mesh = self.network.table.axes(self.mappings.meshes(mapping))
         return evaluate_weight_traffic(self.bounds.problem, choices, mesh, self.mappings.links(mapping))
 
-    def _seconds(self, s: int, key: Index, parts: StepParts, traffic: Mapping[str, WeightTraffic]) -> Num:
+    def _seconds(self, s: int, key: Index, sums: Mapping[str, RoleSums], traffic: Mapping[str, WeightTraffic]) -> Num:
         """Seconds of a step: its passes with the weight traffic that they expose, and what happens once."""
-        pipeline, pipe = self.bounds.pipeline(s)[0], self.bounds.pipe[key]
         late: dict[str, RoleSums] = {}
         busy: Num = 0.0
-        for role, own in parts.sums.items():
+        for role, own in sums.items():
             forward = self._exposed(traffic[role][0], own.cover[Purpose.WEIGHTS])
             backward = self._exposed(traffic[role][1], own.cover[Purpose.GRADIENTS])
             busy = busy + sum(own.passes.values()) - sum(own.exchanged.values()) + forward + backward
@@ -182,10 +180,9 @@ class PlacementBounds:
         # No schedule is faster than all devices computing all the time.
         all_busy = busy * self.bounds.per_token[key] * self.bounds.tokens[key]
         # Where gradients of weights wait for nothing, it matters to which pass what is exposed belongs.
-        sums = parts.sums if pipeline.schedule.splits_backward else late
-        makespan = passes_makespan(replace(parts, sums=sums), pipeline.at(pipe))
-        passes: Num = maximum(makespan, all_busy)
-        return passes + self._once(s, pipe, parts.sums, traffic)
+        splits = self.bounds.pipeline(s)[0].schedule.splits_backward
+        passes: Num = maximum(self.bounds.makespan(sums if splits else late, s, key), all_busy)
+        return passes + self._once(s, self.bounds.pipe[key], sums, traffic)
 
     def _exposed(self, moved: Num, cover: Num) -> Num:
         """Seconds of traffic that stick out of `cover`, or that its compute loses."""
