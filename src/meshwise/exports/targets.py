@@ -166,7 +166,7 @@ def check_written(plan: Plan, written: LayoutRequest, tools: Iterable[Tool]) -> 
     name, choices = tools[0].name, Choices(plan.problem, plan.layout, plan.fabric)
     refusals = Refusals(own_runtime.TITLE if name == "meshwise" else TARGETS[name].title)
     conditions = [(rule, _condition(rule, plan.problem, {})) for rule in _rules_of(name)]
-    refusals.apply((r for r, c in conditions if refuses_all(c, written.sizes, **written.choices)), choices)
+    refusals.apply((r for r, c in conditions if refuses_all(c, written.choices, written.sizes)), choices)
     refusals.check()
     refusals.apply(_rules_of(name), choices)
     refusals.check()

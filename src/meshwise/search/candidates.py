@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,14 +200,6 @@ Axis = Callable[[str], Array]
 OFFLOADS = ((), ("optimizer",), ("activations",), ("optimizer", "activations"), ("optimizer", "parameters"),
             ("optimizer", "parameters", "activations"))  # fmt: skip
 
-#: Choices that few people make, and what they would choose instead; see `Choices.usual`.
-_USUAL: dict[str, tuple[Any, ...]] = {
-    "fully_sharded": (True,),
-    "schedule": ("1f1b", "interleaved", "gpipe"),
-    "remat_layers": (None,),
-    "offload": ((),),
-}
-
 #: Schedules that are tried: GPipe takes as long as 1F1B, and holds more.
 SCHEDULED = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 
@@ -260,11 +252,14 @@ class Choices:
     @property
     def usual(self) -> Choices:
         """Those that most people would try; where none of a kind is left, what there is."""
-        tried = {name: getattr(self, name) for name in _USUAL}
-        kept: dict[str, Any] = {
-            n: _USUAL[n] if v is None else tuple(x for x in v if x in _USUAL[n]) or v for n, v in tried.items()
-        }
-        return replace(self, **kept)
+        schedule = tuple(s for s in self.schedule if s in ("1f1b", "interleaved", "gpipe"))
+        return replace(
+            self,
+            fully_sharded=(True,) if True in self.fully_sharded else self.fully_sharded,
+            schedule=schedule or self.schedule,
+            remat_layers=self.remat_layers or (None,),
+            offload=((),) if () in self.offload else self.offload,
+        )
 
     @property
     def variants(self) -> tuple[PipelineVariant, ...]:

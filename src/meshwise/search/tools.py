@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from meshwise.costs.arithmetic import Condition
 from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.search.candidates import CandidateTable, ComputeVariant, Index, Mask, PipelineVariant
 from meshwise.sharding.layout import MESH_AXES, Layout
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # planning training loads nothing of serving
     from meshwise.sharding.serving import ServingLayout
 
 #: True of layouts that a tool cannot express; sizes may be arrays, an entry a layout.
-Refusal = Callable[[Layout], Any]
+Refusal = Callable[[Layout], Condition]
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Tool:
         """Whether the tool can express a complete layout."""
         return not any(refused(layout) for refused in self.refusals)
 
-    def may_run(self, sizes: Mapping[str, Any] | None = None, **choices: Any) -> bool:
+    def may_run(self, choices: Mapping[str, object], sizes: Mapping[str, object] | None = None) -> bool:
         """Whether the tool can express some layout with these sizes and choices."""
-        return not any(refuses_all(refused, sizes, **choices) for refused in self.refusals)
+        return not any(refuses_all(refused, choices, sizes) for refused in self.refusals)
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class _Unknown(Exception):  # noqa: N818 -- no error: a condition reads what is 
 class _Partly:
     """A layout of which some fields are known, sizes as columns; it remembers which of its choices were read."""
 
-    def __init__(self, sizes: Mapping[str, Any], choices: Mapping[str, Any]) -> None:
+    def __init__(self, sizes: Mapping[str, object], choices: Mapping[str, object]) -> None:
         self.sizes, self.choices, self.read = sizes, choices, set[str]()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in self.sizes:
             return self.sizes[name]
         if name not in self.choices:
@@ -84,26 +85,28 @@ class _Partly:
         return self.choices[name]
 
 
-def refuses_all(refused: Refusal, sizes: Mapping[str, Any] | None = None, **choices: Any) -> bool:
+def refuses_all(
+    refused: Refusal, choices: Mapping[str, object] | None = None, sizes: Mapping[str, object] | None = None
+) -> bool:
     """Whether a condition holds for every layout that has these sizes and choices, whatever the others are."""
     try:
-        return bool(np.all(refused(cast(Layout, _Partly(sizes or {}, choices)))))
+        return bool(np.all(refused(cast(Layout, _Partly(sizes or {}, choices or {})))))
     except _Unknown:
         return False
 
 
 def possible_variants(tools: Sequence[Tool], variants: Iterable[ComputeVariant]) -> tuple[ComputeVariant, ...]:
     """The compute variants that some tool may take; all of them without tools."""
-    return tuple(v for v in variants if not tools or any(t.may_run(**_own_choices(v)) for t in tools))
+    return tuple(v for v in variants if not tools or any(t.may_run(_own_choices(v)) for t in tools))
 
 
 def possible_schedules(tools: Sequence[Tool], schedules: Sequence[PipelineVariant]) -> tuple[PipelineVariant, ...]:
     """The schedules that some tool may take; where no tool has pipelines, the first stands for one stage."""
-    kept = [s for s in schedules if not tools or any(t.may_run({"stage": 2}, **_pipeline_choices(s)) for t in tools)]
+    kept = [s for s in schedules if not tools or any(t.may_run(_pipeline_choices(s), {"stage": 2}) for t in tools)]
     return tuple(kept or schedules[:1])
 
 
-def _own_choices(variant: ComputeVariant) -> dict[str, Any]:
+def _own_choices(variant: ComputeVariant) -> dict[str, object]:
     own = variant.own
     return {
         "remat": own.remat,
@@ -116,7 +119,7 @@ def _own_choices(variant: ComputeVariant) -> dict[str, Any]:
     }
 
 
-def _pipeline_choices(schedule: PipelineVariant) -> dict[str, Any]:
+def _pipeline_choices(schedule: PipelineVariant) -> dict[str, object]:
     return {"schedule": schedule.schedule, "virtual_stages": schedule.virtual_stages}
 
 
@@ -135,7 +138,7 @@ class ToolMasks:
         self._sizes = {a: table.axis(a) for a in MESH_AXES}
         self._sizes |= {"micro_batch": table.micro_batch, "num_microbatches": table.num_microbatches}
         self._read: dict[Refusal, set[str]] = {}
-        self._known: dict[tuple[Refusal, tuple[Any, ...]], bool | Mask] = {}
+        self._known: dict[tuple[Refusal, tuple[object, ...]], bool | Mask] = {}
 
     def __call__(
         self,
@@ -155,7 +158,7 @@ class ToolMasks:
             runs |= self._taken(tool, choices, at)
         return runs
 
-    def _taken(self, tool: Tool, choices: Mapping[str, Any], at: Index) -> Mask | bool:
+    def _taken(self, tool: Tool, choices: Mapping[str, object], at: Index) -> Mask | bool:
         taken: Mask | bool = True
         for refused in tool.refusals:
             rows = self._refused(refused, choices)
@@ -165,7 +168,7 @@ class ToolMasks:
                 taken = taken & ~rows[at]
         return taken
 
-    def _refused(self, refused: Refusal, choices: Mapping[str, Any]) -> bool | Mask:
+    def _refused(self, refused: Refusal, choices: Mapping[str, object]) -> bool | Mask:
         read = self._read.setdefault(refused, set())
         key = refused, tuple(choices[name] for name in sorted(read))
         if key not in self._known:
