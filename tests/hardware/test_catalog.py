@@ -36,6 +36,17 @@ NAMES = [
     "gb200-nvl72",
     "gb300-nvl72",
     "l40s",
+    "rtx-3090",
+    "rtx-4090",
+    "rtx-5090",
+    "rtx-pro-6000",
+    "rtx-a6000",
+    "a10g",
+    "l4",
+    "gh200",
+    "trainium2",
+    "trainium3",
+    "gaudi3",
     "mi250x",
     "mi300x",
     "mi325x",
@@ -96,13 +107,14 @@ def test_numbers_have_the_right_order_of_magnitude(chip: Chip):
     assert 1e13 < half < 1e16
     assert chip.vector_flops_per_s < half
     assert 1e10 <= chip.hbm_capacity <= 3e11
-    assert 5e11 <= chip.hbm_bandwidth <= 1e13
+    small = chip.name == "l4"  # a card of 72 W: a sixth of the others' memory bandwidth, and power
+    assert (3e11 if small else 5e11) <= chip.hbm_bandwidth <= 1e13
     assert 3e10 <= chip.link_bandwidth_one_way * chip.num_links < chip.hbm_bandwidth
-    assert chip.host_link_bandwidth < chip.hbm_bandwidth / 10
+    assert chip.host_link_bandwidth < chip.hbm_bandwidth / (9 if small else 10)
     assert chip.onchip_bandwidth is None or chip.onchip_bandwidth > chip.hbm_bandwidth
     assert chip.onchip_capacity is None or chip.onchip_capacity < chip.hbm_capacity / 100
     assert 1e-7 <= chip.hop_latency <= 1e-5
-    assert 150 <= chip.power <= 1500
+    assert (70 if small else 150) <= chip.power <= 1500
     assert chip.devices_per_chip in (1, chip.cores_per_chip)
     assert all(size & (size - 1) == 0 for size in chip.matmul_tile)
 
@@ -110,8 +122,9 @@ def test_numbers_have_the_right_order_of_magnitude(chip: Chip):
 @pytest.mark.parametrize("chip", ALL)
 def test_default_network_exists_and_takes_the_chip(chip: Chip):
     network = networks()[chip.network]
-    assert isinstance(network, SliceRules) == (chip.vendor == "google")
-    assert bool(chip.scale_up) == (chip.vendor != "google")
+    torus = chip.vendor == "google" or chip.name == "trainium2"
+    assert isinstance(network, SliceRules) == torus
+    assert bool(chip.scale_up) != torus
     if isinstance(network, SliceRules):
         assert chip.num_links == 2 * network.num_axes
     else:
@@ -153,6 +166,42 @@ def test_aliases_that_people_type():
         "h100": "h100-sxm", "a100": "a100-sxm-80gb", "Trillium": "v6e", "ironwood": "tpu7x", "v5litepod": "v5e",
         "b200": "b200-sxm", "GB200": "gb200-nvl72",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chip", "bf16", "fp8", "memory", "bandwidth", "link", "watts"),
+    [
+        ("rtx-3090", 71e12, 71e12, 24e9, 936e9, 32e9, 350),
+        ("rtx-4090", 165.2e12, 330.3e12, 24e9, 1008e9, 32e9, 450),
+        ("rtx-5090", 209.5e12, 419e12, 32e9, 1792e9, 64e9, 575),
+        ("rtx-pro-6000", 503.8e12, 1007.6e12, 96e9, 1792e9, 64e9, 600),
+        ("rtx-a6000", 154.8e12, 154.8e12, 48e9, 768e9, 32e9, 300),
+        ("a10g", 70e12, 70e12, 24e9, 600e9, 32e9, 300),
+        ("l4", 121e12, 242.5e12, 24e9, 300e9, 32e9, 72),
+        ("l40s", 362e12, 733e12, 48e9, 864e9, 32e9, 350),
+        ("gh200", 989.4e12, 1978.9e12, 96e9, 4000e9, 450e9, 1000),
+        ("mi325x", 1307.4e12, 2614.9e12, 256e9, 6000e9, 448e9, 1000),
+        ("gaudi3", 1835e12, 1835e12, 128e9, 3670e9, 600e9, 900),
+        ("trainium2", 667e12, 1299e12, 96 * 2**30, 2900e9, 4 * 160e9, 500),
+        ("trainium3", 671e12, 2517e12, 144 * 2**30, 4900e9, 1024 * 2**30, 1000),
+    ],
+)
+def test_data_sheets_of_chips_that_people_own(
+    chip: str, bf16: float, fp8: float, memory: float, bandwidth: float, link: float, watts: float
+):
+    """Dense rates, as the vendors print them: where a sheet prints sparse ones, half of them."""
+    found = load_chip(chip)
+    assert found.peak(DType.BF16) == pytest.approx(bf16, rel=1e-12)
+    assert found.peak(DType.FP8) == pytest.approx(fp8, rel=1e-12)
+    assert (found.hbm_capacity, found.hbm_bandwidth, found.power) == (memory, bandwidth, watts)
+    assert found.link_bandwidth_one_way * found.num_links == pytest.approx(link, rel=1e-12)
+
+
+def test_trainium_is_a_torus_of_instances_and_then_one_switch():
+    assert parse_cluster("trn2:16").describe() == ("trn2:16 -> 16 x Trainium2, 4x4 torus (all axes wrap), 1 host")
+    assert parse_cluster("trn2:4x4*4").num_chips == 64
+    assert parse_cluster("trn3:288").describe() == "trn3:288 -> 288 x Trainium3, neuronlink 144 x leaf 2, 72 hosts"
+    assert load_chip("trainium2").source("power").title.startswith("SemiAnalysis")
 
 
 def test_peak_takes_the_rate_of_the_format_or_of_the_one_it_is_widened_to():

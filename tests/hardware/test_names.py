@@ -123,7 +123,7 @@ def test_mi250x_says_what_a_chip_is():
 
 UNKNOWN = [
     ("v6p:4", r"unknown chip or machine 'v6p'\. Nearest: .*v6e"),
-    ("h200x", r"unknown chip or machine 'h200x'\. Nearest: h200, h200-sxm"),
+    ("h200x", r"unknown chip or machine 'h200x'\. Nearest: h200, gh200, h200-sxm"),
     ("a3-megagpu-16g", r"Nearest: a3-megagpu-8g"),
     ("h100:64@dgx-h1000", r"unknown network 'dgx-h1000'\. Nearest: dgx-h100"),
     ("cerebras:4", r"Clusters are written CHIP:SHAPE_OR_COUNT"),

@@ -271,10 +271,17 @@ CALIBRATIONS = {
 #: Family -> how names of its chips begin.
 _NAMES = {
     "ampere": ("a100",),
-    "hopper": ("h100", "h200", "h800", "h20"),
+    "hopper": ("h100", "h200", "h800", "h20", "gh200"),
     "blackwell": ("b200", "b300", "gb200", "gb300"),
 }
-_VENDOR_FAMILY = {"google": "tpu", "nvidia": "ampere", "amd": "cdna", "cpu": "cpu"}
+_VENDOR_FAMILY = {
+    "google": "tpu",
+    "nvidia": "ampere",
+    "amd": "cdna",
+    "aws": "cdna",  # inherited, for want of published measurements
+    "intel": "cdna",
+    "cpu": "cpu",
+}
 
 
 def default_calibration(chip: Chip) -> Calibration:

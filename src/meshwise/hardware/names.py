@@ -262,7 +262,15 @@ _KINDS = (
     (r"(NVIDIA )?B300", "b300-sxm"),
     (r"(NVIDIA )?GB200", "gb200-nvl72"),
     (r"(NVIDIA )?GB300", "gb300-nvl72"),
+    (r"(NVIDIA )?GH200 480GB", "gh200"),
     (r"(NVIDIA )?L40S", "l40s"),
+    (r"(NVIDIA )?L4", "l4"),
+    (r"(NVIDIA )?A10G", "a10g"),
+    (r"(NVIDIA )?RTX A6000", "rtx-a6000"),
+    (r"(NVIDIA )?RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+    (r"(NVIDIA )?GeForce RTX 3090", "rtx-3090"),
+    (r"(NVIDIA )?GeForce RTX 4090", "rtx-4090"),
+    (r"(NVIDIA )?GeForce RTX 5090", "rtx-5090"),
     (r"(Tesla )?V100-SXM2-.*", "v100-sxm"),
 )
 

@@ -141,7 +141,8 @@ class ChipRow(Row):
         own = {key: value for key, value in self if key not in ("aliases", "power_watts", "price")}
         own |= {"name": name, "power": self.power_watts, "flops_per_s": dict(self.flops_per_s)}
         own |= {"scale_up": tuple(level.build() for level in self.scale_up)}
-        own |= {"sources": {field: find_source(ref, known) for field, ref in self.sources.items()}}
+        named = {field.removesuffix("_watts"): find_source(ref, known) for field, ref in self.sources.items()}
+        own |= {"sources": named}
         return Chip(
             **own,
             price_per_chip_hour=self.price.per_chip_hour if self.price else None,
