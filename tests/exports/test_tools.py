@@ -67,6 +67,14 @@ def _all_able(problem):
     return {t.name for t in tools_for(problem)}
 
 
+@pytest.mark.parametrize("on", ["gaudi3:8", "trn2:16"])
+def test_no_tool_is_claimed_for_chips_that_none_runs_on(on):
+    best = meshwise.plan_train("llama-3-8b", on=on, batch_tokens="512Ki", seq_len=4096).plans[0]
+    assert not tools_for(best.problem)
+    with pytest.raises(HandoverError, match="JAX does not run on it|JAX sees 8 devices in each"):
+        meshwise.export(best, to="jax")
+
+
 def test_any_plan_where_no_tool_is_to_take_it():
     free, usual = plans("dense on a torus", tool="none"), plans("dense on a torus")
     assert free[0].estimate.step_time.expected <= usual[0].estimate.step_time.expected

@@ -293,6 +293,9 @@ ONE_DEVICE_CHIPS: Rule[Choices] = Rule(
     "chip {c.chip.title}", "JAX sees {c.chip.devices_per_chip} devices in each, and meshes are of devices",
     "a chip with one device",
 )  # fmt: skip
+JAX_CHIPS: Rule[Choices] = Rule(
+    lambda c: c.chip.vendor == "intel", "chip {c.chip.title}", "JAX does not run on it", "--tool none"
+)
 
 #: Where a tool stores weights otherwise than the precision `mixed` says.
 ONE_COPY = "weights are stored once, in fp32; the plan counts a bf16 copy beside the fp32 master, and so holds more"

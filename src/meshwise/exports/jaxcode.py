@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Attention, Block, Kind, Sizes
-from meshwise.exports.choices import OFFLOADS_ALL, ONE_DEVICE_CHIPS, Choices, commented, header_lines
+from meshwise.exports.choices import JAX_CHIPS, OFFLOADS_ALL, ONE_DEVICE_CHIPS, Choices, commented, header_lines
 from meshwise.exports.exported import Exported, Refusals, Rule
 from meshwise.sharding import Mesh, Sharding
 from meshwise.sharding.place import place_block
@@ -298,6 +298,7 @@ def _uneven(choices: Choices) -> tuple[str, str, int, str, Any]:
 #: What is no sharding.
 RULES: tuple[Rule[Choices], ...] = (
     ONE_DEVICE_CHIPS,
+    JAX_CHIPS,
     Rule(
         lambda c: c.layout.stage > 1,
         "stage={c.layout.stage}", "a pipeline is a schedule, which no sharding says", "stage=1",

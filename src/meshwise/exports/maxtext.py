@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwise.exports.choices import (
+    JAX_CHIPS,
     MTP_NOTE,
     OFFLOADS_ALL,
     ONE_COPY,
@@ -152,6 +153,7 @@ _NAMED = {
 #: What the overrides cannot say.
 RULES: tuple[Rule[Choices], ...] = (
     ONE_DEVICE_CHIPS,
+    JAX_CHIPS,
     Rule(
         lambda c: (not c.layout.sequence_parallel) & (c.layout.tensor > 1),
         "sequence_parallel=off", "between matmuls its tensor axes split positions or the residual width",
