@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.exports.choices import Choices
+from meshwise.exports.choices import JAX_CHIPS, Choices
 from meshwise.exports.exported import Rule
 from meshwise.runtime.refusals import PIPELINES, check_job, check_model, splits_of
 
@@ -55,6 +55,7 @@ def _uneven(choices: Choices) -> str:
 
 #: What it cannot execute.
 RULES: tuple[Rule[Choices], ...] = (
+    JAX_CHIPS,
     Rule(lambda c: bool(_OF_MODEL(c)), "model {c.model.name}", _OF_MODEL, "another tool"),
     Rule(lambda c: bool(_OF_JOB(c)), "the job", _OF_JOB, "another tool"),
     Rule(
