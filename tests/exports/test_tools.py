@@ -71,7 +71,7 @@ def _all_able(problem):
 def test_no_tool_is_claimed_for_chips_that_it_does_not_run_on(on, tools):
     best = meshwise.plan_train("llama-3-8b", on=on, batch_tokens="512Ki", seq_len=4096).plans[0]
     assert [tool.name for tool in tools_for(best.problem)] == tools
-    with pytest.raises(HandoverError, match="JAX does not run on it|JAX sees 8 devices in each"):
+    with pytest.raises(HandoverError, match=r"JAX does not run on it|JAX sees 8 devices in each"):
         meshwise.export(best, to="jax")
 
 

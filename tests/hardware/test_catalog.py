@@ -186,7 +186,7 @@ def test_aliases_that_people_type():
         ("trainium3", 671e12, 2517e12, 144 * 2**30, 4900e9, 1024 * 2**30, 1000),
     ],
 )
-def test_data_sheets_of_chips_that_people_own(
+def test_data_sheets_of_chips_that_people_own(  # noqa: PLR0917 -- a row of a data sheet
     chip: str, bf16: float, fp8: float, memory: float, bandwidth: float, link: float, watts: float
 ):
     """Dense rates, as the vendors print them: where a sheet prints sparse ones, half of them."""
