@@ -40,6 +40,7 @@ def test_two_layers_are_within_the_bars(model, on, layout, tmp_path):
         on=on,
         batch_tokens="64Ki" if "micro_batch" in layout else "32Ki",
         seq_len=4096,
+        precision="book",
         layout=layout,
         **slots,
     ).plans[0]
