@@ -72,10 +72,10 @@ def bench_report(result: BenchResult, inputs: Mapping[str, Any]) -> Report:
         inputs=inputs,
         answer=f"{result.num_devices} x {result.hardware}: up to {_rate(best)} ({best.text})",
         data={
-            **picked(result, "hardware", "num_devices", "software", "chip"),
+            **picked(result, "hardware num_devices software chip"),
             **document,
             "rows": [
-                {**asdict(row.measured), **picked(row, "rate", seconds="measured.seconds", rate_unit="unit")}
+                {**asdict(row.measured), **picked(row, "rate seconds=measured.seconds rate_unit=unit")}
                 | {"expected_s": row.expected}
                 for row in result.rows
             ],

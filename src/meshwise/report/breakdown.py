@@ -5,7 +5,6 @@ Not here: the numbers (`costs.explain`), and formulas in words (`formulas`, `bou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from rich.console import RenderableType
@@ -16,10 +15,14 @@ from meshwise.costs.breakdown import BlockBreakdown, Breakdown, CollectiveBreakd
 from meshwise.costs.explain import Padding
 from meshwise.costs.makespans import StageTimes
 from meshwise.report.report import listed
-from meshwise.report.sources import RULES
-from meshwise.report.table import noted_table, table
+from meshwise.report.sources import RULES, number
+from meshwise.report.table import Columns, picked, tabulate
 
-_COLUMNS = (">FLOPs", ">bytes", ">time", "bound")
+_NUMBERS: Columns = {
+    ">FLOPs": ("flops", lambda flops: format_count(flops) if flops else "-"),
+    ">bytes": ("num_bytes", format_bytes),
+    ">time": ("seconds", format_time),
+}
 
 
 def breakdown_tables(w: Breakdown) -> tuple[RenderableType, ...]:
@@ -32,8 +35,9 @@ def breakdown_tables(w: Breakdown) -> tuple[RenderableType, ...]:
         parts.append(Text(f"the operations of {others}: --explain --json"))
     if w.collectives:
         title = "collective" if w.layout.stage == 1 else "collective, last stage"
+        columns: Columns = {title: lambda c: f"{c.when.value} {c.kind.value}", **_COLLECTIVES}
         parts += [
-            _collectives(title, w.collectives),
+            tabulate(columns, w.collectives, note=_moved),
             listed("Rules", (f"rule {n}: {text}" for n, text in RULES.items())),
         ]
     return tuple(parts)
@@ -41,25 +45,17 @@ def breakdown_tables(w: Breakdown) -> tuple[RenderableType, ...]:
 
 def _forward(block: BlockBreakdown, w: Breakdown) -> RenderableType:
     """Show each operation of the forward pass with its shapes: the notation names the split of every axis."""
-    rows = [
-        ((o.name, *_numbers(o), o.binds), f"{o.signature}{_padded(o)}") for o in block.operations if o.when == "forward"
-    ]
     tokens = w.problem.job.seq_len * w.layout.micro_batch / w.layout.context
-    return noted_table((f"{block.name}, forward ({format_count(tokens)} tokens)", *_COLUMNS), rows)
+    columns: Columns = {f"{block.name}, forward ({format_count(tokens)} tokens)": "name", **_NUMBERS, "bound": "binds"}
+    rows = (o for o in block.operations if o.when == "forward")
+    return tabulate(columns, rows, note=lambda o: f"{o.signature}{_padded(o)}")
 
 
 def _rest(block: BlockBreakdown) -> list[RenderableType]:
     """Show the operations of the other passes by name."""
-    out: list[RenderableType] = []
-    for when in ("recompute", "backward"):
-        rows = [(o.name, *_numbers(o), f"{o.binds}{_padded(o)}") for o in block.operations if o.when == when]
-        if rows:
-            out.append(table((f"{block.name}, {when}", *_COLUMNS), rows))
-    return out
-
-
-def _numbers(o: OperationBreakdown) -> tuple[str, str, str]:
-    return format_count(o.flops) if o.flops else "-", format_bytes(o.num_bytes), format_time(o.seconds)
+    passes = {when: [o for o in block.operations if o.when == when] for when in ("recompute", "backward")}
+    bound: Columns = {"bound": lambda o: f"{o.binds}{_padded(o)}"}
+    return [tabulate({f"{block.name}, {p}": "name", **_NUMBERS, **bound}, rows) for p, rows in passes.items() if rows]
 
 
 def _padded(o: OperationBreakdown) -> str:
@@ -67,26 +63,15 @@ def _padded(o: OperationBreakdown) -> str:
     return f", {o.tile_waste:.3g} x the FLOPs with tiles padded" if o.tile_waste > 1 else ""
 
 
-def _collectives(title: str, rows: Iterable[CollectiveBreakdown]) -> RenderableType:
-    """Show every collective of a chip of the slowest stage: what moves from where to where, and what of it shows."""
-    return noted_table(
-        (title, ">bytes", ">a step", ">each", ">all", ">exposed", "rule"),
-        (
-            (
-                (
-                    f"{c.when.value} {c.kind.value}",
-                    format_bytes(c.num_bytes),
-                    f"{c.count_per_step:,.4g}" if c.count_per_step % 1 else f"{c.count_per_step:,.0f}",
-                    format_time(c.seconds),
-                    format_time(c.seconds_per_step),
-                    format_time(c.exposed) if c.exposed else "-",
-                    str(c.rule),
-                ),
-                _moved(c),
-            )
-            for c in rows
-        ),
-    )
+#: Of every collective of a chip of the slowest stage.
+_COLLECTIVES: Columns = {
+    ">bytes": ("num_bytes", format_bytes),
+    ">a step": ("count_per_step", number),
+    ">each": ("seconds", format_time),
+    ">all": ("seconds_per_step", format_time),
+    ">exposed": ("exposed", lambda seconds: format_time(seconds) if seconds else "-"),
+    "rule": "rule",
+}
 
 
 def _moved(c: CollectiveBreakdown) -> str:
@@ -95,88 +80,46 @@ def _moved(c: CollectiveBreakdown) -> str:
     return f"{c.block}, over {' x '.join(c.mesh_axes)}: {c.moves[0]}{others}"
 
 
+_COLLECTIVE = (
+    "block pass=when kind mesh_axes purpose term tensors bytes=num_bytes count_per_step seconds_each=seconds "
+    "seconds_per_step exposed_s=exposed hidden_s=hidden"
+)
+
+
 def collective_data(c: CollectiveBreakdown) -> dict[str, Any]:
     """One row of the collectives, as JSON values."""
-    return {
-        "block": c.block,
-        "pass": c.when.value,
-        "kind": c.kind.value,
-        "mesh_axes": list(c.mesh_axes),
-        "purpose": c.purpose.value,
-        "term": c.term,
-        "tensors": list(c.tensors),
-        "bytes": c.num_bytes,
-        "count_per_step": c.count_per_step,
-        "seconds_each": c.seconds,
-        "seconds_per_step": c.seconds_per_step,
-        "exposed_s": c.exposed,
-        "hidden_s": c.hidden,
-    }
+    return picked(c, _COLLECTIVE)
 
 
 def padding_data(p: Padding) -> dict[str, Any]:
     """One padded axis, as JSON values."""
-    return {
-        "axis": p.axis,
-        "size": p.size,
-        "mesh_axes": list(p.mesh_axes),
-        "ways": p.ways,
-        "size_per_device": p.local,
-        "waste": p.waste,
-        "tensors": list(p.tensors),
-    }
+    return picked(p, "axis size mesh_axes ways size_per_device=local waste tensors")
 
 
 def breakdown_data(w: Breakdown) -> dict[str, Any]:
     """Everything that `--explain` adds, as JSON values."""
+    stream = "count_per_step bytes_out bytes_in seconds_each=seconds cover_s=cover exposed_s_each=exposed"
     return {
         "blocks": [_block_data(b) for b in w.blocks],
         "collectives": [
-            {
-                **collective_data(c),
-                "moves": list(c.moves),
-                "latency_s": c.latency,
-                "rule": c.rule,
-                "cover_s": c.cover,
-                "exposed_share": c.exposed_share,
-                "network": [{"name": leg.name, "seconds_per_byte": leg.seconds_per_byte} for leg in c.path.legs],
-            }
+            picked(c, _COLLECTIVE, "moves latency_s=latency rule cover_s=cover exposed_share")
+            | {"network": [picked(leg, "name seconds_per_byte") for leg in c.path.legs]}
             for c in w.collectives
         ],
         "rules": {str(n): text for n, text in RULES.items()},
         "memory": [
-            {
-                "class": c.name,
-                "bytes": c.total,
-                "parts": [{"block": h.block, "copies": h.copies, "bytes_each": h.num_bytes} for h in c.holdings],
-            }
+            picked(c, "class=name bytes=total")
+            | {"parts": [picked(h, "block copies bytes_each=num_bytes") for h in c.holdings]}
             for c in w.memory
         ],
         "kept_activations": {
             block: [{"tensor": name, "bytes": size} for name, size in kept] for block, kept in w.kept.items() if kept
         },
-        "weights": [
-            {"block": s.block, "elements": s.elements, "elements_per_chip": s.stored, "ways": s.ways} for s in w.states
-        ],
-        "host_streams": [
-            {
-                "block": s.block or None,
-                "pass": s.when.value,
-                "count_per_step": s.count_per_step,
-                "bytes_out": s.bytes_out,
-                "bytes_in": s.bytes_in,
-                "seconds_each": s.seconds,
-                "cover_s": s.cover,
-                "exposed_s_each": s.exposed,
-            }
-            for s in w.host
-        ],
+        "weights": [picked(s, "block elements elements_per_chip=stored ways") for s in w.states],
+        "host_streams": [{"block": s.block or None, **picked(s, "pass=when", stream)} for s in w.host],
         "schedule": w.pipeline.schedule.name,
         "chunks_s": {name: _chunk_data(getattr(w.times, name)) for name in ("first", "middle", "last")},
-        "send_s": w.send,
-        "boundary_bytes": w.boundary_bytes,
-        "optimizer_bytes": w.optimizer_bytes,
-        "optimizer_matmul_s": w.optimizer_matmul,
+        **picked(w, "send_s=send boundary_bytes optimizer_bytes optimizer_matmul_s=optimizer_matmul"),
     }
 
 
@@ -186,27 +129,12 @@ def _chunk_data(t: StageTimes) -> dict[str, float]:
 
 
 def _block_data(b: BlockBreakdown) -> dict[str, Any]:
+    operation = (
+        "pass=when name signature flops bytes=num_bytes compute_s=compute memory_s=memory seconds binds tile_waste"
+    )
+    totals = ("flops", "matmul_bytes", "seconds")
     return {
-        "block": b.name,
-        "copies": b.copies,
-        "num_microbatches": b.num_microbatches,
-        "passes": {
-            name: {"flops": float(p.flops), "matmul_bytes": float(p.matmul_bytes), "seconds": float(p.seconds)}
-            for name, p in b.passes.items()
-        },
-        "operations": [
-            {
-                "pass": o.when,
-                "name": o.name,
-                "signature": o.signature,
-                "flops": o.flops,
-                "bytes": o.num_bytes,
-                "compute_s": o.compute,
-                "memory_s": o.memory,
-                "seconds": o.seconds,
-                "binds": o.binds,
-                "tile_waste": o.tile_waste,
-            }
-            for o in b.operations
-        ],
+        **picked(b, "block=name copies num_microbatches"),
+        "passes": {name: {key: float(getattr(p, key)) for key in totals} for name, p in b.passes.items()},
+        "operations": [picked(o, operation) for o in b.operations],
     }

@@ -69,16 +69,15 @@ def _levels(fabric: Fabric) -> str:
 def _slice_data(rules: SliceRules) -> dict[str, Any]:
     return picked(
         rules,
-        *("name", "title", "wraps", "twists", "counts", "cloud_name", "source"),
-        largest_chips="largest",
-        dcn_bandwidth_per_chip_one_way_bytes_per_s="dcn_bandwidth_per_chip_one_way",
-        dcn_latency_s="dcn_latency",
+        "name title wraps twists counts cloud_name source largest_chips=largest",
+        "dcn_bandwidth_per_chip_one_way_bytes_per_s=dcn_bandwidth_per_chip_one_way",
+        "dcn_latency_s=dcn_latency",
     )
 
 
 def _fabric_data(fabric: Fabric) -> dict[str, Any]:
     levels = [_level_data(v.level) for v in fabric.levels]
-    known = picked(fabric, "name", "title", "in_network_reduction", "source", "notes", domains_chips="domains")
+    known = picked(fabric, "name title in_network_reduction source notes domains_chips=domains")
     return known | {"levels": levels}
 
 
@@ -153,9 +152,8 @@ def _cluster_data(cluster: Cluster) -> dict[str, Any]:
         network = {"kind": "tree", "levels": levels, "in_network_reduction": net.in_network_reduction}
     known = picked(
         cluster,
-        *("name", "num_chips", "num_slices", "num_hosts", "num_devices", "notes"),
-        dcn_bandwidth_per_chip_one_way_bytes_per_s="dcn_bandwidth_per_chip_one_way",
-        dcn_latency_s="dcn_latency",
-        price_usd_per_chip_hour="price_per_chip_hour",
+        "name num_chips num_slices num_hosts num_devices notes",
+        "dcn_bandwidth_per_chip_one_way_bytes_per_s=dcn_bandwidth_per_chip_one_way",
+        "dcn_latency_s=dcn_latency price_usd_per_chip_hour=price_per_chip_hour",
     )
     return {**known, "resolution": cluster.describe(), "network": network, "chip": chip_data(cluster.chip)}

@@ -18,6 +18,6 @@ def export_report(exported: Exported, inputs: Mapping[str, Any]) -> Report:
         command="export",
         inputs=inputs,
         answer=f"{exported.title}: {lines} lines in {inputs['output'] or exported.file_name}",
-        data=picked(exported, "target", "title", "file_name", "text", "notes", written_for="version"),
+        data=picked(exported, "target title file_name text notes written_for=version"),
         body=(listed("Written for", (f"{exported.title}, {exported.version}",)), *notes),
     )

@@ -42,14 +42,14 @@ def models_report(models: Iterable[Model], inputs: Mapping[str, Any]) -> Report:
         command="models",
         inputs=inputs,
         answer=f"{len(rows)} models known by name; a path to a config.json or its folder works as well",
-        data={"models": [{**_named(m), "parameters": picked(m.parameters, "total", "active")} for m in rows]},
+        data={"models": [{**_named(m), "parameters": picked(m.parameters, "total active")} for m in rows]},
         body=(tabulate(columns, rows),),
         next_steps=("meshwise model llama-3-70b: one model, part by part",),
     )
 
 
 def _named(model: Model) -> dict[str, Any]:
-    return picked(model, "name", "family", "num_layers", "hub_names", "source", max_seq_len_tokens="max_seq_len")
+    return picked(model, "name family num_layers hub_names source max_seq_len_tokens=max_seq_len")
 
 
 def model_report(model: Model, *, seq_len: int, kv_dtype: DType, inputs: Mapping[str, Any]) -> Report:
@@ -118,7 +118,7 @@ def _data(model: Model, seq_len: int, kv_dtype: DType) -> dict[str, Any]:
     return {
         "model": _named(model),
         "axis_sizes": dict(model.sizes),
-        "parameters": picked(count, "total", "language", "active", "by_part") | {"multi_token_prediction": count.mtp},
+        "parameters": picked(count, "total language active by_part") | {"multi_token_prediction": count.mtp},
         "kv_cache": {
             "dtype": kv_dtype.value,
             **{name: getattr(cache, name)(kv_dtype) for name in per_dtype},

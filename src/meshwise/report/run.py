@@ -101,8 +101,8 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
         inputs=inputs,
         answer=f"{steps} on {_here(result)}: {format_time(result.step_seconds)} a step, loss {losses}",
         data={
-            **picked(result, "hardware", "num_devices", "software", "chip", "losses", "seconds"),
-            **picked(result, first_step="first", last_step="last", saved_steps="saved", compile_s="compile_seconds"),
+            **picked(result, "hardware num_devices software chip losses seconds"),
+            **picked(result, "first_step=first last_step=last saved_steps=saved compile_s=compile_seconds"),
             "planned_chip": chip,
             "layout": str(result.plan.layout),
             "tokens_per_step": result.plan.estimate.tokens,
@@ -139,21 +139,16 @@ def _not_compared(result: RunResult) -> Iterator[str]:
 def _measured_data(result: RunResult) -> dict[str, Any]:
     return picked(
         result,
-        *("tokens_per_s", "mfu", "peak_bytes_in_use"),
-        step_time_s="step_seconds",
-        compiled_state_bytes="state_bytes",
-        compiled_temporary_bytes="temporary_bytes",
+        "tokens_per_s mfu peak_bytes_in_use step_time_s=step_seconds compiled_state_bytes=state_bytes",
+        "compiled_temporary_bytes=temporary_bytes",
     )
 
 
 def _predicted_data(result: RunResult) -> dict[str, Any]:
     return picked(
         result.plan.estimate,
-        *("tokens_per_s", "mfu"),
-        step_time_s="step_time.expected",
-        step_time_lower_s="step_time.lower",
-        step_time_upper_s="step_time.upper",
-        memory_bytes="memory.total",
+        "tokens_per_s mfu step_time_s=step_time.expected step_time_lower_s=step_time.lower",
+        "step_time_upper_s=step_time.upper memory_bytes=memory.total",
     )
 
 
@@ -238,8 +233,8 @@ def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report
         inputs=inputs,
         answer=f"{len(result.tokens):,} tokens on {_here(result)}: {first}{speed}",
         data={
-            **picked(result, "hardware", "num_devices", "software", "chip", "weights", "tokens", "text", "sequences"),
-            **picked(result, "tokens_per_s", "seconds", prompt_tokens="prompt", compile_s="compile_seconds"),
+            **picked(result, "hardware num_devices software chip weights tokens text sequences"),
+            **picked(result, "tokens_per_s seconds prompt_tokens=prompt compile_s=compile_seconds"),
             "time_to_first_token_s": result.first_seconds,
             "time_per_token_s": result.token_seconds,
             "least_time_to_first_token_s": result.least_first_seconds,

@@ -34,13 +34,14 @@ def pick(value: Any, path: str) -> Any:
     return value
 
 
-def picked(value: Any, *names: str, **paths: str) -> dict[str, Any]:
-    """JSON fields of a value: attributes under their own names, paths under the names given.
+def picked(value: Any, *fields: str) -> dict[str, Any]:
+    """JSON fields of a value, in order: `name`, or `key=path` where the key differs; a text may hold several.
 
-    >>> picked(1 + 2j, "real", imaginary="imag")
+    >>> picked(1 + 2j, "real imaginary=imag")
     {'real': 1.0, 'imaginary': 2.0}
     """
-    return {key: plain(pick(value, path)) for key, path in {**dict(zip(names, names, strict=True)), **paths}.items()}
+    pairs = (field.partition("=") for text in fields for field in text.split())
+    return {key: plain(pick(value, path or key)) for key, _, path in pairs}
 
 
 def plain(value: Any) -> Any:
@@ -65,13 +66,54 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def tabulate(columns: Columns, rows: Iterable[Any], *, title: str = "", missing: str = "-") -> Table:
-    """Lay out a row for each value: a value of None is shown as `missing`."""
-    return table(tuple(columns), (cells(columns, row, missing=missing) for row in rows), title=title)
+def words(name: str) -> str:
+    """A name as words: "pipeline bubble" of `pipeline_bubble`."""
+    return name.replace("_", " ")
 
 
-def cells(columns: Columns, row: Any, *, missing: str = "-") -> list[str]:
-    """The cells of one row of `tabulate`."""
+def spaced(layout: object) -> str:
+    """A layout whose line may break after each comma."""
+    return str(layout).replace(",", ", ")
+
+
+def or_dash(value: Any, show: Callable[[Any], str], *, missing: str = "-") -> str:
+    """A value that may be None, which is shown as `missing`."""
+    return missing if value is None else show(value)
+
+
+def signed_percent(share: float) -> str:
+    """A relative difference, `+3.2 %`."""
+    return f"{100 * share:+.1f} %"
+
+
+def said(*lines: str | None) -> tuple[str, ...]:
+    """The lines that say anything."""
+    return tuple(filter(None, lines))
+
+
+def tabulate(
+    columns: Columns,
+    rows: Iterable[Any],
+    *,
+    title: str = "",
+    missing: str = "-",
+    note: Callable[[Any], str] | None = None,
+) -> RenderableType:
+    """Lay out a row for each value.
+
+    Args:
+        columns: header -> where a row's cell is found.
+        rows: the values.
+        title: above the table.
+        missing: stands for None.
+        note: of a row, on lines of its own below it.
+    """
+    if note is not None:
+        return noted_table(tuple(columns), ((_cells(columns, row, missing), note(row)) for row in rows))
+    return table(tuple(columns), (_cells(columns, row, missing) for row in rows), title=title)
+
+
+def _cells(columns: Columns, row: Any, missing: str) -> list[str]:
     return [_cell(cell, row, missing) for cell in columns.values()]
 
 
@@ -79,8 +121,7 @@ def _cell(cell: Cell, row: Any, missing: str) -> str:
     if callable(cell):
         return cell(row)
     path, show = (cell, str) if isinstance(cell, str) else cell
-    value = pick(row, path)
-    return missing if value is None else show(value)
+    return or_dash(pick(row, path), show, missing=missing)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:

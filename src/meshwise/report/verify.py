@@ -16,7 +16,7 @@ from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
 from meshwise.compiler.verification import CompiledCopy, Verification
 from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
 from meshwise.report.report import Report, listed
-from meshwise.report.table import Columns, cells, counted, noted_table, picked
+from meshwise.report.table import Columns, counted, noted_table, picked, said, spaced, tabulate
 from meshwise.search import Plan
 
 #: Of a line through two copies.
@@ -71,7 +71,7 @@ def _signed(share: float) -> str:
 
 
 def _body(found: Verification, layout: str) -> Iterable[RenderableType]:
-    yield Text(f"layout: {layout.replace(',', ', ')}")
+    yield Text(f"layout: {spaced(layout)}")
     if found.out_of_memory is not None:
         yield listed("The compiler's own account", found.out_of_memory.breakdown or (_first(found),))
         return
@@ -125,9 +125,9 @@ def _data(found: Verification, layout: str) -> dict[str, Any]:
         "memory_traffic": ("moved", "bytes"),
     }
     return {
-        **picked(found, "target", "fits", "layers", capacity_bytes="capacity", predicted_bytes="predicted_total"),
-        **picked(found, compiled_bytes="peak", set_aside_bytes="set_aside", not_counted="unread"),
-        **picked(found, unexplained_share_of_received="unexplained_share", out_of_memory="out_of_memory.message"),
+        **picked(found, "target fits layers capacity_bytes=capacity predicted_bytes=predicted_total"),
+        **picked(found, "compiled_bytes=peak set_aside_bytes=set_aside not_counted=unread"),
+        **picked(found, "unexplained_share_of_received=unexplained_share out_of_memory=out_of_memory.message"),
         "layout": layout,
         "compiled": [_copy(copy) for copy in found.copies],
         **{name: [_line(line, unit) for line in found.group(group)] for name, (group, unit) in groups.items()},
@@ -137,11 +137,11 @@ def _data(found: Verification, layout: str) -> dict[str, Any]:
 
 def _copy(copy: CompiledCopy) -> dict[str, Any]:
     memory = None if copy.memory is None else copy.memory.to_json()
-    return picked(copy, "layers", "cached", compile_s="seconds") | {"memory_bytes": memory}
+    return picked(copy, "layers cached compile_s=seconds") | {"memory_bytes": memory}
 
 
 def _line(line: Line, unit: str) -> dict[str, Any]:
-    counts = picked(line, "predicted_count", "compiled_count") if line.group == "collectives" else {}
+    counts = picked(line, "predicted_count compiled_count") if line.group == "collectives" else {}
     return {
         "name": line.name,
         f"predicted_{unit}": line.predicted,
@@ -183,8 +183,11 @@ def with_verified(report: Report, rows: Sequence[VerifiedPlan]) -> Report:
         ">unexplained": ("unexplained_share_of_received", format_percent),
         "fits": lambda row: "not compiled" if row["fits"] is None else "yes" if row["fits"] else "no",
     }
-    notes = (": ".join(filter(None, (str(row.plan.layout).replace(",", ", "), row.refused))) for row in rows)
-    shown = noted_table(tuple(columns), zip((cells(columns, row, missing="") for row in data), notes, strict=True))
+
+    def note(row: Mapping[str, Any]) -> str:
+        return ": ".join(said(spaced(row["layout"]), row["refused"]))
+
+    shown = tabulate(columns, data, missing="", note=note)
     return replace(report, body=(*report.body[:2], shown, *report.body[2:]), data={**report.data, "verified": data})
 
 
@@ -193,7 +196,7 @@ def _verified_data(row: VerifiedPlan) -> dict[str, Any]:
     return {
         "rank": row.rank,
         "layout": str(row.plan.layout),
-        **picked(row, fits="found.fits", predicted_bytes="found.predicted_total"),
+        **picked(row, "fits=found.fits predicted_bytes=found.predicted_total"),
         "compiled_bytes": None if found is None else found.peak,
         "unexplained_share_of_received": None if found is None or found.peak is None else found.unexplained_share,
         "refused": row.refused or None,
