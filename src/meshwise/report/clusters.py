@@ -82,10 +82,8 @@ def _fabric_data(fabric: Fabric) -> dict[str, Any]:
 
 
 def _level_data(level: Any) -> dict[str, Any]:
-    bandwidth = "bandwidth_per_chip_one_way"
-    return picked(
-        level, "name", "degree", "switches_add", latency_s="latency", **{f"{bandwidth}_bytes_per_s": bandwidth}
-    )
+    rate = "bandwidth_per_chip_one_way_bytes_per_s=bandwidth_per_chip_one_way"
+    return picked(level, "name degree switches_add latency_s=latency", rate)
 
 
 def cluster_report(cluster: Cluster, inputs: Mapping[str, Any]) -> Report:
@@ -145,8 +143,8 @@ def _cluster_data(cluster: Cluster) -> dict[str, Any]:
     net = cluster.network
     network: dict[str, Any]
     if isinstance(net, Torus):
-        links = {"link_bandwidth_one_way_bytes_per_s": "link_bandwidth_one_way", "hop_latency_s": "hop_latency"}
-        network = {"kind": "torus", **picked(net, "axes", "twisted", **links)}
+        rate = "link_bandwidth_one_way_bytes_per_s=link_bandwidth_one_way"
+        network = {"kind": "torus", **picked(net, "axes twisted", rate, "hop_latency_s=hop_latency")}
     else:
         levels = [_level_data(v) for v in net.levels]
         network = {"kind": "tree", "levels": levels, "in_network_reduction": net.in_network_reduction}
