@@ -16,7 +16,7 @@ from meshwise.costs.explain import Padding
 from meshwise.costs.makespans import StageTimes
 from meshwise.report.report import listed
 from meshwise.report.sources import RULES, number
-from meshwise.report.table import Columns, picked, tabulate
+from meshwise.report.table import Columns, picked, said, tabulate
 
 _NUMBERS: Columns = {
     ">FLOPs": ("flops", lambda flops: format_count(flops) if flops else "-"),
@@ -29,18 +29,16 @@ def breakdown_tables(w: Breakdown) -> tuple[RenderableType, ...]:
     """The tables that `--explain` adds: a layer's operations, every collective of a step, the rules."""
     layers = [b for b in w.blocks if b.operations and b.copies]
     main = max(layers, key=lambda b: b.copies)
-    parts: list[RenderableType] = [_forward(main, w), *_rest(main)]
     others = ", ".join(b.name for b in layers if b is not main)
-    if others:
-        parts.append(Text(f"the operations of {others}: --explain --json"))
-    if w.collectives:
-        title = "collective" if w.layout.stage == 1 else "collective, last stage"
-        columns: Columns = {title: lambda c: f"{c.when.value} {c.kind.value}", **_COLLECTIVES}
-        parts += [
-            tabulate(columns, w.collectives, note=_moved),
-            listed("Rules", (f"rule {n}: {text}" for n, text in RULES.items())),
-        ]
-    return tuple(parts)
+    title = "collective" if w.layout.stage == 1 else "collective, last stage"
+    columns: Columns = {title: lambda c: f"{c.when.value} {c.kind.value}", **_COLLECTIVES}
+    rules = (f"rule {n}: {text}" for n, text in RULES.items())
+    return said(
+        _forward(main, w),
+        *_rest(main),
+        Text(f"the operations of {others}: --explain --json") if others else None,
+        *((tabulate(columns, w.collectives, note=_moved), listed("Rules", rules)) if w.collectives else ()),
+    )
 
 
 def _forward(block: BlockBreakdown, w: Breakdown) -> RenderableType:

@@ -5,27 +5,26 @@ Not here: fitting (`scoring`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import RenderableType
 
 from meshwise.report.report import Report, listed
-from meshwise.report.table import table
+from meshwise.report.table import Columns, picked, said, signed_percent, tabulate
 from meshwise.scoring.fitting import Refined, mean_error
 
 
 def calibrate_report(refined: Refined, inputs: Mapping[str, Any]) -> Report:
     """What was refined, and how much better it is."""
-    body: list[RenderableType] = [_constants(refined), _rows(refined)]
-    if refined.refusals:
-        body.append(listed("Not used", (f"{r.run.id}: {r.reason}" for r in refined.refusals)))
+    data = _data(refined)
+    unused = listed("Not used", (f"{r.run.id}: {r.reason}" for r in refined.refusals))
     return Report(
         command="calibrate",
         inputs=inputs,
         answer=_answer(refined),
-        data=_data(refined),
-        body=tuple(body),
+        data=data,
+        body=said(_constants(refined), _rows(data["rows"]), unused),
         assumed=tuple(dict.fromkeys(f"{p.run.id}: {note}" for p in refined.rows for note in p.scenario.assumed)),
         not_modelled=("what rows do not show: constants that they do not depend on stay as they were",),
         next_steps=_next(inputs),
@@ -44,25 +43,26 @@ def _answer(refined: Refined) -> str:
 
 
 def _constants(refined: Refined) -> RenderableType:
-    rows = []
-    for c in refined.constants:
-        value, spread = refined.fit.values[c.name], refined.fit.spreads[c.name]
-        rows.append([c.name, _number(c.prior), _number(value), f"{100 * spread:.0f} %", c.unit])
-    return table(("constant", ">before", ">after", ">known to", "unit"), rows)
+    values, spreads = refined.fit.values, refined.fit.spreads
+    columns: Columns = {
+        "constant": "name",
+        ">before": ("prior", "{:.3g}".format),
+        ">after": lambda c: f"{values[c.name]:.3g}",
+        ">known to": lambda c: f"{100 * spreads[c.name]:.0f} %",
+        "unit": "unit",
+    }
+    return tabulate(columns, refined.constants)
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _rows(refined: Refined) -> RenderableType:
-    left = refined.left_out or (None,) * len(refined.rows)
-    rows = [
-        [p.run.id, f"{p.measured:.4g} s", *(f"{100 * e:+.1f} %" for e in (before, after)),
-         "" if out is None else f"{100 * out:+.1f} %"]
-        for p, before, after, out in zip(refined.rows, refined.before, refined.after, left, strict=True)
-    ]  # fmt: skip
-    return table(("row", ">measured", ">error before", ">after", ">left out"), rows)
+def _rows(data: Iterable[Mapping[str, Any]]) -> RenderableType:
+    columns: Columns = {
+        "row": "id",
+        ">measured": ("measured_s", "{:.4g} s".format),
+        ">error before": ("error_before", signed_percent),
+        ">after": ("error_after", signed_percent),
+        ">left out": ("error_left_out", signed_percent),
+    }
+    return tabulate(columns, data, missing="")
 
 
 def _next(inputs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -72,34 +72,24 @@ def _next(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _data(refined: Refined) -> dict[str, Any]:
-    left = refined.left_out
+    left = refined.left_out or (None,) * len(refined.rows)
+    values, spreads = refined.fit.values, refined.fit.spreads
     return {
         "chip": refined.chip.name,
         "base": refined.base.name,
         "constants": [
-            {
-                "name": c.name,
-                "unit": c.unit,
-                "before": c.prior,
-                "after": refined.fit.values[c.name],
-                "relative_spread": refined.fit.spreads[c.name],
-            }
+            picked(c, "name unit before=prior") | {"after": values[c.name], "relative_spread": spreads[c.name]}
             for c in refined.constants
         ],
         "mape": {
             "before": mean_error(refined.before),
             "after": mean_error(refined.after),
-            "left_out": mean_error(left) if left else None,
+            "left_out": mean_error(refined.left_out) if refined.left_out else None,
         },
         "rows": [
-            {
-                "id": p.run.id,
-                "measured_s": p.measured,
-                "error_before": before,
-                "error_after": after,
-                "error_left_out": left[i] if left else None,
-            }
-            for i, (p, before, after) in enumerate(zip(refined.rows, refined.before, refined.after, strict=True))
+            picked(p, "id=run.id measured_s=measured")
+            | {"error_before": before, "error_after": after, "error_left_out": out}
+            for p, before, after, out in zip(refined.rows, refined.before, refined.after, left, strict=True)
         ],
-        "refused": [{"id": r.run.id, "reason": r.reason} for r in refined.refusals],
+        "refused": [picked(r, "id=run.id reason") for r in refined.refusals],
     }

@@ -7,17 +7,16 @@ from typing import Any
 
 from meshwise.exports import Exported
 from meshwise.report.report import Report, listed
-from meshwise.report.table import picked
+from meshwise.report.table import picked, said
 
 
 def export_report(exported: Exported, inputs: Mapping[str, Any]) -> Report:
     """Report an export."""
     lines = exported.text.count("\n")
-    notes = (listed("Notes", exported.notes),) if exported.notes else ()
     return Report(
         command="export",
         inputs=inputs,
         answer=f"{exported.title}: {lines} lines in {inputs['output'] or exported.file_name}",
         data=picked(exported, "target title file_name text notes written_for=version"),
-        body=(listed("Written for", (f"{exported.title}, {exported.version}",)), *notes),
+        body=said(listed("Written for", (f"{exported.title}, {exported.version}",)), listed("Notes", exported.notes)),
     )

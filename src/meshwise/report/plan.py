@@ -5,7 +5,6 @@ Not here: finding layouts (`planning`) and pricing them (`costs`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from meshwise.core.units import (
     format_percent,
     format_time,
 )
-from meshwise.costs.estimate import Interval
 from meshwise.costs.explain import collectives_of, paddings
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import runs_in
@@ -32,8 +30,8 @@ from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.model import length_words
 from meshwise.report.plan_details import plan_details, sensitivity_data, sensitivity_table
 from meshwise.report.report import Report, listed
-from meshwise.report.table import counted, table
-from meshwise.search import MAX_MEMORY, Baseline, Found, Plan, PlanResult
+from meshwise.report.table import Columns, counted, picked, plain, said, spaced, table, tabulate, words
+from meshwise.search import MAX_MEMORY, Found, Plan, PlanResult
 from meshwise.sharding.words import choice_words, layout_words
 
 
@@ -47,18 +45,7 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
     plans, search = planning.plans, planning.search
     best = plans[0]
     cost_matters = inputs.get("objective") == "cost" and best.training is None
-    body: list[RenderableType] = [Text(_subject(best)), _ranking(plans), _terms(best), *_likely(best), _memory(best)]
-    body.append(listed("Why", planning.reasons))
-    if planning.rejected:
-        body.append(listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)))
-    if len(search.front) > 1:
-        body.append(_front(search.front))
-    if not search.complete:
-        body.insert(1, Text(_interrupted(planning), style="bold"))
-    if planning.sensitivity:
-        body.append(sensitivity_table(planning.sensitivity))
     counts = f"{search.strategies:,} layouts examined, {search.priced:,} priced ({search.infeasible:,} do not fit)"
-    body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
     return Report(
         command="plan train",
         inputs=inputs,
@@ -67,21 +54,24 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
         data={
             "plans": [plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
-            "rejected": [_baseline_data(baseline) for baseline in planning.rejected],
+            "rejected": [picked(r, "name reason slowdown memory_bytes fits") for r in planning.rejected],
             **({"sensitivity": sensitivity_data(planning.sensitivity)} if planning.sensitivity else {}),
             "pareto_front": [_found_data(found) for found in search.front],
-            "search": {
-                "strategies": search.strategies,
-                "priced": search.priced,
-                "covered": search.covered,
-                "infeasible": search.infeasible,
-                "complete": search.complete,
-                "interrupted_on_chips": search.interrupted_on or None,
-                "most_speedup": None if math.isinf(planning.most_speedup) else planning.most_speedup,
-                "cpu_s": search.cpu_s,
-            },
+            "search": picked(search, "strategies priced covered infeasible complete")
+            | {"interrupted_on_chips": search.interrupted_on or None, "most_speedup": plain(planning.most_speedup)}
+            | picked(search, "cpu_s"),
         },
-        body=tuple(body),
+        body=said(
+            Text(_subject(best)),
+            None if search.complete else Text(_interrupted(planning), style="bold"),
+            _ranking(plans),
+            *_estimate_tables(best),
+            listed("Why", planning.reasons),
+            listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)),
+            _front(search.front) if len(search.front) > 1 else None,
+            sensitivity_table(planning.sensitivity) if planning.sensitivity else None,
+            Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"),
+        ),
         assumed=(
             *_assumed(best),
             *(_price(best) if cost_matters else ()),
@@ -103,7 +93,7 @@ def estimate_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
         inputs=inputs,
         answer=f"{fits}{_answer(plan)}",
         data={"plans": [plan_data(plan)], "reasons": list(planning.reasons)},
-        body=(Text(_subject(plan)), _terms(plan), *_likely(plan), _memory(plan), listed("Why", planning.reasons)),
+        body=said(Text(_subject(plan)), *_estimate_tables(plan), listed("Why", planning.reasons)),
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_of_one(plan),
@@ -126,7 +116,7 @@ def _subject(plan: Plan) -> str:
     tokens = "" if job.tokens is None else f", {format_count(job.tokens)} tokens"
     lines = [
         f"{plan.problem.model.name} on {plan.estimate.num_chips:,} x {cluster.chip.title}{tokens}",
-        f"layout: {str(plan.layout).replace(',', ', ')}",
+        f"layout: {spaced(plan.layout)}",
     ]
     if plan.estimate.tokens != job.batch_tokens:
         change = 100 * (plan.estimate.tokens / job.batch_tokens - 1)
@@ -245,23 +235,11 @@ def _next_of_one(plan: Plan) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def _baseline_data(baseline: Baseline) -> dict[str, Any]:
-    return {
-        "name": baseline.name,
-        "reason": baseline.reason,
-        "slowdown": baseline.slowdown if math.isfinite(baseline.slowdown) else None,
-        "memory_bytes": baseline.memory_bytes,
-        "fits": baseline.fits,
-    }
-
-
 def _found_data(found: Found) -> dict[str, Any]:
     return {
         "layout": dict(found.layout.sizes),
         "layout_text": str(found.layout),
-        "num_chips": found.layout.num_chips,
-        "time_s_per_token": found.seconds_per_token,
-        "memory_bytes": found.memory_bytes,
+        **picked(found, "num_chips=layout.num_chips time_s_per_token=seconds_per_token memory_bytes"),
     }
 
 
@@ -325,12 +303,18 @@ def _ranking(rows: Sequence[Plan]) -> RenderableType:
     return table(columns, lines)
 
 
+def _estimate_tables(row: Plan) -> tuple[RenderableType, ...]:
+    """Where time and memory go."""
+    likely = likely_words(row)
+    return said(_terms(row), Text(likely) if likely else None, _memory(row))
+
+
 def _terms(row: Plan) -> RenderableType:
     """Show where the expected time goes, then its bounds."""
     estimate, time = row.estimate, row.estimate.step_time
     wires = _wires(row)
     rows = [
-        (name.replace("_", " "), format_time(seconds), format_percent(seconds / time.expected), _note(row, name, wires))
+        (words(name), format_time(seconds), format_percent(seconds / time.expected), _note(row, name, wires))
         for name, seconds in estimate.terms.items()
         if seconds or estimate.hidden.get(name)
     ]
@@ -348,10 +332,6 @@ def _terms(row: Plan) -> RenderableType:
     return table(("!time of a step", ">exposed", ">share", ""), rows)
 
 
-def _likely(row: Plan) -> list[RenderableType]:
-    return [Text(line) for line in (likely_words(row),) if line]
-
-
 def _note(row: Plan, name: str, wires: Mapping[str, str]) -> str:
     """How much of an axis's communication is hidden, and where the axis lies."""
     seconds = row.estimate.hidden.get(name, 0.0)
@@ -362,37 +342,24 @@ def _note(row: Plan, name: str, wires: Mapping[str, str]) -> str:
 def _memory(row: Plan) -> RenderableType:
     """Show the classes that hold anything."""
     e = row.estimate
-    held = [
-        (name.replace("_", " "), format_bytes(b), format_percent(b / e.hbm_capacity))
-        for name, b in e.memory.items()
-        if b
-    ]
-    away = [
-        (
-            f"on the host: {name.replace('_', ' ')}",
-            format_bytes(b),
-            f"{format_percent(b / (e.host_capacity or b))} of host",
-        )
-        for name, b in e.host_memory.items()
-        if b
-    ]
-    return table(("!memory of a chip", ">bytes", ">of HBM"), (*held, *away))
+    rows = [(words(name), b, e.hbm_capacity, "") for name, b in e.memory.items()]
+    rows += [(f"on the host: {words(name)}", b, e.host_capacity or b, " of host") for name, b in e.host_memory.items()]
+    cells = ((name, format_bytes(b), f"{format_percent(b / of)}{where}") for name, b, of, where in rows if b)
+    return table(("!memory of a chip", ">bytes", ">of HBM"), cells)
 
 
 def _front(front: Sequence[Found]) -> RenderableType:
     """Show at most eight layouts that nothing undercuts in both time and memory, spread over the front."""
     step = max(1, -(-len(front) // 8))
-    return table(
-        ("fastest with so little memory", ">a token", ">memory"),
-        (
-            (
-                f"{layout_words(f.layout)} {choice_words(f.layout)}",
-                format_time(f.seconds_per_token),
-                format_bytes(f.memory_bytes),
-            )
-            for f in front[::step]
-        ),
-    )
+    columns: Columns = {
+        "fastest with so little memory": lambda f: f"{layout_words(f.layout)} {choice_words(f.layout)}",
+        ">a token": ("seconds_per_token", format_time),
+        ">memory": ("memory_bytes", format_bytes),
+    }
+    return tabulate(columns, front[::step])
+
+
+_RUN = "steps days=days.expected days_interval=days chip_hours cost_usd energy_kwh"
 
 
 def plan_data(row: Plan) -> dict[str, Any]:
@@ -403,43 +370,20 @@ def plan_data(row: Plan) -> dict[str, Any]:
         "layout": dict(row.layout.sizes),
         "layout_text": str(row.layout),
         "choices": choices,
-        "network": [{"name": d.name, "size": d.size} for d in row.fabric.dimensions],
+        "network": [picked(d, "name size") for d in row.fabric.dimensions],
         "runs_in": list(runs_in(row)),
-        "num_chips": estimate.num_chips,
-        "tokens_per_step": estimate.tokens,
+        **picked(estimate, "num_chips tokens_per_step=tokens"),
         "estimate": {
-            "step_time_s": {**_interval(estimate.step_time), **likely_data(row)},
-            "terms": dict(estimate.terms),
-            "hidden_s": dict(estimate.hidden),
-            "resources_s": dict(estimate.resources),
-            "tokens_per_s": estimate.tokens_per_s,
-            "mfu": estimate.mfu,
-            "hfu": estimate.hfu,
-            "model_flops": estimate.model_flops,
-            "recompute_flops": estimate.recompute_flops,
-            "peak_flops_per_s_per_chip": estimate.peak_flops_per_s,
-            "memory_bytes": dict(estimate.memory),
-            "hbm_capacity_bytes": estimate.hbm_capacity,
-            "host_memory_bytes": dict(estimate.host_memory),
-            "host_capacity_bytes": estimate.host_capacity,
-            "fits": estimate.fits,
-            "bound": estimate.bound,
+            "step_time_s": {**plain(estimate.step_time), **likely_data(row)},
+            **picked(
+                estimate,
+                "terms hidden_s=hidden resources_s=resources tokens_per_s mfu hfu model_flops recompute_flops",
+                "peak_flops_per_s_per_chip=peak_flops_per_s memory_bytes=memory hbm_capacity_bytes=hbm_capacity",
+                "host_memory_bytes=host_memory host_capacity_bytes=host_capacity fits bound",
+            ),
             "collectives": [collective_data(c) for c in collectives_of(row.problem, row.fabric, row.layout)],
             "padding": [padding_data(p) for p in paddings(row.problem, row.layout)],
         },
         "cost_usd_per_billion_tokens": row.cost_usd_per_billion_tokens,
-        "training": None
-        if run is None
-        else {
-            "steps": run.steps,
-            "days": run.days.expected,
-            "days_interval": _interval(run.days),
-            "chip_hours": run.chip_hours,
-            "cost_usd": run.cost_usd,
-            "energy_kwh": run.energy_kwh,
-        },
+        "training": None if run is None else picked(run, _RUN),
     }
-
-
-def _interval(interval: Interval) -> dict[str, float]:
-    return {"lower": interval.lower, "expected": interval.expected, "upper": interval.upper}

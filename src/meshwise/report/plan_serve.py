@@ -18,9 +18,11 @@ from meshwise.report.chart import Chart, new_figure, svg_of
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve import (
     NOT_MODELLED,
+    RANKED,
     assumed,
     definitions,
     latency_table,
+    layouts_words,
     memory_table,
     serving_plan_data,
     serving_words,
@@ -28,7 +30,8 @@ from meshwise.report.serve import (
     term_table,
 )
 from meshwise.report.serve_breakdown import serve_explanations
-from meshwise.report.table import counted, noted_table, table
+from meshwise.report.serving import quantiles_data
+from meshwise.report.table import Columns, counted, or_dash, pick, picked, said, spaced, table, tabulate
 from meshwise.search.serving import ServingPlanResult
 from meshwise.search.serving.planner import FrontPoint, SimulatedPlan
 from meshwise.simulation.serving import Quantiles
@@ -80,28 +83,29 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
         inputs: what was asked, with defaults.
     """
     best, problem, search = planning.plans[0], planning.problem, planning.search
-    body: list[RenderableType] = [Text(subject(problem, best.setup)), latency_table(best), _ranking(planning)]
-    if planning.simulated:
-        body.append(_simulated(planning.simulated))
-    body += [term_table(best), memory_table(best)]
-    if planning.neighbours:
-        body.append(listed("Not chosen", (f"{n.name}: {n.reason}" for n in planning.neighbours)))
-    if len(planning.pareto) > 1:
-        body += [_front(planning.pareto), Text(_drawn(planning.pareto))]
-    body.append(listed("Definitions", definitions(best.setup)))
+    front = (_front(planning.pareto), Text(_drawn(planning.pareto))) if len(planning.pareto) > 1 else ()
     counts = f"{search.configurations:,} layouts with batches priced, {search.pairs:,} pairs of prefill and generation"
-    body.append(Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"))
     return Report(
         command="plan serve",
         inputs=inputs,
         answer=f"Best: {serving_words(best)}{simulated_words(planning, best)}",
         data={
             "plans": [plan_data(planning, e) for e in planning.plans],
-            "neighbours": [{"name": n.name, "reason": n.reason} for n in planning.neighbours],
+            "neighbours": [picked(n, "name reason") for n in planning.neighbours],
             "pareto": list(front_data(planning)),
-            "search": {"configurations": search.configurations, "pairs": search.pairs, "cpu_s": search.cpu_s},
+            "search": picked(search, "configurations pairs cpu_s"),
         },
-        body=tuple(body),
+        body=said(
+            Text(subject(problem, best.setup)),
+            latency_table(best),
+            _ranking(planning),
+            _simulated(planning.simulated) if planning.simulated else None,
+            *(term_table(best), memory_table(best)),
+            listed("Not chosen", (f"{n.name}: {n.reason}" for n in planning.neighbours)),
+            *front,
+            listed("Definitions", definitions(best.setup)),
+            Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"),
+        ),
         assumed=(*assumed(problem, best.setup), *simulated_assumed(planning)),
         not_modelled=NOT_MODELLED,
         next_steps=_next(best),
@@ -110,43 +114,34 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
 
 
 def _ranking(planning: ServingPlanResult) -> RenderableType:
-    columns = ["", ">tokens/s/chip", ">TPOT", ">TTFT", ">chips", ">batch", ">$/M out", ">GiB"]
-    rows = []
-    for number, e in enumerate(planning.plans, 1):
-        setup, dollars = e.setup, e.usd_per_million_output_tokens
-        one = setup.one_layout
-        layouts = f"{setup.decode}" if one else f"prefill {setup.prefill}; decode {setup.decode}"
-        cells = (
-            str(number),
-            f"{e.throughput_per_chip:,.1f}",
-            format_time(e.tpot.expected),
-            format_time(e.ttft.expected),
-            f"{setup.num_chips:,}",
-            f"{setup.batch:,}",
-            "-" if dollars is None else format_money(dollars),
-            f"{max(x.memory['total'] for x in (e.prefill, e.decode)) / 2**30:.1f}",
-        )
+    names = ("", ">tokens/s/chip", ">TPOT", ">TTFT", ">chips", ">batch", ">$/M out")
+    columns: Columns = {
+        **{name: RANKED[name] for name in names},
+        ">GiB": lambda row: f"{max(x.memory['total'] for x in (row['plan'].prefill, row['plan'].decode)) / 2**30:.1f}",
+    }
+
+    def note(row: Mapping[str, Any]) -> str:
+        setup = row["plan"].setup
         prompts = f"; {setup.prefill_batch} prompts together" if setup.prefill_batch > 1 else ""
         prompts += f"; prompts in chunks of {setup.chunk:,}" if setup.chunk is not None else ""
         takers = ", ".join(serving_runs_in(planning.problem, setup)) or "no tool yet"
-        rows.append((cells, f"{setup.mode}: {layouts.replace(',', ', ')}{prompts}; runs in {takers}"))
-    return noted_table(columns, rows)
+        return f"{layouts_words(setup)}{prompts}; runs in {takers}"
+
+    rows = [{"sign": number, "plan": e} for number, e in enumerate(planning.plans, 1)]
+    return tabulate(columns, rows, note=note)
 
 
 def _front(front: tuple[FrontPoint, ...]) -> RenderableType:
     step = max(1, -(-len(front) // _SHOWN))
     shown = sorted({*range(0, len(front), step), len(front) - 1})
-    rows = [
-        (
-            format_time(p.tpot),
-            f"{p.tokens:,.1f}",
-            format_time(p.ttft),
-            f"{p.setup.batch:,}",
-            str(p.setup.decode).replace(",", ", ") + (" (apart)" if p.setup.mode == "disaggregated" else ""),
-        )
-        for p in (front[i] for i in shown)
-    ]
-    return table([">TPOT", ">tokens/s/chip", ">TTFT", ">batch", "decode"], rows, title="Latency against throughput")
+    columns: Columns = {
+        ">TPOT": ("tpot", format_time),
+        ">tokens/s/chip": ("tokens", "{:,.1f}".format),
+        ">TTFT": ("ttft", format_time),
+        ">batch": ("setup.batch", "{:,}".format),
+        "decode": lambda p: spaced(p.setup.decode) + (" (apart)" if p.setup.mode == "disaggregated" else ""),
+    }
+    return tabulate(columns, (front[i] for i in shown), title="Latency against throughput")
 
 
 def _drawn(front: tuple[FrontPoint, ...]) -> str:
@@ -189,17 +184,12 @@ def _sent(planning: ServingPlanResult, e: ServingEstimate) -> SimulatedPlan | No
 
 
 def _simulated_data(p: SimulatedPlan) -> dict[str, Any]:
-    found = {name: Quantiles.of(getattr(p.result, name)) for name in ("ttft_s", "tpot_s")}
     return {
         "rate_requests_per_s": p.rate,
-        "requests": p.result.requests,
-        "utilisation": p.result.utilisation,
+        **picked(p.result, "requests utilisation"),
         "throughput_tokens_per_s_per_chip": p.tokens_per_chip,
         "cost_usd_per_million_output_tokens": p.usd_per_million_output_tokens,
-        **{
-            name: None if q is None else {"mean": q.mean, "p50": q.p50, "p90": q.p90, "p99": q.p99, "max": q.most}
-            for name, q in found.items()
-        },
+        **{name: quantiles_data(Quantiles.of(getattr(p.result, name))) for name in ("ttft_s", "tpot_s")},
     }
 
 
@@ -228,28 +218,18 @@ def _simulated(simulated: tuple[SimulatedPlan, ...]) -> RenderableType:
     """Lay out what became of the requests that plans were sent."""
     rows = []
     for number, p in enumerate(simulated, 1):
-        times = []
-        for values in (p.result.ttft_s, p.result.tpot_s):
-            q = Quantiles.of(values)
-            times += ["-", "-"] if q is None else [format_time(q.p50), format_time(q.p99)]
-        dollars = p.usd_per_million_output_tokens
-        cost = "-" if dollars is None else format_money(dollars)
+        found = [Quantiles.of(values) for values in (p.result.ttft_s, p.result.tpot_s)]
+        times = [or_dash(pick(q, share), format_time) for q in found for share in ("p50", "p99")]
+        cost = or_dash(p.usd_per_million_output_tokens, format_money)
         rows.append((str(number), f"{p.rate:.4g}", *times, f"{p.tokens_per_chip:,.1f}", cost))
     columns = ("", ">requests/s", ">TTFT p50", ">p99", ">TPOT p50", ">p99", ">tokens/s/chip", ">$/M out")
     return table(columns, rows, title="Simulated requests")
 
 
 def _point(p: FrontPoint) -> dict[str, Any]:
-    return {
-        "tpot_s": p.tpot,
-        "ttft_s": p.ttft,
-        "throughput_tokens_per_s_per_chip": p.tokens,
-        "mode": p.setup.mode,
-        "batch": p.setup.batch,
-        "num_chips": p.setup.num_chips,
-        "prefill_layout": str(p.setup.prefill),
-        "decode_layout": str(p.setup.decode),
-    }
+    known = picked(p, "tpot_s=tpot ttft_s=ttft throughput_tokens_per_s_per_chip=tokens")
+    layouts = {"prefill_layout": str(p.setup.prefill), "decode_layout": str(p.setup.decode)}
+    return known | picked(p.setup, "mode batch num_chips") | layouts
 
 
 def _next(best: ServingEstimate) -> tuple[str, ...]:

@@ -86,30 +86,24 @@ class Report:
             details = self.details()
             parts += [item for block in details.tables for item in (Text(), block)]
             parts += _explained((*self.explanations, *details.explanations))
-        parts += _list("Assumed", self.assumed) + _list("Not modelled", self.not_modelled)
-        parts += _list("Try next", self.next_steps)
-        return Group(*parts)
+        ends = {"Assumed": self.assumed, "Not modelled": self.not_modelled, "Try next": self.next_steps}
+        lists = (listed(title, lines) for title, lines in ends.items())
+        return Group(*parts, *(item for block in lists if block is not None for item in (Text(), block)))
 
 
 def _as_dict(explanation: Explanation) -> dict[str, str]:
     return {name: getattr(explanation, name) for name in ("name", "formula", "substitution", "result", "source")}
 
 
-def _list(title: str, lines: tuple[str, ...]) -> list[RenderableType]:
-    """Make a heading and its lines, wrapped with a hanging indent."""
-    if not lines:
-        return []
-    return [Text(), listed(title, lines)]
+def listed(title: str, lines: Iterable[str]) -> RenderableType | None:
+    """A heading and its lines as one block, each wrapped under its first word; None without lines."""
+    bullets = [_Hanging("- ", line) for line in lines]
+    return Group(Text(f"{title}:", style="bold"), *bullets) if bullets else None
 
 
-def listed(title: str, lines: Iterable[str]) -> RenderableType:
-    """A heading and its lines as one block, each wrapped under its first word."""
-    return Group(Text(f"{title}:", style="bold"), *(_hanging("- ", line) for line in lines))
-
-
-def _hanging(mark: str, line: str) -> RenderableType:
-    """One line whose continuation stands under its first word."""
-    return _Hanging(mark, line)
+def reasons(title: str, found: Mapping[str, str]) -> RenderableType | None:
+    """Names with the reason for each, below a heading."""
+    return listed(title, (f"{name}: {reason}" for name, reason in found.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +124,6 @@ def _explained(explanations: tuple[Explanation, ...]) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(), Text("Breakdown:", style="bold")]
     for e in explanations:
         parts.append(Padding(Text(e.name, style="bold"), (0, 0, 0, 2)))
-        parts += [_hanging("  = ", part) for part in (e.formula, e.substitution, e.result) if part]
-        parts.append(_hanging("  source: ", e.source))
+        parts += [_Hanging("  = ", part) for part in (e.formula, e.substitution, e.result) if part]
+        parts.append(_Hanging("  source: ", e.source))
     return parts

@@ -16,7 +16,7 @@ from rich.text import Text
 from meshwise.core.units import format_bytes, format_time
 from meshwise.report.chart import new_figure, svg_of
 from meshwise.report.report import Report, listed
-from meshwise.report.table import noted_table, table
+from meshwise.report.table import Columns, picked, said, signed_percent, table, tabulate, words
 from meshwise.scoring import (
     Errors,
     Prediction,
@@ -43,7 +43,7 @@ def score_words(score: Score[P]) -> str:
         return first
     return (
         f"{first}: mean error {_percent(score.overall.mape)}, {_percent(score.macro_mape)} averaged over sources, "
-        f"bias {_signed(score.overall.bias)}"
+        f"bias {signed_percent(score.overall.bias)}"
     )
 
 
@@ -62,57 +62,61 @@ def error_cells(e: Errors) -> list[str]:
     """The cells of a row of errors, as their columns are."""
     shares = (e.within_10, e.within_20, e.coverage_80)
     words = ("-" if s is None else f"{100 * s:.0f} %" for s in shares)
-    return [f"{e.rows:,}", _percent(e.mape), _percent(e.median), _signed(e.bias), *words,
+    return [f"{e.rows:,}", _percent(e.mape), _percent(e.median), signed_percent(e.bias), *words,
             f"{100 * e.bound_bias:+.0f} %"]  # fmt: skip
 
 
-def memory_tables(score: Score[P]) -> list[RenderableType]:
+def memory_table(score: Score[P]) -> RenderableType | None:
     """A line for each kind of memory that was measured."""
-    rows = []
-    for metric, found in score.memory_metrics.items():
-        errors = [p.error for p in found]
-        mean = statistics.fmean(map(abs, errors))
-        rows.append([metric, f"{len(found):,}", _percent(mean), _signed(statistics.fmean(errors))])
-    return [table(("memory", ">rows", ">mean error", ">bias"), rows)] if rows else []
+    columns: Columns = {
+        "memory": "metric",
+        ">rows": ("rows", "{:,}".format),
+        ">mean error": ("mape", _percent),
+        ">bias": ("bias", signed_percent),
+    }
+    rows = [{"metric": metric, **found} for metric, found in _memory_errors(score).items()]
+    return tabulate(columns, rows) if rows else None
 
 
-def unpredicted(title: str, refusals: Iterable[Refusal]) -> list[RenderableType]:
+def unpredicted(title: str, refusals: Iterable[Refusal]) -> RenderableType | None:
     """Reasons, each with the rows that it is of."""
-    found: dict[str, list[str]] = {}
-    for r in refusals:
-        found.setdefault(r.reason, []).append(r.run.id)
-    return [listed(title, (f"{some(ids)}: {reason}" for reason, ids in found.items()))] if found else []
+    return listed(title, by_note((r.reason, r.run.id) for r in refusals))
 
 
-def unfit(rows: Sequence[Prediction]) -> list[RenderableType]:
+def unfit(rows: Sequence[Prediction]) -> RenderableType | None:
     """Rows that ran and are said not to fit."""
 
-    def words(p: Prediction) -> str:
+    def line(p: Prediction) -> str:
         memory = p.estimate.memory
         parts = sorted(((v, k) for k, v in memory.items() if k != "total"), reverse=True)[:2]
-        largest = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for size, name in parts)
+        largest = ", ".join(f"{words(name)} {format_bytes(size)}" for size, name in parts)
         return f"{p.run.id}: {format_bytes(memory['total'])} of {format_bytes(p.estimate.hbm_capacity)}; {largest}"
 
-    return [listed("Said not to fit, though it ran", map(words, rows))] if rows else []
+    return listed("Said not to fit, though it ran", map(line, rows))
 
 
-def worst_tables(rows: Sequence[P], words: Callable[[P], str]) -> list[RenderableType]:
-    """Rows with the largest errors, what they are (`words`) and shares of their terms below each."""
+_WORST: Columns = {
+    "worst rows": "run.id",
+    "chip": "chip",
+    ">measured": ("measured", format_time),
+    ">predicted": ("expected", format_time),
+    ">error": ("error", signed_percent),
+}
+
+
+def worst_table(rows: Sequence[P], what: Callable[[P], str]) -> RenderableType | None:
+    """Rows with the largest errors, what they are and shares of their terms below each."""
 
     def note(p: P) -> str:
         total = sum(p.terms.values())
         parts = sorted(((s, n) for n, s in p.terms.items() if s > 0.005 * total), reverse=True)
-        terms = ", ".join(f"{name.replace('_', ' ')} {100 * s / total:.0f} %" for s, name in parts)
-        return f"{p.run.model or 'dimensions'}, {words(p)}: {terms}"
+        terms = ", ".join(f"{words(name)} {100 * s / total:.0f} %" for s, name in parts)
+        return f"{p.run.model or 'dimensions'}, {what(p)}: {terms}"
 
-    def cells(p: P) -> tuple[str, ...]:
-        return (p.run.id, p.chip, format_time(p.measured), format_time(p.expected), _signed(p.error))
-
-    columns = ("worst rows", "chip", ">measured", ">predicted", ">error")
-    return [noted_table(columns, ((cells(p), note(p)) for p in rows))] if rows else []
+    return tabulate(_WORST, rows, note=note) if rows else None
 
 
-def assumptions(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+def by_note(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     """Pairs of a note and a row's id as lines: each note once, with its rows."""
     found: dict[str, list[str]] = {}
     for note, row in pairs:
@@ -129,8 +133,16 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _signed(value: float) -> str:
-    return f"{100 * value:+.1f} %"
+def _memory_errors(score: Score[P]) -> dict[str, dict[str, float]]:
+    """Kind of memory that was measured -> how far predictions are from it."""
+    errors = {metric: [p.error for p in found] for metric, found in score.memory_metrics.items()}
+    return {
+        metric: {"rows": len(e), "mape": statistics.fmean(map(abs, e)), "bias": statistics.fmean(e)}
+        for metric, e in errors.items()
+    }
+
+
+_REFUSED = "id=run.id reason"
 
 
 def overall_data(score: Score[P]) -> dict[str, Any]:
@@ -149,39 +161,20 @@ def overall_data(score: Score[P]) -> dict[str, Any]:
             "mape": score.memory_mape,
             "false_oom": len(score.false_oom),
             "false_oom_rows": [p.run.id for p in score.false_oom],
-            "by_metric": {
-                m: {"rows": len(found), "mape": statistics.fmean(abs(p.error) for p in found),
-                    "bias": statistics.fmean(p.error for p in found)}
-                for m, found in score.memory_metrics.items()
-            },
+            "by_metric": _memory_errors(score),
         },
-        "refused": refused_data(score.refusals),
+        "refused": [picked(r, _REFUSED) for r in score.refusals],
     }  # fmt: skip
-
-
-def refused_data(refusals: Iterable[Refusal]) -> list[dict[str, str]]:
-    """Rows with their reasons, for JSON."""
-    return [{"id": r.run.id, "reason": r.reason} for r in refusals]
 
 
 def row_data(p: Prediction) -> dict[str, Any]:
     """The JSON fields of a row."""
     return {
-        "id": p.run.id,
-        "source": p.run.source,
-        "chip": p.chip,
-        "family": p.family,
-        "metric": p.run.measured_metric,
+        **picked(p, "id=run.id source=run.source chip family metric=run.measured_metric"),
         "unit": "bytes" if p.run.is_memory else "s",
-        "measured": p.measured,
-        "expected": p.expected,
-        "error": p.error,
+        **picked(p, "measured expected error"),
         "bound": None if p.run.is_memory else p.bound,
-        "low_80": None if p.likely is None else p.likely.low,
-        "high_80": None if p.likely is None else p.likely.high,
-        "fits": p.estimate.fits,
-        "terms_s": p.terms,
-        "assumed": list(p.scenario.assumed),
+        **picked(p, "low_80=likely.low high_80=likely.high fits=estimate.fits terms_s=terms assumed=scenario.assumed"),
     }
 
 
@@ -220,17 +213,19 @@ def score_report(score: TrainingScore, inputs: Mapping[str, Any], *, worst: int 
         data={
             **overall_data(score),
             "ranking": {**asdict(score.ranking), "smallest_difference": SAME},
-            "predictions": [_training_row(p) for p in score.predictions],
+            "predictions": [
+                row_data(p) | {"layout": str(p.layout), "open": list(p.scenario.open)} for p in score.predictions
+            ],
         },
-        body=(
+        body=said(
             errors_table(score),
-            *_ranking(score),
-            *memory_tables(score),
-            *unpredicted("Not predicted", score.refusals),
-            *unfit(score.false_oom),
-            *worst_tables(score.worst(worst), lambda p: f"{p.run.n_chips:,} chips, {p.layout}"),
+            _ranking(score),
+            memory_table(score),
+            unpredicted("Not predicted", score.refusals),
+            unfit(score.false_oom),
+            worst_table(score.worst(worst), lambda p: f"{p.run.n_chips:,} chips, {p.layout}"),
         ),
-        assumed=assumptions((note, p.run.id) for p in score.predictions for note in _read_into(p)),
+        assumed=by_note((note, p.run.id) for p in score.predictions for note in _read_into(p)),
         not_modelled=(
             "stragglers, checkpoints, input pipelines, and other users of the network",
             "what a release of software changes: one calibration stands for all years",
@@ -239,28 +234,20 @@ def score_report(score: TrainingScore, inputs: Mapping[str, Any], *, worst: int 
     )
 
 
-def _ranking(score: TrainingScore) -> list[RenderableType]:
+def _ranking(score: TrainingScore) -> RenderableType | None:
     """How often the faster of two layouts was predicted to be."""
     found = score.ranking
     if found.pairwise is None:
-        return []
-    words = f"{100 * found.pairwise:.1f} % of {found.pairs:,} pairs of layouts of one model on one machine"
-    return [Text(f"Ranked right: {words}")]
+        return None
+    pairs = f"{100 * found.pairwise:.1f} % of {found.pairs:,} pairs of layouts of one model on one machine"
+    return Text(f"Ranked right: {pairs}")
 
 
 def _read_into(p: TrainingPrediction) -> Iterator[str]:
     """What was read into a row."""
     yield from p.scenario.assumed
     for name in p.scenario.open:
-        yield f"{name.replace('_', ' ')} is not said: {getattr(p.layout, name)} taken, the fastest that fits"
-
-
-def _training_row(p: TrainingPrediction) -> dict[str, Any]:
-    return {
-        **row_data(p),
-        "layout": str(p.layout),
-        "open": list(p.scenario.open),
-    }
+        yield f"{words(name)} is not said: {getattr(p.layout, name)} taken, the fastest that fits"
 
 
 def served_report(score: ServingScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
@@ -271,18 +258,18 @@ def served_report(score: ServingScore, inputs: Mapping[str, Any], *, worst: int 
         answer=score_words(score),
         data={
             **overall_data(score),
-            "not_counted": refused_data(score.set_aside),
+            "not_counted": [picked(r, _REFUSED) for r in score.set_aside],
             "predictions": [_serving_row(p) for p in score.predictions],
         },
-        body=(
+        body=said(
             errors_table(score),
-            *memory_tables(score),
-            *unpredicted("Not predicted", score.refusals),
-            *unpredicted("Not counted", score.set_aside),
-            *unfit(score.false_oom),
-            *worst_tables(score.worst(worst), _words),
+            memory_table(score),
+            unpredicted("Not predicted", score.refusals),
+            unpredicted("Not counted", score.set_aside),
+            unfit(score.false_oom),
+            worst_table(score.worst(worst), _words),
         ),
-        assumed=assumptions((note, p.run.id) for p in score.predictions for note in p.scenario.assumed),
+        assumed=by_note((note, p.run.id) for p in score.predictions for note in p.scenario.assumed),
         not_modelled=(
             "releases of an engine: what the host adds to a step is one number for all of them",
             "queueing, and lengths that vary between requests: meshwise simulate serve",

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from meshwise.core.units import format_bytes, format_money, format_time
 from meshwise.costs.calibration import Calibration
-from meshwise.costs.estimate import Interval
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import Engine, ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.memory import CLASSES
@@ -21,7 +20,7 @@ from meshwise.costs.serving.step import TERMS
 from meshwise.exports.serving import serving_runs_in
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve_breakdown import serve_explanations
-from meshwise.report.table import counted, table
+from meshwise.report.table import Columns, counted, picked, said, spaced, table
 
 NOT_MODELLED = (
     "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate serve' has arrivals",
@@ -39,20 +38,40 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
     """
     e, problem = answer.estimate, answer.problem
     fits = "" if e.fits else "does not fit in memory: "
-    body: list[RenderableType] = [Text(subject(problem, e.setup)), latency_table(e), term_table(e), memory_table(e)]
-    body.append(_fitting(answer))
-    body.append(listed("Definitions", definitions(e.setup)))
     return Report(
         command="estimate serve",
         inputs=inputs,
         answer=f"{fits}{serving_words(e)}",
         data={"plans": [serving_plan_data(problem, e)], "frontier": _frontier_data(answer)},
-        body=tuple(body),
+        body=said(
+            Text(subject(problem, e.setup)),
+            *(latency_table(e), term_table(e), memory_table(e)),
+            _fitting(answer),
+            listed("Definitions", definitions(e.setup)),
+        ),
         assumed=assumed(problem, e.setup),
         not_modelled=NOT_MODELLED,
         next_steps=_next_steps(answer),
         details=lambda: Details(explanations=serve_explanations(problem, e)),
     )
+
+
+def layouts_words(setup: ServingSetup) -> str:
+    """How engines are organized, and the layouts of both phases."""
+    both = f"{setup.decode}" if setup.one_layout else f"prefill {setup.prefill}; decode {setup.decode}"
+    return f"{setup.mode}: {spaced(both)}"
+
+
+#: Columns of tables of serving plans, whose rows have a `sign` and a `plan`.
+RANKED: Columns = {
+    "": "sign",
+    ">$/M out": ("plan.usd_per_million_output_tokens", format_money),
+    ">tokens/s/chip": ("plan.throughput_per_chip", "{:,.1f}".format),
+    ">TPOT": ("plan.tpot.expected", format_time),
+    ">TTFT": ("plan.ttft.expected", format_time),
+    ">chips": ("plan.setup.num_chips", "{:,}".format),
+    ">batch": ("plan.setup.batch", "{:,}".format),
+}
 
 
 def serving_words(e: ServingEstimate) -> str:
@@ -72,29 +91,17 @@ def subject(problem: ServingProblem, setup: ServingSetup) -> str:
     requests = f"{load.prompt:,.0f} tokens in, {load.output:,.0f} out{mean}, {setup.batch:,} at once on each engine"
     lines = [f"{problem.model.name} on {setup.num_chips:,} x {problem.cluster.chip.title}, {requests}"]
     if setup.one_layout:
-        lines.append(f"layout: {_spaced(setup.decode)}")
+        lines.append(f"layout: {spaced(setup.decode)}")
     else:
-        lines += [f"prefill: {_spaced(setup.prefill)}", f"decode: {_spaced(setup.decode)}"]
+        lines += [f"prefill: {spaced(setup.prefill)}", f"decode: {spaced(setup.decode)}"]
     return "\n".join(lines)
-
-
-def _spaced(layout: object) -> str:
-    return str(layout).replace(",", ", ")
 
 
 def latency_table(e: ServingEstimate) -> RenderableType:
     """Lay out latencies and steps with their intervals."""
-
-    def row(name: str, t: Interval) -> tuple[str, ...]:
-        return name, format_time(t.lower), format_time(t.expected), format_time(t.upper)
-
-    rows = [
-        row("TTFT", e.ttft),
-        row("TPOT", e.tpot),
-        row("prefill", e.prefill.seconds),
-        row("decode step", e.decode.seconds),
-    ]
-    return table(["", ">lower", ">expected", ">upper"], rows)
+    rows = {"TTFT": e.ttft, "TPOT": e.tpot, "prefill": e.prefill.seconds, "decode step": e.decode.seconds}
+    cells = ((name, *map(format_time, (t.lower, t.expected, t.upper))) for name, t in rows.items())
+    return table(["", ">lower", ">expected", ">upper"], cells)
 
 
 def term_table(e: ServingEstimate) -> RenderableType:
@@ -129,7 +136,7 @@ def memory_table(e: ServingEstimate) -> RenderableType:
     return table(["memory of a chip", *columns, "what"], rows)
 
 
-def _fitting(answer: ServingAnswer) -> RenderableType:
+def _fitting(answer: ServingAnswer) -> RenderableType | None:
     e = answer.estimate
     lines = [f"{counted(e.largest_batch, 'request')} of this length, on each engine"] if e.largest_batch else []
     lines += [f"{counted(b, 'request')} of {tokens:,} tokens each" for b, tokens in answer.frontier]
@@ -165,18 +172,21 @@ def assumed(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
         f"{formats.name}: weights {formats.weights.value}, activations {formats.activations.value}, cache "
         f"{formats.kv.value}, multiplied in {formats.compute.value}; embedding and head {formats.head.value}"
     )
-    return (
+    return said(
         roles,
         f"calibration {problem.calibration.name}: {problem.calibration.source}"
         if problem.calibration.name != "none"
         else "data-sheet rates",
-        *_host(problem.calibration),
+        _host(problem.calibration),
         *(_lengths(problem, setup) or (f"{engine}; {longest}",)),
-        *_speculation(problem),
-        *_together(setup),
+        _speculation(problem),
+        _together(setup),
         *(problem.model.notes or ()),
-        *_network(setup),
+        None if setup.mode == "aggregated" else _NETWORK,
     )
+
+
+_NETWORK = "caches travel over the cluster's slowest network, all chips of the smaller engine sending at once"
 
 
 def _lengths(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
@@ -195,33 +205,27 @@ def _lengths(problem: ServingProblem, setup: ServingSetup) -> tuple[str, ...]:
     )
 
 
-def _host(calibration: Calibration) -> tuple[str, ...]:
+def _host(calibration: Calibration) -> str:
     """What the host adds to a step."""
     if not calibration.host_step and not calibration.host_request:
-        return ("the host adds nothing to a step",)
+        return "the host adds nothing to a step"
     each = format_time(calibration.host_request)
-    return (f"the host adds {format_time(calibration.host_step)} to a step, and {each} for each of its requests",)
+    return f"the host adds {format_time(calibration.host_step)} to a step, and {each} for each of its requests"
 
 
-def _speculation(problem: ServingProblem) -> tuple[str, ...]:
+def _speculation(problem: ServingProblem) -> str | None:
     load = problem.load
     if not load.draft_tokens:
-        return ()
+        return None
     proposed = f"{load.draft_tokens} proposed tokens a step, each accepted with chance {load.acceptance:g}"
-    return (f"{proposed}: {load.tokens_per_step:.2f} tokens a step",)
+    return f"{proposed}: {load.tokens_per_step:.2f} tokens a step"
 
 
-def _together(setup: ServingSetup) -> tuple[str, ...]:
+def _together(setup: ServingSetup) -> str | None:
     number = setup.prefill_batch
     if number == 1:
-        return ()
-    return (f"engines wait until {number} prompts are there; those of 'simulate serve' take prompts as they come",)
-
-
-def _network(setup: ServingSetup) -> tuple[str, ...]:
-    if setup.mode == "aggregated":
-        return ()
-    return ("caches travel over the cluster's slowest network, all chips of the smaller engine sending at once",)
+        return None
+    return f"engines wait until {number} prompts are there; those of 'simulate serve' take prompts as they come"
 
 
 def _next_steps(answer: ServingAnswer) -> tuple[str, ...]:
@@ -241,52 +245,30 @@ def serving_plan_data(problem: ServingProblem, e: ServingEstimate) -> dict[str, 
     return {"runs_in": list(serving_runs_in(problem, e.setup)), "idle_chips": idle, **serving_data(e)}
 
 
+_ENGINE = "seconds terms hidden_s=hidden resources_s=resources memory_bytes=memory bound"
+
+
 def serving_data(e: ServingEstimate) -> dict[str, Any]:
     """An estimate as JSON values."""
     setup = e.setup
     return {
-        "mode": setup.mode,
-        "num_chips": setup.num_chips,
-        "batch": setup.batch,
+        **picked(setup, "mode num_chips batch"),
         "prefill": {
             **_engine_data(e.prefill, setup.prefill),
-            "batch": setup.prefill_batch,
-            "chunk_tokens": setup.chunk,
+            **picked(setup, "batch=prefill_batch chunk_tokens=chunk"),
         },
         "decode": {**_engine_data(e.decode, setup.decode), "batch": setup.batch},
-        "handover_s": e.handover_s,
-        "gathering_s": e.gathering_s,
-        "ttft_s": e.ttft.expected,
-        "ttft_interval_s": _interval(e.ttft),
-        "tpot_s": e.tpot.expected,
-        "tpot_interval_s": _interval(e.tpot),
-        "end_to_end_s": e.end_to_end_s,
-        "requests_per_s": e.requests_per_s,
-        "throughput_tokens_per_s": e.output_tokens_per_s,
-        "throughput_tokens_per_s_per_chip": e.throughput_per_chip,
-        "prefill_share": e.prefill_share,
-        "cost_usd_per_million_output_tokens": e.usd_per_million_output_tokens,
-        "cost_usd_per_million_input_tokens": e.usd_per_million_input_tokens,
-        "memory_bytes": dict(e.memory),
-        "hbm_capacity_bytes": e.hbm_capacity,
-        "fits": e.fits,
-        "largest_batch": e.largest_batch,
-        "bound": e.bound,
+        **picked(
+            e,
+            "handover_s gathering_s ttft_s=ttft.expected ttft_interval_s=ttft tpot_s=tpot.expected",
+            "tpot_interval_s=tpot end_to_end_s requests_per_s throughput_tokens_per_s=output_tokens_per_s",
+            "throughput_tokens_per_s_per_chip=throughput_per_chip prefill_share",
+            "cost_usd_per_million_output_tokens=usd_per_million_output_tokens",
+            "cost_usd_per_million_input_tokens=usd_per_million_input_tokens",
+            "memory_bytes=memory hbm_capacity_bytes=hbm_capacity fits largest_batch bound",
+        ),
     }
 
 
 def _engine_data(engine: Engine, layout: Any) -> dict[str, Any]:
-    return {
-        "layout": str(layout),
-        "layout_fields": layout.to_json(),
-        "seconds": _interval(engine.seconds),
-        "terms": dict(engine.terms),
-        "hidden_s": dict(engine.hidden),
-        "resources_s": dict(engine.resources),
-        "memory_bytes": dict(engine.memory),
-        "bound": engine.bound,
-    }
-
-
-def _interval(t: Interval) -> dict[str, float]:
-    return {"lower": t.lower, "expected": t.expected, "upper": t.upper}
+    return {"layout": str(layout), "layout_fields": layout.to_json(), **picked(engine, _ENGINE)}

@@ -8,14 +8,25 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwise.core.units import format_money, format_time
+from meshwise.core.units import format_time
 from meshwise.costs.serving.answer import ServingEstimate
 from meshwise.report.plan_serve import front_data, front_svg, plan_data, simulated_assumed, simulated_words
-from meshwise.report.report import Report, listed
-from meshwise.report.serve import NOT_MODELLED, assumed, definitions, serving_data, serving_words, subject
-from meshwise.report.table import noted_table, table
+from meshwise.report.report import Report, listed, reasons
+from meshwise.report.serve import (
+    NOT_MODELLED,
+    RANKED,
+    assumed,
+    definitions,
+    layouts_words,
+    serving_data,
+    serving_words,
+    subject,
+)
+from meshwise.report.table import Columns, or_dash, picked, said, tabulate
 from meshwise.search.serving import ServingPlanResult
 from meshwise.search.serving.studies import Alternative, ServingAlternatives
+
+_WHICH = "cluster precision"
 
 
 def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -> Report:
@@ -27,25 +38,18 @@ def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -
     """
     which, best = found.ranked[0]
     planned = _planned(found)
-    body: list[RenderableType] = [Text(subject(best.problem, best.setup)), _ranking(found)]
-    body.append(_each(found))
-    if found.formats:
-        body.append(_formats(found.formats, which))
-    without = {name: reason for name, reason in found.found.items() if isinstance(reason, str)}
-    if without:
-        body.append(listed("Without a plan", (f"{name}: {reason}" for name, reason in without.items())))
-    body.append(listed("Definitions", definitions(best.setup)))
+    without = {str(name): reason for name, reason in found.found.items() if isinstance(reason, str)}
     searches = [p.search for p in planned.values()]
     return Report(
         command="plan serve",
         inputs=inputs,
         answer=f"Best: {which}: {serving_words(best.estimate)}{simulated_words(planned[which], best.estimate)}",
         data={
-            "plans": [{**_named(name), **plan_data(planned[name], p.estimate)} for name, p in found.ranked],
+            "plans": [{**picked(name, _WHICH), **plan_data(planned[name], p.estimate)} for name, p in found.ranked],
             "ranked_by": found.by,
             "alternatives": [
                 {
-                    **_named(name),
+                    **picked(name, _WHICH),
                     "plan": None if isinstance(p, str) else plan_data(p, p.plans[0]),
                     "reason": p if isinstance(p, str) else None,
                 }
@@ -54,14 +58,17 @@ def alternatives_report(found: ServingAlternatives, inputs: Mapping[str, Any]) -
             "formats": [
                 {"precision": name, "plan": None if e is None else serving_data(e)} for name, e in found.formats.items()
             ],
-            "pareto": [{**_named(name), **point} for name, p in planned.items() for point in front_data(p)],
-            "search": {
-                "configurations": sum(s.configurations for s in searches),
-                "pairs": sum(s.pairs for s in searches),
-                "cpu_s": sum(s.cpu_s for s in searches),
-            },
+            "pareto": [{**picked(name, _WHICH), **point} for name, p in planned.items() for point in front_data(p)],
+            "search": {name: sum(getattr(s, name) for s in searches) for name in ("configurations", "pairs", "cpu_s")},
         },
-        body=tuple(body),
+        body=said(
+            Text(subject(best.problem, best.setup)),
+            _ranking(found),
+            _each(found),
+            _formats(found.formats, which) if found.formats else None,
+            reasons("Without a plan", without),
+            listed("Definitions", definitions(best.setup)),
+        ),
         assumed=(*assumed(best.problem, best.setup), *simulated_assumed(planned[which])),
         not_modelled=NOT_MODELLED,
         next_steps=(f"all about the best: the same command with --on {which.cluster} --precision {which.precision}",),
@@ -83,59 +90,36 @@ def _planned(found: ServingAlternatives) -> dict[Alternative, ServingPlanResult]
     return {name: p for name, p in found.found.items() if isinstance(p, ServingPlanResult)}
 
 
-def _named(which: Alternative) -> dict[str, str]:
-    return {"cluster": which.cluster, "precision": which.precision}
-
-
-_COLUMNS = ("", ">$/M out", ">tokens/s/chip", ">TPOT", ">TTFT", ">chips", ">batch")
-
-
-def _cells(sign: str, e: ServingEstimate) -> tuple[str, ...]:
-    dollars = e.usd_per_million_output_tokens
-    return (
-        sign,
-        "-" if dollars is None else format_money(dollars),
-        f"{e.throughput_per_chip:,.1f}",
-        format_time(e.tpot.expected),
-        format_time(e.ttft.expected),
-        f"{e.setup.num_chips:,}",
-        f"{e.setup.batch:,}",
-    )
-
-
 def _ranking(found: ServingAlternatives) -> RenderableType:
-    rows = []
-    for number, (which, plan) in enumerate(found.ranked, 1):
-        setup = plan.setup
-        layouts = f"{setup.decode}" if setup.one_layout else f"prefill {setup.prefill}; decode {setup.decode}"
-        words = f"{which}: {setup.mode}: {layouts.replace(',', ', ')}"
-        words += simulated_words(_planned(found)[which], plan.estimate)
-        rows.append((_cells(str(number), plan.estimate), words))
-    return Group(Text(f"The best of all, by {found.by}", style="bold"), noted_table(list(_COLUMNS), rows))
+    planned = _planned(found)
+
+    def note(row: Mapping[str, Any]) -> str:
+        which, plan = row["which"], row["plan"]
+        return f"{which}: {layouts_words(plan.setup)}{simulated_words(planned[which], plan)}"
+
+    rows = [{"sign": n, "which": which, "plan": p.estimate} for n, (which, p) in enumerate(found.ranked, 1)]
+    return Group(Text(f"The best of all, by {found.by}", style="bold"), tabulate(RANKED, rows, note=note))
 
 
 def _each(found: ServingAlternatives) -> RenderableType:
-    rows = [_cells(str(name), p.plans[0]) for name, p in _planned(found).items()]
-    return table(_COLUMNS, rows, title="The best of each")
+    rows = ({"sign": name, "plan": p.plans[0]} for name, p in _planned(found).items())
+    return tabulate(RANKED, rows, title="The best of each")
 
 
 def _formats(formats: Mapping[str, ServingEstimate | None], which: Alternative) -> RenderableType:
-    columns = ("!", ">step", ">TPOT", ">tokens/s/chip", ">weights", ">cache", ">at most")
-    rows = []
-    for name, e in formats.items():
-        if e is None:
-            rows.append((name, *("-" for _ in columns[1:])))
-            continue
-        gib = (f"{e.memory[part] / 2**30:.1f} GiB" for part in ("weights", "kv_cache"))
-        latencies = (format_time(t.expected) for t in (e.decode.seconds, e.tpot))
-        rows.append(
-            (
-                name if e.fits else f"{name}, does not fit",
-                *latencies,
-                f"{e.throughput_per_chip:,.1f}",
-                *gib,
-                f"{e.largest_batch or 0:,}",
-            )
-        )
+    columns: Columns = {
+        "!": lambda row: row["name"] if row["plan"] is None or row["plan"].fits else f"{row['name']}, does not fit",
+        ">step": ("plan.decode.seconds.expected", format_time),
+        ">TPOT": ("plan.tpot.expected", format_time),
+        ">tokens/s/chip": ("plan.throughput_per_chip", "{:,.1f}".format),
+        ">weights": ("plan.memory.weights", _gib),
+        ">cache": ("plan.memory.kv_cache", _gib),
+        ">at most": lambda row: or_dash(row["plan"], lambda e: f"{e.largest_batch or 0:,}"),
+    }
+    rows = ({"name": name, "plan": e} for name, e in formats.items())
     title = f"What formats buy on {which.cluster}, with the best plan's layouts and batch (at most: requests that fit)"
-    return table(columns, rows, title=title)
+    return tabulate(columns, rows, title=title)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

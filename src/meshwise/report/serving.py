@@ -17,8 +17,8 @@ from meshwise.core.units import format_money, format_percent, format_time
 from meshwise.jobs.traffic import Load
 from meshwise.report.chart import new_figure, svg_of, trace_name, trace_span, trace_text
 from meshwise.report.report import Report
-from meshwise.report.table import counted, table
-from meshwise.simulation.serving import POLICIES, Activity, Capacity, Quantiles, Sample, ServingResult, Targets
+from meshwise.report.table import Columns, counted, picked, tabulate
+from meshwise.simulation.serving import POLICIES, Capacity, Quantiles, Sample, ServingResult, Targets
 
 #: Replicas that the terminal shows.
 _SHOWN = 12
@@ -55,19 +55,17 @@ def serving_report(
         inputs={**inputs, "load": load.words()},
         answer=_answer(result, load, targets, capacity, noticed),
         data={
-            **{name: _quantiles(found) for name, found in noticed.items()},
-            "requests": result.requests,
-            "refused": result.refused,
-            "requests_per_s": result.requests_per_s,
+            **{name: quantiles_data(found) for name, found in noticed.items()},
+            **picked(result, "requests refused requests_per_s"),
             "output_tokens_per_s": result.output_tokens / result.end,
             "goodput": result.goodput(targets),
             "kept_share": kept,
-            "duration_s": result.end,
-            "utilisation": result.utilisation,
-            "chip_seconds": result.chip_seconds,
+            **picked(result, "duration_s=end utilisation chip_seconds"),
             "cost_usd_per_million_output_tokens": _price(result),
             "transferred_tokens": result.transferred_tokens,
-            "replicas": [_replica(r) for r in result.replicas],
+            "replicas": [
+                picked(r, _REPLICA) | {"over_time": [s._asdict() for s in r.samples]} for r in result.replicas
+            ],
             "sizes": [{"time_s": at, "replicas": size} for at, size in result.sizes],
             "capacity_requests_per_s": None if capacity is None else capacity.rate,
             "tried": [] if capacity is None else [{"rate_per_s": r, "kept": ok} for r, ok in capacity.tried],
@@ -109,56 +107,37 @@ def _answer(
     return f"{rate}: {first}{later}{kept if capacity is None else ''}{refused}"
 
 
-def _quantiles(found: Quantiles | None) -> dict[str, float] | None:
-    if found is None:
-        return None
-    return {"mean": found.mean, "p50": found.p50, "p90": found.p90, "p99": found.p99, "max": found.most}
+def quantiles_data(found: Quantiles | None) -> dict[str, float] | None:
+    """Mean and quantiles as JSON values."""
+    return None if found is None else picked(found, "mean p50 p90 p99 max=most")
 
 
 def _price(result: ServingResult) -> float | None:
     return None if result.usd is None else result.usd / result.output_tokens * 1e6
 
 
-def _replica(r: Activity) -> dict[str, Any]:
-    return {
-        "replica": r.number,
-        "there_s": r.seconds,
-        "busy_s": r.busy_s,
-        "kv_share": r.kv_share,
-        "kv_peak_share": r.kv_peak_share,
-        "mean_batch": r.mean_batch,
-        "decode_steps": r.decode_steps,
-        "prefilled_tokens": r.prefilled,
-        "prefix_hit_tokens": r.hit_tokens,
-        "preemptions": r.preemptions,
-        "over_time": [s._asdict() for s in r.samples],
-    }
+#: JSON fields of a replica; what it did over time is beside them.
+_REPLICA = (
+    "replica=number there_s=seconds busy_s kv_share kv_peak_share mean_batch decode_steps prefilled_tokens=prefilled "
+    "prefix_hit_tokens=hit_tokens preemptions"
+)
+
+_REPLICAS: Columns = {
+    "replica": lambda r: str(r.number) if r.number >= 0 else f"prefill {-1 - r.number}",
+    ">busy": lambda r: format_percent(r.busy_s / r.seconds if r.seconds else 0.0),
+    ">mean batch": ("mean_batch", "{:.1f}".format),
+    ">cache, mean": ("kv_share", format_percent),
+    ">most": ("kv_peak_share", format_percent),
+    ">gave way": ("preemptions", "{:,}".format),
+    ">prefix hits": lambda r: format_percent(r.hit_tokens / max(r.hit_tokens + r.prefilled, 1)),
+}
 
 
 def _body(result: ServingResult, noticed: Mapping[str, Quantiles | None]) -> Iterable[Any]:
-    yield table(
-        ("", ">mean", ">p50", ">p90", ">p99", ">most"),
-        (
-            (_NAMES[name], *(format_time(v) for v in (q.mean, q.p50, q.p90, q.p99, q.most)))
-            for name, q in noticed.items()
-            if q is not None
-        ),
-    )
-    yield table(
-        ("replica", ">busy", ">mean batch", ">cache, mean", ">most", ">gave way", ">prefix hits"),
-        (
-            (
-                str(r.number) if r.number >= 0 else f"prefill {-1 - r.number}",
-                format_percent(r.busy_s / r.seconds if r.seconds else 0.0),
-                f"{r.mean_batch:.1f}",
-                format_percent(r.kv_share),
-                format_percent(r.kv_peak_share),
-                f"{r.preemptions:,}",
-                format_percent(r.hit_tokens / max(r.hit_tokens + r.prefilled, 1)),
-            )
-            for r in result.replicas[:_SHOWN]
-        ),
-    )
+    times: Columns = {f">{name}": (f"of.{name}", format_time) for name in ("mean", "p50", "p90", "p99", "most")}
+    found = ({"name": _NAMES[name], "of": q} for name, q in noticed.items() if q is not None)
+    yield tabulate({"": "name", **times}, found)
+    yield tabulate(_REPLICAS, result.replicas[:_SHOWN])
     if len(result.replicas) > _SHOWN:
         yield Text(f"... and {counted(len(result.replicas) - _SHOWN, 'more replica')} (--json lists all)")
     yield Text("\n".join(_over_time(result)))

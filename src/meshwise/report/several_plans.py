@@ -15,8 +15,8 @@ from rich.text import Text
 from meshwise.core.units import format_count, format_duration, format_money, format_percent, format_time
 from meshwise.report.chart import terminal_chart, write_svg
 from meshwise.report.plan import plan_data
-from meshwise.report.report import Report, listed
-from meshwise.report.table import counted, table
+from meshwise.report.report import Report, reasons
+from meshwise.report.table import Columns, counted, said, tabulate
 from meshwise.search import Plan, PlanResult, Scaling
 from meshwise.sharding.words import layout_words
 
@@ -34,19 +34,24 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
     fastest = min(plans, key=lambda n: 1 / plans[n].estimate.tokens_per_s)
     cheapest = min(plans, key=lambda n: _cost(plans[n]))
     signs = dict(zip(plans, string.ascii_uppercase, strict=False))
-    rows = [(signs.get(name, ""), *_cluster_row(name, plan)) for name, plan in plans.items()]
-    columns = ["", "cluster", ">chips", ">step", ">tok/s", ">MFU", ">run", ">cost" if run else ">1B tokens"]
-    if not run:
-        columns.pop(6)
-        rows = [(*row[:6], row[7]) for row in rows]
-    body: list[RenderableType] = [table(columns, rows)]
-    if without:
-        body.append(listed("Without a plan", (f"{name}: {reason}" for name, reason in without.items())))
+    days: Columns = {">run": ("plan.training.days.expected", lambda days: format_duration(86400 * days))}
+    columns: Columns = {
+        "": "sign",
+        "cluster": lambda row: f"{row['name']}\n  {layout_words(row['plan'].layout)}",
+        ">chips": ("plan.estimate.num_chips", "{:,}".format),
+        ">step": ("plan.estimate.step_time.expected", format_time),
+        ">tok/s": ("plan.estimate.tokens_per_s", format_count),
+        ">MFU": ("plan.estimate.mfu", format_percent),
+        **(days if run else {}),
+        ">cost" if run else ">1B tokens": ("plan", _cost_words),
+    }
+    rows = ({"sign": signs.get(name, ""), "name": name, "plan": plan} for name, plan in plans.items())
+    body: tuple[RenderableType, ...] = said(tabulate(columns, rows), reasons("Without a plan", without))
     if len(plans) > 1:
         points, (x_title, y_title) = _cost_against_time(plans)
         up, right = format_money if _priced(plans) else format_count, format_duration if run else format_time
         drawn = terminal_chart(points, "".join(signs[n] for n in plans), up, right)
-        body.append(Text(f"{y_title} (up) against {x_title} (right)\n{drawn}"))
+        body += (Text(f"{y_title} (up) against {x_title} (right)\n{drawn}"),)
     return Report(
         command="plan train",
         inputs=inputs,
@@ -62,21 +67,9 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
                 for name, p in found.items()
             ]
         },
-        body=tuple(body),
+        body=body,
         assumed=tuple(p.problem.cluster.describe() for p in plans.values()),
         next_steps=("all about one of them: the same command with it alone",),
-    )
-
-
-def _cluster_row(name: str, plan: Plan) -> tuple[str, ...]:
-    return (
-        f"{name}\n  {layout_words(plan.layout)}",
-        f"{plan.estimate.num_chips:,}",
-        format_time(plan.estimate.step_time.expected),
-        format_count(plan.estimate.tokens_per_s),
-        format_percent(plan.estimate.mfu),
-        format_duration(86400 * plan.training.days.expected) if plan.training else "",
-        _cost_words(plan),
     )
 
 
@@ -129,25 +122,15 @@ def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
     """
     plans = [p.plan for p in scaling.points if p.plan is not None]
     first = plans[0].estimate
-    rows = [
-        (
-            f"{p.num_chips:,}",
-            format_time(p.plan.estimate.step_time.expected),
-            format_percent(p.plan.estimate.mfu),
-            f"{p.plan.estimate.tokens_per_s / first.tokens_per_s:.3g}",
-            f"{layout_words(p.plan.layout)}",
-        )
-        if p.plan is not None
-        else (f"{p.num_chips:,}", "", "", "", p.reason)
-        for p in scaling.points
-    ]
+    columns: Columns = {
+        ">chips": ("num_chips", "{:,}".format),
+        ">step": ("plan.estimate.step_time.expected", format_time),
+        ">MFU": ("plan.estimate.mfu", format_percent),
+        ">speed": ("plan.estimate.tokens_per_s", lambda rate: f"{rate / first.tokens_per_s:.3g}"),
+        "layout": lambda p: p.reason if p.plan is None else layout_words(p.plan.layout),
+    }
     points = _mfu(plans)
     drawn = terminal_chart(points, "o" * len(points), format_percent, lambda n: f"{n:,.0f}", joined=True)
-    body: list[RenderableType] = [] if scaling.complete else [Text("Interrupted: larger numbers were not looked at.")]
-    body += [
-        table((">chips", ">step", ">MFU", ">speed", "layout"), rows),
-        Text(f"MFU (up) against chips (right)\n{drawn}"),
-    ]
     return Report(
         command="plan train",
         inputs=inputs,
@@ -165,7 +148,11 @@ def scaling_report(scaling: Scaling, inputs: Mapping[str, Any]) -> Report:
             "strong_scaling_ends_because": scaling.why or None,
             "complete": scaling.complete,
         },
-        body=tuple(body),
+        body=said(
+            None if scaling.complete else Text("Interrupted: larger numbers were not looked at."),
+            tabulate(columns, scaling.points, missing=""),
+            Text(f"MFU (up) against chips (right)\n{drawn}"),
+        ),
         assumed=(
             f"the batch stays {format_count(plans[0].problem.job.batch_tokens)} tokens, rounded to what divides",
             "strong scaling ends where more chips give less than half of the speed that they could add",

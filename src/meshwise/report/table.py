@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+T = TypeVar("T")
 
 #: Where a row's cell is found: a path, a path and how its value is shown, or a function of the row.
 Cell = str | tuple[str, Callable[[Any], str]] | Callable[[Any], str]
@@ -86,9 +88,13 @@ def signed_percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
-def said(*lines: str | None) -> tuple[str, ...]:
-    """The lines that say anything."""
-    return tuple(filter(None, lines))
+def said(*items: T | None) -> tuple[T, ...]:
+    """The lines or blocks that say anything: neither None nor "".
+
+    >>> said("always", "sometimes" if False else "", None)
+    ('always',)
+    """
+    return tuple(item for item in items if item is not None and item != "")
 
 
 def tabulate(

@@ -39,7 +39,7 @@ def verification_report(found: Verification, layout: str, inputs: Mapping[str, A
         inputs=inputs,
         answer=_answer(found),
         data=_data(found, layout),
-        body=tuple(_body(found, layout)),
+        body=said(*_body(found, layout)),
         assumed=_assumed(found),
         not_modelled=(
             *(() if found.whole else (_PEAKS,)),
@@ -70,7 +70,7 @@ def _signed(share: float) -> str:
     return f"{100 * share:+.3g} %"
 
 
-def _body(found: Verification, layout: str) -> Iterable[RenderableType]:
+def _body(found: Verification, layout: str) -> Iterable[RenderableType | None]:
     yield Text(f"layout: {spaced(layout)}")
     if found.out_of_memory is not None:
         yield listed("The compiler's own account", found.out_of_memory.breakdown or (_first(found),))
@@ -79,11 +79,9 @@ def _body(found: Verification, layout: str) -> Iterable[RenderableType]:
     yield _table("received by a chip a step", found.group("collectives"), format_bytes, counts=True)
     yield _table("matmuls of a chip a step", found.group("flops"), format_flops)
     yield _table("read and written by a chip a step", found.group("moved"), format_bytes)
-    if found.unread:
-        yield listed("In the program, but not counted", found.unread)
+    yield listed("In the program, but not counted", found.unread)
     used = dict.fromkeys(d.reason for line in found.lines for d in line.differences if d.reason != UNEXPLAINED)
-    if used:
-        yield listed("Reasons", (f"{reason}: {REASONS[reason]}" for reason in used))
+    yield listed("Reasons", (f"{reason}: {REASONS[reason]}" for reason in used))
 
 
 def _first(found: Verification) -> str:
