@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from meshwise.costs.network import GroupLink
 from meshwise.costs.paths import Algorithm, fastest
 from meshwise.hardware import Cluster
 from meshwise.report.report import Report
-from meshwise.report.table import counted, facts
+from meshwise.report.table import counted, facts, picked, said
 from meshwise.sharding import CollectiveKind, Mesh
 
+_RANDOM = "the mean of random choices"
 _BOOK = "the book, Sharded Matrices and How to Multiply Them"
 _BYTES_OF = {
     CollectiveKind.ALL_GATHER: "the array of one group, as gathered",
@@ -101,11 +102,12 @@ class CollectiveCase:
 
 def axis_mapping_words(wiring: AxisMapping, fabric: Fabric) -> str:
     """Where each mesh axis lies, outermost first: "X on y 16, Y on x 4 x y 4"."""
-    return ", ".join(
-        f"{axis} on "
-        + (" x ".join(f"{d.name} {e}" for d, e in zip(fabric.dimensions, extents, strict=True) if e > 1) or "one chip")
-        for axis, extents in reversed(wiring.items())
-    )
+    return ", ".join(f"{axis} on {wire_words(fabric, e) or 'one chip'}" for axis, e in reversed(wiring.items()))
+
+
+def wire_words(fabric: Fabric, extents: Iterable[int]) -> str:
+    """The dimensions of the network that an axis spans, "x 4 x y 4"; "" within one chip."""
+    return " x ".join(f"{d.name} {e}" for d, e in zip(fabric.dimensions, extents, strict=True) if e > 1)
 
 
 def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report:
@@ -117,34 +119,21 @@ def collective_report(case: CollectiveCase, inputs: Mapping[str, Any]) -> Report
         inputs=inputs,
         answer=f"{case.kind.value} {case.text} over {','.join(case.mesh_axes)}: {time}",
         data={
-            "kind": case.kind.value,
-            "mesh_axes": list(case.mesh_axes),
+            **picked(case, "kind mesh_axes"),
             "group_size": int(case.wire.size),
-            "bytes": case.num_bytes,
-            "copies": case.copies,
-            "time_s": case.time,
-            "bandwidth_time_s": case.bandwidth_time,
-            "latency_s": case.latency_time,
-            "bound": case.bound,
-            "algorithm": case.algorithm.name,
-            "algorithms": [{"name": a.name, "offered": a.offered, "time_s": a.seconds} for a in case.algorithms],
-            "calibration": case.calibration.name,
-            "algbw_bytes_per_s": case.algbw,
-            "busbw_bytes_per_s": case.busbw,
-            "wiring": {axis: list(extents) for axis, extents in case.wiring.items()},
+            **picked(case, "bytes=num_bytes copies time_s=time bandwidth_time_s=bandwidth_time latency_s=latency_time"),
+            **picked(case, "bound algorithm=algorithm.name"),
+            "algorithms": [picked(a, "name offered time_s=seconds") for a in case.algorithms],
+            **picked(case, "calibration=calibration.name algbw_bytes_per_s=algbw busbw_bytes_per_s=busbw wiring"),
             "dimensions": [d.name for d in case.fabric.dimensions],
             "cluster": case.cluster.describe(),
         },
         body=(facts(_facts(case)),),
-        assumed=(
+        assumed=said(
             case.cluster.describe(),
             f"where the mesh lies: {axis_mapping_words(case.wiring, case.fabric)}",
-            *((f"not used: {counted(unused, 'chip')} of the cluster",) if unused else ()),
-            *(
-                (f"each row goes to {case.copies:.3g} distinct members, the mean of random choices",)
-                if case.copies != 1
-                else ()
-            ),
+            f"not used: {counted(unused, 'chip')} of the cluster" if unused else None,
+            None if case.copies == 1 else f"each row goes to {case.copies:.3g} distinct members, {_RANDOM}",
             _achieved(case.calibration),
         ),
         not_modelled=(
@@ -160,11 +149,10 @@ def _achieved(calibration: Calibration) -> str:
     links = calibration.links
     if links.overlapped:
         return "links at their data-sheet rate; hops and bytes overlap, the longer decides"
-    small = (
-        f"; or {format_percent(links.small_efficiency)} without {format_time(links.bulk_startup)} of further start-up"
-        if links.small_efficiency
-        else ""
-    )
+    small = ""
+    if links.small_efficiency:
+        rate = format_percent(links.small_efficiency)
+        small = f"; or {rate} without {format_time(links.bulk_startup)} of further start-up"
     return (
         f"calibration {calibration.name}: {format_percent(links.efficiency)} of the link bandwidth for large "
         f"messages{small}; {format_time(links.startup)} to start, hops and bytes add up ({calibration.source})"

@@ -15,7 +15,7 @@ from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.spread import SPREADS, likely_interval, relative_spread, spread_parts, uncertainty_sources
-from meshwise.report.table import noted_table
+from meshwise.report.table import Columns, tabulate
 from meshwise.search import Plan
 
 _MICRO = "matmuls of K = 1,024 to 16,384 and causal attention over 512 to 16,384 keys, NVIDIA AIConfigurator database"
@@ -72,16 +72,20 @@ def constants_table(calibration: Calibration) -> tuple[RenderableType, ...]:
     """List the constants of a calibration, each with its source."""
     if not has_interval(calibration):
         return ()
-    rows = [((name, _number(value), unit), source) for name, value, unit, source in _constants(calibration)]
-    return (noted_table((f"constant of {calibration.name}", ">value", "unit"), rows),)
+    columns: Columns = {
+        f"constant of {calibration.name}": "name",
+        ">value": ("value", lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}"),
+        "unit": "unit",
+    }
+    return (tabulate(columns, _constants(calibration), note=lambda constant: constant["source"]),)
 
 
 def constants_data(calibration: Calibration) -> dict[str, Any]:
     """The same for JSON."""
     if not has_interval(calibration):
         return {}
-    constants = [dict(zip(("name", "value", "unit", "source"), row, strict=True)) for row in _constants(calibration)]
-    return {"calibration": {"name": calibration.name, "constants": constants, "source": calibration.source}}
+    name, constants = calibration.name, _constants(calibration)
+    return {"calibration": {"name": name, "constants": constants, "source": calibration.source}}
 
 
 def _parts(plan: Plan) -> dict[str, float]:
@@ -95,15 +99,13 @@ def _interval(plan: Plan) -> tuple[float, float]:
     return likely.low, likely.high
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _constants(c: Calibration) -> Iterator[tuple[str, float, str, str]]:
+def _constants(c: Calibration) -> list[dict[str, Any]]:
     """Name as in files of `calibrate` where these have it, value, unit, source."""
-    for name, value, unit, source in _all(c):
-        if value is not None:
-            yield name, value, unit, "your own measurements" if name in c.refined else source
+    return [
+        {"name": n, "value": value, "unit": unit, "source": "your own measurements" if n in c.refined else source}
+        for n, value, unit, source in _all(c)
+        if value is not None
+    ]
 
 
 def _all(c: Calibration) -> Iterator[tuple[str, float | None, str, str]]:

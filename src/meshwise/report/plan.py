@@ -25,6 +25,7 @@ from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import runs_in
 from meshwise.jobs import trainable_parameters
 from meshwise.report.breakdown import collective_data, padding_data
+from meshwise.report.collective import wire_words
 from meshwise.report.likely import likely_data, likely_words
 from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.model import length_words
@@ -72,9 +73,9 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
             sensitivity_table(planning.sensitivity) if planning.sensitivity else None,
             Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"),
         ),
-        assumed=(
+        assumed=said(
             *_assumed(best),
-            *(_price(best) if cost_matters else ()),
+            _price(best) if cost_matters else None,
             _headroom(planning),
             _offload_words(planning),
         ),
@@ -135,42 +136,41 @@ _COUNTED = {
 }
 
 
-def _tuning(problem: TrainingProblem) -> tuple[str, ...]:
+def _tuning(problem: TrainingProblem) -> str | None:
     """What is trained, where that is not everything."""
     if problem.job.tuning.full:
-        return ()
+        return None
     trained = trainable_parameters(problem.train_program())
     share = format_percent(trained / problem.model.parameters.total)
-    return (f"fine-tuning: {problem.job.tuning.meaning}; {trained:,} trainable parameters, {share} of the model's",)
+    return f"fine-tuning: {problem.job.tuning.meaning}; {trained:,} trainable parameters, {share} of the model's"
 
 
 def _assumed(plan: Plan) -> tuple[str, ...]:
     """What was taken for granted, and what was changed."""
     problem, estimate = plan.problem, plan.estimate
     job, cluster, calibration = problem.job, problem.cluster, problem.calibration
-    lines = [cluster.describe(), *cluster.notes]
-    if estimate.tokens != job.batch_tokens:
-        lines.append("the batch may be rounded so that it divides; --batch-slack 0 forbids it")
     formats = dict.fromkeys((job.formats.compute, job.formats.other_compute))
     shares = {f"{f.value} peak in matmuls": calibration.matmul(f) for f in formats}
     if calibration.attention_efficiency is not None:
         shares[f"{job.formats.other_compute.value} peak in attention"] = calibration.attention_efficiency
     shares |= {"HBM": calibration.hbm_efficiency, "links": calibration.link_efficiency}
     achieved = ", ".join(f"{format_percent(share)} of {what}" for what, share in shares.items())
-    lines += [
+    rounded = estimate.tokens != job.batch_tokens
+    return said(
+        cluster.describe(),
+        *cluster.notes,
+        "the batch may be rounded so that it divides; --batch-slack 0 forbids it" if rounded else None,
         f"formats: {job.formats.meaning}; optimizer: {job.optimizer_kind.meaning}",
-        *_tuning(problem),
+        _tuning(problem),
         f"expected time: calibration {calibration.name}, {achieved} ({calibration.source})",
         f"MFU counts {_COUNTED[job.tuning.full]}, causal attention as computed, no recomputation",
-        *([_DEALT_OUT] if plan.layout.context > 1 else []),
+        _DEALT_OUT if plan.layout.context > 1 else None,
         *length_words(problem.model, job.seq_len),
         *problem.model.notes,
         *(padding_words(p) for p in paddings(problem, plan.layout)),
-        *filter(None, [stage_words(problem.model.num_layers, plan.layout.stage)]),
-    ]
-    if plan.training is not None:
-        lines += _price(plan)
-    return tuple(lines)
+        stage_words(problem.model.num_layers, plan.layout.stage),
+        _price(plan) if plan.training is not None else None,
+    )
 
 
 def _interrupted(planning: PlanResult) -> str:
@@ -183,14 +183,14 @@ def _interrupted(planning: PlanResult) -> str:
     )
 
 
-def _price(plan: Plan) -> tuple[str, ...]:
+def _price(plan: Plan) -> str | None:
     """What a chip-hour costs and by whom, where that is known."""
     cluster = plan.problem.cluster
     if cluster.price_per_chip_hour is None:
-        return ()
+        return None
     source = cluster.chip.price_source
     by = f": {source.title}{', ' + source.date if source.date else ''}" if source else ""
-    return (f"{format_money(cluster.price_per_chip_hour)} a chip-hour{by}",)
+    return f"{format_money(cluster.price_per_chip_hour)} a chip-hour{by}"
 
 
 def _headroom(planning: PlanResult) -> str:
@@ -245,11 +245,8 @@ def _found_data(found: Found) -> dict[str, Any]:
 
 def _wires(plan: Plan) -> dict[str, str]:
     """Where each mesh axis lies on the network."""
-    return {
-        axis: " x ".join(f"{d.name} {e}" for d, e in zip(plan.fabric.dimensions, extents, strict=True) if e > 1)
-        for axis, extents in plan.layout.wires or ()
-        if plan.layout.sizes[axis] > 1
-    }
+    used = {axis: extents for axis, extents in plan.layout.wires or () if plan.layout.sizes[axis] > 1}
+    return {axis: wire_words(plan.fabric, extents) for axis, extents in used.items()}
 
 
 def _bound_words(plan: Plan) -> str:
@@ -266,7 +263,7 @@ def _answer(row: Plan) -> str:
     if row.training is None:
         parts.append(_bound_words(row))
     else:
-        parts.append(format_duration(86400 * row.training.days.expected))
+        parts.append(run_words(row.training.days.expected))
         if row.training.cost_usd is not None:
             parts.append(format_money(row.training.cost_usd))
     return ", ".join(parts)
@@ -284,23 +281,28 @@ def _cost_of_tokens(row: Plan) -> str:
 def _ranking(rows: Sequence[Plan]) -> RenderableType:
     """Compare the plans, by tokens where their batches differ; the run has a column where a token budget was given."""
     by_tokens = len({row.estimate.tokens for row in rows}) > 1
-    columns = [">#", "layout", ">tokens/s" if by_tokens else ">step", ">MFU", ">memory"]
-    lines = [
-        [
-            str(number),
-            f"{layout_words(row.layout)}\n  {choice_words(row.layout)}\n  runs in {', '.join(takers) or 'no tool yet'}",
-            format_count(row.estimate.tokens_per_s) if by_tokens else format_time(row.estimate.step_time.expected),
-            format_percent(row.estimate.mfu),
-            format_bytes(row.estimate.memory["total"]),
-        ]
-        for number, (row, takers) in enumerate(((row, runs_in(row)) for row in rows), 1)
-    ]
-    if all(row.training is not None for row in rows):
-        columns.append(">run")
-        for line, row in zip(lines, rows, strict=True):
-            assert row.training is not None
-            line.append(format_duration(86400 * row.training.days.expected))
-    return table(columns, lines)
+    speed: Columns = {">tokens/s": ("plan.estimate.tokens_per_s", format_count)}
+    time: Columns = {">step": ("plan.estimate.step_time.expected", format_time)}
+    run: Columns = {">run": ("plan.training.days.expected", run_words)}
+    columns: Columns = {
+        ">#": "number",
+        "layout": ("plan", _layout_cell),
+        **(speed if by_tokens else time),
+        ">MFU": ("plan.estimate.mfu", format_percent),
+        ">memory": ("plan.estimate.memory.total", format_bytes),
+        **(run if all(row.training is not None for row in rows) else {}),
+    }
+    return tabulate(columns, ({"number": number, "plan": row} for number, row in enumerate(rows, 1)))
+
+
+def run_words(days: float) -> str:
+    """How long a run takes."""
+    return format_duration(86400 * days)
+
+
+def _layout_cell(row: Plan) -> str:
+    takers = ", ".join(runs_in(row)) or "no tool yet"
+    return f"{layout_words(row.layout)}\n  {choice_words(row.layout)}\n  runs in {takers}"
 
 
 def _estimate_tables(row: Plan) -> tuple[RenderableType, ...]:

@@ -5,7 +5,6 @@ Not here: terms, bounds and memory in words (`formulas`, `bounds`, `memory`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from meshwise.report.formulas import explain_time
 from meshwise.report.likely import constants_data, constants_table, explain_likely
 from meshwise.report.memory import explain_memory
 from meshwise.report.report import Details
-from meshwise.report.table import table
+from meshwise.report.table import Columns, or_dash, picked, signed_percent, tabulate, words
 from meshwise.search import Plan, Sensitivity
 from meshwise.sharding.words import layout_words
 
@@ -78,7 +77,7 @@ def _explanations(row: Plan, workings: Breakdown) -> tuple[Explanation, ...]:
         ),
         Explanation(
             "memory",
-            " + ".join(name.replace("_", " ") for name in held),
+            " + ".join(words(name) for name in held),
             " + ".join(format_bytes(b) for b in held.values()),
             format_bytes(e.memory["total"]),
             "the fullest chip; the book, Training",
@@ -141,38 +140,33 @@ def _model_flops(row: Plan) -> Explanation:
 
 def sensitivity_table(found: Sequence[Sensitivity]) -> RenderableType:
     """Show what each thing that is less does to the time per token, and to the plan."""
-    return table(
-        ("!sensitivity", ">this plan", ">best plan", "the plan"),
-        (
-            (
-                f"{-100 * s.change:.0f} % less {s.name}",
-                "" if s.kept_slowdown is None else _more(s.kept_slowdown),
-                "none" if s.best is None else _more(s.slowdown),
-                s.reason if s.best is None else "stays" if s.same_plan else f"changes to {_changed_words(s.best)}",
-            )
-            for s in found
-        ),
-    )
+    columns: Columns = {
+        "!sensitivity": lambda s: f"{-100 * s.change:.0f} % less {s.name}",
+        ">this plan": lambda s: or_dash(s.kept_slowdown, _more, missing=""),
+        ">best plan": lambda s: "none" if s.best is None else _more(s.slowdown),
+        "the plan": _changed,
+    }
+    return tabulate(columns, found)
 
 
 def _more(slowdown: float) -> str:
-    return f"{100 * (slowdown - 1):+.1f} %"
+    return signed_percent(slowdown - 1)
 
 
-def _changed_words(plan: Plan) -> str:
-    chips = f" on {plan.estimate.num_chips:,} chips" if plan.estimate.num_chips < plan.problem.cluster.num_chips else ""
-    return f"{layout_words(plan.layout)} remat={plan.layout.remat}{chips}"
+def _changed(s: Sensitivity) -> str:
+    """What becomes of the plan."""
+    if s.best is None or s.same_plan:
+        return s.reason if s.best is None else "stays"
+    num_chips = s.best.estimate.num_chips
+    chips = f" on {num_chips:,} chips" if num_chips < s.best.problem.cluster.num_chips else ""
+    return f"changes to {layout_words(s.best.layout)} remat={s.best.layout.remat}{chips}"
 
 
 def sensitivity_data(found: Sequence[Sensitivity]) -> list[dict[str, Any]]:
     """The same as JSON values."""
     return [
         {
-            "name": s.name,
-            "change": s.change,
-            "slowdown": s.slowdown if math.isfinite(s.slowdown) else None,
-            "kept_slowdown": s.kept_slowdown,
-            "same_plan": s.same_plan,
+            **picked(s, "name change slowdown kept_slowdown same_plan"),
             "layout_text": None if s.best is None else str(s.best.layout),
             "reason": s.reason,
         }

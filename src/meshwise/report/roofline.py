@@ -22,8 +22,9 @@ from meshwise.core.units import (
 from meshwise.costs.roofline import Memory, Rates, Roofline, write_operation
 from meshwise.report.chart import Chart, new_figure, svg_of
 from meshwise.report.report import Report
-from meshwise.report.table import facts
+from meshwise.report.table import facts, picked
 
+_BOOK = "the book, All About Rooflines"
 _MEMORY_WORDS = {Memory.HBM: "HBM", Memory.VMEM: "on-chip memory", Memory.HOST: "host memory"}
 
 
@@ -177,32 +178,17 @@ def _next_steps(case: RooflineCase) -> tuple[str, ...]:
 
 
 def _data(case: RooflineCase) -> dict[str, Any]:
-    line = case.line
-    critical = case.critical
     return {
         "operation": write_operation(case.op),
-        "peak_flops_per_s": case.rates.flops_per_s,
-        "memory_bandwidth_bytes_per_s": case.rates.bandwidth,
-        "unit": case.rates.unit,
-        "compute_dtype": case.rates.dtype.value if case.rates.dtype else None,
-        "ridge_flops_per_byte": case.rates.ridge,
+        **picked(case, "peak_flops_per_s=rates.flops_per_s memory_bandwidth_bytes_per_s=rates.bandwidth"),
+        **picked(case, "unit=rates.unit compute_dtype=rates.dtype ridge_flops_per_byte=rates.ridge"),
         "intensity_flops_per_byte": case.intensity,
-        "critical": None
-        if critical is None
-        else {
-            "axis": critical.axis,
-            "size": None if math.isinf(critical.size) else critical.size,
-            "compute_bound_from": critical.whole,
-        },
-        "large_axes": list(case.large),
-        "bound": line.bound if line else None,
-        "flops": line.flops if line else None,
-        "padding": line.padding if line else None,
-        "bytes": line.bytes_moved if line else None,
-        "time_s": None
-        if line is None
-        else {"arithmetic": line.math_time, "memory": line.memory_time, "lower": line.lower, "upper": line.upper},
-        "fits": line.fits if line else None,
+        "critical": case.critical and picked(case.critical, "axis size compute_bound_from=whole"),
+        **picked(
+            case, "large_axes=large bound=line.bound flops=line.flops padding=line.padding bytes=line.bytes_moved"
+        ),
+        "time_s": case.line and picked(case.line, "arithmetic=math_time memory=memory_time lower upper"),
+        **picked(case, "fits=line.fits"),
     }
 
 
@@ -232,14 +218,13 @@ def _explanations(case: RooflineCase) -> tuple[Explanation, ...]:
                 where,
                 "; ".join(part for part in (given, large, f"ridge = {rates.ridge:,.1f}") if part),
                 size,
-                "the book, All About Rooflines",
+                _BOOK,
             )
         )
     return tuple(out)
 
 
 def _time_explanations(case: RooflineCase, line: Roofline) -> list[Explanation]:
-    book = "the book, All About Rooflines"
     axes = tuple(dict.fromkeys(a for t in case.op.inputs for a in t.axes))
     sizes = " x ".join(f"{case.sizes[a]:,.0f}" for a in axes)
     per_point = line.flops / math.prod(case.sizes[a] for a in axes)
@@ -249,38 +234,19 @@ def _time_explanations(case: RooflineCase, line: Roofline) -> list[Explanation]:
     )
     padding = f" x {line.padding:.4g}" if line.padding > 1 else ""
     math_time, memory_time = format_time(line.math_time), format_time(line.memory_time)
+    flops, moved_bytes = f"{line.flops:.6g}", f"{line.bytes_moved:.6g}"
+    peak, bandwidth = f"{line.rates.flops_per_s:.4g}", f"{line.rates.bandwidth:.4g}"
+    total, intensity = "sum over tensors of bytes per element x elements", f"{line.intensity:,.4g} FLOPs/byte"
+    math_formula = "FLOPs x padding / peak" if padding else "FLOPs / peak"
+    longer, both = f"max({math_time}, {memory_time})", f"{math_time} + {memory_time}"
     rows = (
-        ("FLOPs", " x ".join((f"{per_point:g}", *axes)), f"{per_point:g} x {sizes}", f"{line.flops:.6g}", book),
-        ("bytes", "sum over tensors of bytes per element x elements", moved, f"{line.bytes_moved:.6g}", book),
-        (
-            "intensity",
-            "FLOPs / bytes",
-            f"{line.flops:.6g} / {line.bytes_moved:.6g}",
-            f"{line.intensity:,.4g} FLOPs/byte",
-            book,
-        ),
-        (
-            "arithmetic",
-            "FLOPs x padding / peak" if padding else "FLOPs / peak",
-            f"{line.flops:.6g}{padding} / {line.rates.flops_per_s:.4g}",
-            math_time,
-            case.compute_source,
-        ),
-        (
-            "memory",
-            "bytes / bandwidth",
-            f"{line.bytes_moved:.6g} / {line.rates.bandwidth:.4g}",
-            memory_time,
-            case.memory_source,
-        ),
-        (
-            "lower bound",
-            "max(arithmetic, memory)",
-            f"max({math_time}, {memory_time})",
-            format_time(line.lower),
-            book,
-        ),
-        ("upper bound", "arithmetic + memory", f"{math_time} + {memory_time}", format_time(line.upper), book),
+        ("FLOPs", " x ".join((f"{per_point:g}", *axes)), f"{per_point:g} x {sizes}", flops, _BOOK),
+        ("bytes", total, moved, moved_bytes, _BOOK),
+        ("intensity", "FLOPs / bytes", f"{flops} / {moved_bytes}", intensity, _BOOK),
+        ("arithmetic", math_formula, f"{flops}{padding} / {peak}", math_time, case.compute_source),
+        ("memory", "bytes / bandwidth", f"{moved_bytes} / {bandwidth}", memory_time, case.memory_source),
+        ("lower bound", "max(arithmetic, memory)", longer, format_time(line.lower), _BOOK),
+        ("upper bound", "arithmetic + memory", both, format_time(line.upper), _BOOK),
     )
     return [Explanation(*row) for row in rows]
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from meshwise.core.units import format_count, format_duration, format_money, format_percent, format_time
 from meshwise.report.chart import terminal_chart, write_svg
-from meshwise.report.plan import plan_data
+from meshwise.report.plan import plan_data, run_words
 from meshwise.report.report import Report, reasons
 from meshwise.report.table import Columns, counted, said, tabulate
 from meshwise.search import Plan, PlanResult, Scaling
@@ -34,7 +34,7 @@ def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str
     fastest = min(plans, key=lambda n: 1 / plans[n].estimate.tokens_per_s)
     cheapest = min(plans, key=lambda n: _cost(plans[n]))
     signs = dict(zip(plans, string.ascii_uppercase, strict=False))
-    days: Columns = {">run": ("plan.training.days.expected", lambda days: format_duration(86400 * days))}
+    days: Columns = {">run": ("plan.training.days.expected", run_words)}
     columns: Columns = {
         "": "sign",
         "cluster": lambda row: f"{row['name']}\n  {layout_words(row['plan'].layout)}",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+from rich.console import RenderableType
 
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bytes, format_flops, format_time
@@ -12,8 +14,11 @@ from meshwise.costs.product import PricedStep, PricedWay, Product
 from meshwise.hardware import Cluster
 from meshwise.report.collective import axis_mapping_words
 from meshwise.report.report import Report
-from meshwise.report.table import table
+from meshwise.report.table import Columns, cells, or_dash, pick, picked, said, table, tabulate
 from meshwise.sharding import Indices, book_case
+from meshwise.sharding.notation import ShardedTensor
+
+_SECONDS = "communication_time_s=communication_time compute_time_s=compute_time"
 
 #: Ways that the table shows; JSON has all.
 _WAYS_SHOWN = 6
@@ -37,17 +42,19 @@ def shard_report(
         if cluster is not None and product.wiring is not None and product.fabric is not None
         else ()
     )
-    body = [_steps_table(best)] if best.steps else []
-    body += [_tensors_table(product, sizes)]
-    body += [_ways_table(product)] if len(product.ways) > 1 else []
+    data = _data(product, case, sizes)
     return Report(
         command="shard",
         inputs=inputs,
         answer=_answer(best),
-        data=_data(product, case, sizes),
-        body=tuple(body),
-        assumed=(
-            *((f"case {case} of the book: {_CASES[case]}",) if case else ()),
+        data=data,
+        body=said(
+            tabulate(_STEPS, best.steps) if best.steps else None,
+            tabulate(_TENSORS, data["tensors"]),
+            _ways_table(product) if len(product.ways) > 1 else None,
+        ),
+        assumed=said(
+            f"case {case} of the book: {_CASES[case]}" if case else None,
             *laid,
             _ranking(product),
         ),
@@ -82,60 +89,43 @@ def _answer(best: PricedWay) -> str:
     return words
 
 
-def _text(step: PricedStep) -> str:
-    """Write a step as before -> after, in the notation."""
+_STEPS: Columns = {
+    "!collective": "collective.kind.value",
+    "!over": ("collective.mesh_axes", ",".join),
+    "step": lambda s: " -> ".join(_around(s)),
+    ">bytes": ("num_bytes", format_bytes),
+    ">time": ("time", format_time),
+}
+
+_TENSORS: Columns = {
+    "!tensor": "tensor",
+    "one device holds": ("local_shape", lambda shape: " x ".join(f"{n:,}" for n in shape) or "1"),
+}
+
+
+def _around(step: PricedStep) -> tuple[str, str]:
+    """The array before and after a step, in the notation."""
     before = replace(step.tensor, sharding=step.collective.before)
     after = replace(step.tensor, sharding=step.collective.after)
-    return f"{before} -> {after}"
+    return str(before), str(after)
 
 
-def _steps_table(way: PricedWay) -> Any:
-    return table(
-        ("!collective", "!over", "step", ">bytes", ">time"),
-        (
-            (
-                s.collective.kind.value,
-                ",".join(s.collective.mesh_axes),
-                _text(s),
-                "-" if s.num_bytes is None else format_bytes(s.num_bytes),
-                "-" if s.time is None else format_time(s.time),
-            )
-            for s in way.steps
-        ),
-    )
-
-
-def _tensors_table(product: Product, sizes: Mapping[str, int]) -> Any:
-    """Show every tensor, and one device's block of it where sizes are known."""
-    rows = []
-    for t in product.expression.tensors:
-        local = "-"
-        if product.mesh is not None and all(isinstance(a, int) or a in sizes for a in t.axes):
-            local = " x ".join(f"{n:,}" for n in t.local_shape(product.mesh, sizes)) or "1"
-        rows.append((str(t), local))
-    return table(("!tensor", "one device holds"), rows)
-
-
-def _ways_table(product: Product) -> Any:
+def _ways_table(product: Product) -> RenderableType:
     """Compare the ways; the columns are those that are known."""
     shown = product.ways[:_WAYS_SHOWN]
-    columns: dict[str, list[str]] = {"!way": [], "collectives": []}
-    for number, way in enumerate(shown, 1):
-        columns["!way"].append(f"{number}{' <- cheapest' if number == 1 else ''}")
-        columns["collectives"].append(", ".join(_short(s) for s in way.steps) or "none")
-    known = {
-        ">sent": [w.bytes_sent for w in shown],
-        ">FLOPs a device": [w.flops for w in shown],
-        ">time": [w.time for w in shown],
+    known: dict[str, tuple[str, Callable[[Any], str]]] = {
+        ">sent": ("bytes_sent", format_bytes),
+        ">FLOPs a device": ("flops", format_flops),
+        ">time": ("time", format_time),
     }
-    shows = {">sent": format_bytes, ">FLOPs a device": format_flops, ">time": format_time}
-    for name, values in known.items():
-        if any(shown[i].steps and value is not None for i, value in enumerate(values)):
-            columns[name] = ["-" if v is None else shows[name](v) for v in values]
-    rows = list(zip(*columns.values(), strict=True))
+    columns: Columns = {
+        "collectives": lambda way: ", ".join(_short(s) for s in way.steps) or "none",
+        **{n: c for n, c in known.items() if any(way.steps and pick(way, c[0]) is not None for way in shown)},
+    }
+    rows = [(f"{n}{' <- cheapest' if n == 1 else ''}", *cells(columns, way)) for n, way in enumerate(shown, 1)]
     if len(product.ways) > len(shown):
-        rows.append(("", f"... {len(product.ways) - len(shown)} more with --json", *[""] * (len(columns) - 2)))
-    return table(tuple(columns), rows)
+        rows.append(("", f"... {len(product.ways) - len(shown)} more with --json", *[""] * (len(columns) - 1)))
+    return table(("!way", *columns), rows)
 
 
 def _short(step: PricedStep) -> str:
@@ -158,31 +148,20 @@ def _next_steps(product: Product, cluster: Cluster | None) -> tuple[str, ...]:
 
 
 def _data(product: Product, case: int | None, sizes: Mapping[str, int]) -> dict[str, Any]:
-    mesh = product.mesh
     return {
         "expression": str(product.expression),
         "book_case": case,
         "collectives": [_step_data(s) for s in product.ways[0].steps],
-        "communication_time_s": product.ways[0].communication_time,
-        "compute_time_s": product.ways[0].compute_time,
-        "tensors": [
-            {
-                "tensor": str(t),
-                "local_shape": list(t.local_shape(mesh, sizes))
-                if mesh is not None and all(isinstance(a, int) or a in sizes for a in t.axes)
-                else None,
-            }
-            for t in product.expression.tensors
-        ],
+        **picked(product.ways[0], _SECONDS),
+        "tensors": [{"tensor": str(t), "local_shape": _held(t, product, sizes)} for t in product.expression.tensors],
         "alternatives": [
             {
                 "cheapest": number == 0,
                 "collectives": [_step_data(s) for s in way.steps],
-                "bytes_sent_per_device": way.bytes_sent,
-                "flops_per_device": way.flops,
-                "devices_repeating_work": way.repeated,
-                "communication_time_s": way.communication_time,
-                "compute_time_s": way.compute_time,
+                **picked(
+                    way, "bytes_sent_per_device=bytes_sent flops_per_device=flops devices_repeating_work=repeated"
+                ),
+                **picked(way, _SECONDS),
             }
             for number, way in enumerate(product.ways)
         ],
@@ -191,16 +170,20 @@ def _data(product: Product, case: int | None, sizes: Mapping[str, int]) -> dict[
     }
 
 
+def _held(t: ShardedTensor, product: Product, sizes: Mapping[str, int]) -> list[int] | None:
+    """The block of a tensor that one device holds, where its sizes are known."""
+    if product.mesh is None or not all(isinstance(a, int) or a in sizes for a in t.axes):
+        return None
+    return list(t.local_shape(product.mesh, sizes))
+
+
 def _step_data(step: PricedStep) -> dict[str, Any]:
+    before, after = _around(step)
     return {
-        "kind": step.collective.kind.value,
-        "mesh_axes": list(step.collective.mesh_axes),
-        "tensor": step.tensor.name,
-        "before": str(replace(step.tensor, sharding=step.collective.before)),
-        "after": str(replace(step.tensor, sharding=step.collective.after)),
-        "bytes": step.num_bytes,
-        "bytes_sent_per_device": step.bytes_sent,
-        "time_s": step.time,
+        **picked(step, "kind=collective.kind mesh_axes=collective.mesh_axes tensor=tensor.name"),
+        "before": before,
+        "after": after,
+        **picked(step, "bytes=num_bytes bytes_sent_per_device=bytes_sent time_s=time"),
     }
 
 
@@ -210,7 +193,7 @@ def _explanations(way: PricedWay) -> tuple[Explanation, ...]:
             f"{s.collective.kind.value} {s.tensor.name}".rstrip(),
             "max(hops x latency, bytes x seconds per byte of the wire)",
             f"{s.num_bytes:,.0f} bytes" if s.num_bytes is not None else "no sizes given",
-            "-" if s.time is None else format_time(s.time),
+            or_dash(s.time, format_time),
             _BOOK,
         )
         for s in way.steps

@@ -115,11 +115,12 @@ def tabulate(
         note: of a row, on lines of its own below it.
     """
     if note is not None:
-        return noted_table(tuple(columns), ((_cells(columns, row, missing), note(row)) for row in rows))
-    return table(tuple(columns), (_cells(columns, row, missing) for row in rows), title=title)
+        return noted_table(tuple(columns), ((cells(columns, row, missing), note(row)) for row in rows))
+    return table(tuple(columns), (cells(columns, row, missing) for row in rows), title=title)
 
 
-def _cells(columns: Columns, row: Any, missing: str) -> list[str]:
+def cells(columns: Columns, row: Any, missing: str = "-") -> list[str]:
+    """The cells of one row of `tabulate`."""
     return [_cell(cell, row, missing) for cell in columns.values()]
 
 

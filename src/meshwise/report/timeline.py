@@ -14,7 +14,7 @@ from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_percent, format_time
 from meshwise.report.chart import new_figure, svg_of, trace_name, trace_span, trace_text
 from meshwise.report.report import Details, Report
-from meshwise.report.table import counted, table
+from meshwise.report.table import Columns, counted, spaced, tabulate
 from meshwise.simulation import STREAMS, Span, StepTimeline
 
 #: Stages that the terminal shows: of more, the first and the last ones.
@@ -46,6 +46,15 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
     stages = [_stage(timeline, n) for n in range(timeline.stages)]
     schedule = timeline.pipeline.schedule
     busiest = max(stages, key=lambda s: float(s["compute_s"]))
+    columns: Columns = {
+        "stage": "stage",
+        ">compute": ("compute_s", format_time),
+        ">comm.": ("exposed_communication_s", format_time),
+        ">idle": ("idle_s", format_time),
+        ">idle share": ("idle_s", lambda seconds: format_percent(seconds / timeline.total)),
+        ">hidden": ("hidden_communication_s", format_time),
+        ">chunks held": "chunks_in_flight",
+    }
     return Report(
         command="simulate train",
         inputs=inputs,
@@ -62,22 +71,8 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
             "stages": stages,
         },
         body=(
-            Text(f"layout: {layout.replace(',', ', ')}"),
-            table(
-                ("stage", ">compute", ">comm.", ">idle", ">idle share", ">hidden", ">chunks held"),
-                (
-                    (
-                        str(s["stage"]),
-                        format_time(s["compute_s"]),
-                        format_time(s["exposed_communication_s"]),
-                        format_time(s["idle_s"]),
-                        format_percent(s["idle_s"] / timeline.total),
-                        format_time(s["hidden_communication_s"]),
-                        str(s["chunks_in_flight"]),
-                    )
-                    for s in _chosen(stages)
-                ),
-            ),
+            Text(f"layout: {spaced(layout)}"),
+            tabulate(columns, _chosen(stages)),
             Text("\n".join(_drawing(timeline))),
         ),
         assumed=(

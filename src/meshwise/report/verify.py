@@ -16,7 +16,7 @@ from meshwise.compiler.lines import REASONS, UNEXPLAINED, Line
 from meshwise.compiler.verification import CompiledCopy, Verification
 from meshwise.core.units import format_bytes, format_flops, format_percent, format_time
 from meshwise.report.report import Report, listed
-from meshwise.report.table import Columns, counted, noted_table, picked, said, spaced, tabulate
+from meshwise.report.table import Columns, counted, picked, said, spaced, tabulate
 from meshwise.search import Plan
 
 #: Of a line through two copies.
@@ -90,16 +90,19 @@ def _first(found: Verification) -> str:
 
 
 def _table(title: str, lines: Iterable[Line], show: Any, *, counts: bool = False) -> RenderableType:
-    columns = [title, ">predicted", ">compiled", ">ratio", *([">arrays"] if counts else [])]
-    rows = []
-    for line in lines:
-        ratio = "" if line.ratio is None else f"{line.ratio:.3f}"
-        cells = [line.name, show(line.predicted), show(line.compiled), ratio]
-        if counts:
-            cells.append(f"{line.predicted_count:,.0f} / {line.compiled_count:,.0f}")
-        why = "; ".join(f"{d.reason} {'+' if d.amount > 0 else '-'}{show(abs(d.amount))}" for d in line.differences)
-        rows.append((cells, why))
-    return noted_table(columns, rows)
+    arrays: Columns = {">arrays": lambda line: f"{line.predicted_count:,.0f} / {line.compiled_count:,.0f}"}
+    columns: Columns = {
+        title: "name",
+        ">predicted": ("predicted", show),
+        ">compiled": ("compiled", show),
+        ">ratio": ("ratio", "{:.3f}".format),
+        **(arrays if counts else {}),
+    }
+
+    def why(line: Line) -> str:
+        return "; ".join(f"{d.reason} {'+' if d.amount > 0 else '-'}{show(abs(d.amount))}" for d in line.differences)
+
+    return tabulate(columns, lines, missing="", note=why)
 
 
 def _assumed(found: Verification) -> tuple[str, ...]:
