@@ -5,14 +5,15 @@ Not here: the expected time (`formulas`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bandwidth, format_bytes, format_flops, format_time
-from meshwise.costs.breakdown import Breakdown, HostBreakdown
+from meshwise.costs.breakdown import Breakdown
 from meshwise.costs.traffic import Pass
 from meshwise.report.formats import peak_fields, peak_words
 from meshwise.report.sources import ROOFLINES, SHARDED, number, sourced
+from meshwise.report.table import pick
 
 
 def explain_lower(w: Breakdown, resources: Mapping[str, float]) -> tuple[Explanation, ...]:
@@ -22,86 +23,59 @@ def explain_lower(w: Breakdown, resources: Mapping[str, float]) -> tuple[Explana
         w: the workings.
         resources: seconds by name, of the estimate.
     """
+    chip = {"compute": _busy_compute, "hbm": _busy_hbm, "host": _busy_host}
     return tuple(
-        {"compute": _busy_compute, "hbm": _busy_hbm, "host": _busy_host}[name](w, seconds)
-        if name in ("compute", "hbm", "host")
-        else _busy_network(w, name, seconds)
+        chip[name](w, seconds) if name in chip else _busy_network(w, name, seconds)
         for name, seconds in resources.items()
         if seconds
     )
 
 
-def _rounds(w: Breakdown, last: str, other: str) -> str:
+def _busy(w: Breakdown, what: str, formula: str, substitution: str, seconds: float, *fields: str) -> Explanation:
+    """One resource of the chip, with the data sheets of its rates."""
+    source = f"{ROOFLINES}; {sourced(w.problem.cluster, *fields)}"
+    return Explanation(f"busy: {what}", formula, substitution, format_time(seconds), source)
+
+
+def _rounds(w: Breakdown, field: str, show: Callable[[float], str]) -> str:
     """Write what all microbatches of the busiest stage and those that fill and drain the pipeline add up to."""
+    passes = [(b, b.copies * float(getattr(p, field))) for b in w.blocks for p in b.passes.values()]
     idle = max(b.waited_for for b in w.blocks)
-    return f"{w.layout.num_microbatches} x {last}" + (f" + {number(idle)} x {other}" if idle else "")
+    other = f" + {number(idle)} x {show(sum(one for b, one in passes if b.waited_for))}" if idle else ""
+    return f"{w.layout.num_microbatches} x {show(sum(one for _, one in passes))}{other}"
 
 
 def _busy_compute(w: Breakdown, seconds: float) -> Explanation:
     formats = w.problem.job.formats
-    if formats.compute != formats.other_compute:
-        return _busy_two_rates(w, seconds)
-    last = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values())
-    other = sum(b.copies * float(p.flops) for b in w.blocks for p in b.passes.values() if b.waited_for)
+    peak = peak_words(w.problem.cluster.chip, formats)
     update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
-    return Explanation(
-        "busy: compute",
-        "(microbatches x FLOPs of one on the busiest stage + chunks waited for x FLOPs of one) / peak"
-        + (" + matmuls of the optimizer" if update else ""),
-        f"({_rounds(w, format_flops(last), format_flops(other))}) / "
-        f"{peak_words(w.problem.cluster.chip, formats)}{update}",
-        format_time(seconds),
-        f"{ROOFLINES}; {sourced(w.problem.cluster, *peak_fields(formats))}",
-    )
-
-
-def _busy_two_rates(w: Breakdown, seconds: float) -> Explanation:
-    """Where some matmuls run in a narrow format: seconds of each at its own rate."""
-    formats = w.problem.job.formats
-    last = sum(b.copies * float(p.busy) for b in w.blocks for p in b.passes.values())
-    other = sum(b.copies * float(p.busy) for b in w.blocks for p in b.passes.values() if b.waited_for)
-    update = f" + {format_time(w.optimizer_matmul)}" if w.optimizer_matmul else ""
-    return Explanation(
-        "busy: compute",
-        "microbatches x seconds of the matmuls of one on the busiest stage + chunks waited for x those of one, each at "
-        f"its peak, {peak_words(w.problem.cluster.chip, formats)}" + (" + matmuls of the optimizer" if update else ""),
-        f"{_rounds(w, format_time(last), format_time(other))}{update}",
-        format_time(seconds),
-        f"{ROOFLINES}; {sourced(w.problem.cluster, *peak_fields(formats))}",
-    )
+    formula = "(microbatches x FLOPs of one on the busiest stage + chunks waited for x FLOPs of one) / peak"
+    substitution = f"({_rounds(w, 'flops', format_flops)}) / {peak}{update}"
+    if formats.compute != formats.other_compute:  # some matmuls run in a narrow format: seconds of each at its rate
+        formula = (
+            "microbatches x seconds of the matmuls of one on the busiest stage + chunks waited for x those of one, "
+            f"each at its peak, {peak}"
+        )
+        substitution = f"{_rounds(w, 'busy', format_time)}{update}"
+    formula += " + matmuls of the optimizer" if update else ""
+    return _busy(w, "compute", formula, substitution, seconds, *peak_fields(formats))
 
 
 def _busy_hbm(w: Breakdown, seconds: float) -> Explanation:
-    last = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values())
-    other = sum(b.copies * float(p.matmul_bytes) for b in w.blocks for p in b.passes.values() if b.waited_for)
-    return Explanation(
-        "busy: hbm",
+    formula = (
         "(microbatches x bytes of matmuls of one on the busiest stage + chunks waited for x those of one + bytes of "
-        "the optimizer) / HBM bandwidth",
-        f"({_rounds(w, format_bytes(last), format_bytes(other))} + {format_bytes(w.optimizer_bytes)}) / "
-        f"({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})",
-        format_time(seconds),
-        f"{ROOFLINES}; {sourced(w.problem.cluster, 'hbm_bandwidth')}",
+        "the optimizer) / HBM bandwidth"
     )
+    moved = f"{_rounds(w, 'matmul_bytes', format_bytes)} + {format_bytes(w.optimizer_bytes)}"
+    substitution = f"({moved}) / ({format_bandwidth(w.problem.cluster.chip.hbm_bandwidth)})"
+    return _busy(w, "hbm", formula, substitution, seconds, "hbm_bandwidth")
 
 
 def _busy_host(w: Breakdown, seconds: float) -> Explanation:
-    out, into = (sum(s.count_per_step * num_bytes(s) for s in w.host) for num_bytes in (_out, _in))
-    return Explanation(
-        "busy: host link",
-        "bytes of a step in the busier direction / bandwidth of the host link, one way",
-        f"{format_bytes(max(out, into))} / ({format_bandwidth(w.problem.cluster.chip.host_link_bandwidth)})",
-        format_time(seconds),
-        f"{ROOFLINES}; {sourced(w.problem.cluster, 'host_link_bandwidth')}",
-    )
-
-
-def _out(stream: HostBreakdown) -> float:
-    return stream.bytes_out
-
-
-def _in(stream: HostBreakdown) -> float:
-    return stream.bytes_in
+    busier = max(sum(s.count_per_step * pick(s, way) for s in w.host) for way in ("bytes_out", "bytes_in"))
+    formula = "bytes of a step in the busier direction / bandwidth of the host link, one way"
+    substitution = f"{format_bytes(busier)} / ({format_bandwidth(w.problem.cluster.chip.host_link_bandwidth)})"
+    return _busy(w, "host link", formula, substitution, seconds, "host_link_bandwidth")
 
 
 def _busy_network(w: Breakdown, name: str, seconds: float) -> Explanation:

@@ -141,8 +141,7 @@ def write_svg(points: Points, names: Sequence[str], x_title: str, y_title: str, 
     axes.loglog(xs, ys, "o-" if joined else "o")
     for (x, y), name in zip(points, names, strict=True):
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 5), fontsize="small")
-    axes.set_xlabel(x_title)
-    axes.set_ylabel(y_title)
+    axes.set(xlabel=x_title, ylabel=y_title)
     axes.grid(visible=True, which="both", alpha=0.3)
     return svg_of(figure)
 

@@ -40,11 +40,8 @@ def explain_time(w: Breakdown, terms: Mapping[str, float]) -> tuple[Explanation,
         w: the workings.
         terms: seconds by name, of the estimate.
     """
-    out: list[Explanation] = []
-    for name, seconds in terms.items():
-        if seconds:
-            out.append(_term(w, name, seconds))
-    return (*out, *_collectives(w), *_hidings(w), *_by_schedule(w), *_streams(w))
+    parts = (_term(w, name, seconds) for name, seconds in terms.items() if seconds)
+    return (*parts, *_collectives(w), *_hidings(w), *_by_schedule(w), *_streams(w))
 
 
 def leg_formula(kind: CollectiveKind, leg: Leg, path: Path) -> str:

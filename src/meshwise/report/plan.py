@@ -46,12 +46,13 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
     plans, search = planning.plans, planning.search
     best = plans[0]
     cost_matters = inputs.get("objective") == "cost" and best.training is None
+    cost = cost_words(best.cost_usd_per_billion_tokens, best.chip_hours_per_billion_tokens)
     counts = f"{search.strategies:,} layouts examined, {search.priced:,} priced ({search.infeasible:,} do not fit)"
     return Report(
         command="plan train",
         inputs=inputs,
         answer=f"{'Best' if search.complete else 'Best so far'}: {_answer(best)}"
-        + (f", {_cost_of_tokens(best)}" if cost_matters else ""),
+        + (f", {cost} a billion tokens" if cost_matters else ""),
         data={
             "plans": [plan_data(plan) for plan in plans],
             "reasons": list(planning.reasons),
@@ -215,16 +216,18 @@ def _offload_words(planning: PlanResult) -> str:
 
 def _next_steps(plan: Plan, *, front: bool) -> tuple[str, ...]:
     """Suggest what would change the answer."""
-    steps = ["the workings of every number: --explain"]
-    if plan.estimate.bound not in ("compute", "hbm"):
-        steps.append("the network binds: a larger --batch-tokens gives it more to hide behind")
+    bound, tokens = plan.estimate.bound, plan.problem.job.tokens
+    binds = None
+    if bound not in ("compute", "hbm"):
+        binds = "the network binds: a larger --batch-tokens gives it more to hide behind"
     elif plan.estimate.terms.get("recompute"):
-        steps.append("recomputation costs time for memory: chips with more memory, or more chips, need less of it")
-    if plan.problem.job.tokens is None:
-        steps.append("days and dollars of a whole run: --tokens 15T")
-    if not front:
-        steps.append("the fastest plans that hold less memory: --front, which takes longer")
-    return tuple(steps)
+        binds = "recomputation costs time for memory: chips with more memory, or more chips, need less of it"
+    return said(
+        "the workings of every number: --explain",
+        binds,
+        "days and dollars of a whole run: --tokens 15T" if tokens is None else None,
+        None if front else "the fastest plans that hold less memory: --front, which takes longer",
+    )
 
 
 def _next_of_one(plan: Plan) -> tuple[str, ...]:
@@ -259,23 +262,18 @@ def _answer(row: Plan) -> str:
     """Answer in one line: the layout, the time, the share of the peak, then the run, or what binds."""
     estimate = row.estimate
     time = format_time(estimate.step_time.expected)
-    parts = [f"{layout_words(row.layout)}: {time} a step, {format_percent(estimate.mfu)} MFU"]
-    if row.training is None:
-        parts.append(_bound_words(row))
-    else:
-        parts.append(run_words(row.training.days.expected))
-        if row.training.cost_usd is not None:
-            parts.append(format_money(row.training.cost_usd))
-    return ", ".join(parts)
-
-
-def _cost_of_tokens(row: Plan) -> str:
-    """What a billion tokens cost, in dollars or else in chip-hours."""
-    dollars = row.cost_usd_per_billion_tokens
-    amount = (
-        f"{format_count(row.chip_hours_per_billion_tokens)} chip-hours" if dollars is None else format_money(dollars)
+    parts = (f"{layout_words(row.layout)}: {time} a step", f"{format_percent(estimate.mfu)} MFU")
+    run = row.training
+    if run is None:
+        return ", ".join((*parts, _bound_words(row)))
+    return ", ".join(
+        said(*parts, run_words(run.days.expected), None if run.cost_usd is None else format_money(run.cost_usd))
     )
-    return f"{amount} a billion tokens"
+
+
+def cost_words(dollars: float | None, chip_hours: float) -> str:
+    """Dollars, or chip-hours where there is no price."""
+    return f"{format_count(chip_hours)} chip-hours" if dollars is None else format_money(dollars)
 
 
 def _ranking(rows: Sequence[Plan]) -> RenderableType:

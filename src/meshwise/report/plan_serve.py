@@ -61,10 +61,8 @@ def front_svg(fronts: Mapping[str, Sequence[FrontPoint]], best: ServingEstimate,
     axes.plot(
         [1e3 * best.tpot.expected], [best.throughput_per_chip], "*", markersize=13, color="black", label="the plan"
     )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("time per output token, ms (filled: engines do both; hollow: apart)")
-    axes.set_ylabel("output tokens/s per chip")
+    x_title = "time per output token, ms (filled: engines do both; hollow: apart)"
+    axes.set(xscale="log", yscale="log", xlabel=x_title, ylabel="output tokens/s per chip")
     axes.set_title(title, fontsize="medium")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend(fontsize="small")
@@ -234,13 +232,14 @@ def _point(p: FrontPoint) -> dict[str, Any]:
 
 def _next(best: ServingEstimate) -> tuple[str, ...]:
     setup = best.setup
-    words = f"--layout {setup.decode} --batch {setup.batch}"
-    if not (setup.one_layout):
-        words += f" --prefill-layout {setup.prefill}"
-    if setup.mode == "disaggregated":
-        words += " --mode disaggregated"
-    if setup.prefill_batch > 1:
-        words += f" --prefill-batch {setup.prefill_batch}"
-    if setup.chunk is not None:
-        words += f" --chunk {setup.chunk}"
-    return ("--explain shows the workings", f"'meshwise estimate serve ... {words}' says what else would fit")
+    options = said(
+        f"--layout {setup.decode} --batch {setup.batch}",
+        None if setup.one_layout else f"--prefill-layout {setup.prefill}",
+        "--mode disaggregated" if setup.mode == "disaggregated" else None,
+        f"--prefill-batch {setup.prefill_batch}" if setup.prefill_batch > 1 else None,
+        None if setup.chunk is None else f"--chunk {setup.chunk}",
+    )
+    return (
+        "--explain shows the workings",
+        f"'meshwise estimate serve ... {' '.join(options)}' says what else would fit",
+    )

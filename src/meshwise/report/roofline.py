@@ -267,8 +267,7 @@ def roofline_svg(case: RooflineCase) -> str:
     if case.intensity:
         reached = case.line.flops_per_s if case.line else min(rates.flops_per_s, here * rates.bandwidth)
         axes.plot([here], [reached], "o", color="tab:red", label=f"{write_operation(case.op)}: {here:,.4g} FLOPs/byte")
-    axes.set_xlabel("arithmetic intensity, FLOPs/byte")
-    axes.set_ylabel("FLOP/s")
+    axes.set(xlabel="arithmetic intensity, FLOPs/byte", ylabel="FLOP/s")
     axes.set_title(f"{case.chip}, {_MEMORY_WORDS[case.memory]} at {format_bandwidth(rates.bandwidth)}")
     axes.legend(loc="lower right", fontsize="small")
     axes.grid(visible=True, which="major", alpha=0.3)

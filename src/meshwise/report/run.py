@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from meshwise.core.units import format_bytes, format_count, format_percent, format_time
 from meshwise.report.report import Report
-from meshwise.report.table import picked, table
+from meshwise.report.table import or_dash, picked, said, table
 from meshwise.search import Plan
 
 
@@ -106,8 +106,8 @@ def run_report(result: RunResult, inputs: Mapping[str, Any]) -> Report:
             "planned_chip": chip,
             "layout": str(result.plan.layout),
             "tokens_per_step": result.plan.estimate.tokens,
-            "measured": _measured_data(result),
-            "predicted": _predicted_data(result),
+            "measured": picked(result, _MEASURED),
+            "predicted": picked(result.plan.estimate, _PREDICTED),
         },
         body=(_comparison(result),),
         assumed=(
@@ -136,20 +136,15 @@ def _not_compared(result: RunResult) -> Iterator[str]:
         yield f"memory in use: {result.hardware} does not report it"
 
 
-def _measured_data(result: RunResult) -> dict[str, Any]:
-    return picked(
-        result,
-        "tokens_per_s mfu peak_bytes_in_use step_time_s=step_seconds compiled_state_bytes=state_bytes",
-        "compiled_temporary_bytes=temporary_bytes",
-    )
+_MEASURED = (
+    "tokens_per_s mfu peak_bytes_in_use step_time_s=step_seconds compiled_state_bytes=state_bytes "
+    "compiled_temporary_bytes=temporary_bytes"
+)
 
-
-def _predicted_data(result: RunResult) -> dict[str, Any]:
-    return picked(
-        result.plan.estimate,
-        "tokens_per_s mfu step_time_s=step_time.expected step_time_lower_s=step_time.lower",
-        "step_time_upper_s=step_time.upper memory_bytes=memory.total",
-    )
+_PREDICTED = (
+    "tokens_per_s mfu step_time_s=step_time.expected step_time_lower_s=step_time.lower "
+    "step_time_upper_s=step_time.upper memory_bytes=memory.total"
+)
 
 
 def _comparison(result: RunResult) -> RenderableType:
@@ -164,14 +159,10 @@ def _comparison(result: RunResult) -> RenderableType:
         ("memory, peak in use", result.peak_bytes_in_use, memory, format_bytes),
     )
     columns = ["!", ">measured", f">predicted, {result.plan.problem.cluster.chip.name}", ">measured / predicted"]
+    ratios = ["" if measured is None else f"{measured / predicted:.2f}" for _, measured, predicted, _ in lines]
     rows = [
-        (
-            name,
-            "not known" if measured is None else show(measured),
-            show(predicted),
-            "" if measured is None else f"{measured / predicted:.2f}",
-        )
-        for name, measured, predicted, show in lines
+        (name, or_dash(measured, show, missing="not known"), show(predicted), ratio)
+        for (name, measured, predicted, show), ratio in zip(lines, ratios, strict=True)
     ]
     shown = 4 if result.is_planned_chip else 3
     return table(columns[:shown], (row[:shown] for row in rows))
@@ -235,10 +226,11 @@ def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report
         data={
             **picked(result, "hardware num_devices software chip weights tokens text sequences"),
             **picked(result, "tokens_per_s seconds prompt_tokens=prompt compile_s=compile_seconds"),
-            "time_to_first_token_s": result.first_seconds,
-            "time_per_token_s": result.token_seconds,
-            "least_time_to_first_token_s": result.least_first_seconds,
-            "least_time_per_token_s": result.least_seconds,
+            **picked(
+                result,
+                "time_to_first_token_s=first_seconds time_per_token_s=token_seconds",
+                "least_time_to_first_token_s=least_first_seconds least_time_per_token_s=least_seconds",
+            ),
             "layout": str(result.plan.layout),
         },
         body=(" ".join(map(str, result.tokens)) if result.text is None else result.text, _token_times(result)),
@@ -250,27 +242,24 @@ def generate_report(result: GenerateResult, inputs: Mapping[str, Any]) -> Report
             "at least: active weights read once a token, and the prompt's FLOPs at the chip's peak",
             f"software: {result.software}",
         ),
-        not_modelled=(
+        not_modelled=said(
             "end-of-text tokens: generation continues after them",
-            *((unknown,) if result.least_seconds is None else ()),
+            unknown if result.least_seconds is None else None,
         ),
     )
 
 
 def _token_times(result: GenerateResult) -> RenderableType:
     least = result.least_seconds
-    measured, most = result.tokens_per_s, None if least is None else result.sequences / least
+    rates = result.tokens_per_s, None if least is None else result.sequences / least
+    first, each = (result.first_seconds, result.least_first_seconds), (result.token_seconds, least)
     rows = [
-        ("time to first token", format_time(result.first_seconds), _or_none(result.least_first_seconds, format_time)),
-        ("time per token", _or_none(result.token_seconds, format_time), _or_none(least, format_time)),
-        (
-            "tokens/s, all sequences",
-            _or_none(measured, format_count),
-            _or_none(most, lambda rate: f"at most {format_count(rate)}"),
-        ),
+        ("time to first token", *(or_dash(t, format_time) for t in first)),
+        ("time per token", *(or_dash(t, format_time) for t in each)),
+        ("tokens/s, all sequences", or_dash(rates[0], format_count), or_dash(rates[1], _at_most)),
     ]
     return table(("!", ">measured", ">at least"), rows)
 
 
-def _or_none(value: float | None, show: Callable[[float], str]) -> str:
-    return "-" if value is None else show(value)
+def _at_most(rate: float) -> str:
+    return f"at most {format_count(rate)}"

@@ -16,7 +16,7 @@ from rich.text import Text
 from meshwise.core.units import format_bytes, format_time
 from meshwise.report.chart import new_figure, svg_of
 from meshwise.report.report import Report, listed
-from meshwise.report.table import Columns, picked, said, signed_percent, table, tabulate, words
+from meshwise.report.table import Columns, or_dash, picked, said, signed_percent, tabulate, words
 from meshwise.scoring import (
     Errors,
     Prediction,
@@ -33,7 +33,26 @@ P = TypeVar("P", bound=Prediction)
 
 NEXT_STEPS = ("--svg accuracy.svg: predicted against measured", "--json: every row with its terms")
 
-_COLUMNS = (">rows", ">mean", ">median", ">bias", ">≤10 %", ">≤20 %", ">in 80 %", ">bound")
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _whole(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+#: Of a row with `errors`; without them its cells stay empty.
+_ERRORS: Columns = {
+    ">rows": ("errors.rows", "{:,}".format),
+    ">mean": ("errors.mape", _percent),
+    ">median": ("errors.median", _percent),
+    ">bias": ("errors.bias", signed_percent),
+    ">≤10 %": ("errors.within_10", _whole),
+    ">≤20 %": ("errors.within_20", _whole),
+    ">in 80 %": lambda row: or_dash(row["errors"], lambda e: or_dash(e.coverage_80, _whole), missing=""),
+    ">bound": ("errors.bound_bias", lambda bias: f"{100 * bias:+.0f} %"),
+}
 
 
 def score_words(score: Score[P]) -> str:
@@ -49,21 +68,13 @@ def score_words(score: Score[P]) -> str:
 
 def errors_table(score: Score[P]) -> RenderableType:
     """Errors of times, group by group, and of all."""
-    rows: list[list[str]] = []
+    columns: Columns = {"!error of times": "name", **_ERRORS}
+    rows: list[dict[str, Any]] = []
     for title, group in score.groups.items():
-        rows.append([title, *[""] * len(_COLUMNS)])
-        rows += [[f"  {name}", *error_cells(errors)] for name, errors in group.items()]
-    if score.overall is not None:
-        rows.append(["all", *error_cells(score.overall)])
-    return table(("!error of times", *_COLUMNS), rows)
-
-
-def error_cells(e: Errors) -> list[str]:
-    """The cells of a row of errors, as their columns are."""
-    shares = (e.within_10, e.within_20, e.coverage_80)
-    words = ("-" if s is None else f"{100 * s:.0f} %" for s in shares)
-    return [f"{e.rows:,}", _percent(e.mape), _percent(e.median), signed_percent(e.bias), *words,
-            f"{100 * e.bound_bias:+.0f} %"]  # fmt: skip
+        rows.append({"name": title, "errors": None})
+        rows += [{"name": f"  {name}", "errors": errors} for name, errors in group.items()]
+    overall = [{"name": "all", "errors": score.overall}] if score.overall is not None else []
+    return tabulate(columns, [*rows, *overall], missing="")
 
 
 def memory_table(score: Score[P]) -> RenderableType | None:
@@ -127,10 +138,6 @@ def by_note(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 def some(ids: Sequence[str]) -> str:
     """Name the first of some rows, and how many more there are."""
     return ids[0] if len(ids) == 1 else f"{ids[0]} and {len(ids) - 1:,} more"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _memory_errors(score: Score[P]) -> dict[str, dict[str, float]]:
@@ -198,8 +205,7 @@ def scored_svg(score: Score[P], what: str) -> str:
         for factor, style in ((1.0, "-"), (1.2, ":"), (1 / 1.2, ":")):
             axes.loglog(ends, [factor * e for e in ends], style, color="gray", lw=1)
         axes.legend(fontsize="small")
-    axes.set_xlabel(f"measured {what}, s")
-    axes.set_ylabel(f"predicted {what}, s (dotted: 20 % apart)")
+    axes.set(xlabel=f"measured {what}, s", ylabel=f"predicted {what}, s (dotted: 20 % apart)")
     axes.grid(visible=True, which="both", alpha=0.2)
     return svg_of(figure)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from meshwise.core.units import format_count, format_duration, format_money, format_percent, format_time
 from meshwise.report.chart import terminal_chart, write_svg
-from meshwise.report.plan import plan_data, run_words
+from meshwise.report.plan import cost_words, plan_data, run_words
 from meshwise.report.report import Report, reasons
 from meshwise.report.table import Columns, counted, said, tabulate
 from meshwise.search import Plan, PlanResult, Scaling
@@ -85,10 +85,8 @@ def _cost(plan: Plan) -> float:
 
 def _cost_words(plan: Plan) -> str:
     if plan.training is not None:
-        dollars = plan.training.cost_usd
-        return f"{format_count(plan.training.chip_hours)} chip-hours" if dollars is None else format_money(dollars)
-    dollars = plan.cost_usd_per_billion_tokens
-    return f"{format_count(_cost(plan))} chip-hours" if dollars is None else format_money(dollars)
+        return cost_words(plan.training.cost_usd, plan.training.chip_hours)
+    return cost_words(plan.cost_usd_per_billion_tokens, plan.chip_hours_per_billion_tokens)
 
 
 def _cost_against_time(plans: Mapping[str, Plan]) -> tuple[list[tuple[float, float]], tuple[str, str]]:
@@ -96,13 +94,8 @@ def _cost_against_time(plans: Mapping[str, Plan]) -> tuple[list[tuple[float, flo
     tokens = next(iter(plans.values())).problem.job.tokens
     of, many = ("the run", tokens) if tokens is not None else ("1B tokens", 1e9)
     dollars = _priced(plans)
-    points = [
-        (
-            many / p.estimate.tokens_per_s,
-            (_cost(p) if dollars else p.chip_hours_per_billion_tokens) * many / 1e9,
-        )
-        for p in plans.values()
-    ]
+    costs = {name: _cost(p) if dollars else p.chip_hours_per_billion_tokens for name, p in plans.items()}
+    points = [(many / p.estimate.tokens_per_s, costs[name] * many / 1e9) for name, p in plans.items()]
     return points, (f"time of {of}", f"{'dollars' if dollars else 'chip-hours'} of {of}")
 
 

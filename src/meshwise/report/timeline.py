@@ -14,7 +14,7 @@ from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_percent, format_time
 from meshwise.report.chart import new_figure, svg_of, trace_name, trace_span, trace_text
 from meshwise.report.report import Details, Report
-from meshwise.report.table import Columns, counted, spaced, tabulate
+from meshwise.report.table import Columns, counted, picked, spaced, tabulate
 from meshwise.simulation import STREAMS, Span, StepTimeline
 
 #: Stages that the terminal shows: of more, the first and the last ones.
@@ -65,8 +65,7 @@ def timeline_report(timeline: StepTimeline, layout: str, inputs: Mapping[str, An
             "step_time_s": timeline.total,
             "layout": layout,
             "fits": fits,
-            "schedule": schedule.name,
-            "simulated_pipeline_s": timeline.simulated.makespan,
+            **picked(timeline, "schedule=pipeline.schedule.name simulated_pipeline_s=simulated.makespan"),
             "stretched_by": timeline.scale,
             "stages": stages,
         },
@@ -209,10 +208,8 @@ def timeline_svg(timeline: StepTimeline) -> str:
                 height = 0.55 if top < 0 else 0.2
                 axes.broken_barh(spans, (stage + top, height), facecolors=colour, label=named)
                 named = "_nolegend_"
-    axes.set_ylim(timeline.stages - 0.5, -0.6)
-    axes.set_xlim(0, timeline.total)
+    axes.set(xlim=(0, timeline.total), ylim=(timeline.stages - 0.5, -0.6), xlabel="seconds")
     axes.set_yticks(range(timeline.stages), [f"stage {n}" for n in range(timeline.stages)])
-    axes.set_xlabel("seconds")
     axes.set_title(f"one step under {timeline.pipeline.schedule.name}: {format_time(timeline.total)}")
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     return svg_of(figure)
