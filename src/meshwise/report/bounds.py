@@ -101,13 +101,9 @@ def explain_upper(w: Breakdown, seconds: float) -> Explanation:
         seconds: the bound, of the estimate.
     """
     parts = upper_parts(w)
-    return Explanation(
-        "upper bound",
-        " + ".join(parts),
-        " + ".join(format_time(part) for part in parts.values()),
-        format_time(seconds),
-        f"{ROOFLINES}: the sum instead of the maximum, for every operation and every collective",
-    )
+    source = f"{ROOFLINES}: the sum instead of the maximum, for every operation and every collective"
+    added = " + ".join(format_time(part) for part in parts.values())
+    return Explanation("upper bound", " + ".join(parts), added, format_time(seconds), source)
 
 
 def upper_parts(w: Breakdown) -> dict[str, float]:

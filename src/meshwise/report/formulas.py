@@ -107,12 +107,10 @@ def _compute(w: Breakdown, name: str, seconds: float) -> Explanation:
 
 def _run(block: BlockBreakdown, name: str) -> str:
     one = block.passes[name]
-    copies = f"{number(block.copies)} {block.name} x {block.num_microbatches} microbatch"
     plural = "es" if block.num_microbatches > 1 else ""
-    return (
-        f"{copies}{plural} x {format_time(one.seconds)} "
-        f"({format_flops(one.flops)}, {format_bytes(one.matmul_bytes)} of matmuls)"
-    )
+    runs = f"{number(block.copies)} {block.name} x {block.num_microbatches} microbatch{plural}"
+    work = f"{format_flops(one.flops)}, {format_bytes(one.matmul_bytes)} of matmuls"
+    return f"{runs} x {format_time(one.seconds)} ({work})"
 
 
 def _exposed(w: Breakdown, name: str, seconds: float) -> Explanation:
@@ -123,13 +121,11 @@ def _exposed(w: Breakdown, name: str, seconds: float) -> Explanation:
         alike = (format_time(c.seconds), share)
         counts[alike] = counts.get(alike, 0.0) + c.count_per_step
     substitution = " + ".join(f"{number(n)} x {each}{share}" for (each, share), n in counts.items())
-    return Explanation(
-        name,
-        "sum over its collectives of number in a step x seconds of one x exposed share (see the table of collectives)",
-        substitution,
-        format_time(seconds),
-        "; ".join(RULE.format(rule) for rule in sorted({c.rule for c in rows})) + "; the book, Training",
+    formula = (
+        "sum over its collectives of number in a step x seconds of one x exposed share (see the table of collectives)"
     )
+    source = "; ".join((*(RULE.format(rule) for rule in sorted({c.rule for c in rows})), "the book, Training"))
+    return Explanation(name, formula, substitution, format_time(seconds), source)
 
 
 def _collectives(w: Breakdown) -> Iterator[Explanation]:
@@ -283,13 +279,8 @@ def _send(w: Breakdown, seconds: float) -> Explanation:
     if w.copied:
         formula += " + one send of the gradients between copies of a stage"
         substitution += f" + {format_time(w.copied)} ({format_bytes(w.copied_bytes)})"
-    return Explanation(
-        "pipeline_send",
-        formula,
-        substitution,
-        format_time(seconds),
-        f"{RULE.format(5)}; the book, Training, Pipelining",
-    )
+    source = f"{RULE.format(5)}; the book, Training, Pipelining"
+    return Explanation("pipeline_send", formula, substitution, format_time(seconds), source)
 
 
 def _optimizer(w: Breakdown, seconds: float) -> Explanation:
@@ -321,13 +312,8 @@ def _optimizer(w: Breakdown, seconds: float) -> Explanation:
 
 def _offload(w: Breakdown, seconds: float) -> Explanation:
     parts = [f"{number(s.count_per_step)} x {format_time(s.exposed)}" for s in w.host if s.exposed]
-    return Explanation(
-        "offload",
-        "sum over streams between chip and host of number in a step x seconds of one that nothing hides",
-        " + ".join(parts),
-        format_time(seconds),
-        f"{RULE.format(6)}; {HOST}",
-    )
+    formula = "sum over streams between chip and host of number in a step x seconds of one that nothing hides"
+    return Explanation("offload", formula, " + ".join(parts), format_time(seconds), f"{RULE.format(6)}; {HOST}")
 
 
 def _streams(w: Breakdown) -> Iterator[Explanation]:

@@ -15,7 +15,7 @@ from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.spread import SPREADS, likely_interval, relative_spread, spread_parts, uncertainty_sources
-from meshwise.report.table import Columns, tabulate
+from meshwise.report.table import Columns, tabulate, words
 from meshwise.search import Plan
 
 _MICRO = "matmuls of K = 1,024 to 16,384 and causal attention over 512 to 16,384 keys, NVIDIA AIConfigurator database"
@@ -30,10 +30,7 @@ def has_interval(calibration: Calibration) -> bool:
 
 def likely_data(plan: Plan) -> dict[str, list[float]]:
     """The interval for JSON, beside the bounds; nothing under other calibrations."""
-    if not has_interval(plan.problem.calibration):
-        return {}
-    low, high = _interval(plan)
-    return {"interval_80": [low, high]}
+    return {"interval_80": list(_interval(plan))} if has_interval(plan.problem.calibration) else {}
 
 
 def likely_words(plan: Plan) -> str:
@@ -41,7 +38,7 @@ def likely_words(plan: Plan) -> str:
     if not has_interval(plan.problem.calibration):
         return ""
     low, high = _interval(plan)
-    parts = ", ".join(f"{cause.replace('_', ' ')} {100 * s:.1f} %" for cause, s in _parts(plan).items())
+    parts = ", ".join(f"{words(cause)} {100 * s:.1f} %" for cause, s in _parts(plan).items())
     return f"Four of five such steps take {format_time(low)} to {format_time(high)} (spread: {parts})"
 
 
@@ -54,7 +51,7 @@ def explain_likely(plan: Plan) -> tuple[Explanation, ...]:
     low, high = _interval(plan)
     squares = " + ".join(f"{s:.3f}^2" for s in parts.values())
     spread = relative_spread(plan.estimate.terms, uncertainty_sources(calibration, plan.problem.model))
-    causes = "; ".join(f"{cause.replace('_', ' ')}: {SPREADS[cause].why}" for cause in parts)
+    causes = "; ".join(f"{words(cause)}: {SPREADS[cause].why}" for cause in parts)
     return (
         Explanation(
             "80 % interval of the step time",

@@ -15,6 +15,7 @@ from meshwise.costs.explain import Padding
 from meshwise.costs.offload import HOST_CLASSES
 from meshwise.report.formats import state_words
 from meshwise.report.sources import HOST, REMAT, SHARDED, STATE, number, sourced
+from meshwise.report.table import words
 
 #: One block is at work at a time, and holds these classes.
 _AT_WORK = "of the block that needs most while at work"
@@ -70,7 +71,7 @@ def _class(w: Breakdown, one: ClassBreakdown, num_bytes: float, paddings: Sequen
     if any(one.name in HOST_CLASSES[part] for part in w.layout.offload):
         formula += "; what is on the host counts as two layers: the one at work and the one on its way"
         source += f"; {HOST}"
-    return Explanation(one.name.replace("_", " "), formula, text, format_bytes(num_bytes), source)
+    return Explanation(words(one.name), formula, text, format_bytes(num_bytes), source)
 
 
 def _shares(w: Breakdown) -> str:

@@ -92,34 +92,18 @@ def _run_explanations(row: Plan) -> tuple[Explanation, ...]:
     run, e = row.training, row.estimate
     if run is None:
         return ()
-    rows = [
-        Explanation(
-            "days",
-            "steps x step time / 86,400 s",
-            f"{run.steps:,.0f} x {e.step_time.expected:.4g} s / 86,400 s",
-            f"{run.days.expected:.4g} days",
-            "arithmetic",
-        ),
-        Explanation(
-            "chip-hours",
-            "days x 24 x chips",
-            f"{run.days.expected:.4g} x 24 x {e.num_chips:,}",
-            f"{run.chip_hours:,.0f}",
-            "arithmetic",
-        ),
-    ]
-    if run.cost_usd is not None:
-        price = run.cost_usd / run.chip_hours
-        rows.append(
-            Explanation(
-                "cost",
-                "chip-hours x price",
-                f"{run.chip_hours:,.0f} x {format_money(price)}",
-                format_money(run.cost_usd),
-                "the catalog's price, or --price; 'meshwise chips' names its source",
-            )
-        )
-    return tuple(rows)
+    days = f"{run.days.expected:.4g}"
+    steps = f"{run.steps:,.0f} x {e.step_time.expected:.4g} s / 86,400 s"
+    hours, of = f"{run.chip_hours:,.0f}", f"{days} x 24 x {e.num_chips:,}"
+    rows = (
+        Explanation("days", "steps x step time / 86,400 s", steps, f"{days} days", "arithmetic"),
+        Explanation("chip-hours", "days x 24 x chips", of, hours, "arithmetic"),
+    )
+    if run.cost_usd is None:
+        return rows
+    paid = f"{hours} x {format_money(run.cost_usd / run.chip_hours)}"
+    source = "the catalog's price, or --price; 'meshwise chips' names its source"
+    return (*rows, Explanation("cost", "chip-hours x price", paid, format_money(run.cost_usd), source))
 
 
 def _model_flops(row: Plan) -> Explanation:

@@ -13,6 +13,7 @@ from meshwise.costs.serving.engine import SlowOperation, slowest_operations
 
 _OWN = "meshwise, docs/serving.md"
 _BOOK = "book, Inference"
+_RESERVE = "--reserve; engines leave a tenth by default (vLLM's gpu_memory_utilization 0.9)"
 
 
 def serve_explanations(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, ...]:
@@ -56,27 +57,19 @@ def _latency(e: ServingEstimate) -> tuple[Explanation, ...]:
 
 
 def _rate(e: ServingEstimate) -> tuple[Explanation, ...]:
-    chips = e.setup.num_chips
-    found = [
-        Explanation(
-            "throughput per chip",
-            "requests/s x output tokens / chips",
-            f"{e.requests_per_s:.4g}/s x {e.output:g} / {chips}",
-            f"{e.throughput_per_chip:,.1f} tokens/s",
-            _OWN,
-        )
-    ]
-    if e.usd_per_chip_hour is not None and e.usd_per_million_output_tokens is not None:
-        found.append(
-            Explanation(
-                "cost of a million output tokens",
-                "price of a chip-hour / 3600 / throughput per chip x 1e6",
-                f"{format_money(e.usd_per_chip_hour)} / 3600 / {e.throughput_per_chip:,.1f} x 1e6",
-                format_money(e.usd_per_million_output_tokens),
-                "the catalog's price, or --price",
-            )
-        )
-    return tuple(found)
+    given = f"{e.requests_per_s:.4g}/s x {e.output:g} / {e.setup.num_chips}"
+    rate = f"{e.throughput_per_chip:,.1f}"
+    rows = (Explanation("throughput per chip", "requests/s x output tokens / chips", given, f"{rate} tokens/s", _OWN),)
+    if e.usd_per_chip_hour is None or e.usd_per_million_output_tokens is None:
+        return rows
+    cost = Explanation(
+        "cost of a million output tokens",
+        "price of a chip-hour / 3600 / throughput per chip x 1e6",
+        f"{format_money(e.usd_per_chip_hour)} / 3600 / {rate} x 1e6",
+        format_money(e.usd_per_million_output_tokens),
+        "the catalog's price, or --price",
+    )
+    return (*rows, cost)
 
 
 def _operations(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, ...]:
@@ -115,11 +108,6 @@ def _memory(problem: ServingProblem, e: ServingEstimate) -> tuple[Explanation, .
         format_bytes(e.memory["weights"]),
         _BOOK,
     )
-    reserve = Explanation(
-        "memory: reserve",
-        "share of HBM",
-        f"{format_percent(load.reserve)} x {format_bytes(e.hbm_capacity)}",
-        format_bytes(e.memory["reserve"]),
-        "--reserve; engines leave a tenth by default (vLLM's gpu_memory_utilization 0.9)",
-    )
+    share = f"{format_percent(load.reserve)} x {format_bytes(e.hbm_capacity)}"
+    reserve = Explanation("memory: reserve", "share of HBM", share, format_bytes(e.memory["reserve"]), _RESERVE)
     return weights, kv, reserve
