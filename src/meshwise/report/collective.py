@@ -179,6 +179,8 @@ def _facts(case: CollectiveCase) -> list[tuple[str, str, str]]:
 def _explanations(case: CollectiveCase) -> tuple[Explanation, ...]:
     per_byte = case.bandwidth_time / case.num_bytes if case.num_bytes else 0.0
     wires = axis_mapping_words(case.wiring, case.fabric)
+    overlapped = case.calibration.links.overlapped
+    software = "" if overlapped else " + start-up of the software"
     links = "; ".join(
         f"{d.name}: {d.size}, {format_bandwidth(d.bandwidth_one_way)} one way, {format_time(d.latency)} a hop"
         + (", ring" if d.wraps else ", line" if d.torus else ", switch")
@@ -192,14 +194,13 @@ def _explanations(case: CollectiveCase) -> tuple[Explanation, ...]:
             format_time(case.bandwidth_time),
             f"{_BOOK}; links: {case.cluster.chip.source('link_bandwidth_one_way').title}",
         ),
-        Explanation("latency", _latency_words(case), wires, format_time(case.latency_time), _BOOK),
+        Explanation("latency", f"hops x latency of a hop{software}", wires, format_time(case.latency_time), _BOOK),
         Explanation(
             "time",
-            "max(bandwidth, latency)" if case.calibration.links.overlapped else "latency + bandwidth",
-            f"{'max' if case.calibration.links.overlapped else 'sum'}"
-            f"({format_time(case.bandwidth_time)}, {format_time(case.latency_time)})",
+            "max(bandwidth, latency)" if overlapped else "latency + bandwidth",
+            f"{'max' if overlapped else 'sum'}({format_time(case.bandwidth_time)}, {format_time(case.latency_time)})",
             format_time(case.time),
-            _BOOK if case.calibration.links.overlapped else case.calibration.source,
+            _BOOK if overlapped else case.calibration.source,
         ),
         Explanation(
             "algorithm",
@@ -211,7 +212,3 @@ def _explanations(case: CollectiveCase) -> tuple[Explanation, ...]:
             f"calibration {case.calibration.name}; rings, levels: the book, GPUs; trees: NCCL, double binary trees",
         ),
     )
-
-
-def _latency_words(case: CollectiveCase) -> str:
-    return "hops x latency of a hop" + ("" if case.calibration.links.overlapped else " + start-up of the software")

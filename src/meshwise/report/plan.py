@@ -232,10 +232,11 @@ def _next_steps(plan: Plan, *, front: bool) -> tuple[str, ...]:
 
 def _next_of_one(plan: Plan) -> tuple[str, ...]:
     """Suggest what to do about one layout."""
-    steps = ["the best layouts, and why others lose: meshwise plan train with the same options"]
-    if not plan.estimate.fits and plan.layout.data > 1 and plan.layout.zero < 2:
-        steps.insert(0, "share out the training state: zero=2 in the layout, or fsdp in place of data")
-    return tuple(steps)
+    shared = not plan.estimate.fits and plan.layout.data > 1 and plan.layout.zero < 2
+    return said(
+        "share out the training state: zero=2 in the layout, or fsdp in place of data" if shared else None,
+        "the best layouts, and why others lose: meshwise plan train with the same options",
+    )
 
 
 def _found_data(found: Found) -> dict[str, Any]:

@@ -7,7 +7,7 @@ file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -75,7 +75,7 @@ class Report:
         clash = ({*head, *tail, "answer", "explanations"}) & {*self.data, *details.data}
         assert not clash, f"{self.command}: {clash} belong to the envelope"
         every = (*self.explanations, *details.explanations)
-        workings = {"explanations": [_as_dict(e) for e in every], **details.data} if explain else {}
+        workings = {"explanations": [asdict(e) for e in every], **details.data} if explain else {}
         return {**head, "answer": self.answer, **self.data, **tail, **workings}
 
     def renderable(self, *, explain: bool = False) -> Group:
@@ -89,10 +89,6 @@ class Report:
         ends = {"Assumed": self.assumed, "Not modelled": self.not_modelled, "Try next": self.next_steps}
         lists = (listed(title, lines) for title, lines in ends.items())
         return Group(*parts, *(item for block in lists if block is not None for item in (Text(), block)))
-
-
-def _as_dict(explanation: Explanation) -> dict[str, str]:
-    return {name: getattr(explanation, name) for name in ("name", "formula", "substitution", "result", "source")}
 
 
 def listed(title: str, lines: Iterable[str]) -> RenderableType | None:

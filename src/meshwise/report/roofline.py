@@ -105,32 +105,29 @@ def _answer(case: RooflineCase) -> str:
 
 def _facts(case: RooflineCase) -> list[tuple[str, str, str]]:
     unit = f"{case.rates.unit} unit" + (f", {case.rates.dtype.value}" if case.rates.dtype else "")
-    rows = [
+    intensity = case.intensity
+    return [
         ("peak", format_flops_per_s(case.rates.flops_per_s), unit),
         ("bandwidth", format_bandwidth(case.rates.bandwidth), f"of {_MEMORY_WORDS[case.memory]}"),
         ("ridge", f"{case.rates.ridge:,.1f}", "FLOPs/byte from which arithmetic binds"),
+        *([] if intensity is None else [("intensity", f"{intensity:,.4g}", "FLOPs/byte of this operation")]),
+        *([] if case.line is None else _times(case.line, _MEMORY_WORDS[case.memory])),
     ]
-    if case.intensity is not None:
-        rows.append(("intensity", f"{case.intensity:,.4g}", "FLOPs/byte of this operation"))
-    line = case.line
-    if line is not None:
-        rows += [
-            ("FLOPs", format_flops(line.flops), _padding_words(line)),
-            ("bytes", format_bytes(line.bytes_moved), "inputs once, output once"),
-            ("arithmetic", format_time(line.math_time), "padding included" if line.padding > 1 else ""),
-            ("memory", format_time(line.memory_time), ""),
-            ("lower bound", format_time(line.lower), "perfect overlap"),
-            ("upper bound", format_time(line.upper), "no overlap"),
-            (
-                "reached",
-                format_flops_per_s(line.flops_per_s),
-                f"{format_percent(line.flops_per_s / line.rates.flops_per_s)} of peak, at the lower bound",
-            ),
-        ]
-        if line.fits is False:
-            capacity = format_bytes(line.rates.capacity or 0)
-            rows.append(("capacity", capacity, f"the operands do not fit in {_MEMORY_WORDS[case.memory]} together"))
-    return rows
+
+
+def _times(line: Roofline, memory: str) -> list[tuple[str, str, str]]:
+    share = format_percent(line.flops_per_s / line.rates.flops_per_s)
+    capacity = ("capacity", format_bytes(line.rates.capacity or 0), f"the operands do not fit in {memory} together")
+    return [
+        ("FLOPs", format_flops(line.flops), _padding_words(line)),
+        ("bytes", format_bytes(line.bytes_moved), "inputs once, output once"),
+        ("arithmetic", format_time(line.math_time), "padding included" if line.padding > 1 else ""),
+        ("memory", format_time(line.memory_time), ""),
+        ("lower bound", format_time(line.lower), "perfect overlap"),
+        ("upper bound", format_time(line.upper), "no overlap"),
+        ("reached", format_flops_per_s(line.flops_per_s), f"{share} of peak, at the lower bound"),
+        *([capacity] if line.fits is False else []),
+    ]
 
 
 def _padding_words(line: Roofline) -> str:

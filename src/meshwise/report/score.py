@@ -212,30 +212,50 @@ def scored_svg(score: Score[P], what: str) -> str:
 
 def score_report(score: TrainingScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
     """How far predictions are from measurements."""
-    return Report(
-        command="score",
-        inputs=inputs,
-        answer=score_words(score),
-        data={
-            **overall_data(score),
-            "ranking": {**asdict(score.ranking), "smallest_difference": SAME},
-            "predictions": [
-                row_data(p) | {"layout": str(p.layout), "open": list(p.scenario.open)} for p in score.predictions
-            ],
-        },
-        body=said(
-            errors_table(score),
-            _ranking(score),
-            memory_table(score),
-            unpredicted("Not predicted", score.refusals),
-            unfit(score.false_oom),
-            worst_table(score.worst(worst), lambda p: f"{p.run.n_chips:,} chips, {p.layout}"),
-        ),
+    rows = [row_data(p) | {"layout": str(p.layout), "open": list(p.scenario.open)} for p in score.predictions]
+    ranking = {**asdict(score.ranking), "smallest_difference": SAME}
+    return _report(
+        score,
+        inputs,
+        data={"ranking": ranking, "predictions": rows},
+        ranking=_ranking(score),
+        worst=worst_table(score.worst(worst), lambda p: f"{p.run.n_chips:,} chips, {p.layout}"),
         assumed=by_note((note, p.run.id) for p in score.predictions for note in _read_into(p)),
         not_modelled=(
             "stragglers, checkpoints, input pipelines, and other users of the network",
             "what a release of software changes: one calibration stands for all years",
         ),
+    )
+
+
+def _report(
+    score: Score[P],
+    inputs: Mapping[str, Any],
+    *,
+    data: Mapping[str, Any],
+    worst: RenderableType | None,
+    assumed: tuple[str, ...],
+    not_modelled: tuple[str, ...],
+    ranking: RenderableType | None = None,
+    set_aside: Iterable[Refusal] = (),
+) -> Report:
+    """What the reports of training and of serving share."""
+    return Report(
+        command="score",
+        inputs=inputs,
+        answer=score_words(score),
+        data={**overall_data(score), **data},
+        body=said(
+            errors_table(score),
+            ranking,
+            memory_table(score),
+            unpredicted("Not predicted", score.refusals),
+            unpredicted("Not counted", set_aside),
+            unfit(score.false_oom),
+            worst,
+        ),
+        assumed=assumed,
+        not_modelled=not_modelled,
         next_steps=NEXT_STEPS,
     )
 
@@ -258,29 +278,18 @@ def _read_into(p: TrainingPrediction) -> Iterator[str]:
 
 def served_report(score: ServingScore, inputs: Mapping[str, Any], *, worst: int = 5) -> Report:
     """How far predictions of serving are from measurements."""
-    return Report(
-        command="score",
-        inputs=inputs,
-        answer=score_words(score),
-        data={
-            **overall_data(score),
-            "not_counted": [picked(r, _REFUSED) for r in score.set_aside],
-            "predictions": [_serving_row(p) for p in score.predictions],
-        },
-        body=said(
-            errors_table(score),
-            memory_table(score),
-            unpredicted("Not predicted", score.refusals),
-            unpredicted("Not counted", score.set_aside),
-            unfit(score.false_oom),
-            worst_table(score.worst(worst), _words),
-        ),
+    refused = [picked(r, _REFUSED) for r in score.set_aside]
+    return _report(
+        score,
+        inputs,
+        data={"not_counted": refused, "predictions": [_serving_row(p) for p in score.predictions]},
+        set_aside=score.set_aside,
+        worst=worst_table(score.worst(worst), _words),
         assumed=by_note((note, p.run.id) for p in score.predictions for note in p.scenario.assumed),
         not_modelled=(
             "releases of an engine: what the host adds to a step is one number for all of them",
             "queueing, and lengths that vary between requests: meshwise simulate serve",
         ),
-        next_steps=NEXT_STEPS,
     )
 
 

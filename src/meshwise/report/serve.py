@@ -42,7 +42,10 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
         command="estimate serve",
         inputs=inputs,
         answer=f"{fits}{serving_words(e)}",
-        data={"plans": [serving_plan_data(problem, e)], "frontier": _frontier_data(answer)},
+        data={
+            "plans": [serving_plan_data(problem, e)],
+            "frontier": [{"batch": batch, "longest_request_tokens": tokens} for batch, tokens in answer.frontier],
+        },
         body=said(
             Text(subject(problem, e.setup)),
             *(latency_table(e), term_table(e), memory_table(e)),
@@ -141,10 +144,6 @@ def _fitting(answer: ServingAnswer) -> RenderableType | None:
     lines = [f"{counted(e.largest_batch, 'request')} of this length, on each engine"] if e.largest_batch else []
     lines += [f"{counted(b, 'request')} of {tokens:,} tokens each" for b, tokens in answer.frontier]
     return listed("At most fit, on each engine", lines or ["nothing: the weights and one request are too much"])
-
-
-def _frontier_data(answer: ServingAnswer) -> list[dict[str, int]]:
-    return [{"batch": batch, "longest_request_tokens": tokens} for batch, tokens in answer.frontier]
 
 
 def definitions(setup: ServingSetup) -> tuple[str, ...]:

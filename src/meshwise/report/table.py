@@ -115,7 +115,7 @@ def tabulate(
         note: of a row, on lines of its own below it.
     """
     if note is not None:
-        return noted_table(tuple(columns), ((cells(columns, row, missing), note(row)) for row in rows))
+        return _Noted(tuple(columns), tuple((tuple(cells(columns, row, missing)), note(row)) for row in rows))
     return table(tuple(columns), (cells(columns, row, missing) for row in rows), title=title)
 
 
@@ -147,11 +147,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     return grid
-
-
-def noted_table(columns: Sequence[str], rows: Iterable[tuple[Sequence[str], str]]) -> RenderableType:
-    """Lay out rows as `table` does, each with a note on lines of its own below it."""
-    return _Noted(tuple(columns), tuple((tuple(cells), note) for cells, note in rows))
 
 
 @dataclass(frozen=True, slots=True)
