@@ -10,7 +10,8 @@ from rich.text import Text
 from meshwise.core.explanation import Explanation
 from meshwise.report import SCHEMA_VERSION, Report
 from meshwise.report.chart import Chart
-from meshwise.report.table import facts, table
+from meshwise.report.report import listed
+from meshwise.report.table import facts, table, tabulate
 
 
 def shown(renderable: object, width: int = 80) -> str:
@@ -73,6 +74,22 @@ def test_a_verb_may_not_use_the_names_of_the_envelope():
 def test_tables_set_numbers_flush_right_and_never_read_markup():
     text = shown(table(("!name", ">n", "words"), [("[bold]a[/]", "1", "x"), ("b", "1,000", "y")]))
     assert text.splitlines() == ["name            n  words", "[bold]a[/]      1  x", "b           1,000  y"]
+
+
+def test_a_row_has_a_note_below_it_and_what_is_missing_a_sign():
+    columns = {"!name": "name", ">size": ("of.size", "{:,}".format)}
+    rows = [{"name": "first", "of": {"size": 1024}}, {"name": "second", "of": None}]
+    assert shown(tabulate(columns, rows)).split() == ["name", "size", "first", "1,024", "second", "-"]
+    noted = shown(tabulate(columns, rows, missing="none", note=lambda row: f"about {row['name']}"))
+    assert [line.strip() for line in noted.split("\n")][1:5] == [
+        *("first   1,024", "about first"),
+        *("second   none", "about second"),
+    ]
+
+
+def test_a_heading_without_lines_is_not_shown():
+    assert listed("Why", ()) is None
+    assert "Why:" in shown(listed("Why", ("so",)))
 
 
 def test_facts_have_no_header():
