@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwise.costs.engine import AttentionCosts, EngineCosts
-from meshwise.jobs.traffic import DrawnLoad, SharedPrefixes, parse_arrivals, parse_lengths
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.traffic import DrawnLoad, SharedPrefixes, parse_arrivals
 from meshwise.simulation.serving import (
     PrefillPool,
     Scheduling,

@@ -9,7 +9,8 @@ from meshwise.core.errors import HandoverError, UnknownNameError
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.exports.serving import SERVING_TARGETS, choices, hand_over_serving
 from meshwise.jobs import ServingLoad
-from meshwise.jobs.traffic import mix_lengths, parse_lengths
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.mix import mix_lengths
 from meshwise.sharding.serving import ServingLayout
 from tests.exports.serving_plans import make_serving_plan
 

@@ -23,7 +23,9 @@ from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import frontier
 from meshwise.jobs import ServingConditions, ServingLoad
-from meshwise.jobs.traffic import mix_lengths, mix_trace, parse_lengths, read_trace
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.mix import mix_lengths, mix_trace
+from meshwise.jobs.traffic import read_trace
 from meshwise.models import load_model
 from meshwise.report.serve import estimate_serve_report
 from meshwise.search.serving import ServingPlan

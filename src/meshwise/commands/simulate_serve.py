@@ -18,7 +18,8 @@ from meshwise.core.errors import LayoutError, MeshwiseError
 from meshwise.core.units import Quantity, format_count, format_time, parse_count, parse_duration
 from meshwise.costs.engine import EngineCosts
 from meshwise.jobs import computed_lengths, output_lengths
-from meshwise.jobs.traffic import DrawnLoad, Load, SharedPrefixes, parse_arrivals, parse_lengths, read_trace
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.traffic import DrawnLoad, Load, SharedPrefixes, parse_arrivals, read_trace
 from meshwise.report.serving import serving_report, serving_svg, serving_trace
 from meshwise.search.serving import ServingPlan, simulator_setup
 from meshwise.simulation.serving import (

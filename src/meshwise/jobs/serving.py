@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_count, format_percent, parse_count, parse_fraction
+from meshwise.jobs.lengths import Lengths, Uniform, parse_lengths
+from meshwise.jobs.mix import RequestMix
 from meshwise.jobs.serving_precision import SERVING_PRECISIONS, ServingPrecision, parse_serving_precision
-from meshwise.jobs.traffic.lengths import Lengths, Uniform, parse_lengths
-from meshwise.jobs.traffic.load import Arrivals, DrawnLoad, SharedPrefixes
-from meshwise.jobs.traffic.mix import RequestMix
+from meshwise.jobs.traffic import Arrivals, DrawnLoad, SharedPrefixes
 
 _Length = Annotated[float, Quantity("tokens", parse_count, format_count, "1024")]
 _Share = Annotated[float, Quantity("share", parse_fraction, format_percent, "10%")]

@@ -15,7 +15,8 @@ from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad
-from meshwise.jobs.traffic import mix_lengths, parse_lengths
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.mix import mix_lengths
 from meshwise.models import load_model
 from meshwise.search.serving import ServingConstraints, plan_serving, planner
 from meshwise.search.serving.pairs import aggregated, disaggregated, undominated

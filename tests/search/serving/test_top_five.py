@@ -10,7 +10,8 @@ from meshwise.costs.calibration import default_calibration
 from meshwise.costs.problem import ServingProblem
 from meshwise.hardware import parse_cluster
 from meshwise.jobs import ServingLoad, drawn_requests
-from meshwise.jobs.traffic import mix_lengths, parse_lengths
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.mix import mix_lengths
 from meshwise.models import load_model
 from meshwise.search.serving import ServingConstraints, plan_serving, simulator_setup
 from meshwise.simulation.serving import simulate_serving

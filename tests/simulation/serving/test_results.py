@@ -5,7 +5,8 @@ import pytest
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.costs.engine import AttentionCosts, EngineCosts
-from meshwise.jobs.traffic import DrawnLoad, parse_arrivals, parse_lengths
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.traffic import DrawnLoad, parse_arrivals
 from meshwise.simulation.serving import LatencyTarget, LatencyTargets, ServingSystem, find_capacity, simulate_serving
 
 COSTS = EngineCosts(0.001, ((1, 0.012), (2048, 0.08)), 4096, (AttentionCosts(1e-8, 1e-10),))

@@ -9,7 +9,8 @@ import pytest
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.costs.engine import AttentionCosts, EngineCosts
-from meshwise.jobs.traffic import Demand, DrawnLoad, SharedPrefixes, Trace, parse_arrivals, parse_lengths
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.traffic import Demand, DrawnLoad, SharedPrefixes, Trace, parse_arrivals
 from meshwise.simulation.serving import (
     POLICIES,
     Autoscaling,

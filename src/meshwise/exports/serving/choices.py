@@ -18,7 +18,7 @@ from meshwise.exports.choices import field_values, given_values
 from meshwise.exports.exported import Refusals, Rule
 from meshwise.hardware import Chip
 from meshwise.jobs import ServingLoad
-from meshwise.jobs.traffic import parse_lengths
+from meshwise.jobs.lengths import parse_lengths
 from meshwise.models import Model
 from meshwise.models.spec import LatentAttention
 from meshwise.sharding.serving import ServingLayout

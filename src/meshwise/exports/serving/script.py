@@ -16,7 +16,7 @@ from meshwise.core.dtypes import DType
 from meshwise.core.units import format_time
 from meshwise.exports.choices import commented, extents_words
 from meshwise.exports.serving.choices import Methods, ServingChoices
-from meshwise.jobs.traffic import Uniform, parse_lengths
+from meshwise.jobs.lengths import Uniform, parse_lengths
 from meshwise.sharding.serving import ServingLayout
 
 #: Flag -> its value as the shell takes it; None for a switch.

@@ -32,7 +32,8 @@ def simulate_serving(
     """Serve a load from its first request to its last.
 
     >>> from meshwise.costs.engine import AttentionCosts, EngineCosts
-    >>> from meshwise.jobs.traffic import DrawnLoad, parse_arrivals, parse_lengths
+    >>> from meshwise.jobs.lengths import parse_lengths
+    >>> from meshwise.jobs.traffic import DrawnLoad, parse_arrivals
     >>> costs = EngineCosts(0.001, ((1, 0.012), (2048, 0.08)), 4096, (AttentionCosts(1e-8, 1e-10),))
     >>> load = DrawnLoad(parse_arrivals("poisson", 2.0), parse_lengths("1024"), parse_lengths("64"), 500)
     >>> result = simulate_serving(ServingSystem(costs), load)

@@ -1,6 +1,6 @@
 """What requests of different lengths are on average, and at the long end: the numbers that closed forms need.
 
-Not here: drawing them (`load`), or what they cost (`costs`).
+Not here: drawing them (`traffic`), or what they cost (`costs`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.jobs.traffic.lengths import Lengths
-from meshwise.jobs.traffic.load import Trace
+from meshwise.jobs.lengths import Lengths
+from meshwise.jobs.traffic import Trace
 
 #: Share of the requests that are not longer than what is called long.
 LONG = 0.99
@@ -56,7 +56,7 @@ class RequestMix:
 def mix_lengths(prompt: Lengths, output: Lengths) -> RequestMix | None:
     """Sum up lengths that are drawn apart from each other; None where all are alike.
 
-    >>> from meshwise.jobs.traffic import parse_lengths
+    >>> from meshwise.jobs.lengths import parse_lengths
     >>> mix = mix_lengths(parse_lengths("uniform:512-1536"), parse_lengths("256"))
     >>> mix.mean_prompt, mix.mean_context, mix.longest, round(mix.mean_square_prompt**0.5)
     (1024.0, 1152.0, 1792, 1066)

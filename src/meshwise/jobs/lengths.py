@@ -1,6 +1,6 @@
 """How long prompts and outputs are: one number, or a distribution that is drawn from.
 
-Not here: when requests arrive, or lengths that are listed (`load`).
+Not here: when requests arrive, or lengths that are listed (`traffic`).
 """
 
 from __future__ import annotations

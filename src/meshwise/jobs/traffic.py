@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwise.core.errors import ConfigError, MeshwiseError
 from meshwise.core.units import parse_count, parse_duration
-from meshwise.jobs.traffic.lengths import Lengths
+from meshwise.jobs.lengths import Lengths
 
 #: Requests that are drawn at once.
 BLOCK = 4096
@@ -168,7 +168,8 @@ class DrawnLoad:
     def requests(self) -> Iterator[Demand]:
         """Draw them, block by block.
 
-        >>> from meshwise.jobs.traffic import parse_arrivals, parse_lengths
+        >>> from meshwise.jobs.lengths import parse_lengths
+        >>> from meshwise.jobs.traffic import parse_arrivals
         >>> load = DrawnLoad(parse_arrivals("constant", 4.0), parse_lengths("64"), parse_lengths("8"), 2)
         >>> [tuple(d)[:3] for d in load.requests()]
         [(0.25, 64, 8), (0.5, 64, 8)]

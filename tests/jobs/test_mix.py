@@ -5,7 +5,9 @@ import pytest
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.jobs import ServingLoad
-from meshwise.jobs.traffic import mix_lengths, mix_trace, parse_lengths, read_trace
+from meshwise.jobs.lengths import parse_lengths
+from meshwise.jobs.mix import mix_lengths, mix_trace
+from meshwise.jobs.traffic import read_trace
 
 MANY = 400_000
 DRAWN = ("300", "uniform:100-900", "uniform:7-8", "lognormal:800:0.6:4000", "lognormal:800:2:1000", "lognormal:5:1:64")

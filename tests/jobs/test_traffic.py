@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.jobs.traffic import (
-    Arrivals,
-    DrawnLoad,
-    Lognormal,
-    SharedPrefixes,
-    parse_arrivals,
-    parse_lengths,
-    read_trace,
-)
+from meshwise.jobs.lengths import Lognormal, parse_lengths
+from meshwise.jobs.traffic import Arrivals, DrawnLoad, SharedPrefixes, parse_arrivals, read_trace
 
 MANY = 40_000
 
