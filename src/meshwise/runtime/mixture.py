@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,24 +119,19 @@ class Experts:
         """Run on one device's tokens [b, t, D]."""
         tokens = x.reshape(-1, x.shape[-1])
         picked = chosen.reshape(tokens.shape[0], -1)
-        slots, count = self._slots(picked)
-        experts = self.num_experts
-        filled = jnp.zeros((experts * count + 1, x.shape[-1]), x.dtype)
-        filled = filled.at[slots].set(tokens[:, None, :].astype(x.dtype))[:-1]  # the last row takes what is dropped
+        ways = self._ways(picked)
         values: dict[str, jax.Array] = dict(weights)
-        values[self.dispatch.output.name] = self._leave(self.dispatch, filled.reshape(experts, count, -1))
+        values[self.dispatch.output.name] = self._leave(self.dispatch, tokens[:, None, :], ways)
         for op in self.ops:
-            if isinstance(op, Route):  # the gates of slots, on the way that these took
-                weighed = jnp.zeros(experts * count + 1, gates.dtype).at[slots].set(gates.reshape(picked.shape))[:-1]
-                values[op.output.name] = self._leave(op, weighed.reshape(experts, count))
+            if isinstance(op, Route):  # the gates, on the way that the tokens took
+                values[op.output.name] = self._leave(op, gates.reshape(picked.shape), ways)
                 continue
             with jax.named_scope(op.name):
-                out = self._compute(op, [values[t.name] for t in op.inputs])
+                out = self._run(op, [values[t.name] for t in op.inputs], ways)
             values[op.output.name] = checkpoint_name(out, op.output.name)
-        back = self._return(values[self.combine.inputs[0].name])
-        rows = jnp.concatenate([back.reshape(experts * count, -1), jnp.zeros((1, back.shape[-1]), back.dtype)])
-        made = jnp.sum(rows[slots].astype(jnp.float32), axis=1).astype(x.dtype).reshape(*x.shape[:2], -1)
-        return self._settle(made)
+        back = self._return(values[self.combine.inputs[0].name], ways)
+        made = jnp.sum(back.astype(jnp.float32), axis=1).astype(x.dtype)
+        return self._settle(made.reshape(*x.shape[:2], -1))
 
     @property
     def num_experts(self) -> int:
@@ -143,7 +139,7 @@ class Experts:
         (weight, *_) = (t for t, _ in self.weights)
         return int(self.around.sizes[weight.axes[0]])
 
-    def _slots(self, picked: jax.Array) -> tuple[jax.Array, int]:
+    def _ways(self, picked: jax.Array) -> Any:
         """Number the slots of a device's tokens: expert by expert, in the order of tokens.
 
         Args:
@@ -159,6 +155,10 @@ class Experts:
         ours = jax.nn.one_hot(picked.reshape(-1), experts, dtype=jnp.int32)
         before = jnp.sum((jnp.cumsum(ours, axis=0) - ours) * ours, axis=-1).reshape(picked.shape)
         return jnp.where(before < count, picked * count + before, experts * count), count
+
+    def _run(self, op: Op, inputs: Sequence[jax.Array], ways: Any) -> jax.Array:  # noqa: ARG002 -- for those without slots
+        """Multiply or add where the experts are."""
+        return self._compute(op, inputs)
 
     def _compute(self, op: Op, inputs: Sequence[jax.Array]) -> jax.Array:
         if isinstance(op, Einsum):
@@ -202,8 +202,12 @@ class Experts:
         """Mesh axes whose devices route tokens of their own, and then share the work on all of these."""
         return tuple(a for a in self._partial_over if a in self._token_axes)
 
-    def _leave(self, op: Route, slots: jax.Array) -> jax.Array:
-        """Bring slots [E, C, D] to the devices of their experts, [E / ways, C x ways, D]; numbers of slots likewise."""
+    def _leave(self, op: Route, given: jax.Array, ways: Any) -> jax.Array:
+        """Bring values of tokens [tokens, 1 or top_k, ...] to their experts: [E / ways, C x ways, ...]."""
+        numbers, count = ways
+        slots = jnp.zeros((self.num_experts * count + 1, *given.shape[2:]), given.dtype)
+        slots = slots.at[numbers].set(given)[:-1]  # the last row takes what is dropped
+        slots = slots.reshape(self.num_experts, count, *given.shape[2:])
         with jax.named_scope(op.name):
             for a in self._split:
                 if a in self._token_axes:
@@ -215,8 +219,8 @@ class Experts:
                 slots = jax.lax.all_gather(slots, a, axis=1, tiled=True)
         return checkpoint_name(slots, op.output.name)
 
-    def _return(self, slots: jax.Array) -> jax.Array:
-        """Bring what the experts made back to where the tokens are."""
+    def _return(self, slots: jax.Array, ways: Any) -> jax.Array:
+        """Bring what the experts made back to where the tokens are: [tokens, top_k, D], zeros where it was dropped."""
         with jax.named_scope(self.combine.name):
             for a in reversed(self._gathered):
                 slots = jax.lax.psum_scatter(slots, a, scatter_dimension=1, tiled=True)
@@ -225,7 +229,8 @@ class Experts:
                     slots = jax.lax.all_to_all(slots, a, split_axis=1, concat_axis=0, tiled=True)
                 else:
                     slots = jax.lax.all_gather(slots, a, axis=0, tiled=True)
-        return slots
+        rows = slots.reshape(-1, slots.shape[-1])
+        return jnp.concatenate([rows, jnp.zeros((1, rows.shape[-1]), rows.dtype)])[ways[0]]
 
     def _settle(self, made: jax.Array) -> jax.Array:
         """Complete partial sums of [b, t, D], and leave each device what it holds of them."""

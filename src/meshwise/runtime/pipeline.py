@@ -26,7 +26,7 @@ from meshwise.sharding.layout import Layout
 
 #: Mesh axis of the stages.
 STAGE = "stage"
-#: Schedules that run.
+
 Batch = Mapping[str, jax.Array]
 
 

@@ -6,7 +6,7 @@ and sizes follow from how many rows every device has for every expert. Not here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,19 +54,18 @@ class RaggedExchange:
 
     def leave(self, rows: jax.Array) -> jax.Array:
         """Send rows [n, ...] to the devices of their groups: [room, ...], by the device that they came from."""
-        sent, here = self._sent, self._here
-        start = _before(sent, axis=1)[here]  # in this device's rows
-        there = _before(sent, axis=0)[here]  # at the device that they go to
-        empty = jnp.zeros((self.room, *rows.shape[1:]), rows.dtype)
-        return jax.lax.ragged_all_to_all(rows, empty, start, sent[here], there, sent[:, here], axis_name=self.axis)
+        return self._exchange(rows, self.room, self._sent)
 
     def come_back(self, rows: jax.Array, count: int) -> jax.Array:
         """Send what was made of rows [room, ...] back to where these came from: [count, ...], in their order there."""
-        sent, here = self._sent, self._here
-        start = _before(sent, axis=0)[:, here]
-        there = _before(sent, axis=1)[:, here]
-        empty = jnp.zeros((count, *rows.shape[1:]), rows.dtype)
-        return jax.lax.ragged_all_to_all(rows, empty, start, sent[:, here], there, sent[here], axis_name=self.axis)
+        return self._exchange(rows, count, self._sent.T)
+
+    def _exchange(self, rows: jax.Array, room: int, sent: jax.Array) -> jax.Array:
+        here = self._here
+        start = _before(sent, axis=1)[here]  # in this device's rows
+        there = _before(sent, axis=0)[here]  # at the device that they go to
+        empty = jnp.zeros((room, *rows.shape[1:]), rows.dtype)
+        return jax.lax.ragged_all_to_all(rows, empty, start, sent[here], there, sent[:, here], axis_name=self.axis)
 
 
 def _before(counts: jax.Array, axis: int) -> jax.Array:
@@ -124,14 +123,12 @@ def grouped_product(rows: jax.Array, matrices: jax.Array | Watched, sizes: jax.A
 _SUMMED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
-Arrays = Mapping[str, jax.Array]
-
-
 @dataclass(frozen=True)
 class _Ways:
     """Where the rows of one device's tokens go, a row for each pair of a token and one of its experts.
 
     Args:
+        picked: how many tokens, and experts of each.
         order: of pairs (token x top_k + choice), by expert.
         exchange: of rows, None where all experts are here.
         sizes: rows of each expert here.
@@ -139,6 +136,7 @@ class _Ways:
         expert: of each row in that order, past the last where it is empty.
     """
 
+    picked: tuple[int, ...]
     order: jax.Array
     exchange: RaggedExchange | None
     sizes: jax.Array
@@ -149,25 +147,6 @@ class _Ways:
 @dataclass(frozen=True)
 class RaggedExperts(Experts):
     """The routed part of a block; fields as in `Experts`. Rows of experts are arrays [1, rows, width]."""
-
-    def _local(self, x: jax.Array, gates: jax.Array, chosen: jax.Array, weights: Arrays) -> jax.Array:
-        """Run on one device's tokens [b, t, D]."""
-        tokens = x.reshape(-1, x.shape[-1])
-        picked = chosen.reshape(tokens.shape[0], -1)
-        ways = self._ways(picked)
-        values: dict[str, jax.Array] = dict(weights)
-        values[self.dispatch.output.name] = self._send(self.dispatch, tokens[ways.order // picked.shape[1]], ways)
-        for op in self.ops:
-            if isinstance(op, Route):  # the gates of rows, on the way that these took
-                values[op.output.name] = self._send(op, gates.reshape(-1)[ways.order], ways)
-                continue
-            with jax.named_scope(op.name):
-                out = self._multiply_or_add(op, values, ways)
-            values[op.output.name] = checkpoint_name(out, op.output.name)
-        made = self._send_back(values[self.combine.inputs[0].name][0], ways)
-        apart = jnp.zeros_like(made).at[ways.order].set(made).reshape(*picked.shape, -1)
-        summed = jnp.sum(apart.astype(jnp.float32), axis=1).astype(x.dtype)
-        return self._settle(summed.reshape(*x.shape[:2], -1))
 
     def _ways(self, picked: jax.Array) -> _Ways:
         """Plan the ways of rows from the experts of each token [tokens, top_k]."""
@@ -186,35 +165,37 @@ class RaggedExperts(Experts):
             stretches = jax.lax.all_gather(stretches, axis, axis=0, tiled=True)
         arrived, expert = by_group(stretches, room)
         order = jnp.argsort(picked.reshape(-1), stable=True)
-        return _Ways(order, exchange, jnp.sum(stretches, axis=(0, 1)), arrived, expert)
+        return _Ways(picked.shape, order, exchange, jnp.sum(stretches, axis=(0, 1)), arrived, expert)
 
-    def _send(self, op: Route, rows: jax.Array, ways: _Ways) -> jax.Array:
-        """Bring rows to the devices of their experts, in the order of these."""
+    def _leave(self, op: Route, given: jax.Array, ways: _Ways) -> jax.Array:
+        """Bring values of tokens [tokens, 1 or top_k, ...] to their experts: a row a pair, by expert."""
+        pairs = given.reshape(-1, *given.shape[2:])
+        rows = pairs[ways.order if given.shape[1] > 1 else ways.order // ways.picked[1]]
         with jax.named_scope(op.name):
             if ways.exchange is not None:
                 rows = ways.exchange.leave(rows)
             for axis in self._gathered:
                 rows = jax.lax.all_gather(rows, axis, axis=0, tiled=True)
-            named: jax.Array = checkpoint_name(rows[ways.arrived][None], op.output.name)
-        return named
+            return checkpoint_name(rows[ways.arrived][None], op.output.name)
 
-    def _send_back(self, rows: jax.Array, ways: _Ways) -> jax.Array:
-        """Bring what the experts made back to where the tokens are, in the order in which it left."""
+    def _return(self, made: jax.Array, ways: _Ways) -> jax.Array:
+        """Bring what the experts made back to where the tokens are: [tokens, top_k, D]."""
         with jax.named_scope(self.combine.name):
-            rows = jnp.zeros_like(rows).at[ways.arrived].set(rows)
+            rows = jnp.zeros_like(made[0]).at[ways.arrived].set(made[0])
             for axis in reversed(self._gathered):
                 rows = jax.lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
-            return rows if ways.exchange is None else ways.exchange.come_back(rows, ways.order.shape[0])
+            rows = rows if ways.exchange is None else ways.exchange.come_back(rows, ways.order.shape[0])
+        return jnp.zeros_like(rows).at[ways.order].set(rows).reshape(*ways.picked, -1)
 
-    def _multiply_or_add(self, op: Op, values: Arrays, ways: _Ways) -> jax.Array:
-        inputs = [values[t.name] for t in op.inputs]
+    def _run(self, op: Op, inputs: Sequence[jax.Array], ways: _Ways) -> jax.Array:
         if isinstance(op, Einsum):
             expert, summed, _ = op.inputs[1].axes
             assert expert in op.output.axes and summed in op.contracted, f"{op.name} multiplies by [E, in, out]"  # noqa: PT018
             return grouped_product(inputs[0][0], inputs[1], ways.sizes)[None]
+        rows = list(inputs)
         for place, t in enumerate(op.inputs):
             if t.kind is Kind.WEIGHT:  # of each expert: of each row, by its expert
                 of_each = plain(inputs[place])
-                inputs[place] = jnp.concatenate([of_each, jnp.zeros_like(of_each[:1])])[ways.expert][None]
+                rows[place] = jnp.concatenate([of_each, jnp.zeros_like(of_each[:1])])[ways.expert][None]
         tensors = tuple(replace(t, axes=op.output.axes) if t.kind is Kind.WEIGHT else t for t in op.inputs)
-        return self._compute(replace(op, inputs=tensors), inputs)
+        return self._compute(replace(op, inputs=tensors), rows)
