@@ -13,7 +13,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,7 @@ import numpy as np
 
 from meshwise.core.errors import ConfigError, MeshwiseError, MissingDependencyError
 from meshwise.core.units import format_bytes
-from meshwise.runtime.processes import agree, first_process, on_first
+from meshwise.runtime.processes import first_process, on_all, on_first
 from meshwise.runtime.states import rearranged
 from meshwise.runtime.train import State, TrainStep
 
@@ -71,9 +72,9 @@ class Checkpoints:
         if importlib.util.find_spec("orbax") is None:
             raise MissingDependencyError("--checkpoint needs the library orbax: pip install 'meshwise[run]'")
         found = cls(folder, json.loads(json.dumps(identity)), every, step, told)
-        on_first(found._take)
         try:
-            agree(found._sees_what_the_first_sees())
+            on_first(found._take)
+            on_all(found._check_shared)
         except BaseException:
             found.close()
             raise
@@ -92,26 +93,20 @@ class Checkpoints:
             self.locks.append(_lock(self.folder))
         except OSError as error:
             raise MeshwiseError(f"--checkpoint {self.folder}: {error.strerror}") from None
-        try:
-            self._check_folder()
-        except BaseException:
-            self.close()
-            raise
+        self._check_folder()
 
-    def _sees_what_the_first_sees(self) -> MeshwiseError | None:
-        """An error unless this process sees the same folder as the first one."""
+    def _check_shared(self) -> None:
+        """See that this process finds in the folder what the first one does."""
         if jax.process_count() == 1:
-            return None
+            return
         from jax.experimental import multihost_utils  # noqa: PLC0415
 
         latest = self.latest if self.folder.is_dir() else -1
-        first = int(multihost_utils.broadcast_one_to_all(np.array(latest)))
-        if latest == first:
-            return None
-        return MeshwiseError(
-            f"--checkpoint {self.folder}: process {jax.process_index()} does not find there what the first one does; "
-            "name a folder that all processes share"
-        )
+        if latest != int(multihost_utils.broadcast_one_to_all(np.array(latest))):
+            raise MeshwiseError(
+                f"--checkpoint {self.folder}: process {jax.process_index()} does not find there what the first one "
+                "does; name a folder that all processes share"
+            )
 
     def _check_folder(self) -> None:
         """See that the folder holds steps of this run, or nothing."""
@@ -140,14 +135,8 @@ class Checkpoints:
         Raises:
             MeshwiseError: the disk cannot take it, or the step is already saved.
         """
-        unfinished = self._unfinished(step)
         on_first(lambda: self._begin(step, state))
-        failure = None
-        try:
-            _write_state(unfinished / _STATE, state)
-        except (OSError, ValueError) as error:
-            failure = self._not_saved(step, error)
-        agree(failure)
+        on_all(lambda: self._write(step, state))
         on_first(lambda: self._finish(step))
         if first_process():
             self.told(step)
@@ -157,46 +146,45 @@ class Checkpoints:
         return there.with_name(there.name + _UNFINISHED)
 
     def _begin(self, step: int, state: State) -> None:
-        """See that a step can be written, and clear its place."""
+        """See that the disk can take a step, before a part of it is written, and clear its place."""
         if self._place(step).exists():
             raise MeshwiseError(f"--checkpoint {self.folder}: step {step} is there already; nothing was overwritten")
         shutil.rmtree(self._unfinished(step), ignore_errors=True)  # of a run that was killed: it was never reported
-        try:
-            self._check_capacity(step, state)
-        except OSError as error:
-            raise self._not_saved(step, error) from None
-
-    def _finish(self, step: int) -> None:
-        """Write the record of a written state, and rename it to its final name when the disk has all of it."""
-        unfinished = self._unfinished(step)
-        try:
-            record = {
-                "format": _VERSION,
-                "step": step,
-                **self.identity,
-                "layout": str(self.step.layout),
-                "order": self.step.layer_order,
-                "files": _files(unfinished),
-            }
-            (unfinished / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-            _sync(unfinished)
-            unfinished.rename(self._place(step))
-            _sync_one(self.folder)
-        except (OSError, ValueError) as error:
-            raise self._not_saved(step, error) from None
-
-    def _not_saved(self, step: int, error: Exception) -> MeshwiseError:
-        words = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        return MeshwiseError(f"--checkpoint {self.folder}: step {step} could not be saved: {words}")
-
-    def _check_capacity(self, step: int, state: State) -> None:
-        """Refuse what the disk cannot take before a part of it is written."""
-        needed, free = sum(a.nbytes for a in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
+        with self._saving(step):
+            needed, free = sum(a.nbytes for a in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
         if needed > free:
             raise MeshwiseError(
                 f"--checkpoint {self.folder}: step {step} takes {format_bytes(needed)}, found {format_bytes(free)} "
                 "free; make room, and the same command goes on from the step that was saved before it"
             )
+
+    def _write(self, step: int, state: State) -> None:
+        """Write this process's part of a state."""
+        import orbax.checkpoint as ocp  # noqa: PLC0415  (an optional extra)
+
+        with self._saving(step), ocp.StandardCheckpointer() as writer:
+            writer.save((self._unfinished(step) / _STATE).absolute(), state)
+            writer.wait_until_finished()
+
+    def _finish(self, step: int) -> None:
+        """Write the record of a written state, and rename it to its final name when the disk has all of it."""
+        unfinished = self._unfinished(step)
+        with self._saving(step):
+            own = {"layout": str(self.step.layout), "order": self.step.layer_order, "files": _files(unfinished)}
+            record = {"format": _VERSION, "step": step, **self.identity, **own}
+            (unfinished / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+            _sync(*unfinished.rglob("*"), unfinished)
+            unfinished.rename(self._place(step))
+            _sync(self.folder)
+
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """Say in words why a step could not be saved."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            words = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise MeshwiseError(f"--checkpoint {self.folder}: step {step} could not be saved: {words}") from None
 
     def load(self, step: TrainStep) -> tuple[int, State]:
         """The last saved step and its state, where `step` reads it, whatever layout it was saved in.
@@ -278,14 +266,6 @@ def _lock(folder: Path) -> int:
     return handle
 
 
-def _write_state(there: Path, state: State) -> None:
-    import orbax.checkpoint as ocp  # noqa: PLC0415  (an optional extra)
-
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(there.absolute(), state)
-        writer.wait_until_finished()
-
-
 def _read_state(there: Path, abstract: State) -> State:
     import orbax.checkpoint as ocp  # noqa: PLC0415
 
@@ -323,18 +303,14 @@ def _checksum(file: Path) -> int:
     return total
 
 
-def _sync(folder: Path) -> None:
-    """Wait until the disk has a folder and all in it."""
-    for path in (*folder.rglob("*"), folder):
-        _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _sync(*paths: Path) -> None:
+    """Wait until the disk has these files and folders."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _short(value: Any) -> str:

@@ -91,15 +91,8 @@ def meet(where: str) -> None:
         raise MeshwiseError(f"{where}: another process does not come: {str(error).splitlines()[0]}") from None
 
 
-def agree(failure: MeshwiseError | None) -> None:
-    """Go on when every process can; each calls it at the same place.
-
-    Args:
-        failure: why this one cannot.
-
-    Raises:
-        MeshwiseError: it, or that another cannot go on.
-    """
+def _agree(failure: MeshwiseError | None) -> None:
+    """Raise this process's failure, or that another one has failed."""
     import jax  # noqa: PLC0415 -- loaded already
 
     if jax.process_count() > 1:
@@ -112,16 +105,24 @@ def agree(failure: MeshwiseError | None) -> None:
         raise failure
 
 
+def on_all(action: Callable[[], None]) -> None:
+    """Do something in every process, each at the same place; go on when it has succeeded in all.
+
+    Raises:
+        MeshwiseError: what it raises here; else, that it did in another process.
+    """
+    failure = None
+    try:
+        action()
+    except MeshwiseError as error:
+        failure = error
+    _agree(failure)
+
+
 def on_first(action: Callable[[], None]) -> None:
     """Do something in the first process, while the others wait for it.
 
     Raises:
         MeshwiseError: what it raises; in the others, that it did.
     """
-    failure = None
-    if first_process():
-        try:
-            action()
-        except MeshwiseError as error:
-            failure = error
-    agree(failure)
+    on_all(action if first_process() else lambda: None)
