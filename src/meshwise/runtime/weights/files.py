@@ -151,28 +151,17 @@ class SafetensorsFiles:
         if importlib.util.find_spec("safetensors") is None:
             raise MissingDependencyError("--weights needs the library safetensors: pip install 'meshwise[run]'")
         self.path = path
-        self._files = self._open(path)
-
-    def _open(self, path: Path) -> list[Any]:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415 -- loaded when weights are read
 
         parts = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if (path / _INDEX).is_file():
-            parts = [path / name for name in self._indexed(path / _INDEX)]
+            parts = [path / name for name in _indexed(path / _INDEX)]
         if not parts:
             raise MeshwiseError(f"--weights {path}: expected a .safetensors file in the folder, found none")
         try:
-            return [safe_open(part, framework="numpy") for part in parts]
+            self._files: list[Any] = [safe_open(part, framework="numpy") for part in parts]
         except (OSError, SafetensorError) as error:
             raise MeshwiseError(f"--weights {path}: cannot be read as safetensors: {error}") from None
-
-    @staticmethod
-    def _indexed(index: Path) -> list[str]:
-        """Names of the files that an index lists."""
-        try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{index}: expected JSON with a weight_map of tensors to files") from None
 
     @cached_property
     def _of(self) -> dict[str, Any]:
@@ -200,6 +189,14 @@ class SafetensorsFiles:
         return file.get_tensor(name)
 
 
+def _indexed(index: Path) -> list[str]:
+    """Names of the files that an index lists."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{index}: expected JSON with a weight_map of tensors to files") from None
+
+
 class GgufFile:
     """Tensors by name.
 
@@ -222,15 +219,11 @@ class GgufFile:
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise MeshwiseError(f"--weights {path}: cannot be read as GGUF: {error}") from None
 
-    def said(self, key: str) -> Any:
-        """A value of the file's metadata, or None."""
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
-
     @property
     def architecture(self) -> str:
         """The architecture that the file says it is of."""
-        return str(self.said("general.architecture"))
+        field = self._reader.get_field("general.architecture")
+        return str(None if field is None else field.contents())
 
     @cached_property
     def _of(self) -> dict[str, Any]:
