@@ -112,7 +112,7 @@ def joined(parts: Sequence[Any], numbers: Sequence[int]) -> Any:
     {'a': array([1., 2., 4.]), 'b': 3.0}
 
     Args:
-        parts: arrays or floats; or mappings, tuples or dataclasses of such.
+        parts: arrays, whose last axis is rows, or floats; or mappings, tuples or dataclasses of such.
         numbers: rows of each part.
     """
     first = parts[0]
@@ -127,4 +127,5 @@ def joined(parts: Sequence[Any], numbers: Sequence[int]) -> Any:
         return type(first)(*(joined([getattr(part, name) for part in parts], numbers) for name in names))
     if all(not isinstance(part, _Array) and part == first for part in parts):
         return first
-    return np.concatenate([np.broadcast_to(part, n) for part, n in zip(parts, numbers, strict=True)])
+    shapes = [(*np.shape(part)[:-1], n) for part, n in zip(parts, numbers, strict=True)]
+    return np.concatenate([np.broadcast_to(part, shape) for part, shape in zip(parts, shapes, strict=True)], axis=-1)

@@ -301,6 +301,13 @@ class ComputeVariant:
     stored: tuple[LayoutChoices, ...]
     asked: Choices
 
+    @property
+    def layout_choices(self) -> dict[str, object]:
+        """The choices that all of them share, as `Layout` names them."""
+        names = "remat", "sequence_parallel", "expert_tensor_parallel", "context_method", "collective_matmul"
+        shared = {name: getattr(self.own, name) for name in names}
+        return shared | {"remat_layers": self.remat_layers, "expert_dispatch": self.asked.expert_dispatch}
+
     def applies(self, axis: Axis) -> Mask:
         """On which meshes (axis -> sizes) it is one of its own: where the axes of its choices are used."""
         whole = self.own.expert_tensor_parallel == self.asked.expert_tensor_parallel[0]

@@ -30,7 +30,6 @@ class Wanted:
 
     Args:
         problem: model, job, cluster, calibration.
-        whole: the cluster's network.
         constraints: limits.
         objective: "time", "cost" or "chips".
         top: how many kinds of layout to rank.
@@ -39,7 +38,6 @@ class Wanted:
     """
 
     problem: TrainingProblem
-    whole: Fabric
     constraints: Constraints
     objective: str
     top: int
@@ -104,10 +102,10 @@ def _nearest(wanted: Wanted) -> tuple[Found, ...]:
 
 def _search_parts(wanted: Wanted) -> SearchResult:
     """Search the network: a few parts besides for time, all for cost, for a budget, or where nothing was found."""
-    parts = parts_up_to(wanted.whole, wanted.constraints.max_chips)
-    fewer = parts[0].sizes != wanted.whole.sizes
+    parts = parts_up_to(wanted.problem.network, wanted.constraints.max_chips)
+    fewer = parts[0].sizes != wanted.problem.network.sizes
     if wanted.objective == "time" and not fewer and math.isinf(wanted.space.most_chip_seconds):
-        result = wanted.search([wanted.whole, *shrunken(wanted.whole)])
+        result = wanted.search([wanted.problem.network, *shrunken(wanted.problem.network)])
         if result.best:
             return result
     return wanted.search(parts)
@@ -129,7 +127,7 @@ def find_fewest(wanted: Wanted) -> Outcome:
     kept: tuple[Fabric, SearchResult] | None = None
     tried: list[SearchResult] = []
     interrupted_on = 0
-    for fabric in parts_up_to(wanted.whole, wanted.constraints.max_chips):
+    for fabric in parts_up_to(wanted.problem.network, wanted.constraints.max_chips):
         chips = math.prod(fabric.sizes)
         if kept is not None and chips >= math.prod(kept[0].sizes):
             continue

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache, partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -68,8 +68,14 @@ class SearchedNetwork:
         """The same, of one schedule, and with what is offloaded."""
         if self.masks is None:
             return np.ones(len(at), bool)
-        stored, variant = self.choices[c], self.variants[self.variant_of[c]]
-        return self.masks(variant, stored, self.schedules[s], self.offloads[o], at)
+        return self.masks(self.layout_choices(c, s, o) | {"structure": self.choices[c]}, at)
+
+    def layout_choices(self, c: int, s: int, o: int) -> dict[str, Any]:
+        """One combination of choices, as `Layout` names them."""
+        stored, variant, offload = self.choices[c], self.variants[self.variant_of[c]], self.offloads[o]
+        away = {"offload": offload, "offload_layers": self.asked.offload_layers if "activations" in offload else None}
+        storage = {"zero": stored.zero, "fully_sharded": stored.fully_sharded}
+        return {**variant.layout_choices, **asdict(self.schedules[s]), **storage, **away}
 
     def blocks(self, choices: LayoutChoices, sizes: Index) -> tuple[LocalBlock, ...]:
         """What one device does, for some of the table's sizes."""
@@ -186,39 +192,19 @@ class WeightColumns:
         evaluate: Callable[[LayoutChoices, Index], Mapping[str, Array]],
     ) -> None:
         own = [weight_choices(c) for c in choices]
-        self.distinct = list(dict.fromkeys(own))
-        self.number = np.array([self.distinct.index(c) for c in own])
-        self.evaluate = evaluate
-        self.known = np.zeros((len(self.distinct), 0), bool)
-        self.columns: list[dict[str, Array]] = [{} for _ in self.distinct]
+        distinct = list(dict.fromkeys(own))
+        self.number = np.array([distinct.index(c) for c in own])
+        self.tables = [RowTable(partial(evaluate, c)) for c in distinct]
 
     def __call__(self, choices: Index, at: Index) -> dict[str, Array]:
         """By role, of entries `at`, each under one of the choices."""
-        number = self.number[choices]
-        out: dict[str, Array] = {}
+        number, out = self.number[choices], dict[str, Array]()
         for n in np.unique(number):
             mine = np.flatnonzero(number == n)
-            self._fill(int(n), np.unique(at[mine]))
-            for role, column in self.columns[n].items():
-                out.setdefault(role, np.zeros((*column.shape[:-1], len(at))))[..., mine] = column[..., at[mine]]
+            rows = self.tables[n].rows(at[mine])
+            for role, column in self.tables[n].values.items():
+                out.setdefault(role, np.zeros((*column.shape[:-1], len(at))))[..., mine] = column[..., rows]
         return out
-
-    def _fill(self, n: int, entries: Index) -> None:
-        columns, new = self.columns[n], int(entries[-1]) + 1 - self.known.shape[1]
-        if new > 0:
-            self.known = np.pad(self.known, ((0, 0), (0, max(new, self.known.shape[1]))))
-        missing = entries[~self.known[n, entries]]
-        if len(missing):
-            for role, values in self.evaluate(self.distinct[n], missing).items():
-                shape = *values.shape[:-1], self.known.shape[1]
-                column = columns.get(role, np.zeros(0))
-                if column.shape != shape:
-                    grown = np.zeros(shape)
-                    if column.size:
-                        grown[..., : column.shape[-1]] = column
-                    columns[role] = column = grown
-                column[..., missing] = values
-            self.known[n, missing] = True
 
 
 @cache

@@ -120,7 +120,7 @@ def plan_training(
     _check_constraints(problem, constraints)
     whole = problem.network
     for space in asked_spaces(problem, constraints):
-        wanted = Wanted(problem, whole, constraints, objective, top, space, progress)
+        wanted = Wanted(problem, constraints, objective, top, space, progress)
         outcome = find_fewest(wanted) if objective == "chips" else find_best(wanted)
         if outcome.result.best:
             break
@@ -193,25 +193,20 @@ def asked_spaces(problem: TrainingProblem, constraints: Constraints) -> Iterator
     """Spaces to search, in this order until something is found."""
     shares = (MAX_MEMORY, 1.0) if constraints.max_memory is None else (constraints.max_memory,)
     tools = (True, False) if constraints.tools_optional else (True,)
-    for with_tools, offload, share in itertools.product(tools, _offloading(problem, constraints), shares):
-        space = _space(problem, constraints if with_tools else replace(constraints, tools=()), share)
-        yield space if offload else replace(space, choices=replace(space.choices, offload=((),)))
-
-
-def _space(problem: TrainingProblem, constraints: Constraints, share: float) -> SearchSpace:
-    """What is searched, filling so much of the HBM."""
     seconds, chip_seconds = most_seconds_per_token(constraints, problem.job.tokens, problem.cluster.price_per_chip_hour)
-    return SearchSpace(
-        training_limits(problem, constraints.sizes),
-        choices=constraints.choices,
-        micro_batch=constraints.fixed.get("micro_batch"),
-        num_microbatches=constraints.fixed.get("num_microbatches"),
-        memory_share=share,
-        front=constraints.front,
-        tools=constraints.tools,
-        most_seconds=seconds,
-        most_chip_seconds=chip_seconds,
-    )
+    for with_tools, offload, share in itertools.product(tools, _offloading(problem, constraints), shares):
+        asked = constraints if with_tools else replace(constraints, tools=())
+        yield SearchSpace(
+            training_limits(problem, asked.sizes),
+            choices=asked.choices if offload else replace(asked.choices, offload=((),)),
+            micro_batch=asked.fixed.get("micro_batch"),
+            num_microbatches=asked.fixed.get("num_microbatches"),
+            memory_share=share,
+            front=asked.front,
+            tools=asked.tools,
+            most_seconds=seconds,
+            most_chip_seconds=chip_seconds,
+        )
 
 
 def estimate_layout(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -153,32 +154,26 @@ class Pricing:
 
     def found(self, priced: Priced, i: int, score: float) -> Found:
         """Spell row `i` out as a layout."""
-        batch, factors, network = priced.batch, priced.factors[i], self.network
-        choices, variant = network.choices[batch.choices[i]], network.variants[network.variant_of[batch.choices[i]]]
-        at, pipeline, offload = batch.at[i], network.schedules[batch.schedule[i]], network.offloads[batch.offload[i]]
-        sizes = {a: int(n[0]) for a, n in self.table.axes(self.table.mesh_id[at : at + 1]).items()}
+        batch, factors, table = priced.batch, priced.factors[i], self.table
+        at, c, s, o = (int(column[i]) for column in (batch.at, batch.choices, batch.schedule, batch.offload))
+        sizes: dict[str, Any] = {a: int(n[0]) for a, n in table.axes(table.mesh_id[at : at + 1]).items()}
+        choices = self.network.layout_choices(c, s, o)
         shared = math.prod(sizes[a] for a in ("context", "ulysses", "expert")) > 1
-        followers = sizes["data"] > 1 or (shared and not choices.fully_sharded)
+        # Where no axis is used that a choice is about, it is as if it had not been made.
+        if sizes["data"] == 1 and (choices["fully_sharded"] or not shared):
+            choices["zero"] = 0
+        if sizes["tensor"] == 1:
+            choices |= {"expert_tensor_parallel": True, "collective_matmul": "compiler"}
+        if sizes["context"] == 1:
+            choices["context_method"] = "gather"
         layout = Layout(
             **sizes,
-            zero=choices.zero if followers else 0,
-            fully_sharded=choices.fully_sharded,
-            sequence_parallel=choices.sequence_parallel,
-            expert_tensor_parallel=choices.expert_tensor_parallel or sizes["tensor"] == 1,
-            context_method=choices.context_method if sizes["context"] > 1 else "gather",
-            collective_matmul=choices.collective_matmul if sizes["tensor"] > 1 else "compiler",
-            expert_dispatch=variant.asked.expert_dispatch,
-            schedule=pipeline.schedule,
-            virtual_stages=pipeline.virtual_stages,
-            remat=choices.remat,
-            remat_layers=variant.remat_layers,
-            offload=offload,
-            offload_layers=network.asked.offload_layers if "activations" in offload else None,
-            micro_batch=int(self.table.micro_batch[at]),
-            num_microbatches=int(self.table.num_microbatches[at]),
+            **choices,
+            micro_batch=int(table.micro_batch[at]),
+            num_microbatches=int(table.num_microbatches[at]),
             wires=tuple((a, tuple(int(e) for e in factors[k])) for k, a in enumerate(MESH_AXES)),
         )
-        return Found(layout, network.fabric, score, float(priced.seconds[i]), float(batch.memory[i]))
+        return Found(layout, self.network.fabric, score, float(priced.seconds[i]), float(batch.memory[i]))
 
     def _seconds(  # noqa: PLR0917 -- columns that belong together
         self,

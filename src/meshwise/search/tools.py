@@ -6,13 +6,12 @@ A tool is a list of conditions on a layout; `exports` has them. Not here: any to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from meshwise.costs.arithmetic import Condition
-from meshwise.costs.layout_choices import LayoutChoices
 from meshwise.search.candidates import CandidateTable, ComputeVariant, Index, Mask, PipelineVariant
 from meshwise.sharding.layout import MESH_AXES, Layout
 
@@ -97,30 +96,13 @@ def refuses_all(
 
 def possible_variants(tools: Sequence[Tool], variants: Iterable[ComputeVariant]) -> tuple[ComputeVariant, ...]:
     """The compute variants that some tool may take; all of them without tools."""
-    return tuple(v for v in variants if not tools or any(t.may_run(_own_choices(v)) for t in tools))
+    return tuple(v for v in variants if not tools or any(t.may_run(v.layout_choices) for t in tools))
 
 
 def possible_schedules(tools: Sequence[Tool], schedules: Sequence[PipelineVariant]) -> tuple[PipelineVariant, ...]:
     """The schedules that some tool may take; where no tool has pipelines, the first stands for one stage."""
-    kept = [s for s in schedules if not tools or any(t.may_run(_pipeline_choices(s), {"stage": 2}) for t in tools)]
+    kept = [s for s in schedules if not tools or any(t.may_run(asdict(s), {"stage": 2}) for t in tools)]
     return tuple(kept or schedules[:1])
-
-
-def _own_choices(variant: ComputeVariant) -> dict[str, object]:
-    own = variant.own
-    return {
-        "remat": own.remat,
-        "remat_layers": variant.remat_layers,
-        "sequence_parallel": own.sequence_parallel,
-        "expert_tensor_parallel": own.expert_tensor_parallel,
-        "context_method": own.context_method,
-        "collective_matmul": own.collective_matmul,
-        "expert_dispatch": variant.asked.expert_dispatch,
-    }
-
-
-def _pipeline_choices(schedule: PipelineVariant) -> dict[str, object]:
-    return {"schedule": schedule.schedule, "virtual_stages": schedule.virtual_stages}
 
 
 class ToolMasks:
@@ -140,19 +122,8 @@ class ToolMasks:
         self._read: dict[Refusal, set[str]] = {}
         self._known: dict[tuple[Refusal, tuple[object, ...]], bool | Mask] = {}
 
-    def __call__(
-        self,
-        variant: ComputeVariant,
-        stored: LayoutChoices,
-        schedule: PipelineVariant,
-        offload: tuple[str, ...],
-        at: Index,
-    ) -> Mask:
+    def __call__(self, choices: Mapping[str, object], at: Index) -> Mask:
         """Which rows of the table, under one combination of choices."""
-        away = variant.asked.offload_layers if "activations" in offload else None
-        choices = _own_choices(variant) | _pipeline_choices(schedule)
-        choices |= {"zero": stored.zero, "fully_sharded": stored.fully_sharded, "structure": stored}
-        choices |= {"offload": offload, "offload_layers": away}
         runs = np.zeros(len(at), bool)
         for tool in self.tools:
             runs |= self._taken(tool, choices, at)
