@@ -127,8 +127,19 @@ def test_options_stand_under_their_sections_and_the_rest_is_less_common():
 
     text = CliRunner().invoke(click_command(verb(Sectioned)(lambda *_: None)), ["--help"]).output
     found = [line.split()[0] for line in text.splitlines() if line.endswith(":") or line.startswith("  --")]
-    assert found == ["First:", "--mode", "--part", "Output:", "--explain", "--json", "--help", "Less", *found[8:]]
-    assert found[8:] == ["--batch-tokens", "--maybe", "--loud", "--tags", "--most"]
+    assert found == [
+        "First:",
+        "--mode",
+        "--part",
+        "Output:",
+        "--details",
+        "--explain",
+        "--json",
+        "--help",
+        "Less",
+        *found[9:],
+    ]
+    assert found[9:] == ["--batch-tokens", "--maybe", "--loud", "--tags", "--most"]
 
 
 def test_the_json_key_of_a_field_is_its_name_unless_the_field_says_another():

@@ -50,5 +50,5 @@ def test_a_closed_stderr_is_not_written_to(monkeypatch):
 
 
 def test_errors_pass():
-    with pytest.raises(ZeroDivisionError), Output(as_json=False, explain=False):
+    with pytest.raises(ZeroDivisionError), Output(as_json=False, explain=False, details=False):
         raise ZeroDivisionError

@@ -36,9 +36,9 @@ def plans() -> list[Plan]:
     return [make(1, 64), make(4, 16)]
 
 
-def shown(report, *, explain: bool = False) -> str:
+def shown(report, *, explain: bool = False, whole: bool = False) -> str:
     console = Console(file=io.StringIO(), width=80, markup=False, highlight=False, color_system=None)
-    console.print(report.renderable(explain=explain))
+    console.print(report.renderable(explain=explain, whole=whole))
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
@@ -76,7 +76,7 @@ def test_everything_fits_80_columns(plans):
 
 
 def test_reasons_memory_terms_wires_and_search_are_shown(plans):
-    text = shown(planned(plans))
+    text = shown(planned(plans), whole=True)
     for words in (
         "- FSDP alone: 468 tokens per chip is under the 850 this network needs",
         "llama-3-8b on 64 x TPU v5p, 15T tokens",
@@ -85,7 +85,7 @@ def test_reasons_memory_terms_wires_and_search_are_shown(plans):
         "123,456 layouts examined, 65,432 priced (1,000 do not fit) in 0.61 CPU-seconds",
         "on x 4 x y 4 x z 4",
         "of 459 TFLOP/s x 64 chips",
-        "remat=full 1x4 seq",
+        "remat=full, 1 microbatch of 4",
         "optimizer",
     ):
         assert words in text
@@ -195,12 +195,12 @@ def test_a_calibration_that_was_compared_with_steps_gives_an_interval():
         assert low * high == pytest.approx(step["expected"] ** 2), "a factor, both ways"
         widths.append(high / low)
     assert widths[0] < min(widths[1:]), "mixtures and families that were not measured are less sure"
-    text = shown(estimate_report(planning([mixture]), {}))
+    text = shown(estimate_report(planning([mixture]), {}), whole=True)
     assert "Four of five such steps take" in text
     assert "no overlap, expected rates" in text
     assert "software 9.0 %" in text
     assert "mixture 14.0 %" in text
-    assert "family 14.0 %" in shown(estimate_report(planning([inherited]), {}))
+    assert "family 14.0 %" in shown(estimate_report(planning([inherited]), {}), whole=True)
 
 
 def test_explain_lists_the_constants_of_such_a_calibration():

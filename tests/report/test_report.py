@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from meshwise.core.explanation import Explanation
 from meshwise.report import SCHEMA_VERSION, Report
-from meshwise.report.chart import Chart
+from meshwise.report.chart import Bars, Chart
 from meshwise.report.report import listed
 from meshwise.report.table import facts, table, tabulate
 
@@ -123,3 +124,42 @@ def test_points_outside_are_clipped():
     chart = Chart(x=(1, 100), y=(1, 10), columns=20, rows=2)
     chart.mark(1e9, 1e9, "O")
     assert chart.lines("{:g}".format, [])[0].endswith("O")
+
+
+LONG = replace(
+    WHOLE,
+    answer="so it is",
+    brief=(Text("\n".join(f"row {n}" for n in range(30))), Bars("of it", {"a": 0.7, "b": 0.3}, 1.0, str)),
+    reasons=tuple(f"reason {n} " + "and so on " * 12 for n in range(9)),
+    next_steps=("first", "second", "third", "fourth"),
+)
+
+
+@pytest.mark.parametrize("rows", [1, 10, 20, 26, 30])
+def test_the_short_form_is_one_screen_with_as_many_reasons_as_it_has_room_for(rows):
+    report = replace(LONG, brief=(Text("\n".join(f"row {n}" for n in range(rows))),))
+    lines = shown(report.renderable()).splitlines()
+    reasons = [line for line in lines if line.startswith("  - reason")]
+    assert len(lines) <= 45
+    assert len(reasons) == min(4, (45 - len(lines) + 2 * len(reasons)) // 2), "no room was left for another"
+    assert [line for line in lines if line in ("  - first", "  - third", "  - fourth")] == ["  - first", "  - third"]
+    assert "--details" in lines[-2] + lines[-1]
+    wide = [line for line in shown(report.renderable(), 160).splitlines() if line.startswith("  - reason")]
+    assert len(wide) >= len(reasons), "wider terminals are used"
+
+
+def test_the_whole_is_one_flag_away():
+    whole = shown(LONG.renderable(whole=True))
+    assert "row 0" not in whole
+    assert "Assumed:" not in shown(LONG.renderable())
+    assert "Assumed:" in whole
+    assert shown(LONG.renderable(explain=True)).startswith("so it is")
+
+
+def test_bars_are_as_long_as_their_shares_and_small_parts_are_one_row():
+    parts = {"half_of_it": 50.0, "none": 0.0} | {f"part {n}": 50.0 / 2**n for n in range(1, 11)}
+    title, *rows = shown(Bars("all", parts, 100.0, "{:.2f}".format), 60).splitlines()
+    assert title == "all"
+    assert [row[:10].strip() for row in rows] == ["half of it", "part 1", "part 2", "part 3", "part 4", "6 others"]
+    assert len(rows[0]) == pytest.approx(17 + 43 / 2, abs=1), "half of the room"
+    assert [row.count("█") for row in rows] == [21, 10, 5, 2, 1, 1]

@@ -146,7 +146,7 @@ INTERRUPTED = 130
     cls=LazyGroup,
     lazy=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Every command has --json and --explain. Exit codes: 0 ok, 1 a bug, 2 usage, 3 infeasible, 4 missing extra.",
+    epilog="Every command has --json, --details and --explain. Exit codes: 0 ok, 1 a bug, 2 usage, 3 infeasible, 4 missing extra.",
 )
 @click.version_option(__version__, message="meshwise %(version)s")
 def app() -> None:

@@ -26,15 +26,16 @@ _RARE, _PLAIN, _OUTPUT = "Less common", "Options", "Output"
 def click_command(verb: Verb) -> click.Command:
     """Build a verb's command."""
 
-    def run(as_json: bool, explain: bool, **given: Any) -> None:
+    def run(as_json: bool, explain: bool, details: bool, **given: Any) -> None:
         asked = [_asked(verb, number, request, given) for number, request in enumerate(verb.requests)]
-        with Output(as_json, explain) as output:
+        with Output(as_json, explain, details) as output:
             code = verb.function(output, *asked)
         if code:
             raise click.exceptions.Exit(code)
 
     params = [p for number, request in enumerate(verb.requests) for p in _parameters(verb, number, request)]
     about = [
+        click.Option(["--details"], is_flag=True, help="Show all tables, what lost and why, and what is assumed."),
         click.Option(["--explain"], is_flag=True, help="Show formula, substitution, result and source of each number."),
         click.Option(
             ["--json", "as_json"], is_flag=True, help="Print JSON (errors too, on stderr); units are in the names."

@@ -26,15 +26,16 @@ PATIENCE, PACE = 1.0, 0.5
 
 
 class Output:
-    """Where a verb's answer goes, as `--json` and `--explain` ask; a `Screen` of `commands`.
+    """Where a verb's answer goes, as `--json`, `--details` and `--explain` ask; a `Screen` of `commands`.
 
     Args:
         as_json: whether reports are printed as JSON.
         explain: whether they show the workings of each number.
+        details: whether they show all tables and lists.
     """
 
-    def __init__(self, as_json: bool, explain: bool) -> None:
-        self.as_json, self.explain = as_json, explain
+    def __init__(self, as_json: bool, explain: bool, details: bool) -> None:
+        self.as_json, self.explain, self.details = as_json, explain, details
         self.progress = Progress()
 
     def __enter__(self) -> Self:
@@ -64,7 +65,7 @@ class Output:
         if self.as_json:
             self.write(json.dumps(report.envelope(explain=self.explain), indent=2, allow_nan=False) + "\n")
         else:
-            self.write(to_text(report.renderable(explain=self.explain)))
+            self.write(to_text(report.renderable(explain=self.explain, whole=self.details)))
 
 
 class Progress:

@@ -27,7 +27,7 @@ from meshwise.jobs.lengths import parse_lengths
 from meshwise.jobs.mix import mix_lengths, mix_trace
 from meshwise.jobs.traffic import read_trace
 from meshwise.models import load_model
-from meshwise.report.serve import estimate_serve_report
+from meshwise.report.serve import estimate_serve_report, estimate_serve_svg
 from meshwise.search.serving import ServingPlan
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout
 
@@ -210,10 +210,12 @@ def _engine_text(flag: str, plan: ServingPlan, step: Step) -> str:
 
 
 class _Files(EngineFiles):
-    sections: ClassVar = {"Output": ("save", "engine", "prefill_engine")}
+    sections: ClassVar = {"Output": ("save", "svg", "engine", "prefill_engine")}
 
     save: Path | None = None
     """Write the plan to this file, as JSON."""
+    svg: Path | None = None
+    """Write a picture to this file: time of a prefill and of a decode step, memory of a chip."""
 
 
 @verb(EstimateServeRequest, _Files, plan_or=EstimateServeRequest)
@@ -241,6 +243,7 @@ def show_estimate(screen: Screen, asked: EstimateServeRequest | str, files: _Fil
         plan = ServingPlan(problem, estimate_serving(problem, asked.setup(problem)))
         inputs = asked.echo_problem(problem)
     answer = ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup))
+    write_file("--svg", files.svg, lambda: estimate_serve_svg(answer))
     screen.show(estimate_serve_report(answer, inputs))
     files.write_engines(plan)
     save_plan(plan, files.save)

@@ -14,10 +14,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
-from meshwise.commands.plan_files import read_plan, save_plan
+from meshwise.commands.plan_files import read_plan, save_plan, write_file
 from meshwise.commands.requests import Flag, Request, attributes, validated
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
+from meshwise.core.units import Quantity, format_time, parse_duration
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import TOOLS, USUAL, asked_tools, check_written, parse_tools
@@ -25,8 +26,9 @@ from meshwise.hardware import Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.models.model import check_length
-from meshwise.report.plan import estimate_report
+from meshwise.report.plan import estimate_report, plan_svg
 from meshwise.search import Plan, PlanResult, estimate_layout
+from meshwise.search.diagnosis import explain_measured, single_changes
 from meshwise.sharding.layout import LayoutRequest, parse_layout
 
 
@@ -138,10 +140,16 @@ def _whole(layout: LayoutRequest, cluster: Cluster, text: str) -> LayoutRequest:
 
 
 class _Files(Request):
-    sections: ClassVar = {"Output": ("save",)}
+    sections: ClassVar = {"Job": ("measured",), "Output": ("save", "svg")}
 
+    measured: Annotated[float, Quantity("time", parse_duration, format_time, "12.3s")] | None = Field(
+        default=None, gt=0, serialization_alias="measured_s"
+    )
+    """Your own time of a step: where the difference from the expected one can and cannot come from."""
     save: Path | None = None
     """Write the plan to this file as JSON."""
+    svg: Path | None = None
+    """Write a picture to this file: time of a step, memory of a chip, the mesh on the network."""
 
 
 @verb(EstimateTrainRequest, _Files)
@@ -158,7 +166,11 @@ def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) 
     planning = estimate_train.answer(request, progress=screen.progress)
     (plan,) = planning.plans
     save_plan(plan, files.save)
-    screen.show(estimate_report(planning, request.echo_resolved(plan.problem)))
+    write_file("--svg", files.svg, lambda: plan_svg(plan))
+    measured = None if files.measured is None else explain_measured(plan, files.measured)
+    screen.progress("trying single changes")
+    changes = single_changes(plan, asked_tools(plan.problem, request.tool))
+    screen.show(estimate_report(planning, request.echo_resolved(plan.problem), changes, measured))
     return None if plan.estimate.fits else InfeasibleError.exit_code
 
 

@@ -29,7 +29,7 @@ from meshwise.core.units import (
 )
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import asked_tools
-from meshwise.report.plan import plan_report
+from meshwise.report.plan import plan_report, plan_svg
 from meshwise.report.several_plans import comparison_report, comparison_svg, scaling_report, scaling_svg
 from meshwise.search import (
     MAX_MEMORY,
@@ -228,7 +228,8 @@ class _Further(Request):
     save: Path | None = None
     """Write the best plan to this file, as JSON."""
     svg: Path | None = None
-    """Write the picture to this file; needs several clusters (--on a,b,c) or --scaling."""
+    """Write a picture to this file: the best plan's time, memory and mesh; of several clusters their costs and times;
+    with --scaling MFU against chips."""
 
     def check(self, *, several: bool) -> None:
         """Refuse flags that have no meaning together.
@@ -241,10 +242,6 @@ class _Further(Request):
         refuse(
             (several and self.scaling, "--scaling is of one cluster, found several in --on; leave one of them out"),
             (self.save and not one, "--save writes one plan: leave it out with several clusters or --scaling"),
-            (
-                self.svg and one,
-                "--svg is the picture of several clusters (--on a,b,c) or of --scaling: give one of them",
-            ),
             (
                 self.verify and not one,
                 "--verify: expected one cluster and no --scaling; verify a plan of one with 'meshwise verify'",
@@ -298,5 +295,6 @@ def _show_plans_of_one(screen: Screen, request: PlanTrainRequest, further: _Furt
     screen.show(report)
     if further.verify is not None and all(v.fails for v in verified):
         return InfeasibleError.exit_code
+    write_file("--svg", further.svg, lambda: plan_svg(planning.plans[0]))
     save_plan(planning.plans[0], further.save)  # last: an answer that cannot be saved is shown all the same
     return None

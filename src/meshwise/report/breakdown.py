@@ -1,4 +1,4 @@
-"""Tables and JSON of a training estimate's workings: operations of a layer, collectives of a step.
+"""A plan of training as JSON; tables and JSON of its workings: operations of a layer, collectives of a step.
 
 Not here: the numbers (`costs.explain`), and formulas in words (`formulas`, `bounds`, `memory`).
 """
@@ -12,11 +12,14 @@ from rich.text import Text
 
 from meshwise.core.units import format_bytes, format_count, format_time
 from meshwise.costs.breakdown import BlockBreakdown, Breakdown, CollectiveBreakdown, OperationBreakdown
-from meshwise.costs.explain import Padding
+from meshwise.costs.explain import Padding, collectives_of, paddings
 from meshwise.costs.makespans import StageTimes
+from meshwise.exports import runs_in
+from meshwise.report.likely import likely_data
 from meshwise.report.report import listed
 from meshwise.report.sources import RULES, number
-from meshwise.report.table import Columns, picked, said, tabulate
+from meshwise.report.table import Columns, picked, plain, said, tabulate
+from meshwise.search import Plan
 
 _NUMBERS: Columns = {
     ">FLOPs": ("flops", lambda flops: format_count(flops) if flops else "-"),
@@ -135,4 +138,34 @@ def _block_data(b: BlockBreakdown) -> dict[str, Any]:
         **picked(b, "block=name copies num_microbatches"),
         "passes": {name: {key: float(getattr(p, key)) for key in totals} for name, p in b.passes.items()},
         "operations": [picked(o, operation) for o in b.operations],
+    }
+
+
+_RUN = "steps days=days.expected days_interval=days chip_hours cost_usd energy_kwh"
+
+
+def plan_data(row: Plan) -> dict[str, Any]:
+    """One plan as JSON values, under the documented keys."""
+    estimate, run = row.estimate, row.training
+    choices = {k: v for k, v in row.layout.to_json().items() if k not in row.layout.sizes}
+    return {
+        "layout": dict(row.layout.sizes),
+        "layout_text": str(row.layout),
+        "choices": choices,
+        "network": [picked(d, "name size") for d in row.fabric.dimensions],
+        "runs_in": list(runs_in(row)),
+        **picked(estimate, "num_chips tokens_per_step=tokens"),
+        "estimate": {
+            "step_time_s": {**plain(estimate.step_time), **likely_data(row)},
+            **picked(
+                estimate,
+                "terms hidden_s=hidden resources_s=resources tokens_per_s mfu hfu model_flops recompute_flops",
+                "peak_flops_per_s_per_chip=peak_flops_per_s memory_bytes=memory hbm_capacity_bytes=hbm_capacity",
+                "host_memory_bytes=host_memory host_capacity_bytes=host_capacity fits bound",
+            ),
+            "collectives": [collective_data(c) for c in collectives_of(row.problem, row.fabric, row.layout)],
+            "padding": [padding_data(p) for p in paddings(row.problem, row.layout)],
+        },
+        "cost_usd_per_billion_tokens": row.cost_usd_per_billion_tokens,
+        "training": None if run is None else picked(run, _RUN),
     }

@@ -8,10 +8,14 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from meshwise.core.errors import MissingDependencyError
 
@@ -89,6 +93,67 @@ class Chart:
         return lines
 
 
+#: Rows of a block of bars, those under a share of the whole as one.
+_BARS, _SMALL = 6, 0.01
+
+#: Eighths of a character.
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """The parts of a whole, largest first, each as a bar as long as its share; small ones are one row.
+
+    Args:
+        title: what the whole is, above the bars.
+        parts: name -> its size; parts of no size are left out.
+        whole: what a bar over the full width would be.
+        show: a size in words.
+    """
+
+    title: str
+    parts: Mapping[str, float]
+    whole: float
+    show: Callable[[float], str]
+
+    def rows(self) -> Iterator[tuple[str, float]]:
+        """The rows as they are shown."""
+        found = sorted(((n, v) for n, v in self.parts.items() if v > 0), key=lambda row: -row[1])
+        large = [row for row in found if row[1] >= _SMALL * self.whole]
+        kept = found if len(found) <= _BARS and len(found) - len(large) < 2 else large[: _BARS - 1]
+        yield from kept
+        if rest := found[len(kept) :]:
+            yield rest[0][0] if len(rest) == 1 else f"{len(rest)} others", sum(value for _, value in rest)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [(name.replace("_", " "), self.show(value), value / self.whole) for name, value in self.rows()]
+        names, sizes = max(len(name) for name, *_ in rows), max(len(size) for _, size, _ in rows)
+        room = max(options.max_width - names - sizes - 2, 4)
+        yield Text(self.title, style="bold")
+        for name, size, share in rows:
+            eighths = max(round(8 * room * min(share, 1.0)), 1)
+            bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+            yield Text(f"{name:<{names}} {size:>{sizes}} {bar}", no_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Two blocks beside each other where there is room for both, else below each other."""
+
+    left: RenderableType
+    right: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < 76:
+            yield from (self.left, Text(), self.right)
+            return
+        grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(ratio=1)
+        grid.add_row(self.left, self.right)
+        yield grid
+
+
 def _share(value: float, span: tuple[float, float]) -> float:
     """Where `value` stands in `span` on a logarithmic scale, 0 to 1 inside."""
     return math.log(value / span[0]) / math.log(span[1] / span[0])
@@ -144,6 +209,47 @@ def write_svg(points: Points, names: Sequence[str], x_title: str, y_title: str, 
     axes.set(xlabel=x_title, ylabel=y_title)
     axes.grid(visible=True, which="both", alpha=0.3)
     return svg_of(figure)
+
+
+def bars_svg(title: str, blocks: Sequence[Bars], mesh: Mapping[str, Mapping[str, int]] | None = None) -> str:
+    """Draw blocks of bars below each other, and mesh axes on the dimensions of a network, as SVG.
+
+    Args:
+        title: above all.
+        blocks: each with its rows.
+        mesh: dimension of the network -> mesh axis -> its extent there; each as long as the logarithm of its extent.
+
+    Raises:
+        MissingDependencyError: when matplotlib is absent.
+    """
+    found = [(block, list(block.rows())[::-1]) for block in blocks]
+    heights = [len(rows) + 1.5 for _, rows in found] + ([len(mesh) + 1.5] if mesh else [])
+    figure = new_figure(8, 0.3 * sum(heights) + 0.4)
+    figure.suptitle(title, fontsize="medium")
+    panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (block, rows) in zip(panels, found, strict=False):
+        drawn = axes.barh([name.replace("_", " ") for name, _ in rows], [value / block.whole for _, value in rows])
+        axes.bar_label(drawn, [block.show(value) for _, value in rows], padding=3, fontsize="small")
+        axes.set(xlim=(0, 1.15), xticks=[])
+        axes.set_title(block.title, fontsize="small", loc="left")
+    if mesh:
+        _draw_mesh(panels[-1], mesh)
+    return svg_of(figure)
+
+
+def _draw_mesh(axes: Any, mesh: Mapping[str, Mapping[str, int]]) -> None:
+    names = list(dict.fromkeys(axis for ways in mesh.values() for axis in ways))
+    for dimension, ways in [*mesh.items()][::-1]:
+        start = 0.0
+        for axis, extent in ways.items():
+            width = math.log2(extent)
+            drawn = axes.barh(dimension, width, left=start, color=f"C{names.index(axis)}", edgecolor="white")
+            axes.bar_label(drawn, [f"{axis} {extent}"], label_type="center", fontsize="small", color="white")
+            start += width
+        if not ways:
+            axes.barh(dimension, 0)
+    axes.set(xticks=[])
+    axes.set_title("the mesh on the network", fontsize="small", loc="left")
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -42,6 +42,14 @@ def likely_words(plan: Plan) -> str:
     return f"Four of five such steps take {format_time(low)} to {format_time(high)} (spread: {parts})"
 
 
+def likely_range(plan: Plan) -> str:
+    """The interval in few words; empty for calibrations without one."""
+    if not has_interval(plan.problem.calibration):
+        return ""
+    low, high = _interval(plan)
+    return f"80 % of such steps: {format_time(low)} to {format_time(high)}"
+
+
 def explain_likely(plan: Plan) -> tuple[Explanation, ...]:
     """Show how the interval comes about."""
     calibration = plan.problem.calibration

@@ -20,20 +20,37 @@ from meshwise.core.units import (
     format_percent,
     format_time,
 )
-from meshwise.costs.explain import collectives_of, paddings
+from meshwise.costs.explain import paddings
 from meshwise.costs.problem import TrainingProblem
 from meshwise.exports import runs_in
 from meshwise.jobs import trainable_parameters
-from meshwise.report.breakdown import collective_data, padding_data
+from meshwise.report.breakdown import plan_data
+from meshwise.report.chart import Bars, Beside, bars_svg
 from meshwise.report.collective import wire_words
-from meshwise.report.likely import likely_data, likely_words
+from meshwise.report.diagnosis import (
+    change_data,
+    change_words,
+    crossing_words,
+    measured_data,
+    measured_table,
+    why_too_large,
+)
+from meshwise.report.likely import likely_range, likely_words
 from meshwise.report.memory import padding_words, stage_words
 from meshwise.report.model import length_words
-from meshwise.report.plan_details import plan_details, sensitivity_data, sensitivity_table
+from meshwise.report.plan_details import (
+    headroom_words,
+    interrupted_words,
+    offload_words,
+    plan_details,
+    sensitivity_data,
+    sensitivity_table,
+)
 from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, counted, picked, plain, said, spaced, table, tabulate, words
-from meshwise.search import MAX_MEMORY, Found, Plan, PlanResult
-from meshwise.sharding.words import choice_words, layout_words
+from meshwise.search import Found, Plan, PlanResult
+from meshwise.search.diagnosis import Change, Measured
+from meshwise.sharding.words import choice_list, choice_words, layout_words
 
 
 def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
@@ -63,22 +80,29 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
             | {"interrupted_on_chips": search.interrupted_on or None, "most_speedup": plain(planning.most_speedup)}
             | picked(search, "cpu_s"),
         },
+        brief=said(
+            *_subject_of(best),
+            *_stopped(planning),
+            _short_ranking(plans),
+            Beside(*_bars(best)),
+            *_asked_for(planning),
+        ),
+        reasons=planning.reasons,
         body=said(
             Text(_subject(best)),
-            None if search.complete else Text(_interrupted(planning), style="bold"),
+            *_stopped(planning),
             _ranking(plans),
             *_estimate_tables(best),
             listed("Why", planning.reasons),
             listed("Not chosen", (f"{r.name}: {r.reason}" for r in planning.rejected)),
-            _front(search.front) if len(search.front) > 1 else None,
-            sensitivity_table(planning.sensitivity) if planning.sensitivity else None,
+            *_asked_for(planning),
             Text(f"{counts} in {search.cpu_s:.2f} CPU-seconds"),
         ),
         assumed=said(
             *_assumed(best),
             _price(best) if cost_matters else None,
-            _headroom(planning),
-            _offload_words(planning),
+            headroom_words(planning),
+            offload_words(planning),
         ),
         not_modelled=_NOT_MODELLED,
         next_steps=_next_steps(best, front=planning.constraints.front),
@@ -86,19 +110,53 @@ def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
     )
 
 
-def estimate_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:
-    """What one layout would do; arguments as in `plan_report`."""
+def _stopped(planning: PlanResult) -> tuple[RenderableType, ...]:
+    return () if planning.search.complete else (Text(interrupted_words(planning), style="bold"),)
+
+
+def _asked_for(planning: PlanResult) -> tuple[RenderableType, ...]:
+    """What options of their own ask for."""
+    front, sensitive = planning.search.front, planning.sensitivity
+    return said(
+        _front(front) if len(front) > 1 else None,
+        sensitivity_table(sensitive) if sensitive else None,
+    )
+
+
+def estimate_report(
+    planning: PlanResult, inputs: Mapping[str, Any], changes: Sequence[Change] = (), measured: Measured | None = None
+) -> Report:
+    """What one layout would do.
+
+    Args:
+        planning, inputs: as in `plan_report`.
+        changes: single ones that gain, or with which it fits.
+        measured: a measured step of it.
+    """
     plan = planning.plans[0]
+    seen = None if measured is None else measured_table(measured)
+    large = () if plan.estimate.fits else (why_too_large(plan),)
+    why = (*large, *crossing_words(plan), *planning.reasons)
     fits = "" if plan.estimate.fits else "does not fit in memory: "
     return Report(
         command="estimate train",
         inputs=inputs,
         answer=f"{fits}{_answer(plan)}",
-        data={"plans": [plan_data(plan)], "reasons": list(planning.reasons)},
-        body=said(Text(_subject(plan)), *_estimate_tables(plan), listed("Why", planning.reasons)),
+        data={
+            "plans": [plan_data(plan)],
+            "reasons": list(why),
+            "changes": change_data(changes),
+            **({} if measured is None else {"measured": measured_data(measured)}),
+        },
+        brief=said(*_subject_of(plan), Beside(*_bars(plan)), seen),
+        reasons=why,
+        body=said(Text(_subject(plan)), *_estimate_tables(plan), seen, listed("Why", why)),
         assumed=_assumed(plan),
         not_modelled=_NOT_MODELLED,
-        next_steps=_next_of_one(plan),
+        next_steps=(
+            *change_words(changes, fits=plan.estimate.fits),
+            "the best layouts, and why others lose: meshwise plan train with the same options",
+        ),
         details=lambda: plan_details(plan),
     )
 
@@ -110,6 +168,57 @@ _NOT_MODELLED = (
     "sends between stages that wait for other traffic on their links",
     "energy of hosts and cooling",
 )
+
+
+def _subject_of(plan: Plan) -> tuple[RenderableType, ...]:
+    """Name what is planned, who runs it, how sure the time is, and what a user has to know of the model."""
+    notes = plan.problem.model.notes
+    more = f" (and {counted(len(notes) - 1, 'note')} more: --details)" if len(notes) > 1 else ""
+    takers = f"runs in {', '.join(runs_in(plan)) or 'no tool yet'}"
+    lines = "; ".join(said(takers, likely_range(plan))), f"note: {notes[0]}{more}" if notes else None
+    return (Text("\n".join(said(_subject(plan), *lines))),)
+
+
+def _short_ranking(plans: Sequence[Plan]) -> RenderableType | None:
+    """The plans in few lines: of each but the first, in which choices and tools it differs."""
+    if len(plans) == 1:
+        return None
+    best, takers = choice_list(plans[0].layout), runs_in(plans[0])
+
+    def differs(row: Mapping[str, Any]) -> str:
+        plan = row["plan"]
+        tools = "" if runs_in(plan) == takers else f"; runs in {', '.join(runs_in(plan)) or 'no tool yet'}"
+        own = ", ".join(c for c in choice_list(plan.layout) if c not in best)
+        return "" if row["number"] == 1 else f"{own}{tools}".removeprefix("; ")
+
+    columns = {**_numbers(plans), "layout": lambda row: layout_words(row["plan"].layout)}
+    return tabulate(columns, _numbered(plans), note=differs)
+
+
+def plan_svg(plan: Plan) -> str:
+    """Draw where the time of a step and the memory of a chip go, and how the mesh lies on the network.
+
+    Raises:
+        MissingDependencyError: when matplotlib is absent.
+    """
+    mesh: dict[str, dict[str, int]] = {}
+    for number, dimension in enumerate(plan.fabric.dimensions):
+        ways = {axis: int(extents[number]) for axis, extents in plan.layout.wires or ()}
+        mesh[f"{dimension.name} {dimension.size}"] = {a: n for a, n in ways.items() if n > 1}
+    title = f"{plan.problem.model.name} on {plan.problem.cluster.name}: {layout_words(plan.layout)}"
+    return bars_svg(title, _bars(plan), mesh)
+
+
+def _bars(plan: Plan) -> tuple[Bars, Bars]:
+    """Where the expected time and the memory of a chip go."""
+    e = plan.estimate
+    total, time = e.memory["total"], e.step_time.expected
+    held = {name: b for name, b in e.memory.items() if name != "total"}
+    of = f"{format_bytes(total)} ({format_percent(total / e.hbm_capacity)})"
+    return (
+        Bars(f"time of a step: {format_time(time)}", e.terms, time, format_time),
+        Bars(f"memory of a chip: {of}", held, max(total, e.hbm_capacity), format_bytes),
+    )
 
 
 def _subject(plan: Plan) -> str:
@@ -174,16 +283,6 @@ def _assumed(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _interrupted(planning: PlanResult) -> str:
-    """What an interrupted search did not look at."""
-    search = planning.search
-    return (
-        f"The search was interrupted while it searched {counted(search.interrupted_on, 'chip')}, after "
-        f"{search.strategies:,} layouts: there and on smaller parts of the cluster better ones may be left, "
-        f"at most {planning.most_speedup:.3g} x as fast (if chips only computed)."
-    )
-
-
 def _price(plan: Plan) -> str | None:
     """What a chip-hour costs and by whom, where that is known."""
     cluster = plan.problem.cluster
@@ -192,26 +291,6 @@ def _price(plan: Plan) -> str | None:
     source = cluster.chip.price_source
     by = f": {source.title}{', ' + source.date if source.date else ''}" if source else ""
     return f"{format_money(cluster.price_per_chip_hour)} a chip-hour{by}"
-
-
-def _headroom(planning: PlanResult) -> str:
-    """How full plans may fill a chip."""
-    share = format_percent(planning.memory_share)
-    if planning.memory_asked:
-        return f"plans fill at most {share} of the HBM, as --max-memory asks; activations are known to about 15 %"
-    if planning.memory_share >= 1:
-        usual = format_percent(MAX_MEMORY)
-        return f"plans may fill all of the HBM: none was found in {usual} of it; activations are known to about 15 %"
-    return f"plans fill at most {share} of the HBM (--max-memory), because activations are known to about 15 %"
-
-
-def _offload_words(planning: PlanResult) -> str:
-    """Whether plans that offload were looked at."""
-    if planning.constraints.offload or "offload" in planning.constraints.fixed:
-        return "plans that keep a part in the host's memory were looked at, too (--offload)"
-    if planning.plans[0].layout.offload:
-        return "without keeping a part in the host's memory nothing fits"
-    return "nothing is kept in the host's memory, as plans fit without (--offload lets such plans compete)"
 
 
 def _next_steps(plan: Plan, *, front: bool) -> tuple[str, ...]:
@@ -223,19 +302,9 @@ def _next_steps(plan: Plan, *, front: bool) -> tuple[str, ...]:
     elif plan.estimate.terms.get("recompute"):
         binds = "recomputation costs time for memory: chips with more memory, or more chips, need less of it"
     return said(
-        "the workings of every number: --explain",
         binds,
         "days and dollars of a whole run: --tokens 15T" if tokens is None else None,
         None if front else "the fastest plans that hold less memory: --front, which takes longer",
-    )
-
-
-def _next_of_one(plan: Plan) -> tuple[str, ...]:
-    """Suggest what to do about one layout."""
-    shared = not plan.estimate.fits and plan.layout.data > 1 and plan.layout.zero < 2
-    return said(
-        "share out the training state: zero=2 in the layout, or fsdp in place of data" if shared else None,
-        "the best layouts, and why others lose: meshwise plan train with the same options",
     )
 
 
@@ -279,19 +348,28 @@ def cost_words(dollars: float | None, chip_hours: float) -> str:
 
 def _ranking(rows: Sequence[Plan]) -> RenderableType:
     """Compare the plans, by tokens where their batches differ; the run has a column where a token budget was given."""
+    number, *numbers = _numbers(rows).items()
+    columns: Columns = dict([number, ("layout", ("plan", _layout_cell)), *numbers])
+    return tabulate(columns, _numbered(rows))
+
+
+def _numbered(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    return [{"number": number, "plan": plan} for number, plan in enumerate(plans, 1)]
+
+
+def _numbers(rows: Sequence[Plan]) -> Columns:
+    """Columns of what plans are compared by."""
     by_tokens = len({row.estimate.tokens for row in rows}) > 1
     speed: Columns = {">tokens/s": ("plan.estimate.tokens_per_s", format_count)}
     time: Columns = {">step": ("plan.estimate.step_time.expected", format_time)}
     run: Columns = {">run": ("plan.training.days.expected", run_words)}
-    columns: Columns = {
+    return {
         ">#": "number",
-        "layout": ("plan", _layout_cell),
         **(speed if by_tokens else time),
         ">MFU": ("plan.estimate.mfu", format_percent),
         ">memory": ("plan.estimate.memory.total", format_bytes),
         **(run if all(row.training is not None for row in rows) else {}),
     }
-    return tabulate(columns, ({"number": number, "plan": row} for number, row in enumerate(rows, 1)))
 
 
 def run_words(days: float) -> str:
@@ -358,33 +436,3 @@ def _front(front: Sequence[Found]) -> RenderableType:
         ">memory": ("memory_bytes", format_bytes),
     }
     return tabulate(columns, front[::step])
-
-
-_RUN = "steps days=days.expected days_interval=days chip_hours cost_usd energy_kwh"
-
-
-def plan_data(row: Plan) -> dict[str, Any]:
-    """One plan as JSON values, under the documented keys."""
-    estimate, run = row.estimate, row.training
-    choices = {k: v for k, v in row.layout.to_json().items() if k not in row.layout.sizes}
-    return {
-        "layout": dict(row.layout.sizes),
-        "layout_text": str(row.layout),
-        "choices": choices,
-        "network": [picked(d, "name size") for d in row.fabric.dimensions],
-        "runs_in": list(runs_in(row)),
-        **picked(estimate, "num_chips tokens_per_step=tokens"),
-        "estimate": {
-            "step_time_s": {**plain(estimate.step_time), **likely_data(row)},
-            **picked(
-                estimate,
-                "terms hidden_s=hidden resources_s=resources tokens_per_s mfu hfu model_flops recompute_flops",
-                "peak_flops_per_s_per_chip=peak_flops_per_s memory_bytes=memory hbm_capacity_bytes=hbm_capacity",
-                "host_memory_bytes=host_memory host_capacity_bytes=host_capacity fits bound",
-            ),
-            "collectives": [collective_data(c) for c in collectives_of(row.problem, row.fabric, row.layout)],
-            "padding": [padding_data(p) for p in paddings(row.problem, row.layout)],
-        },
-        "cost_usd_per_billion_tokens": row.cost_usd_per_billion_tokens,
-        "training": None if run is None else picked(run, _RUN),
-    }

@@ -1,4 +1,4 @@
-"""What a plan is sensitive to; and what `--explain` adds: tables, and how each headline number comes about.
+"""What a plan is sensitive to, what its search left open, and what `--explain` adds: how each number comes about.
 
 Not here: terms, bounds and memory in words (`formulas`, `bounds`, `memory`).
 """
@@ -22,8 +22,8 @@ from meshwise.report.formulas import explain_time
 from meshwise.report.likely import constants_data, constants_table, explain_likely
 from meshwise.report.memory import explain_memory
 from meshwise.report.report import Details
-from meshwise.report.table import Columns, or_dash, picked, signed_percent, tabulate, words
-from meshwise.search import Plan, Sensitivity
+from meshwise.report.table import Columns, counted, or_dash, picked, signed_percent, tabulate, words
+from meshwise.search import MAX_MEMORY, Plan, PlanResult, Sensitivity
 from meshwise.sharding.words import layout_words
 
 
@@ -156,3 +156,33 @@ def sensitivity_data(found: Sequence[Sensitivity]) -> list[dict[str, Any]]:
         }
         for s in found
     ]
+
+
+def interrupted_words(planning: PlanResult) -> str:
+    """What an interrupted search did not look at."""
+    search = planning.search
+    return (
+        f"The search was interrupted while it searched {counted(search.interrupted_on, 'chip')}, after "
+        f"{search.strategies:,} layouts: there and on smaller parts of the cluster better ones may be left, "
+        f"at most {planning.most_speedup:.3g} x as fast (if chips only computed)."
+    )
+
+
+def headroom_words(planning: PlanResult) -> str:
+    """How full plans may fill a chip."""
+    share = format_percent(planning.memory_share)
+    if planning.memory_asked:
+        return f"plans fill at most {share} of the HBM, as --max-memory asks; activations are known to about 15 %"
+    if planning.memory_share >= 1:
+        usual = format_percent(MAX_MEMORY)
+        return f"plans may fill all of the HBM: none was found in {usual} of it; activations are known to about 15 %"
+    return f"plans fill at most {share} of the HBM (--max-memory), because activations are known to about 15 %"
+
+
+def offload_words(planning: PlanResult) -> str:
+    """Whether plans that offload were looked at."""
+    if planning.constraints.offload or "offload" in planning.constraints.fixed:
+        return "plans that keep a part in the host's memory were looked at, too (--offload)"
+    if planning.plans[0].layout.offload:
+        return "without keeping a part in the host's memory nothing fits"
+    return "nothing is kept in the host's memory, as plans fit without (--offload lets such plans compete)"

@@ -20,10 +20,12 @@ from meshwise.report.serve import (
     NOT_MODELLED,
     RANKED,
     assumed,
+    brief_subject,
     definitions,
     latency_table,
     layouts_words,
     memory_table,
+    serving_bars,
     serving_plan_data,
     serving_words,
     subject,
@@ -93,10 +95,16 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
             "pareto": list(front_data(planning)),
             "search": picked(search, "configurations pairs cpu_s"),
         },
+        brief=said(
+            brief_subject(problem, best),
+            _ranking(planning, planning.plans[:_BRIEFLY], known=best),
+            *serving_bars(best),
+        ),
+        reasons=tuple(f"{n.name}: {n.reason}" for n in planning.neighbours),
         body=said(
             Text(subject(problem, best.setup)),
             latency_table(best),
-            _ranking(planning),
+            _ranking(planning, planning.plans),
             _simulated(planning.simulated) if planning.simulated else None,
             *(term_table(best), memory_table(best)),
             listed("Not chosen", (f"{n.name}: {n.reason}" for n in planning.neighbours)),
@@ -111,7 +119,14 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
     )
 
 
-def _ranking(planning: ServingPlanResult) -> RenderableType:
+#: Plans of the short form.
+_BRIEFLY = 3
+
+
+def _ranking(
+    planning: ServingPlanResult, plans: Sequence[ServingEstimate], known: ServingEstimate | None = None
+) -> RenderableType:
+    """Compare plans; `known`: one whose layouts are shown elsewhere."""
     names = ("", ">tokens/s/chip", ">TPOT", ">TTFT", ">chips", ">batch", ">$/M out")
     columns: Columns = {
         **{name: RANKED[name] for name in names},
@@ -119,13 +134,15 @@ def _ranking(planning: ServingPlanResult) -> RenderableType:
     }
 
     def note(row: Mapping[str, Any]) -> str:
+        if row["plan"] is known:
+            return ""
         setup = row["plan"].setup
         prompts = f"; {setup.prefill_batch} prompts together" if setup.prefill_batch > 1 else ""
         prompts += f"; prompts in chunks of {setup.chunk:,}" if setup.chunk is not None else ""
         takers = ", ".join(serving_runs_in(planning.problem, setup)) or "no tool yet"
         return f"{layouts_words(setup)}{prompts}; runs in {takers}"
 
-    rows = [{"sign": number, "plan": e} for number, e in enumerate(planning.plans, 1)]
+    rows = [{"sign": number, "plan": e} for number, e in enumerate(plans, 1)]
     return tabulate(columns, rows, note=note)
 
 
@@ -239,7 +256,4 @@ def _next(best: ServingEstimate) -> tuple[str, ...]:
         f"--prefill-batch {setup.prefill_batch}" if setup.prefill_batch > 1 else None,
         None if setup.chunk is None else f"--chunk {setup.chunk}",
     )
-    return (
-        "--explain shows the workings",
-        f"'meshwise estimate serve ... {' '.join(options)}' says what else would fit",
-    )
+    return (f"'meshwise estimate serve ... {' '.join(options)}' says what else would fit",)

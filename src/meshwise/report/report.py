@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
@@ -44,6 +44,8 @@ class Report:
         inputs: what it was asked, defaults included; units are in the names.
         answer: the first line.
         data: the verb's own JSON fields, finite numbers in base units; units are in the names.
+        brief: tables and pictures of the short form; a verb without them has no short form.
+        reasons: why it is so, the most important first; of the short form.
         body: tables and pictures.
         assumed: what was assumed, one sentence each.
         not_modelled: what the numbers leave out.
@@ -56,6 +58,8 @@ class Report:
     inputs: Mapping[str, Any]
     answer: str
     data: Mapping[str, Any]
+    brief: tuple[RenderableType, ...] = ()
+    reasons: tuple[str, ...] = ()
     body: tuple[RenderableType, ...] = ()
     assumed: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
@@ -78,8 +82,10 @@ class Report:
         workings = {"explanations": [asdict(e) for e in every], **details.data} if explain else {}
         return {**head, "answer": self.answer, **self.data, **tail, **workings}
 
-    def renderable(self, *, explain: bool = False) -> Group:
-        """The report as what a terminal shows."""
+    def renderable(self, *, explain: bool = False, whole: bool = False) -> RenderableType:
+        """The report as what a terminal shows: in its short form, if it has one, unless the `whole` is asked for."""
+        if self.brief and not (explain or whole):
+            return _Brief(self)
         parts: list[RenderableType] = [Text(self.answer, style="bold")]
         parts += [item for block in self.body for item in (Text(), block)]
         if explain:
@@ -89,6 +95,31 @@ class Report:
         ends = {"Assumed": self.assumed, "Not modelled": self.not_modelled, "Try next": self.next_steps}
         lists = (listed(title, lines) for title, lines in ends.items())
         return Group(*parts, *(item for block in lists if block is not None for item in (Text(), block)))
+
+
+#: Most lines of a short form at 80 columns, most reasons and most next steps in it.
+_LINES, _REASONS, _STEPS = 45, 4, 3
+
+_REST = "Bounds, what lost and why, what is assumed and not modelled: --details; workings: --explain"
+
+
+@dataclass(frozen=True, slots=True)
+class _Brief:
+    """The short form: one screen, with as many reasons as it has room for."""
+
+    report: Report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        report = self.report
+        head = [Text(report.answer, style="bold"), *(item for block in report.brief for item in (Text(), block))]
+        steps = listed("Try next", report.next_steps[:_STEPS])
+        tail = [*([Text(), steps] if steps else []), Text(), Text(_REST, style="dim")]
+        for number in range(min(_REASONS, len(report.reasons)), -1, -1):
+            why = listed("Why", report.reasons[:number])
+            shown = Group(*head, *([Text(), why] if why else []), *tail)
+            if number == 0 or len(console.render_lines(shown, options, pad=False)) <= _LINES:
+                yield shown
+                return
 
 
 def listed(title: str, lines: Iterable[str]) -> RenderableType | None:

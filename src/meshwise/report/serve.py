@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.core.units import format_bytes, format_money, format_time
+from meshwise.core.units import format_bytes, format_money, format_percent, format_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import Engine, ServingAnswer, ServingEstimate, ServingSetup
 from meshwise.costs.serving.memory import CLASSES
 from meshwise.costs.serving.step import TERMS
 from meshwise.exports.serving import serving_runs_in
+from meshwise.report.chart import Bars, Beside, bars_svg
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve_breakdown import serve_explanations
 from meshwise.report.table import Columns, counted, picked, said, spaced, table
@@ -46,6 +47,7 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
             "plans": [serving_plan_data(problem, e)],
             "frontier": [{"batch": batch, "longest_request_tokens": tokens} for batch, tokens in answer.frontier],
         },
+        brief=said(brief_subject(problem, e), *serving_bars(e), _fitting(answer)),
         body=said(
             Text(subject(problem, e.setup)),
             *(latency_table(e), term_table(e), memory_table(e)),
@@ -85,6 +87,46 @@ def serving_words(e: ServingEstimate) -> str:
         f"TTFT {format_time(e.ttft.expected)}, TPOT {format_time(e.tpot.expected)}, "
         f"{e.throughput_per_chip:,.1f} output tokens/s per chip{cost}"
     )
+
+
+def serving_bars(e: ServingEstimate) -> tuple[RenderableType, ...]:
+    """Where the time of both steps goes, and the memory of a chip."""
+    prefill, decode, *held = _bars(e)
+    return Beside(prefill, decode), Beside(*held) if len(held) > 1 else held[0]
+
+
+def _bars(e: ServingEstimate) -> list[Bars]:
+    """Of both steps' times, then of the memory of a chip of each kind of engine."""
+    steps = {"a prefill": e.prefill, "a decode step": e.decode}
+    times = [Bars(f"time of {name}: {format_time(x.seconds.expected)}", x.terms, x.seconds.expected, format_time)
+             for name, x in steps.items()]  # fmt: skip
+    roles = {"prefill": e.prefill, "decode": e.decode} if e.setup.mode == "disaggregated" else {"": e.decode}
+    held = []
+    for role, engine in roles.items():
+        total, parts = engine.memory["total"], {n: b for n, b in engine.memory.items() if n != "total"}
+        whole = max(total, e.hbm_capacity)
+        share = format_percent(total / e.hbm_capacity)
+        held.append(Bars(f"{role or 'memory of a'} chip: {format_bytes(total)} ({share})", parts, whole, format_bytes))
+    return times + held
+
+
+def estimate_serve_svg(answer: ServingAnswer) -> str:
+    """Draw where the time of both steps and the memory of a chip go.
+
+    Raises:
+        MissingDependencyError: when matplotlib is absent.
+    """
+    return bars_svg(f"{answer.problem.model.name}: {answer.estimate.setup.decode}", _bars(answer.estimate))
+
+
+def brief_subject(problem: ServingProblem, e: ServingEstimate) -> RenderableType:
+    """Name what is served, the layouts, who runs them, the bounds, and what a user has to know of the model."""
+    takers = f"runs in {', '.join(serving_runs_in(problem, e.setup)) or 'no tool yet'}"
+    bounds = "bounds: " + ", ".join(
+        f"{name} {format_time(t.lower)} to {format_time(t.upper)}" for name, t in (("TTFT", e.ttft), ("TPOT", e.tpot))
+    )
+    notes = (f"note: {note}" for note in problem.model.notes[:1])
+    return Text("\n".join((subject(problem, e.setup), takers, bounds, *notes)))
 
 
 def subject(problem: ServingProblem, setup: ServingSetup) -> str:
@@ -230,7 +272,7 @@ def _together(setup: ServingSetup) -> str | None:
 def _next_steps(answer: ServingAnswer) -> tuple[str, ...]:
     e = answer.estimate
     if e.fits:
-        return ("--explain shows the workings", "'meshwise plan serve' searches layouts and batches")
+        return ("'meshwise plan serve' searches layouts and batches",)
     if e.largest_batch:
         return (f"--batch {e.largest_batch} fits",)
     return (

@@ -13,8 +13,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.core.units import format_count, format_duration, format_money, format_percent, format_time
+from meshwise.report.breakdown import plan_data
 from meshwise.report.chart import terminal_chart, write_svg
-from meshwise.report.plan import cost_words, plan_data, run_words
+from meshwise.report.plan import cost_words, run_words
 from meshwise.report.report import Report, reasons
 from meshwise.report.table import Columns, counted, said, tabulate
 from meshwise.search import Plan, PlanResult, Scaling

@@ -189,7 +189,8 @@ def with_verified(report: Report, rows: Sequence[VerifiedPlan]) -> Report:
         return ": ".join(said(spaced(row["layout"]), row["refused"]))
 
     shown = tabulate(columns, data, missing="", note=note)
-    return replace(report, body=(*report.body[:2], shown, *report.body[2:]), data={**report.data, "verified": data})
+    brief, body = ((*blocks[:2], shown, *blocks[2:]) for blocks in (report.brief, report.body))
+    return replace(report, brief=brief, body=body, data={**report.data, "verified": data})
 
 
 def _verified_data(row: VerifiedPlan) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from meshwise.search.space import Limits, parts_of
 from meshwise.search.tools import Tool
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.remat import check_remat
-from meshwise.sharding.words import choice_words, layout_words
+from meshwise.sharding.words import layout_words
 
 #: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out
 #: of memory is worth less than one that is half a percent slower.
@@ -175,9 +175,8 @@ def _why_simplest(wanted: Wanted, simple: Found, best: Found) -> Iterator[str]:
     gain = simple.score / best.score - 1
     how = "cheaper" if wanted.objective == "cost" else "faster"
     yield (
-        f"{layout_words(best.layout)} ({choice_words(best.layout)}) would be {100 * gain:.2g} % {how}: of plans within "
-        f"{wanted.constraints.within:.0%} of each other, which predictions cannot tell apart, the simplest is first "
-        f"(--within 0 for the {'cheapest' if how == 'cheaper' else 'fastest'})"
+        f"{layout_words(best.layout)} is {100 * gain:.2g} % {how}; within {wanted.constraints.within:.0%} predictions "
+        f"cannot tell plans apart, and the simplest is first (--within 0: the {how[:-1]}st)"
     )
 
 
@@ -234,19 +233,19 @@ def estimate_layout(
         *itertools.product([tools] if tools else [], ((exact, 1.0), (problem, 1.0))),
         *itertools.product([()], ((exact, 1.0), (problem, 1.0), (problem, math.inf))),
     ):
-        result = _search_layout(given, request, takers, share, progress)
+        result = search_layout(given, request, takers, share, progress)
         if best := result.front[-1:] if math.isinf(share) else result.best:
             break
     plan = Plan.of(problem, best[0].layout, best[0].fabric)
     return PlanResult((plan,), winner_reasons(plan, problem.network), (), result)
 
 
-def _search_layout(
+def search_layout(
     problem: TrainingProblem,
     request: LayoutRequest,
     tools: tuple[Tool, ...],
     memory_share: float,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] = lambda _: None,
 ) -> SearchResult:
     """Search what a layout leaves open, filling so much of the HBM.
 

@@ -12,13 +12,23 @@ def layout_words(layout: Layout) -> str:
 
 def choice_words(layout: Layout) -> str:
     """What a layout has besides its mesh, in few words."""
+    return ", ".join(choice_list(layout))
+
+
+def choice_list(layout: Layout) -> list[str]:
+    """The same, a choice each; the microbatches are the last."""
     shared = layout.context * layout.ulysses * layout.expert > 1
-    said = f"zero={layout.zero} " if layout.zero and (layout.data > 1 or not layout.fully_sharded) else ""
-    said += "" if layout.fully_sharded or not shared else "fully_sharded=off "
     pieces = f":{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
-    said += f"{layout.schedule}{pieces} " if layout.stage > 1 else ""
-    said += "ring " if layout.context > 1 and layout.context_method == "ring" else ""
-    said += "" if layout.tensor == 1 or layout.expert_tensor_parallel else "whole experts "
     layers = f":{layout.remat_layers}" if layout.remat_layers is not None else ""
-    away = f"offload={'+'.join(layout.offload)} " if layout.offload else ""
-    return f"{said}{away}remat={layout.remat}{layers} {layout.num_microbatches}x{layout.micro_batch} seq"
+    said = {
+        f"zero={layout.zero}": layout.zero and (layout.data > 1 or not layout.fully_sharded),
+        "fully_sharded=off": shared and not layout.fully_sharded,
+        f"{layout.schedule}{pieces}": layout.stage > 1,
+        "ring": layout.context > 1 and layout.context_method == "ring",
+        "whole experts": layout.tensor > 1 and not layout.expert_tensor_parallel,
+        f"offload={'+'.join(layout.offload)}": layout.offload,
+        f"remat={layout.remat}{layers}": True,
+    }
+    number = layout.num_microbatches
+    microbatches = f"{number:,} microbatch{'es' if number > 1 else ''} of {layout.micro_batch:,}"
+    return [*(words for words, holds in said.items() if holds), microbatches]
