@@ -32,6 +32,7 @@ ROOT = DOCS.parent
 #: Pages with examples or generated tables; reference.md and the signatures are written as a whole.
 PAGES = (
     ROOT / "README.md",
+    DOCS / "commands.md",
     DOCS / "planning.md",
     DOCS / "serving.md",
     DOCS / "precision.md",

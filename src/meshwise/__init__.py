@@ -21,6 +21,7 @@ _NAMES = {
     "meshwise.commands.estimate_serve": ("estimate_serve",),
     "meshwise.commands.estimate_train": ("estimate_train",),
     "meshwise.commands.export": ("export",),
+    "meshwise.commands.fit": ("fit",),
     "meshwise.commands.plan_serve": ("compare_serve", "plan_serve"),
     "meshwise.commands.plan_train": ("compare_train", "plan_train", "scale_train"),
     "meshwise.commands.roofline": ("roofline",),

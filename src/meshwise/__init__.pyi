@@ -29,6 +29,7 @@ from meshwise.report.run import GenerateResult, RunResult
 from meshwise.scoring.fitting import Refined
 from meshwise.scoring.score import Score as Score
 from meshwise.scoring.score import ServingScore, TrainingScore
+from meshwise.search.fits import Fits
 from meshwise.search.plan import Plan as Plan
 from meshwise.search.plan import ServingPlan
 from meshwise.search.planner import PlanResult as PlanResult
@@ -117,6 +118,16 @@ def estimate_train(
     calibration: str = "fitted",
     progress: Callable[[str], None] = ...,
 ) -> PlanResult: ...
+def fit(
+    model: str,
+    *,
+    on: str | None = None,
+    context: str | float | None = None,
+    precision: str | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    price: str | float | None = None,
+    progress: Callable[[str], None] = ...,
+) -> Fits: ...
 def generate(
     plan: Plan | str | os.PathLike[str],
     *,

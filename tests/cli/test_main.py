@@ -45,6 +45,7 @@ WORKING = {
         "--steps",
         "2",
     ],
+    "fit": ["llama-3-8b", "--on", "h100:1"],
     "model": ["llama-3-70b"],
     "models": [],
     "chips": [],

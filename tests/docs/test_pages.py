@@ -74,9 +74,12 @@ def test_every_command_is_in_the_reference():
         assert f"\n### meshwise {name}\n" in page
 
 
-def test_every_command_is_shown_in_the_readme():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_command_is_named_in_the_readme_and_shown_by_example():
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.encode()) < 13_000
     for name, _ in reference.commands():
+        assert f"`meshwise {name}" in readme, name
         assert re.search(rf"^(\$ )?meshwise {name}\b", page, re.MULTILINE), name  # what a machine measures is not run
 
 
@@ -96,7 +99,7 @@ def test_every_model_has_a_line():
 @pytest.mark.parametrize("verb", reference.FIELDS)
 def test_every_json_field_has_a_meaning(verb):
     rows = reference.json_rows(verb)  # asserts it
-    assert len(rows) > 20
+    assert len(rows) > 10
 
 
 def test_a_field_without_a_meaning_is_noticed(monkeypatch):

@@ -107,6 +107,7 @@ _VERBS = {
     "plan serve": ("plan_serve:show_plans", "Find the best layouts for a serving load, and why the others lose."),
     "estimate train": ("estimate_train:show_estimate", "Estimate what one layout would do for a training job."),
     "estimate serve": ("estimate_serve:show_estimate", "Estimate what one layout would do for a serving load."),
+    "fit": ("fit:show_fit", "Find out what fits in memory, for serving and for training."),
     "export": ("export:show_export", "Write a saved plan as the configuration of another tool."),
     "simulate train": ("simulate_train:show_timeline", "Show one training step as a timeline."),
     "simulate serve": ("simulate_serve:show_simulation", "Serve requests over time by replicas of an engine."),
@@ -146,7 +147,7 @@ INTERRUPTED = 130
     cls=LazyGroup,
     lazy=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Every command has --json, --details and --explain. Exit codes: 0 ok, 1 a bug, 2 usage, 3 infeasible, 4 missing extra.",
+    epilog="All have --json, --details, --explain. Exit codes: 0 ok, 1 a bug, 2 usage, 3 infeasible, 4 missing extra.",
 )
 @click.version_option(__version__, message="meshwise %(version)s")
 def app() -> None:

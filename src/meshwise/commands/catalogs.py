@@ -29,8 +29,7 @@ from meshwise.hardware import chips as all_chips
 from meshwise.hardware.names import reprice
 from meshwise.models import Model, load_model, model_names
 from meshwise.models.model import check_length
-from meshwise.report.chips import chip_report, chips_report
-from meshwise.report.clusters import cluster_report, clusters_report
+from meshwise.report.hardware import chip_report, chips_report, cluster_report, clusters_report
 from meshwise.report.model import model_report, models_report
 
 #: Where FLOPs are counted by default; shorter for models that cannot read so far.

@@ -181,6 +181,15 @@ class TrainingJob(BaseModel):
             )
         return self
 
+    @classmethod
+    def one_sequence(cls, seq_len: float, **fields: Any) -> TrainingJob:
+        """A job whose steps are of one sequence; `fields`: the others of the job."""
+        return cls(batch_tokens=seq_len, seq_len=seq_len, **fields)
+
+    def of_sequences(self, sequences: float, seq_len: float) -> TrainingJob:
+        """The job with steps of so many sequences, each of so many tokens."""
+        return self.model_copy(update={"seq_len": seq_len, "batch_tokens": sequences * seq_len})
+
     @property
     def sequences(self) -> float:
         """Sequences per step; not whole when `seq_len` does not divide `batch_tokens`."""

@@ -11,8 +11,7 @@ from meshwise.core.explanation import Explanation
 from meshwise.core.units import format_bandwidth, format_bytes, format_flops, format_time
 from meshwise.costs.breakdown import Breakdown
 from meshwise.costs.traffic import Pass
-from meshwise.report.formats import peak_fields, peak_words
-from meshwise.report.sources import ROOFLINES, SHARDED, number, sourced
+from meshwise.report.formats import ROOFLINES, SHARDED, number, peak_fields, peak_words, sourced
 from meshwise.report.table import pick
 
 

@@ -15,9 +15,9 @@ from meshwise.costs.breakdown import BlockBreakdown, Breakdown, CollectiveBreakd
 from meshwise.costs.explain import Padding, collectives_of, paddings
 from meshwise.costs.makespans import StageTimes
 from meshwise.exports import runs_in
+from meshwise.report.formats import RULES, number
 from meshwise.report.likely import likely_data
 from meshwise.report.report import listed
-from meshwise.report.sources import RULES, number
 from meshwise.report.table import Columns, picked, plain, said, tabulate
 from meshwise.search import Plan
 

@@ -24,8 +24,18 @@ from meshwise.costs.paths import Leg, Path
 from meshwise.costs.routing import Routing
 from meshwise.costs.traffic import Pass
 from meshwise.hardware import Cluster
-from meshwise.report.formats import peak_fields, peak_words
-from meshwise.report.sources import GPUS, HOST, OVERLAP, ROOFLINES, RULE, SHARDED, number, sourced
+from meshwise.report.formats import (
+    GPUS,
+    HOST,
+    OVERLAP,
+    ROOFLINES,
+    RULE,
+    SHARDED,
+    number,
+    peak_fields,
+    peak_words,
+    sourced,
+)
 from meshwise.report.table import counted
 from meshwise.sharding import CollectiveKind
 

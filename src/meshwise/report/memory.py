@@ -13,8 +13,7 @@ from meshwise.core.units import format_bytes, format_count, format_percent
 from meshwise.costs.breakdown import Breakdown, ClassBreakdown
 from meshwise.costs.explain import Padding
 from meshwise.costs.offload import HOST_CLASSES
-from meshwise.report.formats import state_words
-from meshwise.report.sources import HOST, REMAT, SHARDED, STATE, number, sourced
+from meshwise.report.formats import HOST, REMAT, SHARDED, STATE, number, sourced, state_words
 from meshwise.report.table import words
 
 #: One block is at work at a time, and holds these classes.

@@ -50,7 +50,7 @@ from meshwise.report.report import Report, listed
 from meshwise.report.table import Columns, counted, picked, plain, said, spaced, table, tabulate, words
 from meshwise.search import Found, Plan, PlanResult
 from meshwise.search.diagnosis import Change, Measured
-from meshwise.sharding.words import choice_list, choice_words, layout_words
+from meshwise.sharding.layout import choice_list, choice_words, layout_words
 
 
 def plan_report(planning: PlanResult, inputs: Mapping[str, Any]) -> Report:

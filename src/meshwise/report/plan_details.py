@@ -24,7 +24,7 @@ from meshwise.report.memory import explain_memory
 from meshwise.report.report import Details
 from meshwise.report.table import Columns, counted, or_dash, picked, signed_percent, tabulate, words
 from meshwise.search import MAX_MEMORY, Plan, PlanResult, Sensitivity
-from meshwise.sharding.words import layout_words
+from meshwise.sharding.layout import layout_words
 
 
 def plan_details(plan: Plan) -> Details:

@@ -19,7 +19,7 @@ from meshwise.report.plan import cost_words, run_words
 from meshwise.report.report import Report, reasons
 from meshwise.report.table import Columns, counted, said, tabulate
 from meshwise.search import Plan, PlanResult, Scaling
-from meshwise.sharding.words import layout_words
+from meshwise.sharding.layout import layout_words
 
 
 def comparison_report(found: Mapping[str, PlanResult | str], inputs: Mapping[str, Any]) -> Report:

@@ -6,9 +6,8 @@ Not here: why well-known alternatives to the best plan lose (`baselines`), and w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.spread import likely_interval, relative_spread, uncertainty_sources
@@ -106,7 +105,7 @@ def _requests(plan: Plan) -> Iterator[tuple[str, str, LayoutRequest]]:
         yield name, words, replace(asked, choices=_meant({**kept, name: value}, written.sizes))
 
 
-def _meant(choices: dict[str, Any], sizes: dict[str, int] | Any) -> dict[str, Any]:
+def _meant(choices: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, object]:
     """Choices that still have a meaning; others are left open."""
     needs = {"stage": ("schedule", "virtual_stages"), "context": ("context_method",), "data": ("zero",)}
     lost = {name for axis, names in needs.items() if sizes[axis] == 1 for name in names}

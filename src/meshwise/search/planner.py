@@ -29,9 +29,8 @@ from meshwise.search.reasons import winner_reasons
 from meshwise.search.search import OBJECTIVES, SearchResult, SearchSpace, search
 from meshwise.search.space import Limits, parts_of
 from meshwise.search.tools import Tool
-from meshwise.sharding.layout import MESH_AXES, LayoutRequest
+from meshwise.sharding.layout import MESH_AXES, LayoutRequest, layout_words
 from meshwise.sharding.remat import check_remat
-from meshwise.sharding.words import layout_words
 
 #: Share of HBM that plans fill unless told otherwise: activations are known to about 15 %, and a plan that runs out
 #: of memory is worth less than one that is half a percent slower.
