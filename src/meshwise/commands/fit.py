@@ -1,0 +1,116 @@
+"""`fit`: whether a model fits on a cluster, for serving and for training. Not here: what is fast (`plan_train`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from meshwise.commands.command import Screen, Tell, command, silent, verb
+from meshwise.commands.requests import Flag, listed
+from meshwise.commands.where import ModelOnCluster
+from meshwise.core.errors import InfeasibleError, MeshwiseError
+from meshwise.core.units import Quantity, format_count, parse_count
+from meshwise.costs.engines import find_serving_calibration
+from meshwise.costs.fitted import find_calibration
+from meshwise.costs.problem import ServingProblem, TrainingProblem
+from meshwise.hardware import Cluster
+from meshwise.jobs import ServingLoad, TrainingJob
+from meshwise.models import Model, load_model
+from meshwise.models.model import check_length
+from meshwise.report.fit import fit_report
+from meshwise.search.fits import Fits, ServingFit, TrainingFit, serving_fits, training_fits
+
+#: Ways to train that are tried: precision, and what is trained.
+TRAINED = (("mixed", "full"), ("book", "full"), ("mixed", "lora"), ("mixed", "qlora"))
+
+#: Length of sequences unless one is given, or the model reads fewer.
+_USUAL = 8192
+
+
+class FitRequest(ModelOnCluster):
+    """What `meshwise fit` is asked."""
+
+    sections: ClassVar = {"Fit": ("on", "context", "precision")}
+
+    context: Annotated[float, Quantity("tokens", parse_count, format_count, "8Ki")] | None = Field(
+        default=None, ge=2, le=1e9, serialization_alias="context_tokens"
+    )
+    """Tokens of a request, prompt and output together, and of a training sequence; by default 8192, or what the model
+    reads."""
+    precision: Annotated[str | None, Flag("PRECISIONS")] = None
+    """Serving precisions to try, fp8,int4-weights; by default those that the chip multiplies in, and int4 weights."""
+
+
+@command(FitRequest)
+def fit(request: FitRequest, *, progress: Tell = silent) -> Fits:
+    """Find out what fits in memory: what `meshwise fit` answers, as values.
+
+    >>> import meshwise
+    >>> found = meshwise.fit("llama-3-8b", on="h100:1")
+    >>> found.serving[0].requests > 10, [t.fine_tune for t in found.training if t.micro_batch]
+    (True, ['lora', 'qlora'])
+
+    Args:
+        progress: told a line now and then.
+
+    Raises:
+        MeshwiseError: an argument that cannot be understood.
+    """
+    cluster, model = request.must_find(), load_model(request.model)
+    context = request.context or min(_USUAL, model.max_seq_len or _USUAL)
+    check_length(model, context)
+    refused: dict[str, str] = {}
+    serving: tuple[ServingFit, ...] = ()
+    training: tuple[TrainingFit, ...] = ()
+    try:
+        progress("what fits of serving")
+        serving = serving_fits(_serving_problems(request, model, cluster, context))
+    except MeshwiseError as error:
+        refused["serving"] = str(error)
+    try:
+        progress("what fits of training")
+        training = training_fits(_training_problems(model, cluster, context))
+    except MeshwiseError as error:
+        refused["training"] = str(error)
+    return Fits(model, cluster, context, serving, training, refused)
+
+
+def _serving_problems(request: FitRequest, model: Model, cluster: Cluster, context: float) -> list[ServingProblem]:
+    """A load for each precision: half of the context is prompt."""
+    names = listed(request.precision, "--precision") if request.precision else usual_precisions(cluster)
+    model.serving_program("decode")  # refuses what cannot be served
+    calibration = find_serving_calibration("fitted", cluster.chip)
+    prompt = context // 2
+    loads = [ServingLoad(prompt=prompt, output=context - prompt, precision=name) for name in names]
+    return [ServingProblem(model, load, cluster, calibration) for load in loads]
+
+
+def usual_precisions(cluster: Cluster) -> tuple[str, ...]:
+    """Serving precisions that a chip multiplies in, and weights of four bits, which any chip reads."""
+    rates = {dtype.value for dtype in cluster.chip.flops_per_s}
+    eight = next((name for name in ("fp8", "int8") if name in rates), "int8-weights")
+    return ("bf16", eight, *(("fp4",) if "fp4" in rates else ()), "int4-weights")
+
+
+def _training_problems(model: Model, cluster: Cluster, context: float) -> list[TrainingProblem]:
+    calibration = find_calibration("fitted", cluster.chip)
+    jobs = [TrainingJob.one_sequence(context, precision=p, fine_tune=t) for p, t in TRAINED]
+    return [TrainingProblem(model, job, cluster, calibration) for job in jobs]
+
+
+@verb(FitRequest)
+def show_fit(screen: Screen, request: FitRequest) -> int | None:
+    """Find out what fits in memory, for serving and for training.
+
+    Requests and context by precision and size of an engine; training by what is trained and how it is split. Memory
+    alone, by the same accounting as 'estimate'; what is fast is found by 'plan'. If nothing fits, the exit code is 3.
+
+    \b
+      meshwise fit llama-3-70b --on h100:8
+      meshwise fit qwen3-32b --on rtx-4090:2 --context 32Ki
+      meshwise fit gpt-oss-120b --on h100:1 --precision fp4
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    found = fit.answer(request, progress=screen.progress)
+    screen.show(fit_report(found, request.echo()))
+    return None if found.anything else InfeasibleError.exit_code

@@ -1,0 +1,238 @@
+"""Whether a model fits on a cluster at all: how many requests, how long, how large microbatches, by format and split.
+
+Memory alone, by the accounting of estimates. Not here: what is fast (`planner`), and words (`report`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.costs.problem import ServingProblem, TrainingProblem
+from meshwise.costs.serving.answer import ServingSetup
+from meshwise.costs.serving.memory import engine_memory
+from meshwise.hardware import Cluster
+from meshwise.jobs import ServingLoad
+from meshwise.models import Model
+from meshwise.search.plan import Plan
+from meshwise.search.planner import check_request, search_layout
+from meshwise.sharding.layout import MESH_AXES, LayoutRequest
+from meshwise.sharding.serving import ServingLayout, parse_serving_layout
+
+#: Where a search for the most of something ends.
+_MOST_REQUESTS, _MOST_TOKENS, _MOST_SEQUENCES = 1 << 20, 1 << 26, 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class ServingFit:
+    """What fits on engines of one layout.
+
+    Args:
+        precision: its name.
+        layout: of one engine.
+        engines: how many of them the cluster holds.
+        weights: bytes on the fullest chip.
+        requests: of the asked context, at once on one engine; 0 where the weights and one are too much.
+        context: tokens of the longest single request that fits, no more than the model reads; 0 where none does.
+    """
+
+    precision: str
+    layout: ServingLayout
+    engines: int
+    weights: float
+    requests: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFit:
+    """What fits of training in one way.
+
+    Args:
+        precision, fine_tune: names, as a job has them.
+        plan: the leanest of that split: microbatches of one sequence, everything recomputed.
+        state: bytes on the fullest chip that do not depend on the batch.
+        micro_batch: most sequences of the asked length in a microbatch; 0 where one does not fit.
+        context: tokens of the longest single sequence that fits, no more than the model reads; 0 where none does.
+    """
+
+    precision: str
+    fine_tune: str
+    plan: Plan
+    state: float
+    micro_batch: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """What fits.
+
+    Args:
+        model, cluster: of what, and on what.
+        context: tokens of a request or a sequence.
+        serving: by precision and size of an engine, the smallest engines first.
+        training: by job and split of all chips.
+        refused: kind ("serving", "training") -> why nothing of it could be asked.
+    """
+
+    model: Model
+    cluster: Cluster
+    context: float
+    serving: tuple[ServingFit, ...]
+    training: tuple[TrainingFit, ...]
+    refused: Mapping[str, str]
+
+    @property
+    def anything(self) -> bool:
+        """Whether anything fits at all."""
+        return any(s.requests for s in self.serving) or any(t.micro_batch for t in self.training)
+
+
+def most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that fits, where all smaller ones do; 0 where 1 does not.
+
+    >>> most(lambda n: n <= 37, 100), most(lambda n: False, 100), most(lambda n: True, 100)
+    (37, 0, 100)
+    """
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def serving_fits(problems: Sequence[ServingProblem]) -> tuple[ServingFit, ...]:
+    """What fits on engines of one chip, two, four, ..., up to the cluster, of the best split of each.
+
+    Of an engine's splits (tensor, experts, stages of eight tensor ways) the one that holds the most requests stands for
+    all. Of each precision: engines from the smallest that holds a request, and no more than three sizes.
+
+    Args:
+        problems: one for each precision; the load says how long requests are.
+    """
+    return tuple(fit for problem in problems for fit in _of_precision(problem))
+
+
+def _of_precision(problem: ServingProblem) -> Iterator[ServingFit]:
+    chips, shown = 1, 0
+    last: ServingFit | None = None
+    while chips <= problem.cluster.num_chips and shown < 3:
+        found = [_serving_fit(problem, layout) for layout in _engines(problem, chips)]
+        if found:
+            last = max(found, key=lambda fit: (fit.requests, fit.context, -fit.weights))
+            if last.requests or last.context:
+                shown += 1
+                yield last
+        chips *= 2
+    if last is not None and not shown:  # not even all chips together
+        yield last
+
+
+def _engines(problem: ServingProblem, chips: int) -> Iterator[ServingLayout]:
+    """Ways to split an engine that tools have, as far as the model has what they split."""
+    sizes = problem.model.sizes
+    heads = int(max((v for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1))
+    experts = int(min((v for k, v in sizes.items() if k.partition(".")[0] == "E"), default=1))
+    ways = [f"tensor={chips}"] if chips <= heads and heads % chips == 0 else []
+    if chips > 1 and experts % chips == 0:
+        ways.append(f"expert={chips}")
+    if chips > 8 and chips % 8 == 0 and chips // 8 <= problem.model.num_layers:
+        ways.append(f"tensor={min(8, heads)},stage={chips // min(8, heads)}")
+    for text in ways:
+        try:
+            yield parse_serving_layout(text, num_chips=chips)
+        except MeshwiseError:
+            continue
+
+
+def _serving_fit(problem: ServingProblem, layout: ServingLayout) -> ServingFit:
+    capacity = problem.cluster.chip.hbm_usable
+
+    def total(load: ServingLoad, requests: int) -> float:
+        setup = ServingSetup("aggregated", layout, layout, requests)
+        return engine_memory(replace(problem, load=load), setup, "decode")["total"]
+
+    def long(tokens: int) -> bool:
+        load = problem.load.model_copy(update={"prompt": max(tokens - 1.0, 1.0), "output": 1.0})
+        return total(load, 1) <= capacity
+
+    requests = most(lambda n: total(problem.load, n) <= capacity, _MOST_REQUESTS)
+    setup = ServingSetup("aggregated", layout, layout, 1)
+    return ServingFit(
+        precision=problem.load.precision,
+        layout=layout,
+        engines=problem.cluster.num_chips // layout.num_chips,
+        weights=engine_memory(problem, setup, "decode")["weights"],
+        requests=requests,
+        context=most(long, min(problem.model.max_seq_len or _MOST_TOKENS, _MOST_TOKENS)),
+    )
+
+
+def training_splits(problem: TrainingProblem) -> Iterator[tuple[dict[str, int], int]]:
+    """Sizes of mesh axes, and the ZeRO stage, of the usual splits of all chips; what is frozen has little to share."""
+    chips = problem.cluster.num_chips
+    inner = problem.network.dimensions[0]
+    heads = int(max((v for k, v in problem.model.sizes.items() if k.partition(".")[0] == "N"), default=1))
+    yield {"data": chips}, 0
+    if chips == 1:
+        return
+    if problem.job.tuning.full:
+        yield {"data": chips}, 2
+    yield {"fsdp": chips}, 0
+    ways = math.gcd(min(8, inner.size) if not inner.torus else 4, math.gcd(heads, chips))
+    if 1 < ways < chips:
+        yield {"fsdp": chips // ways, "tensor": ways}, 0
+
+
+def training_fits(problems: Sequence[TrainingProblem]) -> tuple[TrainingFit, ...]:
+    """What fits of training, for each job and each usual split of all chips; those of no job are left out.
+
+    Args:
+        problems: one for each precision and way of fine-tuning; the job says how long sequences are.
+    """
+    found = []
+    for problem in problems:
+        for sizes, zero in training_splits(problem):
+            try:
+                found.append(_training_fit(problem, sizes, zero))
+            except MeshwiseError:  # heads or experts that do not divide
+                continue
+    return tuple(found)
+
+
+def _training_fit(problem: TrainingProblem, sizes: Mapping[str, int], zero: int) -> TrainingFit:
+    replicas = math.prod(n for axis, n in sizes.items() if axis != "tensor")
+    problem = _with_length(problem, replicas, problem.job.seq_len)
+    choices = {"remat": "full", "zero": zero, "micro_batch": 1, "num_microbatches": 1}
+    if "data" not in sizes:
+        del choices["zero"]
+    request = LayoutRequest(dict.fromkeys(MESH_AXES, 1) | dict(sizes), choices, tuple(sizes))
+    check_request(problem, request)
+    lean = search_layout(problem, request, (), math.inf).front[-1]
+    plan = Plan.of(problem, lean.layout, lean.fabric)
+    capacity = plan.estimate.hbm_capacity
+
+    def total(micro_batch: int, length: float) -> float:
+        layout = plan.layout.replace(micro_batch=micro_batch)
+        other = Plan.of(_with_length(problem, replicas * micro_batch, length), layout, plan.fabric)
+        return other.estimate.memory["total"]
+
+    longest = min(problem.model.max_seq_len or _MOST_TOKENS, _MOST_TOKENS)
+    return TrainingFit(
+        precision=problem.job.precision,
+        fine_tune=problem.job.fine_tune,
+        plan=plan,
+        state=sum(plan.estimate.memory.get(n, 0.0) for n in ("parameters", "master_copies", "gradients", "optimizer")),
+        micro_batch=most(lambda n: total(n, problem.job.seq_len) <= capacity, _MOST_SEQUENCES),
+        context=most(lambda tokens: total(1, tokens) <= capacity, longest),
+    )
+
+
+def _with_length(problem: TrainingProblem, sequences: int, length: float) -> TrainingProblem:
+    return replace(problem, job=problem.job.of_sequences(sequences, length))
