@@ -90,6 +90,8 @@ def _asked(words: str) -> list[str]:
         asked += ["--tool", "none"]
     if asked[:2] == ["plan", "train"]:
         asked += ["--within", "0"]
+    if asked[:2] == ["estimate", "train"]:
+        asked += ["--no-changes"]
     return asked
 
 

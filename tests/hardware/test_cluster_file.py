@@ -9,7 +9,7 @@ import pytest
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError, ConfigError, MeshwiseError, UnknownNameError
 from meshwise.hardware import Cluster, Torus, Tree, load_chip, load_cluster_file, parse_cluster
-from meshwise.hardware.cluster_file import read_cluster
+from meshwise.hardware.cluster_file import TEMPLATE, read_cluster
 
 TREE = """
 chip = "h100-sxm"
@@ -179,3 +179,19 @@ def test_a_twisted_torus_from_a_file():
     ):
         with pytest.raises(ClusterError, match=message):
             read_cluster(bad, name="mine", where="mine")
+
+
+def test_the_template_is_a_cluster_and_says_what_it_changes(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    cluster = load_cluster_file(path)
+    assert (cluster.name, cluster.num_chips, cluster.price_per_chip_hour) == ("my-cluster", 64, 2.10)
+    assert cluster.chip.hbm_usable == cluster.chip.hbm_capacity == 96e9
+    assert isinstance(cluster.network, Tree)
+    assert [level.name for level in cluster.network.levels] == ["nvlink", "ethernet"]
+    path.write_text(TEMPLATE.replace("hbm_capacity", "hbm_capcity"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"hbm_capcity.*hbm_capacity"):
+        load_cluster_file(path)
+    path.write_text(TEMPLATE.replace("degree = 8", "degre = 8", 1), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"'network.levels.0.degre' is not known; known: name, degree"):
+        load_cluster_file(path)

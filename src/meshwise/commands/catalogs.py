@@ -26,6 +26,7 @@ from meshwise.hardware import (
     parse_cluster,
 )
 from meshwise.hardware import chips as all_chips
+from meshwise.hardware.cluster_file import TEMPLATE
 from meshwise.hardware.names import reprice
 from meshwise.models import Model, load_model, model_names
 from meshwise.models.model import check_length
@@ -164,6 +165,8 @@ class _ClustersRequest(Request):
 
     cluster: str | None = None
     """The name of one, or its TOML file."""
+    template: bool = False
+    """Print a file that describes a cluster and a chip of your own, to be changed and given to --cluster."""
 
 
 @verb(_ClustersRequest)
@@ -172,8 +175,14 @@ def show_clusters(screen: Screen, request: _ClustersRequest) -> None:
 
     Without CLUSTER, the ways to write one, and the known slices, networks and machines; with one, or with a TOML file
     that describes one, what it stands for.
-    """
-    if request.cluster is None:
+
+    \b
+      meshwise clusters --template > mine.toml
+      meshwise clusters mine.toml
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    if request.template:
+        screen.write(TEMPLATE)
+    elif request.cluster is None:
         screen.show(clusters_report(networks(), machines(), request.echo()))
     else:
         screen.show(cluster_report(cluster(request.cluster), request.echo()))

@@ -140,12 +140,14 @@ def _whole(layout: LayoutRequest, cluster: Cluster, text: str) -> LayoutRequest:
 
 
 class _Files(Request):
-    sections: ClassVar = {"Job": ("measured",), "Output": ("save", "svg")}
+    sections: ClassVar = {"Diagnosis": ("measured", "changes"), "Output": ("save", "svg")}
 
     measured: Annotated[float, Quantity("time", parse_duration, format_time, "12.3s")] | None = Field(
         default=None, gt=0, serialization_alias="measured_s"
     )
     """Your own time of a step: where the difference from the expected one can and cannot come from."""
+    changes: bool = True
+    """Try single changes of the layout, which takes about a second: which gain most, or with which it fits."""
     save: Path | None = None
     """Write the plan to this file as JSON."""
     svg: Path | None = None
@@ -169,7 +171,7 @@ def show_estimate(screen: Screen, request: EstimateTrainRequest, files: _Files) 
     write_file("--svg", files.svg, lambda: plan_svg(plan))
     measured = None if files.measured is None else explain_measured(plan, files.measured)
     screen.progress("trying single changes")
-    changes = single_changes(plan, asked_tools(plan.problem, request.tool))
+    changes = single_changes(plan, asked_tools(plan.problem, request.tool)) if files.changes else ()
     screen.show(estimate_report(planning, request.echo_resolved(plan.problem), changes, measured))
     return None if plan.estimate.fits else InfeasibleError.exit_code
 

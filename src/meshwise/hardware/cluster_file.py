@@ -61,6 +61,41 @@ class _ClusterRow(Row):
     price_per_chip_hour: Dollars | None = None
 
 
+#: An example of such a file, with every kind of key.
+TEMPLATE = """# A cluster of your own, for `meshwise plan train MODEL --cluster THIS_FILE ...`. Numbers have units.
+name = "my-cluster"
+num_chips = 64                  # GPUs; TPU slices take shape = [4, 4, 4], and num_slices = 2
+price_per_chip_hour = 2.10      # dollars; leave it out where it is not known
+
+# Either a chip of the catalog (`meshwise chips`), as it is:
+#   chip = "h100-sxm"
+# or one with changed numbers, as here; or without `base` one of your own, with all of these and more.
+[chip]
+base = "h100-sxm"
+hbm_capacity = "96GB"
+hbm_bandwidth = "4TB/s"
+flops_per_s = { bf16 = "900TFLOP/s" }     # dense; others stay as they are
+
+# Either a network of the catalog (`meshwise clusters`):
+#   network = "dgx-h100"
+# or levels of switches, innermost first, whose degrees multiply to num_chips; or the axes of a torus:
+#   [[network.axes]]
+#   size = 8
+#   wraps = true
+[[network.levels]]
+name = "nvlink"
+degree = 8
+bandwidth_per_chip_one_way = "450GB/s"
+latency = "0.6us"
+
+[[network.levels]]
+name = "ethernet"
+degree = 8
+bandwidth_per_chip_one_way = "100Gbit/s"
+latency = "10us"
+"""
+
+
 def load_cluster_file(path: str | Path) -> Cluster:
     """Read a cluster from a TOML file.
 
@@ -154,6 +189,8 @@ def _on_base(base: dict[str, Any], fields: dict[str, Any], own: str, where: str)
     numbers = set(ChipRow.model_fields) - {"title", "vendor", "sources", "flops_per_s"}
     changed = rates | (numbers & set(fields))
     merged["sources"] |= {key: own for key in changed if key not in fields.get("sources", {})}
+    if "hbm_capacity" in fields and "hbm_reported" not in fields:
+        merged.pop("hbm_reported", None)  # what programs see of the base's memory says nothing of this one
     if "scale_up" not in fields and base.get("scale_up"):
         merged["scale_up"] = _links_on_base(base, fields, where)
     return merged

@@ -6,8 +6,8 @@ once, when first asked for. Not here: users' cluster files (`cluster_file`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
 
 
 def _text(value: object) -> str:
@@ -216,13 +215,13 @@ def validate(model: type[RowT], data: object, where: str) -> RowT:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "; ".join(_explain(error.errors()))) from None
+        raise ConfigError(f"{where}: " + "; ".join(_explain(error.errors(), model))) from None
 
 
 _WRONG_KIND = ("string_type", "model_type", "dict_type", "dataclass_type")
 
 
-def _explain(parts: list[ErrorDetails]) -> list[str]:
+def _explain(parts: list[ErrorDetails], model: type[BaseModel]) -> list[str]:
     """Word the errors; of a key that may be text or a table, only those of the alternative that was meant."""
     keyed = [(_path(part), part) for part in parts]
     lines: list[str] = []
@@ -233,9 +232,27 @@ def _explain(parts: list[ErrorDetails]) -> list[str]:
         alternatives = sum(other == path and details["type"] in _WRONG_KIND for other, details in keyed)
         key = ".".join(path) or "the file"
         line = f"{key}: expected a name or a table, found {part['input']!r}" if alternatives > 1 else _line(key, part)
+        if part["type"] == "extra_forbidden":
+            line += f"; known: {', '.join(_known(model, path))}"
         if line not in lines:
             lines.append(line)
     return lines
+
+
+def _known(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+    """The keys that a table takes which holds one that is not known."""
+    for step in path[:-1]:
+        info = model.model_fields.get(step)  # else the number of a row
+        model = model if info is None else next(_models(info.annotation), model)
+    return list(model.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models within a type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
 
 
 def _path(part: ErrorDetails) -> tuple[str, ...]:
