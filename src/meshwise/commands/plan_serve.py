@@ -76,7 +76,7 @@ class PlanServeRequest(ServeRequest):
         "(weights, activations, kv, compute, head); several (bf16,fp8 or bf16;weights=int8,kv=int8) are compared.",
     )
     objective: Literal["throughput", "tpot", "ttft"] = "throughput"
-    """Most output tokens/s per chip (least cost), least TPOT, or least TTFT."""
+    """Most output tokens/s on all chips of the cluster, least TPOT, or least TTFT."""
     max_ttft: _Target | None = Field(default=None, exclude=True)
     """Longest time to the first token: 500ms for the mean without queues, or p99:500ms for simulated requests."""
     max_tpot: _Target | None = Field(default=None, exclude=True)

@@ -6,9 +6,10 @@ Not here: finding plans (`planning.serving`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwise.core.units import format_money, format_time
@@ -22,6 +23,7 @@ from meshwise.report.serve import (
     assumed,
     brief_subject,
     definitions,
+    idle_words,
     latency_table,
     layouts_words,
     memory_table,
@@ -33,14 +35,14 @@ from meshwise.report.serve import (
 )
 from meshwise.report.serve_breakdown import serve_explanations
 from meshwise.report.serving import quantiles_data
-from meshwise.report.table import Columns, counted, or_dash, pick, picked, said, spaced, table, tabulate
+from meshwise.report.table import Columns, counted, or_dash, pick, picked, said, table, tabulate
 from meshwise.search.serving import ServingPlanResult
 from meshwise.search.serving.planner import FrontPoint, SimulatedPlan
 from meshwise.simulation.serving import Quantiles
 
 
 def front_svg(fronts: Mapping[str, Sequence[FrontPoint]], best: ServingEstimate, title: str) -> str:
-    """Draw output tokens per second and chip against time per output token, a line for each front.
+    """Draw output tokens per second against time per output token, a line for each front.
 
     Args:
         fronts: name -> its points, least time first; filled where engines prefill and decode, hollow where apart.
@@ -61,10 +63,10 @@ def front_svg(fronts: Mapping[str, Sequence[FrontPoint]], best: ServingEstimate,
             axes.plot(*zip(*points, strict=True) if points else ((), ()), "o", markersize=4, color=line.get_color(),
                       markerfacecolor=face)  # fmt: skip
     axes.plot(
-        [1e3 * best.tpot.expected], [best.throughput_per_chip], "*", markersize=13, color="black", label="the plan"
+        [1e3 * best.tpot.expected], [best.output_tokens_per_s], "*", markersize=13, color="black", label="the plan"
     )
     x_title = "time per output token, ms (filled: engines do both; hollow: apart)"
-    axes.set(xscale="log", yscale="log", xlabel=x_title, ylabel="output tokens/s per chip")
+    axes.set(xscale="log", yscale="log", xlabel=x_title, ylabel="output tokens/s, all chips")
     axes.set_title(title, fontsize="medium")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend(fontsize="small")
@@ -83,7 +85,9 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
         inputs: what was asked, with defaults.
     """
     best, problem, search = planning.plans[0], planning.problem, planning.search
-    front = (_front(planning.pareto), Text(_drawn(planning.pareto))) if len(planning.pareto) > 1 else ()
+    idle = idle_words(problem, best.setup, searched=True, rate=planning.constraints.rate)
+    rises = len(planning.pareto) > 1
+    front: tuple[RenderableType, ...] = said(_front(planning.pareto), _drawn(planning.pareto)) if rises else ()
     counts = f"{search.configurations:,} layouts with batches priced, {search.pairs:,} pairs of prefill and generation"
     return Report(
         command="plan serve",
@@ -96,13 +100,14 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
             "search": picked(search, "configurations pairs cpu_s"),
         },
         brief=said(
-            brief_subject(problem, best),
+            brief_subject(problem, best, idle),
             _ranking(planning, planning.plans[:_BRIEFLY], known=best),
             *serving_bars(best),
         ),
         reasons=tuple(f"{n.name}: {n.reason}" for n in planning.neighbours),
         body=said(
             Text(subject(problem, best.setup)),
+            Text(idle) if idle else None,
             latency_table(best),
             _ranking(planning, planning.plans),
             _simulated(planning.simulated) if planning.simulated else None,
@@ -114,7 +119,7 @@ def plan_serve_report(planning: ServingPlanResult, inputs: Mapping[str, Any]) ->
         ),
         assumed=(*assumed(problem, best.setup), *simulated_assumed(planning)),
         not_modelled=NOT_MODELLED,
-        next_steps=_next(best),
+        next_steps=_next(planning),
         details=lambda: Details(explanations=serve_explanations(problem, best)),
     )
 
@@ -127,7 +132,7 @@ def _ranking(
     planning: ServingPlanResult, plans: Sequence[ServingEstimate], known: ServingEstimate | None = None
 ) -> RenderableType:
     """Compare plans; `known`: one whose layouts are shown elsewhere."""
-    names = ("", ">tokens/s/chip", ">TPOT", ">TTFT", ">chips", ">batch", ">$/M out")
+    names = ("", ">tokens/s", ">TPOT", ">TTFT", ">chips", ">batch", ">$/M out")
     columns: Columns = {
         **{name: RANKED[name] for name in names},
         ">GiB": lambda row: f"{max(x.memory['total'] for x in (row['plan'].prefill, row['plan'].decode)) / 2**30:.1f}",
@@ -146,30 +151,44 @@ def _ranking(
     return tabulate(columns, rows, note=note)
 
 
+#: A row of the front that is costly: so many times the TTFT of the row before, for no more than this share of tokens.
+_LONGER, _GAIN = 3.0, 0.15
+
+
 def _front(front: tuple[FrontPoint, ...]) -> RenderableType:
     step = max(1, -(-len(front) // _SHOWN))
     shown = sorted({*range(0, len(front), step), len(front) - 1})
     columns: Columns = {
         ">TPOT": ("tpot", format_time),
-        ">tokens/s/chip": ("tokens", "{:,.1f}".format),
+        ">tokens/s": ("tokens", "{:,.0f}".format),
         ">TTFT": ("ttft", format_time),
         ">batch": ("setup.batch", "{:,}".format),
-        "decode": lambda p: spaced(p.setup.decode) + (" (apart)" if p.setup.mode == "disaggregated" else ""),
+        "decode": lambda p: str(p.setup.decode) + (" (apart)" if p.setup.mode == "disaggregated" else ""),
     }
-    return tabulate(columns, (front[i] for i in shown), title="Latency against throughput")
+    before = {front[i]: front[j] for j, i in pairwise(shown)}
+
+    def costly(p: FrontPoint) -> str:
+        last = before.get(p)
+        if last is None or p.ttft < _LONGER * last.ttft or p.tokens > (1 + _GAIN) * last.tokens:
+            return ""
+        more = 100 * (p.tokens / last.tokens - 1)
+        return f"{p.ttft / last.ttft:.2g} x the TTFT of the row above for {more:.2g} % more tokens/s"
+
+    rows = tabulate(columns, (front[i] for i in shown), note=costly)
+    return Group(Text("Latency against throughput", style="bold"), rows)
 
 
-def _drawn(front: tuple[FrontPoint, ...]) -> str:
-    """Tokens per second and chip over time per output token, both logarithmic."""
+def _drawn(front: tuple[FrontPoint, ...]) -> RenderableType | None:
+    """Tokens per second over time per output token, both logarithmic."""
     x = (front[0].tpot, front[-1].tpot)
     y = (min(p.tokens for p in front), max(p.tokens for p in front))
     if x[0] == x[1] or y[0] == y[1]:
-        return ""
+        return None
     chart = Chart(x, y, rows=8)
     chart.curve(lambda tpot: max(p.tokens for p in front if p.tpot <= tpot * (1 + 1e-9)))
     ticks = [(x[0], format_time(x[0])), (x[1], format_time(x[1]))]
-    lines = chart.lines(lambda tokens: f"{tokens:,.3g}", ticks)
-    return "\n".join(("tokens/s/chip over TPOT", *lines))
+    lines = chart.lines("{:,.0f}".format, ticks)
+    return Text("\n".join(("tokens/s over TPOT", *lines)))
 
 
 def front_data(planning: ServingPlanResult) -> tuple[dict[str, Any], ...]:
@@ -216,7 +235,7 @@ def simulated_words(planning: ServingPlanResult, e: ServingEstimate) -> str:
     ttft, tpot = Quantiles.of(sent.result.ttft_s), Quantiles.of(sent.result.tpot_s)
     later = "" if tpot is None else f", TPOT p99 {format_time(tpot.p99)}"
     first = "" if ttft is None else f"TTFT p99 {format_time(ttft.p99)}"
-    return f"; simulated at {sent.rate:.4g} requests/s: {first}{later}, {sent.tokens_per_chip:,.1f} tokens/s per chip"
+    return f"; simulated at {sent.rate:.4g} requests/s: {first}{later}, {sent.tokens_per_s:,.0f} tokens/s"
 
 
 def simulated_assumed(planning: ServingPlanResult) -> tuple[str, ...]:
@@ -236,19 +255,21 @@ def _simulated(simulated: tuple[SimulatedPlan, ...]) -> RenderableType:
         found = [Quantiles.of(values) for values in (p.result.ttft_s, p.result.tpot_s)]
         times = [or_dash(pick(q, share), format_time) for q in found for share in ("p50", "p99")]
         cost = or_dash(p.usd_per_million_output_tokens, format_money)
-        rows.append((str(number), f"{p.rate:.4g}", *times, f"{p.tokens_per_chip:,.1f}", cost))
-    columns = ("", ">requests/s", ">TTFT p50", ">p99", ">TPOT p50", ">p99", ">tokens/s/chip", ">$/M out")
+        rows.append((str(number), f"{p.rate:.4g}", *times, f"{p.tokens_per_s:,.0f}", cost))
+    columns = ("", ">requests/s", ">TTFT p50", ">p99", ">TPOT p50", ">p99", ">tokens/s", ">$/M out")
     return table(columns, rows, title="Simulated requests")
 
 
 def _point(p: FrontPoint) -> dict[str, Any]:
-    known = picked(p, "tpot_s=tpot ttft_s=ttft throughput_tokens_per_s_per_chip=tokens")
+    known = picked(p, "tpot_s=tpot ttft_s=ttft output_tokens_per_s=tokens")
+    known["throughput_tokens_per_s_per_chip"] = p.tokens / p.setup.num_chips
     layouts = {"prefill_layout": str(p.setup.prefill), "decode_layout": str(p.setup.decode)}
     return known | picked(p.setup, "mode batch num_chips") | layouts
 
 
-def _next(best: ServingEstimate) -> tuple[str, ...]:
-    setup = best.setup
+def _next(planning: ServingPlanResult) -> tuple[str, ...]:
+    setup, asked = planning.plans[0].setup, planning.constraints
+    means = not planning.simulated and (asked.rate or asked.max_ttft or asked.max_tpot)
     options = said(
         f"--layout {setup.decode} --batch {setup.batch}",
         None if setup.one_layout else f"--prefill-layout {setup.prefill}",
@@ -256,4 +277,7 @@ def _next(best: ServingEstimate) -> tuple[str, ...]:
         f"--prefill-batch {setup.prefill_batch}" if setup.prefill_batch > 1 else None,
         None if setup.chunk is None else f"--chunk {setup.chunk}",
     )
-    return (f"'meshwise estimate serve ... {' '.join(options)}' says what else would fit",)
+    return said(
+        "targets are means without queues: --max-ttft p99:500ms has requests simulated" if means else None,
+        f"'meshwise estimate serve ... {' '.join(options)}' says what else would fit",
+    )

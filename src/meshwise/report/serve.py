@@ -38,6 +38,7 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
         inputs: what was asked, with defaults.
     """
     e, problem = answer.estimate, answer.problem
+    idle = idle_words(problem, e.setup, searched=False, rate=None)
     fits = "" if e.fits else "does not fit in memory: "
     return Report(
         command="estimate serve",
@@ -47,9 +48,10 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
             "plans": [serving_plan_data(problem, e)],
             "frontier": [{"batch": batch, "longest_request_tokens": tokens} for batch, tokens in answer.frontier],
         },
-        brief=said(brief_subject(problem, e), *serving_bars(e), _fitting(answer)),
+        brief=said(brief_subject(problem, e, idle), *serving_bars(e), _fitting(answer)),
         body=said(
             Text(subject(problem, e.setup)),
+            Text(idle) if idle else None,
             *(latency_table(e), term_table(e), memory_table(e)),
             _fitting(answer),
             listed("Definitions", definitions(e.setup)),
@@ -71,6 +73,7 @@ def layouts_words(setup: ServingSetup) -> str:
 RANKED: Columns = {
     "": "sign",
     ">$/M out": ("plan.usd_per_million_output_tokens", format_money),
+    ">tokens/s": ("plan.output_tokens_per_s", "{:,.0f}".format),
     ">tokens/s/chip": ("plan.throughput_per_chip", "{:,.1f}".format),
     ">TPOT": ("plan.tpot.expected", format_time),
     ">TTFT": ("plan.ttft.expected", format_time),
@@ -85,7 +88,7 @@ def serving_words(e: ServingEstimate) -> str:
     cost = "" if dollars is None else f", {format_money(dollars)} per million output tokens"
     return (
         f"TTFT {format_time(e.ttft.expected)}, TPOT {format_time(e.tpot.expected)}, "
-        f"{e.throughput_per_chip:,.1f} output tokens/s per chip{cost}"
+        f"{e.output_tokens_per_s:,.0f} output tokens/s ({e.throughput_per_chip:,.1f} a chip){cost}"
     )
 
 
@@ -119,14 +122,36 @@ def estimate_serve_svg(answer: ServingAnswer) -> str:
     return bars_svg(f"{answer.problem.model.name}: {answer.estimate.setup.decode}", _bars(answer.estimate))
 
 
-def brief_subject(problem: ServingProblem, e: ServingEstimate) -> RenderableType:
+def brief_subject(problem: ServingProblem, e: ServingEstimate, idle: str | None) -> RenderableType:
     """Name what is served, the layouts, who runs them, the bounds, and what a user has to know of the model."""
     takers = f"runs in {', '.join(serving_runs_in(problem, e.setup)) or 'no tool yet'}"
     bounds = "bounds: " + ", ".join(
         f"{name} {format_time(t.lower)} to {format_time(t.upper)}" for name, t in (("TTFT", e.ttft), ("TPOT", e.tpot))
     )
     notes = (f"note: {note}" for note in problem.model.notes[:1])
-    return Text("\n".join((subject(problem, e.setup), takers, bounds, *notes)))
+    return Text("\n".join(said(subject(problem, e.setup), idle, takers, bounds, *notes)))
+
+
+def idle_words(problem: ServingProblem, setup: ServingSetup, *, searched: bool, rate: float | None) -> str | None:
+    """How many chips of the cluster a plan leaves idle, and why; None where it uses all.
+
+    Args:
+        problem, setup: of the plan.
+        searched: whether it is the best of a search, and not what a user wrote.
+        rate: requests per second that are to be served, if so.
+    """
+    idle = problem.cluster.num_chips - setup.num_chips
+    if not idle:
+        return None
+    engine = min(setup.prefill.engine_chips, setup.decode.engine_chips)
+    why = "another engine of one kind alone serves no more" if setup.mode == "disaggregated" else "others do better"
+    if rate is not None:
+        why = f"{rate:g} requests/s need no more"
+    elif not searched:
+        why = "the layout leaves them"
+    elif idle < engine:
+        why = f"too few for another engine of {engine:,}"
+    return f"idle: {counted(idle, 'chip')} of {problem.cluster.num_chips:,}: {why}"
 
 
 def subject(problem: ServingProblem, setup: ServingSetup) -> str:
@@ -302,7 +327,8 @@ def serving_data(e: ServingEstimate) -> dict[str, Any]:
         **picked(
             e,
             "handover_s gathering_s ttft_s=ttft.expected ttft_interval_s=ttft tpot_s=tpot.expected",
-            "tpot_interval_s=tpot end_to_end_s requests_per_s throughput_tokens_per_s=output_tokens_per_s",
+            "tpot_interval_s=tpot end_to_end_s requests_per_s output_tokens_per_s",
+            "throughput_tokens_per_s=output_tokens_per_s",
             "throughput_tokens_per_s_per_chip=throughput_per_chip prefill_share",
             "cost_usd_per_million_output_tokens=usd_per_million_output_tokens",
             "cost_usd_per_million_input_tokens=usd_per_million_input_tokens",

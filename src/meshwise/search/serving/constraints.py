@@ -31,7 +31,7 @@ class ServingConstraints:
     """Targets of a serving plan.
 
     Args:
-        objective: most output tokens a second and chip, least time per output token, or least time to the first.
+        objective: most output tokens a second on all chips, least time per output token, or least time to the first.
         max_ttft, max_tpot: seconds that no plan may exceed; None for any.
         rate: requests per second that must be served, on as few chips as possible; None for as many as possible.
         mode: of engines that may be used; None for both.
@@ -95,7 +95,7 @@ def scores(  # noqa: PLR0917 -- the numbers of a plan
     Args:
         constraints: the objective, and whether a rate is to be served on few chips.
         chips: of a plan, or of many.
-        fewer: output tokens per second and chip, with a minus.
+        fewer: output tokens per second of all engines, with a minus.
         tpot, ttft, whole: seconds for an output token, until the first, and of a whole request.
     """
     if constraints.rate is not None:

@@ -25,7 +25,7 @@ class Pairs(Columns):
         prefill, decode: rows of the tables.
         into, out: engines that prefill and that decode (the same ones, where aggregated).
         chips: of all engines; ttft, tpot: seconds.
-        rate: requests per second of all engines; tokens: output tokens per second and chip.
+        rate: requests per second of all engines; tokens: output tokens per second of all engines.
         memory: bytes of the fullest chip of either kind.
     """
 
@@ -154,7 +154,7 @@ def _together(tables: Tables, row: Index, out: Index, handover: Array, wanted: f
         ttft=prefill.seconds[row] + handover + step / 2 + (p - 1) / 2 / each,
         tpot=step / gained + (per_prompt * b / further if further else 0.0),
         rate=rate,
-        tokens=rate * load.output / (replicas * engine),
+        tokens=rate * load.output,
         memory=np.maximum(prefill.weights[row], decode.weights[out])
         + decode.cache[out]
         + prompts
@@ -165,7 +165,7 @@ def _together(tables: Tables, row: Index, out: Index, handover: Array, wanted: f
 
 
 def disaggregated(tables: Tables, wanted: float | None = None) -> Iterator[Pairs]:
-    """Pair engines of their own, as many of each as serve most with each chip; `wanted` requests/s where said."""
+    """Pair engines of their own, as many of each as serve most on all chips; `wanted` requests/s where said."""
     prefill, decode, problem, load = tables.prefill, tables.decode, tables.problem, tables.problem.load
     memory_in, memory_out = (t.weights + t.cache + t.activations + t.workspace + tables.reserve for t in tables.both)
     into = np.flatnonzero((memory_in <= tables.usable) & (prefill.chips < tables.num_chips))
@@ -198,7 +198,7 @@ def disaggregated(tables: Tables, wanted: float | None = None) -> Iterator[Pairs
             ttft=prefill.seconds[row] + links.startup + together * per_prompt / sends + gathering,
             tpot=decode.seconds[g] / load.tokens_per_step,
             rate=rate,
-            tokens=rate * load.output / used,
+            tokens=rate * load.output,
             memory=np.maximum(memory_in[row], memory_out[g]),
         )
 
@@ -206,7 +206,7 @@ def disaggregated(tables: Tables, wanted: float | None = None) -> Iterator[Pairs
 def _ratios(
     chips: int, prefill: tuple[float, float], decode: tuple[Array, Array], wanted: float | None
 ) -> tuple[Array, Array]:
-    """How many engines of each kind serve most requests per chip; latencies do not depend on it.
+    """How many engines of each kind serve most requests, on as few chips; latencies do not depend on it.
 
     For each number of engines that prefill, as many decode as keep up, or one fewer. With a wanted rate, it is the
     fewest chips that reach it, as far as any do.
@@ -224,6 +224,7 @@ def _ratios(
     a = np.broadcast_to(np.concatenate([a, a]), b.shape)
     rate = np.minimum(a * rate_in, b * rate_out)
     used = a * chips_in + b * chips_out
-    merit = rate / used if wanted is None else np.where(rate >= wanted, _FAR - used, rate)
-    best = np.argmax(np.where(b >= 1, merit, -1.0), axis=0), np.arange(b.shape[1])
+    rate = np.where(b >= 1, rate, -1.0)
+    enough = rate.max(axis=0) * (1 - 1e-12) if wanted is None else wanted
+    best = np.argmax(np.where(rate >= enough, _FAR - used, rate), axis=0), np.arange(b.shape[1])
     return a[best], b[best]

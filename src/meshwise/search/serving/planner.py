@@ -120,8 +120,8 @@ def _compared(constraints: ServingConstraints, pairs: Pairs, mask: Mask, kept: M
     share = 100 * (1 - value / own)
     if share < -0.05:  # as good within 1 %, and slower
         latencies = f"TTFT {format_time(float(pairs.ttft[most]))}, TPOT {format_time(float(pairs.tpot[most]))}"
-        return f"{-share:.1f} % more tokens/s per chip, {value:,.1f}, at {latencies}"
-    return f"{share:.1f} % fewer tokens/s per chip: {value:,.1f}" if share > 0.05 else None
+        return f"{-share:.1f} % more tokens/s, {value:,.0f}, at {latencies}"
+    return f"{share:.1f} % fewer tokens/s: {value:,.0f}" if share > 0.05 else None
 
 
 def _missed(constraints: ServingConstraints, pairs: Pairs) -> str:
@@ -141,7 +141,7 @@ class FrontPoint:
     """A plan that no other beats in both time per output token and throughput.
 
     Args:
-        tpot, ttft: seconds; tokens: output tokens per second and chip.
+        tpot, ttft: seconds; tokens: output tokens per second of all engines.
         setup: of the plan.
     """
 
@@ -181,9 +181,14 @@ class SimulatedPlan:
     result: ServingResult
 
     @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second at this rate: what arrives is served."""
+        return self.rate * self.estimate.output
+
+    @property
     def tokens_per_chip(self) -> float:
-        """Output tokens per second and chip at this rate: what arrives is served."""
-        return self.rate * self.estimate.output / self.estimate.setup.num_chips
+        """The same for each chip that is used."""
+        return self.tokens_per_s / self.estimate.setup.num_chips
 
     @property
     def usd_per_million_output_tokens(self) -> float | None:
@@ -348,12 +353,12 @@ def _with_chunks(
 
 def _performance(e: ServingEstimate) -> str:
     latencies = f"TPOT {format_time(e.tpot.expected)}, TTFT {format_time(e.ttft.expected)}"
-    return f"{e.throughput_per_chip:,.1f} tokens/s per chip, {latencies}"
+    return f"{e.output_tokens_per_s:,.0f} tokens/s, {latencies}"
 
 
 def _score_of(e: ServingEstimate, constraints: ServingConstraints) -> tuple[float, ...]:
     times = e.tpot.expected, e.ttft.expected, e.end_to_end_s
-    return scores(constraints, e.setup.num_chips, -e.throughput_per_chip, *times)
+    return scores(constraints, e.setup.num_chips, -e.output_tokens_per_s, *times)
 
 
 def _ranked(tables: Tables, constraints: ServingConstraints, pairs: Pairs, top: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 Where targets are percentiles, closed forms propose plans, and simulated requests decide: a percentile depends on when
 requests arrive, closed forms know means without queues. With a rate the answer is what serves it on the fewest chips;
-without, what serves most a chip at the highest rate that keeps the targets. A plan becomes a system that requests can
+without, what serves most at the highest rate that keeps the targets. A plan becomes a system that requests can
 be sent to: replicas, their steps, how they schedule. Not here: one search (`planner`), the simulation
 (`simulation.serving`).
 """
@@ -104,7 +104,7 @@ def _most(
     requests: Callable[[float, int], Load],
     top: int,
 ) -> ServingPlanResult:
-    """Find the most tokens a chip that keep the targets; plans are those that keep shares of them as means."""
+    """Find the most tokens a second that keep the targets; plans are those that keep shares of them as means."""
     plannings: list[ServingPlanResult] = []
     reasons: list[str] = []
     found: dict[object, SimulatedPlan] = {}
@@ -129,7 +129,7 @@ def _most(
             found[e.setup] = SimulatedPlan(e, capacity.rate, capacity.result)
     if not found:
         raise InfeasibleError(reasons[0])
-    best = sorted(found.values(), key=lambda p: -p.tokens_per_chip)[:top]
+    best = sorted(found.values(), key=lambda p: -p.tokens_per_s)[:top]
     return _planned(plannings[0], constraints, best)
 
 
