@@ -282,6 +282,7 @@ def shard(
     sizes: str | Mapping[str, int] | None = None,
     wires: str | None = None,
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4"] = "bf16",
+    overlap: bool = False,
 ) -> Product: ...
 def simulate_serve(
     costs: EngineCosts | ServingPlan | str | os.PathLike[str],

@@ -482,3 +482,30 @@ def test_a_collective_names_its_algorithm_and_prices_the_others(run):
     ideal = run("collective", "all-reduce", "bf16[65536, 65536]", *words[:4], "--json").json
     assert ideal["algorithm"] == "level by level"
     assert ideal["time_s"] < large["time_s"]
+
+
+def test_shard_ranks_by_the_rule_that_is_asked_for(run):
+    asked = (
+        "shard",
+        "A[I, J_X] * B[J, K] -> C[I, K]",
+        "--mesh",
+        "X=4",
+        "--set",
+        "I=1Ki,J=8Ki,K=8Ki",
+        "--on",
+        "v5e:4x4",
+    )
+    for words, rule in (((), sum), (("--overlap",), max)):
+        ways = run(*asked, *words, "--json").json["alternatives"]
+        times = [rule((way["compute_time_s"], way["communication_time_s"])) for way in ways]
+        assert times == sorted(times)
+        assert len(set(times)) > 2
+    assert "overlap" not in str(run(*asked, "--overlap", "--json").json["not_modelled"])
+
+
+def test_sums_are_written_as_sums(run):
+    layout = ("--layout", "fsdp=16,tensor=4", "--no-changes")
+    told = run("estimate", "train", *TRAIN, *layout, "--json", "--explain").json
+    written = [op["signature"] for block in told["workings"]["blocks"] for op in block["operations"]]
+    assert any(" + " in s and " * " not in s for s in written), "the residual stream"
+    assert any(" * " in s and " + " not in s for s in written)

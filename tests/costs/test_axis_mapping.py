@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from meshwise.commands.collective import collective
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ClusterError
 from meshwise.costs.fabric import Fabric, axis_mappings, best_axis_mapping, collective_bytes, parse_axis_mapping
@@ -77,3 +78,20 @@ def test_bytes_of_one_group(text, expected):
     expression = parse_expression(text)
     (step,) = reshard(expression.inputs[0].sharding, expression.output.sharding)
     assert collective_bytes(step, (1024, 64), Mesh.of(X=4, Y=2), DType.BF16) == expected
+
+
+def test_through_switches_the_last_mesh_axis_is_the_innermost_whatever_is_cheapest():
+    fabric = Fabric.of(parse_cluster("h100:256"))
+    mesh = Mesh.of(X=32, Y=8)
+    for cost in (lambda w: w["X"][0], lambda w: -w["X"][0], lambda _: 0.0):
+        assert best_axis_mapping(mesh, fabric, cost) == {"Y": (8, 1), "X": (1, 32)}
+    over_x = collective("all-gather", "bf16[1024, 8192_X]", mesh="X=32,Y=8", on="h100:256", calibration="none")
+    over_y = collective("all-gather", "bf16[1024, 8192_Y]", mesh="X=32,Y=8", on="h100:256", calibration="none")
+    assert over_x.time == pytest.approx(2**24 * 31 / 32 / 50e9, rel=0.1), "through the leaf, one 400 Gbit/s port a chip"
+    assert over_y.time == pytest.approx(2**24 * 7 / 8 / 450e9, rel=0.3), "within NVLink"
+
+
+def test_slices_are_the_outermost_axis():
+    fabric = Fabric.of(parse_cluster("v5p:4x4x4*2"))
+    wiring = best_axis_mapping(Mesh.of(D=2, X=4), fabric, lambda _: 0.0)
+    assert wiring["D"][-1] == 2, "the first axis goes over the data-center network"

@@ -31,6 +31,8 @@ class ShardRequest(Where):
     """How mesh axes map to the network's dimensions, as extents: X=4x1,Y=1x8."""
     dtype: DType = DType.BF16
     """Number format of tensors written without one."""
+    overlap: bool = False
+    """Rank the ways by the longer of computing and communicating (the book's bound), not by their sum."""
 
 
 @command(ShardRequest)
@@ -52,7 +54,13 @@ def shard(request: ShardRequest) -> Product:
         if name not in known:
             raise UnknownNameError("axis", name, known, hint="Axes are the names in the expression.")
     return price_product(
-        expression, mesh=mesh, sizes=request.sizes, dtype=request.dtype, cluster=request.find(), wires=request.wires
+        expression,
+        mesh=mesh,
+        sizes=request.sizes,
+        dtype=request.dtype,
+        cluster=request.find(),
+        wires=request.wires,
+        overlap=request.overlap,
     )
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.core.tensors import Block
+from meshwise.core.tensors import Block, Elementwise
 from meshwise.costs.breakdown import (
     BlockBreakdown,
     Breakdown,
@@ -131,8 +131,9 @@ def _passes(compute: Mapping[str, PassCompute]) -> dict[str, PassCompute]:
 
 
 def _signature(item: LocalOp, used: frozenset[str]) -> str:
-    """Write an operation as an einsum of its inputs."""
-    inputs = " * ".join(notation(h.tensor, h.sharding, used) for h in item.inputs)
+    """Write an operation as an einsum of its inputs, or as their sum."""
+    adds = isinstance(item.op, Elementwise) and (item.op.linear or item.op.joins)
+    inputs = (" + " if adds else " * ").join(notation(h.tensor, h.sharding, used) for h in item.inputs)
     return f"{inputs} -> {notation(item.output.tensor, item.output.sharding, used)}"
 
 

@@ -156,7 +156,10 @@ def _factors(size: int, room: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def best_axis_mapping(mesh: Mesh, fabric: Fabric, cost: Callable[[AxisMapping], float]) -> AxisMapping:
-    """Choose a wiring: on a torus one that spreads mesh axes least (X=16 means one axis of 16), then of least `cost`.
+    """Choose one wiring for all that a mesh does.
+
+    On a torus mesh axes are spread least (X=16 means one axis of 16). Through switches the order of the mesh decides:
+    the last axis is the innermost, as ranks of GPUs are numbered. What that leaves open is of least `cost`.
 
     Raises:
         ClusterError: when the mesh does not fit on the network.
@@ -168,9 +171,15 @@ def best_axis_mapping(mesh: Mesh, fabric: Fabric, cost: Callable[[AxisMapping], 
             e > 1 and d.torus for extents in wiring.values() for d, e in zip(fabric.dimensions, extents, strict=True)
         )
 
+    def switched(wiring: AxisMapping) -> list[tuple[int, ...]]:
+        """Extents on the levels of switches alone."""
+        levels = [number for number, d in enumerate(fabric.dimensions) if not d.torus]
+        return [tuple(extents[number] for number in levels) for extents in wiring.values()]
+
     found = list(axis_mappings(mesh, fabric))
     least = min(map(spread, found), default=0)
-    best = min((w for w in found if spread(w) == least), key=cost, default=None)
+    found = [w for w in found if spread(w) == least]
+    best = min((w for w in found if switched(w) == switched(found[0])), key=cost, default=None)
     if best is None:
         shape = " x ".join(f"{d.name} {d.size}" for d in fabric.dimensions)
         raise ClusterError(

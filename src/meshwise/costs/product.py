@@ -56,6 +56,7 @@ class PricedWay:
         flops: of one device; None without sizes.
         compute_time: seconds of them at peak; None without a cluster.
         repeated: how many devices do the same work; None without a mesh.
+        overlap: whether collectives run beside the arithmetic.
     """
 
     placement: MatmulPlacement | None
@@ -63,6 +64,7 @@ class PricedWay:
     flops: float | None
     compute_time: float | None
     repeated: float | None
+    overlap: bool = False
 
     @property
     def bytes_sent(self) -> float | None:
@@ -78,9 +80,11 @@ class PricedWay:
 
     @property
     def time(self) -> float | None:
-        """Seconds of computing and communicating without overlap: what the choice goes by."""
+        """Seconds of computing and communicating, what the choice goes by: their sum, or the longer if they overlap."""
         communication = self.communication_time
-        return None if communication is None or self.compute_time is None else self.compute_time + communication
+        if communication is None or self.compute_time is None:
+            return None
+        return max(self.compute_time, communication) if self.overlap else self.compute_time + communication
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class _Setting:
     sizes: Mapping[str, int]
     dtype: DType
     cluster: Cluster | None
+    overlap: bool
 
     def step(
         self, tensor: ShardedTensor, collective: Collective, wires: tuple[Fabric, AxisMapping] | None
@@ -139,7 +144,7 @@ class _Setting:
         if flops is not None and self.cluster is not None:
             dtypes = {t.dtype or self.dtype for t in self.expression.inputs}
             compute_time = flops / min(self.cluster.chip.peak(d) for d in dtypes)
-        return PricedWay(placement, steps, flops, compute_time, repeated)
+        return PricedWay(placement, steps, flops, compute_time, repeated, self.overlap)
 
 
 def price_product(
@@ -150,6 +155,7 @@ def price_product(
     dtype: DType = DType.BF16,
     cluster: Cluster | None = None,
     wires: str | None = None,
+    overlap: bool = False,
 ) -> Product:
     """Price the ways to compute `expression`, best first: by seconds on a cluster, by bytes sent, else by structure.
 
@@ -159,13 +165,15 @@ def price_product(
         sizes: of the named axes.
         dtype: of tensors written without one.
         cluster: where; needs mesh and sizes.
-        wires: where the mesh lies on the network (`parse_axis_mapping`); the quickest by default.
+        wires: where the mesh lies on the network (`parse_axis_mapping`), for all ways alike; the quickest by default.
+        overlap: whether ways are compared by the longer of computing and communicating, the book's lower bound, and not
+            by their sum.
 
     Raises:
         ShardingError: it cannot be computed; or a cluster is given without mesh or sizes.
         ClusterError: the mesh does not fit on the cluster.
     """
-    setting = _Setting(expression, mesh, sizes or {}, dtype, cluster)
+    setting = _Setting(expression, mesh, sizes or {}, dtype, cluster, overlap)
     if cluster is None:
         return Product(expression, mesh, _ways(setting, None), None, None)
     missing = [

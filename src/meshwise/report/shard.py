@@ -58,10 +58,13 @@ def shard_report(
             *laid,
             _ranking(product),
         ),
-        not_modelled=("overlap of communication with the product (a collective matmul hides most of it)",),
+        not_modelled=() if best.overlap else (_OVERLAP,),
         next_steps=_next_steps(product, cluster),
         explanations=_explanations(best),
     )
+
+
+_OVERLAP = "overlap of communication with the product (a collective matmul hides most of it)"
 
 
 def _case(product: Product) -> int | None:
@@ -135,7 +138,9 @@ def _short(step: PricedStep) -> str:
 def _ranking(product: Product) -> str:
     best = product.ways[0]
     if best.time is not None:
-        return "the ways are ranked by computing at peak plus communicating, without overlap"
+        if best.overlap:
+            return "the ways are ranked by the longer of computing at peak and communicating, as --overlap asks"
+        return "the ways are ranked by computing at peak plus communicating; --overlap: by the longer of the two"
     if best.steps and best.bytes_sent is not None:
         return "the ways are ranked by the bytes that each device sends"
     return "the ways are ranked by structure alone, all axes taken as equally long"
