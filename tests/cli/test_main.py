@@ -1,6 +1,7 @@
 """The error boundary, the list of commands, and what every command has in common."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -251,3 +252,35 @@ def test_a_full_disk_is_no_bug():
     )
     assert done.returncode == 2
     assert done.stderr == "error: the answer cannot be written: no space left on the device\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("memory llama-3-8b", "'meshwise fit'"),
+        ("compare h100:8 v5e:8", "--on h100:64,v5p:4x4x4"),
+        ("plan train llama-3-8b --on 8xH100 --batch-tokens 1Mi --seq-len 4096", "did you mean h100:8?"),
+        ("plan train llama-3-8b --on 8*h100 --batch-tokens 1Mi --seq-len 4096", "did you mean h100:8?"),
+        ("plan train llama-3-8b --on h100x16 --batch-tokens 1Mi --seq-len 4096", "did you mean h100:16?"),
+        ("plan train llama-3-8b --on rtx4090:2 --batch-tokens 1Mi --seq-len 4096", "did you mean rtx-4090"),
+        ("plan train llama-3-8b --on h100:8 --batch-size 64 --seq-len 4096", "--batch-tokens"),
+        ("plan train llama-3-8b --gpus 8", "--on h100:64"),
+        ("estimate train llama-3-8b --on h100:8 --tp 8", "--layout tp=8"),
+        ("plan serve --model llama-3-8b", "stands by itself"),
+        ("plan serve llama-3-8b --on h100:8 --dtype fp8", "--precision"),
+    ],
+)
+def test_a_wrong_first_guess_leads_to_the_right_word(run, words, right):
+    told = run(*words.split())
+    assert told.code == 2
+    assert right in told.err
+
+
+def test_guesses_are_no_words_of_ours():
+    from meshwise.cli import main, options  # noqa: PLC0415
+
+    assert not set(main.GUESSES) & set(COMMANDS)
+    own = {flag for command in COMMANDS.values() for verb in (command, *command.verbs.values()) if not verb.verbs
+           for param in verb.load().params for flag in param.opts}  # fmt: skip
+    named = {flag for text in options.GUESSES.values() for flag in re.findall(r"--[a-z-]+", text)}
+    assert named <= own

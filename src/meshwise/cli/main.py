@@ -85,6 +85,8 @@ class LazyGroup(click.Group):
             UnknownNameError: with the nearest commands.
         """
         name = args[0]
+        if name in GUESSES and not ctx.parent:
+            raise MeshwiseError(f"unknown command {name!r}: {GUESSES[name]}")
         if name not in self.lazy and not name.startswith("-"):
             raise UnknownNameError("command", name, self.lazy, hint=f"See '{ctx.command_path} --help'.")
         return super().resolve_command(ctx, args)
@@ -94,6 +96,22 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in self.lazy.items()])
 
+
+#: Where it is -> the commands that users look for.
+_MEANT = {
+    "what fits is 'meshwise fit', the memory of one layout 'meshwise estimate'": "memory mem vram fits",
+    "clusters are compared by 'meshwise plan train MODEL --on h100:64,v5p:4x4x4 ...'": "compare vs",
+    "'meshwise plan train' plans it, 'meshwise run' does it": "train pretrain finetune",
+    "'meshwise plan serve' plans it, 'meshwise estimate serve' prices one layout": "serve serving infer inference",
+    "the best layouts are found by 'meshwise plan train' and 'meshwise plan serve'": "optimize search tune best",
+    "'meshwise plan train' and 'meshwise estimate train' say it; see --tokens": "cost price mfu time",
+    "a model is counted by 'meshwise model MODEL'": "params parameters count flops info",
+    "'meshwise chips' and 'meshwise clusters' list them": "gpus gpu tpus hardware",
+    "single operations are measured by 'meshwise bench'": "benchmark",
+}
+
+#: Command that is not known -> where it is here.
+GUESSES = {name: text for text, names in _MEANT.items() for name in names.split()}
 
 _GROUPS = {
     "plan": "Find the best plans, and say why others lose.",
@@ -204,6 +222,13 @@ def _failure(error: BaseException) -> _Failure:  # noqa: PLR0911  (one for each 
             return _Failure(type(error).__name__, str(error), error.exit_code)
         case click.exceptions.NoArgsIsHelpError():
             return _Failure("UsageError", f"a command is missing\n\n{error.format_message()}", 2)
+        case click.NoSuchOption():
+            from meshwise.cli.options import GUESSES as OPTIONS  # noqa: PLC0415  (loaded with the command that failed)
+
+            where = error.ctx.command_path if error.ctx else "meshwise"
+            meant = OPTIONS.get(error.option_name)
+            told = f"no option {error.option_name}: {meant}" if meant else error.format_message()
+            return _Failure("UsageError", f"{told}\nSee '{where} --help'.", 2)
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else "meshwise"
             return _Failure("UsageError", f"{error.format_message()}\nSee '{where} --help'.", 2)

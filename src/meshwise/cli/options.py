@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -18,6 +19,32 @@ from meshwise.cli.output import Output
 from meshwise.commands.command import Verb, in_order
 from meshwise.commands.requests import Flag, Request, bare_type, choices, flag, former_names, marker, notes, validated
 from meshwise.core.units import Quantity
+
+#: Where it is here -> what users of other tools type.
+_MEANT = {
+    "a step's batch is in tokens, --batch-tokens 4Mi; the requests that an engine serves at once are --batch": (
+        "batch-size global-batch-size gbs bs max-num-seqs"
+    ),
+    "sequences of a microbatch are micro_batch= of --layout": "micro-batch-size mbs",
+    "lengths are --seq-len of training, --prompt and --output of serving, --context of 'meshwise fit'": (
+        "seq seqlen seq-length sequence-length max-seq-len context-length max-model-len input-len output-len isl osl"
+    ),
+    "chips and their number are one name, --on h100:64 or --on v5e:4x8": (
+        "gpus num-gpus ngpus nodes chips num-chips devices gpu gpu-type tpu chip hardware device accelerator"
+    ),
+    "mesh axes stand in --layout of 'estimate' (--layout tp=8,dp=2); a search fixes them by --fix tensor=8": (
+        "tp dp pp cp ep fsdp zero mesh parallelism tensor-parallel-size pipeline-parallel-size data-parallel-size "
+        "tensor-model-parallel-size pipeline-model-parallel-size"
+    ),
+    "number formats are --precision": "dtype quantization quant bits",
+    "requests per second are --rate": "qps rps request-rate requests-per-second",
+    "targets are --max-ttft 500ms and --max-tpot 30ms": "ttft tpot slo",
+    "the tool that runs the plan is --tool": "framework backend",
+    "the model stands by itself, 'meshwise plan train llama-3-8b ...'": "model",
+}
+
+#: Option that is not known -> where it is here.
+GUESSES: Mapping[str, str] = {f"--{name}": text for text, names in _MEANT.items() for name in names.split()}
 
 #: Where options stand that no section names, in a request with sections and in one without.
 _RARE, _PLAIN, _OUTPUT = "Less common", "Options", "Output"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import ClusterError, UnknownNameError
@@ -83,6 +84,21 @@ def _chip_names() -> dict[str, str]:
     return {**{name: name for name in chips()}, **aliases()}
 
 
+#: A number of chips on the wrong side, or after the wrong sign: 8xh100, 8*h100, h100x8.
+_COUNTED = re.compile(r"(?P<before>\d+)[x*](?P<chip>\D.*)|(?P<name>.*\w)x(?P<after>\d+)")
+
+
+def _meant(head: str, known: Iterable[str]) -> str | None:
+    """The cluster that was meant by a number and a chip, or by a chip without its hyphens; None for other names."""
+    spelled = {name.replace("-", "").replace("_", ""): name for name in known}
+    found = _COUNTED.fullmatch(head)
+    tried = [(found["chip"] or found["name"], found["before"] or found["after"])] if found else []
+    for chip, number in (*tried, (head, "8")):
+        if name := spelled.get(chip.replace("-", "").replace("_", "")):
+            return f"{name}:{number}"
+    return None
+
+
 def _take_apart(text: str) -> _Request:
     """Split a name by its punctuation and check that its head is known."""
     if not isinstance(text, str):
@@ -91,16 +107,21 @@ def _take_apart(text: str) -> _Request:
         raise ClusterError(f"cannot read cluster {text[:30]!r}... of {len(text)} characters; expected {_FORM}")
     bare = re.sub(r"\s+", "", text).lower().replace("×", "x")
     match = _PARTS.fullmatch(bare)
-    if match is None:
-        raise ClusterError(f"cannot read cluster {text!r}; expected {_FORM}")
-    head, size, dashed = match["head"], match["size"], False
     known = {*_chip_names(), *machines()}
+    if match is None:
+        meant = _meant(bare, known)
+        raise ClusterError(
+            f"cannot read cluster {text!r}; {f'did you mean {meant}? ' if meant else ''}expected {_FORM}"
+        )
+    head, size, dashed = match["head"], match["size"], False
     cloud = None if head in known else _CLOUD_NAME.fullmatch(head)
     if cloud is not None and cloud["stem"] in known:
         if size is not None:
             raise ClusterError(f"{bare}: found two sizes, {cloud['tail']!r} and {size!r}; expected {_FORM}")
         head, size, dashed = cloud["stem"], cloud["tail"], True
     if head not in known:
+        if (meant := _meant(head, known)) is not None:
+            raise ClusterError(f"cannot read cluster {text!r}; did you mean {meant}? Clusters are written {_FORM}.")
         raise UnknownNameError("chip or machine", head, known, f"Clusters are written {_FORM}.")
     return _Request(bare, head, size, dashed, match["star"], match["network"], match["sharp"] is not None)
 
