@@ -120,7 +120,7 @@ def _take_apart(text: str) -> _Request:
             raise ClusterError(f"{bare}: found two sizes, {cloud['tail']!r} and {size!r}; expected {_FORM}")
         head, size, dashed = cloud["stem"], cloud["tail"], True
     if head not in known:
-        if (meant := _meant(head, known)) is not None:
+        if (meant := _meant(head, known) or _meant(bare, known)) is not None:
             raise ClusterError(f"cannot read cluster {text!r}; did you mean {meant}? Clusters are written {_FORM}.")
         raise UnknownNameError("chip or machine", head, known, f"Clusters are written {_FORM}.")
     return _Request(bare, head, size, dashed, match["star"], match["network"], match["sharp"] is not None)
