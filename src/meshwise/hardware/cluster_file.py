@@ -103,21 +103,7 @@ def load_cluster_file(path: str | Path) -> Cluster:
     TPU chips take `shape` (and `num_slices`, and `twisted` for a twisted torus);
     GPUs take `num_chips` and `network`, a name or a table of `levels`,
     innermost first, whose degrees multiply to `num_chips`. A table of `axes` describes a torus.
-    `price_per_chip_hour` is in dollars.
-
-        chip = "h100-sxm"
-        num_chips = 64
-        price_per_chip_hour = 2.10
-        [[network.levels]]
-        name = "nvlink"
-        degree = 8
-        bandwidth_per_chip_one_way = "450GB/s"
-        latency = "0.6us"
-        [[network.levels]]
-        name = "ethernet"
-        degree = 8
-        bandwidth_per_chip_one_way = "100Gbit/s"
-        latency = "10us"
+    `price_per_chip_hour` is in dollars. `TEMPLATE` is an example.
 
     Raises:
         ConfigError: a file that cannot be read, a key that is not known, a value that is wrong; names file and key.
