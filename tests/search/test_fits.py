@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise
-from meshwise.search.fits import most
+from meshwise.costs.serving.memory import most
 
 
 @given(limit=st.integers(0, 1 << 30), there=st.integers(-1, 1 << 31))

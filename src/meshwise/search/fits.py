@@ -6,13 +6,13 @@ Memory alone, by the accounting of estimates. Not here: what is fast (`planner`)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.problem import ServingProblem, TrainingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.memory import engine_memory
+from meshwise.costs.serving.memory import engine_memory, most
 from meshwise.hardware import Cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
@@ -89,22 +89,6 @@ class Fits:
     def anything(self) -> bool:
         """Whether anything fits at all."""
         return any(s.requests for s in self.serving) or any(t.micro_batch for t in self.training)
-
-
-def most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, where all smaller ones do; 0 where 1 does not.
-
-    >>> most(lambda n: n <= 37, 100), most(lambda n: False, 100), most(lambda n: True, 100)
-    (37, 0, 100)
-    """
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def serving_fits(problems: Sequence[ServingProblem]) -> tuple[ServingFit, ...]:

@@ -177,7 +177,7 @@ def largest_batch(problem: ServingProblem, setup: ServingSetup) -> int:
         other = ServingSetup(setup.mode, setup.prefill, setup.decode, batch, setup.prefill_batch, setup.chunk)
         return engine_memory(problem, other, "decode")["total"] <= problem.cluster.chip.hbm_usable
 
-    return _most(fits, 1 << 24)
+    return most(fits, 1 << 24)
 
 
 def cache_capacity(problem: ServingProblem, setup: ServingSetup, step: Step) -> float:
@@ -195,17 +195,19 @@ def longest_context(problem: ServingProblem, setup: ServingSetup) -> int:
     def fits(tokens: int) -> bool:
         return float(cache_bytes(problem, "decode", structure, mesh, float(setup.batch), float(tokens))) <= room
 
-    return _most(fits, 1 << 34)
+    return most(fits, 1 << 34)
 
 
-def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, where all smaller ones do; 0 where 1 does not."""
-    if not fits(1):
-        return 0
-    low = 1
-    while low < limit and fits(low * 2):
-        low *= 2
-    high = low * 2
+def most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that fits, where all smaller ones do; 0 where 1 does not.
+
+    >>> most(lambda n: n <= 37, 100), most(lambda n: False, 100), most(lambda n: True, 100)
+    (37, 0, 100)
+    """
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
