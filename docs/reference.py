@@ -242,7 +242,6 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "changes[].layout_text": "the layout so changed",
             "changes[].speedup": "its tokens per second over those of the layout",
             "changes[].step_time_s": "expected",
-            "changes[].fits": "whether it fits in memory; always true",
             "changes[].memory_bytes": "of its fullest chip",
             "measured.seconds": "with `--measured`: your own step time",
             "measured.verdict": "impossible (under the lower bound), expected (within the interval), fast or slow",

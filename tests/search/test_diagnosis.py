@@ -1,14 +1,18 @@
 """Single changes of a layout, and what a measured step says, against estimates of their own."""
 
+import io
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 import meshwise
+from meshwise.core.units import format_percent
 from meshwise.exports import tools_for
-from meshwise.report.diagnosis import change_words, crossing_words, measured_words, why_too_large
+from meshwise.report.diagnosis import change_words, crossing_words, measured_table, measured_words, why_too_large
 from meshwise.search import Plan
 from meshwise.search.diagnosis import explain_measured, single_changes
 from meshwise.sharding.layout import MESH_AXES
@@ -104,6 +108,11 @@ def test_a_measured_step_is_impossible_fast_expected_or_slow():
         measured = explain_measured(SLOW, seconds)
         assert measured.verdict == verdict
         assert measured_words(measured).startswith("measured ")
+    fast = explain_measured(SLOW, SLOW.estimate.step_time.lower)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(measured_table(replace(fast, low=math.inf)))  # as if it were faster than the interval, too
+    assert "x -" not in console.file.getvalue()
+    assert ("took no time at all" in console.file.getvalue()) == any(row.factor <= 0 for row in fast.terms)
     assert {row.verdict for row in explain_measured(SLOW, 3 * time.expected).terms} >= {"slow", "no"}
 
 
@@ -121,6 +130,11 @@ def test_what_is_too_large_says_why():
 def test_an_axis_that_leaves_the_innermost_switch_is_named_with_both_rates():
     (line,) = crossing_words(SLOW)
     assert line.startswith("tensor=16 reaches past nvlink 8: 2 ways on leaf, at 50 GB/s a chip instead of 450")
+    ulysses = estimated("llama-3-8b", "h100:16", "ulysses=16,fully_sharded=on")
+    (line,) = crossing_words(ulysses)
+    share = ulysses.estimate.terms["context"] / ulysses.estimate.step_time.expected
+    assert line.endswith(f"context takes {format_percent(share)} of the step")
+    assert share > 0
     assert crossing_words(LARGE) == ()
     assert crossing_words(estimated("llama-3-8b", "v5p:4x4x4", "tensor=16,fsdp=4")) == (), "a torus has no levels"
     assert math.isclose(SLOW.fabric.dimensions[0].bandwidth_one_way, 450e9)

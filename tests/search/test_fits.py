@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwise
+from meshwise.core.errors import MeshwiseError
 from meshwise.costs.serving.memory import most
 
 
@@ -81,3 +82,22 @@ def test_a_published_size_of_engine_serves():
     assert {f.layout.num_chips for f in large.serving if f.requests} == {2}
     assert not any(t.micro_batch for t in small.training if t.fine_tune == "full")
     assert any(t.micro_batch for t in small.training if t.fine_tune == "qlora")
+
+
+@pytest.mark.parametrize(
+    ("precision", "on", "said"),
+    [
+        ("fp9", "h100:1", "unknown serving precision 'fp9'"),
+        ("bf16,fp8", "a100:1", "A100"),
+        ("fp8,", "h100:1", "both sides"),
+    ],
+)
+def test_a_precision_that_is_named_is_known_to_us_and_to_the_chip(precision, on, said):
+    with pytest.raises(MeshwiseError, match=said):
+        meshwise.fit("llama-3-8b", on=on, precision=precision)
+
+
+def test_what_cannot_be_asked_is_said_and_the_rest_is_answered():
+    found = meshwise.fit("t5-11b", on="h100:2", context=512)
+    assert "serving" in found.refused
+    assert found.training

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshwise.commands.command import Screen, Tell, command, silent, verb
-from meshwise.commands.requests import Flag, listed
+from meshwise.commands.plan_serve import split_precisions
+from meshwise.commands.requests import Flag
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.core.units import Quantity, format_count, parse_count
+from meshwise.costs.compute import check_precision
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import ServingProblem, TrainingProblem
 from meshwise.hardware import Cluster
-from meshwise.jobs import ServingLoad, TrainingJob
+from meshwise.jobs import ServingLoad, TrainingJob, parse_serving_precision
 from meshwise.models import Model, load_model
 from meshwise.models.model import check_length
 from meshwise.report.fit import fit_report
-from meshwise.search.fits import Fits, ServingFit, TrainingFit, serving_fits, training_fits
+from meshwise.search.fits import Fits, ServingFit, serving_fits, training_fits
 
 #: Ways to train that are tried: precision, and what is trained.
 TRAINED = (("mixed", "full"), ("book", "full"), ("mixed", "lora"), ("mixed", "qlora"))
@@ -38,8 +40,20 @@ class FitRequest(ModelOnCluster):
     )
     """Tokens of a request, prompt and output together, and of a training sequence; by default 8192, or what the model
     reads."""
-    precision: Annotated[str | None, Flag("PRECISIONS")] = None
+    precision: Annotated[str, Flag("PRECISIONS")] = ""
     """Serving precisions to try, fp8,int4-weights; by default those that the chip multiplies in, and int4 weights."""
+
+    @field_validator("precision")
+    @classmethod
+    def _precisions_are_known(cls, text: str) -> str:
+        for one in split_precisions(text):
+            parse_serving_precision(one)
+        return text
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Those to try; none for the usual ones."""
+        return split_precisions(self.precision)
 
 
 @command(FitRequest)
@@ -55,35 +69,31 @@ def fit(request: FitRequest, *, progress: Tell = silent) -> Fits:
         progress: told a line now and then.
 
     Raises:
-        MeshwiseError: an argument that cannot be understood.
+        MeshwiseError: an argument that cannot be understood; a named precision that the chip cannot multiply.
     """
     cluster, model = request.must_find(), load_model(request.model)
     context = request.context or min(_USUAL, model.max_seq_len or _USUAL)
     check_length(model, context)
+    loads = [_load(context, name) for name in request.precisions or usual_precisions(cluster)]
+    for load in loads if request.precisions else ():
+        check_precision(cluster.chip, load.formats.formats)
     refused: dict[str, str] = {}
     serving: tuple[ServingFit, ...] = ()
-    training: tuple[TrainingFit, ...] = ()
     try:
         progress("what fits of serving")
-        serving = serving_fits(_serving_problems(request, model, cluster, context))
+        model.serving_program("decode")  # refuses what cannot be served
+        calibration = find_serving_calibration("fitted", cluster.chip)
+        serving = serving_fits([ServingProblem(model, load, cluster, calibration) for load in loads])
     except MeshwiseError as error:
         refused["serving"] = str(error)
-    try:
-        progress("what fits of training")
-        training = training_fits(_training_problems(model, cluster, context))
-    except MeshwiseError as error:
-        refused["training"] = str(error)
-    return Fits(model, cluster, context, serving, training, refused)
+    progress("what fits of training")
+    training, others = training_fits(_training_problems(model, cluster, context))
+    return Fits(model, cluster, context, serving, training, refused | others)
 
 
-def _serving_problems(request: FitRequest, model: Model, cluster: Cluster, context: float) -> list[ServingProblem]:
-    """A load for each precision: half of the context is prompt."""
-    names = listed(request.precision, "--precision") if request.precision else usual_precisions(cluster)
-    model.serving_program("decode")  # refuses what cannot be served
-    calibration = find_serving_calibration("fitted", cluster.chip)
-    prompt = context // 2
-    loads = [ServingLoad(prompt=prompt, output=context - prompt, precision=name) for name in names]
-    return [ServingProblem(model, load, cluster, calibration) for load in loads]
+def _load(context: float, precision: str) -> ServingLoad:
+    """Half of the context is prompt."""
+    return ServingLoad(prompt=context // 2, output=context - context // 2, precision=precision)
 
 
 def usual_precisions(cluster: Cluster) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def change_data(changes: Sequence[Change]) -> list[dict[str, Any]]:
         {
             "change": c.what,
             "layout_text": str(c.plan.layout),
-            **picked(c, "speedup step_time_s=plan.estimate.step_time.expected fits=plan.estimate.fits"),
+            **picked(c, "speedup step_time_s=plan.estimate.step_time.expected"),
             "memory_bytes": c.plan.estimate.memory["total"],
         }
         for c in changes
@@ -84,12 +84,13 @@ def crossing_words(plan: Plan) -> tuple[str, ...]:
         past = [(d, n) for d, n in zip(outer, extents[1:], strict=True) if n > 1]
         if axis not in ("tensor", "ulysses", "expert", "context") or not past:
             continue
-        ways, exposed = plan.layout.sizes[axis], plan.estimate.terms.get(axis, 0.0)
-        share = format_percent(exposed / plan.estimate.step_time.expected)
+        ways, term = plan.layout.sizes[axis], "context" if axis == "ulysses" else axis  # one term has both
+        share = format_percent(plan.estimate.terms.get(term, 0.0) / plan.estimate.step_time.expected)
         where = " and ".join(f"{n} ways on {d.name}" for d, n in past)
         rates = f"{past[0][0].bandwidth_one_way / 1e9:,.0f} GB/s a chip instead of {inner.bandwidth_one_way / 1e9:,.0f}"
         lines.append(
-            f"{axis}={ways} reaches past {inner.name} {inner.size}: {where}, at {rates}; it takes {share} of the step"
+            f"{axis}={ways} reaches past {inner.name} {inner.size}: {where}, at {rates}; "
+            f"{term} takes {share} of the step"
         )
     return tuple(lines)
 
@@ -125,7 +126,9 @@ def measured_table(measured: Measured) -> RenderableType:
         "term": ("term", words),
         ">expected": ("exposed", format_time),
         ">hidden": ("hidden", lambda s: format_time(s) if s else ""),
-        "can it explain the difference alone?": lambda row: _ALONE[row.verdict].format(row.factor),
+        "can it explain the difference alone?": lambda row: (
+            _ALONE[row.verdict].format(row.factor) if row.factor > 0 else "no, not if it took no time at all"
+        ),
     }
     outside = "not in this table: input, checkpoints, stragglers (compare ranks), waits for the host (profile one step)"
     table = tabulate(columns, measured.terms, note=lambda row: _measure(measured.plan, row))

@@ -17,7 +17,8 @@ from meshwise.hardware import Cluster
 from meshwise.jobs import ServingLoad
 from meshwise.models import Model
 from meshwise.search.plan import Plan
-from meshwise.search.planner import check_request, search_layout
+from meshwise.search.planner import check_request, search_layout, training_limits
+from meshwise.search.serving.space import EngineLimits
 from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout
 
@@ -75,7 +76,7 @@ class Fits:
         context: tokens of a request or a sequence.
         serving: by precision and size of an engine, the smallest engines first.
         training: by job and split of all chips.
-        refused: kind ("serving", "training") -> why nothing of it could be asked.
+        refused: what could not be asked ("serving", or a way to train) -> why.
     """
 
     model: Model
@@ -120,14 +121,13 @@ def _of_precision(problem: ServingProblem) -> Iterator[ServingFit]:
 
 def _engines(problem: ServingProblem, chips: int) -> Iterator[ServingLayout]:
     """Ways to split an engine that tools have, as far as the model has what they split."""
-    sizes = problem.model.sizes
-    heads = int(max((v for k, v in sizes.items() if k.partition(".")[0] == "N"), default=1))
-    experts = int(min((v for k, v in sizes.items() if k.partition(".")[0] == "E"), default=1))
-    ways = [f"tensor={chips}"] if chips <= heads and heads % chips == 0 else []
-    if chips > 1 and experts % chips == 0:
+    limits = EngineLimits.of(problem.model)
+    ways = [f"tensor={chips}"] if limits.heads % chips == 0 else []
+    if chips > 1 and limits.experts % chips == 0:
         ways.append(f"expert={chips}")
-    if chips > 8 and chips % 8 == 0 and chips // 8 <= problem.model.num_layers:
-        ways.append(f"tensor={min(8, heads)},stage={chips // min(8, heads)}")
+    inner = math.gcd(8, limits.heads)
+    if chips > inner and chips % inner == 0 and chips // inner <= limits.layers:
+        ways.append(f"tensor={inner},stage={chips // inner}")
     for text in ways:
         try:
             yield parse_serving_layout(text, num_chips=chips)
@@ -162,7 +162,7 @@ def training_splits(problem: TrainingProblem) -> Iterator[tuple[dict[str, int], 
     """Sizes of mesh axes, and the ZeRO stage, of the usual splits of all chips; what is frozen has little to share."""
     chips = problem.cluster.num_chips
     inner = problem.network.dimensions[0]
-    heads = int(max((v for k, v in problem.model.sizes.items() if k.partition(".")[0] == "N"), default=1))
+    heads = training_limits(problem).largest["tensor"]
     yield {"data": chips}, 0
     if chips == 1:
         return
@@ -174,20 +174,23 @@ def training_splits(problem: TrainingProblem) -> Iterator[tuple[dict[str, int], 
         yield {"fsdp": chips // ways, "tensor": ways}, 0
 
 
-def training_fits(problems: Sequence[TrainingProblem]) -> tuple[TrainingFit, ...]:
-    """What fits of training, for each job and each usual split of all chips; those of no job are left out.
+def training_fits(problems: Sequence[TrainingProblem]) -> tuple[tuple[TrainingFit, ...], dict[str, str]]:
+    """What fits of training, for each job and each usual split of all chips.
 
     Args:
         problems: one for each precision and way of fine-tuning; the job says how long sequences are.
+
+    Returns: what was asked, and why a split of a job could not be: "lora, fsdp=8" -> the reason.
     """
-    found = []
+    found, refused = [], {}
     for problem in problems:
         for sizes, zero in training_splits(problem):
             try:
                 found.append(_training_fit(problem, sizes, zero))
-            except MeshwiseError:  # heads or experts that do not divide
-                continue
-    return tuple(found)
+            except MeshwiseError as error:
+                job = problem.job.precision if problem.job.tuning.full else problem.job.fine_tune
+                refused[f"{job}, {','.join(f'{axis}={n}' for axis, n in sizes.items())}"] = str(error)
+    return tuple(found), refused
 
 
 def _training_fit(problem: TrainingProblem, sizes: Mapping[str, int], zero: int) -> TrainingFit:

@@ -65,7 +65,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class EngineLimits:
     """What a model has to split."""
 
     heads: int
@@ -74,7 +74,8 @@ class _Limits:
     layers: int
 
     @classmethod
-    def of(cls, model: Model) -> _Limits:
+    def of(cls, model: Model) -> EngineLimits:
+        """Of all layers: the most heads that any of them has."""
         mixers = [g.layer.attention for g in model.spec.groups if g.layer.attention is not None]
         heads = [getattr(m, "heads", 0) or getattr(m, "channels", 0) for m in mixers]
         kv = [m.kv_heads for m in mixers if isinstance(m, SelfAttention)]
@@ -82,7 +83,7 @@ class _Limits:
         return cls(max(heads, default=1), max(kv, default=1), experts, model.num_layers)
 
 
-def _meshes(chips: int, step: Step, limits: _Limits) -> Iterator[dict[str, int]]:
+def _meshes(chips: int, step: Step, limits: EngineLimits) -> Iterator[dict[str, int]]:
     """Sizes of the axes of a step whose product is `chips`."""
 
     def fill(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
@@ -98,7 +99,7 @@ def _meshes(chips: int, step: Step, limits: _Limits) -> Iterator[dict[str, int]]
             yield sizes
 
 
-def _makes_sense(sizes: dict[str, int], limits: _Limits) -> bool:
+def _makes_sense(sizes: dict[str, int], limits: EngineLimits) -> bool:
     ways = sizes["tensor"] * sizes.get("cache", 1)
     wide = sizes["width"] > 1
     others = sizes["expert"] * sizes.get("context", 1) * sizes.get("fsdp", 1)
@@ -113,7 +114,7 @@ def _makes_sense(sizes: dict[str, int], limits: _Limits) -> bool:
     )
 
 
-def _choices(sizes: dict[str, int], step: Step, limits: _Limits) -> Iterator[dict[str, object]]:
+def _choices(sizes: dict[str, int], step: Step, limits: EngineLimits) -> Iterator[dict[str, object]]:
     """Choices of a mesh that are no sizes."""
     ways = sizes["tensor"] * sizes.get("cache", 1)
     splits: tuple[str, ...] = ("heads",)
@@ -139,12 +140,12 @@ def candidates(
     problem: ServingProblem, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...] = ()
 ) -> tuple[Candidates, ...]:
     """Every layout of engines of so many chips, by structure; `forbid`: axes that are not used."""
-    return _candidates(_Limits.of(problem.model), fabric, step, sizes, forbid)
+    return _candidates(EngineLimits.of(problem.model), fabric, step, sizes, forbid)
 
 
 @lru_cache(maxsize=16)
 def _candidates(
-    limits: _Limits, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...]
+    limits: EngineLimits, fabric: Fabric, step: Step, sizes: tuple[int, ...], forbid: tuple[str, ...]
 ) -> tuple[Candidates, ...]:
     """As `candidates`; kept, because searches of one cluster in other formats, or with other targets, have the same."""
     found: dict[ServingLayoutChoices, list[tuple[ServingLayout, list[AxisMapping], Array]]] = {}
