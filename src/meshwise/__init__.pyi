@@ -123,7 +123,7 @@ def fit(
     *,
     on: str | None = None,
     context: str | float | None = None,
-    precision: str | None = None,
+    precision: str = "",
     cluster: str | os.PathLike[str] | None = None,
     price: str | float | None = None,
     progress: Callable[[str], None] = ...,

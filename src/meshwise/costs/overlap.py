@@ -36,10 +36,10 @@ COMPUTE_TERMS = ("forward", "backward", "recompute")
 class Sums(dict[Any, Num]):
     """Sums by name; 0 for what was never added to."""
 
-    def __missing__(self, name: Any) -> Num:
+    def __missing__(self, name: object) -> Num:
         return 0.0
 
-    def add(self, name: Any, value: Num) -> None:
+    def add(self, name: object, value: Num) -> None:
         """Add to an entry, or begin it."""
         self[name] = self[name] + value if name in self else value
 
