@@ -9,10 +9,10 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.costs.serving.memory import most
 
 
-@given(limit=st.integers(0, 1 << 30), there=st.integers(-1, 1 << 31))
-@settings(max_examples=100)
-def test_the_most_is_the_last_that_fits(limit, there):
-    assert most(lambda n: n <= there, limit) == max(0, min(there, limit))
+@given(limit=st.integers(0, 1 << 30), there=st.integers(-1, 1 << 31), near=st.integers(1, 1 << 31))
+@settings(max_examples=200)
+def test_the_most_is_the_last_that_fits(limit, there, near):
+    assert most(lambda n: n <= there, limit, near=near) == max(0, min(there, limit))
 
 
 CASES = [

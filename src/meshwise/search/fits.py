@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.problem import ServingProblem, TrainingProblem
 from meshwise.costs.serving.answer import ServingSetup
-from meshwise.costs.serving.memory import engine_memory, most
+from meshwise.costs.serving.memory import LONGEST, engine_memory, longest_context, most
 from meshwise.hardware import Cluster
-from meshwise.jobs import ServingLoad
 from meshwise.models import Model
 from meshwise.search.plan import Plan
 from meshwise.search.planner import check_request, search_layout, training_limits
@@ -23,7 +22,7 @@ from meshwise.sharding.layout import MESH_AXES, LayoutRequest
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout
 
 #: Where a search for the most of something ends.
-_MOST_REQUESTS, _MOST_TOKENS, _MOST_SEQUENCES = 1 << 20, 1 << 26, 1 << 12
+_MOST_REQUESTS, _MOST_SEQUENCES = 1 << 20, 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +137,18 @@ def _engines(problem: ServingProblem, chips: int) -> Iterator[ServingLayout]:
 def _serving_fit(problem: ServingProblem, layout: ServingLayout) -> ServingFit:
     capacity = problem.cluster.chip.hbm_usable
 
-    def total(load: ServingLoad, requests: int) -> float:
+    def total(requests: int) -> float:
         setup = ServingSetup("aggregated", layout, layout, requests)
-        return engine_memory(replace(problem, load=load), setup, "decode")["total"]
+        return engine_memory(problem, setup, "decode")["total"]
 
-    def long(tokens: int) -> bool:
-        load = problem.load.model_copy(update={"prompt": max(tokens - 1.0, 1.0), "output": 1.0})
-        return total(load, 1) <= capacity
-
-    requests = most(lambda n: total(problem.load, n) <= capacity, _MOST_REQUESTS)
     setup = ServingSetup("aggregated", layout, layout, 1)
     return ServingFit(
         precision=problem.load.precision,
         layout=layout,
         engines=problem.cluster.num_chips // layout.num_chips,
         weights=engine_memory(problem, setup, "decode")["weights"],
-        requests=requests,
-        context=most(long, min(problem.model.max_seq_len or _MOST_TOKENS, _MOST_TOKENS)),
+        requests=most(lambda n: total(n) <= capacity, _MOST_REQUESTS),
+        context=min(longest_context(problem, setup), problem.model.max_seq_len or LONGEST),
     )
 
 
@@ -210,7 +204,7 @@ def _training_fit(problem: TrainingProblem, sizes: Mapping[str, int], zero: int)
         other = Plan.of(_with_length(problem, replicas * micro_batch, length), layout, plan.fabric)
         return other.estimate.memory["total"]
 
-    longest = min(problem.model.max_seq_len or _MOST_TOKENS, _MOST_TOKENS)
+    longest = min(problem.model.max_seq_len or LONGEST, LONGEST)
     return TrainingFit(
         precision=problem.job.precision,
         fine_tune=problem.job.fine_tune,

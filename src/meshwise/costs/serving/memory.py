@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from meshwise.costs.arithmetic import Num, ceil, maximum, minimum, where
 from meshwise.costs.extents import Extents
@@ -124,6 +125,9 @@ def reserved_bytes(problem: ServingProblem) -> float:
 #: Where the frontier of requests against their length ends.
 _MOST_REQUESTS, _SHORT = 1 << 20, 512
 
+#: Where a search for the longest context ends, and how often it is guessed before.
+LONGEST, _GUESSES = 1 << 26, 4
+
 
 def mesh_sizes(layout: ServingLayout) -> dict[str, float]:
     """Mesh axis -> devices, as numbers to calculate with."""
@@ -148,7 +152,8 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
     prompts = float(setup.prefill_batch)
     if step == "prefill" or both:
         longest = load.prefilled(prompts) - load.cached_prefix
-        long = prompt_sizes(load, prompts, mesh_sizes(setup.prefill), longest, setup.chunk)
+        # queries or keys are most in the last whole chunk, or in what is left after it
+        long = prompt_sizes(load, prompts, mesh_sizes(setup.prefill), longest, setup.chunk, last=2)
         parts += [step_memory(problem, "prefill", setup.prefill.structure, s) for s in long]
     if step == "decode" or both:
         decoding = sizes_of_steps(problem, setup, "decode")
@@ -158,7 +163,7 @@ def engine_memory(problem: ServingProblem, setup: ServingSetup, step: Step) -> d
         requests, tokens = prompts, load.prefilled(prompts)
     kept, of = ("decode", setup.decode) if both else (step, layout)
     cache = cache_bytes(problem, kept, of.structure, mesh_sizes(of), requests, tokens)  # type: ignore[arg-type]
-    if both:  # the prompts that are being prefilled
+    if both and not setup.one_layout:  # else a prompt takes the place of a request that ended, as one of the batch
         cache = cache + cache_bytes(problem, "decode", of.structure, mesh_sizes(of), prompts, load.prefilled(prompts))
     classes = {
         "weights": float(weight_bytes(problem, step, layout.structure, mesh)),
@@ -187,27 +192,50 @@ def cache_capacity(problem: ServingProblem, setup: ServingSetup, step: Step) -> 
 
 
 def longest_context(problem: ServingProblem, setup: ServingSetup) -> int:
-    """The most tokens of a request at the setup's batch that fit on a decoding engine; 0 where one is too much."""
-    mesh = mesh_sizes(setup.decode)
-    room = cache_capacity(problem, setup, "decode")
-    structure = setup.decode.structure
+    """The most tokens, prompt and output together, of each request of the setup's batch that fit on a decoding engine.
 
-    def fits(tokens: int) -> bool:
-        return float(cache_bytes(problem, "decode", structure, mesh, float(setup.batch), float(tokens))) <= room
+    Outputs are the load's, as far as the tokens last; 0 where one token is too much, and never more than `LONGEST`.
+    """
+    mesh, structure = mesh_sizes(setup.decode), setup.decode.structure
+    usable = problem.cluster.chip.hbm_usable
 
-    return most(fits, 1 << 34)
+    def memory(tokens: int) -> dict[str, float]:
+        output = max(min(problem.load.output, tokens - 1.0), 1.0)
+        alike = problem.load.model_copy(update={"prompt": max(tokens - output, 1.0), "output": output, "mix": None})
+        return engine_memory(replace(problem, load=alike), setup, "decode")
+
+    def held(tokens: int) -> float:
+        return float(cache_bytes(problem, "decode", structure, mesh, float(setup.batch), float(tokens)))
+
+    guess = 1
+    for _ in range(_GUESSES):  # what else is held grows slowly: the cache that fits beside it is near at once
+        used = memory(guess)
+        room = usable - (used["total"] - used["kv_cache"])
+        last, guess = guess, max(most(lambda tokens, room=room: held(tokens) <= room, LONGEST), 1)
+        if guess == last:
+            break
+    return most(lambda tokens: memory(tokens)["total"] <= usable, LONGEST, near=guess)
 
 
-def most(fits: Callable[[int], bool], limit: int) -> int:
+def most(fits: Callable[..., bool], limit: int, *, near: int = 1) -> int:
     """The largest number up to `limit` that fits, where all smaller ones do; 0 where 1 does not.
 
-    >>> most(lambda n: n <= 37, 100), most(lambda n: False, 100), most(lambda n: True, 100)
+    It is looked for around `near`, farther and farther away.
+
+    >>> most(lambda n: n <= 37, 100), most(lambda n: False, 100), most(lambda n: True, 100, near=40)
     (37, 0, 100)
     """
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
+    near = min(near, limit)
+    low, high, step = 0, near, 1
+    if near > 0 and fits(near):
+        low = near
+        while low + step <= limit and fits(low + step):
+            low, step = low + step, 2 * step
+        high = min(low + step, limit + 1)
+    else:
+        while high - step > 0 and not fits(high - step):
+            high, step = high - step, 2 * step
+        low = max(high - step, 0)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from meshwise.core.tensors import Program, Tensor
 from meshwise.costs.arithmetic import Num, ceil, maximum, minimum
@@ -43,14 +42,20 @@ class StepSizes:
     last: Num = 1.0
 
 
-def prompt_sizes(
-    load: ServingLoad, prompts: Num, mesh: Mapping[str, Num], computed: Num, chunk: int | None = None
+def prompt_sizes(  # noqa: PLR0917 -- the prompts, then their steps
+    load: ServingLoad,
+    prompts: Num,
+    mesh: Mapping[str, Num],
+    computed: Num,
+    chunk: int | None = None,
+    last: int | None = None,
 ) -> list[StepSizes]:
-    """What each step of a prefill of prompts computes that have so many tokens to be computed."""
+    """What each step of a prefill of prompts computes that have so many tokens to be computed, or the last of them."""
     if chunk is None:
         return [StepSizes(prompts, computed, load.cached_prefix + computed, mesh)]
-    ends = [min((i + 1.0) * chunk, computed) for i in range(math.ceil(computed / chunk))]
-    return [StepSizes(prompts, end - start, load.cached_prefix + end, mesh) for start, end in pairwise((0.0, *ends))]
+    starts = range(0, math.ceil(computed), chunk)[-(last or 0) :]
+    spans = ((start, min(start + float(chunk), computed)) for start in starts)
+    return [StepSizes(prompts, end - start, load.cached_prefix + end, mesh) for start, end in spans]
 
 
 def attended_sizes(load: ServingLoad, sizes: StepSizes, step: Step = "prefill") -> StepSizes | None:

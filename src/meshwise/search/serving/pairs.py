@@ -91,7 +91,7 @@ def aggregated(tables: Tables, wanted: float | None = None, *, one_layout: bool 
         if not one_layout:
             row, of = _all_with_all(best, lean[decode.stored[lean] == stored])
             apart = prefill.mesh[row] != decode.mesh[of]  # where one layout does both, the cache stays
-            yield from _together(tables, row[apart], of[apart], prefill.handover[row[apart]], wanted)
+            yield from _together(tables, row[apart], of[apart], prefill.handover[row[apart]], wanted, moves=True)
         own = []
         for mesh in np.intersect1d(prefill.mesh[into], decode.mesh[out]):
             rows = into[prefill.mesh[into] == mesh]
@@ -99,7 +99,7 @@ def aggregated(tables: Tables, wanted: float | None = None, *, one_layout: bool 
             own.append(_all_with_all(rows, out[decode.mesh[out] == mesh]))
         if own:
             row, of = (np.concatenate(parts) for parts in zip(*own, strict=True))
-            yield from _together(tables, row, of, np.zeros(len(row)), wanted)
+            yield from _together(tables, row, of, np.zeros(len(row)), wanted, moves=False)
 
 
 def _all_with_all(a: Index, b: Index) -> tuple[Index, Index]:
@@ -129,14 +129,19 @@ def _lean(decode: Table, out: Index) -> Index:
     return np.concatenate([*kept, order])
 
 
-def _together(tables: Tables, row: Index, out: Index, handover: Array, wanted: float | None) -> Iterator[Pairs]:
-    """Rows of prefill with rows of generation, of one size of engines; and seconds of their handover."""
+def _together(
+    tables: Tables, row: Index, out: Index, handover: Array, wanted: float | None, *, moves: bool
+) -> Iterator[Pairs]:
+    """Rows of prefill with rows of generation, of one size of engines; and seconds of their handover.
+
+    Where caches move from one layout to the other, those of prompts take memory besides those of the batch.
+    """
     prefill, decode, load = tables.prefill, tables.decode, tables.problem.load
     slots = prefill.batch[row] <= decode.batch[out]  # prompts that are prefilled together go on together
     row, out, handover = row[slots], out[slots], handover[slots]
     p, engine = prefill.batch[row], prefill.chips[row]
     numbers, bytes_of = decode.prompts
-    prompts = bytes_of[np.searchsorted(numbers, p), decode.layout[out]]
+    prompts = bytes_of[np.searchsorted(numbers, p), decode.layout[out]] if moves else 0.0
     further, gained = load.output - 1, load.tokens_per_step
     b, step = decode.batch[out], decode.seconds[out]
     per_prompt = prefill.interval[row] / p

@@ -277,9 +277,8 @@ def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs
         seen, least = seen + len(pairs), min(least, float(pairs.memory.min(initial=math.inf)))
         found.append(pairs.take(pairs.memory <= tables.usable))
     if not sum(map(len, found)):
-        needed = min(
-            least, *(float((t.weights + t.activations + t.workspace).min()) + tables.reserve for t in tables.both)
-        )
+        each = [float((t.weights + t.cache + t.activations + t.workspace).min()) + tables.reserve for t in tables.both]
+        needed = max(*each, least if math.isfinite(least) else 0.0)
         raise InfeasibleError(
             f"nothing fits: no layout{_for_tools(constraints)} holds {problem.model.name} and one request in the "
             f"{format_bytes(chip.hbm_usable)} of each {chip.title}; the leanest needs {format_bytes(needed)}; use more "
