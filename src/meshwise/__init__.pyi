@@ -70,7 +70,7 @@ def collective(
     over: str | None = None,
     sizes: str | Mapping[str, int] | None = None,
     wires: str | None = None,
-    dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4"] = "bf16",
+    dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4", "mxfp4"] = "bf16",
     choices: float | None = None,
     calibration: str = "none",
 ) -> CollectiveCase: ...
@@ -82,7 +82,7 @@ def estimate_serve(
     output: str | float | None = None,
     batch: int,
     layout: str,
-    precision: str = "bf16",
+    precision: str = "published",
     mode: Literal["aggregated", "disaggregated"] = "aggregated",
     prefill_layout: str | None = None,
     cached_prefix: str | float = 0,
@@ -147,7 +147,7 @@ def plan_serve(
     on: str | None = None,
     prompt: str | float | None = None,
     output: str | float | None = None,
-    precision: str = "bf16",
+    precision: str = "published",
     objective: Literal["throughput", "tpot", "ttft"] = "throughput",
     max_ttft: str | float | None = None,
     max_tpot: str | float | None = None,
@@ -281,7 +281,7 @@ def shard(
     mesh: str | Mapping[str, int] | None = None,
     sizes: str | Mapping[str, int] | None = None,
     wires: str | None = None,
-    dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4"] = "bf16",
+    dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4", "fp4", "mxfp4"] = "bf16",
     overlap: bool = False,
 ) -> Product: ...
 def simulate_serve(

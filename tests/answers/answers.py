@@ -88,6 +88,8 @@ def _asked(words: str) -> list[str]:
         asked += ["--precision", "book"]
     if (asked[1] == "train" or asked[:2] == ["plan", "serve"]) and "--tool" not in asked:
         asked += ["--tool", "none"]
+    if asked[1] == "serve" and asked[0] != "simulate" and "--precision" not in asked:
+        asked += ["--precision", "bf16"]
     if asked[:2] == ["plan", "train"]:
         asked += ["--within", "0"]
     if asked[:2] == ["estimate", "train"]:

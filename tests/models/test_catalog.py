@@ -68,8 +68,8 @@ def test_folders_and_files_are_read(tmp_path: Path) -> None:
     [
         ("llama-3-70b", DType.BF16),
         ("deepseek-v3", DType.FP8),
-        ("deepseek-v4-flash", DType.FP4),
-        ("gpt-oss-120b", DType.FP4),
+        ("deepseek-v4-flash", DType.MXFP4),
+        ("gpt-oss-120b", DType.MXFP4),
         ("gpt-neox-20b", DType.FP16),
         ("gpt2", None),
     ],

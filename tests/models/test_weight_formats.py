@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
+from meshwise.core.errors import MeshwiseError
+from meshwise.costs.compute import published_precision
+from meshwise.costs.engines import find_serving_calibration
+from meshwise.costs.problem import ServingProblem
+from meshwise.costs.serving.memory import weight_bytes
+from meshwise.hardware import parse_cluster
+from meshwise.jobs import ServingLoad, parse_serving_precision
 from meshwise.models import load_model, read_config
+from meshwise.sharding.serving import parse_serving_layout
 
 
 def mixed(**formats: int) -> dict[str, Any]:
@@ -27,7 +35,7 @@ def tensors(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, "fp4"),
-        ({"quant_method": "mxfp4"}, "fp4"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
         (
             mixed(NVFP4=3, MXFP8=2),
             "fp4",
@@ -63,3 +71,89 @@ def test_a_format_that_only_the_text_part_says() -> None:
     dtype = load_model("kimi-k2.5").weight_dtype
     assert dtype is not None
     assert dtype.value == "int4"
+
+
+IGNORE = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+INT4 = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "chip", "precision"),
+    [
+        ("llama-3-8b", {"quant_method": "fp8"}, "h100", "fp8"),
+        ("llama-3-8b", {"quant_method": "fp8"}, "a100", "weights=fp8"),
+        ("llama-3-8b", {"quant_method": "awq", "bits": 4, "group_size": 128}, "h100", "int4-weights"),
+        ("llama-3-8b", {"quant_method": "gptq", "bits": 4, "group_size": 64}, "h100", "weights=int4,group=64"),
+        ("llama-3-8b", {"quant_method": "bitsandbytes", "load_in_8bit": True}, "h100", "int8"),
+        ("llama-3-8b", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "b200", "nvfp4"),
+        ("llama-3-8b", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "h100", "weights=fp4"),
+        (
+            "deepseek-v3",
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "NVFP4",
+                "kv_cache_quant_algo": "FP8",
+                "exclude_modules": ["lm_head", *(f"model.layers.{i}.self_attn*" for i in range(61))],
+            },
+            "b200",
+            "weights=fp4,attention=bf16,compute=fp4,kv=fp8",
+        ),
+        (
+            "gpt-oss-120b",
+            {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+            "b200",
+            "weights=mxfp4,attention=bf16",
+        ),
+        (
+            "deepseek-v3",
+            {"quant_method": "compressed-tensors", "config_groups": INT4, "ignore": IGNORE},
+            "h200",
+            "weights=bf16,experts=int4,group=32",
+        ),
+        (
+            "mixtral-8x7b",
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "g": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 8, "type": "float"},
+                        "input_activations": {"num_bits": 8, "type": "float"},
+                    }
+                },
+                "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+                "ignore": ["lm_head", "re:.*block_sparse_moe.gate"],
+            },
+            "h100",
+            "fp8-kv8",
+        ),
+    ],
+)
+def test_a_published_checkpoint_is_served_in_its_own_formats(name, quantization, chip, precision):
+    model = read_config({**load_model(name).config, "quantization_config": quantization}, name="x")
+    assert published_precision(model, parse_cluster(f"{chip}:8").chip) == precision
+    assert parse_serving_precision(precision).name == precision
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "on", "gigabytes"),
+    [  # sizes of the files that the hub lists, embedding and head included
+        ("gpt-oss-120b", 8, "h100:8", 65.2),
+        ("gpt-oss-20b", 8, "h100:8", 13.8),
+        ("deepseek-v3", 8, "h200:8", 671 + 2 * 129280 * 7168 / 1e9),
+        ("kimi-k2-thinking", 8, "h200:8", 594),
+    ],
+)
+def test_a_published_checkpoint_is_counted_at_its_size(model, tensors, on, gigabytes):
+    cluster, found = parse_cluster(on), load_model(model)
+    load = ServingLoad(prompt=1024, output=256, precision=published_precision(found, cluster.chip))
+    problem = ServingProblem(found, load, cluster, find_serving_calibration("fitted", cluster.chip))
+    structure = parse_serving_layout("tensor=1", num_chips=8).structure
+    ones = dict.fromkeys(("replicas", "stage", "expert", "context", "cache", "width", "fsdp", "tensor"), 1.0)
+    assert float(weight_bytes(problem, "decode", structure, ones)) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+def test_a_method_that_is_not_known_asks_for_formats():
+    config = {**load_model("llama-3-8b").config, "quantization_config": {"quant_method": "hqq"}}
+    with pytest.raises(MeshwiseError, match=r"quantised by 'hqq'.*--precision"):
+        published_precision(read_config(config, name="x"), parse_cluster("h100:8").chip)

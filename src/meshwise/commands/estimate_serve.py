@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.plan_files import check_save, read_plan, save_plan, write_file
 from meshwise.commands.requests import File, Flag, Request, attributes
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
+from meshwise.costs.compute import published_precision
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.problem import ServingProblem, Step, check_context
 from meshwise.costs.serving.answer import ServingAnswer, ServingEstimate, ServingSetup
@@ -25,6 +26,7 @@ from meshwise.costs.serving.memory import frontier
 from meshwise.jobs import ServingConditions, ServingLoad
 from meshwise.jobs.lengths import parse_lengths
 from meshwise.jobs.mix import mix_lengths, mix_trace
+from meshwise.jobs.serving_precision import FORMATS, PUBLISHED, parse_serving_precision
 from meshwise.jobs.traffic import read_trace
 from meshwise.models import load_model
 from meshwise.report.serve import estimate_serve_report, estimate_serve_svg
@@ -48,6 +50,9 @@ class ServeRequest(ModelOnCluster, ServingConditions):
 
     sections: ClassVar = {"Load": ("on", "prompt", "output", "precision")}
 
+    precision: str = Field(
+        default=PUBLISHED, description=f"Number formats: {PUBLISHED} (as the checkpoint is), {FORMATS}."
+    )
     prompt: Lengths | None = Field(default=None, serialization_alias="prompt_lengths")
     """Tokens per prompt: a number, uniform:128-2048, or lognormal:MEAN:VARIATION:MOST."""
     output: Lengths | None = Field(default=None, serialization_alias="output_lengths")
@@ -58,18 +63,28 @@ class ServeRequest(ModelOnCluster, ServingConditions):
     """Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; alone: vllm on GPUs,
     jax on TPUs), operations (of the chip's family, alone), none, or a family by name."""
 
+    @field_validator("precision")
+    @classmethod
+    def _precision_is_known(cls, text: str) -> str:
+        if text != PUBLISHED:
+            parse_serving_precision(text)
+        return text
+
     @model_validator(mode="after")
     def _lengths_are_given(self) -> ServeRequest:
-        self.load()
+        self.load("bf16")
         return self
 
-    def load(self) -> ServingLoad:
+    def load(self, precision: str) -> ServingLoad:
         """The serving load alone.
+
+        Args:
+            precision: its formats.
 
         Raises:
             MeshwiseError: no lengths, or lengths and a file of them; a file that cannot be read.
         """
-        conditions = attributes(self, *ServingConditions.model_fields)
+        conditions = {**attributes(self, *ServingConditions.model_fields), "precision": precision}
         given = {"--prompt": self.prompt, "--output": self.output}
         if self.csv is not None:
             if drawn := [name for name, value in given.items() if value is not None]:
@@ -96,7 +111,7 @@ class ServeRequest(ModelOnCluster, ServingConditions):
         """
         cluster = self.must_find()
         model = load_model(self.model)
-        load = self.load()
+        load = self.load(published_precision(model, cluster.chip) if self.precision == PUBLISHED else self.precision)
         check_context(model, load)
         model.serving_program("decode")  # refuses what cannot be served
         return ServingProblem(model, load, cluster, find_serving_calibration(self.calibration, cluster.chip))
@@ -107,7 +122,8 @@ class ServeRequest(ModelOnCluster, ServingConditions):
 
     def echo_problem(self, problem: ServingProblem) -> dict[str, Any]:
         """The inputs for JSON, as they were resolved."""
-        return self.echo_load(problem.load) | self.echo_resolved(problem)
+        resolved = {"precision": problem.load.precision}
+        return self.echo_load(problem.load) | self.echo_resolved(problem) | resolved
 
 
 class EstimateServeRequest(ServeRequest):

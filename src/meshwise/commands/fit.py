@@ -12,7 +12,7 @@ from meshwise.commands.requests import Flag
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.core.units import Quantity, format_count, parse_count
-from meshwise.costs.compute import check_precision
+from meshwise.costs.compute import check_precision, published_precision
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import ServingProblem, TrainingProblem
@@ -74,7 +74,7 @@ def fit(request: FitRequest, *, progress: Tell = silent) -> Fits:
     cluster, model = request.must_find(), load_model(request.model)
     context = request.context or min(_USUAL, model.max_seq_len or _USUAL)
     check_length(model, context)
-    loads = [_load(context, name) for name in request.precisions or usual_precisions(cluster)]
+    loads = [_load(context, name) for name in request.precisions or usual_precisions(model, cluster)]
     for load in loads if request.precisions else ():
         check_precision(cluster.chip, load.formats.formats)
     refused: dict[str, str] = {}
@@ -88,7 +88,8 @@ def fit(request: FitRequest, *, progress: Tell = silent) -> Fits:
         refused["serving"] = str(error)
     progress("what fits of training")
     training, others = training_fits(_training_problems(model, cluster, context))
-    return Fits(model, cluster, context, serving, training, refused | others)
+    published = "" if request.precisions or model.quantization is None else loads[0].precision
+    return Fits(model, cluster, context, serving, training, published, refused | others)
 
 
 def _load(context: float, precision: str) -> ServingLoad:
@@ -96,11 +97,12 @@ def _load(context: float, precision: str) -> ServingLoad:
     return ServingLoad(prompt=context // 2, output=context - context // 2, precision=precision)
 
 
-def usual_precisions(cluster: Cluster) -> tuple[str, ...]:
-    """Serving precisions that a chip multiplies in, and weights of four bits, which any chip reads."""
+def usual_precisions(model: Model, cluster: Cluster) -> tuple[str, ...]:
+    """The published checkpoint's, those that a chip multiplies in, and weights of four bits, which any chip reads."""
     rates = {dtype.value for dtype in cluster.chip.flops_per_s}
     eight = next((name for name in ("fp8", "int8") if name in rates), "int8-weights")
-    return ("bf16", eight, *(("fp4",) if "fp4" in rates else ()), "int4-weights")
+    usual = ("bf16", eight, *(("fp4",) if "fp4" in rates else ()), "int4-weights")
+    return tuple(dict.fromkeys((published_precision(model, cluster.chip), *usual)))
 
 
 def _training_problems(model: Model, cluster: Cluster, context: float) -> list[TrainingProblem]:

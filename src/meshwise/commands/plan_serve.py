@@ -21,7 +21,8 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import parse_count, parse_duration
 from meshwise.costs.problem import ServingProblem
 from meshwise.exports.serving import SERVING_TARGETS, asked_serving_tools, parse_serving_tools
-from meshwise.jobs import SERVING_PRECISIONS, ServingLoad, drawn_requests, parse_serving_precision
+from meshwise.jobs import ServingLoad, drawn_requests, parse_serving_precision
+from meshwise.jobs.serving_precision import FORMATS, PUBLISHED
 from meshwise.jobs.traffic import Load, read_trace
 from meshwise.report.plan_serve import plan_serve_report, plan_serve_svg
 from meshwise.report.serve_alternatives import alternatives_report, alternatives_svg
@@ -71,9 +72,9 @@ class PlanServeRequest(ServeRequest):
     on: Annotated[str | None, Flag("CLUSTERS")] = Field(default=None, serialization_alias="cluster")
     """The cluster: CHIP:SHAPE_OR_COUNT, v5e:4x8 or h100:64; several (h100:8,h200:8) are compared."""
     precision: str = Field(
-        default="bf16",
-        description=f"Number formats: {', '.join(SERVING_PRECISIONS)}, or roles such as weights=int8,kv=int8 "
-        "(weights, activations, kv, compute, head); several (bf16,fp8 or bf16;weights=int8,kv=int8) are compared.",
+        default=PUBLISHED,
+        description=f"Number formats: {PUBLISHED} (as the checkpoint is), {FORMATS}; several (bf16,fp8 or "
+        "bf16;weights=int8,kv=int8) are compared.",
     )
     objective: Literal["throughput", "tpot", "ttft"] = "throughput"
     """Most output tokens/s on all chips of the cluster, least TPOT, or least TTFT."""
@@ -109,7 +110,8 @@ class PlanServeRequest(ServeRequest):
     @classmethod
     def _precision_is_known(cls, text: str) -> str:
         for one in split_precisions(text):
-            parse_serving_precision(one)
+            if one != PUBLISHED:
+                parse_serving_precision(one)
         return text
 
     @property
@@ -126,12 +128,6 @@ class PlanServeRequest(ServeRequest):
     def several(self) -> bool:
         """Whether clusters or precisions are compared."""
         return max(len(self.clusters), len(self.precisions)) > 1
-
-    def load(self) -> ServingLoad:
-        """The serving load alone, in the first of several precisions."""
-        if len(self.precisions) > 1:
-            return self.model_copy(update={"precision": self.precisions[0]}).load()
-        return super().load()
 
     @property
     def constraints(self) -> ServingConstraints:
@@ -231,18 +227,16 @@ def find_alternatives(request: PlanServeRequest) -> ServingAlternatives:
         if twice := [name for name in names if names.count(name) > 1]:
             raise MeshwiseError(f"{flag}: {twice[0]} is named twice; leave one out")
     clusters: tuple[str | None, ...] = request.clusters or (None,)
-    problems = {
-        Alternative(name or str(request.cluster), precision): request.model_copy(
-            update={"on": name, "precision": precision}
-        ).problem()
-        for name in clusters
-        for precision in request.precisions
-    }
+    problems = {}
+    for name in clusters:
+        for precision in request.precisions:
+            problem = request.model_copy(update={"on": name, "precision": precision}).problem()
+            problems[Alternative(name or str(request.cluster), problem.load.precision)] = problem
     return plan_alternatives(problems, lambda problem: find_serving_plans(request, problem), request.top)
 
 
 def compare_serve(
-    model: str, *, on: Iterable[str], precisions: Iterable[str] = ("bf16",), **options: Any
+    model: str, *, on: Iterable[str], precisions: Iterable[str] = (PUBLISHED,), **options: Any
 ) -> ServingAlternatives:
     """Compare clusters and precisions for a serving load.
 

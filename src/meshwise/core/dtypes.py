@@ -23,6 +23,7 @@ class DType(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
     FP4 = "fp4"
+    MXFP4 = "mxfp4"
 
     @property
     def bits(self) -> int:
@@ -45,7 +46,7 @@ _SPELLINGS = {
     DType.FP8: ("float8", "e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2"),
     DType.INT8: ("s8",),
     DType.INT4: ("s4",),
-    DType.FP4: ("e2m1",),
+    DType.FP4: ("e2m1", "nvfp4"),
 }
 _ALIASES = {spelling: dtype for dtype, spellings in _SPELLINGS.items() for spelling in spellings}
 

@@ -7,7 +7,7 @@ The structure is worked out once per placement; sizes, floats or arrays, come af
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from meshwise.core.dtypes import DType
@@ -18,7 +18,8 @@ from meshwise.costs.calibration import Calibration
 from meshwise.costs.extents import Extents, Split, Volume
 from meshwise.costs.local_ops import LoweredOp
 from meshwise.hardware import Chip
-from meshwise.jobs import Precision
+from meshwise.jobs import SERVING_PRECISIONS, Precision, parse_serving_precision
+from meshwise.models import Model
 
 
 @dataclass(slots=True)
@@ -157,6 +158,39 @@ def check_precision(chip: Chip, precision: Precision) -> None:
         raise MeshwiseError(
             f"precision {precision.name}: a format of {recipe.vendor} chips, found {chip.title}; use another precision"
         )
+
+
+def published_precision(model: Model, chip: Chip) -> str:
+    """Formats in which a model's checkpoint is published, as `--precision` of serving takes them.
+
+    Operands are as narrow as the checkpoint says where the chip multiplies such; else weights are widened as they are
+    read. "bf16" where nothing is quantised.
+
+    Raises:
+        MeshwiseError: a method of quantisation that is not known.
+    """
+    found = model.quantization
+    if found is None:
+        return "bf16"
+    if found.weights is None:
+        raise MeshwiseError(
+            f"precision: {model.name}'s checkpoint is quantised by {found.method or 'a method'!r}, which is not known "
+            "here; say its formats yourself: --precision weights=int4,kv=fp8"
+        )
+    roles = {
+        "weights": found.weights,
+        "attention": found.attention,
+        "experts": found.experts if model.mixtures else None,
+        "compute": found.operands if found.operands in chip.flops_per_s else None,
+        "kv": found.kv,
+    }
+    given = [f"{role}={dtype.value}" for role, dtype in roles.items() if dtype is not None]
+    stored = {found.weights, found.attention, roles["experts"]}
+    if found.group and DType.INT4 in stored:
+        given.append(f"group={found.group}")
+    made = parse_serving_precision(",".join(given))
+    same = (p.name for p in SERVING_PRECISIONS.values() if replace(made, name=p.name, meaning=p.meaning) == p)
+    return next(same, made.name)
 
 
 class OperationPrices:

@@ -244,6 +244,7 @@ class _Narrowing:
     def __init__(self, block: Block, recipe: Recipe) -> None:
         self.block = block
         self.recipe = recipe
+        self.bits = recipe.activations.dtype.bits
         self.made = {op.output.name: op for op in block.ops}
         self.projected = {t.name for op in block.ops if is_projection(op) for t in op.inputs}
         self.narrow: dict[str, Tensor] = {}
@@ -253,7 +254,7 @@ class _Narrowing:
         for op in self.block.ops:
             # what an encoder left for all decoder layers stays in the wider format
             crosses = any(t.name in self.block.inputs[1:] for t in op.inputs)
-            if isinstance(op, Einsum) and is_projection(op) and not crosses:
+            if isinstance(op, Einsum) and is_projection(op) and not crosses and self.reads_narrow(op):
                 inputs = tuple(self.operand(t) for t in op.inputs)
                 self.ops.append(replace(op, inputs=inputs, narrow=True, format=self.recipe.activations))
             elif isinstance(op, Route) and self.recipe.dispatches:
@@ -261,6 +262,10 @@ class _Narrowing:
             else:
                 self.ops.append(op)
         return self.ops
+
+    def reads_narrow(self, op: Op) -> bool:
+        """Whether the weights of a projection are not kept in a wider format than operands have."""
+        return all(t.dtype is None or t.dtype.bits <= self.bits for t in op.inputs if t.kind is Kind.WEIGHT)
 
     def operand(self, t: Tensor) -> Tensor:
         """An operand of a projection in its format."""

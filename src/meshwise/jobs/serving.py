@@ -15,7 +15,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.core.units import Quantity, format_count, format_percent, parse_count, parse_fraction
 from meshwise.jobs.lengths import Lengths, Uniform, parse_lengths
 from meshwise.jobs.mix import RequestMix
-from meshwise.jobs.serving_precision import SERVING_PRECISIONS, ServingPrecision, parse_serving_precision
+from meshwise.jobs.serving_precision import FORMATS, ServingPrecision, parse_serving_precision
 from meshwise.jobs.traffic import Arrivals, DrawnLoad, SharedPrefixes
 
 _Length = Annotated[float, Quantity("tokens", parse_count, format_count, "1024")]
@@ -35,8 +35,7 @@ class ServingConditions(BaseModel):
     """Prompt tokens whose cache entries already exist (prefix reuse)."""
     precision: str = Field(
         default="bf16",
-        description=f"Number formats: {', '.join(SERVING_PRECISIONS)}, or roles such as weights=int8,kv=int8 "
-        "(weights, activations, kv, compute, head).",
+        description=f"Number formats: {FORMATS}.",
     )
     block_tokens: int = Field(default=16, ge=1, le=65536)
     """Tokens per block of the paged cache."""

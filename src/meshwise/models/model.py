@@ -65,6 +65,34 @@ def _cached(group: LayerGroup) -> Iterator[CacheKind]:
     yield CacheKind(group.name, group.repeat, group.layer.cached_elements, mixer.span, index=index)
 
 
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The formats of a published checkpoint whose matrices are narrower than its `torch_dtype`.
+
+    Args:
+        method: `quant_method` of the configuration.
+        weights: of the projections of layers; None where the method is not known here.
+        attention: of those of attention, None where they are as `weights`.
+        experts: of those of routed experts, likewise.
+        operands: of products with them; None where these are as wide as activations.
+        kv: of the cache, None where nothing is said.
+        group: elements of a weight that share a scale, None where nothing is said.
+    """
+
+    method: str
+    weights: DType | None
+    attention: DType | None = None
+    experts: DType | None = None
+    operands: DType | None = None
+    kv: DType | None = None
+    group: int | None = None
+
+    @property
+    def most(self) -> DType | None:
+        """The format of most weights: the narrower of experts' and the rest's."""
+        return min((d for d in (self.weights, self.experts) if d is not None), key=lambda d: d.bits, default=None)
+
+
 @dataclass(frozen=True)
 class Model:
     """What is computed: a decoder, described once.
@@ -78,7 +106,7 @@ class Model:
         weight_dtype: format of the published weights, when the configuration says so.
         hub_names: names it is known by elsewhere.
         functions: what is computed around its matmuls.
-        quantization: how its published checkpoint is quantised; "" where it is not.
+        quantization: how its published checkpoint is quantised; None where it is not.
 
     >>> from meshwise.models import load_model
     >>> model = load_model("llama-3-70b")
@@ -94,7 +122,7 @@ class Model:
     weight_dtype: DType | None = None
     hub_names: tuple[str, ...] = ()
     functions: Functions = field(default_factory=Functions)
-    quantization: str = ""
+    quantization: Quantization | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.family, self.spec))

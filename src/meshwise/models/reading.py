@@ -212,7 +212,6 @@ def read_config(
         raise ConfigError(f"{where}: key {e.path!r}: expected {e.expected}, found {found}") from None
     except ConfigError as e:
         raise ConfigError(f"{where}: {e}") from None
-    quantized = read.keys.quantization_config or read.text.keys.quantization_config or {}
     return Model(
         name=name,
         family=read.keys.model_type,
@@ -222,7 +221,7 @@ def read_config(
         weight_dtype=read.weight_dtype(),
         hub_names=hub_names,
         functions=_functions(read.text),
-        quantization=str(quantized.get("quant_method", "")),
+        quantization=read.quantization(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -25,18 +25,24 @@ def fit_report(found: Fits, inputs: Mapping[str, Any]) -> Report:
         inputs: what was asked, with defaults.
     """
     model, cluster = found.model, found.cluster
+
+    def names(fit: ServingFit) -> str:
+        return "published" if fit.precision == found.published else fit.precision
+
+    smallest = {names(fit): fit for fit in reversed(found.serving) if fit.requests}
+
     on = f"{model.name} on {cluster.num_chips:,} x {cluster.chip.title}"
     asked = f"{format_bytes(cluster.chip.hbm_usable)} a chip; requests and sequences of {found.context:,.0f} tokens"
     tables: tuple[RenderableType, ...] = said(
         Text(asked),
-        tabulate(_SERVING, found.serving) if found.serving else None,
+        tabulate({**_SERVING, "serving": names}, found.serving) if found.serving else None,
         tabulate(_TRAINING, found.training) if found.training else None,
         reasons("Not asked", found.refused),
     )
     return Report(
         command="fit",
         inputs=inputs,
-        answer=f"{on}: {_serves(found.serving)}; {_trains(found)}",
+        answer=f"{on}: {_serves(smallest)}; {_trains(found)}",
         data={
             "context_tokens": found.context,
             "serving": [_serving_data(fit) for fit in found.serving],
@@ -47,6 +53,9 @@ def fit_report(found: Fits, inputs: Mapping[str, Any]) -> Report:
         body=tables,
         assumed=said(
             cluster.describe(),
+            f"published: {found.published}, the formats of the checkpoint ({model.quantization.method})"
+            if model.quantization is not None and found.published
+            else None,
             *model.notes,
             "serving: half of a request is prompt, prefilled whole; a tenth of the memory is left to the engine",
             "an engine's split is, of tensor, expert and stages of eight, the one that holds the most requests",
@@ -79,15 +88,12 @@ _TRAINING: Columns = {
 }
 
 
-def _serves(fits: Sequence[ServingFit]) -> str:
+def _serves(smallest: Mapping[str, ServingFit]) -> str:
     """The smallest engine of each precision that holds a request, in words."""
-    smallest: dict[str, int] = {}
-    for fit in fits:
-        if fit.requests:
-            smallest.setdefault(fit.precision, fit.layout.num_chips)
     if not smallest:
         return "serving does not fit"
-    chips = {n: [p for p, m in smallest.items() if m == n] for n in sorted(set(smallest.values()))}
+    sizes = {name: fit.layout.num_chips for name, fit in smallest.items()}
+    chips = {n: [p for p, m in reversed(sizes.items()) if m == n] for n in sorted(set(sizes.values()))}
     return "serves on " + ", ".join(f"{counted(n, 'chip')} in {' or '.join(names)}" for n, names in chips.items())
 
 

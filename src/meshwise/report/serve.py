@@ -159,7 +159,8 @@ def subject(problem: ServingProblem, setup: ServingSetup) -> str:
     load = problem.load
     mean = "" if load.mix is None else " on average"
     requests = f"{load.prompt:,.0f} tokens in, {load.output:,.0f} out{mean}, {setup.batch:,} at once on each engine"
-    lines = [f"{problem.model.name} on {setup.num_chips:,} x {problem.cluster.chip.title}, {requests}"]
+    on = f"{setup.num_chips:,} x {problem.cluster.chip.title}"
+    lines = [f"{problem.model.name} in {load.precision} on {on}, {requests}"]
     if setup.one_layout:
         lines.append(f"layout: {spaced(setup.decode)}")
     else:

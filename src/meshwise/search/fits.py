@@ -75,6 +75,7 @@ class Fits:
         context: tokens of a request or a sequence.
         serving: by precision and size of an engine, the smallest engines first.
         training: by job and split of all chips.
+        published: the precision of the published checkpoint, where it is quantised and was tried; else "".
         refused: what could not be asked ("serving", or a way to train) -> why.
     """
 
@@ -83,6 +84,7 @@ class Fits:
     context: float
     serving: tuple[ServingFit, ...]
     training: tuple[TrainingFit, ...]
+    published: str
     refused: Mapping[str, str]
 
     @property

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from meshwise.core.dtypes import DType
+from meshwise.costs.compute import published_precision
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.exports.choices import field_values, given_values
 from meshwise.exports.exported import Refusals, Rule
 from meshwise.hardware import Chip
-from meshwise.jobs import ServingLoad
+from meshwise.jobs import ServingLoad, parse_serving_precision
 from meshwise.jobs.lengths import parse_lengths
 from meshwise.models import Model
 from meshwise.models.spec import LatentAttention
@@ -99,7 +100,17 @@ class _OfProblem:
     @property
     def wide(self) -> bool:
         """Whether weights and operands are as activations are: nothing is quantised."""
-        return self.formats == (self.load.formats.activations,) * 2
+        return self.load.formats.wide
+
+    @property
+    def published(self) -> str:
+        """The method by which the published checkpoint has just these formats, "" where it has others."""
+        found = self.model.quantization
+        if found is None or found.weights is None:
+            return ""
+        formats = parse_serving_precision(published_precision(self.model, self.chip))
+        same = replace(formats, name="", meaning="", kv=self.load.formats.kv, head=self.load.formats.head)
+        return found.method if same == replace(self.load.formats, name="", meaning="") else ""
 
 
 @dataclass(frozen=True)
@@ -355,13 +366,21 @@ Methods = Mapping[tuple[DType, DType], tuple[str, tuple[str, ...], str]]
 
 
 def formats_of(
-    methods: Mapping[tuple[DType, DType], Any], caches: Collection[DType], *, none: str, kv: str
+    methods: Mapping[tuple[DType, DType], Any],
+    caches: Collection[DType],
+    *,
+    none: str,
+    kv: str,
+    loads: Collection[str] = (),
 ) -> EngineRules:
-    """Formats that an engine has no method for (`none` says so), or none for caches, of which `kv` is the nearest."""
+    """Formats that an engine has no method for (`none` says so), or none for caches, of which `kv` is the nearest.
+
+    `loads`: methods of published checkpoints that it reads, whatever of a layer they leave wide.
+    """
     known = ", ".join(f"weights={w.value},compute={c.value}" for w, c in methods)
     return (
         Rule(
-            lambda c: not c.wide and c.formats not in methods,
+            lambda c: not (c.wide or c.published in loads or (c.load.formats.uniform and c.formats in methods)),
             "weights={c.formats[0].value},compute={c.formats[1].value}",
             none,
             f"one of {known}",

@@ -184,9 +184,6 @@ def add_measurement(choices: ServingChoices, script: Script, run: list[str]) -> 
     script.use = f"bash THIS_FILE {first}, each where it is to run; when they answer, bash THIS_FILE bench"
 
 
-#: Formats of published checkpoints that are stored otherwise than their config's dtype, by quantization method.
-_PUBLISHED = {"fp8": (DType.FP8, DType.FP8)}
-
 #: Formats of activations as vLLM and SGLang name them.
 _DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
 
@@ -217,15 +214,16 @@ def model_setting(choices: ServingChoices, methods: Methods, script: Script) -> 
         methods: that the engine has, by formats.
         script: where the model is named.
     """
-    formats, published = choices.load.formats, choices.model.quantization
+    formats, quantization = choices.load.formats, choices.model.quantization
+    published = quantization.method if quantization is not None else ""
     hub = choices.model.hub_names[0] if choices.model.hub_names else ""
     if choices.wide:
         _name(script, hub if not published else "", "a checkpoint in " + formats.activations.value)
         return ""
-    method, same, needed = methods[choices.formats]
-    if published in same and _PUBLISHED.get(published) == choices.formats:
+    if choices.published:
         _name(script, hub, "")
         return ""
+    method, same, needed = methods[choices.formats]
     if published and published not in same:
         _name(script, "", f"a checkpoint in {needed or formats.weights.value}; the published one is {published}")
     else:

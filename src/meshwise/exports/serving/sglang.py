@@ -45,6 +45,8 @@ _QUANTIZATION: Methods = {
     (DType.INT4, DType.BF16): ("awq_marlin", ("awq",), "int4 weights by groups of 128 (AWQ)"),
     (DType.FP4, DType.FP4): ("modelopt_fp4", ("modelopt",), "NVFP4"),
 }
+#: Methods of published checkpoints that it reads as they are.
+_LOADS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq")
 _CACHE = {DType.FP8: "fp8_e4m3", DType.FP4: "nvfp4"}
 
 #: How its ranks nest, innermost first.
@@ -80,7 +82,7 @@ def sglang(choices: ServingChoices) -> Script:
 RULES: EngineRules = (
     vendors(("nvidia", "amd"), "--to jetstream on TPUs"),
     *ON_GPUS,
-    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8"),
+    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8", loads=_LOADS),
     whole_experts(lambda c: c.ranks * c.weight_chips if c.splits_experts else 1),
     Rule(
         lambda c: c.layout.stage > 1 and c.load.draft_tokens > 0 and not c.predicts_tokens,

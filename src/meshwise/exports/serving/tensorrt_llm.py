@@ -45,6 +45,8 @@ _QUANTIZATION: Methods = {
     (DType.INT4, DType.BF16): ("checkpoint", ("awq",), "int4 weights by groups of 128 (ModelOpt, AWQ)"),
     (DType.FP4, DType.FP4): ("checkpoint", ("modelopt",), "NVFP4 (ModelOpt)"),
 }
+#: Methods of published checkpoints that it reads as they are.
+_LOADS = ("fp8", "mxfp4", "modelopt")
 _CACHE = {DType.FP8: "fp8", DType.FP4: "nvfp4"}
 
 #: How its ranks nest, innermost first.
@@ -93,7 +95,7 @@ def tensorrt_llm(choices: ServingChoices) -> Script:
 RULES: EngineRules = (
     vendors(("nvidia",), "--to jetstream on TPUs, --to vllm on AMD's"),
     *ON_GPUS,
-    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8"),
+    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8", loads=_LOADS),
     Rule(
         lambda c: c.layout.cache > 1 and c.layout.cache_split == "sequence",
         "cache={c.layout.cache}",

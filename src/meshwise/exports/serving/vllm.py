@@ -40,6 +40,8 @@ _QUANTIZATION: Methods = {
     (DType.INT4, DType.BF16): ("awq_marlin", ("awq",), "int4 weights by groups of 128 (AWQ)"),
     (DType.FP4, DType.FP4): ("modelopt_fp4", ("modelopt",), "NVFP4"),
 }
+#: Methods of published checkpoints that it reads as they are.
+_LOADS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq", "bitsandbytes")
 _CACHE = {DType.FP8: "fp8", DType.INT8: "int8_per_token_head", DType.FP4: "nvfp4"}
 
 #: How its ranks nest, innermost first.
@@ -82,7 +84,7 @@ def vllm(choices: ServingChoices) -> Script:
 RULES: EngineRules = (
     vendors(("nvidia", "amd"), "--to jetstream on TPUs"),
     *ON_GPUS,
-    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8"),
+    *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8", loads=_LOADS),
     Rule(
         lambda c: c.layout.expert > 1 and c.weight_chips > 1 and c.layout.expert_tensor_parallel,
         "expert_tensor_parallel=on", "it splits the number of experts over tensor and data ranks together",

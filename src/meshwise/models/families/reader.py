@@ -5,8 +5,10 @@ Not here: any family.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 from typing import Any
 
 from meshwise.core.dtypes import DType, parse_dtype
@@ -15,6 +17,7 @@ from meshwise.models.families.features import Family, build_decoder, default_typ
 from meshwise.models.families.ignored import ACTIVATION_KEYS, IRRELEVANT, check_activation
 from meshwise.models.families.keys import Keys, known_keys
 from meshwise.models.families.towered import MEDIA_KEYS, Towered
+from meshwise.models.model import Quantization
 from meshwise.models.spec import Architecture, Layer
 from meshwise.models.towers import Tower, TowerPart, linear
 
@@ -88,13 +91,20 @@ class Reading:
         fixed = isinstance(f.local, int) and k.layer_types is None
         return [default_type(f, k, i) for i in range(k.num_hidden_layers)] if fixed else []
 
+    def quantization(self) -> Quantization | None:
+        """The formats of a published checkpoint that is quantised, else None."""
+        k, inner = self.keys, self.text.keys
+        config = k.quantization_config or inner.quantization_config
+        if config is None:
+            return None
+        named = config.get("expert_dtype") or (k.expert_dtype if "expert_dtype" in k else None)
+        return read_quantization(config, experts=DType.MXFP4 if named == "fp4" else None)
+
     def weight_dtype(self) -> DType | None:
         """Format of the published weights, or None when the configuration does not say one that is known."""
-        quantized, k = self.keys.quantization_config, self.keys
-        if "expert_dtype" in k and "fp4" in (k.expert_dtype, (quantized or {}).get("expert_dtype")):
-            return DType.FP4  # nearly all weights are experts'
-        if quantized is not None:
-            return _quantized(quantized)
+        k, quantization = self.keys, self.quantization()
+        if quantization is not None:
+            return quantization.most
         text = k.dtype or k.torch_dtype
         try:
             return None if text is None else parse_dtype(text.removeprefix("torch."))
@@ -218,25 +228,142 @@ def read_family(row: Family | Towered, config: Mapping[str, Any]) -> Reading:
     return ToweredReading(row, config) if isinstance(row, Towered) else Reading(row, config)
 
 
-def _quantized(config: Mapping[str, Any]) -> DType | None:
-    """The format in which most weights are stored."""
-    method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')}".lower()
-    listed = config.get("quantized_layers")
-    if isinstance(listed, dict):  # several formats: that of most layers
-        each = [str(layer.get("quant_algo", "")).lower() for layer in listed.values() if isinstance(layer, dict)]
-        method = max(each, key=each.count) if each else method
-    if "fp4" in method:
-        return DType.FP4
-    if "fp8" in method:
-        return DType.FP8
-    bits, floating = config.get("bits", config.get("w_bit")), False
-    groups = config.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():  # compressed-tensors
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict):
-            bits, floating = weights.get("num_bits"), weights.get("type") == "float"
-    if bits == 4 or config.get("load_in_4bit") is True:
-        return DType.FP4 if floating else DType.INT4
-    if bits == 8 or config.get("load_in_8bit") is True:
-        return DType.FP8 if floating else DType.INT8
-    return None
+#: Modules of a layer by what they are part of, as checkpoints name them; `#` stands for the layer.
+_MODULES = {
+    "attention": ("layers.#.self_attn.q_proj", "layers.#.attention.q_proj", "layers.#.attn.q_proj"),
+    "experts": ("layers.#.mlp.experts.0.down_proj", "layers.#.block_sparse_moe.experts.0.w2", "layers.#.mlp.experts"),
+    "weights": ("layers.#.mlp.down_proj", "layers.#.mlp.shared_experts.down_proj"),
+}
+
+#: Keys that list modules which are left as they were.
+_LEFT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
+
+#: Words of a method -> format of weights, and of operands.
+_METHODS = {
+    "w4a16_nvfp4": (DType.FP4, None),
+    "nvfp4": (DType.FP4, DType.FP4),
+    "modelopt_fp4": (DType.FP4, DType.FP4),
+    "mxfp4": (DType.MXFP4, None),
+    "w4a16": (DType.INT4, None),
+    "w4a8": (DType.INT4, DType.FP8),
+    "fp8": (DType.FP8, DType.FP8),
+}
+
+
+def read_quantization(config: Mapping[str, Any], *, experts: DType | None = None) -> Quantization:
+    """Read `quantization_config`: fp8, mxfp4, compressed-tensors, modelopt (NVFP4, FP8), awq, gptq, bitsandbytes.
+
+    Args:
+        config: the value of the key.
+        experts: format of routed experts that is said elsewhere.
+
+    >>> read_quantization({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}).attention
+    <DType.BF16: 'bf16'>
+    """
+    found = {part: _formats_of(config, part) for part in _MODULES}
+    weights, operands, group = found["weights"]
+    each = {part: None if of[0] == weights else of[0] or DType.BF16 for part, of in found.items()}
+    narrow = next((of for of in found.values() if of[0] is not None), _UNSAID)
+    unknown = narrow[0] is None
+    return Quantization(
+        method=str(config.get("quant_method", "")) or ("modelopt" if "quant_algo" in config else ""),
+        weights=None if unknown else weights or DType.BF16,
+        attention=None if unknown else each["attention"],
+        experts=None if unknown else experts or each["experts"],
+        operands=operands or narrow[1],
+        kv=DType.FP8 if _caches_fp8(config) else None,
+        group=group or narrow[2],
+    )
+
+
+_Formats = tuple[DType | None, DType | None, int | None]
+
+_UNSAID: _Formats = (None, None, None)
+
+
+def _formats_of(config: Mapping[str, Any], part: str) -> _Formats:
+    """Formats of the weights and operands of a part of the layers, and of a group; None as they were or not known."""
+    if any(_names(pattern, part) for key in _LEFT for pattern in config.get(key) or ()):
+        return _UNSAID
+    listed, groups = config.get("quantized_layers"), config.get("config_groups")
+    if isinstance(listed, Mapping):
+        own = [v for name, v in listed.items() if _part(name) == part and isinstance(v, Mapping)]
+        each = [str(layer.get("quant_algo", "")).lower() for layer in own]
+        return _by_method(max(each, key=each.count)) if each else _UNSAID
+    if isinstance(groups, Mapping):
+        return next((_of_group(group) for group in groups.values() if _is_for(group, part)), _UNSAID)
+    found = _by_method(f"{config.get('quant_method', '')} {config.get('quant_algo', '')}".lower())
+    return _by_bits(config) if found is _UNSAID else found
+
+
+def _by_bits(config: Mapping[str, Any]) -> _Formats:
+    """As AWQ, GPTQ and bitsandbytes say it."""
+    bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
+    if bits == 4:
+        return DType.INT4, None, group if isinstance(group, int) and group > 0 else None
+    if config.get("load_in_4bit") is True:
+        return DType.INT4, None, _NF4_GROUP
+    whole = config.get("load_in_8bit") is True
+    return (DType.INT8, DType.INT8 if whole else None, None) if bits == 8 or whole else _UNSAID
+
+
+def _is_for(group: Any, part: str) -> bool:
+    """Whether a group of compressed-tensors is for a part of the layers."""
+    targets = (group.get("targets") or ["Linear"]) if isinstance(group, Mapping) else ()
+    return any(target == "Linear" or _names(target, part) for target in targets)
+
+
+def _part(module: str) -> str:
+    return "experts" if ".experts." in module else "attention" if "att" in module else "weights"
+
+
+#: Weights that share a scale in bitsandbytes' four bits.
+_NF4_GROUP = 64
+
+
+def _by_method(method: str) -> _Formats:
+    return next(((w, o, None) for word, (w, o) in _METHODS.items() if word in method), _UNSAID)
+
+
+def _of_group(group: Mapping[str, Any]) -> _Formats:
+    """A group of compressed-tensors: bits and types of weights and of what they are multiplied with."""
+    weights, operands = group.get("weights") or {}, group.get("input_activations")
+    stored = _narrow(weights)
+    if stored is DType.FP4 and weights.get("group_size") == _MX_BLOCK:
+        stored = DType.MXFP4
+    return stored, None if operands is None else _narrow(operands), weights.get("group_size")
+
+
+#: Elements that share a scale in the OCP's microscaling formats.
+_MX_BLOCK = 32
+
+
+def _narrow(of: Mapping[str, Any]) -> DType | None:
+    floating, bits = of.get("type") == "float", of.get("num_bits")
+    return {(4, True): DType.FP4, (4, False): DType.INT4, (8, True): DType.FP8, (8, False): DType.INT8}.get(
+        (bits, floating)  # type: ignore[arg-type]
+    )
+
+
+def _names(pattern: Any, part: str) -> bool:
+    """Whether a pattern names a part of an ordinary layer: a regular expression after `re:`, a glob, or a module."""
+    text = str(pattern)
+    for name in _MODULES[part]:
+        for module in (f"model.{name}", f"language_model.model.{name}", f"model.language_model.{name}"):
+            full = module.replace("#", _LAYER)
+            if text.startswith("re:"):
+                if re.match(text[3:], full):
+                    return True
+            elif f".{text}." in f".{full}." or fnmatch(full, text) or fnmatch(full, f"{text}.*"):
+                return True
+    return False
+
+
+#: A layer that is neither the first nor the last of any model, whose modules are as most are.
+_LAYER = "7"
+
+
+def _caches_fp8(config: Mapping[str, Any]) -> bool:
+    scheme = config.get("kv_cache_scheme")
+    bits = scheme.get("num_bits") if isinstance(scheme, Mapping) else None
+    return bits == 8 or str(config.get("kv_cache_quant_algo") or "").lower() == "fp8"
