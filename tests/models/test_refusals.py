@@ -211,3 +211,27 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
 def test_texts_that_are_no_model(text: str) -> None:
     with pytest.raises(UnknownNameError, match="unknown model"):
         load_model(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "key", "value"),
+    [
+        ("qwen3-vl-8b", "vision_config", "image_seq_length", 576),
+        ("llama-3-8b", "", "speaker_token_id", 128_009),
+        ("mixtral-8x7b", "", "load_balancing_loss_weight", 0.01),
+        ("gemma-3-12b", "text_config", "mlp_dropout", 0.1),
+    ],
+)
+def test_a_key_that_no_count_depends_on_is_left_out_with_a_note(name, where, key, value):
+    plain = load_model(name)
+    inner = {**plain.config[where], key: value} if where else value
+    read = read_config({**plain.config, where or key: inner}, name="x")
+    assert read.parameters == plain.parameters
+    assert any(key in note and "not used" in note for note in read.notes)
+
+
+@pytest.mark.parametrize(("key", "value"), [("use_cls_token", True), ("num_sink_heads", 4), ("loss", {"heads": 2})])
+def test_a_key_that_may_change_a_count_is_refused(key, value):
+    config = {**load_model("llama-3-8b").config, key: value}
+    with pytest.raises(ConfigError, match=key):
+        read_config(config, name="x")

@@ -203,8 +203,11 @@ def read_config(
     try:
         read = read_family(family, config)
         _refuse_endless(config)
-        read.refuse_unknown()
+        left = read.refuse_unknown()
         spec = _architecture(read)
+        if left:
+            note = f"keys of the configuration that are not used, as no count depends on them: {', '.join(left)}"
+            spec = replace(spec, notes=(*spec.notes, note))
         read.refuse_activations(group.layer for group in spec.groups)
         _refuse_impossible(spec, read.config)
     except Fault as e:

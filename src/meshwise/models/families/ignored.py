@@ -6,6 +6,7 @@ A key is ignored only when no value of it changes a shape, an operation, or whic
 from __future__ import annotations
 
 import difflib
+import re
 
 from meshwise.core.errors import ConfigError
 
@@ -56,6 +57,14 @@ initial_context_length logit_scale query_pre_attn_scalar norm_topk_prob norm_top
 routed_scaling_factor topk_method n_group topk_group
 """
 
+#: Names of keys that no count depends on, of families that are not listed above: ids of tokens, dropout, losses, first
+#: values, norms' epsilon, how pictures and sounds are prepared, seeds and versions.
+_HARMLESS = re.compile(
+    r"(\w+_)?(token(_id|_ids|_index|_indices)?|drop_?out(_\w+)?|drop_path_rate|drop_prob|pdrop|loss(_\w+)?|eps|epsilon|"
+    r"init(ializer)?_(std|range|factor|scale|method|gain)|seed|version)"
+    r"|image_(seq_length|mean|std)|(min|max)_pixels|(min|max)_frames|fps|resample|rescale_factor|sampling_rate"
+)
+
 IRRELEVANT = frozenset(f"{_TOKENS} {_TRAINING} {_BOOKKEEPING} {NUMERICS}".split())
 
 #: Spellings of the key.
@@ -72,6 +81,15 @@ ACTIVATIONS = (
 
 #: Names of a gated layer's activation.
 GATED_ACTIVATIONS = ("geglu", "reglu", "swiglu", "swigluoai")
+
+
+def is_harmless(key: str, value: object) -> bool:
+    """Whether no value of a key that is not known changes a count, by its name; a switch of tokens may.
+
+    >>> is_harmless("image_seq_length", 576), is_harmless("use_cls_token", True), is_harmless("num_kv_groups", 2)
+    (True, False, False)
+    """
+    return _HARMLESS.fullmatch(key) is not None and not (value is True or isinstance(value, dict))
 
 
 def check_activation(key: str, value: object, *, gated: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from meshwise.core.dtypes import DType, parse_dtype
 from meshwise.core.errors import ConfigError, UnknownNameError
 from meshwise.models.families.features import Family, build_decoder, default_type
-from meshwise.models.families.ignored import ACTIVATION_KEYS, IRRELEVANT, check_activation
+from meshwise.models.families.ignored import ACTIVATION_KEYS, IRRELEVANT, check_activation, is_harmless
 from meshwise.models.families.keys import Keys, known_keys
 from meshwise.models.families.towered import MEDIA_KEYS, Towered
 from meshwise.models.model import Quantization
@@ -48,12 +48,13 @@ class Reading:
         assert isinstance(self.row, Family), "of a model with towers its text part is asked"
         return self.row
 
-    def refuse_unknown(self) -> None:
-        """Refuse the first key that is neither used nor known to be of no consequence."""
+    def refuse_unknown(self) -> list[str]:
+        """Refuse the first key that is neither used nor of no consequence; return those that were left out by name."""
         self.keys.refuse_disagreement(self.config)
         known, kind = known_keys(self.row.keys) | IRRELEVANT | ACTIVATION_KEYS | self.row.ignored, self.keys.model_type
-        for key, value in self.config.items():
-            if key not in known and value is not None:  # null means that the key is not set
+        left = [k for k, v in self.config.items() if k not in known and v is not None]  # null: the key is not set
+        for key in left:
+            if not is_harmless(key, self.config[key]):
                 raise ConfigError(
                     f"key {key!r} is not understood for model_type {kind!r}, and may change "
                     "what is computed; remove it if it does not"
@@ -62,6 +63,7 @@ class Reading:
             if self.row.classes and name not in self.row.classes:
                 expected = " or ".join(self.row.classes)
                 raise ConfigError(f"key 'architectures': expected {expected} for model_type {kind!r}, found {name!r}")
+        return left
 
     def refuse_activations(self, layers: Iterable[Layer]) -> None:
         """Refuse an activation that is not known, or does not fit the layers."""
@@ -157,14 +159,14 @@ class ToweredReading(Reading):
             )
         return kinds.get(str(kind), next(iter(kinds.values())))
 
-    def refuse_unknown(self) -> None:
+    def refuse_unknown(self) -> list[str]:
         """Refuse unknown keys at every level."""
-        super().refuse_unknown()
-        self.text.refuse_unknown()
+        left = super().refuse_unknown() + self.text.refuse_unknown()
         if self.vision is not None:
-            self._chosen.refuse_unknown(self.keys.vision_config, "vision_config.")
+            left += self._chosen.refuse_unknown(self.keys.vision_config, "vision_config.")
         if self.towered.sound is not None and self.audio is not None:
-            self.towered.sound.refuse_unknown(self.keys.audio_config, "audio_config.")
+            left += self.towered.sound.refuse_unknown(self.keys.audio_config, "audio_config.")
+        return left
 
     def refuse_activations(self, layers: Iterable[Layer]) -> None:
         """Refuse activations of the language model; those of the towers are checked with their keys."""

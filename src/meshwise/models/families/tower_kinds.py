@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import ConfigError
-from meshwise.models.families.ignored import ACTIVATION_KEYS, IRRELEVANT, check_activation
+from meshwise.models.families.ignored import ACTIVATION_KEYS, IRRELEVANT, check_activation, is_harmless
 from meshwise.models.families.keys import (
     COUNT,
     OFF,
@@ -45,17 +45,23 @@ class TowerKind:
     parts: Callable[[Keys], Parts]
     ignored: frozenset[str] = frozenset()
 
-    def refuse_unknown(self, config: Mapping[str, Any], where: str) -> None:
-        """Refuse the first key of the object at `where` that is neither used nor known to be of no consequence."""
-        known = known_keys(self.keys) | IRRELEVANT | self.ignored | _UNREAD
+    def refuse_unknown(self, config: Mapping[str, Any], where: str) -> list[str]:
+        """Refuse the first key of the object at `where` that is neither used nor of no consequence.
+
+        Returns: those that were left out by name.
+        """
+        known, left = known_keys(self.keys) | IRRELEVANT | self.ignored | _UNREAD, []
         for key, value in config.items():
             if key in ACTIVATION_KEYS:
                 check_activation(f"{where}{key}", value, gated=False)
             elif key not in known and value is not None:
-                raise ConfigError(
-                    f"key '{where}{key}' is not understood for this tower, and may change what is counted; "
-                    "remove it if it does not"
-                )
+                if not is_harmless(key, value):
+                    raise ConfigError(
+                        f"key '{where}{key}' is not understood for this tower, and may change what is counted; "
+                        "remove it if it does not"
+                    )
+                left.append(f"{where}{key}")
+        return left
 
 
 def tower(
