@@ -1,6 +1,7 @@
 """The error boundary, the list of commands, and what every command has in common."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -77,7 +78,35 @@ ALL = [pytest.param(name, marks=[pytest.mark.jax] if name in JAX else []) for na
 
 
 def test_every_command_has_a_working_call_here():
-    assert {name.split()[0] for name in WORKING} == set(COMMANDS)
+    assert {name.split()[0] for name in WORKING} == set(COMMANDS) - {"completion"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_what_a_shell_reads(run, shell):
+    done = run("completion", shell)
+    assert done.code == 0
+    assert f"_MESHWISE_COMPLETE={shell}_complete" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("meshwise plan train llama-3-", "llama-3-8b"),
+        ("meshwise plan train llama-3-8b --on h100:8,h2", "h100:8,h200:8"),
+        ("meshwise plan train llama-3-8b --on v5", "v5e:4x4"),
+        ("meshwise plan train llama-3-8b --precision mi", "mixed"),
+        ("meshwise plan serve llama-3-8b --precision fp8,pub", "fp8,published"),
+        ("meshwise plan serve llama-3-8b --tool v", "vllm"),
+        ("meshwise chips h2", "h200"),
+        ("meshwise plan serve llama-3-8b --max-t", "--max-ttft"),
+    ],
+)
+def test_words_are_completed(words, found):
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_MESHWISE_COMPLETE": "bash_complete"}
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwise"], env=os.environ | asked, capture_output=True, text=True, check=False
+    )
+    assert found in [line.partition(",")[2] for line in done.stdout.splitlines()]
 
 
 def warned(done):

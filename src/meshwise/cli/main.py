@@ -48,7 +48,8 @@ class LazyCommand:
         try:
             from meshwise.cli.options import click_command  # noqa: PLC0415  (what reads requests is loaded with one)
 
-            return click_command(getattr(importlib.import_module(module), attribute))
+            found = getattr(importlib.import_module(module), attribute)
+            return found if isinstance(found, click.Command) else click_command(found)
         finally:
             gc.freeze()
             if collecting:
@@ -144,6 +145,10 @@ _VERBS = {
 }
 
 
+#: What `meshwise completion` does.
+COMPLETION = "Print what completes words in bash, zsh or fish."
+
+
 def _commands(prefix: str = "") -> dict[str, LazyCommand]:
     """Name -> command, of a group's verbs or of all; groups stand where their first verb does."""
     found: dict[str, LazyCommand] = {}
@@ -156,7 +161,7 @@ def _commands(prefix: str = "") -> dict[str, LazyCommand]:
     return found
 
 
-COMMANDS = _commands()
+COMMANDS = {**_commands(), "completion": LazyCommand(COMPLETION, "meshwise.cli.options:completion")}
 
 INTERRUPTED = 130
 

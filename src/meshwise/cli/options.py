@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 from pydantic.fields import FieldInfo
 
 from meshwise.cli.output import Output
@@ -95,20 +96,22 @@ def _parameters(verb: Verb, number: int, request: type[Request]) -> list[click.P
     for name, info in in_order(request).items():
         shown, key = _flag(verb, request, name), f"{name}_{number}"
         if name in request.positional:
-            out.append(click.Argument([key], required=info.is_required(), metavar=shown))
+            done = _completed(request, name)
+            out.append(click.Argument([key], required=info.is_required(), metavar=shown, **done))
         else:
-            option = _option(info, shown, key, [flag(old) for old in former_names(name, info)])
+            former = [flag(old) for old in former_names(name, info)]
+            option = _option(info, shown, key, former, **_completed(request, name))
             option.section = where.get(name, _RARE if where else _PLAIN)
             out.append(option)
     return out
 
 
-def _option(info: FieldInfo, shown: str, key: str, former: list[str]) -> _Option:
+def _option(info: FieldInfo, shown: str, key: str, former: list[str], **options: Any) -> _Option:
     """The click option of one field."""
     kind, quantity = bare_type(info.annotation), marker(info, Quantity)
     words = [*notes(info), *(["required"] if info.is_required() else [])]
     assert info.description, f"a field needs a description: {shown}"
-    options: dict[str, Any] = {"help": info.description + (f"  [{'; '.join(words)}]" if words else "")}
+    options["help"] = info.description + (f"  [{'; '.join(words)}]" if words else "")
     if kind is bool:
         switch = shown if "/" in shown else f"{shown}/--no-{shown.removeprefix('--')}"
         return _Option([switch, *former, key], default=None, **options)
@@ -120,6 +123,61 @@ def _option(info: FieldInfo, shown: str, key: str, former: list[str]) -> _Option
         options["metavar"] = (marker(info, Flag) or Flag()).metavar or plain
     multiple = typing.get_origin(kind) in (tuple, list, dict)
     return _Option([shown, *former, key], default=() if multiple else None, multiple=multiple, **options)
+
+
+def _values(request: type[Request], name: str) -> tuple[str, ...]:
+    """What a shell may complete the value of a field to."""
+    from meshwise.commands.fit import FitRequest  # noqa: PLC0415  (loaded where a shell asks, as all below)
+    from meshwise.exports import TARGETS  # noqa: PLC0415
+    from meshwise.exports.serving import SERVING_TARGETS  # noqa: PLC0415
+    from meshwise.hardware import SliceRules, aliases, chips, machines, networks  # noqa: PLC0415
+    from meshwise.jobs import PRECISIONS, SERVING_PRECISIONS, ServingConditions  # noqa: PLC0415
+    from meshwise.jobs.serving_precision import PUBLISHED  # noqa: PLC0415
+    from meshwise.models import model_names  # noqa: PLC0415
+
+    serves = issubclass(request, ServingConditions) or request is FitRequest
+    match name:
+        case "model":
+            return tuple(model_names())
+        case "on" | "cluster":
+            slices = {name for name, rules in networks().items() if isinstance(rules, SliceRules)}
+            known = dict.fromkeys((*aliases(), *chips()))
+            return (*(f"{name}:4x4" if name in slices else f"{name}:8" for name in known), *machines())
+        case "chip":
+            return (*aliases(), *chips())
+        case "precision":
+            return (PUBLISHED, *SERVING_PRECISIONS) if serves else tuple(PRECISIONS)
+        case "tool":
+            return tuple(SERVING_TARGETS if serves else TARGETS)
+        case _:
+            return ()
+
+
+def _completed(request: type[Request], name: str) -> dict[str, Any]:
+    """The argument of click that completes a field's value; the last of a list."""
+
+    def complete(_context: click.Context, _parameter: click.Parameter, typed: str) -> list[str]:
+        before, comma, last = typed.rpartition(",")
+        return [f"{before}{comma}{value}" for value in _values(request, name) if value.startswith(last)]
+
+    return {"shell_complete": complete} if name in {"model", "on", "cluster", "chip", "precision", "tool"} else {}
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what completes words in bash, zsh or fish.
+
+    Commands, options, models, clusters, chips, precisions and tools are completed.
+
+    \b
+      eval "$(meshwise completion bash)"      in ~/.bashrc
+      eval "$(meshwise completion zsh)"       in ~/.zshrc
+      meshwise completion fish | source       in ~/.config/fish/config.fish
+    """  # noqa: D301  (click's mark for lines that stay as they are)
+    kind = get_completion_class(shell)
+    assert kind is not None, f"click completes {shell}"
+    click.echo(kind(click.Command("meshwise"), {}, "meshwise", "_MESHWISE_COMPLETE").source())
 
 
 class _Option(click.Option):

@@ -12,6 +12,7 @@ from meshwise.commands.bench_operations import BenchRequest, Operations
 from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.requests import Request
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.costs.machine import MeasuredOperation, check_new, machine_document, write_new, write_rows
 from meshwise.report.bench import BenchResult, BenchRow, bench_report
 from meshwise.runtime.bench import Bench
@@ -70,6 +71,9 @@ class _Files(Request):
     """Write the rows to this new file, as CSV."""
     save_cluster: Path | None = None
     """With machine: write the cluster file, for --cluster, to this new file."""
+
+
+Answer.reports[BenchResult] = lambda result: bench_report(result, {})
 
 
 @verb(BenchRequest, _Files)

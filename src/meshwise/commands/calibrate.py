@@ -7,6 +7,7 @@ from pathlib import Path
 from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.requests import File, Request
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.costs.fitted import calibration_text, find_calibration, is_file_name
 from meshwise.costs.machine import check_new, write_new
 from meshwise.hardware import load_chip
@@ -55,6 +56,9 @@ def calibrate(request: CalibrateRequest, *, progress: Tell = silent) -> Refined:
         }
         write_new(request.save, calibration_text(refined.chip.name, refined.base, refined.calibration, measured))
     return refined
+
+
+Answer.reports[Refined] = lambda refined: calibrate_report(refined, {})
 
 
 @verb(CalibrateRequest)

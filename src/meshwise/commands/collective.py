@@ -12,6 +12,7 @@ from meshwise.commands.requests import Flag, MeshText, Sizes
 from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
+from meshwise.core.explanation import Answer
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.fabric import Fabric, best_axis_mapping, collective_bytes, parse_axis_mapping
 from meshwise.costs.fitted import find_calibration
@@ -149,6 +150,9 @@ def _between(kind: CollectiveKind, text: str, mesh: Mesh) -> tuple[ShardedTensor
         found = ", then ".join(s.kind.value for s in steps) or "nothing that moves data"
         raise ShardingError(f"{text}: this is not one {kind.value} but {found}")
     return expression.inputs[0], steps[0]
+
+
+Answer.reports[CollectiveCase] = lambda case: collective_report(case, {})
 
 
 @verb(CollectiveRequest)

@@ -16,6 +16,7 @@ from meshwise.commands.plan_files import check_save, read_plan, save_plan, write
 from meshwise.commands.requests import File, Flag, Request, attributes
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.costs.compute import published_precision
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.problem import ServingProblem, Step, check_context
@@ -29,7 +30,7 @@ from meshwise.jobs.mix import mix_lengths, mix_trace
 from meshwise.jobs.serving_precision import FORMATS, PUBLISHED, parse_serving_precision
 from meshwise.jobs.traffic import read_trace
 from meshwise.models import load_model
-from meshwise.report.serve import estimate_serve_report, estimate_serve_svg
+from meshwise.report.serve import estimate_serve_report, estimate_serve_svg, serving_estimate_report
 from meshwise.search.serving import ServingPlan
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout
 
@@ -232,6 +233,9 @@ class _Files(EngineFiles):
     """Write the plan to this file, as JSON."""
     svg: Path | None = None
     """Write a picture to this file: time of a prefill and of a decode step, memory of a chip."""
+
+
+Answer.reports[ServingEstimate] = serving_estimate_report
 
 
 @verb(EstimateServeRequest, _Files, plan_or=EstimateServeRequest)

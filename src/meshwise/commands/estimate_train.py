@@ -18,6 +18,7 @@ from meshwise.commands.plan_files import read_plan, save_plan, write_file
 from meshwise.commands.requests import Flag, Request, attributes, validated
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_time, parse_duration
 from meshwise.costs.fitted import find_calibration
 from meshwise.costs.problem import TrainingProblem
@@ -26,7 +27,7 @@ from meshwise.hardware import Cluster
 from meshwise.jobs import TrainingJob
 from meshwise.models import load_model
 from meshwise.models.model import check_length
-from meshwise.report.plan import estimate_report, plan_svg
+from meshwise.report.plan import estimate_report, plan_report, plan_svg
 from meshwise.search import Plan, PlanResult, estimate_layout
 from meshwise.search.diagnosis import explain_measured, single_changes
 from meshwise.sharding.layout import LayoutRequest, parse_layout
@@ -137,6 +138,9 @@ def _whole(layout: LayoutRequest, cluster: Cluster, text: str) -> LayoutRequest:
             f"{used:,} chips"
         )
     return replace(layout, sizes={**layout.sizes, "data": chips // used}, written=(*layout.written, "data"))
+
+
+Answer.reports[PlanResult] = lambda planning: (plan_report if planning.rejected else estimate_report)(planning, {})
 
 
 class _Files(Request):

@@ -11,6 +11,7 @@ from meshwise.commands.plan_serve import split_precisions
 from meshwise.commands.requests import Flag
 from meshwise.commands.where import ModelOnCluster
 from meshwise.core.errors import InfeasibleError, MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_count, parse_count
 from meshwise.costs.compute import check_precision, published_precision
 from meshwise.costs.engines import find_serving_calibration
@@ -109,6 +110,9 @@ def _training_problems(model: Model, cluster: Cluster, context: float) -> list[T
     calibration = find_calibration("fitted", cluster.chip)
     jobs = [TrainingJob.one_sequence(context, precision=p, fine_tune=t) for p, t in TRAINED]
     return [TrainingProblem(model, job, cluster, calibration) for job in jobs]
+
+
+Answer.reports[Fits] = lambda found: fit_report(found, {})
 
 
 @verb(FitRequest)

@@ -18,6 +18,7 @@ from meshwise.commands.estimate_serve import EngineFiles, ServeRequest
 from meshwise.commands.plan_files import check_save, save_plan, write_file
 from meshwise.commands.requests import Flag, listed, validated
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import parse_count, parse_duration
 from meshwise.costs.problem import ServingProblem
 from meshwise.exports.serving import SERVING_TARGETS, asked_serving_tools, parse_serving_tools
@@ -267,6 +268,10 @@ class _Files(EngineFiles):
     """Write the best plan to this file, as JSON."""
     svg: Path | None = None
     """Write the picture of latency against throughput to this file."""
+
+
+Answer.reports[ServingPlanResult] = lambda planning: plan_serve_report(planning, {})
+Answer.reports[ServingAlternatives] = lambda found: alternatives_report(found, {})
 
 
 @verb(PlanServeRequest, _Files)

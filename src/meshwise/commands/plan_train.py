@@ -18,6 +18,7 @@ from meshwise.commands.estimate_train import TrainRequest
 from meshwise.commands.plan_files import check_save, save_plan, write_file
 from meshwise.commands.requests import Flag, Request, attributes, listed, refuse, validated
 from meshwise.core.errors import InfeasibleError, LayoutError, MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import (
     Quantity,
     format_duration,
@@ -247,6 +248,9 @@ class _Further(Request):
                 "--verify: expected one cluster and no --scaling; verify a plan of one with 'meshwise verify'",
             ),
         )
+
+
+Answer.reports[Scaling] = lambda scaling: scaling_report(scaling, {})
 
 
 @verb(PlanTrainRequest, _Further)

@@ -12,6 +12,7 @@ from meshwise.commands.command import Screen, command, verb
 from meshwise.commands.plan_files import write_file
 from meshwise.commands.requests import Flag, Request, Sizes
 from meshwise.core.errors import UnknownNameError
+from meshwise.core.explanation import Answer
 from meshwise.core.tensors import Einsum, Elementwise, Op
 from meshwise.core.units import Quantity, format_bandwidth, format_flops_per_s, parse_bandwidth, parse_flops_per_s
 from meshwise.costs.roofline import Memory, Rates, bytes_per_flop, critical_size, parse_operation, rates_of
@@ -109,6 +110,9 @@ def _source(chip: Chip, field: str, given: float | None) -> str:
 class _Files(Request):
     svg: Path | None = Field(default=None, exclude=True)
     """Write the picture to this file as SVG."""
+
+
+Answer.reports[RooflineCase] = lambda case: roofline_report(case, {})
 
 
 @verb(RooflineRequest, _Files)

@@ -14,6 +14,7 @@ from typing import Any
 from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.estimate_train import OWN_RUNTIME, EstimateTrainRequest, plan_asked, plan_given
 from meshwise.commands.run_requests import GenerateRequest, RunOptions, RunRequest
+from meshwise.core.explanation import Answer
 from meshwise.report.run import GenerateResult, RunResult, generate_report, run_report
 from meshwise.runtime.devices import load_jax
 from meshwise.search import Plan
@@ -75,6 +76,10 @@ def generate(
     from meshwise.commands.execution import generate_as_planned  # noqa: PLC0415  (an optional extra)
 
     return generate_as_planned(found, request, progress=progress, say=say)
+
+
+Answer.reports[RunResult] = lambda result: run_report(result, {})
+Answer.reports[GenerateResult] = lambda result: generate_report(result, {})
 
 
 @verb(RunOptions, EstimateTrainRequest, plan_or=EstimateTrainRequest)

@@ -10,6 +10,7 @@ from pydantic import Field
 from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.plan_files import write_file
 from meshwise.commands.requests import File, Request
+from meshwise.core.explanation import Answer
 from meshwise.costs.engines import ENGINES
 from meshwise.costs.fitted import find_calibration
 from meshwise.hardware import load_chip
@@ -77,6 +78,10 @@ class _Shown(Request):
     """How many of the worst rows to show."""
     svg: Path | None = None
     """Write predicted against measured to this file."""
+
+
+Answer.reports[TrainingScore] = lambda score: score_report(score, {})
+Answer.reports[ServingScore] = lambda score: served_report(score, {})
 
 
 @verb(ScoreRequest, _Shown)

@@ -11,6 +11,7 @@ from meshwise.commands.requests import Flag, MeshText, Sizes
 from meshwise.commands.where import Where
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import UnknownNameError
+from meshwise.core.explanation import Answer
 from meshwise.costs.product import Product, price_product
 from meshwise.report.shard import shard_report
 from meshwise.sharding import parse_expression, parse_mesh
@@ -62,6 +63,9 @@ def shard(request: ShardRequest) -> Product:
         wires=request.wires,
         overlap=request.overlap,
     )
+
+
+Answer.reports[Product] = lambda product: shard_report(product, None, {}, {})
 
 
 @verb(ShardRequest)

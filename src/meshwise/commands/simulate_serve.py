@@ -15,6 +15,7 @@ from meshwise.commands.estimate_serve import Lengths
 from meshwise.commands.plan_files import kind_of_plan, read_plan, read_text, write_file
 from meshwise.commands.requests import File, Flag, Request, flag
 from meshwise.core.errors import LayoutError, MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import Quantity, format_count, format_time, parse_count, parse_duration
 from meshwise.costs.engine import EngineCosts
 from meshwise.jobs import computed_lengths, output_lengths
@@ -185,8 +186,8 @@ def read_engine_costs(file: str | os.PathLike[str]) -> EngineCosts:
     return EngineCosts.from_json(text, f"engine costs {str(file)!r}")
 
 
-@dataclass(frozen=True)
-class ServedLoad:
+@dataclass(frozen=True, repr=False)
+class ServedLoad(Answer):
     """A load and what became of it.
 
     Args:
@@ -331,6 +332,11 @@ class _Files(Request):
     trace: Path | None = Field(
         default=None, description=f"Write the first {_SPANS:,} steps to this file, for Perfetto."
     )
+
+
+Answer.reports[ServedLoad] = lambda served: serving_report(
+    served.result, served.load, served.targets, served.capacity, {}
+)
 
 
 @verb(_Files, SimulateServeRequest)

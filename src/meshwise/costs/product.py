@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
+from meshwise.core.explanation import Answer
 from meshwise.costs.collectives import collective_time
 from meshwise.costs.fabric import AxisMapping, Fabric, best_axis_mapping, collective_bytes, parse_axis_mapping
 from meshwise.costs.network import make_group_link
@@ -87,8 +88,8 @@ class PricedWay:
         return max(self.compute_time, communication) if self.overlap else self.compute_time + communication
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+@dataclass(frozen=True, slots=True, repr=False)
+class Product(Answer):
     """An expression, its ways, best first, and where its mesh lies."""
 
     expression: Expression

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bandwidth, format_flops_per_s, format_time
 from meshwise.costs.machine import MeasuredOperation
 from meshwise.report.report import Report
@@ -35,8 +36,8 @@ class BenchRow:
         return self.work / self.measured.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class BenchResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class BenchResult(Answer):
     """All operations of one run.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.core.explanation import Explanation
+from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.units import format_bandwidth, format_bytes, format_percent, format_time
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.fabric import AxisMapping, Fabric
@@ -28,8 +28,8 @@ _BYTES_OF = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCase:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CollectiveCase(Answer):
     """One collective on a cluster.
 
     Args:

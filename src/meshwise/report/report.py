@@ -6,6 +6,7 @@ file.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -96,6 +97,21 @@ class Report:
         lists = (listed(title, lines) for title, lines in ends.items())
         return Group(*parts, *(item for block in lists if block is not None for item in (Text(), block)))
 
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, markup=False, highlight=False)
+        console.print(self.renderable())
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.splitlines())
+
+    def html(self) -> str:
+        """The short form as a page of a notebook."""
+        console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, markup=False)
+        console.print(self.renderable())
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+#: Columns of what is not shown on a terminal.
+_WIDTH = 80
 
 #: Most lines of a short form at 80 columns, most reasons and most next steps in it.
 _LINES, _REASONS, _STEPS = 45, 4, 3

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from meshwise.core.explanation import Explanation
+from meshwise.core.explanation import Answer, Explanation
 from meshwise.core.tensors import Op
 from meshwise.core.units import (
     format_bandwidth,
@@ -49,8 +49,8 @@ class Critical:
         return f"compute-bound from {self.axis} = {self.whole:,}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RooflineCase:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RooflineCase(Answer):
     """All that was computed for one operation on one chip.
 
     Args:

@@ -9,14 +9,15 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes, format_count, format_percent, format_time
 from meshwise.report.report import Report
 from meshwise.report.table import or_dash, picked, said, table
 from meshwise.search import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class RunResult(Answer):
     """What one run did.
 
     Args:
@@ -168,8 +169,8 @@ def _comparison(result: RunResult) -> RenderableType:
     return table(columns[:shown], (row[:shown] for row in rows))
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class GenerateResult(Answer):
     """What was generated, and how fast.
 
     Args:

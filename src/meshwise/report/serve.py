@@ -98,6 +98,20 @@ def serving_bars(e: ServingEstimate) -> tuple[RenderableType, ...]:
     return Beside(prefill, decode), Beside(*held) if len(held) > 1 else held[0]
 
 
+def serving_estimate_report(e: ServingEstimate) -> Report:
+    """What an estimate says without its problem."""
+    fits = "" if e.fits else "does not fit in memory: "
+    tables = (latency_table(e), term_table(e), memory_table(e))
+    return Report(
+        command="estimate serve",
+        inputs={},
+        answer=f"{fits}{serving_words(e)}",
+        data=serving_data(e),
+        brief=(latency_table(e), *serving_bars(e)),
+        body=tables,
+    )
+
+
 def _bars(e: ServingEstimate) -> list[Bars]:
     """Of both steps' times, then of the memory of a chip of each kind of engine."""
     steps = {"a prefill": e.prefill, "a decode step": e.decode}

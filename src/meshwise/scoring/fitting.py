@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.costs.calibration import Calibration
 from meshwise.costs.spread import Likely
 from meshwise.hardware import Chip
@@ -181,8 +182,8 @@ _IDLE = 0.005
 _LEAVE_OUT_FROM = 3
 
 
-@dataclass(frozen=True)
-class Refined:
+@dataclass(frozen=True, repr=False)
+class Refined(Answer):
     """A calibration that was refined.
 
     Args:

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from operator import attrgetter
 from typing import ClassVar, Generic, TypeVar
 
+from meshwise.core.explanation import Answer
 from meshwise.scoring.prediction import Prediction, Refusal
 from meshwise.scoring.rows import Row, ServingRun, TrainingRun, UnreadRow
 from meshwise.scoring.serving import ServingPrediction, predict_serving
@@ -65,8 +66,8 @@ class Ranking:
     groups: int
 
 
-@dataclass(frozen=True)
-class Score(Generic[P]):
+@dataclass(frozen=True, repr=False)
+class Score(Answer, Generic[P]):
     """Predictions beside measurements.
 
     Args:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.costs.problem import ServingProblem, TrainingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.costs.serving.memory import LONGEST, engine_memory, longest_context, most
@@ -66,8 +67,8 @@ class TrainingFit:
     context: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fits:
+@dataclass(frozen=True, slots=True, repr=False)
+class Fits(Answer):
     """What fits.
 
     Args:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from meshwise.core.errors import ConfigError, MeshwiseError
+from meshwise.core.units import format_time
 from meshwise.costs.engines import find_serving_calibration
 from meshwise.costs.estimate import Estimate, TrainingRun, estimate_training, training_run
 from meshwise.costs.fabric import Fabric
@@ -54,7 +55,7 @@ _SETUP = ("mode", "prefill", "decode", "batch", "prefill_batch", "chunk")
 Document = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """One layout of a problem, with its estimate.
 
@@ -71,6 +72,10 @@ class Plan:
     fabric: Fabric
     estimate: Estimate
     training: TrainingRun | None
+
+    def __repr__(self) -> str:
+        on = f"{self.problem.model.name} on {self.problem.cluster.num_chips:,} x {self.problem.cluster.chip.title}"
+        return f"<Plan: {on}, {self.layout}: {format_time(self.estimate.step_time.expected)} a step>"
 
     @classmethod
     def of(cls, problem: TrainingProblem, layout: Layout, fabric: Fabric) -> Plan:
@@ -119,7 +124,7 @@ class Plan:
             return cls.of(problem, Layout.from_json(value["layout"]), fabric)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ServingPlan:
     """A setup of a problem, with its estimate.
 
@@ -130,6 +135,10 @@ class ServingPlan:
 
     problem: ServingProblem
     estimate: ServingEstimate
+
+    def __repr__(self) -> str:
+        on = f"{self.problem.model.name} on {self.setup.num_chips:,} x {self.problem.cluster.chip.title}"
+        return f"<ServingPlan: {on}, {self.setup.decode}: TPOT {format_time(self.estimate.tpot.expected)}>"
 
     @property
     def setup(self) -> ServingSetup:

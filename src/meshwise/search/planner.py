@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.core.errors import LayoutError, UnknownNameError
+from meshwise.core.explanation import Answer
 from meshwise.costs.makespans import PipelineShape
 from meshwise.costs.offload import check_offload
 from meshwise.costs.pipeline import Pipeline
@@ -40,8 +41,8 @@ MAX_MEMORY = 0.9
 _MIN_POSITIONS = 128
 
 
-@dataclass(frozen=True)
-class PlanResult:
+@dataclass(frozen=True, repr=False)
+class PlanResult(Answer):
     """What the planner found.
 
     Args:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshwise.core.units import format_time
 from meshwise.costs.arithmetic import Num
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
@@ -70,6 +71,7 @@ class NetworkSearch:
 
     def __init__(self, state: SearchState, network: SearchedNetwork) -> None:
         self.state, self.network, self.pricing = state, network, Pricing(network)
+        self.share, self.started = 0.0, time.monotonic()
         self.chips = float(math.prod(network.fabric.sizes))
         self.most_seconds = state.seconds_on(self.chips)
         self.for_front = network.fabric is state.front_on
@@ -178,15 +180,18 @@ class NetworkSearch:
                 self.expand_waiting(_GO)
                 pool = CandidateBatch.none()
             begin, size = end, min(_GROWTH * size, CHUNK)
+            self.share = begin / len(groups)
+            self._tell()
         self._price(pool)
         self.expand_waiting(len(self.waiting))
-        self._tell()
         return groups.take(slice(begin, None))
 
     def _tell(self) -> None:
-        """How far the search is."""
-        state = self.state
-        state.progress(f"searching {self.chips:,.0f} chips: {state.strategies:,} layouts{state.ranking.words()}")
+        """How far the search is: the share of what may have to be looked at, best bound first."""
+        state, seconds = self.state, time.monotonic() - self.started
+        left = f", at most {format_time(seconds / self.share - seconds)} left" if self.share else ""
+        looked = f"{self.share:.0%} of {state.strategies:,} layouts{left}"
+        state.progress(f"searching {self.chips:,.0f} chips: {looked}{state.ranking.words()}")
 
     def _price(self, batch: CandidateBatch) -> None:
         """Let those that fit wait with their bounds, and expand some: best first, until none matters."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes
 from meshwise.costs.fabric import Fabric
 from meshwise.costs.problem import TrainingProblem
@@ -155,8 +156,8 @@ class Point:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
+@dataclass(frozen=True, slots=True, repr=False)
+class Scaling(Answer):
     """What was found.
 
     Args:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwise.core.explanation import Answer
 from meshwise.costs.estimate import Interval
 from meshwise.costs.problem import ServingProblem
 from meshwise.sharding.serving import ServingLayout
@@ -78,8 +79,8 @@ class Engine:
         return busiest if busiest in ("compute", "hbm") else f"{busiest} communication"
 
 
-@dataclass(frozen=True, slots=True)
-class ServingEstimate:
+@dataclass(frozen=True, slots=True, repr=False)
+class ServingEstimate(Answer):
     """What a setup would do at a constant load that keeps it full.
 
     Args:

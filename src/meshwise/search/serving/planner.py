@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwise.core.errors import InfeasibleError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes, format_time
 from meshwise.costs.compute import check_precision
 from meshwise.costs.problem import ServingProblem
@@ -197,8 +198,8 @@ class SimulatedPlan:
         return None if dollars is None else dollars / (self.rate * self.estimate.output) * 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class ServingPlanResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class ServingPlanResult(Answer):
     """What the search found.
 
     Args:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
+from meshwise.core.explanation import Answer
 from meshwise.core.units import format_time
 from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
@@ -206,8 +207,8 @@ class Alternative:
         return f"{self.cluster}, {self.precision}"
 
 
-@dataclass(frozen=True)
-class ServingAlternatives:
+@dataclass(frozen=True, repr=False)
+class ServingAlternatives(Answer):
     """What was found for each of them.
 
     Args:

@@ -1,0 +1,43 @@
+"""What the public functions return, as a line, as a screen, in a notebook, for programs."""
+
+import json
+
+import pytest
+
+import meshwise
+
+LOAD = {"on": "h100:2", "prompt": 512, "output": 64}
+JOB = {"on": "h100:4", "batch_tokens": "64Ki", "seq_len": 2048}
+
+ASKED = {
+    "plan_train": lambda: meshwise.plan_train("llama-3-8b", **JOB),
+    "estimate_train": lambda: meshwise.estimate_train("llama-3-8b", **JOB, layout="fsdp=4"),
+    "scale_train": lambda: meshwise.scale_train("llama-3-8b", **JOB),
+    "plan_serve": lambda: meshwise.plan_serve("llama-3-8b", **LOAD),
+    "compare_serve": lambda: meshwise.compare_serve("llama-3-8b", **LOAD | {"on": ["h100:1", "h200:1"]}),
+    "estimate_serve": lambda: meshwise.estimate_serve("llama-3-8b", **LOAD, layout="tensor=2", batch=8),
+    "fit": lambda: meshwise.fit("llama-3-8b", on="h100:2"),
+    "shard": lambda: meshwise.shard("A[I, J_X] * B[J_X, K] -> C[I, K]", mesh="X=4", sizes="I=1Ki,J=8Ki,K=8Ki"),
+    "collective": lambda: meshwise.collective("all-gather", "bf16[1024, 4096_X]", mesh="X=8", on="h100:8"),
+    "roofline": lambda: meshwise.roofline("bf16[B, D] * bf16[D, F] -> bf16[B, F]", on="v5e", sizes="D=8192,F=32Ki"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_an_answer_is_a_line_a_screen_a_page_and_values(name):
+    answer = ASKED[name]()
+    data = answer.to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False))["answer"] == data["answer"]
+    assert repr(answer) == f"<{type(answer).__name__}: {data['answer']}>"
+    text = str(answer)
+    assert text.replace("\n", " ").startswith(data["answer"])
+    assert max(map(len, text.splitlines())) <= 80
+    page = answer._repr_html_()
+    assert page.startswith("<pre>")
+    assert page.count("<pre>") == page.count("</pre>") == 1
+
+
+def test_a_plan_is_a_line():
+    plan = ASKED["estimate_train"]().plans[0]
+    assert repr(plan).startswith("<Plan: llama-3-8b on 4 x H100 SXM, fsdp=4,")
+    assert len(repr(plan)) < 200
