@@ -110,6 +110,7 @@ def to_text(renderable: Any) -> str:
     console = Console(
         file=io.StringIO(),
         force_terminal=terminal,
+        force_jupyter=False,
         width=None if terminal else WIDTH,
         color_system="auto" if terminal else None,
         markup=False,

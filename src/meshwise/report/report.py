@@ -98,14 +98,18 @@ class Report:
         return Group(*parts, *(item for block in lists if block is not None for item in (Text(), block)))
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, markup=False, highlight=False)
+        console = Console(
+            file=io.StringIO(), width=_WIDTH, color_system=None, markup=False, highlight=False, force_jupyter=False
+        )
         console.print(self.renderable())
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in text.splitlines())
 
     def html(self) -> str:
         """The short form as a page of a notebook."""
-        console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, markup=False)
+        console = Console(
+            file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, force_jupyter=False, markup=False
+        )
         console.print(self.renderable())
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
