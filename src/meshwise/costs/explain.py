@@ -299,7 +299,8 @@ def paddings(problem: TrainingProblem, layout: Layout) -> tuple[Padding, ...]:
             for axis, split in zip(held.tensor.axes, held.sharding.splits, strict=True):
                 used = tuple(a for a in split if sizes[a] > 1)
                 ways = math.prod(sizes[a] for a in used)
-                if axis not in NEVER_PADDED and extents.sizes[axis] % ways:
+                part = float(extents.length(axis, used))
+                if axis not in NEVER_PADDED and extents.sizes[axis] % ways and part >= 1:
                     found.setdefault((axis, used), {})[held.tensor.name] = None
     rows = (
         Padding(

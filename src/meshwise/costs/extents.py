@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from meshwise.core.dtypes import DType
 from meshwise.core.tensors import Kind, Tensor
-from meshwise.costs.arithmetic import Num, ceil
+from meshwise.costs.arithmetic import Num, ceil, where
 from meshwise.jobs import Precision
 from meshwise.sharding.placed import Held
 
@@ -135,10 +135,16 @@ class Extents:
         return known
 
     def length(self, axis: str, split: Split) -> Num:
-        """Elements of `axis` that one device holds, padding included."""
+        """Elements of `axis` that one device holds, padding included.
+
+        Where weights are stored over more ways than the model is wide, a second dimension of theirs is split, or all
+        elements in a row: a device holds a part of a row, and nothing is padded.
+        """
         size = self.sizes[axis]
         share = size / self.devices(split) if split else size
-        return share if axis in self.never_padded else ceil(share)
+        if axis in self.never_padded:
+            return share
+        return where(share < 1, share, ceil(share)) if axis == "D" and split else ceil(share)
 
     def volume(self, volume: Volume) -> Num:
         """Product of its local lengths."""
