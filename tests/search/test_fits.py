@@ -42,9 +42,12 @@ def test_serving_fits_to_the_last_request_and_no_further(found):
 
         assert fit.requests == 0 or fits(fit.requests, half, half)
         assert not fits(fit.requests + 1, half, half)
-        assert fit.context < 2 or fits(1, fit.context - 1, 1)
+        # a longer request has a longer prompt, and as much output as long as there are tokens for both
+        output = min(half, max(fit.context - 1, 1))
+        assert fit.context < 2 or fits(1, fit.context - output, output)
         if fit.context < (model.max_seq_len or 1e9):
-            assert not fits(1, max(fit.context, 1), 1)
+            output = min(half, max(fit.context, 1))
+            assert not fits(1, max(fit.context + 1 - output, 1), output)
 
 
 def test_training_fits_to_the_last_sequence_and_no_further(found):

@@ -57,7 +57,8 @@ def fit_report(found: Fits, inputs: Mapping[str, Any]) -> Report:
             if model.quantization is not None and found.published
             else None,
             *model.notes,
-            "serving: half of a request is prompt, prefilled whole; a tenth of the memory is left to the engine",
+            "serving: half of a request is prompt, prefilled whole (of the longest, all that is longer); a tenth of "
+            "the memory is left to the engine",
             "an engine's split is, of tensor, expert and stages of eight, the one that holds the most requests",
             "training: Adam, everything recomputed, microbatches of one sequence where not said otherwise",
         ),
