@@ -157,3 +157,22 @@ def test_a_method_that_is_not_known_asks_for_formats():
     config = {**load_model("llama-3-8b").config, "quantization_config": {"quant_method": "hqq"}}
     with pytest.raises(MeshwiseError, match=r"quantised by 'hqq'.*--precision"):
         published_precision(read_config(config, name="x"), parse_cluster("h100:8").chip)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"modules_to_not_convert": 5, "bits": 4},
+        {"ignore": ["re:(", None], "bits": 4},
+        {"config_groups": {"g": {"targets": 3, "weights": [1]}}},
+        {"config_groups": {"g": {"weights": {"num_bits": [4], "group_size": "x"}}}},
+        {"quantized_layers": {"a": 3}},
+    ],
+)
+def test_a_malformed_quantization_is_no_bug(config):
+    model = read_config({**load_model("llama-3-8b").config, "quantization_config": config}, name="x")
+    if model.quantization.weights is None:
+        with pytest.raises(MeshwiseError, match="--precision"):
+            published_precision(model, parse_cluster("h100:8").chip)
+    else:
+        assert parse_serving_precision(published_precision(model, parse_cluster("h100:8").chip))

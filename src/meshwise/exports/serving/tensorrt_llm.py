@@ -95,6 +95,10 @@ def tensorrt_llm(choices: ServingChoices) -> Script:
 RULES: EngineRules = (
     vendors(("nvidia",), "--to jetstream on TPUs, --to vllm on AMD's"),
     *ON_GPUS,
+    Rule(
+        lambda c: c.published in ("fp8", "mxfp4") and DType.FP8 not in c.chip.flops_per_s,
+        "weights={c.formats[0].value}", "it reads such checkpoints on chips with fp8 units alone", "bf16",
+    ),
     *formats_of(_QUANTIZATION, _CACHE, none="no method of it has these formats", kv="kv=fp8", loads=_LOADS),
     Rule(
         lambda c: c.layout.cache > 1 and c.layout.cache_split == "sequence",

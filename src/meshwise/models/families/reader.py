@@ -5,6 +5,7 @@ Not here: any family.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -285,7 +286,8 @@ _UNSAID: _Formats = (None, None, None)
 
 def _formats_of(config: Mapping[str, Any], part: str) -> _Formats:
     """Formats of the weights and operands of a part of the layers, and of a group; None as they were or not known."""
-    if any(_names(pattern, part) for key in _LEFT for pattern in config.get(key) or ()):
+    left = [pattern for key in _LEFT for pattern in _listed(config.get(key))]
+    if any(_names(pattern, part) for pattern in left):
         return _UNSAID
     listed, groups = config.get("quantized_layers"), config.get("config_groups")
     if isinstance(listed, Mapping):
@@ -311,7 +313,7 @@ def _by_bits(config: Mapping[str, Any]) -> _Formats:
 
 def _is_for(group: Any, part: str) -> bool:
     """Whether a group of compressed-tensors is for a part of the layers."""
-    targets = (group.get("targets") or ["Linear"]) if isinstance(group, Mapping) else ()
+    targets = _listed(group.get("targets") or ["Linear"]) if isinstance(group, Mapping) else []
     return any(target == "Linear" or _names(target, part) for target in targets)
 
 
@@ -329,11 +331,11 @@ def _by_method(method: str) -> _Formats:
 
 def _of_group(group: Mapping[str, Any]) -> _Formats:
     """A group of compressed-tensors: bits and types of weights and of what they are multiplied with."""
-    weights, operands = group.get("weights") or {}, group.get("input_activations")
-    stored = _narrow(weights)
-    if stored is DType.FP4 and weights.get("group_size") == _MX_BLOCK:
+    weights, operands = (v if isinstance(v, Mapping) else {} for v in map(group.get, ("weights", "input_activations")))
+    stored, size = _narrow(weights), weights.get("group_size")
+    if stored is DType.FP4 and size == _MX_BLOCK:
         stored = DType.MXFP4
-    return stored, None if operands is None else _narrow(operands), weights.get("group_size")
+    return stored, _narrow(operands), size if isinstance(size, int) and size > 0 else None
 
 
 #: Elements that share a scale in the OCP's microscaling formats.
@@ -341,10 +343,8 @@ _MX_BLOCK = 32
 
 
 def _narrow(of: Mapping[str, Any]) -> DType | None:
-    floating, bits = of.get("type") == "float", of.get("num_bits")
-    return {(4, True): DType.FP4, (4, False): DType.INT4, (8, True): DType.FP8, (8, False): DType.INT8}.get(
-        (bits, floating)  # type: ignore[arg-type]
-    )
+    found = {"4 float": DType.FP4, "4": DType.INT4, "8 float": DType.FP8, "8": DType.INT8}
+    return found.get(f"{of.get('num_bits')}{' float' if of.get('type') == 'float' else ''}")
 
 
 def _names(pattern: Any, part: str) -> bool:
@@ -354,8 +354,9 @@ def _names(pattern: Any, part: str) -> bool:
         for module in (f"model.{name}", f"language_model.model.{name}", f"model.language_model.{name}"):
             full = module.replace("#", _LAYER)
             if text.startswith("re:"):
-                if re.match(text[3:], full):
-                    return True
+                with contextlib.suppress(re.error):  # what is no regular expression names nothing
+                    if re.match(text[3:], full):
+                        return True
             elif f".{text}." in f".{full}." or fnmatch(full, text) or fnmatch(full, f"{text}.*"):
                 return True
     return False
@@ -363,6 +364,10 @@ def _names(pattern: Any, part: str) -> bool:
 
 #: A layer that is neither the first nor the last of any model, whose modules are as most are.
 _LAYER = "7"
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _caches_fp8(config: Mapping[str, Any]) -> bool:
