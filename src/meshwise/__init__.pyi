@@ -85,6 +85,7 @@ def estimate_serve(
     precision: str = "published",
     mode: Literal["aggregated", "disaggregated"] = "aggregated",
     prefill_layout: str | None = None,
+    tool: str | Sequence[str] | None = None,
     cached_prefix: str | float = 0,
     block_tokens: int = 16,
     reserve: str | float = 0.1,

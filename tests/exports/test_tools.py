@@ -1,5 +1,6 @@
 """Plans for a tool: what a search finds under it can be exported to it, and what a plan is said to run in takes it."""
 
+import json
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 import meshwise
+from meshwise.cli.main import main
 from meshwise.core.errors import HandoverError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import default_calibration
 from meshwise.costs.layout_choices import LayoutChoices
@@ -137,6 +139,36 @@ def test_what_is_found_for_an_engine_can_be_exported_to_it(load):
         assert all(taken_by(ServingPlan(usual.problem, e), engine) for e in found)
         others = [e for e in free.plans if engine in serving_runs_in(usual.problem, e.setup)]
         assert all(e.throughput_per_chip <= 1.01 * found[0].throughput_per_chip for e in others), "ties are within 1 %"
+
+
+@pytest.mark.parametrize(("engine", "splits_width"), [("vllm", False), ("sglang", False), (("none",), True)])
+def test_what_a_serving_layout_leaves_open_is_chosen_for_the_engine(engine, splits_width):
+    asked = {"on": "h100:8", "prompt": 1024, "output": 256, "precision": "bf16", "batch": 32}
+    e = meshwise.estimate_serve("mixtral-8x7b", layout="tensor=2,expert=4", tool=engine, **asked)
+    assert e.setup.decode.expert_tensor_parallel is e.setup.prefill.expert_tensor_parallel is splits_width
+    problem = serving("mixture", max_batch=1).problem
+    assert (engine in serving_runs_in(problem, e.setup)) is not splits_width
+    whole = {"layout": "tensor=2,expert=4,expert_tensor_parallel=on", "tool": engine}
+    if not splits_width:
+        with pytest.raises(HandoverError, match=r"expert_tensor_parallel=on: .*; nearest: expert_tensor_parallel=off"):
+            meshwise.estimate_serve("mixtral-8x7b", **asked, **whole)
+
+
+def test_a_serving_layout_that_no_engine_asked_for_takes_is_refused():
+    asked = {"on": "h100:8", "prompt": 1024, "output": 256, "precision": "bf16", "batch": 32}
+    with pytest.raises(HandoverError, match=r"(?s)vLLM cannot express a choice.*width=4: .*; nearest: tensor=8"):
+        meshwise.estimate_serve("llama-3-8b", layout="tensor=2,width=4", tool="vllm,sglang", **asked)
+    with pytest.raises(HandoverError, match="its engines have one layout for both"):
+        meshwise.estimate_serve(
+            "llama-3-8b", layout="tensor=4,cache=2,cache_split=sequence", prefill_layout="tensor=8", tool="sglang",
+            **asked,
+        )  # fmt: skip
+
+
+def test_several_tools_are_named_with_commas(capsys):
+    words = "estimate serve llama-3-8b --on h100:8 --prompt 1024 --output 256 --batch 8 --layout tensor=8 --json --tool"
+    assert main([*words.split(), "vllm,sglang"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["runs_in"] == ["vllm", "sglang", "tensorrt-llm"]
 
 
 class Even(NamedTuple):

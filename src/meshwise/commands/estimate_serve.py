@@ -5,6 +5,9 @@ Not here: searching (`plan_serve`) and what the answer looks like (`report.serve
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -24,6 +27,12 @@ from meshwise.costs.serving.answer import ServingAnswer, ServingEstimate, Servin
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.costs.serving.memory import frontier
+from meshwise.exports.serving import (
+    SERVING_TARGETS,
+    asked_serving_tools,
+    check_serving_tools,
+    parse_serving_tools,
+)
 from meshwise.jobs import ServingConditions, ServingLoad
 from meshwise.jobs.lengths import parse_lengths
 from meshwise.jobs.mix import mix_lengths, mix_trace
@@ -63,6 +72,13 @@ class ServeRequest(ModelOnCluster, ServingConditions):
     calibration: str = "fitted"
     """Achieved rates: fitted to published steps of an engine (fitted+vllm, +sglang, +trtllm, ...; alone: vllm on GPUs,
     jax on TPUs), operations (of the chip's family, alone), none, or a family by name."""
+    tool: Annotated[
+        tuple[str, ...], Flag("TOOLS"), BeforeValidator(parse_serving_tools, json_schema_input_type=str | Sequence[str])
+    ] = Field(
+        default=(),
+        description=f"Engines of which at least one has to run the plan: {', '.join(SERVING_TARGETS)}, or none for any "
+        "plan; by default, plans are searched for those of the chip.",
+    )
 
     @field_validator("precision")
     @classmethod
@@ -131,7 +147,7 @@ class EstimateServeRequest(ServeRequest):
     """What `meshwise estimate serve` is asked."""
 
     sections: ClassVar = {
-        "Load and layout": ("on", "prompt", "output", "batch", "layout", "precision", "mode", "prefill_layout")
+        "Load and layout": ("on", "prompt", "output", "batch", "layout", "precision", "mode", "prefill_layout", "tool")
     }
 
     batch: int = Field(ge=1, le=1 << 24)
@@ -148,32 +164,59 @@ class EstimateServeRequest(ServeRequest):
     chunk: int | None = Field(default=None, ge=1, le=1 << 30)
     """Tokens of a prompt prefilled in one step; by default, the whole prompt."""
 
-    def setup(self, problem: ServingProblem) -> ServingSetup:
-        """Read the layouts.
+    def setups(self, problem: ServingProblem) -> Iterator[ServingSetup]:
+        """Read the layouts: as they are written, then with other values of the choices that they leave open.
 
         Raises:
             LayoutError: a layout that does not parse, or needs more chips than there are.
         """
         chips = problem.cluster.num_chips
-        decode = prefill = _layout("--layout", self.layout, chips)
-        if self.prefill_layout is not None:
-            prefill = _layout("--prefill-layout", self.prefill_layout, chips)
+        decodes = _layouts("--layout", self.layout, chips)
+        if self.prefill_layout is None:
+            if self.mode == "disaggregated":
+                raise LayoutError("--mode disaggregated needs the layout of engines that prefill: --prefill-layout")
+            pairs = [(layout, layout) for layout in decodes]
+        else:
+            prefills = _layouts("--prefill-layout", self.prefill_layout, chips)
             if self.mode == "aggregated" and "replicas" not in self.prefill_layout:
-                prefill = prefill.replace(replicas=decode.replicas)
-        elif self.mode == "disaggregated":
-            raise LayoutError("--mode disaggregated needs the layout of engines that prefill: --prefill-layout")
-        setup = ServingSetup(self.mode, prefill, decode, self.batch, self.prefill_batch, self.chunk)
-        if setup.num_chips > chips:
-            raise LayoutError(
-                f"--prefill-layout {prefill} and --layout {decode} need {setup.num_chips:,} chips, the cluster has "
-                f"{chips:,}; use fewer replicas"
-            )
-        return setup
+                prefills = [layout.replace(replicas=decodes[0].replicas) for layout in prefills]
+            pairs = list(itertools.product(prefills, decodes))
+        for prefill, decode in pairs:
+            setup = ServingSetup(self.mode, prefill, decode, self.batch, self.prefill_batch, self.chunk)
+            if setup.num_chips > chips:
+                raise LayoutError(
+                    f"--prefill-layout {prefill} and --layout {decode} need {setup.num_chips:,} chips, the cluster has "
+                    f"{chips:,}; use fewer replicas"
+                )
+            yield setup
+
+    def plan(self) -> ServingPlan:
+        """The plan: what its layouts leave open as their defaults, or so that one of the engines asked for runs it.
+
+        Raises:
+            HandoverError: none of the engines that are named takes it.
+        """
+        problem = self.problem()
+        tools = asked_serving_tools(problem, self.tool) if self.tool else ()
+        first, *others = self.setups(problem)
+        plan = ServingPlan(problem, estimate_serving(problem, first))
+        if not tools or any(tool.runs(first) for tool in tools):
+            return plan
+        found = []
+        for setup in others:
+            if any(tool.runs(setup) for tool in tools):
+                with contextlib.suppress(LayoutError):  # a choice that the model does not have
+                    found.append(ServingPlan(problem, estimate_serving(problem, setup)))
+        if not found:
+            check_serving_tools(plan, tools)
+        return max(found, key=lambda p: (p.estimate.fits, p.estimate.output_tokens_per_s))
 
 
-def _layout(flag: str, text: str, chips: int) -> ServingLayout:
+def _layouts(flag: str, text: str, chips: int) -> list[ServingLayout]:
+    """A layout as it is written, then with other values of the choices that it leaves open."""
     try:
-        return parse_serving_layout(text, num_chips=chips)
+        given = ServingLayout.FIELDS.parse(text, chips)
+        return list(parse_serving_layout(text, num_chips=chips).variants(given))
     except LayoutError as error:
         raise LayoutError(f"{flag}: {str(error).removeprefix('layout: ')}") from None
 
@@ -194,8 +237,7 @@ def estimate_serve(request: EstimateServeRequest) -> ServingEstimate:
     Raises:
         MeshwiseError: an argument that cannot be understood, or a layout that cannot be placed.
     """
-    problem = request.problem()
-    return estimate_serving(problem, request.setup(problem))
+    return request.plan().estimate
 
 
 class EngineFiles(Request):
@@ -259,9 +301,8 @@ def show_estimate(screen: Screen, asked: EstimateServeRequest | str, files: _Fil
     if isinstance(asked, str):
         plan, inputs = read_plan(asked, ServingPlan), {"plan": asked}
     else:
-        problem = asked.problem()
-        plan = ServingPlan(problem, estimate_serving(problem, asked.setup(problem)))
-        inputs = asked.echo_problem(problem)
+        plan = asked.plan()
+        inputs = asked.echo_problem(plan.problem)
     answer = ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup))
     write_file("--svg", files.svg, lambda: estimate_serve_svg(answer))
     screen.show(estimate_serve_report(answer, inputs))

@@ -5,7 +5,7 @@ Not here: words and pictures (`report`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import parse_count, parse_duration
 from meshwise.costs.problem import ServingProblem
-from meshwise.exports.serving import SERVING_TARGETS, asked_serving_tools, parse_serving_tools
+from meshwise.exports.serving import asked_serving_tools
 from meshwise.jobs import ServingLoad, drawn_requests, parse_serving_precision
 from meshwise.jobs.serving_precision import FORMATS, PUBLISHED
 from meshwise.jobs.traffic import Load, read_trace
@@ -97,13 +97,6 @@ class PlanServeRequest(ServeRequest):
     )
     """Chunk sizes to try for the best plans of aggregated serving, besides whole prompts: 256,512,1024 tokens of a
     prompt in one step."""
-    tool: Annotated[
-        tuple[str, ...], Flag("TOOLS"), BeforeValidator(parse_serving_tools, json_schema_input_type=str | Sequence[str])
-    ] = Field(
-        default=(),
-        description=f"Engines of which at least one has to run the plan: {', '.join(SERVING_TARGETS)}, or none for any "
-        "plan; by default, those for the chip.",
-    )
     top: int = Field(default=5, ge=1, le=100)
     """How many plans to show."""
 

@@ -130,7 +130,8 @@ def parse_tools(value: str | Iterable[str]) -> tuple[str, ...]:
 
 def parse_names(value: str | Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
     """Read names among `known`; see `parse_tools`."""
-    names = tuple(n.strip().lower() for n in (value.split(",") if isinstance(value, str) else value))
+    listed = [value] if isinstance(value, str) else value
+    names = tuple(n.strip().lower() for words in listed for n in words.split(","))
     for name in names:
         if name not in (*known, "none"):
             raise UnknownNameError("tool", name, (*known, "none"), list_all=True)

@@ -6,7 +6,10 @@ a communication pattern: `place` derives every collective. Not here: what it cos
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -21,6 +24,8 @@ SERVING_AXES = ("tensor", "cache", "width", "context", "expert", "fsdp", "stage"
 
 #: What `cache` and `width` split of a cache: its heads (copies, where there are too few), sequences, or positions.
 CACHE_SPLITS = ("heads", "batch", "sequence")
+
+_SWITCH = (False, True)
 
 #: How the residual stream stands between matmuls: whole on every device of the tensor axis, its positions split over
 #: it, or its width.
@@ -240,6 +245,19 @@ class ServingLayout(MeshLayout):
             "expert_tensor_parallel": ways * self.expert > 1,
             "context_method": self.context > 1,
         }
+
+    def variants(self, given: Collection[str]) -> Iterator[ServingLayout]:
+        """The layout, then with the other values of choices that have a meaning on this mesh and are not `given`."""
+        known = {
+            **{name: words for name, (_, words) in FIELDS.words.items()},
+            **dict.fromkeys(FIELDS.switches, _SWITCH),
+        }
+        left = {name: known[name] for name, means in self._choices.items() if means and name not in given}
+        own = [getattr(self, name) for name in left]
+        values = (dict.fromkeys((one, *words)) for one, words in zip(own, left.values(), strict=True))
+        for chosen in itertools.product(*values):
+            with contextlib.suppress(LayoutError):
+                yield self.replace(**dict(zip(left, chosen, strict=True)))
 
     def __str__(self) -> str:
         return self.written([a for a in FIELDS.axes if getattr(self, a) > 1] or ["tensor"], self._choices)

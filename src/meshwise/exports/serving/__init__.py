@@ -3,6 +3,7 @@
 from meshwise.exports.serving.targets import (
     SERVING_TARGETS,
     asked_serving_tools,
+    check_serving_tools,
     hand_over_serving,
     parse_serving_tools,
     serving_runs_in,
@@ -12,6 +13,7 @@ from meshwise.exports.serving.targets import (
 __all__ = [
     "SERVING_TARGETS",
     "asked_serving_tools",
+    "check_serving_tools",
     "hand_over_serving",
     "parse_serving_tools",
     "serving_runs_in",

@@ -288,16 +288,19 @@ class ServingChoices(_OfProblem):
         for name in {f.name for f in fields(self.setup)} - set(_ANSWERED["setup"].split()):
             refusals.add(name, "it is not handed over yet", f"a plan without {name}")
         refusals.add_unanswered(given_values(self.load), _ANSWERED["load"].split())
-        if not self.estimate.fits:
-            most = self.estimate.largest_batch or 0
-            refusals.add(
-                f"batch={self.setup.batch}", "it does not fit in memory", f"--batch {most}" if most else "more chips"
-            )
         if not self.apart and not self.setup.one_layout:
             refusals.add(
                 f"prefill by {self.setup.prefill}, generation by {self.setup.decode}",
                 "its engines have one layout for both",
                 f"estimate serve --layout {self.setup.decode}, or --mode disaggregated",
+            )
+
+    def check_fits(self, refusals: Refusals) -> None:
+        """Refuse what does not fit in memory."""
+        if not self.estimate.fits:
+            most = self.estimate.largest_batch or 0
+            refusals.add(
+                f"batch={self.setup.batch}", "it does not fit in memory", f"--batch {most}" if most else "more chips"
             )
 
 

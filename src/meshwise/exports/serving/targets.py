@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.core.errors import UnknownNameError
@@ -55,14 +55,30 @@ def hand_over_serving(plan: ServingPlan, to: str) -> Exported:
     """
     if to not in SERVING_TARGETS:
         raise UnknownNameError("engine", to, SERVING_TARGETS, list_all=True)
-    choices = ServingChoices(plan.problem, plan.estimate)
-    title, refusals = SERVING_TARGETS[to].title, Refusals(SERVING_TARGETS[to].title)
-    choices.check_known(refusals)
-    for pool in choices.pools:
-        refusals.apply(SERVING_TARGETS[to].rules, pool)
-    refusals.check()
+    choices, title = ServingChoices(plan.problem, plan.estimate), SERVING_TARGETS[to].title
+    refusals = Refusals(title)
+    choices.check_fits(refusals)
+    _check_taken(to, choices, refusals)
     script = SERVING_TARGETS[to].write(choices)
     return Exported(to, title, script.version, f"serve-{to}.sh", script.text(choices, title), tuple(script.notes))
+
+
+def _check_taken(name: str, choices: ServingChoices, refusals: Refusals) -> None:
+    choices.check_known(refusals)
+    for pool in choices.pools:
+        refusals.apply(SERVING_TARGETS[name].rules, pool)
+    refusals.check()
+
+
+def check_serving_tools(plan: ServingPlan, tools: Sequence[ServingTool]) -> None:
+    """Refuse a plan that none of some engines takes, whether it fits or not.
+
+    Raises:
+        HandoverError: what the first of them cannot express, each with its reason and the nearest that it can.
+    """
+    if tools and not any(tool.runs(plan.setup) for tool in tools):
+        name = tools[0].name
+        _check_taken(name, ServingChoices(plan.problem, plan.estimate), Refusals(SERVING_TARGETS[name].title))
 
 
 def serving_refusals_of(name: str, problem: ServingProblem) -> Refusals:
