@@ -6,7 +6,7 @@ import pytest
 
 from meshwise.core.dtypes import DType
 from meshwise.core.errors import ShardingError
-from meshwise.costs.collectives import collective_time, latency, wire_time
+from meshwise.costs.collectives import collective_time, latency, scheduled_time, wire_time
 from meshwise.costs.fabric import Fabric, collective_bytes
 from meshwise.costs.network import make_group_link
 from meshwise.costs.roofline import parse_operation, rates_of, roofline
@@ -96,7 +96,7 @@ def quiz_wire(row):
 def ring_time(row):
     """As if the ends of the axis were joined, as they are on a slice whose axes are multiples of four (v4)."""
     ring = on(row, "v4:4x4x4", {"Y": (4, 1, 1)})("Y")
-    return wire_time(GATHER, whole(row), ring)
+    return scheduled_time(GATHER, whole(row), ring)
 
 
 def ends_joined(row):

@@ -160,7 +160,8 @@ def test_groups_that_lie_on_one_torus_axis_share_its_links():
     link = 9e10
     assert inner.gather == pytest.approx(3 / 4 / link)  # four in a row do not close
     # Every fourth chip: closes to a ring of two hops a direction, but four such groups share each link.
-    assert outer.gather == pytest.approx(4 * (2 / 4) / link)
+    assert outer.scheduled == pytest.approx(4 * (2 / 4) / link)
+    assert outer.gather == pytest.approx(4 * (3 / 4) / (2 * link))
     assert outer.gather_latency == pytest.approx(2 * 4 * 1e-6)
     assert outer.send == pytest.approx(4 / link)
 

@@ -55,15 +55,16 @@ def layer_forward(tokens, chip):
 
 def test_fsdp_on_a_cube_of_v5p():
     s, chip = step("v5p:4x4x4", fsdp=64, remat="none", wires=(("fsdp", (4, 4, 4)),))
-    # Book, Training: gathering V bytes over three axes of rings takes V / (3 x 2 W).
+    # Book, Training: gathering V bytes over three axes of rings takes V / (3 x 2 W); 63/64 of that at least.
     per_byte = 1 / (3 * 2 * V5P["link"])
     gather = 2 * LAYER * per_byte
     head = 2 * (V * D + D) * per_byte
     embedding = 2 * V * D * per_byte
     # Gathered forward and backward, gradients scattered; the head, whose passes follow each other, is gathered once; an
     # embedding's backward pass needs no weights.
-    assert s.resources["fsdp"] == exactly(L * 3 * gather + 2 * head + 2 * embedding)
-    assert s.terms["fsdp"] + s.hidden["fsdp"] == exactly(s.resources["fsdp"])
+    sent = L * 3 * gather + 2 * head + 2 * embedding
+    assert s.terms["fsdp"] + s.hidden["fsdp"] == exactly(sent)
+    assert s.resources["fsdp"] == exactly(63 / 64 * sent)
     forward = layer_forward(T, chip)
     assert gather < forward
     # What sticks out: the embedding, which has next to nothing to hide behind.
@@ -86,8 +87,9 @@ def test_fsdp_that_sticks_out_of_a_short_microbatch():
     long, _ = step("v5p:4x4x4", fsdp=64, remat="none", wires=(("fsdp", (4, 4, 4)),))
     busy = s.terms["forward"] + s.terms["backward"]
     assert s.resources["fsdp"] == exactly(long.resources["fsdp"])  # weights do not care
-    assert s.terms["fsdp"] == pytest.approx(s.resources["fsdp"] - busy, rel=1e-3)
-    assert s.expected == pytest.approx(s.resources["fsdp"] + s.terms["optimizer"], rel=1e-3)
+    sent = 64 / 63 * s.resources["fsdp"]
+    assert s.terms["fsdp"] == pytest.approx(sent - busy, rel=1e-3)
+    assert s.expected == pytest.approx(sent + s.terms["optimizer"], rel=1e-3)
 
 
 def test_the_forward_pass_operation_by_operation():

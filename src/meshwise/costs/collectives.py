@@ -13,7 +13,7 @@ from meshwise.sharding import CollectiveKind
 
 
 def wire_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink) -> Num:
-    """Seconds by bandwidth alone: what no schedule on this wire can beat by more than its hops allow.
+    """Seconds by bandwidth alone, which no schedule on this wire beats.
 
     Args:
         kind: the collective.
@@ -22,7 +22,7 @@ def wire_time(kind: CollectiveKind, num_bytes: Num, wire: GroupLink) -> Num:
         wire: of the group.
 
     Source: book, Sharded matrices, "summary": AllGather and ReduceScatter V/W, AllReduce twice that, AllToAll a
-        quarter.
+        quarter; of the first three the (n-1)/n that a chip lacks.
     """
     return num_bytes * wire_rate(kind, wire)
 
@@ -52,7 +52,7 @@ def schedules(kind: CollectiveKind, wire: GroupLink) -> tuple[tuple[Num, Num], .
             return ((wire.scheduled, wire.scheduled_latency),)
         case CollectiveKind.ALL_REDUCE:
             trees = (wire.tree, wire.tree_latency)
-            if wire.tree is wire.all_reduce:  # level by level: a ring of the same cannot be faster
+            if wire.scheduled_latency is wire.gather_latency:  # level by level: a ring of the same cannot be faster
                 return (trees,)
             return (2 * wire.scheduled, 2 * wire.scheduled_latency), trees
         case CollectiveKind.ALL_TO_ALL:

@@ -28,7 +28,8 @@ class GroupLink:
 
     Args:
         size: chips in the group.
-        gather: seconds per byte of the gathered array; a ReduceScatter costs the same, an AllReduce twice that.
+        gather: seconds per byte of the gathered array, which no schedule beats; a ReduceScatter costs the same, an
+            AllReduce twice that.
         gather_latency: seconds that an AllGather takes however small.
         exchange: seconds per byte of the whole array (over all chips of the group) for an AllToAll.
         exchange_latency: seconds that an AllToAll takes however small.
@@ -36,9 +37,9 @@ class GroupLink:
         send_latency: seconds that a send takes however small.
         all_reduce: seconds per byte of an AllReduce, level by level: twice an AllGather, or once the array where the
             switches add.
-        scheduled: as `gather`, but by the schedule that is really run. Level by level, a child of a level lacks
-            (d-1)/d of the bytes; a flat ring over n members carries (n-1)/n of them across every boundary, whatever
-            the level. NCCL gathers and scatters by flat rings.
+        scheduled: as `gather`, but by the schedule that is really run. On a torus whole shards go hop by hop. Level by
+            level, a child of a level lacks (d-1)/d of the bytes; a flat ring over n members carries (n-1)/n of them
+            across every boundary, whatever the level. NCCL gathers and scatters by flat rings.
         scheduled_latency: as `gather_latency`, by that schedule: a flat ring takes n - 1 hops.
         tree: seconds per byte of an AllReduce along trees (switches that add included), as NCCL's that is no ring.
         tree_latency: seconds that it takes however small.
@@ -75,12 +76,13 @@ def make_group_link(
     """Price the group of chips along mesh `axes`.
 
     On a torus axis of length s, a group of extent F whose members are `stride` apart forms a ring when it spans the
-    whole of an axis that wraps, else a line; `stride` groups share each link. An AllGather takes floor(F/2) hops on a
-    ring, F - 1 on a line, each carrying one shard (book, Sharded matrices); several torus axes share the bytes. The
-    short axes of a twisted torus close only for groups that span its long ones whole. On a level of switches with d
-    children and m members of the group in each, every chip takes its share of the (d-1)/d that comes from the other
-    children (book, GPUs, collectives across levels); ports above the innermost level also carry what goes further out.
-    The slowest level decides.
+    whole of an axis that wraps, else a line; `stride` groups share each link. A chip lacks (n-1)/n of the bytes, which
+    come through all its links in the group: no AllGather is faster, and one that halves the shard of the chip opposite
+    is as fast. The schedule that is run sends whole shards floor(F/2) hops on a ring, F - 1 on a line (book, Sharded
+    matrices); several torus axes share the bytes. The short axes of a twisted torus close only for groups that span its
+    long ones whole. On a level of switches with d children and m members of the group in each, every chip takes its
+    share of the (d-1)/d that comes from the other children (book, GPUs, collectives across levels); ports above the
+    innermost level also carry what goes further out. The slowest level decides.
 
     Args:
         fabric: the network.
@@ -156,10 +158,11 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> GroupLin
         size = size * extent
     tree.finish(size)
     exchange = ring.exchange / size
-    torus_gather = ring.gather()
-    gather, all_reduce, gather_latency = torus_gather, 2 * torus_gather, ring.latency
+    gather, by_hops = ring.gather(), ring.by_hops()
+    all_reduce, hops_twice, gather_latency = 2 * gather, 2 * by_hops, ring.latency
     if tree.crossings:
-        gather, all_reduce = maximum(torus_gather, tree.gather), maximum(all_reduce, tree.all_reduce)
+        gather, by_hops = maximum(gather, tree.gather), maximum(by_hops, tree.gather)
+        all_reduce, hops_twice = maximum(all_reduce, tree.all_reduce), maximum(hops_twice, tree.all_reduce)
         gather_latency, exchange = gather_latency + tree.latency, maximum(exchange, tree.exchange)
     flat = fabric.flat_rings
     return GroupLink(
@@ -171,9 +174,9 @@ def _wire_of(fabric: Fabric, spans: _Spans, routing: Routing | None) -> GroupLin
         send=send,
         send_latency=send_latency,
         all_reduce=all_reduce,
-        scheduled=maximum(gather, tree.boundary * (1 - 1 / size)) if flat else gather,
+        scheduled=maximum(by_hops, tree.boundary * (1 - 1 / size)) if flat else by_hops,
         scheduled_latency=_flat_ring_latency(fabric, spans, size) + ring.latency if flat else gather_latency,
-        tree=maximum(2 * torus_gather, tree.by_trees) if flat else all_reduce,
+        tree=maximum(2 * ring.by_hops(), tree.by_trees) if flat else hops_twice,
         tree_latency=tree.tree_latency + 2 * ring.latency if flat else 2 * gather_latency,
         routed=exchange
         if routing is None
@@ -444,7 +447,9 @@ class _TorusSums:
         self.size = self.size * extent
 
     def gather(self) -> Num:
-        """Seconds per gathered byte: the schedule's, but never less than the missing bytes through the chip's links."""
-        return maximum(
-            (self.size > 1) / maximum(self.rate, _NO_RATE), (1 - 1 / self.size) / maximum(self.ingress, _NO_RATE)
-        )
+        """Seconds per gathered byte: the missing ones through the links of the chip that has fewest."""
+        return (1 - 1 / self.size) / maximum(self.ingress, _NO_RATE)
+
+    def by_hops(self) -> Num:
+        """The same when whole shards go hop by hop, which is never faster."""
+        return maximum((self.size > 1) / maximum(self.rate, _NO_RATE), self.gather())

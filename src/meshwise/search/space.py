@@ -189,10 +189,10 @@ def undominated(
     columns = []
     for group in groups:
         w = wires(group)
-        columns += [w.gather, w.gather_latency, w.exchange, w.exchange_latency]
-        # Without flat rings, those are the gather's and twice the gather's, which are there.
-        columns += [w.scheduled, w.scheduled_latency, w.tree, w.tree_latency] if fabric.flat_rings else []
-        columns += [w.all_reduce] if fabric.in_network_reduction else []  # else twice the gather, which is there
+        columns += [w.gather, w.gather_latency, w.exchange, w.exchange_latency, w.scheduled]
+        # Without flat rings, latencies are the gather's, and an AllReduce is twice a gather, which is there.
+        columns += [w.scheduled_latency, w.tree, w.tree_latency] if fabric.flat_rings else []
+        columns += [w.all_reduce, w.tree] if fabric.in_network_reduction else []
         columns += [w.routed] if routing_of(group, routing) else []  # else the exchange, which is there
     columns += [wires.share_links(*pair) * 1.0 for pair in at_once]
     columns += [wires(("stage",)).send, wires(("stage",)).send_latency]
