@@ -9,8 +9,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from meshwise.costs.fabric import Fabric
-from meshwise.costs.network import make_group_link, shares_links, twisted_distance
+from meshwise.costs.fabric import Fabric, twisted_distance
+from meshwise.costs.network import make_group_link, shares_links
 from meshwise.hardware import parse_cluster
 from tests.costs.small_problems import torus
 

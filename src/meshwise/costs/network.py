@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.costs.arithmetic import Condition, Num, ceil, floor, is_one, log2, maximum, where
-from meshwise.costs.fabric import Dimension, Fabric
+from meshwise.costs.fabric import Dimension, Fabric, twisted_distance
 from meshwise.costs.routing import Routing, routing_of
 
 #: Gain that an AllReduce which switches add up themselves is seen to have. Source: book, GPUs, "in-network reductions":
@@ -323,18 +323,6 @@ class PlacedWires:
         if axes not in self._spans:
             self._spans[axes] = _spans_of(self.fabric, self._nested, axes)
         return self._spans[axes]
-
-
-def twisted_distance(short: int, doubled: int) -> float:
-    """Mean distance in hops of two chips of a twisted torus with `doubled` axes twice as long as the `short` others.
-
-    Shortest ways use all its links alike. 7k/8 - 1/4k with one long axis, 35k/32 - 1/4k with two; without the twist
-    they are k and 5k/4, and the long axes are the busiest. A test walks all ways of several tori.
-
-    >>> round(8 / 8 / (twisted_distance(4, 1) / 6), 2), round(8 / 8 / (twisted_distance(4, 2) / 6), 2)  # AllToAll
-    (1.75, 1.39)
-    """
-    return {1: 7 / 8, 2: 35 / 32}[doubled] * short - 1 / (4 * short)
 
 
 @dataclass(frozen=True, slots=True)
