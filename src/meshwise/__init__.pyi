@@ -158,6 +158,7 @@ def plan_serve(
     chunk: str = "",
     forbid: str = "",
     tool: str | Sequence[str] | None = None,
+    within: str | float = 0.02,
     top: int = 5,
     cached_prefix: str | float = 0,
     block_tokens: int = 16,

@@ -19,7 +19,7 @@ from meshwise.commands.plan_files import check_save, save_plan, write_file
 from meshwise.commands.requests import Flag, listed, validated
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.explanation import Answer
-from meshwise.core.units import parse_count, parse_duration
+from meshwise.core.units import Quantity, format_percent, parse_count, parse_duration, parse_fraction
 from meshwise.costs.problem import ServingProblem
 from meshwise.exports.serving import asked_serving_tools
 from meshwise.jobs import ServingLoad, drawn_requests, parse_serving_precision
@@ -67,7 +67,19 @@ class PlanServeRequest(ServeRequest):
 
     sections: ClassVar = {
         **ServeRequest.sections,
-        "Search": ("objective", "max_ttft", "max_tpot", "rate", "max_batch", "mode", "chunk", "forbid", "tool", "top"),
+        "Search": (
+            "objective",
+            "max_ttft",
+            "max_tpot",
+            "rate",
+            "max_batch",
+            "mode",
+            "chunk",
+            "forbid",
+            "tool",
+            "within",
+            "top",
+        ),
     }
 
     on: Annotated[str | None, Flag("CLUSTERS")] = Field(default=None, serialization_alias="cluster")
@@ -97,6 +109,11 @@ class PlanServeRequest(ServeRequest):
     )
     """Chunk sizes to try for the best plans of aggregated serving, besides whole prompts: 256,512,1024 tokens of a
     prompt in one step."""
+    within: Annotated[float, Quantity("share", parse_fraction, format_percent, "2%")] = Field(
+        default=0.02, ge=0, le=0.5
+    )
+    """Share of the best plan's numbers within which plans are not told apart: the simplest of them is first (0 for the
+    best alone)."""
     top: int = Field(default=5, ge=1, le=100)
     """How many plans to show."""
 
@@ -137,7 +154,7 @@ class PlanServeRequest(ServeRequest):
             HandoverError: an engine that is named takes the load in no layout.
         """
         tools = asked_serving_tools(problem, self.tool)
-        return replace(self.constraints, tools=tools, tools_optional=not self.tool)
+        return replace(self.constraints, tools=tools, tools_optional=not self.tool, within=self.within)
 
     @property
     def simulates(self) -> bool:

@@ -64,6 +64,16 @@ class ServingTool:
         kinds = ("prefill", setup.prefill), ("decode", setup.decode)
         return all(self.takes(kind, layout, setup.prefill_batch, setup.chunk) for kind, layout in kinds)
 
+    def takes_each(self, kind: str, layouts: Sequence[ServingLayout], *, several: bool) -> tuple[Mask, Mask]:
+        """Which layouts it takes for one prompt, and for `several` that are prefilled together."""
+        known: dict[ServingLayout, tuple[bool, bool]] = {}
+        for layout in layouts:
+            if layout not in known:
+                one = self.takes(kind, layout, 1, None)
+                known[layout] = one, several and one and self.takes(kind, layout, 2, None)
+        each = np.array([known[layout] for layout in layouts], bool).reshape(-1, 2)
+        return each[:, 0], each[:, 1]
+
 
 class _Unknown(Exception):  # noqa: N818 -- no error: a condition reads what is not known yet
     """A condition reads what is open."""

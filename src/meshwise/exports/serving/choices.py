@@ -304,11 +304,17 @@ class ServingChoices(_OfProblem):
             )
 
 
-def unknown_serving_choices(engine: Engine) -> bool:
-    """Whether a layout or a load makes a choice that no engine answers for."""
-    chosen = [("layout", c) for c in field_values(engine.layout, ServingLayout())]
-    chosen += [("load", c) for c in given_values(engine.load)]
-    return any(value != default and name not in _KNOWN[part] for part, (name, value, default) in chosen)
+def unknown_serving_load(load: ServingLoad) -> bool:
+    """Whether a load makes a choice that no engine answers for."""
+    return any(value != default and name not in _KNOWN["load"] for name, value, default in given_values(load))
+
+
+def unknown_serving_layout(layout: ServingLayout) -> bool:
+    """Whether a layout makes a choice that no engine answers for."""
+    return any(getattr(layout, f.name) != f.default for f in _UNKNOWN_FIELDS)
+
+
+_UNKNOWN_FIELDS = tuple(f for f in fields(ServingLayout) if f.name not in _KNOWN["layout"])
 
 
 #: What an engine cannot express, read for each kind of engines of a plan.

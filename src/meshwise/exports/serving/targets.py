@@ -10,7 +10,13 @@ from meshwise.costs.problem import ServingProblem
 from meshwise.costs.serving.answer import ServingSetup
 from meshwise.exports.exported import Exported, Refusals
 from meshwise.exports.serving import jetstream, sglang, tensorrt_llm, vllm
-from meshwise.exports.serving.choices import Engine, EngineRules, ServingChoices, unknown_serving_choices
+from meshwise.exports.serving.choices import (
+    Engine,
+    EngineRules,
+    ServingChoices,
+    unknown_serving_layout,
+    unknown_serving_load,
+)
 from meshwise.exports.serving.script import Script
 from meshwise.exports.targets import parse_names
 from meshwise.search.serving import ServingPlan
@@ -94,9 +100,11 @@ def serving_tools_for(problem: ServingProblem, names: Iterable[str] = SERVING_TA
 
 
 def _serving_tool(name: str, problem: ServingProblem) -> ServingTool:
+    known, rules = not unknown_serving_load(problem.load), SERVING_TARGETS[name].rules
+
     def takes(kind: str, layout: ServingLayout, prefill_batch: int, chunk: int | None) -> bool:
         engine = Engine(problem, kind, layout, prefill_batch, chunk)
-        return not unknown_serving_choices(engine) and not any(r.refused(engine) for r in SERVING_TARGETS[name].rules)
+        return known and not unknown_serving_layout(layout) and not any(rule.refused(engine) for rule in rules)
 
     return ServingTool(name, takes)
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from meshwise.core.errors import MeshwiseError, UnknownNameError
 from meshwise.costs.arithmetic import Condition, Num
-from meshwise.costs.serving.answer import Mode
+from meshwise.costs.serving.answer import Mode, ServingEstimate
 from meshwise.search.candidates import Array, Index, Mask
 from meshwise.search.serving.pairs import Pairs
+from meshwise.search.serving.tables import Tables
 from meshwise.search.tools import ServingTool
 from meshwise.sharding.serving import SERVING_AXES
 
@@ -39,6 +40,7 @@ class ServingConstraints:
         forbid: mesh axes that no plan may use.
         chunks: tokens of a prompt in one step that are tried besides whole prompts, on engines that do both.
         tools: engines of which one at least has to take a plan; none for any plan.
+        within: share of the best plan's numbers within which plans are not told apart: the simplest is first.
         tools_optional: whether plans that none of them takes are looked for where there is none that one does.
 
     Raises:
@@ -55,6 +57,7 @@ class ServingConstraints:
     forbid: tuple[str, ...] = ()
     chunks: tuple[int, ...] = ()
     tools: tuple[ServingTool, ...] = ()
+    within: float = 0.0
     tools_optional: bool = False
 
     def __post_init__(self) -> None:
@@ -103,6 +106,18 @@ def scores(  # noqa: PLR0917 -- the numbers of a plan
     if constraints.objective == "ttft":
         return ttft, fewer, tpot
     return (tpot, ttft, fewer) if constraints.objective == "tpot" else (fewer, whole, ttft)
+
+
+def pair_scores(constraints: ServingConstraints, pairs: Pairs, tables: Tables) -> tuple[Array, Array, Array]:
+    """The same of many plans."""
+    whole = pairs.ttft + (tables.problem.load.output - 1) * pairs.tpot
+    return scores(constraints, pairs.chips, -pairs.tokens, pairs.tpot, pairs.ttft, whole)
+
+
+def estimate_scores(constraints: ServingConstraints, e: ServingEstimate) -> tuple[float, float, float]:
+    """The same of one."""
+    times = e.tpot.expected, e.ttft.expected, e.end_to_end_s
+    return scores(constraints, float(e.setup.num_chips), -e.output_tokens_per_s, *times)
 
 
 def ties(constraints: ServingConstraints) -> tuple[float, float, float]:

@@ -20,15 +20,22 @@ from meshwise.core.errors import InfeasibleError
 from meshwise.core.explanation import Answer
 from meshwise.core.units import format_bytes, format_time
 from meshwise.costs.compute import check_precision
-from meshwise.costs.problem import ServingProblem
+from meshwise.costs.problem import STEPS, ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.search.candidates import Array, Index, Mask
-from meshwise.search.serving.constraints import ServingConstraints, best_of, in_order, scores, ties
+from meshwise.search.serving.constraints import (
+    ServingConstraints,
+    best_of,
+    estimate_scores,
+    in_order,
+    pair_scores,
+    ties,
+)
 from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
+from meshwise.search.serving.simplest import find_simplest, gain_words, simple_first
 from meshwise.search.serving.tables import Table, Tables
 from meshwise.search.tools import ServingTool
-from meshwise.sharding.serving import ServingLayout
 from meshwise.simulation.serving import ServingResult
 
 
@@ -244,18 +251,25 @@ def plan_serving(
     tables = Tables.priced(problem, problem.network, max_batch=constraints.max_batch, forbid=constraints.forbid)
     seen, pairs = _paired(tables, constraints)
     best = _ranked(tables, constraints, pairs, top)
-    plans = _estimated(tables, pairs, best)
+    plans, all_pairs, first = _estimated(tables, pairs, best), pairs, best[0]
+    simple = find_simplest(tables, constraints, pairs, first, _pair_up) if constraints.within else None
+    if simple is not None:
+        all_pairs, first = Pairs.joined([pairs, simple]), len(pairs)
+        plans += _estimated(tables, all_pairs, [first])
     search = ServingSearch(tables.prefill.priced + tables.decode.priced, seen, time.process_time() - began)
-    others = neighbours(constraints, tables, pairs, best[0])
+    others = neighbours(constraints, tables, all_pairs, first)
     if constraints.chunks:
         one_layout = ~pairs.apart & (tables.prefill.mesh[pairs.prefill] == tables.decode.mesh[pairs.decode])
-        alike, first = pairs.take(one_layout), plans[0]
+        alike, whole = pairs.take(one_layout), plans[0]
         with contextlib.suppress(InfeasibleError):
             plans += _estimated(tables, alike, _ranked(tables, constraints, alike, top)) if len(alike) else ()
-        plans = _with_chunks(tables, constraints, plans)[:top]
+        plans = _with_chunks(tables, constraints, plans)
         if plans[0].setup.chunk is not None:  # what was told of others was beside the best of those that prefill whole
-            others = (Neighbour("prompts prefilled whole", f"at best {_performance(first)}"),)
-    return ServingPlanResult(problem, constraints, plans, _front(tables, constraints, pairs), others, search)
+            others = (Neighbour("prompts prefilled whole", f"at best {_performance(whole)}"),)
+    fastest, plans = plans[0], simple_first(constraints, plans)
+    if plans[0] is not fastest:
+        others = (Neighbour(*gain_words(constraints, plans[0], fastest)), *others)
+    return ServingPlanResult(problem, constraints, plans[:top], _front(tables, constraints, pairs), others, search)
 
 
 def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs]:
@@ -274,7 +288,7 @@ def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs
         )
     seen, least = 0, math.inf
     found: list[Pairs] = []
-    for pairs in _of_tools(tables, constraints) if constraints.tools else _of_any(tables, constraints):
+    for pairs in _pair_up(tables, constraints):
         seen, least = seen + len(pairs), min(least, float(pairs.memory.min(initial=math.inf)))
         found.append(pairs.take(pairs.memory <= tables.usable))
     if not sum(map(len, found)):
@@ -286,6 +300,11 @@ def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs
             "chips, narrower formats (--precision fp8, int4-weights), shorter requests, or a smaller --reserve"
         )
     return seen, Pairs.joined(found)
+
+
+def _pair_up(tables: Tables, constraints: ServingConstraints) -> Iterator[Pairs]:
+    """Pairs that some tool takes, where tools are asked for."""
+    return _of_tools(tables, constraints) if constraints.tools else _of_any(tables, constraints)
 
 
 def _of_any(tables: Tables, constraints: ServingConstraints) -> Iterator[Pairs]:
@@ -307,14 +326,14 @@ def _of_tools(tables: Tables, constraints: ServingConstraints) -> Iterator[Pairs
 def _taken(tool: ServingTool, tables: Tables, kinds: tuple[str, str]) -> tuple[Callable[[Pairs], Pairs], Tables]:
     """The rows that a tool takes, by the kind of engines of each step; and how to number pairs as in `tables`."""
     kept = []
-    for table, kind in zip(tables.both, kinds, strict=True):
-        known: dict[ServingLayout, tuple[bool, bool]] = {}
-        for layout, _ in table.layouts:
-            if layout not in known:
-                known[layout] = tool.takes(kind, layout, 1, None), tool.takes(kind, layout, 2, None)
-        one, more = (np.array([known[layout][n] for layout, _ in table.layouts], bool)[table.layout] for n in (0, 1))
-        together = (table.batch > 1) & (table is tables.prefill)
-        kept.append(np.flatnonzero(np.where(together, more, one)))
+    for table, kind, step in zip(tables.both, kinds, STEPS, strict=True):
+        known = tables.taken.get((tool.name, kind, step))
+        if known is None:
+            known = tables.taken[tool.name, kind, step] = tool.takes_each(
+                kind, [layout for layout, _ in table.layouts], several=step == "prefill"
+            )
+        one, more = (of_layouts[table.layout] for of_layouts in known)
+        kept.append(np.flatnonzero(np.where((table.batch > 1) & (step == "prefill"), more, one)))
     into, out = kept
 
     def of_all(pairs: Pairs) -> Pairs:
@@ -348,17 +367,12 @@ def _with_chunks(
         e = estimate_serving(tables.problem, other, tables.fabric, count=False)
         if e.fits and constraints.kept(e.ttft.expected, e.tpot.expected, e.requests_per_s):
             found[e.setup] = e
-    return in_order(found.values(), lambda e: _score_of(e, constraints), ties(constraints))
+    return in_order(found.values(), lambda e: estimate_scores(constraints, e), ties(constraints))
 
 
 def _performance(e: ServingEstimate) -> str:
     latencies = f"TPOT {format_time(e.tpot.expected)}, TTFT {format_time(e.ttft.expected)}"
     return f"{e.output_tokens_per_s:,.0f} tokens/s, {latencies}"
-
-
-def _score_of(e: ServingEstimate, constraints: ServingConstraints) -> tuple[float, ...]:
-    times = e.tpot.expected, e.ttft.expected, e.end_to_end_s
-    return scores(constraints, e.setup.num_chips, -e.output_tokens_per_s, *times)
 
 
 def _ranked(tables: Tables, constraints: ServingConstraints, pairs: Pairs, top: int) -> list[int]:
@@ -370,8 +384,7 @@ def _ranked(tables: Tables, constraints: ServingConstraints, pairs: Pairs, top: 
     left = np.flatnonzero(constraints.keeping(pairs))
     if not len(left):
         raise InfeasibleError(_impossible(pairs, constraints))
-    whole = pairs.ttft + (tables.problem.load.output - 1) * pairs.tpot
-    columns = scores(constraints, pairs.chips, -pairs.tokens, pairs.tpot, pairs.ttft, whole)
+    columns = pair_scores(constraints, pairs, tables)
     decode = tables.decode.kind
     kinds = 2 * (tables.prefill.kind[pairs.prefill] * (decode.max() + 1) + decode[pairs.decode]) + pairs.apart
     best: list[int] = []

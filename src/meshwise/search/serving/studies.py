@@ -259,7 +259,9 @@ def plan_alternatives(
     by, score = _score(constraints, priced=all(e.usd_per_s is not None for _, e, _ in every))
     simulated = any(sent for *_, sent in every)  # these keep their targets as nearly as they can
     order = in_order(every, lambda one: score(*one[1:]), (0.0, 0.0) if simulated else ties(constraints)[:2])
-    ranked = tuple((which, ServingPlan(planned[which].problem, e)) for which, e, _ in order)
+    first = order[0][0], planned[order[0][0]].plans[0]  # the simplest there, which is first in its own ranking
+    others = ((which, e) for which, e, _ in order if e is not first[1])
+    ranked = tuple((which, ServingPlan(planned[which].problem, e)) for which, e in (first, *others))
     return ServingAlternatives(found, ranked[:top], by, _formats(problems, *ranked[0]))
 
 

@@ -31,7 +31,7 @@ from meshwise.costs.serving.sizes import (
 )
 from meshwise.costs.serving.step import time_step
 from meshwise.jobs import ServingLoad
-from meshwise.search.candidates import Array, Index
+from meshwise.search.candidates import Array, Index, Mask
 from meshwise.search.serving.space import Candidates, candidates, divisors
 from meshwise.sharding import CollectiveKind
 from meshwise.sharding.serving import SERVING_AXES, ServingLayout
@@ -113,12 +113,14 @@ class Tables:
     Args:
         problem, fabric: as in `estimate_serving`.
         prefill, decode: rows of each.
+        taken: which layouts engines take, by engine and kind of engines; `planner` fills it.
     """
 
     problem: ServingProblem
     fabric: Fabric
     prefill: Table
     decode: Table
+    taken: dict[tuple[str, str, Step], tuple[Mask, Mask]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def priced(
