@@ -297,6 +297,13 @@ FIELDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         ("estimate", "serve", *_SERVE, "--layout", "tensor=8", "--batch", "64"),
         {
             **_SERVING,
+            "reasons[]": "why it does not fit, and which axes leave the innermost switch",
+            "changes[].change": "one thing changed that gains most tokens, or with which it fits",
+            "changes[].layout_text": "the layout so changed; of engines apart, the one that decodes",
+            "changes[].speedup": "its tokens per second over those of the layout",
+            "changes[].ttft_s": "expected",
+            "changes[].tpot_s": "expected",
+            "changes[].memory_bytes": "of its fullest chip",
             "frontier[].batch": "requests on one engine",
             "frontier[].longest_request_tokens": "tokens that each may have, prompt and output together, to just fit",
         },

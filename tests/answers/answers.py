@@ -92,7 +92,7 @@ def _asked(words: str) -> list[str]:
         asked += ["--precision", "bf16"]
     if asked[0] == "plan" and "--within" not in asked:
         asked += ["--within", "0"]
-    if asked[:2] == ["estimate", "train"]:
+    if asked[0] == "estimate":
         asked += ["--no-changes"]
     return asked
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -41,6 +41,7 @@ from meshwise.jobs.traffic import read_trace
 from meshwise.models import load_model
 from meshwise.report.serve import estimate_serve_report, estimate_serve_svg, serving_estimate_report
 from meshwise.search.serving import ServingPlan
+from meshwise.search.serving.diagnosis import serving_changes
 from meshwise.sharding.serving import ServingLayout, parse_serving_layout
 
 
@@ -269,8 +270,10 @@ def _engine_text(flag: str, plan: ServingPlan, step: Step) -> str:
 
 
 class _Files(EngineFiles):
-    sections: ClassVar = {"Output": ("save", "svg", "engine", "prefill_engine")}
+    sections: ClassVar = {"Diagnosis": ("changes",), "Output": ("save", "svg", "engine", "prefill_engine")}
 
+    changes: bool = True
+    """Try single changes of the layout and the batch: which gain most, or with which it fits."""
     save: Path | None = None
     """Write the plan to this file, as JSON."""
     svg: Path | None = None
@@ -305,7 +308,9 @@ def show_estimate(screen: Screen, asked: EstimateServeRequest | str, files: _Fil
         inputs = asked.echo_problem(plan.problem)
     answer = ServingAnswer(plan.problem, plan.estimate, frontier(plan.problem, plan.setup))
     write_file("--svg", files.svg, lambda: estimate_serve_svg(answer))
-    screen.show(estimate_serve_report(answer, inputs))
+    tool = () if isinstance(asked, str) else asked.tool
+    changes = serving_changes(plan, cache(lambda p: asked_serving_tools(p, tool))) if files.changes else ()
+    screen.show(estimate_serve_report(answer, inputs, changes))
     files.write_engines(plan)
     save_plan(plan, files.save)
     return None if plan.estimate.fits else InfeasibleError.exit_code

@@ -5,7 +5,8 @@ Not here: finding it (`search.diagnosis`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,9 +14,11 @@ from rich.text import Text
 
 from meshwise.core.units import format_bytes, format_percent, format_time
 from meshwise.costs.explain import collectives_of, work_out
+from meshwise.costs.fabric import Fabric
 from meshwise.report.table import Columns, picked, signed_percent, tabulate, words
 from meshwise.search import Plan
 from meshwise.search.diagnosis import Change, Excess, Measured
+from meshwise.sharding.layout_fields import Wires
 
 #: Classes of memory that a cluster needs but once -> the stage of ZeRO that shares them out over data, and what does.
 _STATE: Mapping[str, tuple[int | None, str]] = {
@@ -26,7 +29,7 @@ _STATE: Mapping[str, tuple[int | None, str]] = {
 }
 
 
-def change_words(changes: Sequence[Change], *, fits: bool) -> tuple[str, ...]:
+def change_words(changes: Sequence[Change[Plan]], *, fits: bool) -> tuple[str, ...]:
     """A line for each change: what it gains, or with what it fits."""
     if not fits and not changes:
         return ("no change of one thing or two makes it fit: more chips, or less training state (--precision book)",)
@@ -38,7 +41,7 @@ def change_words(changes: Sequence[Change], *, fits: bool) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def change_data(changes: Sequence[Change]) -> list[dict[str, Any]]:
+def change_data(changes: Sequence[Change[Plan]]) -> list[dict[str, Any]]:
     """The same as JSON values."""
     return [
         {
@@ -76,23 +79,27 @@ def why_too_large(plan: Plan) -> str:
 
 def crossing_words(plan: Plan) -> tuple[str, ...]:
     """Axes of every layer that reach past the innermost level of a switched network, in words."""
-    inner, *outer = plan.fabric.dimensions
+    e = plan.estimate
+    term = {"tensor": "tensor", "ulysses": "context", "expert": "expert", "context": "context"}  # one term has both
+    shares = {a: e.terms.get(t, 0.0) / e.step_time.expected for a, t in term.items()}
+    return tuple(
+        f"{words}; {term[axis]} takes {format_percent(shares[axis])} of the step"
+        for axis, words in crossings(plan.fabric, plan.layout.wires or (), term)
+    )
+
+
+def crossings(fabric: Fabric, wires: Wires, axes: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Which of some axes reach past the innermost level of a switched network, and where to, in words."""
+    inner, *outer = fabric.dimensions
     if inner.torus or not outer or inner.size == 1:
-        return ()
-    lines = []
-    for axis, extents in plan.layout.wires or ():
+        return
+    for axis, extents in wires:
         past = [(d, n) for d, n in zip(outer, extents[1:], strict=True) if n > 1]
-        if axis not in ("tensor", "ulysses", "expert", "context") or not past:
+        if axis not in axes or not past:
             continue
-        ways, term = plan.layout.sizes[axis], "context" if axis == "ulysses" else axis  # one term has both
-        share = format_percent(plan.estimate.terms.get(term, 0.0) / plan.estimate.step_time.expected)
         where = " and ".join(f"{n} ways on {d.name}" for d, n in past)
         rates = f"{past[0][0].bandwidth_one_way / 1e9:,.0f} GB/s a chip instead of {inner.bandwidth_one_way / 1e9:,.0f}"
-        lines.append(
-            f"{axis}={ways} reaches past {inner.name} {inner.size}: {where}, at {rates}; "
-            f"{term} takes {share} of the step"
-        )
-    return tuple(lines)
+        yield axis, f"{axis}={math.prod(extents)} reaches past {inner.name} {inner.size}: {where}, at {rates}"
 
 
 _VERDICTS = {

@@ -124,7 +124,10 @@ def _asked_for(planning: PlanResult) -> tuple[RenderableType, ...]:
 
 
 def estimate_report(
-    planning: PlanResult, inputs: Mapping[str, Any], changes: Sequence[Change] = (), measured: Measured | None = None
+    planning: PlanResult,
+    inputs: Mapping[str, Any],
+    changes: Sequence[Change[Plan]] = (),
+    measured: Measured | None = None,
 ) -> Report:
     """What one layout would do.
 

@@ -5,7 +5,7 @@ Not here: the numbers (`costs.serving`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -21,7 +21,10 @@ from meshwise.exports.serving import serving_runs_in
 from meshwise.report.chart import Bars, Beside, bars_svg
 from meshwise.report.report import Details, Report, listed
 from meshwise.report.serve_breakdown import serve_explanations
+from meshwise.report.serve_diagnosis import serving_change_data, serving_change_words, serving_reasons
 from meshwise.report.table import Columns, counted, picked, said, spaced, table
+from meshwise.search.diagnosis import Change
+from meshwise.search.serving import ServingPlan
 
 NOT_MODELLED = (
     "queues: latencies are those of a request that finds its engine ready; 'meshwise simulate serve' has arrivals",
@@ -30,14 +33,18 @@ NOT_MODELLED = (
 )
 
 
-def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> Report:
+def estimate_serve_report(
+    answer: ServingAnswer, inputs: Mapping[str, Any], changes: Sequence[Change[ServingPlan]] = ()
+) -> Report:
     """What one serving layout would do.
 
     Args:
         answer: the estimate and what else would fit.
         inputs: what was asked, with defaults.
+        changes: single ones that gain, or with which it fits.
     """
     e, problem = answer.estimate, answer.problem
+    why = serving_reasons(ServingPlan(problem, e))
     idle = idle_words(problem, e.setup, searched=False, rate=None)
     fits = "" if e.fits else "does not fit in memory: "
     return Report(
@@ -47,18 +54,22 @@ def estimate_serve_report(answer: ServingAnswer, inputs: Mapping[str, Any]) -> R
         data={
             "plans": [serving_plan_data(problem, e)],
             "frontier": [{"batch": batch, "longest_request_tokens": tokens} for batch, tokens in answer.frontier],
+            "reasons": list(why),
+            "changes": serving_change_data(changes),
         },
         brief=said(brief_subject(problem, e, idle), *serving_bars(e), _fitting(answer)),
+        reasons=why,
         body=said(
             Text(subject(problem, e.setup)),
             Text(idle) if idle else None,
             *(latency_table(e), term_table(e), memory_table(e)),
             _fitting(answer),
+            listed("Why", why),
             listed("Definitions", definitions(e.setup)),
         ),
         assumed=assumed(problem, e.setup),
         not_modelled=NOT_MODELLED,
-        next_steps=_next_steps(answer),
+        next_steps=(*serving_change_words(changes, e), *(() if changes and not e.fits else _next_steps(answer))),
         details=lambda: Details(explanations=serve_explanations(problem, e)),
     )
 

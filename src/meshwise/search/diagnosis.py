@@ -6,8 +6,9 @@ Not here: why well-known alternatives to the best plan lose (`baselines`), and w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.spread import likely_interval, relative_spread, uncertainty_sources
@@ -26,22 +27,57 @@ _LEANEST = 3
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
+P = TypeVar("P")
+
+
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A layout that differs in one thing from another, or in two.
+class Change(Generic[P]):
+    """A plan that differs in one thing from another, or in two.
 
     Args:
         what: the change, as words of a layout: "remat=matmuls", "tensor=4, data=16".
-        plan: the layout so changed, with what it leaves open chosen best.
+        plan: the plan so changed, with what it leaves open chosen best.
         speedup: its tokens per second over those of the other.
     """
 
     what: str
-    plan: Plan
+    plan: P
     speedup: float
 
 
-def single_changes(plan: Plan, tools: Sequence[Tool] = (), *, most: int = 3) -> tuple[Change, ...]:
+def gaining(
+    tried: Iterable[tuple[str, Change[P]]], own: P, bare: Callable[[P], object], *, most: int, fits: bool
+) -> tuple[Change[P], ...]:
+    """Of changes of each kind the one that gains most; of all these the first few.
+
+    Args:
+        tried: kind and change.
+        own: what is changed; fits: whether it fits in memory, so that changes have to gain.
+        bare: what tells plans apart, as places on the network do not.
+        most: how many to return.
+    """
+    best: dict[str, Change[P]] = {}
+    seen = {bare(own)}
+    for kind, change in sorted(tried, key=lambda one: -one[1].speedup):
+        if kind not in best and bare(change.plan) not in seen and (change.speedup >= _WORTH or not fits):
+            best[kind] = change
+            seen.add(bare(change.plan))
+    return tuple(best.values())[:most]
+
+
+def moved_factors(sizes: Mapping[str, int], axes: Iterable[str]) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Each way to give a prime factor of an axis, or all of it, to one of `axes`: the axis, words, and the sizes."""
+    axes = tuple(axes)
+    for source, size in sizes.items():
+        factor = next((p for p in range(2, size + 1) if size % p == 0), 1)
+        for target in axes if size > 1 else ():
+            for moved in dict.fromkeys((factor, size)) if target != source else ():
+                other = {**sizes, source: size // moved, target: sizes.get(target, 1) * moved}
+                left = f", {source}={other[source]}" if other[source] > 1 else f" in place of {source}"
+                yield source, f"{target}={other[target]}{left}", other
+
+
+def single_changes(plan: Plan, tools: Sequence[Tool] = (), *, most: int = 3) -> tuple[Change[Plan], ...]:
     """The changes of one thing that gain most; of a layout that does not fit, those with which it fits.
 
     A prime factor of a mesh axis moves to another axis, all of an axis becomes another, or one choice changes; the
@@ -59,16 +95,8 @@ def single_changes(plan: Plan, tools: Sequence[Tool] = (), *, most: int = 3) -> 
         leanest = sorted(_tried(plan, takers, math.inf), key=lambda one: one[2].estimate.memory["total"])[:_LEANEST]
         tried = [(kind, f"{first}, {what}", p) for kind, first, q in leanest for _, what, p in _tried(q, takers)]
     speed = plan.estimate.tokens_per_s
-    changes = [(kind, Change(what, p, p.estimate.tokens_per_s / speed)) for kind, what, p in tried]
-    changes.sort(key=lambda one: -one[1].speedup)
-    best: dict[str, Change] = {}
-    seen = {plan.layout.replace(wires=None)}
-    for kind, change in changes:
-        bare = change.plan.layout.replace(wires=None)
-        if kind not in best and bare not in seen and (change.speedup >= _WORTH or not plan.estimate.fits):
-            best[kind] = change
-            seen.add(bare)
-    return tuple(best.values())[:most]
+    changes = ((kind, Change(what, p, p.estimate.tokens_per_s / speed)) for kind, what, p in tried)
+    return gaining(changes, plan, lambda p: p.layout.replace(wires=None), most=most, fits=plan.estimate.fits)
 
 
 def _tried(plan: Plan, tools: tuple[Tool, ...], memory_share: float = 1.0) -> Iterator[tuple[str, str, Plan]]:
@@ -91,15 +119,10 @@ def _requests(plan: Plan) -> Iterator[tuple[str, str, LayoutRequest]]:
     kept = {**written.choices, "zero": layout.zero, "fully_sharded": layout.fully_sharded}
     del kept["num_microbatches"]
     asked = replace(written, choices=_meant(kept, written.sizes))
-    for source in layout.used_axes:
-        size = layout.sizes[source]
-        factor = next(p for p in range(2, size + 1) if size % p == 0)
-        for target in MESH_AXES:
-            for moved in dict.fromkeys((factor, size)) if target != source else ():
-                sizes = {**written.sizes, source: size // moved, target: layout.sizes[target] * moved}
-                left = f", {source}={sizes[source]}" if sizes[source] > 1 else f" in place of {source}"
-                words = f"{target}={sizes[target]}{left}"
-                yield source, words, replace(asked, sizes=sizes, choices=_meant(kept, sizes))
+    used = {axis: layout.sizes[axis] for axis in layout.used_axes}
+    for source, words, moved in moved_factors(used, MESH_AXES):
+        sizes = {**written.sizes, **moved}
+        yield source, words, replace(asked, sizes=sizes, choices=_meant(kept, sizes))
     for name, value in _choices(plan):
         words = f"{name}={value}" if not isinstance(value, bool) else f"{name}={'on' if value else 'off'}"
         yield name, words, replace(asked, choices=_meant({**kept, name: value}, written.sizes))
