@@ -137,6 +137,8 @@ def serving_searches() -> Iterator[str]:
     targets = "--max-ttft 500ms --max-tpot 30ms"
     yield f"plan serve llama-3-70b --on h100:64 --prompt 1024 --output 256 --precision fp8 {targets}"
     yield "plan serve llama-3-8b --on h100:8,v5e:2x4 --prompt 1024 --output 256"
+    for asked in ("--max-ttft 300ms --max-tpot 30ms", "--rate 30", "--rate 20 --max-ttft 300ms --share 0.95"):
+        yield f"plan serve llama-3-8b --on h100:8 --prompt 1024 --output 128 --simulate {asked}"
 
 
 def simulations() -> Iterator[str]:

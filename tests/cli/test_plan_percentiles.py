@@ -34,8 +34,10 @@ def test_without_a_rate_it_is_the_most_that_keeps_the_targets(run):
         assert p["simulated"]["rate_requests_per_s"] * 64 / p["num_chips"] == pytest.approx(
             p["simulated"]["throughput_tokens_per_s_per_chip"]
         )
-    mean = run(*MODEL, *load, "--max-tpot", "12ms", "--json").json
-    assert "simulated" not in mean["plans"][0]
+    for words in (("mean:12ms",), ("12ms", "--no-simulate")):
+        mean = run(*MODEL, *load, "--max-tpot", *words, "--json").json
+        assert "simulated" not in mean["plans"][0]
+        assert "not simulated: targets are means" in mean["answer"]
     # A queue counts as one that grows from 2 % on, and capacities are found to 1 %.
     assert rates[0] < 1.03 * mean["plans"][0]["throughput_tokens_per_s_per_chip"]
 
@@ -67,9 +69,9 @@ def test_clusters_are_ranked_by_what_was_simulated(run):
         (("--rate", "1e6", "--max-tpot", "p99:20ms"), 3, "requests/s (the most is"),
         (("--max-tpot", "p99:20"), 2, "--max-tpot: "),
         (("--max-tpot", "p0:20ms"), 2, "expected a percentile between 0 and 100, found 0 in 'p0:20ms'"),
-        (("--max-tpot", "worst:20ms"), 2, "expected a time such as 50ms, of the mean, or p99:50ms, found 'worst:20ms'"),
+        (("--max-tpot", "worst:20ms"), 2, "expected a time such as 50ms, p95:50ms or mean:50ms, found 'worst:20ms'"),
         (("--max-tpot", "0ms"), 2, "expected more than zero"),
-        (("--max-tpot", "p99:20ms", "--objective", "ttft"), 2, "leave it out"),
+        (("--max-tpot", "p99:20ms", "--no-simulate"), 2, "a percentile needs simulated requests, found 'p99:20ms'"),
     ],
 )
 def test_what_cannot_be_is_said(run, words, code, said):

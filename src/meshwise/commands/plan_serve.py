@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
-from meshwise.commands.command import Screen, command, verb
+from meshwise.commands.command import Screen, Tell, command, silent, verb
 from meshwise.commands.estimate_serve import EngineFiles, ServeRequest
 from meshwise.commands.plan_files import check_save, save_plan, write_file
 from meshwise.commands.requests import Flag, listed, validated
@@ -33,17 +33,20 @@ from meshwise.sharding.serving import SERVING_AXES
 from meshwise.simulation.serving import LatencyTarget, LatencyTargets
 
 
-def _target(value: Any) -> Any:
-    """Read `50ms` or `p99:50ms`; numbers are seconds."""
+def _target(value: Any, info: ValidationInfo) -> Any:
+    """Read `50ms`, `p99:50ms` or `mean:50ms`; numbers are seconds, of the share that requests are to keep."""
     if isinstance(value, LatencyTarget) or value is None:
         return value
-    text, share = str(value).strip(), None
+    simulate, text = info.data.get("simulate", True), str(value).strip()
+    share = info.data.get("share", 0.99) if simulate else None
     head, colon, rest = text.partition(":")
     if colon:
         try:
-            share = float(head[1:] if head[:1] in ("p", "P") else "") / 100
+            share = None if head == "mean" else float(head[1:] if head[:1] in ("p", "P") else "") / 100
         except ValueError:
-            raise MeshwiseError(f"expected a time such as 50ms, of the mean, or p99:50ms, found {text!r}") from None
+            raise MeshwiseError(f"expected a time such as 50ms, p95:50ms or mean:50ms, found {text!r}") from None
+        if share is not None and not simulate:
+            raise MeshwiseError(f"a percentile needs simulated requests, found {text!r} beside --no-simulate")
     seconds = float(value) if isinstance(value, int | float) else parse_duration(rest if colon else text, "target")
     try:
         return LatencyTarget(seconds, share)
@@ -67,19 +70,8 @@ class PlanServeRequest(ServeRequest):
 
     sections: ClassVar = {
         **ServeRequest.sections,
-        "Search": (
-            "objective",
-            "max_ttft",
-            "max_tpot",
-            "rate",
-            "max_batch",
-            "mode",
-            "chunk",
-            "forbid",
-            "tool",
-            "within",
-            "top",
-        ),
+        "Targets": ("max_ttft", "max_tpot", "share", "rate", "simulate"),
+        "Search": ("objective", "max_batch", "mode", "chunk", "forbid", "tool", "within", "top"),
     }
 
     on: Annotated[str | None, Flag("CLUSTERS")] = Field(default=None, serialization_alias="cluster")
@@ -91,8 +83,12 @@ class PlanServeRequest(ServeRequest):
     )
     objective: Literal["throughput", "tpot", "ttft"] = "throughput"
     """Most output tokens/s on all chips of the cluster, least TPOT, or least TTFT."""
+    simulate: bool = True
+    """Send simulated requests to plans, where there are targets or a rate; else targets are means without queues."""
+    share: float = Field(default=0.99, gt=0, lt=1)
+    """Share of the requests that must keep a target which does not say its own."""
     max_ttft: _Target | None = Field(default=None, exclude=True)
-    """Longest time to the first token: 500ms for the mean without queues, or p99:500ms for simulated requests."""
+    """Longest time to the first token: 500ms for p99 (or --share), p95:500ms, mean:500ms for the mean."""
     max_tpot: _Target | None = Field(default=None, exclude=True)
     """Longest time per output token, written as --max-ttft."""
     rate: float | None = Field(default=None, gt=0, serialization_alias="requests_per_s")
@@ -158,8 +154,9 @@ class PlanServeRequest(ServeRequest):
 
     @property
     def simulates(self) -> bool:
-        """Whether a target is a percentile, so that plans are simulated."""
-        return any(target is not None and target.share is not None for target in (self.max_ttft, self.max_tpot))
+        """Whether plans are simulated: a target is a percentile, or a rate is asked for without targets."""
+        targets = [target for target in (self.max_ttft, self.max_tpot) if target is not None]
+        return self.simulate and (any(t.share is not None for t in targets) or (self.rate is not None and not targets))
 
     def requests(self, load: ServingLoad) -> Callable[[float, int], Load]:
         """A function of a rate and a number that returns that many requests."""
@@ -188,7 +185,9 @@ def split_precisions(text: str) -> tuple[str, ...]:
     return tuple(one for part in parts for one in ((part,) if "=" in part else listed(part, "--precision")))
 
 
-def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> ServingPlanResult:
+def find_serving_plans(
+    request: PlanServeRequest, problem: ServingProblem, progress: Tell = silent
+) -> ServingPlanResult:
     """Answer the request; `problem` is its own, resolved.
 
     Raises:
@@ -196,19 +195,12 @@ def find_serving_plans(request: PlanServeRequest, problem: ServingProblem) -> Se
     """
     if not request.simulates:
         return plan_serving(problem, constraints=request.constraints_on(problem), top=request.top)
-    if request.objective != "throughput":
-        raise MeshwiseError(
-            f"--objective {request.objective}: plans under percentiles are chosen by throughput, or by chips for "
-            "--rate; leave it out"
-        )
-    targets = LatencyTargets(request.max_ttft, request.max_tpot)
-    return plan_simulated(
-        problem, request.constraints_on(problem), targets, request.requests(problem.load), request.top
-    )
+    targets, requests = LatencyTargets(request.max_ttft, request.max_tpot), request.requests(problem.load)
+    return plan_simulated(problem, request.constraints_on(problem), targets, requests, request.top, progress)
 
 
 @command(PlanServeRequest)
-def plan_serve(request: PlanServeRequest) -> ServingPlanResult:
+def plan_serve(request: PlanServeRequest, *, progress: Tell = silent) -> ServingPlanResult:
     """Find the best ways to serve a load: what `meshwise plan serve` answers, as values.
 
     >>> import meshwise
@@ -217,6 +209,9 @@ def plan_serve(request: PlanServeRequest) -> ServingPlanResult:
     >>> best.fits, best.tpot.expected <= 0.02
     (True, True)
 
+    Args:
+        progress: told a line now and then.
+
     Returns: the plans, best first, and why others lose.
 
     Raises:
@@ -224,10 +219,10 @@ def plan_serve(request: PlanServeRequest) -> ServingPlanResult:
     """
     if request.several:
         raise MeshwiseError("on, precision: several are compared by meshwise.compare_serve; give one of each")
-    return find_serving_plans(request, request.problem())
+    return find_serving_plans(request, request.problem(), progress)
 
 
-def find_alternatives(request: PlanServeRequest) -> ServingAlternatives:
+def find_alternatives(request: PlanServeRequest, progress: Tell = silent) -> ServingAlternatives:
     """Plan on each of the clusters that `--on a,b` names, in each of the precisions that `--precision a,b` names.
 
     Raises:
@@ -243,7 +238,12 @@ def find_alternatives(request: PlanServeRequest) -> ServingAlternatives:
         for precision in request.precisions:
             problem = request.model_copy(update={"on": name, "precision": precision}).problem()
             problems[Alternative(name or str(request.cluster), problem.load.precision)] = problem
-    return plan_alternatives(problems, lambda problem: find_serving_plans(request, problem), request.top)
+
+    def search(problem: ServingProblem) -> ServingPlanResult:
+        which = f"{problem.cluster.name}, {problem.load.precision}"
+        return find_serving_plans(request, problem, lambda line: progress(f"{which}: {line}"))
+
+    return plan_alternatives(problems, search, request.top)
 
 
 def compare_serve(
@@ -301,13 +301,13 @@ def show_plans(screen: Screen, request: PlanServeRequest, files: _Files) -> None
     check_save(files.save)
     picture: Callable[[], str]
     if request.several:
-        found = find_alternatives(request)
+        found = find_alternatives(request, screen.progress)
         best = found.ranked[0][1]
         inputs = request.echo_load(best.problem.load)
         report, picture = alternatives_report(found, inputs), partial(alternatives_svg, found)
     else:
         problem = request.problem()
-        planning = find_serving_plans(request, problem)
+        planning = find_serving_plans(request, problem, screen.progress)
         best = ServingPlan(problem, planning.plans[0])
         inputs = request.echo_problem(problem)
         report, picture = plan_serve_report(planning, inputs), partial(plan_serve_svg, planning)

@@ -5,6 +5,7 @@ Not here: finding plans (`planning.serving`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -36,9 +37,10 @@ from meshwise.report.serve import (
 from meshwise.report.serve_breakdown import serve_explanations
 from meshwise.report.serving import quantiles_data
 from meshwise.report.table import Columns, counted, or_dash, pick, picked, said, table, tabulate
+from meshwise.search.plan import SimulatedPlan
 from meshwise.search.serving import ServingPlanResult
-from meshwise.search.serving.planner import FrontPoint, SimulatedPlan
-from meshwise.simulation.serving import Quantiles
+from meshwise.search.serving.planner import FrontPoint
+from meshwise.simulation.serving import LatencyTargets, Quantiles
 
 
 def front_svg(fronts: Mapping[str, Sequence[FrontPoint]], best: ServingEstimate, title: str) -> str:
@@ -210,17 +212,23 @@ def plan_serve_svg(planning: ServingPlanResult) -> str:
 def plan_data(planning: ServingPlanResult, e: ServingEstimate) -> dict[str, Any]:
     """A plan as JSON values, with the requests that it was sent where targets are percentiles."""
     sent = _sent(planning, e)
-    return serving_plan_data(planning.problem, e) | ({} if sent is None else {"simulated": _simulated_data(sent)})
+    return serving_plan_data(planning.problem, e) | (
+        {} if sent is None else {"simulated": _simulated_data(sent, planning.targets)}
+    )
 
 
 def _sent(planning: ServingPlanResult, e: ServingEstimate) -> SimulatedPlan | None:
     return next((p for p in planning.simulated if p.estimate is e), None)
 
 
-def _simulated_data(p: SimulatedPlan) -> dict[str, Any]:
+def _simulated_data(p: SimulatedPlan, targets: LatencyTargets) -> dict[str, Any]:
+    kept = {"max_ttft": targets.ttft, "max_tpot": targets.tpot}
     return {
         "rate_requests_per_s": p.rate,
         **picked(p.result, "requests utilisation"),
+        "parts_of_the_plan": p.parts,
+        "targets": {name: str(target) for name, target in kept.items() if target is not None},
+        "share_within_targets": p.share,
         "throughput_tokens_per_s_per_chip": p.tokens_per_chip,
         "cost_usd_per_million_output_tokens": p.usd_per_million_output_tokens,
         **{name: quantiles_data(Quantiles.of(getattr(p.result, name))) for name in ("ttft_s", "tpot_s")},
@@ -228,24 +236,38 @@ def _simulated_data(p: SimulatedPlan) -> dict[str, Any]:
 
 
 def simulated_words(planning: ServingPlanResult, e: ServingEstimate) -> str:
-    """What a plan did with the requests that it was sent; "" where there were none."""
-    sent = _sent(planning, e)
+    """What a plan did with the requests that it was sent; where there were none, that targets are means."""
+    sent, asked = _sent(planning, e), planning.constraints
     if sent is None:
-        return ""
+        means = asked.rate or asked.max_ttft or asked.max_tpot
+        return "; not simulated: targets are means without queues" if means else ""
     ttft, tpot = Quantiles.of(sent.result.ttft_s), Quantiles.of(sent.result.tpot_s)
     later = "" if tpot is None else f", TPOT p99 {format_time(tpot.p99)}"
     first = "" if ttft is None else f"TTFT p99 {format_time(ttft.p99)}"
-    return f"; simulated at {sent.rate:.4g} requests/s: {first}{later}, {sent.tokens_per_s:,.0f} tokens/s"
+    kept = f"{_percent(sent.share)} of {sent.result.requests:,} requests within the targets, "
+    within = kept if planning.targets.any else f"{sent.result.requests:,} requests, "
+    return f"; simulated at {sent.rate:.4g} requests/s: {within}{first}{later}, {sent.tokens_per_s:,.0f} tokens/s"
+
+
+def _percent(share: float) -> str:
+    """A share of requests; one that a few miss is not said to be all.
+
+    >>> _percent(0.99996), _percent(1.0)
+    ('99.9 %', '100 %')
+    """
+    return "100 %" if share == 1 else f"{math.floor(1000 * share) / 10:.1f} %"
 
 
 def simulated_assumed(planning: ServingPlanResult) -> tuple[str, ...]:
     """How percentiles came about."""
     if not planning.simulated:
         return ()
-    sent = counted(planning.simulated[0].result.requests, "request")
+    first = planning.simulated[0]
+    sent = counted(first.result.requests, "request")
     arrive = "recorded arrivals" if planning.problem.load.mix and not planning.problem.load.mix.prompt else "Poisson"
     which = f"{sent} ({arrive}), and of their second half, sent to plans that closed forms propose, each with some room"
-    return (f"percentiles: of {which}; other plans were not simulated",)
+    part = f"; one of {first.parts} equal parts of the plan was simulated" if first.parts > 1 else ""
+    return (f"percentiles: of {which}; other plans were not simulated{part}",)
 
 
 def _simulated(simulated: tuple[SimulatedPlan, ...]) -> RenderableType:
@@ -278,6 +300,6 @@ def _next(planning: ServingPlanResult) -> tuple[str, ...]:
         None if setup.chunk is None else f"--chunk {setup.chunk}",
     )
     return said(
-        "targets are means without queues: --max-ttft p99:500ms has requests simulated" if means else None,
+        "without --no-simulate and mean:, requests are simulated and targets are percentiles" if means else None,
         f"'meshwise estimate serve ... {' '.join(options)}' says what else would fit",
     )

@@ -29,6 +29,7 @@ from meshwise.sharding.serving import ServingLayout
 
 if TYPE_CHECKING:  # planning training loads nothing of serving
     from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
+    from meshwise.simulation.serving import ServingResult
 
 #: Kind of a plan -> commands that read its file.
 _READERS = {
@@ -324,3 +325,38 @@ def _fabric(cluster: Cluster, used: list[Document], *, flat_rings: bool) -> Fabr
         for d, u in zip(whole.dimensions, used, strict=True)
     )
     return replace(whole, dimensions=tuple(dims))
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A plan that was sent requests.
+
+    Args:
+        estimate: what closed forms expect of it at full load.
+        rate: requests per second to the whole plan.
+        result: what became of those that were simulated.
+        parts: equal parts of the plan, of which one was simulated, with as large a part of the rate.
+        share: of the requests that kept all targets.
+    """
+
+    estimate: ServingEstimate
+    rate: float
+    result: ServingResult
+    parts: int = 1
+    share: float = 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second at this rate: what arrives is served."""
+        return self.rate * self.estimate.output
+
+    @property
+    def tokens_per_chip(self) -> float:
+        """The same for each chip that is used."""
+        return self.tokens_per_s / self.estimate.setup.num_chips
+
+    @property
+    def usd_per_million_output_tokens(self) -> float | None:
+        """All dollars over the output tokens at this rate."""
+        dollars = self.estimate.usd_per_s
+        return None if dollars is None else dollars / (self.rate * self.estimate.output) * 1e6

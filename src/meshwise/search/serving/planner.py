@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from meshwise.costs.problem import STEPS, ServingProblem
 from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.search.candidates import Array, Index, Mask
+from meshwise.search.plan import SimulatedPlan
 from meshwise.search.serving.constraints import (
     ServingConstraints,
     best_of,
@@ -36,7 +37,7 @@ from meshwise.search.serving.pairs import Pairs, aggregated, disaggregated
 from meshwise.search.serving.simplest import find_simplest, gain_words, simple_first
 from meshwise.search.serving.tables import Table, Tables
 from meshwise.search.tools import ServingTool
-from meshwise.simulation.serving import ServingResult
+from meshwise.simulation.serving import LatencyTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,37 +175,6 @@ class ServingSearch:
     cpu_s: float
 
 
-@dataclass(frozen=True)
-class SimulatedPlan:
-    """A plan that was sent requests.
-
-    Args:
-        estimate: what closed forms expect of it at full load.
-        rate: requests per second that were sent.
-        result: what became of them.
-    """
-
-    estimate: ServingEstimate
-    rate: float
-    result: ServingResult
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Output tokens per second at this rate: what arrives is served."""
-        return self.rate * self.estimate.output
-
-    @property
-    def tokens_per_chip(self) -> float:
-        """The same for each chip that is used."""
-        return self.tokens_per_s / self.estimate.setup.num_chips
-
-    @property
-    def usd_per_million_output_tokens(self) -> float | None:
-        """All dollars over the output tokens at this rate."""
-        dollars = self.estimate.usd_per_s
-        return None if dollars is None else dollars / (self.rate * self.estimate.output) * 1e6
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class ServingPlanResult(Answer):
     """What the search found.
@@ -215,7 +185,7 @@ class ServingPlanResult(Answer):
         pareto: of throughput against time per output token, within the other targets; least time first.
         neighbours: well-known alternatives, and why they lose.
         search: what it went through.
-        simulated: where targets are percentiles, the plans with the requests that they were sent.
+        simulated: where they were simulated, the plans with what they were sent; `targets`: they keep them.
     """
 
     problem: ServingProblem
@@ -225,10 +195,15 @@ class ServingPlanResult(Answer):
     neighbours: tuple[Neighbour, ...]
     search: ServingSearch
     simulated: tuple[SimulatedPlan, ...] = ()
+    targets: LatencyTargets = field(default_factory=LatencyTargets)
 
 
 def plan_serving(
-    problem: ServingProblem, *, constraints: ServingConstraints | None = None, top: int = 5
+    problem: ServingProblem,
+    *,
+    constraints: ServingConstraints | None = None,
+    top: int = 5,
+    tables: Tables | None = None,
 ) -> ServingPlanResult:
     """Find the best way to serve a load.
 
@@ -236,19 +211,21 @@ def plan_serving(
         problem: model, load, cluster, calibration.
         constraints: targets and objective.
         top: how many plans to give.
+        tables: of the problem, where they are priced already.
 
     Raises:
         InfeasibleError: nothing fits, or nothing keeps the targets; says what comes nearest.
         MeshwiseError: a format that the chip cannot multiply.
     """
     constraints = constraints or ServingConstraints()
+    began = time.process_time()
+    tables = tables or priced_tables(problem, constraints)
     if constraints.tools_optional:
         with contextlib.suppress(InfeasibleError):
-            return plan_serving(problem, constraints=replace(constraints, tools_optional=False), top=top)
+            within = replace(constraints, tools_optional=False)
+            found = plan_serving(problem, constraints=within, top=top, tables=tables)
+            return replace(found, search=replace(found.search, cpu_s=time.process_time() - began))
         constraints = replace(constraints, tools=(), tools_optional=False)
-    check_precision(problem.cluster.chip, problem.load.formats.formats)
-    began = time.process_time()
-    tables = Tables.priced(problem, problem.network, max_batch=constraints.max_batch, forbid=constraints.forbid)
     seen, pairs = _paired(tables, constraints)
     best = _ranked(tables, constraints, pairs, top)
     plans, all_pairs, first = _estimated(tables, pairs, best), pairs, best[0]
@@ -270,6 +247,16 @@ def plan_serving(
     if plans[0] is not fastest:
         others = (Neighbour(*gain_words(constraints, plans[0], fastest)), *others)
     return ServingPlanResult(problem, constraints, plans[:top], _front(tables, constraints, pairs), others, search)
+
+
+def priced_tables(problem: ServingProblem, constraints: ServingConstraints) -> Tables:
+    """Price what a search goes through; searches under other targets and rates may share it.
+
+    Raises:
+        MeshwiseError: a format that the chip cannot multiply.
+    """
+    check_precision(problem.cluster.chip, problem.load.formats.formats)
+    return Tables.priced(problem, problem.network, max_batch=constraints.max_batch, forbid=constraints.forbid)
 
 
 def _paired(tables: Tables, constraints: ServingConstraints) -> tuple[int, Pairs]:

@@ -9,8 +9,10 @@ be sent to: replicas, their steps, how they schedule. Not here: one search (`pla
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.core.explanation import Answer
@@ -20,9 +22,11 @@ from meshwise.costs.serving.answer import ServingEstimate, ServingSetup
 from meshwise.costs.serving.engine import engine_costs
 from meshwise.costs.serving.estimate import estimate_serving
 from meshwise.jobs.traffic import Load
-from meshwise.search.plan import ServingPlan
-from meshwise.search.serving.constraints import ServingConstraints, in_order, ties
-from meshwise.search.serving.planner import ServingPlanResult, SimulatedPlan, plan_serving
+from meshwise.search.plan import ServingPlan, SimulatedPlan
+from meshwise.search.serving.constraints import TIE, ServingConstraints, in_order, ties
+from meshwise.search.serving.planner import ServingPlanResult, plan_serving, priced_tables
+from meshwise.search.serving.simplest import complexity
+from meshwise.search.serving.tables import Tables
 from meshwise.simulation.serving import (
     LatencyTargets,
     PrefillPool,
@@ -31,6 +35,7 @@ from meshwise.simulation.serving import (
     ServingSystem,
     Speculation,
     find_capacity,
+    keeps_targets,
     simulate_serving,
 )
 
@@ -43,106 +48,232 @@ _SHARES = (1.0, 0.7, 0.45)
 #: Plans that are simulated for each of these.
 _EACH = 3
 
-#: Requests that are simulated: so many times those that are there at once, within bounds.
-_TIMES, _FEWEST, _MOST = 20, 3_000, 30_000
+#: Requests that are simulated: so many times those that are there at once, so that half of them come to full engines.
+_TIMES, _FEWEST, _MOST = 2.5, 1_000, 10_000
+
+#: What keeps the targets is sent so many times as many requests before it is an answer: queues of engines that are
+#: almost full grow slowly. Where it misses them then, its rate is lowered by this share.
+_AGAIN, _LESS = 4, 0.03
+
+#: A plan of many engines is simulated in equal parts, with at least so many engines of each kind and requests at once.
+_PART_ENGINES, _PART_REQUESTS = 8, 500
+
+#: The highest rate that a plan is sent, of what its engines serve when they are full: beyond, queues grow.
+_FULL = 0.97
+
+#: Where the search for a plan's highest rate begins, of that; how it goes on; to which share it is found for the best
+#: plan, and for others.
+_BEGIN, _STEP, _BEST, _OTHER = 0.88, 1.12, 0.02, 0.1
+
+#: Plans that serve less than this share of the best are not answers.
+_WORTH = 0.6
+
+#: Told what is being done.
+_Tell = Callable[[str], None]
 
 
-def plan_simulated(
+def plan_simulated(  # noqa: PLR0917 -- what is asked, then how
     problem: ServingProblem,
     constraints: ServingConstraints,
     targets: LatencyTargets,
     requests: Callable[[float, int], Load],
     top: int = 5,
+    progress: _Tell = lambda _: None,
 ) -> ServingPlanResult:
-    """Find the best way to serve a load under targets that are percentiles.
+    """Find the best way to serve a load whose requests arrive at random times.
 
     Args:
         problem: model, load, cluster, calibration.
         constraints: objective, rate and the like; limits of means with the same numbers as `targets`.
-        targets: of latencies, each a mean or a percentile.
+        targets: of latencies, each a mean or a percentile; without any, no queue may grow.
         requests: gives so many requests at a rate.
         top: how many plans to give.
+        progress: told a line now and then.
 
     Returns: the search that proposed the best plan, with the plans that keep the targets, best first.
 
     Raises:
         InfeasibleError: no proposed plan keeps the targets; says what came nearest.
     """
-    if constraints.rate is None:
-        return _most(problem, constraints, targets, requests, top)
-    nearest: SimulatedPlan | None = None
-    for room in _ROOM:
-        more = replace(constraints, rate=constraints.rate * room)
-        try:
-            planning = plan_serving(problem, constraints=more, top=max(top, _EACH))
-        except InfeasibleError:
-            if nearest is None:
-                raise
-            break
-        tried = [_sent(problem, e, constraints.rate, requests) for e in planning.plans]
-        kept = [p for p in tried if targets.met_by(p.result)]
-        if kept:
-            kept.sort(key=lambda p: (p.estimate.setup.num_chips, *reversed(targets.reached(p.result))))
-            return _planned(planning, constraints, kept[:top])
-        nearest = min([*tried, *([nearest] if nearest else [])], key=lambda p: _excess(targets, p.result))
-    assert nearest is not None
-    raise InfeasibleError(_missed(targets, nearest))
+    progress("searching layouts: 0 %")
+    search = _SimulatedSearch(problem, constraints, targets, requests, progress, priced_tables(problem, constraints))
+    return search.highest(top) if constraints.rate is None else search.fewest_chips(constraints.rate, top)
 
 
-def _sent(
-    problem: ServingProblem, e: ServingEstimate, rate: float, requests: Callable[[float, int], Load]
-) -> SimulatedPlan:
-    """Send a plan requests at a rate."""
-    count = int(min(max(_TIMES * rate * e.end_to_end_s, _FEWEST), _MOST))
-    result = simulate_serving(simulator_setup(problem, e.setup), requests(rate, count))
-    return SimulatedPlan(e, rate, result)
+@dataclass(frozen=True)
+class _Sent:
+    """A plan, or an equal part of it, as what requests can be sent to.
+
+    Args:
+        estimate: what closed forms expect.
+        system: the part.
+        parts: that the plan has.
+    """
+
+    estimate: ServingEstimate
+    system: ServingSystem
+    parts: int
+
+    @classmethod
+    def of(cls, problem: ServingProblem, e: ServingEstimate) -> _Sent:
+        """Split a plan as far as its parts are still large."""
+        system, waiting = simulator_setup(problem, e.setup), e.requests_per_s * e.end_to_end_s
+        pools = [system.replicas, *([system.prefill.replicas] if system.prefill else [])]
+        most = max(min(min(pools) // _PART_ENGINES, int(waiting / _PART_REQUESTS)), 1)
+        parts = max(n for n in range(1, most + 1) if math.gcd(*pools) % n == 0)
+        prefill = system.prefill and replace(system.prefill, replicas=system.prefill.replicas // parts)
+        return cls(e, replace(system, replicas=system.replicas // parts, prefill=prefill), parts)
+
+    def load(self, requests: Callable[[float, int], Load], rate: float, times: int = 1) -> Load:
+        """Draw what the part is sent when the plan gets requests at a rate; `times` as many as are needed at least."""
+        waiting = rate / self.parts * self.estimate.end_to_end_s
+        return requests(rate / self.parts, times * int(min(max(_TIMES * waiting, _FEWEST), _MOST)))
+
+    def plan(self, rate: float, result: ServingResult, targets: LatencyTargets) -> SimulatedPlan:
+        """What became of them."""
+        return SimulatedPlan(self.estimate, rate, result, self.parts, targets.share_kept(result))
 
 
-def _most(
-    problem: ServingProblem,
-    constraints: ServingConstraints,
-    targets: LatencyTargets,
-    requests: Callable[[float, int], Load],
-    top: int,
-) -> ServingPlanResult:
-    """Find the most tokens a second that keep the targets; plans are those that keep shares of them as means."""
-    plannings: list[ServingPlanResult] = []
-    reasons: list[str] = []
-    found: dict[object, SimulatedPlan] = {}
-    for share in _SHARES:
-        ttft, tpot = (limit and share * limit for limit in (constraints.max_ttft, constraints.max_tpot))
-        tighter = replace(constraints, max_ttft=ttft, max_tpot=tpot)
-        try:
-            planning = plan_serving(problem, constraints=tighter, top=_EACH)
-        except InfeasibleError as error:
-            reasons.append(str(error))
-            break
-        plannings.append(planning)
-        for e in planning.plans:
-            if e.setup in found:
-                continue
-            load = requests(0.5 * e.requests_per_s, int(min(max(10 * e.requests_per_s * e.end_to_end_s, 1000), 6000)))
+@dataclass(frozen=True)
+class _SimulatedSearch:
+    """As `plan_simulated`; `tables` are what all its searches go through."""
+
+    problem: ServingProblem
+    constraints: ServingConstraints
+    targets: LatencyTargets
+    requests: Callable[[float, int], Load]
+    progress: _Tell
+    tables: Tables
+    began: float = field(default_factory=time.monotonic)
+
+    def _plans(self, constraints: ServingConstraints, top: int) -> ServingPlanResult:
+        return plan_serving(self.problem, constraints=constraints, top=top, tables=self.tables)
+
+    def _say(self, done: float, what: str) -> None:
+        """Say what is done, and the share of all of it that is behind."""
+        seconds = time.monotonic() - self.began
+        left = f", at most {format_time(seconds / done - seconds)} left" if done else ""
+        self.progress(f"simulating {what}: {done:.0%} done{left}")
+
+    def fewest_chips(self, rate: float, top: int) -> ServingPlanResult:
+        """Serve a rate on few chips: plans that closed forms propose with more and more room, until some keep it."""
+        missed: dict[object, _Sent] = {}
+        for number, room in enumerate(_ROOM):
+            self._say(number / len(_ROOM), f"plans for {room:g} times the rate")
             try:
-                capacity = find_capacity(simulator_setup(problem, e.setup), load, targets)
+                planning = self._plans(replace(self.constraints, rate=rate * room), max(top, _EACH))
+            except InfeasibleError:
+                if not missed:
+                    raise
+                break
+            kept = []
+            for sent in (_Sent.of(self.problem, e) for e in planning.plans if e.setup not in missed):
+                if plan := self._kept(sent, rate):
+                    kept.append(plan)
+                else:
+                    missed[sent.estimate.setup] = sent
+            if kept:
+                kept.sort(key=lambda p: (p.estimate.setup.num_chips, *reversed(self.targets.reached(p.result))))
+                return _planned(planning, self, kept[:top])
+        last = list(missed.values())[-_EACH:]
+        tried = [p.plan(rate, simulate_serving(p.system, p.load(self.requests, rate)), self.targets) for p in last]
+        nearest = min(tried, key=lambda p: _excess(self.targets, p.result))
+        raise InfeasibleError(_missed(self.targets, nearest))
+
+    def _kept(self, sent: _Sent, rate: float, lengths: tuple[int, ...] = (1, _AGAIN)) -> SimulatedPlan | None:
+        """A plan that keeps the targets at a rate, for a while and then for longer; None where it does not."""
+        result = None
+        for times in lengths:
+            result = keeps_targets(sent.system, sent.load(self.requests, rate, times), self.targets)
+            if result is None:
+                break
+        return None if result is None else sent.plan(rate, result, self.targets)
+
+    def highest(self, top: int) -> ServingPlanResult:
+        """Find the most requests a second that keep the targets, on plans that keep shares of these as means."""
+        plannings: list[ServingPlanResult] = []
+        reasons: list[str] = []
+        for share in _SHARES:
+            ttft, tpot = (limit and share * limit for limit in (self.constraints.max_ttft, self.constraints.max_tpot))
+            try:
+                plannings.append(self._plans(replace(self.constraints, max_ttft=ttft, max_tpot=tpot), _EACH))
             except InfeasibleError as error:
                 reasons.append(str(error))
-                continue
-            found[e.setup] = SimulatedPlan(e, capacity.rate, capacity.result)
-    if not found:
-        raise InfeasibleError(reasons[0])
-    best = sorted(found.values(), key=lambda p: -p.tokens_per_s)[:top]
-    return _planned(plannings[0], constraints, best)
+                break
+        proposed = {e.setup: e for planning in plannings for e in planning.plans}
+        most = self.constraints.objective == "throughput"
+        found: list[SimulatedPlan] = []
+        for number, e in enumerate(proposed.values()):
+            self._say(number / len(proposed), f"plan {number + 1} of {len(proposed)}")
+            try:
+                plan = self._highest_rate(e, max((p.rate for p in found), default=0.0) if most else 0.0)
+            except InfeasibleError as error:
+                reasons.append(str(error))
+            else:
+                found += [plan] if plan else []
+        if not found:
+            raise InfeasibleError(reasons[0])
+        if most:
+            found = [p for p in found if p.rate >= _WORTH * max(q.rate for q in found)]
+            found.sort(key=lambda p: (-p.tokens_per_s, p.estimate.end_to_end_s))
+            as_good = [p for p in found if p.rate >= (1 - self.constraints.within) * found[0].rate]
+            simplest = min(as_good, key=lambda p: complexity(p.estimate.setup))
+            found = [simplest, *(p for p in found if p is not simplest)]
+        else:
+            found.sort(key=lambda p: getattr(p.estimate, self.constraints.objective).expected)
+        return _planned(plannings[0], self, found[:top])
+
+    def _highest_rate(self, e: ServingEstimate, best: float) -> SimulatedPlan | None:
+        """Find a plan's highest rate that keeps the targets: nearly, where it is no more than the best so far.
+
+        None where that is far below.
+        """
+        sent, full = _Sent.of(self.problem, e), _FULL * e.requests_per_s
+        load, above = sent.load(self.requests, full), best * (1 + _BEST)
+        if full < _WORTH * best:
+            return None
+
+        def keeps(rate: float) -> bool:
+            return keeps_targets(sent.system, load.at_rate(rate / sent.parts), self.targets) is not None
+
+        first, step, precision = _BEGIN * full, _STEP, _BEST
+        if best and above < full and keeps(above):
+            first = max(above * (1 + _BEST), first)
+        elif best:
+            if not keeps(_WORTH * best):
+                return None
+            first, step, precision = min(best / _STEP, first), _STEP**2, _OTHER
+        capacity = find_capacity(
+            sent.system,
+            load.at_rate(first / sent.parts),
+            self.targets,
+            most=full / sent.parts,
+            step=step,
+            precision=precision,
+        )
+        rate = capacity.rate * sent.parts
+        while (plan := self._kept(sent, rate, (_AGAIN,))) is None:
+            rate *= 1 - _LESS
+        return plan
 
 
-def _planned(
-    planning: ServingPlanResult, constraints: ServingConstraints, kept: Sequence[SimulatedPlan]
-) -> ServingPlanResult:
+def _planned(planning: ServingPlanResult, search: _SimulatedSearch, kept: Sequence[SimulatedPlan]) -> ServingPlanResult:
     """The search that proposed plans, with those that were kept in their order.
 
-    Why others lose is left out: it is told by means, which were not what decided.
+    Why others lose is told by means, which is right as long as these would have chosen a plan as good.
     """
     plans = tuple(p.estimate for p in kept)
-    return replace(planning, constraints=constraints, plans=plans, neighbours=(), simulated=tuple(kept))
+    first, best = planning.plans[0], plans[0]
+    alike = best.setup.num_chips == first.setup.num_chips
+    alike = alike and abs(best.output_tokens_per_s / first.output_tokens_per_s - 1) <= TIE
+    return replace(
+        planning,
+        constraints=search.constraints,
+        plans=plans,
+        neighbours=planning.neighbours if alike else (),
+        simulated=tuple(kept),
+        targets=search.targets,
+    )
 
 
 def _excess(targets: LatencyTargets, result: ServingResult) -> float:

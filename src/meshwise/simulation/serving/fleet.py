@@ -148,7 +148,8 @@ class Fleet:
     def _deliver(self, time: float) -> None:
         """Bring what has been sent up to `time` to those that decode."""
         for replica in self.prefill:
-            replica.run_until(time)
+            if replica.clock <= time:
+                replica.run_until(time)
         arriving = self._arriving
         while arriving and arriving[0][0] <= time:
             when, _, request = heapq.heappop(arriving)

@@ -6,7 +6,7 @@ A row takes 64 bytes; samples and spans are bounded. Not here: what is made of i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -132,18 +132,26 @@ class Recorder:
     Args:
         spans: how many steps are kept for a timeline.
         on_progress: called now and then with the number of requests that are done.
+        watches: called with each request that is done, and the time.
     """
 
-    def __init__(self, spans: int = 0, on_progress: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        spans: int = 0,
+        on_progress: Callable[[int], None] = lambda _: None,
+        watches: Sequence[Callable[[Request, float], None]] = (),
+    ) -> None:
         self.rows = array("d")
         self.spans: list[Span] = []
         self.max_spans = spans
-        self._on_progress, self._left = on_progress, _PROGRESS_EVERY
+        self._on_progress, self._left, self._watches = on_progress, _PROGRESS_EVERY, watches
 
     def done(self, request: Request, time: float) -> None:
         """A request is done."""
         r = request
         self.rows.extend((r.index, r.arrival, r.started, r.first, time, r.prompt, r.output, r.preemptions))
+        for watch in self._watches:
+            watch(r, time)
         self._left -= 1
         if not self._left:
             self._left = _PROGRESS_EVERY

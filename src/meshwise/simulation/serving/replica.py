@@ -95,6 +95,8 @@ class Replica:
 
     def run_until(self, time: float) -> None:
         """Do all that begins before `time`."""
+        if not self.outstanding and not self._busy:
+            return  # it has nothing to do
         while self.clock <= time:
             if self._busy:
                 self._busy = False

@@ -5,6 +5,8 @@ Not here: words and pictures (`report`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.costs.engine import EngineCosts
+from meshwise.simulation.serving.cache import Request
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import COLUMNS, Activity, Span
 from meshwise.simulation.serving.system import ServingSystem
@@ -36,6 +39,41 @@ class Quantiles:
             return None
         p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99), method="inverted_cdf").tolist()
         return cls(float(values.mean()), p50, p90, p99, float(values.max()))
+
+
+class TooManyMissed(Exception):  # noqa: N818 -- no error: the outcome is known
+    """So many requests missed a target that those to come cannot make it good."""
+
+
+@dataclass(slots=True)
+class Misses:
+    """Counts requests that miss a target while they are simulated.
+
+    Args:
+        ttft_s, tpot_s: what they are to keep.
+        since: number of the first request that counts.
+        allowed: how many may miss it.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    since: int
+    allowed: float
+
+    def __call__(self, request: Request, time: float) -> None:
+        """Count a request that is done.
+
+        Raises:
+            TooManyMissed: with it there are too many.
+        """
+        r = request
+        if r.index < self.since or (
+            r.first - r.arrival <= self.ttft_s and (r.output == 1 or (time - r.first) / (r.output - 1) <= self.tpot_s)
+        ):
+            return
+        self.allowed -= 1
+        if self.allowed < 0:
+            raise TooManyMissed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +108,12 @@ class Targets:
         """Whether enough of the second half of the requests kept them, and none was refused."""
         kept = result.kept(self)
         return not result.refused and float(kept[len(kept) // 2 :].mean()) >= self.share
+
+    def misses(self, requests: int) -> Iterator[Misses]:
+        """Counters that end a simulation of so many requests early."""
+        half = requests // 2
+        ttft, tpot = (math.inf if t is None else t for t in (self.ttft_s, self.tpot_s))
+        yield Misses(ttft, tpot, half, (1 - self.share) * (requests - half) + 1e-6)
 
     def too_tight(self, alone: ServingResult) -> str:
         """What would have to be asked for, where requests that come one by one miss them."""
@@ -273,6 +317,22 @@ class LatencyTargets:
             and (self.ttft is None or ttft <= self.ttft.seconds)
             and (self.tpot is None or tpot <= self.tpot.seconds)
         )
+
+    def misses(self, requests: int) -> Iterator[Misses]:
+        """Counters that end a simulation of so many requests early; means end none.
+
+        Halves of requests with several tokens begin elsewhere than halves of all: of these all are counted.
+        """
+        half = requests // 2
+        if self.ttft is not None and self.ttft.share is not None:
+            yield Misses(self.ttft.seconds, math.inf, half, (1 - self.ttft.share) * (requests - half) + 1)
+        if self.tpot is not None and self.tpot.share is not None:
+            yield Misses(math.inf, self.tpot.seconds, 0, (1 - self.tpot.share) * requests + 1)
+
+    def share_kept(self, result: ServingResult) -> float:
+        """Share of the requests that kept both limits."""
+        ttft, tpot = (None if t is None else t.seconds for t in (self.ttft, self.tpot))
+        return float(result.kept(Targets(ttft, tpot)).mean())
 
     def reached(self, result: ServingResult) -> tuple[float, float]:
         """What the requests have of each, or their second half where that is more: a queue that grows is seen there."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from meshwise.core.errors import InfeasibleError, MeshwiseError
 from meshwise.jobs.traffic import Load
 from meshwise.simulation.serving.fleet import Fleet
 from meshwise.simulation.serving.recording import Recorder
-from meshwise.simulation.serving.results import LatencyTargets, ServingResult, Targets
+from meshwise.simulation.serving.results import LatencyTargets, Misses, ServingResult, Targets, TooManyMissed
 from meshwise.simulation.serving.system import ServingSystem
 
 #: Capacity is found to this share of itself.
@@ -50,12 +50,38 @@ def simulate_serving(
     Raises:
         InfeasibleError: no request fits in a replica's cache.
     """
+    return _served(system, load, seed, spans, progress)
 
+
+def keeps_targets(
+    system: ServingSystem,
+    load: Load,
+    targets: Targets | LatencyTargets,
+    *,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> ServingResult | None:
+    """Serve a load, as `simulate_serving`; None where it misses its targets, as soon as that is known."""
+    try:
+        result = _served(system, load, seed, 0, progress, targets.misses(load.num_requests))
+    except TooManyMissed:
+        return None
+    return result if targets.met_by(result) else None
+
+
+def _served(  # noqa: PLR0917 -- as `simulate_serving`
+    system: ServingSystem,
+    load: Load,
+    seed: int,
+    spans: int,
+    progress: Callable[[str], None] | None,
+    misses: Iterable[Misses] = (),
+) -> ServingResult:
     def say(done: int) -> None:
         if progress is not None:
             progress(f"{done:,} of {load.num_requests:,} requests are done")
 
-    recorder = Recorder(spans, say)
+    recorder = Recorder(spans, say, tuple(misses))
     fleet = Fleet(system, recorder, seed)
     begun = time.process_time()
     fleet.run(load)
@@ -93,6 +119,9 @@ def find_capacity(
     *,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
+    most: float = math.inf,
+    step: float = 2.0,
+    precision: float = _PRECISION,
 ) -> Capacity:
     """Find the highest rate of a load that keeps the targets, to one percent.
 
@@ -105,6 +134,9 @@ def find_capacity(
         targets: what users are to notice at most.
         seed: of what replicas draw.
         progress: told a line now and then, of the rate that is tried.
+        most: a rate that is enough.
+        step: by which factor rates go up or down at first, where the load's own rate is near; twice at most.
+        precision: share of the rate to which it is found.
 
     Raises:
         MeshwiseError: there is no target.
@@ -124,15 +156,16 @@ def find_capacity(
             if progress is not None:
                 progress(f"rate {number}, {rate:.4g} requests/s: {line}")
 
-        result = simulate_serving(system, load.at_rate(rate), seed=seed, progress=say)
-        tried[rate] = result if targets.met_by(result) else None
+        tried[rate] = keeps_targets(system, load.at_rate(rate), targets, seed=seed, progress=say)
         return tried[rate] is not None
 
-    alone = simulate_serving(system, load.first(_ALONE).at_rate(_SELDOM), seed=seed)
-    if not targets.met_by(alone):
-        raise InfeasibleError(targets.too_tight(alone))
-    low, high = _bracket(load.rate if math.isfinite(load.rate) else 1.0, keeps)
-    while high / low > 1 + _PRECISION:
+    def check_alone() -> None:
+        alone = simulate_serving(system, load.first(_ALONE).at_rate(_SELDOM), seed=seed)
+        if not targets.met_by(alone):
+            raise InfeasibleError(targets.too_tight(alone))
+
+    low, high = _bracket(min(load.rate if math.isfinite(load.rate) else 1.0, most), keeps, check_alone, most, step)
+    while high / low > 1 + precision:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if keeps(middle) else (low, middle)
     best = tried[low]
@@ -141,20 +174,26 @@ def find_capacity(
     return Capacity(low, best, outcome, time.process_time() - begun)
 
 
-def _bracket(rate: float, keeps: Callable[[float], bool]) -> tuple[float, float]:
-    """Find two rates, one twice the other, of which only the lower one keeps the targets."""
+def _bracket(
+    rate: float, keeps: Callable[[float], bool], check_alone: Callable[[], None], most: float, step: float
+) -> tuple[float, float]:
+    """Find two rates of which only the lower one keeps the targets, or `most` twice; steps grow to a factor of two."""
     if keeps(rate):
-        while keeps(2 * rate):
-            rate *= 2
+        while rate < most:
+            more = min(step * rate, most)
+            if not keeps(more):
+                return rate, more
+            rate, step = more, min(step**2, 2.0)
             if rate > 1e9:
                 raise MeshwiseError(
                     "the targets are kept at any rate: all requests fit in one batch; simulate more requests"
                 )
-        return rate, 2 * rate
-    while not keeps(rate / 2):
-        rate /= 2
+        return rate, rate
+    check_alone()
+    while not keeps(rate / step):
+        rate, step = rate / step, min(step**2, 2.0)
         if rate < _SELDOM:
             raise InfeasibleError(
                 "the targets are missed at any rate: some requests miss them alone; allow more than that"
             )
-    return rate / 2, rate
+    return rate / step, rate
