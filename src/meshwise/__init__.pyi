@@ -149,10 +149,12 @@ def plan_serve(
     prompt: str | float | None = None,
     output: str | float | None = None,
     precision: str = "published",
-    objective: Literal["throughput", "tpot", "ttft"] = "throughput",
     max_ttft: str | float | None = None,
     max_tpot: str | float | None = None,
+    share: float = 0.99,
     rate: float | None = None,
+    simulate: bool = True,
+    objective: Literal["throughput", "tpot", "ttft"] = "throughput",
     max_batch: int = 4096,
     mode: Literal["aggregated", "disaggregated"] | None = None,
     chunk: str = "",
@@ -170,6 +172,7 @@ def plan_serve(
     price: str | float | None = None,
     csv: str | os.PathLike[str] | None = None,
     calibration: str = "fitted",
+    progress: Callable[[str], None] = ...,
 ) -> ServingPlanResult: ...
 def plan_train(
     model: str,
