@@ -6,8 +6,8 @@ import pytest
 
 import meshwise
 from meshwise.jobs import drawn_requests
-from meshwise.simulation.serving import LatencyTarget, LatencyTargets, Targets, keeps_targets, simulate_serving
 from meshwise.search.serving import simulator_setup
+from meshwise.simulation.serving import LatencyTarget, LatencyTargets, Targets, keeps_targets, simulate_serving
 
 LOAD = {"on": "h100:8", "prompt": 512, "output": 64, "precision": "fp8", "tool": "none"}
 
