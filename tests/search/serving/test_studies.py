@@ -1,4 +1,4 @@
-"""Searches whose plans are sent requests: what they say holds in a longer simulation, by other draws, of the whole plan."""
+"""Searches whose plans are sent requests: what they say holds in longer simulations, by other draws."""
 
 from dataclasses import replace
 
