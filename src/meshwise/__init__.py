@@ -30,10 +30,12 @@ _NAMES = {
     "meshwise.commands.shard": ("shard",),
     "meshwise.commands.simulate_serve": ("simulate_serve",),
     "meshwise.commands.simulate_train": ("simulate_step",),
+    "meshwise.commands.sweep": ("sweep",),
     "meshwise.commands.verify": ("verify",),
     "meshwise.core.errors": ("InfeasibleError", "MeshwiseError"),
     "meshwise.exports": ("Exported",),
     "meshwise.scoring": ("Score",),
+    "meshwise.report.sweep": ("Sweep",),
     "meshwise.search": ("Plan", "PlanResult"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

@@ -26,6 +26,7 @@ from meshwise.report.bench import BenchResult
 from meshwise.report.collective import CollectiveCase
 from meshwise.report.roofline import RooflineCase
 from meshwise.report.run import GenerateResult, RunResult
+from meshwise.report.sweep import Sweep as Sweep
 from meshwise.scoring.fitting import Refined
 from meshwise.scoring.score import Score as Score
 from meshwise.scoring.score import ServingScore, TrainingScore
@@ -320,3 +321,13 @@ def simulate_serve(
     spans: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> ServedLoad: ...
+def sweep(
+    file: str | os.PathLike[str],
+    *,
+    command: str | None = None,
+    keep_going: bool = False,
+    jobs: int | None = None,
+    ray: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] = ...,
+) -> Sweep: ...

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -24,6 +25,10 @@ SERVE = ["llama-3-70b", "--on", "h100:8", "--prompt", "1024", "--output", "256",
 ENGINE = str(Path(__file__).parents[1] / "data" / "serving" / "engine.json")
 
 PLAN = str(Path(__file__).parents[1] / "data" / "export" / "plan.json")
+
+#: The questions of a sweep, in a folder that takes its rows.
+SWEEP = Path(tempfile.mkdtemp()) / "sweep.toml"
+SWEEP.write_text('command = "fit"\nmodel = "llama-3-8b"\non = "h100:1"\n', encoding="utf-8")
 
 #: One working call of every command; a new command must be added here.
 WORKING = {
@@ -48,6 +53,7 @@ WORKING = {
         "2",
     ],
     "fit": ["llama-3-8b", "--on", "h100:1"],
+    "sweep": [str(SWEEP), "--out", str(SWEEP.with_name("rows.csv")), "--jobs", "1"],
     "model": ["llama-3-70b"],
     "models": [],
     "chips": [],

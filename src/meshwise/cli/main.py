@@ -127,6 +127,7 @@ _VERBS = {
     "estimate train": ("estimate_train:show_estimate", "Estimate what one layout would do for a training job."),
     "estimate serve": ("estimate_serve:show_estimate", "Estimate what one layout would do for a serving load."),
     "fit": ("fit:show_fit", "Find out what fits in memory, for serving and for training."),
+    "sweep": ("sweep:show_sweep", "Answer many questions: models x clusters x jobs x prices, in parallel."),
     "export": ("export:show_export", "Write a saved plan as the configuration of another tool."),
     "simulate train": ("simulate_train:show_timeline", "Show one training step as a timeline."),
     "simulate serve": ("simulate_serve:show_simulation", "Serve requests over time by replicas of an engine."),
