@@ -112,6 +112,13 @@ def test_plain_plans_are_expressed(tool):
     assert hand_over(plan, tool).text
 
 
+def test_a_chip_that_a_tool_does_not_run_on_is_refused():
+    plan = make_plan("llama-3-8b", "v5p:4x4x4", fsdp=64, remat="full")
+    with pytest.raises(HandoverError, match="chip TPU v5p: it runs on chips of nvidia; nearest: --to maxtext, jax"):
+        hand_over(plan, "megatron")
+    assert hand_over(plan, "maxtext").text
+
+
 def test_every_field_of_a_layout_is_answered_or_refused(monkeypatch):
     names = {f.name for f in fields(Layout)}
     assert names >= choices._ANSWERED

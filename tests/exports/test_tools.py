@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 import meshwise
+from benchmarks import tool_jobs
 from meshwise.cli.main import main
 from meshwise.core.errors import HandoverError, LayoutError, MeshwiseError, UnknownNameError
 from meshwise.costs.calibration import default_calibration
@@ -215,3 +216,16 @@ def test_our_own_runtime_takes_what_it_does_not_refuse(written):
         assert not tool.runs(layout)
     else:
         assert tool.runs(layout)
+
+
+#: Of `benchmarks/tool_jobs.py`: a job of each kind.
+SAMPLE = ("llama-3-8b h100:16", "mixtral-8x7b h100:64", "jamba", "gemma-3-1b v5e", "gpt-oss-120b h100:8", "v5e:2x4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_jobs_of_the_benchmark_are_as_they_should_be(name):
+    (job,) = (j for j in tool_jobs.JOBS if name in j.name)
+    answer = tool_jobs.check(job)
+    assert answer.first
+    assert not answer.faults

@@ -66,11 +66,19 @@ def hand_over(plan: Plan, to: str) -> Exported:
     if to not in TARGETS:
         raise UnknownNameError("tool", to, TARGETS, list_all=True)
     choices, refusals = Choices(plan.problem, plan.layout, plan.fabric), Refusals(TARGETS[to].title)
+    _check_chip(TARGETS[to], choices, refusals, "--to")
     choices.check_known(refusals)
     refusals.apply(TARGETS[to].rules, choices)
     written = TARGETS[to].write(choices, refusals)
     refusals.check()
     return written
+
+
+def _check_chip(target: Target, choices: Choices, refusals: Refusals, flag: str) -> None:
+    chip = choices.chip
+    if target.vendors and chip.vendor not in target.vendors:
+        others = ", ".join(n for n, t in TARGETS.items() if not t.vendors or chip.vendor in t.vendors)
+        refusals.add(f"chip {chip.title}", f"it runs on chips of {' and '.join(target.vendors)}", f"{flag} {others}")
 
 
 def _tool(name: str, problem: TrainingProblem) -> Tool:
@@ -93,10 +101,8 @@ def refusals_of(name: str, problem: TrainingProblem) -> Refusals:
         refusals.apply((r for r in rules if refuses_all(_condition(r, problem, {}))), choices)
         return refusals
     target = TARGETS[name]
-    refusals, chip = Refusals(target.title), choices.chip
-    if target.vendors and chip.vendor not in target.vendors:
-        others = ", ".join(n for n, t in TARGETS.items() if not t.vendors or chip.vendor in t.vendors)
-        refusals.add(f"chip {chip.title}", f"it runs on chips of {' and '.join(target.vendors)}", f"--tool {others}")
+    refusals = Refusals(target.title)
+    _check_chip(target, choices, refusals, "--tool")
     choices.check_known(refusals)
     with suppress(HandoverError):  # what writes may stop at the first
         target.write(choices, refusals)  # a layout of one chip: what is refused is not the layout
